@@ -1,24 +1,25 @@
 """Snapshot isolation: no response of a signature mixes two positions.
 
-Writers keep a sequence: odd while they write. A signature reads it, computes, and reads it again:
+A sequence lock. Updates keep a sequence odd while they write (`write_delta`). A signature reads the sequence,
+computes, and reads it again:
 
     before -> handles -> the forward pass, as it was -> outputs -> after
     clean  =  before is even and equal to after
-    clean: the outputs as they are; else: the outputs of a function that tries again until they are
+    clean: the outputs as they are; else: the outputs of a function that tries again until it is clean
 
-The first try is the graph's own nodes, to which only the order is added, so what isolation costs while
-nothing is written is two reads and a branch. The function holds a second copy of the forward pass in a loop.
-It sleeps while the sequence is odd. After a try that was not clean it asks updates for quiet, for somewhat
-longer than the try took: a pass that takes longer than updates leave between them would never be clean. An
-update that is about to write grants what was asked until then, once (`write_delta`), so it is delayed, not
-kept out. An update that died half-way must not stall readers: their patience with it is bounded, and when it
-ends the position is given as -1, values may be of several positions, and the response is counted.
+The first try runs the graph's own nodes; only their order is added. So while nothing is written, isolation
+costs two reads and a branch. The function holds a second copy of the forward pass, cut out of the graph, in a
+loop. It sleeps while the sequence is odd. After a try that was not clean it asks updates for quiet, somewhat
+longer than the try took: otherwise a pass that takes longer than the pauses between updates would never be
+clean. An update grants, before it writes, what was asked until then, once. So readers delay an update, but do
+not keep it out.
 
-TensorFlow's graph optimizers pass over the function, which would double what a first call takes, and it is
-prepared when it is needed first. Where a warm-up record makes a signature's first call, that one goes through
-the function as well: no client waits for either.
+An update that died half-way must not stall readers. They wait for it for a bounded time; after that a
+response may mix positions, gives its position as -1, and is counted in `unsettled`.
 
-Cut out the part of a graph that computes a signature, so that it can run again inside a function.
+TensorFlow's graph optimizers pass over the function, because optimizing it would double the time of a first
+call; a server prepares it when it is first needed. If a warm-up record makes a signature's first call, that
+call goes through the function as well, so that no client waits for either.
 """
 
 from __future__ import annotations
@@ -41,111 +42,23 @@ HANDLE_MARK = "_updated_handle"
 """The attribute of nodes through which signatures take the handles of variables that updates write."""
 
 _LARGE_CONSTANT_BYTES = 1024
-"""Constants above this are shared with the graph instead of being stored in the function once more."""
-
-
-class Forward(Struct, frozen=True):
-    """What computes `fetches` from `feeds` and `captures` (resources and constants that stay outside)."""
-
-    nodes: tuple[Proto, ...]
-    library: Proto
-    fetches: tuple[str, ...]
-    feeds: tuple[str, ...]
-    captures: tuple[tuple[str, DType], ...]
-
-    def compute(self, inputs: dict[str, Any]) -> list[Any]:
-        """Build the nodes in TensorFlow's default graph, over tensors for `feeds` and `captures` by name."""
-        import tensorflow as tf
-
-        graph_def = privately_named(self.library, self.nodes)
-        native = tf.compat.v1.GraphDef.FromString(graph_def.SerializeToString())
-        passed_on = {name: inputs[name] for name in self.fetches if name in inputs}
-        computed = [name for name in self.fetches if name not in inputs]
-        taken = {canonical(ref) for node in self.nodes for ref in input_names(node)}
-        found = tf.graph_util.import_graph_def(
-            native,
-            input_map={name: tensor for name, tensor in inputs.items() if name in taken},
-            return_elements=computed,
-            name="forward",
-        )
-        passed_on.update(zip(computed, found, strict=True))
-        return [passed_on[name] for name in self.fetches]
-
-
-def cut_out(graph_def: Proto, fetches: Sequence[str], feeds: Iterable[str]) -> Forward:
-    """The nodes that compute the tensors `fetches` if the tensors `feeds` are given.
-
-    Raises:
-        NotServable: a node hands out a reference (a TF1 variable or table), which no function can take.
-    """
-    by_name = {node.name: node for node in graph_def.node}
-    given = {canonical(feed) for feed in feeds}
-    inside: dict[str, Proto] = {}
-    captures: dict[str, DType] = {}
-    used: dict[str, None] = {}
-    pending = [canonical(fetch) for fetch in fetches]
-    while pending:
-        reference = pending.pop()
-        if reference in given:
-            used[reference] = None
-            continue
-        node = by_name[reference.removeprefix("^").partition(":")[0]]
-        if (dtype := _kept_outside(node)) is not None:
-            if not reference.startswith("^"):
-                captures[reference] = dtype
-        elif node.name not in inside and not (node.op == "Placeholder" and f"{node.name}:0" in given):
-            inside[node.name] = node
-            pending += [ref if ref.startswith("^") else canonical(ref) for ref in node.input]
-    nodes = tuple(_without_outer_controls(node, inside) for node in graph_def.node if node.name in inside)
-    return Forward(
-        nodes,
-        graph_def.library,
-        tuple(canonical(fetch) for fetch in fetches),
-        tuple(used),
-        tuple(sorted(captures.items())),
-    )
-
-
-def _kept_outside(node: Proto) -> DType | None:
-    """The dtype of a node's output if it is to be passed in, None if the node is to be repeated."""
-    if node.op == "Const":
-        large = node.ByteSize() > _LARGE_CONSTANT_BYTES and not node.input
-        return DType(node.attr["dtype"].type) if large else None
-    if HANDLE_MARK in node.attr:
-        return DType.RESOURCE
-    definition = _definition(node.op)
-    outputs = definition.output_arg if definition is not None else ()
-    if any(argument.is_ref for argument in outputs):
-        raise NotServable(
-            f"node {node.name!r} ({node.op}) hands out a reference, which cannot be isolated",
-            hint="build the graph with resource variables and tables, or use --isolation row",
-        )
-    is_handle = bool(outputs) and all(argument.type == DType.RESOURCE for argument in outputs)
-    return DType.RESOURCE if is_handle and definition.is_stateful else None
-
-
-def _without_outer_controls(node: Proto, inside: dict[str, Proto]) -> Proto:
-    if all(not ref.startswith("^") or ref[1:] in inside for ref in node.input):
-        return node
-    copy = deepcopy(node)
-    copy.input[:] = [ref for ref in node.input if not ref.startswith("^") or ref[1:] in inside]
-    return copy
-
-
-def _definition(op: str) -> Any:
-    from tensorflow.python.framework import op_def_registry  # the one way to ask what an op gives
-
-    return op_def_registry.get(op)
-
+"""The function takes constants above this size from the graph, and holds copies of smaller ones."""
 
 _MOST_TRIES = 12
+
 _QUIET = 1.5
-"""Quiet that is asked for, in times that the try took; to the power of the number of tries, since on a busy
-machine the next one takes longer."""
+"""After try number n a reader asks for quiet of `_QUIET ** n` times what that try took: on a busy machine the
+next one may take longer."""
+
+_STATE = ("sequence", "since", "quiet", "unsettled")
 
 
 class SharedNodes(Struct, frozen=True):
-    """The nodes that all signatures share: the first read of the sequence, the ordered handles by name."""
+    """The nodes that all signatures share.
+
+    `before` is the first read of the sequence. `handles` maps the handle of each variable that updates write
+    to the node through which signatures take it, which runs after that read.
+    """
 
     state: StateNodes
     before: str
@@ -156,7 +69,7 @@ class SharedNodes(Struct, frozen=True):
 def order_handles(
     editor: GraphEditor, state: StateNodes, handles: Iterable[str], patience_seconds: float
 ) -> SharedNodes:
-    """Order every use of `handles` (VarHandleOps) after the first read of the sequence."""
+    """Order every use of `handles` (VarHandleOps) after a first read of the sequence."""
     consumers = list(editor.graph_def.node)
     before = editor.node("before", "ReadVariableOp", [state.sequence], device=CPU, dtype=DType.INT64)
     ordered = {}
@@ -173,7 +86,10 @@ def order_handles(
 
 
 class Isolated(Struct, frozen=True):
-    """A signature's outputs by the tensors that they replace; the position vector if it was asked for."""
+    """A signature's new outputs by the tensors that they replace, and its position vector.
+
+    `position` is None if the caller did not ask for it.
+    """
 
     tensors: dict[str, str]
     position: str | None
@@ -189,10 +105,10 @@ def isolate(
     with_position: bool,
     warmed: bool,
 ) -> Isolated:
-    """Make a signature compute again if an update came in between.
+    """Make a signature compute again if an update wrote in between.
 
-    A signature that reads nothing that updates write keeps its outputs. With `warmed` its first call goes
-    through the function that tries again.
+    A signature that reads no variable that updates write keeps its outputs. With `warmed` the signature's
+    first call goes through the function that tries again.
 
     Raises:
         NotServable: see `cut_out`.
@@ -243,7 +159,9 @@ def _first_try_or(
         device=CPU,
         dtype=DType.INT64,
     )
-    # The mask is for the sequence before: one that is odd equals nothing then, nor does one that turned odd.
+    # One comparison for both conditions: an even `before` is itself under the mask, and an odd one becomes a
+    # number that the sequence does not return to. `before` precedes all handles and `after` follows all
+    # outputs: an update that wrote while the pass read has changed the sequence.
     mask = editor.constant(f"{signature}/even", ~1, DType.INT64)
     even = editor.node(
         f"{signature}/before_even", "BitwiseAnd", [isolation.before, mask], device=CPU, T=DType.INT64
@@ -253,7 +171,8 @@ def _first_try_or(
         editor.node(f"{signature}/first_{n}", "Switch", [name, clean], T=dtype)
         for n, (name, dtype) in enumerate(fetches)
     ]
-    # After a clean first try the false outputs are dead, and so is the call: it costs nothing.
+    # A Switch gives a dead output on the side that is not taken, and a node with a dead input does not run:
+    # after a clean first try the call costs nothing.
     outer = [
         *(getattr(state, name) for name in _STATE),
         *warm,
@@ -270,7 +189,10 @@ def _first_try_or(
 def _clean(
     editor: GraphEditor, signature: str, even: str, after: str, *, warmed: bool
 ) -> tuple[str, tuple[str, ...]]:
-    """The node that tells if a first try counts; the handle of the variable that tells if it may, if any."""
+    """The node that is true if the first try counts, and the handle of the signature's `warm` if it has one.
+
+    With `warmed` the first try does not count until the function has run once.
+    """
     if not warmed:
         return editor.node(f"{signature}/clean", "Equal", [even, after], device=CPU, T=DType.INT64), ()
     same = editor.node(f"{signature}/same", "Equal", [even, after], device=CPU, T=DType.INT64)
@@ -279,11 +201,8 @@ def _clean(
     return editor.node(f"{signature}/clean", "LogicalAnd", [same, is_warm], device=CPU), (warm,)
 
 
-_STATE = ("sequence", "since", "quiet", "unsettled")
-
-
 class _Retry(Struct, frozen=True):
-    """The function that computes a forward pass again and again, until no update came between."""
+    """The function that computes a forward pass until no update wrote meanwhile."""
 
     isolation: SharedNodes
     forward: Forward
@@ -292,7 +211,7 @@ class _Retry(Struct, frozen=True):
     warmed: bool
 
     def inputs(self, feeds: Sequence[SignatureTensor]) -> dict[str, tuple[DType, StaticShape]]:
-        """Its arguments: `_STATE`, warm if any, captures, feeds, and the outputs of the first try."""
+        """Its arguments: `_STATE`, `warm` (with `warmed`), captures, feeds, the outputs of the first try."""
         names = (*_STATE, "warm") if self.warmed else _STATE
         handles = dict.fromkeys(names, (DType.RESOURCE, ()))
         captures = {f"capture_{n}": (dtype, None) for n, (_, dtype) in enumerate(self.forward.captures)}
@@ -313,7 +232,9 @@ class _Retry(Struct, frozen=True):
         first = list(others[len(names) :])
 
         def again(_: Tensor, tries: Tensor, __: Tensor, *variables: Tensor) -> list[Tensor]:
-            began = tf.timestamp()  # parts that read no variable begin now, too
+            # Before the wait: the parts of the pass that read no variable do not wait for the sequence, and
+            # the quiet to ask for must cover them.
+            began = tf.timestamp()
             before = self._wait_until_even(sequence, since)
             outputs = self._compute(outer, before)
             with tf.control_dependencies(outputs):
@@ -323,7 +244,7 @@ class _Retry(Struct, frozen=True):
             if self.with_position:
                 nowhere = tf.fill([3], tf.constant(SETTLED, tf.int64))
                 outputs[-1] = tf.where(clean, outputs[-1], nowhere)
-            # Odd: waiting was in vain, and would be again.
+            # An odd `before` means that patience with a dead update has ended: it would end again.
             unfinished = tf.logical_not(clean | _is_odd(before) | (tries >= _MOST_TRIES))
             times = tf.pow(tf.constant(_QUIET, tf.float64), tf.cast(tries, tf.float64))
             asked = _assign_greater(quiet, tf.where(unfinished, ended + times * (ended - began), 0.0))
@@ -345,7 +266,7 @@ class _Retry(Struct, frozen=True):
             return [tf.identity(output) for output in outputs]
 
     def _compute(self, outer: dict[str, Tensor], before: Tensor) -> list[Tensor]:
-        """The forward pass over handles that cannot be used before the sequence was read."""
+        """The forward pass over handles that depend on the read of the sequence."""
         import tensorflow as tf
 
         with tf.control_dependencies([before]):
@@ -354,12 +275,12 @@ class _Retry(Struct, frozen=True):
                 for name, tensor in outer.items()
                 if _is_ordered(name, self.isolation)
             }
-        # The importer takes tensors of the innermost graph alone: so the others get a name in it too.
+        # The importer accepts tensors of the innermost graph only: an identity brings the others into it.
         inputs |= {name: tf.identity(tensor) for name, tensor in outer.items() if name not in inputs}
         return self.forward.compute(inputs)
 
     def _wait_until_even(self, sequence: Tensor, since: Tensor) -> Tensor:
-        """The sequence once no update writes; odd if patience ends."""
+        """The sequence as soon as it is even; odd if patience ends first."""
         import tensorflow as tf
 
         deadline = tf.timestamp() + self.isolation.patience_seconds
@@ -378,7 +299,7 @@ class _Retry(Struct, frozen=True):
         return even
 
     def _has_died(self, sequence: Tensor, since: Tensor, now: Tensor) -> Tensor:
-        """True if an update is still writing that has had its time."""
+        """True if an update has been writing for longer than the readers' patience."""
         return _is_odd(sequence) & (now > read(since, DType.DOUBLE, ()) + self.isolation.patience_seconds)
 
 
@@ -389,7 +310,108 @@ def _is_odd(sequence: Tensor) -> Tensor:
 
 
 def _assign_greater(handle: Tensor, value: Tensor) -> Tensor:
-    """Of two that do this at once one may be lost: who asked for more quiet in vain asks again."""
+    """Assign the greater of the variable and `value`.
+
+    This read and this write are two operations: of two calls at once one may be lost. A reader whose request
+    is lost, and whose next try is not clean, asks again.
+    """
     import tensorflow as tf
 
     return assign(handle, tf.maximum(read(handle, DType.DOUBLE, ()), tf.cast(value, tf.float64)))
+
+
+class Forward(Struct, frozen=True):
+    """The nodes that compute `fetches` from `feeds` and `captures`, to be built again inside a function.
+
+    `captures` are resources and large constants: the nodes that make them stay outside of the function.
+    """
+
+    nodes: tuple[Proto, ...]
+    library: Proto
+    fetches: tuple[str, ...]
+    feeds: tuple[str, ...]
+    captures: tuple[tuple[str, DType], ...]
+
+    def compute(self, inputs: dict[str, Any]) -> list[Any]:
+        """Build the nodes in TensorFlow's default graph, over tensors for `feeds` and `captures` by name."""
+        import tensorflow as tf
+
+        graph_def = privately_named(self.library, self.nodes)
+        native = tf.compat.v1.GraphDef.FromString(graph_def.SerializeToString())
+        passed_on = {name: inputs[name] for name in self.fetches if name in inputs}
+        computed = [name for name in self.fetches if name not in inputs]
+        taken = {canonical(ref) for node in self.nodes for ref in input_names(node)}
+        found = tf.graph_util.import_graph_def(
+            native,
+            input_map={name: tensor for name, tensor in inputs.items() if name in taken},
+            return_elements=computed,
+            name="forward",
+        )
+        passed_on.update(zip(computed, found, strict=True))
+        return [passed_on[name] for name in self.fetches]
+
+
+def cut_out(graph_def: Proto, fetches: Sequence[str], feeds: Iterable[str]) -> Forward:
+    """The nodes that compute the tensors `fetches` from the tensors `feeds`.
+
+    Raises:
+        NotServable: a node outputs a reference (a TF1 variable or table), which a function cannot take.
+    """
+    by_name = {node.name: node for node in graph_def.node}
+    given = {canonical(feed) for feed in feeds}
+    inside: dict[str, Proto] = {}
+    captures: dict[str, DType] = {}
+    used: dict[str, None] = {}
+    pending = [canonical(fetch) for fetch in fetches]
+    while pending:
+        reference = pending.pop()
+        if reference in given:
+            used[reference] = None
+            continue
+        node = by_name[reference.removeprefix("^").partition(":")[0]]
+        if (dtype := _kept_outside(node)) is not None:
+            if not reference.startswith("^"):
+                captures[reference] = dtype
+        elif node.name not in inside and not (node.op == "Placeholder" and f"{node.name}:0" in given):
+            inside[node.name] = node
+            pending += [ref if ref.startswith("^") else canonical(ref) for ref in node.input]
+    nodes = tuple(_without_outer_controls(node, inside) for node in graph_def.node if node.name in inside)
+    return Forward(
+        nodes,
+        graph_def.library,
+        tuple(canonical(fetch) for fetch in fetches),
+        tuple(used),
+        tuple(sorted(captures.items())),
+    )
+
+
+def _kept_outside(node: Proto) -> DType | None:
+    """The dtype of a node's output if the node stays outside, None if the function repeats the node."""
+    if node.op == "Const":
+        large = node.ByteSize() > _LARGE_CONSTANT_BYTES and not node.input
+        return DType(node.attr["dtype"].type) if large else None
+    if HANDLE_MARK in node.attr:
+        return DType.RESOURCE
+    definition = _definition(node.op)
+    outputs = definition.output_arg if definition is not None else ()
+    if any(argument.is_ref for argument in outputs):
+        raise NotServable(
+            f"node {node.name!r} ({node.op}) outputs a reference, which cannot be isolated",
+            hint="build the graph with resource variables and tables, or use --isolation row",
+        )
+    is_handle = bool(outputs) and all(argument.type == DType.RESOURCE for argument in outputs)
+    return DType.RESOURCE if is_handle and definition.is_stateful else None
+
+
+def _without_outer_controls(node: Proto, inside: dict[str, Proto]) -> Proto:
+    if all(not ref.startswith("^") or ref[1:] in inside for ref in node.input):
+        return node
+    copy = deepcopy(node)
+    copy.input[:] = [ref for ref in node.input if not ref.startswith("^") or ref[1:] in inside]
+    return copy
+
+
+def _definition(op: str) -> Any:
+    from tensorflow.python.framework import op_def_registry  # the public API does not give an op's outputs
+
+    return op_def_registry.get(op)

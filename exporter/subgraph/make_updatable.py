@@ -1,15 +1,15 @@
 """Make a graph take deltas: add the signatures that update it, and isolate the signatures that it had.
 
-`make_updatable` is a transformation of an InferenceGraph, done before the SavedModel is written. Nodes and
-names that were there stay, signatures keep their names and inputs. Tables are read by rows afterwards
-(`variable_uses`), every signature is isolated from updates (`isolation`), and these signatures are added:
+`make_updatable` transforms an InferenceGraph before it is written as a SavedModel. The graph keeps its nodes
+and their names, and the signatures their names and inputs. Afterwards the graph reads tables by rows
+(`variable_uses`), every signature is isolated from updates (`isolation`), and it has these signatures, too:
 
     incremental_update   up_to int64 [n] -> position, step, rows, deltas int64 [n], status string [n]
     incremental_status   probe int64 [n] -> position, step, unsettled int64 [n], lineage string [n]
     incremental_digest   rows int64 [n] -> digest string [n], position_before, position_after int64 [n]
-                         (if asked for)
+                         (with `digest`)
 
-What the graph is told (lineage, log, schema) is baked in; where it lies, the path of its asset tells it.
+Lineage, log and schema are constants of the graph. The path of its asset says where the model lies.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ UPDATE_SIGNATURE = "incremental_update"
 STATUS_SIGNATURE = "incremental_status"
 DIGEST_SIGNATURE = "incremental_digest"
 CATCH_UP_REQUEST = '{"signature_name": "incremental_update", "inputs": {"up_to": [-1]}}'
-"""A warm-up request in REST's JSON: a server that plays it answers from the newest position at once."""
+"""A warm-up request in REST's JSON: a server that plays it is at the newest position before it answers."""
 
 _SCATTERED = {
     DType.FLOAT,
@@ -70,15 +70,15 @@ _SCATTERED = {
     DType.UINT32,
     DType.UINT64,
 }
-"""Types whose rows stock kernels scatter."""
+"""The dtypes for which TensorFlow has scatter kernels, and whose rows a delta can therefore hold."""
 
 
 class IncrementalOptions(Updates, frozen=True, kw_only=True):
-    """What is baked into a base: its place in a log, and how it takes updates.
+    """The constants of a base's graph: its place in a log, and how it takes updates.
 
-    `log` is the position that the log began with, `position` and `step` the base's own. `patience_seconds`
-    bounds a reader's wait for an update: more than the largest snapshot takes to write. `warmed` names the
-    signatures whose first call is a warm-up record: it prepares all that they may need.
+    `log` is the first position of the log, `position` and `step` are the base's own. `patience_seconds`
+    bounds a reader's wait for an update; it must exceed the time that the largest snapshot takes to write.
+    `warmed` names the signatures whose first call is a warm-up record: it prepares everything they may need.
     """
 
     lineage: str
@@ -90,13 +90,14 @@ class IncrementalOptions(Updates, frozen=True, kw_only=True):
 
 
 def make_updatable(graph: InferenceGraph, options: IncrementalOptions, scratch: Path) -> InferenceGraph:
-    """The same graph, able to take deltas. Its new asset is written into the directory `scratch`.
+    """A copy of the graph that takes deltas. Its new asset is written into the directory `scratch`.
 
-    Variables must have the dtype that they are served in: casts come before this. Tables must have the names
-    and shapes that a mapping found.
+    Variables must have the dtype in which they are served: casts come before this. Lookup tables must have
+    the names and shapes that a mapping found.
 
     Raises:
-        NotServable: a signature has a reserved name or output, or cannot be isolated.
+        NotServable: the graph has no variables; a signature has a reserved name or output, or cannot be
+            isolated; variables that share a tensor differ.
     """
     meta_graph = deepcopy(graph.meta_graph)
     graph_def, signatures = meta_graph.graph_def, meta_graph.signature_def
@@ -139,7 +140,7 @@ def schema_of(graph: InferenceGraph) -> Schema:
 
 
 def _lookups(graph: InferenceGraph) -> Served:
-    """The contents of lookup tables as deltas see them; the nodes that make a table are with its keys."""
+    """The contents of lookup tables as deltas write them; the nodes that make a table stand with its keys."""
     served: dict[ServedVariable, tuple[str, ...]] = {}
     for table in graph.tables:
         keys, values = (
@@ -163,7 +164,7 @@ def _refuse_reserved_names(signatures: Mapping[str, Proto], options: Incremental
     for name, signature in signatures.items():
         if name.startswith("incremental_"):
             raise NotServable(
-                f"the graph has a signature {name!r}: names in incremental_ are taken by updates",
+                f"the graph has a signature {name!r}, but names in incremental_ are reserved for updates",
                 hint="rename the signature",
             )
         taken = sorted(set(STAMPS) & set(signature.outputs))
@@ -175,7 +176,7 @@ def _refuse_reserved_names(signatures: Mapping[str, Proto], options: Incremental
 
 
 def _fetched(meta_graph: Proto) -> set[str]:
-    """Nodes whose outputs a signature takes or gives."""
+    """The nodes of the signatures' inputs and outputs."""
     return {
         tensor.name.partition(":")[0]
         for signature in meta_graph.signature_def.values()
@@ -184,23 +185,26 @@ def _fetched(meta_graph: Proto) -> set[str]:
 
 
 def _served(graph: InferenceGraph, found: Mapping[str, Use]) -> Served:
-    """What deltas update, with its handles: several if they are restored from one tensor.
+    """The variables and tables that deltas write, each with its handles: several if they share one tensor.
 
     Raises:
-        NotServable: there is nothing, or variables that share a tensor differ.
+        NotServable: there are none, or variables that share a tensor differ.
     """
     served = {**_variables(graph.variables, found), **_lookups(graph)}
     if not served:
         raise NotServable(
-            "there is nothing to update: the model has no variables",
-            cause="its answers depend on requests, constants and assets alone",
+            "the model has no variables that an update could change",
+            cause="its answers depend only on requests, constants and assets",
             hint="publish a plain version: leave --incr or --updatable out",
         )
     return served
 
 
 def _variables(variables: tuple[GraphVariable, ...], found: Mapping[str, Use]) -> Served:
-    """Each variable as deltas see it, with its handles."""
+    """The variables that deltas write, each with its handles.
+
+    A variable is a table if every use in the graph reads it by rows; any other is written whole.
+    """
     by_name: dict[str, list[GraphVariable]] = {}
     for variable in variables:
         by_name.setdefault(variable.served_name, []).append(variable)
@@ -249,7 +253,7 @@ def _isolate_signatures(
 
 
 def _add_asset(editor: GraphEditor, path: Path, schema: Schema, options: IncrementalOptions) -> Asset:
-    """A file that says what the base takes, and whose path tells the graph where it lies."""
+    """Write the file that describes which deltas the base takes; its path tells the graph where it lies."""
     document = {
         "format_version": 1,
         "lineage": options.lineage,

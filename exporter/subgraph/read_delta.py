@@ -1,12 +1,13 @@
-"""Read and check a delta inside the graph, before any variable is changed.
+"""Read a delta inside the graph, check it, and unpack its rows, before any variable is changed.
 
-Files are read through `Dataset.from_tensors(...).map(...).ignore_errors()`, the one way in which a graph of
-stock ops survives an error: a damaged, missing or hostile file yields a fallback that no delta holds.
+Files are read through `Dataset.from_tensors(...).map(...).ignore_errors()`, the only way in which a graph of
+stock operations survives an error: a damaged, missing or hostile file gives a fallback, which no delta holds.
+`RestoreV2` verifies the checksum of each tensor. Everything else is checked here, since a kernel that meets
+an index out of range in the middle of a scatter has written the rows before it.
 
-Read a delta's rows inside the graph, and unpack those that are stored in fewer bits.
-
-A delta's flags say which of three forms it has (`exporter.delta.format`); the graph holds a branch for each,
-so that a base takes any delta of its log, and an exact one costs what it would cost without the others.
+A delta's flags say in which form its rows are stored: exact, or packed in one of two ways
+(`exporter.delta.format`). The graph holds a branch for each form, so that a base takes every delta of its
+log, and an exact delta costs what it would cost without the others.
 """
 
 from __future__ import annotations
@@ -36,140 +37,6 @@ from exporter.options import DeltaDtype
 from exporter.subgraph.state import Tensor
 from exporter.wire.dtypes import DType
 
-
-def restore(path: Tensor, keys: Sequence[str], dtypes: Sequence[DType]) -> list[Tensor]:
-    """Tensors of the bundle at `path`, each verified against its checksum."""
-    import tensorflow as tf
-
-    restored: list[Tensor] = tf.raw_ops.RestoreV2(
-        prefix=path,
-        tensor_names=list(keys),
-        shape_and_slices=[""] * len(keys),
-        dtypes=[tf.as_dtype(int(dtype)) for dtype in dtypes],
-    )
-    return restored
-
-
-def tensors_in(whole: Tensor, schema: Schema) -> list[Tensor]:
-    """The tensors of `schema.keys` that `restore_rows` gave; fails if one has a shape that it cannot have."""
-    return _taken_apart(whole, schema.dtypes, _shapes(schema))
-
-
-def _as_one(tensors: Sequence[Tensor]) -> Tensor:
-    """A scalar that holds the tensors, without a copy: to pass them on costs one node instead of many."""
-    import tensorflow as tf
-
-    return tf.raw_ops.OptionalFromValue(components=list(tensors))
-
-
-def _taken_apart(
-    whole: Tensor, dtypes: Sequence[DType], shapes: Sequence[Sequence[int | None]]
-) -> list[Tensor]:
-    import tensorflow as tf
-
-    found: list[Tensor] = tf.raw_ops.OptionalGetValue(
-        optional=whole,
-        output_types=[tf.as_dtype(int(dtype)) for dtype in dtypes],
-        output_shapes=[tf.TensorShape(shape) for shape in shapes],
-    )
-    return found
-
-
-def _shapes(schema: Schema) -> list[list[int | None]]:
-    """The shapes of the tensors of `Schema.keys`; how many rows there are is not known."""
-    shapes: list[list[int | None]] = []
-    for variable in schema.variables:
-        ids: list[list[int | None]] = [[None]] if variable.kind is ChangeKind.TABLE else []
-        shapes += [*ids, [None, *variable.element_shape]]
-    return shapes
-
-
-def restore_rows(path: Tensor, flags: Tensor, schema: Schema) -> tuple[Tensor, Tensor]:
-    """Unpack rows: what is wrong with them (empty if nothing is), and the tensors of `schema.keys` as one.
-
-    Fails, when the graph runs, if the bundle cannot be read or its tensors do not fit each other.
-    """
-    import tensorflow as tf
-
-    packings = [packing for packing in PACKINGS if any(v.packed(packing) for v in schema.variables)]
-    if not packings:
-        return tf.constant(""), _as_one(restore(path, schema.keys, schema.dtypes))
-    forms: list[Callable[[], list[Tensor]]] = [partial(_restore_as, None, path, schema)]
-    form = tf.constant(0)
-    for packing in packings:
-        is_packed = tf.not_equal(tf.bitwise.bitwise_and(flags, int(PACKINGS[packing])), 0)
-        form = tf.where(is_packed, len(forms), form)
-        forms.append(partial(_out_of_line, partial(_restore_as, packing, schema=schema), path))
-    fault, tensors = tf.switch_case(form, forms)
-    return fault, tensors
-
-
-def _out_of_line(read: Callable[[Tensor], list[Tensor]], path: Tensor) -> list[Tensor]:
-    """A call that is not inlined: a server that meets no such delta never prepares the function for it.
-
-    Inlined, with both forms a model of a hundred tables takes seconds more for its first update.
-    """
-    import tensorflow as tf
-
-    attributes = {"_noinline": True, "_tf_data_function": True}  # the latter: grappler passes it over
-    found: list[Tensor] = tf.function(read, autograph=False, experimental_attributes=attributes)(path)
-    return found
-
-
-def _restore_as(packing: DeltaDtype | None, path: Tensor, schema: Schema) -> list[Tensor]:
-    """The fault, and the tensors of `schema.keys` as one, of a delta that is packed so."""
-    import tensorflow as tf
-
-    packed = [variable for variable in schema.variables if variable.packed(packing)]
-    extra = [tensor for variable in packed for tensor in variable.packed(packing)]
-    keys = [*schema.keys, *(tensor.key for tensor in extra)]
-    dtypes = [*schema.dtypes, *(tensor.dtype for tensor in extra)]
-    found = restore(path, keys, dtypes)
-    if not packed:
-        return [tf.constant(""), _as_one(found)]
-    shapes = [*_shapes(schema), *([None, *tensor.element_shape] for tensor in extra)]
-    by_key = dict(zip(keys, _taken_apart(_as_one(found), dtypes, shapes), strict=True))
-    unpackers: dict[tuple[DType, int], Callable[..., tuple[Tensor, Tensor]]] = {}
-    sound: list[Tensor] = []
-    for variable in packed:
-        ids, exact = (by_key[key] for key in variable.keys)
-        own = [by_key[tensor.key] for tensor in variable.packed(packing)]
-        kind = variable.dtype, len(variable.shape)  # tables of one kind share a function at any width
-        if kind not in unpackers:
-            unpackers[kind] = tf.function(_unpack, autograph=False, reduce_retracing=True)
-        # In turn: what fails in one cancels those that have not begun, and if one of these is the first to
-        # report, it is CANCELLED, which `ignore_errors` lets through (ignore_errors_dataset_op.cc).
-        with tf.control_dependencies(sound[-1:]):
-            by_key[variable.keys[1]], is_sound = unpackers[kind](ids, exact, *own)
-        sound.append(is_sound)
-    wrong = tf.gather([variable.name for variable in packed], tf.argmin(tf.cast(tf.stack(sound), tf.int32)))
-    fault = tf.where(tf.reduce_all(sound), "", tf.strings.join(["has wrong packed rows for ", wrong]))
-    return [fault, _as_one([by_key[key] for key in schema.keys])]
-
-
-def _unpack(
-    ids: Tensor, exact: Tensor, places: Tensor, codes: Tensor, *scales: Tensor
-) -> tuple[Tensor, Tensor]:
-    """All rows in the order of `ids`, `exact` at `places`, between them those that the codes give.
-
-    And whether that is sound: every row is there once, and no scale makes a value that is none.
-    """
-    import tensorflow as tf
-
-    values = tf.cast(codes, tf.float32)
-    rows, packed = tf.size(ids), tf.shape(codes)[0]
-    sound = tf.equal(tf.size(places) + packed, rows) & tf.equal(tf.size(places), tf.shape(exact)[0])
-    sound &= tf.reduce_all(places[1:] > places[:-1])
-    for scale in scales:
-        values *= tf.reshape(scale, [-1, *[1] * (codes.shape.rank - 1)])
-        in_range = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
-        sound &= tf.equal(tf.size(scale), packed) & tf.reduce_all(tf.equal(scale, 0) | in_range)
-    is_exact = tf.scatter_nd(places[:, tf.newaxis], tf.ones_like(places), tf.shape(ids, tf.int64)) > 0
-    others = tf.cast(tf.where(tf.logical_not(is_exact))[:, 0], tf.int32)
-    decoded = tf.cast(values, exact.dtype)
-    return tf.dynamic_stitch([tf.cast(places, tf.int32), others], [exact, decoded]), sound
-
-
 Array = NDArray[Any]
 
 Dataset = Any
@@ -177,7 +44,7 @@ Dataset = Any
 
 
 class Expected(Struct, frozen=True):
-    """What a delta must have: this lineage and schema, and with `finite` neither NaN nor infinity."""
+    """What a base demands of a delta: its lineage and schema, and with `finite` no NaN and no infinity."""
 
     lineage: str
     schema: Schema
@@ -187,9 +54,9 @@ class Expected(Struct, frozen=True):
 class ReadDelta(Struct, frozen=True):
     """A delta in memory. `refusal` is empty if it may be applied, else `<word>: <name> <why>`.
 
-    `changed` tells for each variable if it is in the delta, bool [n]; `rows` counts the rows of all tables,
-    `entries` those of all lookup tables. `tensors` are those of `Schema.keys` as one (`tensors_in`); there
-    are none if the delta is refused.
+    `changed`, bool [n], is true for each variable that the delta holds. `rows` is the number of rows of all
+    tables, `entries` that of all lookup tables. `tensors` holds those of `Schema.keys` as one (`tensors_in`),
+    or none if the delta is refused.
     """
 
     refusal: Tensor
@@ -200,31 +67,8 @@ class ReadDelta(Struct, frozen=True):
     tensors: Tensor
 
 
-def attempt(
-    argument: Tensor | tuple[Tensor, ...],
-    action: Callable[..., tuple[Tensor, ...]],
-    fallback: Sequence[Tensor],
-) -> Sequence[Tensor]:
-    """Run `action` on `argument`; if anything in it fails, return `fallback`."""
-    import tensorflow as tf
-
-    return first_success(tf.data.Dataset.from_tensors(argument), action, fallback)
-
-
-def first_success(
-    arguments: Dataset, action: Callable[..., tuple[Tensor, ...]], fallback: Sequence[Tensor]
-) -> Sequence[Tensor]:
-    """Run `action` on each of `arguments` until it does not fail; if it always fails, return `fallback`."""
-    import tensorflow as tf
-
-    tried = arguments.map(action).ignore_errors()
-    either = tried.concatenate(tf.data.Dataset.from_tensors(tuple(fallback))).take(1)
-    found: Sequence[Tensor] = either.get_single_element()
-    return found
-
-
 class Refusal(Struct, frozen=True):
-    """A reason to refuse a delta, if `fails`: `word` and `text` go before and after its name."""
+    """A reason to refuse a delta if `fails`, bool []; `word` and `text` stand before and after its name."""
 
     fails: Tensor
     word: str
@@ -239,22 +83,11 @@ def read_delta(directory: Tensor, name: Tensor, position: Tensor, expected: Expe
     fields, lineage, digest = _read_header(prefix)
     step, flags, rows = fields[3], fields[4], fields[5]
     refusal = _first_of(name, _checks_of_header(name, position, fields, lineage, digest, expected))
-    # A delta that is refused already is not read any further: reading "" fails at once.
+    # The body of a delta whose header is refused is not read: reading the path "" fails at once.
     readable = tf.where(tf.equal(refusal, ""), prefix, "")
     fault, changed, entries, tensors = _read_body(readable, name, flags, rows, expected)
     refusal = tf.where(tf.equal(refusal, ""), fault, refusal)
     return ReadDelta(refusal, step, rows, changed, entries, tensors)
-
-
-def _first_of(name: Tensor, checks: Sequence[Refusal]) -> Tensor:
-    """`<word>: <name> <text>` of the first check that fails, empty if none does."""
-    import tensorflow as tf
-
-    fails = tf.stack([check.fails for check in checks])
-    first = tf.argmax(tf.cast(fails, tf.int32))
-    word = tf.gather(tf.constant([check.word for check in checks]), first)
-    text = tf.gather(tf.stack([check.text for check in checks]), first)
-    return tf.where(tf.reduce_any(fails), tf.strings.join([word, ": ", name, " ", text]), "")
 
 
 def _read_header(prefix: Tensor) -> Sequence[Tensor]:
@@ -275,8 +108,8 @@ def _read_body(
 ) -> Sequence[Tensor]:
     """Refusal, `changed`, the number of entries, and the tensors of the schema's keys as one.
 
-    The checks are done in here, in a function of their own: grappler's shape inference carries what a *later*
-    op demands of a shape back to where the shape is compared, and then takes the comparison for granted.
+    The checks run in the function that reads, apart from the writes: grappler's shape inference carries the
+    shape that a *later* operation demands back to where it is compared, and replaces the comparison by true.
     """
     import tensorflow as tf
 
@@ -299,6 +132,40 @@ def _read_body(
     unchanged = tf.zeros([len(schema.variables)], tf.bool)
     fallback = damaged, unchanged, tf.zeros([], tf.int64), tf.raw_ops.OptionalNone()
     return attempt((prefix, name, flags, rows), read, fallback)
+
+
+def _first_of(name: Tensor, checks: Sequence[Refusal]) -> Tensor:
+    """`<word>: <name> <text>` of the first check that fails, or an empty string."""
+    import tensorflow as tf
+
+    fails = tf.stack([check.fails for check in checks])
+    first = tf.argmax(tf.cast(fails, tf.int32))
+    word = tf.gather(tf.constant([check.word for check in checks]), first)
+    text = tf.gather(tf.stack([check.text for check in checks]), first)
+    return tf.where(tf.reduce_any(fails), tf.strings.join([word, ": ", name, " ", text]), "")
+
+
+def attempt(
+    argument: Tensor | tuple[Tensor, ...],
+    action: Callable[..., tuple[Tensor, ...]],
+    fallback: Sequence[Tensor],
+) -> Sequence[Tensor]:
+    """The result of `action` on `argument`, or `fallback` if anything in it fails."""
+    import tensorflow as tf
+
+    return first_success(tf.data.Dataset.from_tensors(argument), action, fallback)
+
+
+def first_success(
+    arguments: Dataset, action: Callable[..., tuple[Tensor, ...]], fallback: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """The first result of `action` on one of `arguments` that does not fail, or `fallback` if all fail."""
+    import tensorflow as tf
+
+    tried = arguments.map(action).ignore_errors()
+    either = tried.concatenate(tf.data.Dataset.from_tensors(tuple(fallback))).take(1)
+    found: Sequence[Tensor] = either.get_single_element()
+    return found
 
 
 def _checks_of_header(
@@ -328,14 +195,17 @@ def _checks_of_header(
 
 
 class Lengths(Struct, frozen=True):
-    """How many ids each table's tensors hold, and how many rows or whole values each variable's; int64."""
+    """The lengths of a delta's tensors, int64: of each table's ids, and of each variable's values.
+
+    A dense variable's values have the length 1, or 0 if the delta does not hold it.
+    """
 
     ids: Tensor
     values: Tensor
 
     @classmethod
     def of(cls, schema: Schema, tensors: Sequence[Tensor]) -> Lengths:
-        """The lengths of the tensors of `Schema.keys`: a few nodes, however many tensors there are."""
+        """The lengths of the tensors of `Schema.keys`, by a few nodes however many tensors there are."""
         import tensorflow as tf
 
         shapes: dict[int, Tensor] = {}
@@ -361,9 +231,10 @@ class Lengths(Struct, frozen=True):
 def _checks_of_rows(
     rows: Tensor, tensors: Sequence[Tensor], schema: Schema, lengths: Lengths
 ) -> list[Refusal]:
-    """Row numbers increase within the table, ids and values are as many, dense values are one or none.
+    """Row numbers increase within their table and have a row each; a dense variable has one value or none.
 
-    All tables are looked at together: what a graph holds for each of them, every first call pays for.
+    All tables are checked together: a server prepares every node before the first call, and nodes for each of
+    hundreds of tables would make that slow.
     """
     import tensorflow as tf
 
@@ -389,8 +260,25 @@ def _checks_of_rows(
     ]
 
 
+def _are_no_rows(ids: Sequence[Tensor], counts: Tensor, limits: Array) -> Tensor:
+    """For each table whether its `ids`, of which there are `counts`, fail to increase within [0, limit)."""
+    import tensorflow as tf
+
+    every = tf.concat([*ids, [0]], 0)  # one more, so that an empty last table has an element at its start
+    ends = tf.cumsum(counts)
+    starts = ends - counts
+    inside = (tf.gather(every, starts) >= 0) & (tf.gather(every, tf.maximum(ends - 1, 0)) < limits)
+    inside |= tf.equal(counts, 0)
+    # Ids may fall only where the next table begins: find each fall and the table that it lies in.
+    falls = tf.where(every[1:-1] <= every[:-2])[:, 0] + 1
+    owner = tf.raw_ops.UpperBound(sorted_inputs=ends[tf.newaxis], values=falls[tf.newaxis])[0]
+    within = tf.cast(tf.not_equal(falls, tf.gather(starts, owner)), tf.int32)
+    disorder = tf.math.unsorted_segment_sum(within, owner, len(ids)) > 0
+    return disorder | tf.logical_not(inside)
+
+
 def _checks_of_lookups(tensors: Sequence[Tensor], schema: Schema) -> list[Refusal]:
-    """A lookup table has keys with a value each, or is not there; buckets are a power of two."""
+    """Each key of a lookup table has a value; a table stored with its buckets has a power of two of them."""
     import tensorflow as tf
 
     values_of = {variable.name: tensor for variable, (*_, tensor) in by_variable(schema, tensors)}
@@ -404,23 +292,6 @@ def _checks_of_lookups(tensors: Sequence[Tensor], schema: Schema) -> list[Refusa
             right &= power | tf.equal(tf.shape(pair[0])[0], 0)
         checks.append(Refusal(tf.logical_not(right), "rows", f"has wrong entries for {keys.name}"))
     return checks
-
-
-def _are_no_rows(ids: Sequence[Tensor], counts: Tensor, limits: Array) -> Tensor:
-    """For each table whether its `ids` do not increase from 0 to below its limit; `counts` are how many."""
-    import tensorflow as tf
-
-    every = tf.concat([*ids, [0]], 0)  # one more, so that there is something at the end of each
-    ends = tf.cumsum(counts)
-    starts = ends - counts
-    inside = (tf.gather(every, starts) >= 0) & (tf.gather(every, tf.maximum(ends - 1, 0)) < limits)
-    inside |= tf.equal(counts, 0)
-    # Where ids do not increase a table has to begin.
-    falls = tf.where(every[1:-1] <= every[:-2])[:, 0] + 1
-    owner = tf.raw_ops.UpperBound(sorted_inputs=ends[tf.newaxis], values=falls[tf.newaxis])[0]
-    within = tf.cast(tf.not_equal(falls, tf.gather(starts, owner)), tf.int32)
-    disorder = tf.math.unsorted_segment_sum(within, owner, len(ids)) > 0
-    return disorder | tf.logical_not(inside)
 
 
 def _checks_of_values(tensors: Sequence[Tensor], schema: Schema) -> list[Refusal]:
@@ -441,3 +312,142 @@ def by_variable(schema: Schema, tensors: Sequence[Tensor]) -> list[tuple[ServedV
     """The tensors of each variable: ids and values, or the value."""
     pending = iter(tensors)
     return [(variable, [next(pending) for _ in variable.keys]) for variable in schema.variables]
+
+
+def restore(path: Tensor, keys: Sequence[str], dtypes: Sequence[DType]) -> list[Tensor]:
+    """Tensors of the bundle at `path`, each verified against its checksum."""
+    import tensorflow as tf
+
+    restored: list[Tensor] = tf.raw_ops.RestoreV2(
+        prefix=path,
+        tensor_names=list(keys),
+        shape_and_slices=[""] * len(keys),
+        dtypes=[tf.as_dtype(int(dtype)) for dtype in dtypes],
+    )
+    return restored
+
+
+def restore_rows(path: Tensor, flags: Tensor, schema: Schema) -> tuple[Tensor, Tensor]:
+    """Read and unpack rows: a fault (string [], empty if none), and the tensors of `schema.keys` as one.
+
+    The graph fails here if the bundle cannot be read or its tensors do not fit each other.
+    """
+    import tensorflow as tf
+
+    packings = [packing for packing in PACKINGS if any(v.packed(packing) for v in schema.variables)]
+    if not packings:
+        return tf.constant(""), _as_one(restore(path, schema.keys, schema.dtypes))
+    forms: list[Callable[[], list[Tensor]]] = [partial(_restore_as, None, path, schema)]
+    form = tf.constant(0)
+    for packing in packings:
+        is_packed = tf.not_equal(tf.bitwise.bitwise_and(flags, int(PACKINGS[packing])), 0)
+        form = tf.where(is_packed, len(forms), form)
+        forms.append(partial(_out_of_line, partial(_restore_as, packing, schema=schema), path))
+    fault, tensors = tf.switch_case(form, forms)
+    return fault, tensors
+
+
+def _restore_as(packing: DeltaDtype | None, path: Tensor, schema: Schema) -> list[Tensor]:
+    """The fault, and the tensors of `schema.keys` as one, of a delta of this form (None: exact)."""
+    import tensorflow as tf
+
+    packed = [variable for variable in schema.variables if variable.packed(packing)]
+    extra = [tensor for variable in packed for tensor in variable.packed(packing)]
+    keys = [*schema.keys, *(tensor.key for tensor in extra)]
+    dtypes = [*schema.dtypes, *(tensor.dtype for tensor in extra)]
+    found = restore(path, keys, dtypes)
+    if not packed:
+        return [tf.constant(""), _as_one(found)]
+    shapes = [*_shapes(schema), *([None, *tensor.element_shape] for tensor in extra)]
+    by_key = dict(zip(keys, _taken_apart(_as_one(found), dtypes, shapes), strict=True))
+    unpackers: dict[tuple[DType, int], Callable[..., tuple[Tensor, Tensor]]] = {}
+    sound: list[Tensor] = []
+    for variable in packed:
+        ids, exact = (by_key[key] for key in variable.keys)
+        own = [by_key[tensor.key] for tensor in variable.packed(packing)]
+        kind = variable.dtype, len(variable.shape)  # tables of one kind share a function at any width
+        if kind not in unpackers:
+            unpackers[kind] = tf.function(_unpack, autograph=False, reduce_retracing=True)
+        # One after the other. A call that fails cancels the others, and if one of these is the first to
+        # report, the error is CANCELLED, which `ignore_errors` lets through (ignore_errors_dataset_op.cc):
+        # the whole update would fail instead of refusing the delta.
+        with tf.control_dependencies(sound[-1:]):
+            by_key[variable.keys[1]], is_sound = unpackers[kind](ids, exact, *own)
+        sound.append(is_sound)
+    wrong = tf.gather([variable.name for variable in packed], tf.argmin(tf.cast(tf.stack(sound), tf.int32)))
+    fault = tf.where(tf.reduce_all(sound), "", tf.strings.join(["has wrong packed rows for ", wrong]))
+    return [fault, _as_one([by_key[key] for key in schema.keys])]
+
+
+def _out_of_line(read: Callable[[Tensor], list[Tensor]], path: Tensor) -> list[Tensor]:
+    """Call `read` as a function that is not inlined: a server prepares it when it meets the first such delta.
+
+    With both forms inlined, the first update of a model of a hundred tables takes seconds longer.
+    """
+    import tensorflow as tf
+
+    # Graph optimizers leave functions with `_tf_data_function` alone (see `GraphEditor.function`).
+    attributes = {"_noinline": True, "_tf_data_function": True}
+    found: list[Tensor] = tf.function(read, autograph=False, experimental_attributes=attributes)(path)
+    return found
+
+
+def _unpack(
+    ids: Tensor, exact: Tensor, places: Tensor, codes: Tensor, *scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    """All rows in the order of `ids`: `exact` at `places`, the decoded ones elsewhere; and a bool [].
+
+    It is true if they are sound: `places` increase, each id has one row, and each scale is 0 or in the range
+    in which no code overflows.
+    """
+    import tensorflow as tf
+
+    values = tf.cast(codes, tf.float32)
+    rows, packed = tf.size(ids), tf.shape(codes)[0]
+    sound = tf.equal(tf.size(places) + packed, rows) & tf.equal(tf.size(places), tf.shape(exact)[0])
+    sound &= tf.reduce_all(places[1:] > places[:-1])
+    for scale in scales:
+        values *= tf.reshape(scale, [-1, *[1] * (codes.shape.rank - 1)])
+        in_range = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
+        sound &= tf.equal(tf.size(scale), packed) & tf.reduce_all(tf.equal(scale, 0) | in_range)
+    is_exact = tf.scatter_nd(places[:, tf.newaxis], tf.ones_like(places), tf.shape(ids, tf.int64)) > 0
+    others = tf.cast(tf.where(tf.logical_not(is_exact))[:, 0], tf.int32)
+    decoded = tf.cast(values, exact.dtype)
+    return tf.dynamic_stitch([tf.cast(places, tf.int32), others], [exact, decoded]), sound
+
+
+def tensors_in(whole: Tensor, schema: Schema) -> list[Tensor]:
+    """The tensors of `schema.keys` from the one that `restore_rows` gave.
+
+    The graph fails here if a tensor of the file has another shape than its variable allows.
+    """
+    return _taken_apart(whole, schema.dtypes, _shapes(schema))
+
+
+def _as_one(tensors: Sequence[Tensor]) -> Tensor:
+    """A scalar that holds the tensors without a copy: loops and branches pass on one tensor, not hundreds."""
+    import tensorflow as tf
+
+    return tf.raw_ops.OptionalFromValue(components=list(tensors))
+
+
+def _taken_apart(
+    whole: Tensor, dtypes: Sequence[DType], shapes: Sequence[Sequence[int | None]]
+) -> list[Tensor]:
+    import tensorflow as tf
+
+    found: list[Tensor] = tf.raw_ops.OptionalGetValue(
+        optional=whole,
+        output_types=[tf.as_dtype(int(dtype)) for dtype in dtypes],
+        output_shapes=[tf.TensorShape(shape) for shape in shapes],
+    )
+    return found
+
+
+def _shapes(schema: Schema) -> list[list[int | None]]:
+    """The static shapes of the tensors of `Schema.keys`; the number of rows is None."""
+    shapes: list[list[int | None]] = []
+    for variable in schema.variables:
+        ids: list[list[int | None]] = [[None]] if variable.kind is ChangeKind.TABLE else []
+        shapes += [*ids, [None, *variable.element_shape]]
+    return shapes

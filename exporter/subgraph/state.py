@@ -1,15 +1,15 @@
-"""The variables that hold a served model's position and sequence.
+"""The variables in which a served model keeps its position and the state of its updates.
 
-    sequence  int64 []    even: the model stands still; odd: an update is writing
-    position  int64 [3]   position, step, and where an unfinished update was going to, else -1
+    sequence  int64 []    even: no update is writing; odd: an update is writing
+    position  int64 [3]   position, step, and the target of an unfinished update, else -1
     since     float64 []  when the sequence became odd, in seconds since 1970
-    base      string []   the model base path, from an asset's path while the model loads
-    warm      bool []     true after the first update, if only an update with nothing to do
-    turn      int64 [3]   zeros while no call has the turn (`turns`)
+    base      string []   the model base path, taken from an asset's path while the model loads
+    warm      bool []     true after the first update, even if that had nothing to do
+    turn      int64 [3]   zeros while no call has the turn (`update.one_at_a_time`)
     quiet     float64 []  until when readers ask that no update begins to write, in seconds since 1970
     unsettled int64 []    how many responses were given without a position
 
-One variable holds position and step, so that they are read together without any lock.
+One variable holds position, step and target, so that one read sees all three of one moment, without a lock.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ Tensor = Any
 """A symbolic tensor of TensorFlow, which has no type information to offer."""
 
 _POLL_MICROSECONDS = 200
+"""How often a waiting loop looks again: short beside the milliseconds that an update writes."""
 
 SETTLED = -1
 """The third field of `position` while no update is under way."""
 
 
 class StateNodes(Struct, frozen=True):
-    """Names of the nodes that make the handles, in the order in which functions take them."""
+    """Names of the nodes that create the handles, in the order in which functions take them."""
 
     sequence: str
     position: str
@@ -69,7 +70,11 @@ STATE_INPUTS: dict[str, tuple[DType, tuple[int, ...]]] = dict.fromkeys(
 
 
 class UpdateState(Struct, frozen=True):
-    """The handles inside a function, and how they are read; control dependencies give the order."""
+    """The handles inside a function, and reads of them.
+
+    TensorFlow orders accesses to one variable at most: the caller orders reads and writes of several by
+    control dependencies.
+    """
 
     sequence: Tensor
     position: Tensor
@@ -89,7 +94,7 @@ class UpdateState(Struct, frozen=True):
         return read(self.position, DType.INT64, (3,))
 
     def read_quiet(self) -> Tensor:
-        """Until when readers asked for quiet, float64 []."""
+        """The end of the quiet that readers ask for, in seconds since 1970, float64 []."""
         return read(self.quiet, DType.DOUBLE, ())
 
     def read_base(self) -> Tensor:
@@ -97,12 +102,12 @@ class UpdateState(Struct, frozen=True):
         return read(self.base, DType.STRING, ())
 
     def read_warm(self) -> Tensor:
-        """If an update has run, bool []."""
+        """Whether an update has run, bool []."""
         return read(self.warm, DType.BOOL, ())
 
 
 def read(handle: Tensor, dtype: DType, shape: tuple[int, ...]) -> Tensor:
-    """The value of a variable, of known shape."""
+    """The value of a variable, with a static shape."""
     import tensorflow as tf
 
     value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.as_dtype(int(dtype)))
@@ -111,14 +116,14 @@ def read(handle: Tensor, dtype: DType, shape: tuple[int, ...]) -> Tensor:
 
 
 def assign(handle: Tensor, value: Tensor) -> Tensor:
-    """The operation that gives a variable a new value."""
+    """The operation that assigns a value to a variable."""
     import tensorflow as tf
 
     return tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
 def sleep(microseconds: int = _POLL_MICROSECONDS) -> Tensor:
-    """An operation that ends a little later without occupying a thread that computes."""
+    """An operation that ends a little later, and meanwhile blocks no thread of the server's compute pool."""
     import tensorflow as tf
 
     kind: dict[str, Any] = {"output_types": [tf.int32], "output_shapes": [tf.TensorShape([])]}

@@ -1,43 +1,26 @@
-"""`incremental_update` inside the graph: list deltas, choose, read, check and apply until the target is
-reached.
+"""`incremental_update` inside the graph: list a log, choose deltas, apply them until the target is reached.
 
-A status is `<word>: <why>`; the words:
+A call answers with its position and a status, `<word>: <why>`. The words:
 
-    reached      the wanted position (several deltas may have been applied on the way)
+    reached      the model stands at the wanted position (several deltas may have led there)
     current      nothing is published beyond the position
     passed       the wanted position lies behind: nothing was done
-    hold         the log is held; -1 does not go beyond that
-    gap          deltas lead further, but none of them begins at or before the position
-    inside       the wanted position lies between the ends of the deltas that lead on
-    unpublished  nothing is published that leads as far as wanted
+    hold         the log is held, and -1 does not go beyond a hold
+    gap          published deltas lead further, but none of them begins at or before the position
+    inside       the wanted position lies inside a delta, where no delta ends
+    unpublished  no published delta leads as far as wanted
     unlisted     the log's directory is gone or cannot be read: what is published is unknown
-    merged       call again: another update runs, or a batching server merged the call with one for a
+    merged       call again: another update is running, or a batching server merged this call with one for a
                  smaller target
-    interrupted  an earlier update died half-way, and no delta leads as far as it was going
+    interrupted  an earlier update died half-way, and no published delta leads as far as that one was going
     damaged, format, lineage, schema, range, only-from, rows, finite
-                 why the first delta was refused, if nothing else led on
+                 why the first delta was refused, if no other delta led on (`read_delta`)
 
-With an explicit target everything but `reached`, `passed` and `merged` is an error that carries the status,
-unless the call was merged with calls for something else: these are not to fail by it.
+A call for an explicit target fails with the status as its message, unless the status is `reached`, `passed`
+or `merged`. A batch of calls for several targets does not fail so: one caller's target must not fail another.
 
-List a log's directory inside the graph; an update with nothing to do reads nothing else.
-
-Run a part of the graph for one call at a time, however calls end: by an error, or cut off half-way.
-
-No call waits, since each that waits holds a thread of the server: the turn is free, or the call has another
-answer at once. Idle, it costs nothing.
-
-A turn begins and ends with the iterator of a `GeneratorDataset` (source: tensorflow/core/kernels/data/
-generator_dataset_op.cc). Its `init_func` takes the turn if that is free. Its destructor runs `finalize_func`,
-which gives it back, if `init_func` succeeded, whatever became of all that came between; and runs it under a
-cancellation manager of its own. So a call that is cut off gives its turn back, and does so after the last
-operation that it started. `init_func` is one operation: nothing comes between its taking and its success.
-
-What was tried before. A `MutexLock` is unlocked by a waiter that is cancelled, whichever call holds it
-(mutex_ops.cc, `AcquireAsync`). A `BatchFunction` looks into its queue each millisecond, and each call that
-waits in it holds a thread (shared_batch_scheduler.h, `ThreadLogic`). With its adaptive scheduler it begins
-128 threads, runs two batches at once if the clock is set back as one is added, and may use a scheduler that
-was deleted with its model (adaptive_shared_batch_scheduler.h, `CallbackWrapper`).
+The file has three parts: the update, the listing of a log's directory (an update with nothing to do reads
+nothing else), and the turns by which one call at a time updates.
 """
 
 from __future__ import annotations
@@ -53,7 +36,13 @@ from exporter.subgraph.read_delta import Expected, attempt, first_success, read_
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign
 from exporter.subgraph.write_delta import UpdateTarget, position_vector, write_rows, write_snapshot
 
+NEWEST = -1
+"""The `up_to` that asks for the newest published position."""
+
 NO_LIMIT = (1 << 63) - 1
+
+_OCCUPIED = "merged: another update runs; call again"
+"""Clients of 0.1.0 call again on `merged`, and take every word that they do not know for a refusal."""
 
 _DELTA = "/00[0-9]{18}-00[0-9]{18}"
 _POSITION_DIGITS = 20
@@ -62,235 +51,18 @@ _NO_DELTA = "0" * _POSITION_DIGITS + "-" + "0" * _POSITION_DIGITS
 _NONE = -1
 _GLOB_CHARACTERS = r"([*?\[\\])"
 _STORE = "(?s)[a-z0-9]+://.*"
-
-
-class ListedDeltas(Struct, frozen=True):
-    """What the log's directory lists: names and the positions they stand for, and one entry that never fits.
-
-    `hold` is the position that is not to be passed; negative if its file cannot be read. `unlisted` is true
-    if what is published is unknown: the model's directory is not there any more, or cannot be read.
-    """
-
-    directory: Tensor
-    names: Tensor
-    starts: Tensor
-    ends: Tensor
-    hold: Tensor
-    unlisted: Tensor
-
-    @property
-    def as_list(self) -> list[Tensor]:
-        """The fields in order."""
-        return [getattr(self, name) for name in self.__struct_fields__]
-
-
-def list_published(base: Tensor, log: str) -> ListedDeltas:
-    """What the directory of a log holds; whatever is not a delta's name or the hold file is ignored."""
-    import tensorflow as tf
-
-    directory = _log_directory(base, log)
-    paths, hold = _list_and_hold(directory)
-    ends = tf.strings.substr(tf.strings.join(["/" + _NO_DELTA, paths]), -_NAME_LENGTH - 1, _NAME_LENGTH + 1)
-    listed = tf.boolean_mask(ends, tf.strings.regex_full_match(ends, _DELTA))
-    names = tf.strings.substr(tf.concat([tf.reverse(listed, [0]), ["/" + _NO_DELTA]], 0), 1, _NAME_LENGTH)
-    starts, stops = (
-        tf.strings.to_number(tf.strings.substr(names, begin, _POSITION_DIGITS), tf.int64)
-        for begin in (0, _POSITION_DIGITS + 1)
-    )
-    # A model's directory holds a version at least: if that too lists nothing, it was moved or unmounted.
-    is_gone = tf.cond(
-        tf.size(paths) > 0, lambda: tf.constant(False), lambda: tf.equal(tf.size(_list_directory(base)), 0)
-    )
-    return ListedDeltas(directory, names, starts, stops, hold, is_gone)
-
-
-def list_step(base: Tensor, log: str, start: Tensor, end: Tensor) -> ListedDeltas:
-    """A listing of the delta `start-end` alone, whether it is published or not.
-
-    For a call from `start` to the named position `end` it is what the whole log's listing would choose, at a
-    cost that does not depend on how many deltas there are. Such calls do not ask for the hold.
-    """
-    import tensorflow as tf
-
-    digits = (tf.strings.as_string(p, width=_POSITION_DIGITS, fill="0") for p in (start, end))
-    return ListedDeltas(
-        _log_directory(base, log),
-        names=tf.stack([tf.strings.join(list(digits), separator="-"), _NO_DELTA]),
-        starts=tf.stack([start, tf.zeros_like(start)]),
-        ends=tf.stack([end, tf.zeros_like(end)]),
-        hold=tf.constant(NO_LIMIT, tf.int64),
-        unlisted=tf.constant(False),
-    )
-
-
-def is_published(step: ListedDeltas) -> Tensor:
-    """True if the one delta of a `list_step` is there."""
-    import tensorflow as tf
-
-    whole = tf.strings.join([_within(step.directory, ""), step.names[0], "/" + MANIFEST_FILE])
-    in_store = tf.strings.regex_full_match(step.directory, _STORE)
-    path = tf.where(in_store, whole, tf.strings.regex_replace(whole, "/[^/]*$", ""))
-    return tf.size(_match(path[tf.newaxis])) > 0
-
-
-def _log_directory(base: Tensor, log: str) -> Tensor:
-    import tensorflow as tf
-
-    return tf.strings.join([base, DELTAS_DIRECTORY, log], separator="/")
-
-
-def _list_directory(directory: Tensor) -> Tensor:
-    """Paths of what is in a directory, in order; none if there is no such directory, or it cannot be read."""
-    return _match(_within(directory, "*")[None])
-
-
-def _list_log(directory: Tensor) -> Tensor:
-    """Paths of what is published in a log's directory; as `_list`.
-
-    Where there are no renames, as behind `gs://`, a delta's directory is there as soon as one of its files
-    is: what counts is its manifest, which is written last.
-    """
-    import tensorflow as tf
-
-    in_store = tf.strings.regex_full_match(directory, _STORE)
-    whole = _within(directory, f"*/{MANIFEST_FILE}")
-    patterns = tf.stack([_within(directory, "*"), whole, _within(directory, HOLD_FILE)])
-    paths = _match(tf.boolean_mask(patterns, tf.stack([tf.logical_not(in_store), in_store, in_store])))
-    return tf.strings.regex_replace(paths, f"/{re.escape(MANIFEST_FILE)}$", "")
-
-
-def _within(directory: Tensor, pattern: str) -> Tensor:
-    import tensorflow as tf
-
-    literal = tf.strings.regex_replace(directory, _GLOB_CHARACTERS, r"\\\1")
-    return tf.strings.join([literal, pattern], separator="/")
-
-
-def _match(patterns: Tensor) -> Tensor:
-    import tensorflow as tf
-
-    (paths,) = attempt(patterns, lambda each: (tf.io.matching_files(each),), (tf.constant([], tf.string),))
-    return tf.ensure_shape(paths, [None])
-
-
-def _list_and_hold(directory: Tensor) -> tuple[Tensor, Tensor]:
-    """Paths of what is in a log's directory, and the hold.
-
-    The listing that counts is not older than the hold: a rollback publishes its delta and moves the hold at
-    once, and who knew the new hold without the delta would go on to what is taken back.
-    """
-    import tensorflow as tf
-
-    path = tf.strings.join([directory, HOLD_FILE], separator="/")
-
-    def held() -> tuple[Tensor, Tensor]:
-        hold = _read_hold(path)
-        with tf.control_dependencies([hold]):
-            return _list_log(tf.identity(directory)), hold
-
-    paths = _list_log(directory)
-    # Not tried at all where there is no file: each failed read writes a line into the server's log.
-    is_held = tf.reduce_any(tf.equal(paths, path))
-    paths, hold = tf.cond(is_held, held, lambda: (paths, tf.constant(NO_LIMIT, tf.int64)))
-    return tf.ensure_shape(paths, [None]), hold
-
-
-def _read_hold(path: Tensor) -> Tensor:
-    import tensorflow as tf
-
-    (position,) = first_success(
-        tf.data.Dataset.from_tensors(path),
-        lambda file: (tf.strings.to_number(tf.strings.strip(tf.io.read_file(file)), tf.int64),),
-        (tf.constant(_NONE, tf.int64),),
-    )
-    return tf.ensure_shape(position, [])
-
+_PHILOX = 1
 
 Dataset = Any
 """A `tf.data.Dataset`."""
 
-_PHILOX = 1
-
-
-def one_at_a_time(
-    turn: Tensor, part: Callable[[], Sequence[Tensor]], occupied: Sequence[Tensor]
-) -> Sequence[Tensor]:
-    """The results of `part`; or `occupied`, of the same dtypes, while another call runs it.
-
-    `turn` is the handle of a variable, int64 [3], of zeros when the model is loaded. What `part` reads, it
-    reads in its turn.
-    """
-    import tensorflow as tf
-
-    function = tf.compat.v1.wrap_function(part, [])
-    dtypes = [output.dtype for output in function.outputs]
-
-    def call(_: Tensor) -> tuple[Tensor, ...]:
-        # A function of its own is left as it is written (`GraphEditor.function`); a dataset's is optimized.
-        return tuple(
-            tf.raw_ops.StatefulPartitionedCall(args=function.captured_inputs, Tout=dtypes, f=function)
-        )
-
-    # Not `tf.cond`: servers that rewrite graphs by MLIR fail at what grappler makes of its branches.
-    own = _taken(turn).filter(_was_free).map(call)
-    either = own.concatenate(tf.data.Dataset.from_tensors(tuple(occupied))).take(1)
-    found: Sequence[Tensor] = either.get_single_element()
-    return found
-
-
-def _was_free(before: Tensor) -> Tensor:
-    import tensorflow as tf
-
-    return tf.equal(before[0], 0)
-
-
-def _taken(turn: Tensor) -> Dataset:
-    """What the variable was before this call: zeros if the turn is its own, until the iterator ends."""
-    import tensorflow as tf
-
-    state = tf.TensorSpec([3], tf.int64)
-
-    def take() -> Tensor:
-        # The one stock operation that reads and changes a variable under one lock, and says what it read,
-        # whose shape TensorFlow 2's loader can infer. What it adds is not zero; how much, does not matter.
-        delta = tf.constant(1, tf.uint64)
-        return tf.raw_ops.RngReadAndSkip(resource=turn, alg=tf.constant(_PHILOX), delta=delta)
-
-    def give_back(before: Tensor) -> Tensor:
-        # Only if it was taken, and by no `tf.cond` (see above): no index is no write.
-        first = tf.range(tf.cast(_was_free(before), tf.int32))
-        zeros = tf.zeros_like(first, tf.int64)
-        with tf.control_dependencies(
-            [tf.raw_ops.ResourceScatterUpdate(resource=turn, indices=first, updates=zeros)]
-        ):
-            return tf.identity(before)
-
-    init, next_, finalize = (
-        tf.compat.v1.wrap_function(function, specs)
-        for function, specs in ((take, []), (tf.identity, [state]), (give_back, [state]))
-    )
-    element = tf.raw_ops.GeneratorDataset(
-        init_func=init,
-        init_func_other_args=init.captured_inputs,
-        next_func=next_,
-        next_func_other_args=next_.captured_inputs,
-        finalize_func=finalize,
-        finalize_func_other_args=finalize.captured_inputs,
-        output_types=[state.dtype],
-        output_shapes=[state.shape],
-    )
-    return tf.data.experimental.from_variant(element, state).take(1)
-
-
-NEWEST = -1
-"""The `up_to` that asks for whatever is published."""
-
-_OCCUPIED = "merged: another update runs; call again"
-"""Clients of 0.1.0 know this word for "call again", and take any that they do not know for a refusal."""
-
 
 class UpdateRules(Struct, frozen=True):
-    """How updates are done: `log` names a directory, deltas of more rows than the limit go by chunks."""
+    """How a base updates itself.
+
+    `log` is the name of the log's directory. A delta of more than `snapshot_max_rows` rows and entries is
+    written in chunks, outside the sequence.
+    """
 
     log: str
     expected: Expected
@@ -298,7 +70,13 @@ class UpdateRules(Struct, frozen=True):
 
 
 class UpdateProgress(Struct, frozen=True):
-    """Where an update stands: the loop's variables. `choice` is the next delta's index, -1 for none."""
+    """The variables of the loop that applies deltas.
+
+    `choice`, int64 [], is the next delta's index in the listing, -1 if none leads on. `position`, int64 [3],
+    is the position variable's value. `refused`, bool [n], marks the deltas that were refused; `refusal` says
+    why the first one was. `rows` and `deltas` count what was applied; `in_chunks` is true if any of it was
+    written in chunks.
+    """
 
     choice: Tensor
     position: Tensor
@@ -317,8 +95,8 @@ class UpdateProgress(Struct, frozen=True):
 class Outlook(Struct, frozen=True):
     """The situation that an update finds; `limit` is how far it may go.
 
-    `explicit` is false if it is to go as far as it can. `is_step` is true if only the delta was looked for
-    that leads from the position to the wanted one.
+    `explicit` is false if the caller asked for the newest position. `is_step` is true if `published` holds
+    only the delta from the present position to the wanted one (`list_step`).
     """
 
     start: UpdateProgress
@@ -329,7 +107,7 @@ class Outlook(Struct, frozen=True):
 
     @classmethod
     def of(cls, wanted: Tensor, state: UpdateState, rules: UpdateRules, may_step: Tensor) -> Outlook:
-        """Read the position, and list the log as far as need be."""
+        """Read the position, and list the log: all of it, or the one step that the call asks for."""
         import tensorflow as tf
 
         position = state.read_position()
@@ -343,7 +121,7 @@ class Outlook(Struct, frozen=True):
         return cls(start, published, explicit, limit, is_step)
 
     def result(self, end: UpdateProgress) -> tuple[Tensor, Tensor]:
-        """Position, step, unfinished target, rows and deltas (int64 [5]); why the update stopped there."""
+        """Position, step, unfinished target, rows and deltas (int64 [5]); the status (string [])."""
         import tensorflow as tf
 
         numbers = tf.concat([end.position, [end.rows, end.deltas]], 0)
@@ -353,11 +131,13 @@ class Outlook(Struct, frozen=True):
 def update(up_to: Tensor, state: UpdateState, target: UpdateTarget, rules: UpdateRules) -> tuple[Tensor, ...]:
     """Position, step, rows, deltas (int64) and status (string), each [n] as `up_to`; a refusal, string [].
 
-    The refusal is empty, or the status with which the call is to fail: an explicit target was not reached,
-    and no row wanted anything else.
+    The refusal is empty, or the message with which the call fails: an explicit target was not reached, and
+    every row of the batch asked for that target.
     """
     import tensorflow as tf
 
+    # A batching server may merge calls: the batch goes to the smallest target, and the other rows' callers
+    # are told to call again. No caller is ever carried beyond the position that it asked for.
     valid = tf.reduce_all(up_to >= NEWEST)
     wanted = tf.where(up_to < 0, tf.constant(NO_LIMIT, tf.int64), up_to)
     least = tf.where(valid, tf.reduce_min(wanted), 0)  # no delta leads to 0: nothing is done
@@ -376,13 +156,14 @@ def update(up_to: Tensor, state: UpdateState, target: UpdateTarget, rules: Updat
 def _update_in_turn(
     wanted: Tensor, state: UpdateState, target: UpdateTarget, rules: UpdateRules
 ) -> tuple[Tensor, Tensor]:
-    """See `Outlook.result`. A call with nothing to do needs no turn."""
+    """Update to `wanted` if this call gets the turn; see `Outlook.result`. Without work it takes no turn."""
     import tensorflow as tf
 
     outlook = Outlook.of(wanted, state, rules, tf.constant(True))
 
     def run() -> tuple[Tensor, Tensor]:
         numbers, status = _look_and_follow(wanted, state, target, rules)
+        # Last: a first call that fails stays the first, and prepares the rest the next time.
         with tf.control_dependencies([numbers]):
             warmed = assign(state.warm, tf.constant(True))
         with tf.control_dependencies([warmed]):
@@ -394,7 +175,8 @@ def _update_in_turn(
         return tf.ensure_shape(numbers, [5]), tf.ensure_shape(status, [])
 
     has_work = (outlook.start.choice >= 0) | tf.not_equal(outlook.start.position[2], SETTLED)
-    # The first call has its turn in any case, so that warming it up prepares all of it.
+    # The first call always takes a turn: if it is a warm-up record, the server prepares the whole function
+    # before a client's update has to wait for that.
     is_cold = tf.logical_not(state.read_warm())
     numbers, status = tf.cond(has_work | is_cold, take_turn, lambda: outlook.result(outlook.start))
     return numbers, status
@@ -403,11 +185,15 @@ def _update_in_turn(
 def _look_and_follow(
     wanted: Tensor, state: UpdateState, target: UpdateTarget, rules: UpdateRules
 ) -> tuple[Tensor, Tensor]:
-    """See `Outlook.result`; the whole log is listed where a single step does not do, or is refused."""
+    """Apply deltas up to `wanted`; see `Outlook.result`.
+
+    The first round may list a single step. If that delta is refused, a second round lists the whole log.
+    """
     import tensorflow as tf
 
     def look(may_step: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-        outlook = Outlook.of(wanted, state, rules, may_step)  # what was true before the turn may not be now
+        # Read the position and list again, now in the turn: before it, another call may have updated.
+        outlook = Outlook.of(wanted, state, rules, may_step)
         end = _follow(outlook, state, target, rules)
         again = outlook.is_step & tf.reduce_any(end.refused)
         return tf.constant(False), again, *outlook.result(end)
@@ -424,12 +210,12 @@ def _look_and_follow(
 def _list(
     wanted: Tensor, position: Tensor, state: UpdateState, rules: UpdateRules, may_step: Tensor
 ) -> tuple[ListedDeltas, Tensor]:
-    """What is published, and whether that is the one delta from the position to the wanted one."""
+    """The published deltas, and whether that is only the one from the position to `wanted`."""
     import tensorflow as tf
 
     base = state.read_base()
     step = list_step(base, rules.log, position[0], wanted)
-    # Not looked for where it is not asked for: in a store each look is a request.
+    # Looked for only where it can be used: in a store each look is a request.
     is_step = tf.cond(
         may_step & (wanted > position[0]), lambda: is_published(step), lambda: tf.constant(False)
     )
@@ -442,17 +228,19 @@ def _list(
 
 
 def _choose(published: ListedDeltas, limit: Tensor, position: Tensor, refused: Tensor) -> Tensor:
-    """The index of the delta that leads furthest, not beyond `limit`; -1 if none leads on."""
+    """The index of the delta that leads furthest without passing `limit`; -1 if none leads on."""
     import tensorflow as tf
 
     fits = (published.starts <= position[0]) & (published.ends > position[0]) & tf.logical_not(refused)
+    # After an update that died half-way (position[2]) only a delta that leads at least as far overwrites all
+    # that it may have written.
     fits &= (published.ends <= limit) & (published.ends >= position[2])
-    # The first of equals is the one that begins last: names are in descending order.
+    # Of deltas with one end, `argmax` takes the first, which begins last and is smallest: names descend.
     return tf.where(tf.reduce_any(fits), tf.argmax(tf.where(fits, published.ends, _NONE)), _NONE)
 
 
 def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: UpdateRules) -> UpdateProgress:
-    """Apply one delta after the other, each time the one that leads furthest."""
+    """Apply deltas until none leads on; each time the one that leads furthest."""
     import tensorflow as tf
 
     published, first = outlook.published, outlook.start
@@ -476,6 +264,7 @@ def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: U
             return tf.ensure_shape(written, [3])
 
         position = tf.cond(accepted, write, lambda: tf.identity(before.position))
+        # A refused delta is not chosen a second time; another one may lead past it.
         this = tf.equal(tf.range(tf.size(published.ends, tf.int64)), before.choice)
         refused = before.refused | (this & tf.logical_not(accepted))
         return UpdateProgress(
@@ -507,7 +296,7 @@ def _and_then(operation: Tensor, value: Tensor) -> Tensor:
 
 
 def _status(end: UpdateProgress, outlook: Outlook) -> Tensor:
-    """Why the update stopped: the first of these that is so."""
+    """Why the update stopped: the first case that applies, in the order of `cases`."""
     import tensorflow as tf
 
     published, explicit, limit = outlook.published, outlook.explicit, outlook.limit
@@ -540,6 +329,236 @@ def _status(end: UpdateProgress, outlook: Outlook) -> Tensor:
         (explicit, ["unpublished: nothing leads to ", wanted, "; at ", here]),
     ]
     status = tf.strings.join(["current: at ", here])
-    for condition, texts in reversed(cases):
+    for condition, texts in reversed(cases):  # the first case is applied last, and so wins
         status = tf.where(condition, tf.strings.join(texts), status)
     return tf.strings.join([status, tf.where(end.in_chunks, " (rows written in chunks)", "")])
+
+
+class ListedDeltas(Struct, frozen=True):
+    """The deltas that a log's directory lists, newest first, with a last entry that no update chooses.
+
+    `names` string [n], `starts` and `ends` int64 [n]. `hold`, int64 [], is the position beyond which an
+    update to -1 does not go; negative if its file cannot be read. `unlisted`, bool [], is true if it is
+    unknown what is published: the model's directory is gone or cannot be read.
+    """
+
+    directory: Tensor
+    names: Tensor
+    starts: Tensor
+    ends: Tensor
+    hold: Tensor
+    unlisted: Tensor
+
+    @property
+    def as_list(self) -> list[Tensor]:
+        """The fields in order."""
+        return [getattr(self, name) for name in self.__struct_fields__]
+
+
+def list_published(base: Tensor, log: str) -> ListedDeltas:
+    """List the directory of a log; entries other than deltas and the hold file are ignored."""
+    import tensorflow as tf
+
+    directory = _log_directory(base, log)
+    paths, hold = _list_and_hold(directory)
+    ends = tf.strings.substr(tf.strings.join(["/" + _NO_DELTA, paths]), -_NAME_LENGTH - 1, _NAME_LENGTH + 1)
+    listed = tf.boolean_mask(ends, tf.strings.regex_full_match(ends, _DELTA))
+    names = tf.strings.substr(tf.concat([tf.reverse(listed, [0]), ["/" + _NO_DELTA]], 0), 1, _NAME_LENGTH)
+    starts, stops = (
+        tf.strings.to_number(tf.strings.substr(names, begin, _POSITION_DIGITS), tf.int64)
+        for begin in (0, _POSITION_DIGITS + 1)
+    )
+    # An empty log and an unreadable one list alike. A model's directory holds at least the version that runs
+    # here: if that lists nothing either, the directory was moved or unmounted.
+    is_gone = tf.cond(
+        tf.size(paths) > 0, lambda: tf.constant(False), lambda: tf.equal(tf.size(_list_directory(base)), 0)
+    )
+    return ListedDeltas(directory, names, starts, stops, hold, is_gone)
+
+
+def list_step(base: Tensor, log: str, start: Tensor, end: Tensor) -> ListedDeltas:
+    """A listing of the delta `start-end` alone, whether it is published or not.
+
+    For a call from `start` to the explicit target `end` the whole log's listing would choose this delta, too;
+    this costs the same however many deltas there are. An explicit target is not subject to the hold.
+    """
+    import tensorflow as tf
+
+    digits = (tf.strings.as_string(p, width=_POSITION_DIGITS, fill="0") for p in (start, end))
+    return ListedDeltas(
+        _log_directory(base, log),
+        names=tf.stack([tf.strings.join(list(digits), separator="-"), _NO_DELTA]),
+        starts=tf.stack([start, tf.zeros_like(start)]),
+        ends=tf.stack([end, tf.zeros_like(end)]),
+        hold=tf.constant(NO_LIMIT, tf.int64),
+        unlisted=tf.constant(False),
+    )
+
+
+def is_published(step: ListedDeltas) -> Tensor:
+    """True if the delta of a `list_step` is published."""
+    import tensorflow as tf
+
+    whole = tf.strings.join([_within(step.directory, ""), step.names[0], "/" + MANIFEST_FILE])
+    in_store = tf.strings.regex_full_match(step.directory, _STORE)
+    path = tf.where(in_store, whole, tf.strings.regex_replace(whole, "/[^/]*$", ""))
+    return tf.size(_match(path[tf.newaxis])) > 0
+
+
+def _log_directory(base: Tensor, log: str) -> Tensor:
+    import tensorflow as tf
+
+    return tf.strings.join([base, DELTAS_DIRECTORY, log], separator="/")
+
+
+def _list_and_hold(directory: Tensor) -> tuple[Tensor, Tensor]:
+    """Paths of the deltas and the hold file in a log's directory, and the position of the hold."""
+    import tensorflow as tf
+
+    path = tf.strings.join([directory, HOLD_FILE], separator="/")
+
+    def held() -> tuple[Tensor, Tensor]:
+        # List again, after the hold was read. A rollback publishes its delta first and moves the hold then:
+        # an older listing beside the new hold would lack that delta, and lead on to what was rolled back.
+        hold = _read_hold(path)
+        with tf.control_dependencies([hold]):
+            return _list_log(tf.identity(directory)), hold
+
+    paths = _list_log(directory)
+    # The hold is read only where its file is listed: each failed read writes a line into the server's log.
+    is_held = tf.reduce_any(tf.equal(paths, path))
+    paths, hold = tf.cond(is_held, held, lambda: (paths, tf.constant(NO_LIMIT, tf.int64)))
+    return tf.ensure_shape(paths, [None]), hold
+
+
+def _read_hold(path: Tensor) -> Tensor:
+    import tensorflow as tf
+
+    (position,) = first_success(
+        tf.data.Dataset.from_tensors(path),
+        lambda file: (tf.strings.to_number(tf.strings.strip(tf.io.read_file(file)), tf.int64),),
+        (tf.constant(_NONE, tf.int64),),
+    )
+    return tf.ensure_shape(position, [])
+
+
+def _list_log(directory: Tensor) -> Tensor:
+    """Paths of the deltas and the hold file in a log's directory; none if it cannot be read."""
+    import tensorflow as tf
+
+    # In a file system a delta appears by a rename, whole. A store has no renames: behind `gs://` a delta's
+    # directory exists as soon as one of its files does, so its manifest counts, which is written last.
+    # Only there: listing `*/<file>` looks into each directory, 144 ms for 1,000 deltas against 3 ms for `*`.
+    in_store = tf.strings.regex_full_match(directory, _STORE)
+    whole = _within(directory, f"*/{MANIFEST_FILE}")
+    patterns = tf.stack([_within(directory, "*"), whole, _within(directory, HOLD_FILE)])
+    paths = _match(tf.boolean_mask(patterns, tf.stack([tf.logical_not(in_store), in_store, in_store])))
+    return tf.strings.regex_replace(paths, f"/{re.escape(MANIFEST_FILE)}$", "")
+
+
+def _list_directory(directory: Tensor) -> Tensor:
+    """Paths of a directory's entries, in order; none if the directory does not exist or cannot be read."""
+    return _match(_within(directory, "*")[None])
+
+
+def _within(directory: Tensor, pattern: str) -> Tensor:
+    import tensorflow as tf
+
+    literal = tf.strings.regex_replace(directory, _GLOB_CHARACTERS, r"\\\1")
+    return tf.strings.join([literal, pattern], separator="/")
+
+
+def _match(patterns: Tensor) -> Tensor:
+    import tensorflow as tf
+
+    (paths,) = attempt(patterns, lambda each: (tf.io.matching_files(each),), (tf.constant([], tf.string),))
+    return tf.ensure_shape(paths, [None])
+
+
+def one_at_a_time(
+    turn: Tensor, part: Callable[[], Sequence[Tensor]], occupied: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """The results of `part`; or `occupied`, of the same dtypes, while another call runs it.
+
+    `turn` is the handle of a variable, int64 [3], of zeros when the model is loaded. Whatever `part` reads,
+    it reads after it has taken the turn.
+
+    No call waits, since each waiting call would hold a thread of the server: the turn is free, or the call
+    gets `occupied` at once. While nothing is updated, a turn costs nothing.
+
+    A turn is the life of an iterator over a `GeneratorDataset` (source: tensorflow/core/kernels/data/
+    generator_dataset_op.cc). `init_func` takes the turn if it is free. The iterator's destructor runs
+    `finalize_func`, which gives the turn back, if `init_func` succeeded, whatever happened in between, and
+    under a cancellation manager of its own. So a call that fails or is cancelled gives its turn back, too,
+    after the last operation that it started. `init_func` is a single operation: a call cannot be cancelled
+    between taking the turn and the success of `init_func`.
+
+    Three other ways fall short. A cancelled waiter of a `MutexLock` unlocks it, whichever call holds it
+    (mutex_ops.cc, `AcquireAsync`). A `BatchFunction` looks into its queue each millisecond, and each call
+    that waits in it holds a thread (shared_batch_scheduler.h, `ThreadLogic`). With its adaptive scheduler it
+    starts 128 threads, runs two batches at once if the clock is set back while one is added, and may use a
+    scheduler that was deleted with its model (adaptive_shared_batch_scheduler.h, `CallbackWrapper`).
+    """
+    import tensorflow as tf
+
+    function = tf.compat.v1.wrap_function(part, [])
+    dtypes = [output.dtype for output in function.outputs]
+
+    def call(_: Tensor) -> tuple[Tensor, ...]:
+        # A function of its own, because TensorFlow optimizes the function of a dataset, which takes seconds
+        # for a large one, but leaves those that it calls as they are (`GraphEditor.function`, `as_written`).
+        return tuple(
+            tf.raw_ops.StatefulPartitionedCall(args=function.captured_inputs, Tout=dtypes, f=function)
+        )
+
+    # A filter and a fallback element instead of `tf.cond`: servers with `enable_mlir_graph_optimization` fail
+    # at what grappler makes of the branches.
+    own = _taken(turn).filter(_was_free).map(call)
+    either = own.concatenate(tf.data.Dataset.from_tensors(tuple(occupied))).take(1)
+    found: Sequence[Tensor] = either.get_single_element()
+    return found
+
+
+def _was_free(before: Tensor) -> Tensor:
+    import tensorflow as tf
+
+    return tf.equal(before[0], 0)
+
+
+def _taken(turn: Tensor) -> Dataset:
+    """The variable before this call, int64 [3]: zeros if this call has the turn, until the iterator ends."""
+    import tensorflow as tf
+
+    state = tf.TensorSpec([3], tf.int64)
+
+    def take() -> Tensor:
+        # A test-and-set: the one stock operation that changes a variable under a lock and returns what it
+        # was, with a shape that TensorFlow 2's loader can infer. Any delta but zero will do.
+        delta = tf.constant(1, tf.uint64)
+        return tf.raw_ops.RngReadAndSkip(resource=turn, alg=tf.constant(_PHILOX), delta=delta)
+
+    def give_back(before: Tensor) -> Tensor:
+        # The destructor runs this also where `take` found the turn taken by another call: then `first` is
+        # empty, and a scatter without indices writes nothing. No `tf.cond`, see `one_at_a_time`.
+        first = tf.range(tf.cast(_was_free(before), tf.int32))
+        zeros = tf.zeros_like(first, tf.int64)
+        with tf.control_dependencies(
+            [tf.raw_ops.ResourceScatterUpdate(resource=turn, indices=first, updates=zeros)]
+        ):
+            return tf.identity(before)
+
+    init, next_, finalize = (
+        tf.compat.v1.wrap_function(function, specs)
+        for function, specs in ((take, []), (tf.identity, [state]), (give_back, [state]))
+    )
+    element = tf.raw_ops.GeneratorDataset(
+        init_func=init,
+        init_func_other_args=init.captured_inputs,
+        next_func=next_,
+        next_func_other_args=next_.captured_inputs,
+        finalize_func=finalize,
+        finalize_func_other_args=finalize.captured_inputs,
+        output_types=[state.dtype],
+        output_shapes=[state.shape],
+    )
+    return tf.data.experimental.from_variant(element, state).take(1)

@@ -1,9 +1,10 @@
 """Add the signatures of a graph that takes deltas: update, status, digest, and stamps on predictions.
 
-`incremental_digest`: checksums of what a server holds, to compare with what was published.
+`incremental_digest` gives checksums of what a server holds, to compare with what was published.
+`exporter.delta.chunk_digest` defines them; here they are computed by stock operations on uint64. A server
+answers with the decimal text of a signed 64-bit integer, because JavaScript rounds numbers of that size.
 
-`exporter.delta.chunk_digest` says what is summed; here it is stock ops on uint64. A server gives digests as
-text, the decimal of a signed 64-bit integer: JavaScript reads larger numbers wrong.
+Every input and output is a vector of one length, so that the signatures work with `--enable_batching`, too.
 """
 
 from __future__ import annotations
@@ -23,12 +24,213 @@ from exporter.subgraph.write_delta import UpdateTarget
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
+PREDICT_METHOD = "tensorflow/serving/predict"
+STAMPS = ("model_position", "model_step")
+
+Served = Mapping[ServedVariable, tuple[str, ...]]
+"""The variables that deltas write, with the nodes of their handles; a lookup table's stand with its keys."""
+
+
+def add_update(editor: GraphEditor, state: StateNodes, served: Served, rules: UpdateRules) -> Proto:
+    """Add the nodes of `incremental_update` and return its signature."""
+
+    def build(up_to: Tensor, inner: UpdateState, target: UpdateTarget) -> tuple[Tensor, ...]:
+        return update(up_to, inner, target, rules)
+
+    up_to, outputs = _add_part(editor, state, served, "update", "up_to", build)
+    dtypes = (*[DType.INT64] * 4, DType.STRING)
+    position, step, rows, deltas, status = _unless_refused(editor, "update", outputs, dtypes)
+    numbers = {"position": position, "step": step, "rows": rows, "deltas": deltas}
+    return _signature({"up_to": up_to}, numbers, {"status": status})
+
+
+def add_digest(editor: GraphEditor, state: StateNodes, served: Served) -> Proto:
+    """Add the nodes of `incremental_digest` and return its signature."""
+    rows, outputs = _add_part(editor, state, served, "digest", "rows", digest)
+    dtypes = (DType.STRING, DType.INT64, DType.INT64)
+    checksum, before, after = _unless_refused(editor, "digest", outputs, dtypes)
+    return _signature(
+        {"rows": rows}, {"position_before": before, "position_after": after}, {"digest": checksum}
+    )
+
+
+def add_status(editor: GraphEditor, state: StateNodes, lineage: str) -> Proto:
+    """Add the nodes of `incremental_status` and return its signature."""
+
+    def build(probe: Tensor, position: Tensor, unsettled: Tensor) -> list[Tensor]:
+        import tensorflow as tf
+
+        vector = read(position, DType.INT64, (3,))
+        values = vector[0], vector[1], read(unsettled, DType.INT64, ()), tf.constant(lineage)
+        return [tf.fill(tf.shape(probe), value) for value in values]
+
+    handles = dict.fromkeys(("position", "unsettled"), (DType.RESOURCE, ()))
+    part = editor.function("status", build, {"probe": (DType.INT64, (None,)), **handles})
+    probe = editor.placeholder("probe", DType.INT64, (None,))
+    position, step, unsettled, owner = editor.call("status", part, [probe, state.position, state.unsettled])
+    numbers = {"position": position, "step": step, "unsettled": unsettled}
+    return _signature({"probe": probe}, numbers, {"lineage": owner})
+
+
+def add_stamps(
+    editor: GraphEditor, state: StateNodes, name: str, signature: Proto, position: str | None
+) -> None:
+    """Give a signature the outputs `model_position` and `model_step`, each with one value for a batch's row.
+
+    `position` is the tensor of the position that the answer was computed at; None reads it beside the answer.
+    """
+    if position is None:
+        position = editor.node(
+            f"{name}/position", "ReadVariableOp", [state.position], device=CPU, dtype=DType.INT64
+        )
+    batched = _batched([*tensors_of(signature.inputs), *tensors_of(signature.outputs)])
+    shape = batched.name
+    if not batched.is_shape:
+        shape = editor.node(f"{name}/batch", "Shape", [shape], T=batched.dtype, out_type=DType.INT64)
+
+    def stamps(shape: Tensor, vector: Tensor) -> list[Tensor]:
+        import tensorflow as tf
+
+        rows = tf.concat([shape, [1]], 0)[:1]  # a scalar counts as one row
+        return [tf.fill(rows, vector[0]), tf.fill(rows, vector[1])]
+
+    part = editor.function(
+        f"{name}_stamps", stamps, {"shape": (DType.INT64, (None,)), "position": (DType.INT64, (3,))}
+    )
+    for key, tensor in zip(STAMPS, editor.call(f"{name}/stamps", part, [shape, position]), strict=True):
+        signature.outputs[key].CopyFrom(_vector_info(tensor, DType.INT64))
+
+
+def _batched(tensors: Sequence[SignatureTensor]) -> SignatureTensor:
+    """The tensor whose length is the batch size: the first of unknown length, else the first that has one."""
+    open_ = [t for t in tensors if t.is_shape or (t.shape and t.shape[0] is None)]
+    vectors = [t for t in tensors if t.shape != ()]
+    return next(iter([*open_, *vectors, *tensors]))
+
+
+def _add_part(
+    editor: GraphEditor,
+    state: StateNodes,
+    served: Served,
+    name: str,
+    argument: str,
+    build: Callable[[Tensor, UpdateState, UpdateTarget], tuple[Tensor, ...]],
+) -> tuple[str, list[str]]:
+    """Add `build` as a function of int64 [n], the state and all served variables, and a call of it.
+
+    Returns the placeholder of the argument, and the call's outputs.
+    """
+    schema = Schema.of(served)
+    owners = [variable for variable in schema.variables for _ in served[variable]]
+    handles = [node for variable in schema.variables for node in served[variable]]
+
+    def with_target(given: Tensor, *resources: Tensor) -> tuple[Tensor, ...]:
+        by_name: dict[str, list[Tensor]] = {variable.name: [] for variable in schema.variables}
+        for owner, handle in zip(owners, resources[len(STATE_INPUTS) :], strict=True):
+            by_name[owner.name].append(_with_value(handle, owner))
+        return build(given, UpdateState(*resources[: len(STATE_INPUTS)]), UpdateTarget(schema, by_name))
+
+    resources = STATE_INPUTS | {f"variable_{n}": (DType.RESOURCE, ()) for n in range(len(handles))}
+    part = editor.function(name, with_target, {argument: (DType.INT64, (None,))} | resources, as_written=True)
+    given = editor.placeholder(argument, DType.INT64, (None,))
+    return given, editor.call(name, part, [given, *state.names, *handles])
+
+
+def _with_value(handle: Tensor, variable: ServedVariable) -> Tensor:
+    """The handle; a variable's with the dtype and shape that shape inference needs to read it."""
+    if variable.contents is not None:
+        return handle
+    import tensorflow as tf
+    from tensorflow.python.ops import handle_data_util  # the public API cannot set them
+
+    shape, dtype = tf.TensorShape(variable.shape), tf.as_dtype(int(variable.dtype))
+    handle_data_util.set_handle_data(handle, handle_data_util.create_handle_data(shape, dtype))
+    return handle
+
+
+def _unless_refused(
+    editor: GraphEditor, name: str, outputs: Sequence[str], dtypes: Sequence[DType]
+) -> list[str]:
+    """All outputs but the last; the call fails with the last as its message unless that is empty.
+
+    The check is outside the function: inside, TensorFlow would put the function's name before the message.
+    """
+    *results, refusal = outputs
+    none = editor.constant(f"{name}/none", "", DType.STRING)
+    accepted = editor.node(f"{name}/accepted", "Equal", [refusal, none], device=CPU, T=DType.STRING)
+    reported = editor.node(f"{name}/refused", "Assert", [accepted, refusal], device=CPU, T=(DType.STRING,))
+    return [
+        editor.node(f"{name}/output_{n}", "Identity", [result], after=[reported], device=CPU, T=dtype)
+        for n, (result, dtype) in enumerate(zip(results, dtypes, strict=True))
+    ]
+
+
+def _signature(inputs: Mapping[str, str], numbers: Mapping[str, str], texts: Mapping[str, str]) -> Proto:
+    signature = message_class("SignatureDef")(method_name=PREDICT_METHOD)
+    for key, tensor in inputs.items():
+        signature.inputs[key].CopyFrom(_vector_info(tensor, DType.INT64))
+    for key, tensor in numbers.items():
+        signature.outputs[key].CopyFrom(_vector_info(tensor, DType.INT64))
+    for key, tensor in texts.items():
+        signature.outputs[key].CopyFrom(_vector_info(tensor, DType.STRING))
+    return signature
+
+
+def _vector_info(tensor: str, dtype: DType) -> Proto:
+    info = message_class("TensorInfo")(name=canonical(tensor), dtype=int(dtype))
+    info.tensor_shape.dim.add(size=-1)
+    return info
+
+
+def add_init(
+    editor: GraphEditor, state: StateNodes, asset: str, before: str | None, start: tuple[int, int]
+) -> str:
+    """Add the op that initializes the state, and runs the node `before`, too; returns its node.
+
+    `asset` is the node of the asset whose path is `<base>/<version>/assets/<file>`. `start` is position and
+    step.
+    """
+
+    def model_base(path: Tensor) -> Tensor:
+        """`<base>` of the asset's path: `.` if the path begins with the version, `..` if that is a dot."""
+        import tensorflow as tf
+
+        version = tf.strings.regex_replace(path, "/+[^/]+/+[^/]+$", "")
+        base = tf.strings.regex_replace(version, "/*[^/]+/*$", "")
+        relative = tf.logical_not(tf.strings.regex_full_match(version, "(?s)/.*"))
+        dots = tf.strings.regex_full_match(version, r"(?s)(.*/)?\.\.?")
+        base = tf.where(tf.equal(base, "") & relative, ".", base)
+        return tf.where(dots, tf.strings.join([version, "/.."]), base)
+
+    # Servers feed an asset's path only while this op runs, so what follows from it goes into a variable. A
+    # model whose directory was moved before it was loaded finds its own deltas.
+    part = editor.function("model_base", model_base, {"path": (DType.STRING, ())})
+    (base,) = editor.call("model_base", part, [asset])
+    values = {
+        state.sequence: (editor.constant("first_sequence", 0, DType.INT64), DType.INT64),
+        state.position: (editor.constant("first_position", [*start, SETTLED], DType.INT64), DType.INT64),
+        state.turn: (editor.constant("first_turn", [0, 0, 0], DType.INT64), DType.INT64),
+        state.quiet: (editor.constant("first_quiet", 0.0, DType.DOUBLE), DType.DOUBLE),
+        state.unsettled: (editor.constant("first_unsettled", 0, DType.INT64), DType.INT64),
+        state.since: (editor.constant("first_since", 0.0, DType.DOUBLE), DType.DOUBLE),
+        state.base: (base, DType.STRING),
+    }
+    cold = editor.constant("cold", False, DType.BOOL)
+    own = [node.name for node in editor.graph_def.node if node.name.startswith(f"{editor.scope}/")]
+    values |= {name: (cold, DType.BOOL) for name in own if name.endswith("/warm")}
+    assigned = [
+        editor.node(f"init_{n}", "AssignVariableOp", [handle, value], dtype=dtype)
+        for n, (handle, (value, dtype)) in enumerate(values.items())
+    ]
+    return editor.node("init", "NoOp", after=[*assigned, *([before] if before else [])])
+
 
 def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[Tensor, ...]:
-    """Digests of the chunks with these numbers, string [n], and the position before and after, int64 [n].
+    """Digests of the chunks with these numbers, string [n]; the position before and after, int64 [n]; a
+    refusal, string [].
 
-    The positions are -1 while an unfinished update is to be made good. Last a refusal, string []: empty, or
-    why the call is to fail: there is no such chunk.
+    A position is -1 while an update is unfinished. The refusal is empty, or the message with which the call
+    fails: a chunk of such a number does not exist.
     """
     import tensorflow as tf
 
@@ -40,13 +242,14 @@ def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[T
     numbers = tf.where(exist, numbers, 0)
     before = _settled_position(state)
     branches = [_branch(variable, target.handles[variable.name][0]) for variable in variables]
-    branches = branches or [lambda _: tf.constant(0, tf.int64)]  # no chunk exists: none is asked for
+    branches = branches or [lambda _: tf.constant(0, tf.int64)]  # without chunks every call is refused
 
     def of_chunk(number: Tensor) -> Tensor:
         index = tf.searchsorted(first[1:], [number], side="right")[0]
         start = (number - tf.gather(first, index)) * CHUNK_ROWS
         return tf.switch_case(index, [partial(branch, start) for branch in branches])
 
+    # Position, digests, position: a caller that gets two equal positions has the digests of that position.
     with tf.control_dependencies([before]):
         found = tf.map_fn(of_chunk, tf.identity(numbers), fn_output_signature=tf.int64, parallel_iterations=1)
     with tf.control_dependencies([found]):
@@ -56,7 +259,7 @@ def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[T
 
 
 def _branch(variable: ServedVariable, handle: Tensor) -> Callable[[Tensor], Tensor]:
-    """The digest of the chunk of `variable` that begins at a row."""
+    """A function from the first row of a chunk of `variable` to the chunk's digest."""
     import tensorflow as tf
 
     dtype = tf.as_dtype(int(variable.dtype))
@@ -65,7 +268,7 @@ def _branch(variable: ServedVariable, handle: Tensor) -> Callable[[Tensor], Tens
         if variable.dtype is DType.STRING:
             return tf.constant(0, tf.int64)
         stop = tf.minimum(start + CHUNK_ROWS, row_count(variable))
-        if variable.kind is ChangeKind.TABLE:  # never read whole: see gather.py
+        if variable.kind is ChangeKind.TABLE:  # reading it whole would copy it: see `graph.variable_uses`
             ids = tf.range(start, stop)
             return _digest_of(
                 tf.raw_ops.ResourceGather(resource=handle, indices=ids, dtype=dtype), variable.dtype
@@ -100,194 +303,3 @@ def _settled_position(state: UpdateState) -> Tensor:
 
     vector = state.read_position()
     return tf.where(tf.equal(vector[2], SETTLED), vector[0], SETTLED)
-
-
-PREDICT_METHOD = "tensorflow/serving/predict"
-STAMPS = ("model_position", "model_step")
-
-Served = Mapping[ServedVariable, tuple[str, ...]]
-"""Each variable as deltas see it, with its handles' nodes; those of a lookup table are with its keys."""
-
-
-def add_stamps(
-    editor: GraphEditor, state: StateNodes, name: str, signature: Proto, position: str | None
-) -> None:
-    """Give a signature the outputs `model_position` and `model_step`, one of each for each row of a batch."""
-    if position is None:
-        position = editor.node(
-            f"{name}/position", "ReadVariableOp", [state.position], device=CPU, dtype=DType.INT64
-        )
-    batched = _batched([*tensors_of(signature.inputs), *tensors_of(signature.outputs)])
-    shape = batched.name
-    if not batched.is_shape:
-        shape = editor.node(f"{name}/batch", "Shape", [shape], T=batched.dtype, out_type=DType.INT64)
-
-    def stamps(shape: Tensor, vector: Tensor) -> list[Tensor]:
-        import tensorflow as tf
-
-        rows = tf.concat([shape, [1]], 0)[:1]  # a scalar counts as one row
-        return [tf.fill(rows, vector[0]), tf.fill(rows, vector[1])]
-
-    part = editor.function(
-        f"{name}_stamps", stamps, {"shape": (DType.INT64, (None,)), "position": (DType.INT64, (3,))}
-    )
-    for key, tensor in zip(STAMPS, editor.call(f"{name}/stamps", part, [shape, position]), strict=True):
-        signature.outputs[key].CopyFrom(_vector_info(tensor, DType.INT64))
-
-
-def _batched(tensors: Sequence[SignatureTensor]) -> SignatureTensor:
-    """The tensor that tells a batch's size: the first of unknown length, else the first that has a length."""
-    open_ = [t for t in tensors if t.is_shape or (t.shape and t.shape[0] is None)]
-    vectors = [t for t in tensors if t.shape != ()]
-    return next(iter([*open_, *vectors, *tensors]))
-
-
-def add_update(editor: GraphEditor, state: StateNodes, served: Served, rules: UpdateRules) -> Proto:
-    """Add `incremental_update`; its signature."""
-
-    def build(up_to: Tensor, inner: UpdateState, target: UpdateTarget) -> tuple[Tensor, ...]:
-        return update(up_to, inner, target, rules)
-
-    up_to, outputs = _add_part(editor, state, served, "update", "up_to", build)
-    dtypes = (*[DType.INT64] * 4, DType.STRING)
-    position, step, rows, deltas, status = _unless_refused(editor, "update", outputs, dtypes)
-    numbers = {"position": position, "step": step, "rows": rows, "deltas": deltas}
-    return _signature({"up_to": up_to}, numbers, {"status": status})
-
-
-def add_digest(editor: GraphEditor, state: StateNodes, served: Served) -> Proto:
-    """Add `incremental_digest`; its signature."""
-    rows, outputs = _add_part(editor, state, served, "digest", "rows", digest)
-    dtypes = (DType.STRING, DType.INT64, DType.INT64)
-    checksum, before, after = _unless_refused(editor, "digest", outputs, dtypes)
-    return _signature(
-        {"rows": rows}, {"position_before": before, "position_after": after}, {"digest": checksum}
-    )
-
-
-def _unless_refused(
-    editor: GraphEditor, name: str, outputs: Sequence[str], dtypes: Sequence[DType]
-) -> list[str]:
-    """The outputs without the last, with which the call fails unless it is empty.
-
-    This is not done in the function, whose name would stand before the message that a client gets.
-    """
-    *results, refusal = outputs
-    none = editor.constant(f"{name}/none", "", DType.STRING)
-    accepted = editor.node(f"{name}/accepted", "Equal", [refusal, none], device=CPU, T=DType.STRING)
-    reported = editor.node(f"{name}/refused", "Assert", [accepted, refusal], device=CPU, T=(DType.STRING,))
-    return [
-        editor.node(f"{name}/output_{n}", "Identity", [result], after=[reported], device=CPU, T=dtype)
-        for n, (result, dtype) in enumerate(zip(results, dtypes, strict=True))
-    ]
-
-
-def _add_part(
-    editor: GraphEditor,
-    state: StateNodes,
-    served: Served,
-    name: str,
-    argument: str,
-    build: Callable[[Tensor, UpdateState, UpdateTarget], tuple[Tensor, ...]],
-) -> tuple[str, list[str]]:
-    """A call of a function of int64 [n], the state and all served variables: its input and its outputs."""
-    schema = Schema.of(served)
-    owners = [variable for variable in schema.variables for _ in served[variable]]
-    handles = [node for variable in schema.variables for node in served[variable]]
-
-    def with_target(given: Tensor, *resources: Tensor) -> tuple[Tensor, ...]:
-        by_name: dict[str, list[Tensor]] = {variable.name: [] for variable in schema.variables}
-        for owner, handle in zip(owners, resources[len(STATE_INPUTS) :], strict=True):
-            by_name[owner.name].append(_with_value(handle, owner))
-        return build(given, UpdateState(*resources[: len(STATE_INPUTS)]), UpdateTarget(schema, by_name))
-
-    resources = STATE_INPUTS | {f"variable_{n}": (DType.RESOURCE, ()) for n in range(len(handles))}
-    part = editor.function(name, with_target, {argument: (DType.INT64, (None,))} | resources, as_written=True)
-    given = editor.placeholder(argument, DType.INT64, (None,))
-    return given, editor.call(name, part, [given, *state.names, *handles])
-
-
-def _with_value(handle: Tensor, variable: ServedVariable) -> Tensor:
-    """A function's argument that shape inference knows to be the handle of a variable, if it is one."""
-    if variable.contents is not None:
-        return handle
-    import tensorflow as tf
-    from tensorflow.python.ops import handle_data_util  # there is no public way to say it
-
-    shape, dtype = tf.TensorShape(variable.shape), tf.as_dtype(int(variable.dtype))
-    handle_data_util.set_handle_data(handle, handle_data_util.create_handle_data(shape, dtype))
-    return handle
-
-
-def add_status(editor: GraphEditor, state: StateNodes, lineage: str) -> Proto:
-    """Add `incremental_status`; its signature."""
-
-    def build(probe: Tensor, position: Tensor, unsettled: Tensor) -> list[Tensor]:
-        import tensorflow as tf
-
-        vector = read(position, DType.INT64, (3,))
-        values = vector[0], vector[1], read(unsettled, DType.INT64, ()), tf.constant(lineage)
-        return [tf.fill(tf.shape(probe), value) for value in values]
-
-    handles = dict.fromkeys(("position", "unsettled"), (DType.RESOURCE, ()))
-    part = editor.function("status", build, {"probe": (DType.INT64, (None,)), **handles})
-    probe = editor.placeholder("probe", DType.INT64, (None,))
-    position, step, unsettled, owner = editor.call("status", part, [probe, state.position, state.unsettled])
-    numbers = {"position": position, "step": step, "unsettled": unsettled}
-    return _signature({"probe": probe}, numbers, {"lineage": owner})
-
-
-def add_init(
-    editor: GraphEditor, state: StateNodes, asset: str, before: str | None, start: tuple[int, int]
-) -> str:
-    """Add the op that starts what is not restored, after the node `before`; `start` is position and step.
-
-    `asset` is the node that holds the path of a file under `assets/` while a model loads, and only then.
-    """
-
-    def model_base(path: Tensor) -> Tensor:
-        import tensorflow as tf
-
-        version = tf.strings.regex_replace(path, "/+[^/]+/+[^/]+$", "")
-        base = tf.strings.regex_replace(version, "/*[^/]+/*$", "")
-        relative = tf.logical_not(tf.strings.regex_full_match(version, "(?s)/.*"))
-        dots = tf.strings.regex_full_match(version, r"(?s)(.*/)?\.\.?")
-        base = tf.where(tf.equal(base, "") & relative, ".", base)
-        return tf.where(dots, tf.strings.join([version, "/.."]), base)
-
-    part = editor.function("model_base", model_base, {"path": (DType.STRING, ())})
-    (base,) = editor.call("model_base", part, [asset])
-    values = {
-        state.sequence: (editor.constant("first_sequence", 0, DType.INT64), DType.INT64),
-        state.position: (editor.constant("first_position", [*start, SETTLED], DType.INT64), DType.INT64),
-        state.turn: (editor.constant("first_turn", [0, 0, 0], DType.INT64), DType.INT64),
-        state.quiet: (editor.constant("first_quiet", 0.0, DType.DOUBLE), DType.DOUBLE),
-        state.unsettled: (editor.constant("first_unsettled", 0, DType.INT64), DType.INT64),
-        state.since: (editor.constant("first_since", 0.0, DType.DOUBLE), DType.DOUBLE),
-        state.base: (base, DType.STRING),
-    }
-    cold = editor.constant("cold", False, DType.BOOL)
-    own = [node.name for node in editor.graph_def.node if node.name.startswith(f"{editor.scope}/")]
-    values |= {name: (cold, DType.BOOL) for name in own if name.endswith("/warm")}
-    assigned = [
-        editor.node(f"init_{n}", "AssignVariableOp", [handle, value], dtype=dtype)
-        for n, (handle, (value, dtype)) in enumerate(values.items())
-    ]
-    return editor.node("init", "NoOp", after=[*assigned, *([before] if before else [])])
-
-
-def _signature(inputs: Mapping[str, str], numbers: Mapping[str, str], texts: Mapping[str, str]) -> Proto:
-    signature = message_class("SignatureDef")(method_name=PREDICT_METHOD)
-    for key, tensor in inputs.items():
-        signature.inputs[key].CopyFrom(_vector_info(tensor, DType.INT64))
-    for key, tensor in numbers.items():
-        signature.outputs[key].CopyFrom(_vector_info(tensor, DType.INT64))
-    for key, tensor in texts.items():
-        signature.outputs[key].CopyFrom(_vector_info(tensor, DType.STRING))
-    return signature
-
-
-def _vector_info(tensor: str, dtype: DType) -> Proto:
-    info = message_class("TensorInfo")(name=canonical(tensor), dtype=int(dtype))
-    info.tensor_shape.dim.add(size=-1)
-    return info

@@ -64,7 +64,7 @@ def no_variables() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_without_variables_there_is_nothing_to_update(ranker: Path, tmp_path: Path) -> None:
-    with pytest.raises(NotServable, match="there is nothing to update") as error:
+    with pytest.raises(NotServable, match="no variables that an update could change") as error:
         schema_of(inference_graph(no_variables))
     assert "leave --incr or --updatable out" in error.value.hint
     for more in ("--updatable", "--incr"):
@@ -74,5 +74,5 @@ def test_without_variables_there_is_nothing_to_update(ranker: Path, tmp_path: Pa
                 *("--out", tmp_path / "m", more, *dry_run, "--json"),
             )
             assert (ran.code, ran.error["error"]) == (1, "NotServable"), ran.err
-            assert "there is nothing to update" in ran.error["message"]
+            assert "no variables that an update could change" in ran.error["message"]
     assert not (tmp_path / "m").exists()

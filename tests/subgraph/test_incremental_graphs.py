@@ -476,7 +476,7 @@ def test_a_graph_with_references_cannot_be_isolated(tmp_path: Path) -> None:
     legacy.attr["shape"].shape.SetInParent()
     copy.signature_def["serving_default"].outputs["legacy"].name = "legacy:0"
     copy.signature_def["serving_default"].outputs["legacy"].dtype = 1
-    with pytest.raises(NotServable, match="hands out a reference"):
+    with pytest.raises(NotServable, match="outputs a reference"):
         make_updatable(replace(graph, meta_graph=copy), OPTIONS, tmp_path)
 
 
