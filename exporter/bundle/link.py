@@ -171,7 +171,7 @@ _IMPOSSIBLE = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.E
 
 
 class NewFile(Struct, frozen=True):
-    """Who may read a file that this process makes in a directory: umask, set-gid bits and ACLs applied."""
+    """Users who may read a new file of ours in a directory: umask, set-gid bits and ACLs applied."""
 
     mode: int
     uid: int
@@ -194,7 +194,7 @@ class NewFile(Struct, frozen=True):
         return cls(found.st_mode, found.st_uid, found.st_gid)
 
     def readers_lost_by(self, other: os.stat_result) -> str:
-        """Who could read this file but not `other`: "owner", "group", "others", or "" for nobody."""
+        """Users who can read this file but not `other`: "owner", "group", "others"; "" if there are none."""
         everyone = bool(other.st_mode & stat.S_IROTH)
         group = everyone or (other.st_gid == self.gid and bool(other.st_mode & stat.S_IRGRP))
         owner = bool(other.st_mode & stat.S_IRUSR) if other.st_uid == self.uid else group
@@ -223,7 +223,7 @@ def link_shard(source: Path, target: Path, *, size: int, new_file: NewFile) -> s
     if lost:
         mode = stat.S_IMODE(before.st_mode)
         return f"mode {mode:04o} of {source.name} would keep {lost} from reading what a new file allows"
-    real = Path(os.path.realpath(source))  # os.link does not follow links on Linux, whatever it is told
+    real = Path(os.path.realpath(source))  # os.link follows no links on Linux, even if asked to
     try:
         os.link(real, target)
     except FileNotFoundError as exc:

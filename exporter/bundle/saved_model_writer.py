@@ -64,7 +64,7 @@ def place_assets(
     """Copy each asset's file into `directory/assets` and name it in `meta_graph`.
 
     Two files of one name are told apart by a number; one file that two nodes read is stored once. `names`
-    tells, and learns, which files have been placed there already.
+    has the files that were placed there already; new ones are added.
 
     Raises:
         NotServable: a file is not there, not a regular file or not readable.

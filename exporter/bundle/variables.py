@@ -266,12 +266,12 @@ class VariablesReport(Struct, frozen=True):
 
     @property
     def bytes_rewritten(self) -> int:
-        """Bytes that were cast, or laid out anew."""
+        """Bytes that were cast, or laid out again."""
         return self.bytes_of(ShardOrigin.REWRITTEN)
 
 
 def as_rewritten(report: VariablesReport, source: Path, why: str) -> VariablesReport:
-    """The report for bytes that were written anew into a bundle of our own before they were moved here."""
+    """The report for bytes that were first written into a bundle of our own before they were moved here."""
     shards = (replace(shard, source=source, how=ShardOrigin.REWRITTEN, why=why) for shard in report.shards)
     return replace(report, shards=tuple(shards))
 
@@ -391,7 +391,7 @@ class _Writer:
                 reports += more
             path = index_path(self._prefix)
             path.write_bytes(encode_index(tensors, self._num_shards))
-            stack.pop_all()  # the job stays until the version is published: whoever begins again finds it
+            stack.pop_all()  # the job stays until the version is published: a second run finds it
         catalog = Catalog(
             _FAMILY,
             self._prefix,

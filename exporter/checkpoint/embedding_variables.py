@@ -193,7 +193,7 @@ def name_in_object(name: str) -> str:
 
 
 def table_tensor(stored: str) -> str | None:
-    """The name of a table's tensor that an object stored, see `name_in_object`; None if it is no table's."""
+    """The name of a table's tensor that an object stored, see `name_in_object`; None for other tensors."""
     for suffix in (KEYS, VALUES, VERSIONS, ROWS):
         if stored.endswith(suffix):
             return unquote(stored.removesuffix(suffix)) + suffix

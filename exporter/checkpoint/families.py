@@ -78,7 +78,7 @@ class FormatV1:
         return not BUNDLE.matches(path) and bool(v1_files(path))
 
     def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
-        """See `Family`; a file counts if its graph is beside it: nothing else tells."""
+        """See `Family`; a file counts if its graph is beside it: nothing else identifies one."""
         found = {v1_pattern(name) for name in names if f"{V1_SHARD.sub('', name)}.meta" in names}
         return [directory / name for name in found]
 
@@ -119,7 +119,7 @@ class SavedModelAlone:
 
 
 class Archives(Struct, frozen=True):
-    """Files that hold a whole checkpoint each, told by how their names end.
+    """Files that hold a whole checkpoint each, recognised by how their names end.
 
     `shards` matches the name of a file that another one lists, whose name is then made by `listed_by`.
     `latest` is the name that a framework keeps for the newest of a directory.

@@ -50,7 +50,7 @@ class FileRange(Struct, frozen=True):
 
         Raises:
             CheckpointNotFound: it is not there.
-            CorruptFile: it is no regular file.
+            CorruptFile: it is not a regular file.
             CheckpointError: it cannot be reached.
         """
         try:

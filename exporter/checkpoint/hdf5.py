@@ -158,7 +158,7 @@ def _library(source: FileRange) -> Iterator[_Library]:
     try:
         yield library
     except BaseException:
-        library.end()  # what it writes still answers a request that nobody waits for
+        library.end()  # the rest of an answer is still in its pipe
         raise
     library.idle_since = time.monotonic()
     _idle.append(library)
@@ -249,7 +249,7 @@ class _Library:
 
     def _ask(self, request: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has said why, or its end tells
+        with suppress(BrokenPipeError):  # stderr, or how it ended, says why
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
 

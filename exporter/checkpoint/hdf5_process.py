@@ -6,7 +6,7 @@ library does not return. It starts quickly, because it imports little besides h5
 file, but reads the descriptor that it was given.
 
 A request is one line of JSON on stdin. The answer is on stdout: to `{"list": ...}` one line of JSON, to
-`{"values": path}` the dataset's bytes, whose number the list told. A process that cannot answer writes the
+`{"values": path}` the dataset's bytes, whose number is in the list. A process that cannot answer writes the
 reason on stderr, in JSON, and ends with `REFUSED`. `hdf5.py` is the other side. Without a request for a while
 the process ends: it holds a file that its trainer may have removed.
 """
@@ -299,7 +299,7 @@ def main() -> None:
     sys.path[:] = config["path"]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers, reasons, nowhere = os.dup(1), os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)  # whatever a library prints is no answer
+    os.dup2(nowhere, 1)  # a library may print, and that is not an answer
     os.dup2(nowhere, 2)
     try:
         _serve(config, answers)

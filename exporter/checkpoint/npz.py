@@ -2,8 +2,8 @@
 
 `save_npz_dict(...)` and `np.savez(file, **{variable.name: value})` give names; `np.savez(file, *values)`
 gives `arr_0`, `arr_1`, ..., TensorLayer's first `save_npz_dict` gave `0`, `1`, ..., and a sole member
-`params` is `save_npz`'s list, stacked because all its arrays have one shape: there only the order tells. A
-`params` of several shapes is a pickle, which is never opened.
+`params` is `save_npz`'s list, stacked because all its arrays have one shape: there the order alone identifies
+them. A `params` of several shapes is a pickle, which is never opened.
 Source: numpy/lib/_format_impl.py; tensorlayer/files/utils.py.
 """
 

@@ -153,7 +153,7 @@ def table_in_graph(node: str) -> str:
 def _name_in_graph(path: str) -> str:
     """A variable's name, of the scopes in which it was made and its name with underscores for slashes.
 
-    As many scopes as the name repeats are its own; numbers behind them tell equal scopes apart.
+    As many scopes as the name repeats are its own; numbers behind them distinguish equal scopes.
     """
     *scopes, flat = path.split("/")
     name = flat

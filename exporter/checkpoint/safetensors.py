@@ -106,7 +106,7 @@ def _catalog(
 
 
 def _step(path: Path, tensors: Mapping[str, TensorRef]) -> int | None:
-    """What a tensor tells, or else the file's name: 1200 of `model-1200.safetensors`."""
+    """What a tensor says, or else the file's name: 1200 of `model-1200.safetensors`."""
     ref = tensors.get(GLOBAL_STEP)
     if ref is not None and ref.content is not None and ref.shape == () and ref.dtype in _STEP_DTYPES:
         step = int(next(ref.content.blocks())[0])

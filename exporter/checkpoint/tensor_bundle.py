@@ -94,7 +94,7 @@ def read_catalog(prefix: Path) -> Catalog:
 
 
 class Index(Struct, frozen=True):
-    """An index's contents; `reach` tells of each shard in use where its last tensor ends, and which it is."""
+    """An index's contents; `reach` has for each shard in use where its last tensor ends, and its name."""
 
     num_shards: int
     tensors: dict[str, TensorRef]

@@ -211,7 +211,7 @@ def check_values(
 ) -> None:
     """Read one extent in bounded chunks and compare its checksum with the index's; the crc releases the GIL.
 
-    What of a store nobody is going to read again need not be kept (`keep`).
+    Without `keep`, bytes of a store that are not going to be read again are not kept.
 
     Raises:
         CorruptFile: they differ.

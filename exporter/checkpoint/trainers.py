@@ -29,7 +29,7 @@ AUTODIST_SCOPE = "AutoDist-Replica-"
 
 
 def recognise(catalog: Catalog) -> Catalog:
-    """The catalog with the trainer's family in words, and its step if its tensors tell.
+    """The catalog with the trainer's family in words, and its step if a tensor holds it.
 
     Raises:
         CorruptFile: the graph of objects is damaged.

@@ -53,7 +53,7 @@ def read_v1(pattern: Path, files: list[Path]) -> Catalog:
 
     Raises:
         MissingShard: a shard is not there.
-        CorruptFile: a file is no checkpoint.
+        CorruptFile: a file is not a checkpoint.
         CheckpointError: a file cannot be read.
     """
     ranges = tuple(FileRange.whole(file) for file in files)

@@ -161,7 +161,7 @@ def _member(whole: FileRange, info: zipfile.ZipInfo) -> Member:
 
 
 def _data_offset(whole: FileRange, info: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin: behind its own header, of which the directory tells no length."""
+    """Where a member's bytes begin: behind its own header, whose length is not in the directory."""
     header = whole.part(info.header_offset, _LOCAL_HEADER.size).read()
     magic, *_, name_size, extra_size = _LOCAL_HEADER.unpack(header)
     if magic != _LOCAL_MAGIC:

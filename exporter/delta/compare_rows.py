@@ -108,7 +108,7 @@ class TableRows:
     """The rows of a table, or those from `rows[0]` to `rows[1]`, in two states.
 
     Where hashes of the old rows are `known`, old bytes are read only in the blocks whose hashes differ.
-    `Found` tells the checksums of stored runs that hold exactly the served rows; none without `checksums`.
+    `Found` has the checksums of stored runs that hold exactly the served rows; none without `checksums`.
     """
 
     def __init__(
@@ -448,7 +448,7 @@ def _read(directory: Directory, receipt: Receipt, task: Compare, rows: TableRows
 def _with_layers(
     found: Found, task: Compare, old: Snapshot, new: Snapshot, touched: tuple[Array, Array]
 ) -> Found:
-    """What was found in the bundles, corrected where changes lie over them."""
+    """What was found in the bundles, corrected where changes are applied on top of them."""
     here = [ids[slice(*np.searchsorted(ids, (task.start, task.stop)))] for ids in touched]
     ids = distinct(np.concatenate(here))
     if not len(ids):

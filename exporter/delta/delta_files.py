@@ -64,7 +64,7 @@ def write_delta(
 
 
 class DeltaTensors(Struct, frozen=True):
-    """A delta as its index tells of it: of each variable that changed its tensors, as `tensor_keys` names
+    """A delta as its index describes it: of each variable that changed its tensors, as `tensor_keys` names
     them. Values were not read.
     """
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class PassingRows:
-    """As `TableRows`, of tables in stores; tells the checksums of everything that is read in a row.
+    """As `TableRows`, of tables in stores; reports the checksums of everything that is read in a row.
 
     `known` are hashes of the old rows. Several threads may compare ranges.
     """
@@ -161,7 +161,7 @@ def diff(old: Snapshot, new: Snapshot, schema: Schema, how: Comparison) -> Compa
 
     The checksums of everything stored of `new` are compared on the way: a damaged row must not get a checksum
     that calls it right. So are those of `old`, of which a damaged row could hide a change; where hashes of
-    its rows are known, they tell whether the blocks that are read are as they were.
+    its rows are known, they show whether the blocks that are read are as they were.
 
     Raises:
         CorruptFile: one of them differs.
@@ -206,7 +206,7 @@ def _tasks(
 ) -> TaskComparison:
     """The comparison of tables by tasks; of those that lie in bundles, and are not replaced by a delta.
 
-    Small ones of files, of which there may be thousands, are compared here sooner than anybody is told of it.
+    Small tables in files, of which there may be thousands, are compared here: a task costs more than they do.
     """
     from exporter.delta.compare_rows import TaskComparison  # few ask for it, and a delta takes no time
 
@@ -230,7 +230,7 @@ def _size(variable: ServedVariable) -> int:
 
 
 def _is_shared(old: Snapshot, new: Snapshot, variable: ServedVariable) -> bool:
-    """True if a variable can only differ in the rows of changes that lie over the same bytes."""
+    """True if a variable can only differ in the rows of changes on top of the same bytes."""
     name, layers = variable.name, (*old.layers, *new.layers)
     if any(name in layer and not isinstance(layer[name], Rows) for layer in layers):
         return False
@@ -238,7 +238,7 @@ def _is_shared(old: Snapshot, new: Snapshot, variable: ServedVariable) -> bool:
 
 
 def _changed_since(old: Snapshot, new: Snapshot, variable: ServedVariable, scratch: Path) -> Change | None:
-    """What differs in a variable that both states have the same bytes of, but for the changes over these."""
+    """Compare a variable whose stored bytes are shared; only rows of changes on top can differ."""
     name = variable.name
     ids = distinct(np.concatenate([old.touched(name), new.touched(name)]))
     if variable.kind is ChangeKind.DENSE:

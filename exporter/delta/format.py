@@ -1,8 +1,8 @@
 """The format of deltas, version 1: what changed between two positions, as a tensor bundle.
 
 A delta is `delta.index` and `delta.data-00000-of-00001` in `<model>/deltas/<log>/<from>-<to>/`, or several
-shards if it is a large merger, in which the ids and values of a table may lie in slices; positions have 20
-digits, are below 10**18, and `from < to`. It is tied to a log by its *lineage* and to the served
+shards if it is a large merged delta, in which the ids and values of a table may lie in slices; positions have
+20 digits, are below 10**18, and `from < to`. It is tied to a log by its *lineage* and to the served
 variables by their *schema*. It always holds the same tensors, so that a graph can name them beforehand:
 
     delta/position   int64 [6]   version (1), from, to, step, flags, rows (of all tables together)
@@ -24,7 +24,7 @@ neither, and both of one length:
 
 Values are absolute: a delta may be applied twice, and it fits every state of its log at a position `p` with
 `from <= p < to`. Flag 1 (`exact_base`) says that it fits `p = from` alone, because rows were left out or
-rounded; mergers of such deltas fit every state inside (`exporter.delta.spans`). Flags that a reader does not
+rounded; merged deltas of such fit every state inside (`exporter.delta.spans`). Flags that a reader does not
 know make a delta unreadable to it.
 
 Flags 2 and 4 (not both) say that rows are packed, as bfloat16 or as int8 (`exporter.delta.packing`). Tables
@@ -37,7 +37,7 @@ of float32 and float64 whose rows get smaller by it have these tensors then, whe
     <name>/scales   float32 [m]              for int8: 0, or from 2**-126 to 2**120
 
 A row is what its codes give, bit for bit. Packing is how a delta is stored; that rows were *rounded* before,
-so that they would pack, its manifest tells. A graph that takes deltas reads all three forms.
+so that they would pack, is in its manifest. A graph that takes deltas reads all three forms.
 
 The *schema* is what is served and how the graph reads it, variable by variable in the order of their names:
 name, dtype and shape as served, kind. A variable that the graph only gathers rows from is a *table*, one that

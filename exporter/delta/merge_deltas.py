@@ -23,7 +23,7 @@ _NOTHING = Extent(0, 0, 0, mask(0))
 
 
 class DeltaMerger:
-    """The merger of `deltas`, oldest first, as the delta of a header.
+    """Merges `deltas`, oldest first, into the delta of a header.
 
     A small one is written by one task as one shard. If there are many tasks the header has its own shard.
 
@@ -128,7 +128,7 @@ class DeltaMerger:
     def _shapes(
         self, variable: ServedVariable, rows: int, exact: int
     ) -> dict[str, tuple[DType, tuple[int, ...]]]:
-        """Dtype and shape of each tensor of a variable; of one that is no table, without a value."""
+        """Dtype and shape of each tensor of a variable; of one that is not a table, without a value."""
         if not variable.is_table:
             return {variable.keys[0]: (variable.dtype, (0, *(size or 0 for size in variable.element_shape)))}
         ids, values = variable.keys

@@ -264,7 +264,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
         places: list[Array] = []
         scales: list[Array] = []
         with new_file(shard.scratch) as (aside, _):
-            codes = WrittenRun(aside, 0)  # they follow the exact rows, of which nobody knows how many come
+            codes = WrittenRun(aside, 0)  # they follow the exact rows, whose number is not known yet
 
             def exact_rows() -> Iterator[Array]:
                 rows = 0

@@ -5,10 +5,10 @@
 
 Two things are kept apart. *Rounding* changes values, and is what a user asks for. *Packing* is how rows are
 stored, and never changes a bit: a row is packed if it is read back as it is, and else stored exactly. Rows
-that were rounded always pack, also when they are merged or taken back later.
+that were rounded always pack, also when they are merged or reverted later.
 
 A scale has 17 significant bits and is the least such that no code exceeds 127: so q * scale is exact in
-float32, whoever computes it and in whatever order, and what was unpacked packs into the same codes. Nothing
+float32, on any machine and in any order, and what was unpacked packs into the same codes. Nothing
 subnormal is ever made: TensorFlow's kernels take it for zero, so it is rounded to zero here. A row that holds
 NaN or infinity, or would, is not rounded. Tables of 16 bits, and those whose rows would not shrink, are not
 rounded either.

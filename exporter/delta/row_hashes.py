@@ -3,7 +3,7 @@
     <file>: 8 bytes magic, 8 bytes checksum, then a numpy .npz of `names`, `meta` and one uint64 array a table
 
 A block is as many whole rows as fit into 4 KiB, one at least; its hash is XXH3 in 64 bits with a seed that is
-drawn anew for each index, so that no two blocks of a trainer's are bound to share one: two different blocks
+drawn for each index, so that no two blocks of a trainer's are bound to share one: two different blocks
 do with a probability of about 2**-64. The file is a cache: it names the position it belongs to, its own
 checksum guards it, and whatever is wrong with it, or of an earlier release, means that it is made again.
 """
@@ -53,7 +53,7 @@ class BlockHasher(Struct, frozen=True):
 
     @classmethod
     def of(cls, name: str) -> BlockHasher:
-        """The hasher whose seed is made of a name, for those who have to come by the same one."""
+        """The hasher whose seed is made of a name, where several processes need the same one."""
         return cls(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1)
 
     def hash_rows(self, rows: Array) -> Array:
@@ -72,7 +72,7 @@ class BlockHasher(Struct, frozen=True):
 class HashIndex(Struct, frozen=True):
     """The hashes of all tables of a state; `lineage`, `position` and `state` say which.
 
-    A delta can be removed and another be published at its position: `state` tells them apart.
+    A delta can be removed and another be published at its position: `state` distinguishes them.
     """
 
     lineage: str

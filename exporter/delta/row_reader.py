@@ -47,7 +47,7 @@ class RowMap:
     """The rows of a tensor, or of one stored slice of it, as `memory_map` has them.
 
     Of a shard that stands for an object of a store, rows are read when they are asked for, and no others.
-    They are not kept, because who reads a table comes by each row once. Kept are rows of one element, as of
+    They are not kept, because a pass over a table reads each row once. Kept are rows of one element, as of
     an index, and ranges that are smaller than what a request should fetch.
 
     Raises:
@@ -66,7 +66,7 @@ class RowMap:
             self._values = map_bytes(fd, extent).view(ref.dtype.numpy).reshape(shape)
 
     def fetch(self) -> None:
-        """Fetch all rows, for who is going to read them all: many requests are under way at a time.
+        """Fetch all rows, for a caller that is going to read them all: many requests are under way at a time.
 
         Raises:
             CheckpointChanged, CheckpointError, DiskFull, PublishError: they cannot be fetched.

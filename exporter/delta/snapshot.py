@@ -90,7 +90,7 @@ Changes = Mapping[str, Change]
 
 
 class Snapshot(Struct, frozen=True, eq=False):
-    """Variables as stored, by name, and the changes since, oldest first; `hint` is for who finds damage."""
+    """Variables as stored, by name, and the changes since, oldest first; `hint` is for errors of damage."""
 
     stored: Mapping[str, RowReader]
     layers: tuple[Changes, ...] = ()
@@ -123,12 +123,12 @@ class Snapshot(Struct, frozen=True, eq=False):
         self._checked.update(runs)
 
     def touched(self, name: str) -> Array:
-        """The rows of a table that changes lie over, ascending."""
+        """The rows of a table that changes touch, ascending."""
         ids = [change.ids for layer in self.layers if isinstance(change := layer.get(name), Rows)]
         return distinct(np.concatenate([np.empty(0, np.int64), *ids]))
 
     def is_stored_as(self, other: Snapshot, name: str) -> bool:
-        """True if a variable is made of the same bytes in both, but for what lies over them."""
+        """True if a variable is made of the same bytes in both, apart from changes on top."""
         a, b = self.stored[name], other.stored[name]
         runs = list(a.runs), list(b.runs)
         is_same = (a.box, a.dtype, a.order, a.part) == (b.box, b.dtype, b.order, b.part)
@@ -141,7 +141,7 @@ class Snapshot(Struct, frozen=True, eq=False):
         )
 
     def replaces(self, name: str) -> bool:
-        """True if a variable is replaced as a whole by a change that lies over it."""
+        """True if a variable is replaced as a whole by a change."""
         return any(name in layer and not isinstance(layer[name], Rows) for layer in self.layers)
 
     def rows(self, name: str, start: int, stop: int) -> Array:
@@ -174,7 +174,7 @@ class Snapshot(Struct, frozen=True, eq=False):
         return values
 
     def whole(self, name: str) -> Array:
-        """A variable that is read as a whole; rows laid over it count as well."""
+        """A variable that is read as a whole, with rows of changes applied."""
         with self._naming_damage():
             value = self.stored[name].whole()
         own = False
@@ -201,7 +201,7 @@ _SPARSE = 64  # a byte for each row between the first and the last that is asked
 
 
 def _lay_over(values: Array, ids: Array, change: Rows) -> None:
-    """Put the rows of a change in the place of those of `values`, which are the rows `ids`."""
+    """Apply the rows of a change to `values`, which are the rows `ids`."""
     if not len(ids) or not len(change.ids):
         return
     first, last = int(ids.min()), int(ids.max())

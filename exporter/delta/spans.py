@@ -2,8 +2,9 @@
 
 A state of a log is a *position*. A delta is a *span* of positions, `start` to `end`: it fits every state `p`
 with `start <= p < end` and leads it to `end`. A delta that rounded or left out rows (`exact_base`) fits `p =
-start` alone. A merger of such deltas fits every state inside again: it holds each row that any of its parts
-changed, with the value that is served at its end, and rows that were left out differ in none of these states.
+start` alone. A merged delta of such deltas fits every state inside again: it holds each row that any of its
+parts changed, with the value that is served at its end, and rows that were left out differ in none of these
+states.
 
 Everything here is values; the rules are those by which the served graph itself plans (the delta that leads
 furthest goes first), so that what the exporter promises is what a server does.
@@ -93,7 +94,7 @@ class Span(Struct, Reach, frozen=True, order=True):
 
     @classmethod
     def of(cls, header: DeltaHeader) -> Span:
-        """The span that a delta tells of itself."""
+        """The span of a delta, by its own header."""
         return cls(header.from_position, header.to_position, header.exact_base)
 
     def __str__(self) -> str:

@@ -88,7 +88,7 @@ def apply_tolerance(
     """Take from `changes` what need not be sent, given what is published, and round what may be rounded.
 
     Rows that are served already as they would be sent are taken out as well, and not counted as left out.
-    What is published is checked first: a damaged row would tell of the wrong distance.
+    What is published is checked first: a damaged row would give a wrong distance.
 
     Raises:
         CheckpointError: a published value cannot be read, or is damaged.
@@ -128,8 +128,8 @@ def save_residual(
 ) -> None:
     """Keep the trainer's values of rows that the delta `header` left out, in the form of a delta.
 
-    `state` tells the delta from another one at its position. What is kept is a cache of the exporter's: if it
-    is lost or damaged, states are compared instead.
+    `state` distinguishes the delta from another one at its position. What is kept is a cache of the
+    exporter's: if it is lost or damaged, states are compared instead.
 
     Raises:
         DiskFull, PublishError: it cannot be written.
@@ -157,7 +157,7 @@ def load_residual(
 
 
 class _Sieve:
-    """One table: what of its changed rows is sent, and what is to be told of the others."""
+    """One table: which of its changed rows are sent, and what is reported of the others."""
 
     def __init__(self, variable: ServedVariable, published: Snapshot, allowed: Tolerance) -> None:
         self._variable, self._published, self._bound = variable, published, allowed.bound

@@ -14,7 +14,7 @@ File = TypeVar("File", bound=Hashable)
 
 
 class RangeChecksums(Generic[File]):
-    """What tasks tell of the ranges that they read of files, in any order, and of some more than once."""
+    """The checksums that tasks report of ranges of files, in any order, of some ranges more than once."""
 
     def __init__(self) -> None:
         self._ranges: dict[File, dict[int, tuple[int, int]]] = defaultdict(dict)

@@ -45,7 +45,7 @@ from exporter.storage.waiting import workers
 from exporter.version import __version__
 
 ABANDONED_SECONDS = 7 * 86400.0
-"""A job that nobody goes on with for so long is removed: someone may come back to it after a weekend."""
+"""A job that no command has resumed for so long is removed: a week, so that a weekend does not end it."""
 
 _DRIVER = "driver"
 _POLL_SECONDS = 0.02
@@ -57,7 +57,7 @@ class UsedJob(Protocol):
     """A job's directory, from the moment on that this command uses it until it leaves or removes it."""
 
     def leave(self) -> None:
-        """Use it no longer; it stays for whoever goes on."""
+        """Use it no longer; it stays for a command that resumes the job."""
 
     def remove(self) -> None:
         """Use it no longer, and remove it, unless another command uses it, which removes it then."""
@@ -128,11 +128,11 @@ def _me() -> bytes:
     return f"{_OWNER}-{os.getpid()}".encode()  # a fork has our name, and is another
 
 
-# --- what nobody goes on with ------------------------------------------------------------------------------
+# --- abandoned jobs ----------------------------------------------------------------------------------------
 
 
 def abandoned_jobs(kept: Path) -> Iterator[Path]:
-    """The directories of jobs below a local directory that nobody uses, nor has used for long."""
+    """The directories of jobs below a local directory that no command uses, or has used for long."""
     for path in _directories(kept):
         with suppress(OSError):
             if _is_abandoned(path, None) and _is_free(path, remove=False):
@@ -167,7 +167,7 @@ def remove_abandoned(kept: str, now: float | None = None) -> None:
 
 
 def _abandoned(store: ObjectWriter, path: str, since: float) -> list[str]:
-    """The keys of a job that nobody has used since; of one that was begun later no object is listed."""
+    """The keys of a job that no command has used since; none of a job that was begun later."""
     driver = store.look(f"{path}/{_DRIVER}")
     if driver is not None and driver.modified >= since:
         return []
@@ -240,7 +240,7 @@ class Runner(Struct, frozen=True):
         return isinstance(self.engine, LocalEngine)
 
     def job(self, tasks: Sequence[Task], scratch: str = "") -> Job:
-        """Begin a plan, or go on with it; what it writes goes to `scratch` if the runner keeps no jobs.
+        """Begin a plan, or resume it; what it writes goes to `scratch` if the runner keeps no jobs.
 
         Raises:
             DiskFull, PublishError: the directory of a kept job cannot be written.
@@ -251,7 +251,7 @@ class Runner(Struct, frozen=True):
 class Job:
     """The tasks of a plan on an engine, and the directory of what they write.
 
-    A context manager. Left with an error, a job that is kept stays for whoever gives the same command again;
+    A context manager. Left with an error, a job that is kept stays for the same command, run again;
     else it is removed, unless another command uses it: also when there turned out to be nothing to do, and
     when checksums were wrong, of which none is to be believed again.
     """

@@ -72,7 +72,7 @@ def private_directory() -> Path:
 
 
 def _remove_if_left(directory: Path, flags: int) -> None:
-    """Remove a directory whose lock, opened with these flags, nobody holds."""
+    """Remove a directory whose lock, opened with these flags, no process holds."""
     with suppress(OSError):
         lock = os.open(directory / LOCK_FILE, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -162,7 +162,7 @@ _LOCK = threading.Lock()
 class Mirror:
     """A local directory with the names, sizes and times of the objects below a URL.
 
-    `url` is a directory, one checkpoint's prefix, or a file: what there is, or will be, tells which.
+    `url` is a directory, one checkpoint's prefix, or a file: what is in the store, or will be, decides.
     """
 
     def __init__(self, url: Url, *, is_directory: bool = False) -> None:
@@ -207,8 +207,8 @@ class Mirror:
     def show(self, found: Mapping[str, RemoteObject]) -> None:
         """Make files for these objects, by their names, and remove all others.
 
-        An object under the name of a directory is no file: consoles and TensorFlow mark directories so. Nor
-        is one whose key cannot be a path here: `a//b`, `..`, `a/`, a long name.
+        An object under the name of a directory is not a file: consoles and TensorFlow mark directories so.
+        Nor is one whose key cannot be a path here: `a//b`, `..`, `a/`, a long name.
         """
         found = {name: each for name, each in found.items() if not flaw_of(name)}
         with self._lock:
@@ -224,9 +224,9 @@ class Mirror:
             self._ahead.show(self._found)
 
     def forget(self, name: str) -> None:
-        """Give back what a large file takes on disk; whoever opens it fetches it anew.
+        """Give back what a large file takes on disk; opening it fetches it again.
 
-        A map of it keeps its bytes, but nobody may open it at the same moment.
+        A map of it keeps its bytes, but no thread may open it at the same moment.
         """
         with self._lock:
             each = self._found.get(name)
@@ -282,7 +282,7 @@ class Mirror:
         return [each for each, _ in self._stand_ins.values()]
 
     def close(self) -> None:
-        """Remove all files; their paths are told as the URL for as long as the process lives."""
+        """Remove all files; messages name the URL for their paths for as long as the process lives."""
         with self._lock:
             for path in (self.root, self._private):
                 shutil.rmtree(path, ignore_errors=True)
@@ -356,7 +356,7 @@ class Mirror:
 
     @contextmanager
     def _reading_ahead(self, names: Sequence[str]) -> Iterator[None]:
-        """Fetch files that nobody has asked for yet; whoever does is told if one could not be."""
+        """Fetch files that were not asked for yet; if one cannot be, opening it reports why."""
         if not names:
             yield
             return
@@ -394,7 +394,7 @@ class Mirror:
     ) -> None:
         """Fetch pieces (start, stop, offset in the target) of an object into an open file; none is kept here.
 
-        `advance` is told of the bytes that have come, from several threads.
+        `advance` is called with the number of bytes that have come, from several threads.
 
         Raises:
             CheckpointChanged, CheckpointError, DiskFull, PublishError: as `fetch`.
@@ -515,7 +515,7 @@ def _find(path: Path) -> tuple[Mirror, str] | None:
 
 
 def is_same_file(a: Path, b: Path) -> bool:
-    """True if two paths lead to one file, or stand for one object; False also if that cannot be told."""
+    """True if two paths lead to one file, or stand for one object; False also if that is not known."""
     if a == b:
         return True
     found = _find(a), _find(b)
@@ -611,7 +611,7 @@ def checksum(path: Path, start: int, stop: int) -> int | None:
 
 
 def copy(path: Path, start: int, stop: int) -> IO[bytes] | None:
-    """A nameless file of a range, which goes when nobody has it open or mapped; None where `read` is false.
+    """A nameless file of a range, which goes when nothing has it open or mapped; None where `read` is false.
 
     Raises:
         CheckpointChanged, CheckpointError, DiskFull, PublishError: as `Mirror.fetch`.
@@ -620,7 +620,7 @@ def copy(path: Path, start: int, stop: int) -> IO[bytes] | None:
     def take(reader: ObjectReader, each: RemoteObject) -> IO[bytes]:
         place = Path(tempfile.gettempdir())
         try:
-            file = tempfile.TemporaryFile()  # noqa: SIM115 - who asked for it closes it
+            file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
         except OSError as error:
             raise os_error(error, place) from error
         try:

@@ -51,7 +51,7 @@ _AWS = (
     ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",),
     ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"),
 )
-"""Variables that name credentials, or who gives them: the first of these that are set together count."""
+"""Variables that name credentials or their source: the first of these that are set together count."""
 _NOT_GIVEN = re.compile(
     r"token request|token file|performing POST REDACTED|/latest/(?:api/token|meta-data)\b"
 )
@@ -66,7 +66,7 @@ HINTS = {
 
 
 def not_given(scheme: str, said: str) -> str:
-    """Who was asked for credentials and gave none, by an error's text; empty if that is not the error."""
+    """Which source gave no credentials, by an error's text; empty if that is not the error."""
     if "bulk delete" in said:  # a POST, too, and to the store itself
         return ""
     container = os.environ.get("AWS_CONTAINER_CREDENTIALS_FULL_URI") or "http://169.254.170.2/"
@@ -106,7 +106,7 @@ _KINDS = {
     "token file": "the file of its token cannot be read",
     "redirect without LOCATION": "the bucket is in another region than AWS_REGION says",
 }
-"""What of obstore's text tells the kind of a failure."""
+"""Words of obstore's text that identify the kind of a failure."""
 
 
 class BrokenOff(Exception):
@@ -215,7 +215,7 @@ _ENDPOINTS = (
     *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
     *("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL"),
 )
-"""Name another server than the cloud's own; one that is told as `http://` is asked without encryption."""
+"""Name another server than the cloud's own; one with `http://` is asked without encryption."""
 _CONNECT, _REQUEST, _RETRY = timedelta(seconds=10), timedelta(seconds=30), timedelta(seconds=60)
 """How long a store may take to connect, may say nothing, and is asked again."""
 _SLOW = timedelta(minutes=10)
@@ -234,14 +234,14 @@ class RemoteObject(Struct, frozen=True):
 
 
 class Tag(Struct, frozen=True):
-    """What tells an object from others under its key: S3 and Azure compare entity tags, GCS versions."""
+    """Distinguishes an object from others under its key: S3 and Azure compare entity tags, GCS versions."""
 
     e_tag: str | None
     version: str | None
 
     @classmethod
     def of(cls, said: Any) -> Tag:
-        """The tag that a store told of an object."""
+        """The tag that a store reported of an object."""
         return cls(said.get("e_tag"), said.get("version"))
 
 
@@ -352,8 +352,8 @@ class ObjectReader:
     ) -> None:
         """Fetch pieces (start, stop, offset in the target) into an open file, in parallel.
 
-        `advance` is told of the bytes that have come, and `note` is given their offsets in the target and the
-        bytes themselves, from several threads.
+        `advance` is called with the number of bytes that have come, and `note` is given their offsets in the
+        target and the bytes themselves, from several threads.
 
         Raises:
             CheckpointChanged, CheckpointError: as `read`.
@@ -541,7 +541,7 @@ class ObjectWriter(ObjectReader):
                 return None
 
     def delete(self, *keys: str) -> None:
-        """Remove objects, many at a time, in any order; that one is not there is no failure.
+        """Remove objects, many at a time, in any order; an absent one is not a failure.
 
         Raises:
             PublishError: the store cannot be written.
@@ -654,6 +654,6 @@ def _wrong_of(store: ObjectWriter, key: str) -> str:
 
 
 def _tag_of(store: ObjectWriter, key: str, content: bytes) -> Tag | None:
-    """The tag of an object that nobody else writes, if it is this: the answer to its writing was lost."""
+    """The tag of an object that only we write, if it has this content: the answer to its writing was lost."""
     found = store.fetch(key, len(content))
     return found[1] if found is not None and found[0] == content else None

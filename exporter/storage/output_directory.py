@@ -1,6 +1,7 @@
 """A directory that holds what jobs write: on a file system that all workers see, or below a store's URL.
 
-Objects appear whole: a file by rename, an object by its upload. A tag tells it from one that replaced it.
+Objects appear whole: a file by rename, an object by its upload. Its tag
+differs from that of one that replaced it.
 """
 
 from __future__ import annotations

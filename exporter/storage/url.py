@@ -24,7 +24,7 @@ class Url(Struct, frozen=True):
         """The URL of an object store, or of a `Path` made of one (`s3:/b`); None for any other text.
 
         Raises:
-            UsageError: it is one, with a part that is no name: `..`, or a control character.
+            UsageError: it is one, with a part that is not a name: `..`, or a control character.
         """
         found = _URL.fullmatch(text)
         if found is None:

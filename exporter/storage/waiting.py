@@ -1,4 +1,4 @@
-"""Wait for what a store answers, for as long as somebody wants the answer: a silent store may take minutes.
+"""Wait for a store's answer for as long as it is wanted: a silent store may take minutes.
 
 Requests of the main thread end with SIGINT and SIGTERM, those of `workers` when the block that set them to
 work is interrupted, and those of a thread in `until` once its event is set. The store may still do what it
@@ -19,7 +19,7 @@ _LOOK_SECONDS = 0.1
 
 
 class GivenUp(BaseException):
-    """Nobody waits for this work any more; no failure, so that nothing reports it as one."""
+    """The work is not wanted any more. That is not a failure, and nothing reports it as one."""
 
 
 class _Thread(threading.local):
@@ -87,10 +87,10 @@ def workers(count: int, name: str) -> Iterator[Executor]:
 
 
 def awaited(ask: Callable[[], T]) -> T:
-    """What `ask` returns or raises, unless it is given up.
+    """What `ask` returns or raises, unless it is abandoned.
 
     Python cannot break off a request, and calls the handlers of signals once the main thread is back from the
-    library. So another thread asks for it, which nobody waits for at the end of the process.
+    library. So another thread asks, which the end of the process does not wait for.
 
     Raises:
         GivenUp: the answer is not wanted any more.

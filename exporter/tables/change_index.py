@@ -1,8 +1,8 @@
 """Change the index of a published table: find keys, add some, drop others.
 
 Only what an added key needs is read: the seed of its group, the slots of the group's window, the keys in
-them. A new key that finds its slot taken gets its whole group another seed, so a few keys that nobody touched
-change their slots, too.
+them. A new key that finds its slot taken gets its whole group another seed, so a few keys that did not change
+get other slots, too.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class ServedEmbedding:
         """The layer of `dynamic_embedding` for a layer's config.
 
         Raises:
-            ValueError: it is no such config.
+            ValueError: it is not such a config.
         """
         missing = {"table", "dim", "dtype", "default", "combiner", "name"} - config.keys()
         if missing:
@@ -173,7 +173,7 @@ class DynamicTable(TableLookups):
                 dtype=dtypes.get(part, self.dtype.label),
                 name=name,
             )
-        # It has no initialiser that a collection could tell of.
+        # It has no initialiser that a collection could name.
         collected = graph.get_collection_ref(tf.compat.v1.GraphKeys.GLOBAL_VARIABLES)
         collected[:] = [each for each in collected if each is not variable]
         if variable.handle.op.name != name:

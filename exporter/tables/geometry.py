@@ -26,7 +26,7 @@ times, with 1,000 1.4 times, with 100,000 1.4 and 1.6 times (330 ns a key of 10 
 operations, theirs two: with 64 ids in each of 100 tables it takes 2.3 to 2.9 times as long.
 What costs is memory that no cache holds, read by three gathers before that of the values: with 64 ids in each
 of 100 tables of 20,000 keys, one gather more takes 4 to 6 us, any other operation 0.4 to 1.1 us.
-CONTRIBUTING.md tells, under "An index of seeds", what was measured beside it.
+CONTRIBUTING.md, under "An index of seeds", has what was measured beside it.
 
 `TableGeometry` has a table's sizes; `TablePlan` its four tensors, and where in a new shard they are to lie.
 """
@@ -109,7 +109,7 @@ class TableGeometry(Struct, frozen=True):
 
     @classmethod
     def unset(cls, defaults: int = 1) -> TableGeometry:
-        """Sizes to build a graph with until a checkpoint tells the true ones."""
+        """Sizes to build a graph with until a checkpoint gives the true ones."""
         return cls(1, 1, defaults + 1, defaults)
 
     @property

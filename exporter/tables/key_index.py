@@ -45,7 +45,7 @@ class KeyIndex:
     """Which row each key has, of `capacity`; in graphs and eagerly.
 
     `at_home` is the context in which operations are placed where the index lies. `reset` is called with
-    rows that had another key before, and gives the operation by which they begin anew. With `shared` all
+    rows that had another key before, and gives the operation by which they begin again. With `shared` all
     sessions of a server use the same index; eagerly each has its own.
     """
 
@@ -285,7 +285,7 @@ class KeyIndex:
             return [removed, self._note_removed(keys)]
 
     def _find_lost_rows(self, count: Tensor) -> Any:
-        """Find out anew which rows are free, if there seem to be fewer than these."""
+        """Find out again which rows are free, if there seem to be fewer than these."""
         import tensorflow as tf
 
         given, first, last = tf.unstack(self.cursors.read_value())
@@ -297,7 +297,7 @@ class KeyIndex:
         return tf.cond(count > self.capacity - given + last - first, find, lambda: tf.constant(0))
 
     def _note_removed(self, keys: Tensor) -> Any:
-        """Remember keys, if anybody asks for them: nobody else would ever forget them.
+        """Remember keys, if they are asked for: otherwise nothing would ever forget them.
 
         Without a branch: where the caller's worker has died, no function is called any more.
         """

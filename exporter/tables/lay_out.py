@@ -1,8 +1,8 @@
 """Lay the tables of a checkpoint out as ordinary tensors, so that they are served like any others.
 
 The keys and the rows stay where the trainer wrote them: they become slices of `<table>/keys` and
-`<table>/values`. The checkpoint's index alone tells what the tensors are and how large (`lay_out`); keys are
-read when the rest is written (`TableLayout.write`).
+`<table>/values`. What the tensors are and how large follows from the checkpoint's index alone (`lay_out`);
+keys are read when the rest is written (`TableLayout.write`).
 
 The rest is the index, room for more rows, and the default rows. A job of two kinds of tasks builds the index
 (`IndexJob`): `Partition` sorts the checkpoint's keys by ranges, then `Place` places ranges in slots. Small
@@ -282,7 +282,7 @@ def join_pieces(
 ) -> Catalog:
     """The catalog with its last shard in `home`: what the tasks wrote into `directory`, and all the rest.
 
-    The shard is named by its contents. Whoever goes on with the job finds it there.
+    The shard is named by its contents. A command that resumes the job finds it there.
 
     Raises:
         CheckpointChanged, CorruptFile: it is no longer what the tasks wrote.

@@ -128,7 +128,7 @@ class KeyRun(Struct, frozen=True):
         return self.counted if self.offsets is None else (*self.counted, self.offsets)
 
     def renumbered(self, shards: Sequence[int]) -> KeyRun:
-        """The run with the places of shards among these in the stead of their numbers."""
+        """The run with shard numbers replaced by their index in `shards`."""
 
         def renumber(ref: TensorRef | None) -> TensorRef | None:
             if ref is None or ref.extent is None:

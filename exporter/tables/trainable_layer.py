@@ -107,7 +107,7 @@ def trainable_embedding_class() -> Any:
             return (*kept, self.dim)
 
         def remove(self, keys: Any, optimizer: Any = None) -> int:
-            """Take keys away; how many were there. Slots of `optimizer` begin anew with the rows."""
+            """Take keys away; how many were there. Slots of `optimizer` begin again with the rows."""
             slots = [] if optimizer is None else _slots(optimizer, self.rows)
             distinct, _ = tf.unique(tf.reshape(tf.cast(keys, tf.int64), [-1]))
             return int(self.table.remove(distinct, slots))

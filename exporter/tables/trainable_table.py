@@ -24,11 +24,11 @@ Variable = Any
 COLLECTION = "exporter_trainable_tables"
 """The collection of the names of a graph's trainable tables."""
 UPKEEP = "_table_upkeep"
-"""The attribute of operations that write rows as the table itself sees fit; its index tells of those rows."""
+"""The attribute of operations that write rows by the table's own choice; its index has those rows."""
 
 _FRESH_ROWS = 1024
 _UNKNOWN = -1
-"""The step of a row that was looked up nobody knows when."""
+"""The step of a row that was looked up at an unknown time."""
 
 
 class TrainableTable(TableLookups):
@@ -66,7 +66,7 @@ class TrainableTable(TableLookups):
         saved = self._graph.get_collection_ref(v1.GraphKeys.SAVEABLE_OBJECTS)
         others = list(saved)
         with self._at_home():
-            # The rows that begin anew begin with the values of these: all of them are not in memory any more.
+            # Rows that begin again have the values of these: all of them are not in memory any more.
             self._fresh = self._variable("fresh_rows", lambda: self._start[:_FRESH_ROWS])
             unknown = tf.fill([capacity], tf.constant(_UNKNOWN, tf.int64))
             self._seen = self._variable("seen", lambda: unknown) if records_steps else None
@@ -82,8 +82,8 @@ class TrainableTable(TableLookups):
     def remove(self, keys: Any, slots: Iterable[Variable] | None = None) -> Any:
         """Take keys away; how many of them were there.
 
-        A removed key reads as one that was never seen; when it is met again it begins anew. The rows of
-        optimizers' `slots` begin anew as well, with the values that the slot's first row had: by default of
+        A removed key reads as one that was never seen; when it is met again it starts over. The rows of
+        optimizers' `slots` start over as well, with the values that the slot's first row had: by default of
         those that `tf.compat.v1.train` has made for the table so far, so call this after `minimize`.
         """
         import tensorflow as tf
@@ -166,7 +166,7 @@ class TrainableTable(TableLookups):
             return self.values.scatter_update(tf.IndexedSlices(values, rows))
 
     def _forget_steps(self, rows: Tensor) -> list[Any]:
-        """Operations by which nobody knows when these rows were looked up."""
+        """Operations that set the time of these rows' last lookup to unknown."""
         import tensorflow as tf
 
         if self._seen is None:

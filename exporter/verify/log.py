@@ -51,7 +51,7 @@ class Problem(Struct, frozen=True):
 
 
 def _problem(path: Path, error: ExportError | OSError) -> Problem:
-    """What is published is read as checkpoints are; its damage is no damage of a checkpoint.
+    """What is published is read as checkpoints are; its damage is not damage of a checkpoint.
 
     Raises:
         CheckpointChanged, PositionMoved: `error` is one: another machine removed what was listed.
@@ -89,7 +89,7 @@ class VerifiedModel(Struct, frozen=True):
 
     @property
     def at(self) -> Position | None:
-        """The newest position of the log; None if it cannot be told."""
+        """The newest position of the log; None if it is not known."""
         try:
             return self.log.at if self.log else None
         except ManifestError:
@@ -116,7 +116,7 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
             if bytes_:
                 verify_bytes(read_catalog(child.path / VARIABLES_PREFIX), runner=runner)
         except (ExportError, OSError) as error:
-            if is_gone(child.path):  # retention removed it meanwhile: whole, and what nobody needs
+            if is_gone(child.path):  # retention removed it meanwhile: whole, and not needed
                 versions.remove(child)
             else:
                 damage.append(_problem(child.path, error))

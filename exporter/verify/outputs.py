@@ -103,7 +103,7 @@ _SEED = 20_240_501
 
 
 class Request(Struct, frozen=True):
-    """Inputs for one signature, by input name; `rows` of them if they were made up."""
+    """Inputs for one signature, by input name; `rows` of them if they were generated."""
 
     signature: str
     inputs: Feeds
@@ -295,7 +295,7 @@ def _parts(request: Request, rows: int | None) -> Iterator[Request]:
 
 
 def _rows_of(request: Request) -> int:
-    """How many rows all inputs of a request have; 0 if they do not tell."""
+    """How many rows all inputs of a request have; 0 if they do not say."""
     counts = {len(value) if np.ndim(value) else 0 for value in request.inputs.values()}
     return counts.pop() if len(counts) == 1 else 0
 

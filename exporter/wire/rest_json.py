@@ -71,7 +71,7 @@ class LongList(Struct, frozen=True):
         """Its items, some thousands at a time, of an empty list one empty block; returns where it ends.
 
         Raises:
-            ValueError: it is no list of JSON.
+            ValueError: it is not a list of JSON.
         """
         text, at = self.text, _space(self.text, self.begin + 1)
         if text.startswith("]", at):
@@ -122,7 +122,7 @@ def parse_request(body: bytes | bytearray) -> dict[str, Json]:
     examples are left in their text.
 
     Raises:
-        ValueError: where it is no JSON, or that it is no object.
+        ValueError: where it is not JSON, or that it is not an object.
     """
     if not body:
         raise ValueError("JSON Parse error: The document is empty")
@@ -496,7 +496,7 @@ def _columns(document: Mapping[str, Json], signature: Proto) -> dict[str, Json]:
 
 
 def _shape_of(value: Json) -> tuple[int, ...]:
-    """The shape that the first items of nested lists tell."""
+    """The shape of nested lists, by their first items."""
     shape = []
     while isinstance(value, list):
         shape.append(len(value))

@@ -1,4 +1,4 @@
-"""Engines: what runs the tasks of a job, and where. Each is a scheduler, none knows what a task is."""
+"""Engines: what runs the tasks of a job, and where. Each is a scheduler; none knows what a task is."""
 
 from __future__ import annotations
 

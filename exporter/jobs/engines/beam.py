@@ -1,7 +1,7 @@
 """Beam: for those who have Dataflow, Flink or Spark; without one, worker processes on this machine.
 
 A pipeline shows its outcomes at its end, and Beam's own runner hangs when a worker dies. So workers put each
-outcome into a directory, and a pipeline from which nothing comes any more is given up. Options are Beam's,
+outcome into a directory, and a pipeline from which nothing comes any more is abandoned. Options are Beam's,
 and `results` (the directory or URL, where workers do not see our files; nothing stays there) and `stall` (s).
 """
 

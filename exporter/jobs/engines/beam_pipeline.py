@@ -19,7 +19,7 @@ from exporter.storage.output_directory import Directory, open_directory
 OUTCOMES, _WORKS = "outcomes", "works"
 _LOCAL = "apache_beam.runners.portability.fn_api_runner.FnApiRunner"
 _FEW = 256  # works in a file: the description of a pipeline must stay small
-_TELL_S = 1.0  # how long workers do works before they tell of them, unless one takes longer
+_TELL_S = 1.0  # workers report outcomes after so long, unless one work takes longer
 
 
 class Pipeline:
@@ -55,7 +55,7 @@ class Pipeline:
                 each.cancel()
 
     def failure(self, stall_s: float, results: str) -> EngineFailed:
-        """Why it is given up: its error, or that nothing came for so many seconds.
+        """Why it is abandoned: its error, or that nothing came for so many seconds.
 
         `results` is the directory of outcomes where that is on other machines, whose workers may go on.
         """
@@ -118,6 +118,6 @@ def numbered_works(place: str, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def do(place: str, works: list[tuple[int, bytes]]) -> None:
-    """Do works and tell of them together: in a store the command waits for each file that it reads."""
+    """Do works and report them together: in a store the command waits for each file that it reads."""
     outcomes = (b"%d %s" % (number, execute(work)) for number, work in works)
     open_directory(place).put(f"{OUTCOMES}/{urandom(8).hex()}", b"\n".join(outcomes))

@@ -1,4 +1,4 @@
-"""Works that an engine is told of together, where telling it of one takes longer than the work."""
+"""Works that are handed to an engine together, where handing one over takes longer than doing it."""
 
 from __future__ import annotations
 

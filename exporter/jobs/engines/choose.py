@@ -1,6 +1,7 @@
 """Choose an engine by its name.
 
-The engine of one process: threads, which wait for disks and networks, and compute outside the GIL.
+`LocalEngine` needs no library: threads of this process, which wait for disks and networks, and compute
+outside the GIL. The others run in a process of their own: see `exporter.jobs.engines.process`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from exporter.jobs.engines.process import Asked
 LIBRARY = "distributed"
 
 _OPTIONS = {"allow_other_workers", "fifo_timeout", "priority", "resources", "retries", "workers"}
-_NO_WORKER = {"distributed.scheduler.no-workers-timeout": "60s"}  # for what no worker may do; else for ever
+_NO_WORKER = {"distributed.scheduler.no-workers-timeout": "60s"}  # else a task that no worker may do waits on
 _AHEAD = 16  # calls for each thread of a worker that are given to Dask: enough to keep it busy
 
 
@@ -42,7 +42,7 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
         call = by_value()  # a worker that cannot import what comes dies, and Dask waits
 
         def begun(count: int) -> list[Any]:
-            """The next calls, of which Dask is told at once."""
+            """The next calls, submitted to Dask together."""
             calls = bundles.take(count)
             return client.map(call, calls, pure=False, **options) if calls else []
 

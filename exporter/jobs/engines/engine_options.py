@@ -1,6 +1,6 @@
-"""Refuse what an engine cannot follow before it has begun: it would say so late, or wait for ever.
+"""Refuse what an engine cannot do before it has begun: the engine would report it late, or wait for ever.
 
-What the library of an engine raised, as an error of ours.
+`why` turns what an engine's library raised into the cause and the hint of an `EngineFailed`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LACKS = ("ModuleNotFoundError:", "ImportError:", "AttributeError: Can't get att
 def why(error: BaseException) -> tuple[str, str]:
     """Why an engine gave up, and what helps; empty if that is what helps with any engine.
 
-    Of a worker's error libraries tell the traceback, of which the last line says what it was.
+    Libraries report a worker's error as a traceback; the last line is the cause.
     """
     said = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
     is_traceback = any(line.startswith('File "') for line in said)
@@ -45,7 +45,7 @@ _OF_RAY = len("/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 
 
 def require_known(engine: str, options: Collection[str], known: Collection[str]) -> None:
-    """Refuse names that are none of an engine's.
+    """Refuse option names that an engine does not know.
 
     Raises:
         UsageError: there is one.
@@ -58,7 +58,7 @@ def require_known(engine: str, options: Collection[str], known: Collection[str])
 
 
 def require_room(options: Mapping[str, Any], there: Mapping[str, float]) -> None:
-    """Refuse what no machine of Ray's has.
+    """Refuse resources that no machine of Ray's has.
 
     Raises:
         UsageError: a task asks for more than there is.
@@ -93,7 +93,7 @@ def require_reachable(engine: str, address: str) -> None:
 
     Raises:
         UsageError: it is no address of the engine's.
-        EngineFailed: nobody answers there in time.
+        EngineFailed: nothing answers there in time.
     """
     scheme, _, rest = address.rpartition("://")
     host, _, port = rest.rstrip("/").rpartition(":")

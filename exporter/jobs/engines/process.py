@@ -177,7 +177,7 @@ def _end(asked: Asked, outcomes: IO[bytes]) -> None:
     with suppress(BrokenPipeError):
         outcomes.write(_END)
         outcomes.flush()
-    shutil.rmtree(asked.files, ignore_errors=True)  # nobody else does, if the command was killed
+    shutil.rmtree(asked.files, ignore_errors=True)  # a killed command leaves it to us
     _kill_children()
     os.killpg(0, signal.SIGKILL)  # threads of libraries may hang
 

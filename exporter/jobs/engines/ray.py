@@ -25,7 +25,7 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
     """See `ProcessEngine`."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     own: dict[str, Any] = {}
-    if not asked.address:  # Ray listens on all networks: nobody else shall run code here
+    if not asked.address:  # Ray listens on all networks, and runs the code of any caller who has the token
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         require_short(asked.files)
         own = {"num_cpus": asked.cores, "include_dashboard": False, "_temp_dir": asked.files}
