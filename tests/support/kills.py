@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from tests.support.budget import THOROUGH
 from tests.support.forks import FORKS
 
 CHANGES = {
@@ -40,6 +42,21 @@ def run(target: Callable[..., None], *arguments: Any) -> ForkServerProcess:
 def ended(process: ForkServerProcess) -> int | None:
     process.join(60)
     return process.exitcode
+
+
+def points(steps: int, kind: int, outcomes: Mapping[int, object]) -> Iterator[int]:
+    """The steps of 1 to `steps` at which a campaign kills: every fourth, or all of them (`make thorough`).
+
+    Each `kind` of a campaign begins at another of the first four, so that together they see all. Where what
+    two kills left differs (`outcomes`, which the campaign fills), those between them follow: the steps around
+    each change that readers see are always among them.
+    """
+    every = 1 if THOROUGH else 4
+    coarse = sorted({*range(1 + kind % every, steps + 1, every), 1, steps})
+    yield from coarse
+    for before, after in pairwise(coarse):
+        if outcomes[before] != outcomes[after]:
+            yield from range(before + 1, after)
 
 
 def killed_at(point: int, action: Action, directory: Path, *arguments: Any) -> int | None:
