@@ -28,7 +28,7 @@ from serving.signals import sleep_until_a_signal, stop_on_sigterm
 
 if TYPE_CHECKING:
     from exporter.wire.protos import Proto
-    from serving.agent.journal import Event, Journal
+    from serving.agent.journal import FleetEvent, Journal
     from serving.agent.pacing import PacePolicy
     from serving.agent.replica import Settings
     from serving.agent.view import FleetView
@@ -314,7 +314,7 @@ def agent(
         from serving.agent.canary_keeper import Canaries, canary_rules
         from serving.agent.fleet import Fleet
         from serving.agent.journal import Journal
-        from serving.agent.publications import Model
+        from serving.agent.publications import FollowedModel
         from serving.agent.puller import pullers_of, pulling
         from serving.agent.targets import Targets
         from serving.credentials import channel_credentials
@@ -322,7 +322,7 @@ def agent(
         channel_credentials(access)  # what is wrong with its files is said now, not for each replica
         sink.json_lines = True
         paths = _models(tuple(model_base_path))
-        models = [Model(name, path) for name, path in paths.items()]
+        models = [FollowedModel(name, path) for name, path in paths.items()]
         journal = Journal()
         pullers = pullers_of(pull or (), models, journal, times.poll_seconds)
         settings = _settings(times, pacing, audits, access, paths)
@@ -356,10 +356,10 @@ def _settings(
 ) -> Settings:
     """How the fleet is looked after."""
     from serving.agent.replica import Settings
-    from serving.agent.rollout import Policy
+    from serving.agent.rollout import RolloutPolicy
 
     pace = pacing.policy()
-    policy = Policy(
+    policy = RolloutPolicy(
         refresh_s=times.refresh_seconds,
         step_s=pacing.step_seconds,
         audit_s=audits.audit_seconds,
@@ -408,7 +408,7 @@ class _Teller:
         """Say where the own port is."""
         self._told(partial(self._print_start, host, port, scheme))
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: FleetEvent) -> None:
         """Print it."""
         self._told(partial(self._print, event))
 
@@ -430,7 +430,7 @@ class _Teller:
         if self._sink.mode is OutputMode.JSON:
             self._sink.result(AgentStarted("started", host, port))
 
-    def _print(self, event: Event) -> None:
+    def _print(self, event: FleetEvent) -> None:
         where = " ".join(part for part in (event.model, event.replica) if part)
         seconds = event.behind_seconds
         served = "" if seconds is None else f", served {seconds:.3f} s after its publication"

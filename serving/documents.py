@@ -96,7 +96,7 @@ class ModelStatus(Struct, frozen=True):
     """The versions, as the server lists them."""
 
 
-class Answer(Struct, frozen=True):
+class PredictDocument(Struct, frozen=True):
     """What every document of `predict` begins with."""
 
     model: str
@@ -107,21 +107,21 @@ class Answer(Struct, frozen=True):
     """The signature that was asked."""
 
 
-class RowPrediction(Answer, frozen=True):
+class RowPrediction(PredictDocument, frozen=True):
     """What `predict` prints for a request with `instances`."""
 
     predictions: Any
     """An item for each row, as TF Serving's REST interface has it."""
 
 
-class ColumnPrediction(Answer, frozen=True):
+class ColumnPrediction(PredictDocument, frozen=True):
     """What `predict` prints for a request with `inputs`."""
 
     outputs: Any
     """Each output by name, or the output itself if there is only one."""
 
 
-class ExampleResults(Answer, frozen=True):
+class ExampleResults(PredictDocument, frozen=True):
     """What `predict` prints for a request with `examples` to a classify or regress signature."""
 
     results: Any

@@ -98,7 +98,7 @@ _SLOWEST_BYTES_PER_S = 256 << 10
 """What is sent at this rate, or faster, is not cut off however long it is."""
 
 
-class Request(Struct):
+class HttpRequest(Struct):
     """A request that has come as a whole."""
 
     method: str
@@ -116,7 +116,7 @@ class Request(Struct):
         return self.target.partition("?")[0]
 
 
-class Response(Struct):
+class HttpResponse(Struct):
     """An answer; the port adds its length and the date."""
 
     status: str
@@ -126,7 +126,7 @@ class Response(Struct):
     """In parts, so that a long one need not be in memory twice."""
 
 
-Application = Callable[[Request], Response]
+Application = Callable[[HttpRequest], HttpResponse]
 
 
 class HttpPort:
@@ -142,7 +142,7 @@ class HttpPort:
         threads: int,
         max_body_bytes: int,
         request_seconds: float,
-        is_quick: Callable[[Request], bool],
+        is_quick: Callable[[HttpRequest], bool],
         tls: HttpTls | None = None,
     ) -> None:
         """Listen.
@@ -183,7 +183,7 @@ class HttpPort:
             self._loop.call_soon_threadsafe(self._begin_to_end, grace_seconds)
         self._thread.join(grace_seconds + 1.0)
 
-    async def work(self, request: Request) -> Response:
+    async def work(self, request: HttpRequest) -> HttpResponse:
         """Have the application answer."""
         return await (self._quick if self._is_quick(request) else self._workers).work(request)
 
@@ -244,13 +244,15 @@ class _Workers:
 
     def __init__(self, application: Application, threads: int) -> None:
         self._application, self._threads = application, threads
-        self._queue: queue.SimpleQueue[tuple[Request, asyncio.Future[Response]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[HttpRequest, asyncio.Future[HttpResponse]] | None] = (
+            queue.SimpleQueue()
+        )
         for number in range(threads):
             threading.Thread(target=self._run, name=f"http {number}", daemon=True).start()
 
-    async def work(self, request: Request) -> Response:
+    async def work(self, request: HttpRequest) -> HttpResponse:
         """The application's answer."""
-        answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[HttpResponse] = asyncio.get_running_loop().create_future()
         self._queue.put((request, answer))
         return await answer
 
@@ -267,7 +269,7 @@ class _Workers:
                     answer.get_loop().call_soon_threadsafe(_settle, answer, self._answer(request))
             del item, request, answer  # a body need not be kept until the next one comes
 
-    def _answer(self, request: Request) -> Response:
+    def _answer(self, request: HttpRequest) -> HttpResponse:
         try:
             return self._application(request)
         except Exception:  # noqa: BLE001 - the edge of the server: the thread has others to answer
@@ -275,7 +277,7 @@ class _Workers:
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR, "the request could not be answered")
 
 
-def _settle(answer: asyncio.Future[Response], done: Response) -> None:
+def _settle(answer: asyncio.Future[HttpResponse], done: HttpResponse) -> None:
     if not answer.done():
         answer.set_result(done)
 
@@ -372,9 +374,9 @@ class _Connection:
             self._http.receive_data(await self._reader.read(_STEP_BYTES))
         return event
 
-    async def _request(self, deadline: Any) -> Request:
+    async def _request(self, deadline: Any) -> HttpRequest:
         head = await self._event()
-        request = Request(
+        request = HttpRequest(
             head.method.decode("ascii"),
             _path_and_query(head.target.decode("ascii")),
             {name.decode("ascii"): value.decode("latin-1") for name, value in head.headers},
@@ -405,7 +407,7 @@ class _Connection:
         self._held_bytes += bytes_
         self._port.held_bytes += bytes_
 
-    async def _in_time(self, response: Response) -> None:
+    async def _in_time(self, response: HttpResponse) -> None:
         """Send an answer; one that is not taken in time is cut off."""
         self._hold(length := sum(map(len, response.body)))
         async with timeout(self._port.request_seconds) as deadline:
@@ -417,7 +419,7 @@ class _Connection:
                 deadline.reschedule(first + sent / _SLOWEST_BYTES_PER_S)
         self._hold(-length)
 
-    def _parts(self, response: Response, length: int) -> Iterator[bytes]:
+    def _parts(self, response: HttpResponse, length: int) -> Iterator[bytes]:
         """The bytes of an answer; those of a small one in one part."""
         code, _, reason = response.status.partition(" ")
         headers = [*response.headers, ("Content-Length", str(length)), ("Date", formatdate(usegmt=True))]
@@ -435,7 +437,7 @@ class _Connection:
         self._http.send(h11.EndOfMessage())
         yield begun
 
-    def _refusal(self, error: Exception) -> Response:
+    def _refusal(self, error: Exception) -> HttpResponse:
         if isinstance(error, _Refused):
             return _error(error.status, str(error))
         if isinstance(error, h11.RemoteProtocolError):
@@ -469,9 +471,9 @@ def _path_and_query(target: str) -> str:
     return parts.path + (f"?{parts.query}" if parts.query else "")
 
 
-def _error(status: HTTPStatus, why: str) -> Response:
+def _error(status: HTTPStatus, why: str) -> HttpResponse:
     body = json.dumps({"error": why}).encode()
-    return Response(f"{int(status)} {status.phrase}", [("Content-Type", "application/json")], [body])
+    return HttpResponse(f"{int(status)} {status.phrase}", [("Content-Type", "application/json")], [body])
 
 
 def _most_connections() -> int:

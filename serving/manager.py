@@ -26,7 +26,7 @@ from exporter.local_paths import quoted
 from exporter.wire.protos import Proto, message_class
 from serving.inference import DEFAULT_INFERENCE, Inference, Model, classify, multi_inference, predict, regress
 from serving.loader import DEFAULT_LOADING, LoadedModel, Loading, has_saved_model, load
-from serving.model_config import NEWEST, Load, Policy, next_action, versions_among
+from serving.model_config import NEWEST, Load, VersionPolicy, next_action, versions_among
 from serving.status import Code, StatusError, VersionState, VersionStatus, invalid, status_of
 
 MAX_RECORDS = 1000
@@ -125,14 +125,14 @@ class VersionManager:
         name: str,
         base_path: Path,
         *,
-        policy: Policy = NEWEST,
+        policy: VersionPolicy = NEWEST,
         poll_seconds: float = 1.0,
         load: Callable[[Path], LoadedModel] = load_warm,
         listener: Listener | None = None,
     ) -> None:
         self.name = name
         self.base_path = base_path
-        self._policy: Policy | None = policy
+        self._policy: VersionPolicy | None = policy
         self._poll_seconds = poll_seconds
         self._load_model = load
         self._listener = listener
@@ -166,7 +166,7 @@ class VersionManager:
             self._announce(VersionStatus(version, VersionState.UNLOADING))
             self._unload(version, max(0.0, deadline - time.monotonic()))
 
-    def follow(self, base_path: Path, policy: Policy) -> None:
+    def follow(self, base_path: Path, policy: VersionPolicy) -> None:
         """Follow another base path, or choose versions by another policy, from now on.
 
         A version of the same number that is loaded stays, wherever it came from, as in TF Serving.

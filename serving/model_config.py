@@ -54,8 +54,8 @@ class Specific(Struct, frozen=True):
         return self.versions & frozenset(versions)
 
 
-Policy = Latest | Every | Specific
-NEWEST: Policy = Latest()
+VersionPolicy = Latest | Every | Specific
+NEWEST: VersionPolicy = Latest()
 """The default."""
 
 
@@ -108,7 +108,7 @@ class ModelConfig(Struct, frozen=True):
 
     name: str
     base_path: Path
-    policy: Policy = Latest()
+    policy: VersionPolicy = Latest()
     labels: Mapping[str, int] = {}
     platform: str = PLATFORM
 
@@ -234,7 +234,7 @@ def _base_path(entry: Proto) -> Path:
         raise invalid(f"{error.message} ({error.cause}); {error.hint}") from error
 
 
-def _policy(entry: Proto) -> Policy:
+def _policy(entry: Proto) -> VersionPolicy:
     policy = entry.model_version_policy
     match policy.WhichOneof("policy_choice"):
         case "all":

@@ -24,7 +24,7 @@ from exporter.wire import rest_json
 from exporter.wire.protos import Proto, message_class
 from serving import rest_response
 from serving.calls import Calls
-from serving.http_port import Request, Response
+from serving.http_port import HttpRequest, HttpResponse
 from serving.server_metrics import ServerMetrics
 from serving.status import Code, StatusError, invalid, status_of
 from serving.text_config import read_text_config
@@ -83,7 +83,7 @@ class BodyTooLarge(StatusError):
         super().__init__(Code.RESOURCE_EXHAUSTED, f"the body has more than {MAX_BODY_BYTES} bytes")
 
 
-class Target(Struct, frozen=True):
+class RequestedModel(Struct, frozen=True):
     """What a path names."""
 
     name: str
@@ -100,7 +100,7 @@ class Target(Struct, frozen=True):
             spec.version_label = self.label
 
 
-class Rest:
+class RestInterface:
     """The application of the REST port.
 
     Args:
@@ -126,21 +126,21 @@ class Rest:
         self._headers = [_JSON, *(_CORS if allow_cors else [])]
         self._metrics_path = metrics_path
 
-    def __call__(self, request: Request) -> Response:
+    def __call__(self, request: HttpRequest) -> HttpResponse:
         """Answer one request."""
         if self._metrics_path is not None and request.path == self._metrics_path:
             return self._show_metrics(request.target)
         if _OUR_PATHS.fullmatch(request.target):
             return self._answer(request)
-        return Response("404 Not Found", [_JSON], [_error("Not Found: see /v1/models/MODEL_NAME")])
+        return HttpResponse("404 Not Found", [_JSON], [_error("Not Found: see /v1/models/MODEL_NAME")])
 
-    def _show_metrics(self, target: str) -> Response:
+    def _show_metrics(self, target: str) -> HttpResponse:
         if target != self._metrics_path:
             text = f"Unexpected path: {target}. Should be {self._metrics_path}"
-            return Response("400 Bad Request", [("Content-Type", "text/plain")], [text.encode()])
-        return Response("200 OK", [("Content-Type", "text/plain; version=0.0.4")], [self._metrics.text()])
+            return HttpResponse("400 Bad Request", [("Content-Type", "text/plain")], [text.encode()])
+        return HttpResponse("200 OK", [("Content-Type", "text/plain; version=0.0.4")], [self._metrics.text()])
 
-    def _answer(self, request: Request) -> Response:
+    def _answer(self, request: HttpRequest) -> HttpResponse:
         began = time.monotonic()
         name, method, code, http = "", "", Code.OK, ""
         try:
@@ -158,9 +158,9 @@ class Rest:
             if isinstance(error, BodyTooLarge):
                 http = "413 Request Entity Too Large"
         self._metrics.count(name, method, "REST", code, time.monotonic() - began)
-        return Response(http or _HTTP.get(code, "500 Internal Server Error"), self._headers, body)
+        return HttpResponse(http or _HTTP.get(code, "500 Internal Server Error"), self._headers, body)
 
-    def _process(self, target: Target, request: Request) -> list[bytes]:
+    def _process(self, target: RequestedModel, request: HttpRequest) -> list[bytes]:
         if target.what == "status":
             return [self._status(target)]
         if target.what == "metadata":
@@ -173,12 +173,12 @@ class Rest:
         except ValueError as error:
             raise invalid(str(error)) from error
 
-    def _status(self, target: Target) -> bytes:
+    def _status(self, target: RequestedModel) -> bytes:
         request = message_class("serving.GetModelStatusRequest")()
         target.fill(request.model_spec)
         return _message(self._calls.status(request)).encode()
 
-    def _metadata(self, target: Target) -> bytes:
+    def _metadata(self, target: RequestedModel) -> bytes:
         request = message_class("serving.GetModelMetadataRequest")()
         target.fill(request.model_spec)
         request.metadata_field.append("signature_def")
@@ -189,7 +189,7 @@ class Rest:
         spec, found = _message(response.model_spec), _message(signatures)
         return f'{{\n"model_spec":{spec},\n"metadata": {{"signature_def": {found}}}\n}}\n'.encode()
 
-    def _predict(self, target: Target, document: Mapping[str, Any]) -> Iterator[bytes]:
+    def _predict(self, target: RequestedModel, document: Mapping[str, Any]) -> Iterator[bytes]:
         spec = message_class("serving.ModelSpec")()
         target.fill(spec)
         name = rest_json.signature_name(document)
@@ -205,7 +205,7 @@ class Rest:
             raise invalid("Cannot convert empty tensor map to JSON")
         return rest_response.texts(outputs, by_row="instances" in document)
 
-    def _ask_examples(self, target: Target, document: Mapping[str, Any]) -> dict[str, Any]:
+    def _ask_examples(self, target: RequestedModel, document: Mapping[str, Any]) -> dict[str, Any]:
         kind = {"classify": "Classification", "regress": "Regression"}[target.what]
         request = message_class(f"serving.{kind}Request")()
         target.fill(request.model_spec)
@@ -220,7 +220,7 @@ class Rest:
         return rest_response.regressions([row.value for row in result.regressions])
 
 
-def _target(http_method: str, path: str) -> Target:
+def _target(http_method: str, path: str) -> RequestedModel:
     found = {"POST": _PREDICTION, "GET": _MODEL}.get(http_method)
     match = found.fullmatch(path) if found else None
     parts = match.groupdict() if match else {}
@@ -231,7 +231,7 @@ def _target(http_method: str, path: str) -> Target:
         raise invalid("Missing model name in request.")
     version = None if parts["version"] is None else _number(parts["version"])
     label = None if parts["label"] is None else _decoded(parts["label"], "model version label")
-    return Target(_decoded(parts["name"], "model name"), version, label, what)
+    return RequestedModel(_decoded(parts["name"], "model name"), version, label, what)
 
 
 def _number(text: str) -> int:
@@ -248,19 +248,19 @@ def _decoded(text: str, kind: str) -> str:
         raise invalid(f"Failed to decode {kind}:{text}") from None
 
 
-def _require_origin(request: Request) -> None:
+def _require_origin(request: HttpRequest) -> None:
     if not re.search("https?://", request.headers.get("origin", "")):
         raise StatusError(Code.FAILED_PRECONDITION, "Origin header is missing in CORS preflight")
 
 
-def _document(request: Request) -> dict[str, Any]:
+def _document(request: HttpRequest) -> dict[str, Any]:
     try:
         return rest_json.parse_request(_body(request))
     except ValueError as error:
         raise invalid(str(error)) from error
 
 
-def _body(request: Request) -> bytes | bytearray:
+def _body(request: HttpRequest) -> bytes | bytearray:
     body, request.body = request.body, b""  # it is not kept beside what is made of it
     return _gunzipped(body) if "gzip" in request.headers.get("content-encoding", "") else body
 

@@ -379,9 +379,9 @@ class ModelServer:
         try:
             require_libraries("server", "the REST interface", "h11", "prometheus_client")
             from serving.http_port import HttpPort
-            from serving.rest import MAX_BODY_BYTES, Rest, metrics_path
+            from serving.rest import MAX_BODY_BYTES, RestInterface, metrics_path
 
-            application = Rest(
+            application = RestInterface(
                 self._calls,
                 self._metrics,
                 timeout_ms=network.rest_api_timeout_in_ms or None,

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from serving.agent.audit import Audited
-from serving.agent.journal import Event, What
+from serving.agent.journal import EventKind, FleetEvent
 from serving.agent.metrics import PREFIX, Metrics
 from serving.agent.view import (
     CanaryView,
@@ -144,7 +144,7 @@ def test_the_dashboard_is_one() -> None:
     board = json.loads((DEPLOY / "grafana/export-model.json").read_text())
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     kinds = set(re.search(r'kind=~"([^"]+)"', json.dumps(board).replace('\\"', '"'))[1].split("|"))  # type: ignore[index]
-    assert kinds <= set(What)
+    assert kinds <= set(EventKind)
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
@@ -162,8 +162,8 @@ def every_metric() -> str:
     store = StoreView("s3://b/m", 0.0, "", ())
     model = ModelView("m", "/m", "", 1, 5, None, (), False, (replica,), canary, store=store)
     metrics = Metrics(lambda: FleetView(datetime.now(timezone.utc), (model,)))
-    applied = Event(
-        What.APPLIED,
+    applied = FleetEvent(
+        EventKind.APPLIED,
         "",
         "m",
         "h:1",

@@ -7,19 +7,19 @@ replica that starts. Who stands beyond it is the canary, so that nothing else ha
 
     | the log's hold     | replicas                                | action                            |
     |--------------------|-----------------------------------------|-----------------------------------|
-    | a person's         | -                                       | `Rest`: a person decides          |
-    | cannot be read     | -                                       | `Rest`                            |
-    | none               | one was never asked                     | `Rest`                            |
+    | a person's         | -                                       | `Idle`: a person decides          |
+    | cannot be read     | -                                       | `Idle`                            |
+    | none               | one was never asked                     | `Idle`                            |
     | none               | some serve the log, not on trial        | `Approve` what they serve already |
     | none               | the one on trial alone, or nobody, does | `Approve` where the trial began   |
     | none               | none does, all answer                   | `Approve` where its base stands   |
     | the canary's, at G | one stands beyond G                     | `Judge` it there; it stays there  |
     | the canary's, at G | answers at G are unknown, one stands so | `Learn` them                      |
-    | the canary's, at G | nothing is published beyond             | `Rest`                            |
-    | the canary's, at G | one was never asked, none is on trial   | `Rest`: it may stand beyond G     |
+    | the canary's, at G | nothing is published beyond             | `Idle`                            |
+    | the canary's, at G | one was never asked, none is on trial   | `Idle`: it may stand beyond G     |
     | the canary's, at G | two in a row did not survive it         | `RollBack`                        |
     | the canary's, at G | somebody can go further                 | `Go`: first, for a bounded time   |
-    | the canary's, at G | nobody can                              | `Rest`: they refuse, or are down  |
+    | the canary's, at G | nobody can                              | `Idle`: they refuse, or are down  |
 
 A replica that has not passed the hold within its time gives way to the next; refusals make others eligible
 at once. Nothing here reads a clock, a file or the network.
@@ -51,7 +51,7 @@ class Trial(Struct, frozen=True):
     dead: tuple[str, ...] = ()
 
 
-class Rest(Struct, frozen=True):
+class Idle(Struct, frozen=True):
     """Nothing to do before something happens. `is_stuck`: something is published, and nobody goes first."""
 
     reason: str
@@ -96,7 +96,7 @@ class RollBack(Struct, frozen=True):
     reason: str
 
 
-Action = Rest | Approve | Learn | Go | Judge | RollBack
+Action = Idle | Approve | Learn | Go | Judge | RollBack
 
 
 def decide(
@@ -118,7 +118,7 @@ def decide(
         return _begin(log, replicas, trial), trial
     if not log.is_canary:
         where = "cannot be read" if log.limit < 0 else f"is at {log.limit}"
-        return Rest(f"a person decides: the hold {where}"), None
+        return Idle(f"a person decides: the hold {where}"), None
     approved, beyond = log.limit, replace(log, limit=None)
     if trial is not None and trial.approved != approved:
         trial = None
@@ -132,9 +132,9 @@ def decide(
     if held is not None:
         return Learn(*held, approved), trial
     if beyond.newest <= approved:
-        return Rest(f"all is approved, up to {approved}"), None
+        return Idle(f"all is approved, up to {approved}"), None
     if trial is None and not _were_asked(replicas):  # one may stand beyond the hold: it was the canary
-        return Rest("not every replica was asked yet"), None
+        return Idle("not every replica was asked yet"), None
     able = [address for address, observed in replicas.items() if _can_pass(beyond, observed, approved, now)]
     return _send(beyond, approved, replicas, able, trial, now, patience_s)
 
@@ -158,7 +158,7 @@ def _begin(log: PublishedLog, replicas: Mapping[str, Observed], trial: Trial | N
     If somebody lifted the hold during a trial, what the replica on trial serves is not approved by that.
     """
     if not replicas or not _were_asked(replicas):
-        return Rest("not every replica was asked yet")
+        return Idle("not every replica was asked yet")
     positions = [
         version.position
         for address, observed in replicas.items()
@@ -171,7 +171,7 @@ def _begin(log: PublishedLog, replicas: Mapping[str, Observed], trial: Trial | N
     if positions:
         return Approve(None, max(positions))
     if any(observed.failures for observed in replicas.values()):
-        return Rest("no replica tells where it stands", is_stuck=True)
+        return Idle("no replica tells where it stands", is_stuck=True)
     return Approve(None, log.base)
 
 
@@ -214,11 +214,11 @@ def _send(
         return RollBack(approved, reason), trial
     fresh = [address for address in able if address not in trial.lost]
     if trial.address not in able and _is_silent(trial.address, replicas):
-        return Rest(f"waiting for {trial.address}, which was to go first", is_stuck=True), trial
+        return Idle(f"waiting for {trial.address}, which was to go first", is_stuck=True), trial
     if able and not fresh:  # all had their time: once more from the beginning
         trial, fresh = replace(trial, lost=()), able
     if not fresh:
-        return Rest("no replica can go first: they refuse, or do not answer", is_stuck=True), trial
+        return Idle("no replica can go first: they refuse, or do not answer", is_stuck=True), trial
     if trial.address not in fresh:
         trial = replace(trial, address=fresh[0], began=now)
     return Go(trial.address, log.newest), trial

@@ -38,18 +38,18 @@ from serving.agent.canary import (
     Action,
     Approve,
     Go,
+    Idle,
     Judge,
     Learn,
-    Rest,
     RollBack,
     Trial,
     at_position,
     decide,
 )
-from serving.agent.journal import Event, Journal, What
+from serving.agent.journal import EventKind, FleetEvent, Journal
 from serving.agent.publications import Publications
 from serving.agent.replica import BYTES_A_SECOND
-from serving.agent.rollout import Observed, Published, PublishedLog
+from serving.agent.rollout import Observed, PublishedLog, PublishedLogs
 from serving.client import ModelClient
 from serving.updates import read_incremental_status
 
@@ -59,7 +59,7 @@ _REFUSALS = frozenset(
 """Codes that answer a request; any other tells of the server, or of the way there."""
 
 
-def ask(client: ModelClient, requests: Sequence[GoldenRequest], version: int) -> tuple[Answer, ...]:
+def ask_golden(client: ModelClient, requests: Sequence[GoldenRequest], version: int) -> tuple[Answer, ...]:
     """Each request's answer by a version.
 
     Raises:
@@ -92,7 +92,9 @@ _SILENT_S = 60.0
 
 _KEPT = 32
 _LONGEST_REASON = 500
-_NEWS = frozenset({What.APPLIED, What.REFUSED, What.RESTARTED, What.VERSION, What.FAILED})
+_NEWS = frozenset(
+    {EventKind.APPLIED, EventKind.REFUSED, EventKind.RESTARTED, EventKind.VERSION, EventKind.FAILED}
+)
 
 
 class CanaryRules(Struct, frozen=True):
@@ -126,13 +128,13 @@ class Canary:
         self._answers: dict[tuple[str, int], tuple[Answer, ...]] = {}
         self._told_wrong: tuple[str, frozenset[tuple[str, str, str]]] = ("", frozenset())
         self._waiting_since: dict[str, float] = {}
-        self._told: dict[tuple[What, str, str | None], float] = {}
+        self._told: dict[tuple[EventKind, str, str | None], float] = {}
         self._troubles = 0
         self._stop = threading.Event()
         self._clients: dict[str, ModelClient] = {}
         self._seen = 0
 
-    def allowed(self, address: str, published: Published) -> Published:
+    def allowed(self, address: str, published: PublishedLogs) -> PublishedLogs:
         """What a replica may take of what is published."""
         newest = published.newest_log
         if newest is None or (newest.limit is not None and not newest.is_canary):
@@ -161,7 +163,7 @@ class Canary:
                 pass
             except Exception as error:  # noqa: BLE001  a thread that died would hold replicas back unseen
                 if not self.publications.current.problem:
-                    self._tell(What.CANARY_STUCK, f"the canary cannot decide: {error}")
+                    self._tell(EventKind.CANARY_STUCK, f"the canary cannot decide: {error}")
             self.current, self.failing = None, ""
             stop.wait(_IDLE_S)
         for client in self._clients.values():
@@ -173,7 +175,7 @@ class Canary:
         while not self._stop.is_set() and not self.publications.current.problem:
             pause = self._step()
             is_stuck = (
-                self.current is not None and isinstance(found := self.current[1], Rest) and found.is_stuck
+                self.current is not None and isinstance(found := self.current[1], Idle) and found.is_stuck
             )
             stuck_since = (stuck_since or time.monotonic()) if is_stuck else None
             if stuck_since is not None and time.monotonic() - stuck_since > self._rules.patience_s:
@@ -205,7 +207,7 @@ class Canary:
             self.current = (log.lineage, action)
             self._announce(action)
         match action:
-            case Rest(_, is_stuck):
+            case Idle(_, is_stuck):
                 return _BUSY_S if is_stuck else _IDLE_S
             case Go():
                 return _BUSY_S
@@ -221,10 +223,10 @@ class Canary:
     def _announce(self, action: Action) -> None:
         match action:
             case Go(address, target):
-                self._tell(What.CANARY, f"goes first, to {target}", address, target)
+                self._tell(EventKind.CANARY, f"goes first, to {target}", address, target)
                 self.publications.wake()
-            case Rest(reason, True):
-                self._tell(What.CANARY_STUCK, reason)
+            case Idle(reason, True):
+                self._tell(EventKind.CANARY_STUCK, reason)
 
     def _learn(self, log: PublishedLog, address: str, version: int, position: int) -> bool:
         """Ask what is answered at the approved position; True if it is known now."""
@@ -241,7 +243,7 @@ class Canary:
             text += "delta, which is not blamed for it: "
         kinds = log.lineage, frozenset(failure.kind for failure in wrong)
         if wrong and kinds != self._told_wrong:
-            self._tell(What.GOLDEN, text + told(wrong), address, position)
+            self._tell(EventKind.GOLDEN, text + told(wrong), address, position)
         self._told_wrong, self.failing = kinds, told(wrong)
         return True
 
@@ -261,7 +263,7 @@ class Canary:
             if others and not self._has_waited("compare", action):
                 return _BUSY_S
             text = f"no replica stands at {action.approved}: scores are not compared with those before"
-            self._tell(What.CANARY, text, action.address)
+            self._tell(EventKind.CANARY, text, action.address)
         answers = self._ask(log, action.address, action.version, action.position)
         if answers is None:
             return _BUSY_S
@@ -292,7 +294,7 @@ class Canary:
         try:
             before = read_incremental_status(client, version)
             with suppress(CallFailed):
-                answers = ask(client, self._rules.gates.requests, version)
+                answers = ask_golden(client, self._rules.gates.requests, version)
             after = read_incremental_status(client, version)
         except CallFailed:
             return None
@@ -310,30 +312,30 @@ class Canary:
             model = self.publications.model.path
             done = None if path is None else approve(path, model, expected=expected, position=position)
         except ExportError as error:
-            self._tell(What.CANARY_STUCK, f"{position} cannot be approved: {error}", position=position)
+            self._tell(EventKind.CANARY_STUCK, f"{position} cannot be approved: {error}", position=position)
             return self._pause()
         self._troubles = 0
         if done is not None:
             if done < position:
                 why = "a canary took back what lies beyond, and it is to be judged first"
-            self._tell(What.APPROVED, f"position {done} is approved: {why}", position=done)
+            self._tell(EventKind.APPROVED, f"position {done} is approved: {why}", position=done)
         self.publications.look()
         return _BUSY_S if done is None else 0.0
 
     def _roll_back(self, log: PublishedLog, to: int, reason: str) -> float:
         reason = reason[:_LONGEST_REASON]
-        self._tell(What.CANARY, f"what lies beyond {to} is rolled back: {reason}")
+        self._tell(EventKind.CANARY, f"what lies beyond {to} is rolled back: {reason}")
         done = _run_rollback(self.publications.model.path, to, f"canary: {reason}")
         self._waiting_since.clear()
         self.publications.look()
         if done.returncode == 0:
             self._troubles = 0
-            self._tell(What.ROLLED_BACK, f"rolled back to the values of {to}: {reason}", position=to)
+            self._tell(EventKind.ROLLED_BACK, f"rolled back to the values of {to}: {reason}", position=to)
             return 0.0
         now = self.publications.current.logs.get(log.lineage)
         if now is not None and now.is_canary:  # nobody else has decided
             text = f"the rollback to {to} failed: {done.stderr.strip()[-_LONGEST_REASON:]}"
-            self._tell(What.CANARY_STUCK, text)
+            self._tell(EventKind.CANARY_STUCK, text)
         return self._pause()
 
     def _pause(self) -> float:
@@ -355,13 +357,15 @@ class Canary:
         self._answers = {**dict(kept), (log.lineage, position): answers}
 
     def _tell(
-        self, what: What, message: str, replica: str | None = None, position: int | None = None
+        self, what: EventKind, message: str, replica: str | None = None, position: int | None = None
     ) -> None:
         key, now = (what, message, replica), time.monotonic()
         if now - self._told.get(key, -_SILENT_S) < _SILENT_S:
             return
         self._told = {**dict(list(self._told.items())[-_KEPT:]), key: now}
-        self._journal.write(Event(what, message, self.publications.model.name, replica, position=position))
+        self._journal.write(
+            FleetEvent(what, message, self.publications.model.name, replica, position=position)
+        )
 
 
 class Canaries:
@@ -373,12 +377,12 @@ class Canaries:
         self.models = frozenset(rules)
         self.of: dict[str, Canary] = {}
 
-    def allowed(self, model: str, address: str, published: Published) -> Published:
+    def allowed(self, model: str, address: str, published: PublishedLogs) -> PublishedLogs:
         """What a replica may take; all of it where the model has no canary, nothing before that begins."""
         if model not in self._rules:
             return published
         canary = self.of.get(model)
-        return Published() if canary is None else canary.allowed(address, published)
+        return PublishedLogs() if canary is None else canary.allowed(address, published)
 
     @contextmanager
     def running(
@@ -405,7 +409,7 @@ class Canaries:
             for thread in threads:
                 thread.join(1.0)
 
-    def _hear(self, event: Event) -> None:
+    def _hear(self, event: FleetEvent) -> None:
         """Whatever a replica does may be what a canary waits for."""
         if event.what in _NEWS and event.model in self.of:
             self.of[event.model].publications.wake()

@@ -20,7 +20,7 @@ from exporter.publish.delta_log import LogBase, LogDelta, list_deltas, log_path
 from exporter.publish.hold import Hold
 from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.versions import published_versions
-from serving.agent.rollout import Published, PublishedLog, Rollback
+from serving.agent.rollout import PublishedLog, PublishedLogs, Rollback
 
 _UNREADABLE_HOLD = -1
 _MOST_COMMITS = 20_000
@@ -52,13 +52,13 @@ class ModelDirectory:
         self._rollbacks: dict[tuple[str, int], Rollback] = {}
         self._was_seen = False
 
-    def read(self) -> Published:
+    def read(self) -> PublishedLogs:
         """What is published now. A directory that cannot be seen is a `problem`, never an exception."""
         with self._lock:
             try:
                 return self._read()
             except (OSError, ExportError) as error:
-                return Published(problem=f"{self.path} cannot be read: {error}")
+                return PublishedLogs(problem=f"{self.path} cannot be read: {error}")
 
     def commit(self, lineage: str, position: int) -> Commit | None:
         """What was published at a position of a log, the first of several."""
@@ -100,27 +100,27 @@ class ModelDirectory:
                     places[place] = status.st_ino
         return places
 
-    def _read(self) -> Published:
+    def _read(self) -> PublishedLogs:
         if not self.path.is_dir():
             is_there = self.path.exists()
             begun = "" if self._was_seen or is_there else "has anything been published, and "
             what = "is not a directory" if is_there else "does not exist"
-            return Published(problem=f"{self.path} {what}: {begun}is its volume mounted?")
+            return PublishedLogs(problem=f"{self.path} {what}: {begun}is its volume mounted?")
         versions = published_versions(self.path)
         if not versions:
             lost = ": is its volume mounted?" if self._was_seen else ""
-            return Published(problem=f"nothing is published under {self.path}{lost}")
+            return PublishedLogs(problem=f"nothing is published under {self.path}{lost}")
         self._was_seen = True
         self._forget_bases({child.path for child in versions})
         if lost_deltas := self._lost_deltas(versions[0].path):
-            return Published(problem=f"{lost_deltas} was there and is not: is its volume mounted?")
+            return PublishedLogs(problem=f"{lost_deltas} was there and is not: is its volume mounted?")
         logs: dict[str, PublishedLog] = {}
         for child in versions:
             base = self._base(child.path)
             if base is not None and base.manifest.lineage and base.manifest.lineage not in logs:
                 logs[base.manifest.lineage] = self._log(base, base.manifest.lineage)
         self._deltas = {lineage: self._deltas[lineage] for lineage in logs}
-        return Published(logs, versions[0].version)
+        return PublishedLogs(logs, versions[0].version)
 
     def _lost_deltas(self, newest: Path) -> Path | None:
         """The directory of the newest base's deltas, if it held some and vanished."""

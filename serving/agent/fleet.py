@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from serving.agent.journal import Event, Journal, What
-from serving.agent.publications import Model, Publications
+from serving.agent.journal import EventKind, FleetEvent, Journal
+from serving.agent.publications import FollowedModel, Publications
 from serving.agent.rebuild import Rebuilder
 from serving.agent.replica import Allowed, Replica, Settings
 from serving.agent.rollout import (
@@ -22,7 +22,7 @@ class Fleet:
 
     def __init__(
         self,
-        models: Sequence[Model],
+        models: Sequence[FollowedModel],
         targets: Targets,
         journal: Journal,
         settings: Settings,
@@ -85,7 +85,7 @@ class Fleet:
         found = self._targets.resolve()
         if found.problems != self._resolved.problems:
             for problem in found.problems:
-                self.journal.write(Event(What.TARGETS, problem))
+                self.journal.write(FleetEvent(EventKind.TARGETS, problem))
         self._resolved = found
         wanted = {
             (address, publications.model.name): publications

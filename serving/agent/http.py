@@ -19,7 +19,7 @@ from serving.agent.journal import Journal
 from serving.agent.metrics import Metrics
 from serving.agent.recorder import PERIOD_S, Recorder
 from serving.agent.view import FleetView
-from serving.http_port import HttpPort, HttpTls, Request, Response
+from serving.http_port import HttpPort, HttpRequest, HttpResponse, HttpTls
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -109,7 +109,7 @@ class Site(Struct, frozen=True):
     token: str | None = None
     wants_certificate: bool = False
 
-    def __call__(self, request: Request) -> Response:
+    def __call__(self, request: HttpRequest) -> HttpResponse:
         """Answer one request."""
         path = request.path
         if request.method not in ("GET", "HEAD"):
@@ -128,7 +128,7 @@ class Site(Struct, frozen=True):
         ]
         if status.startswith("401"):
             headers.append(("WWW-Authenticate", "Bearer"))
-        return Response(status, headers, [body])
+        return HttpResponse(status, headers, [body])
 
     def _may(self, authorization: str) -> bool:
         if self.token is None:

@@ -16,7 +16,7 @@ _KEPT = 200
 """Events that the status page can show."""
 
 
-class What(StrEnum):
+class EventKind(StrEnum):
     """What an event is about."""
 
     APPLIED = "applied"
@@ -43,28 +43,28 @@ class What(StrEnum):
 
 TROUBLE = frozenset(
     {
-        What.FAILED,
-        What.REFUSED,
-        What.QUARANTINED,
-        What.BASE_WANTED,
-        What.UNSEEN,
-        What.ROLLED_BACK,
-        What.CANARY_STUCK,
-        What.GOLDEN,
-        What.DIFFERS,
+        EventKind.FAILED,
+        EventKind.REFUSED,
+        EventKind.QUARANTINED,
+        EventKind.BASE_WANTED,
+        EventKind.UNSEEN,
+        EventKind.ROLLED_BACK,
+        EventKind.CANARY_STUCK,
+        EventKind.GOLDEN,
+        EventKind.DIFFERS,
     }
 )
 """Events that an operator wants to know of."""
 
 
-class Event(Struct, frozen=True):
+class FleetEvent(Struct, frozen=True):
     """Something that happened; fields that do not apply are None.
 
     `seconds` is how long a call took, `behind_seconds` the time from a delta's commit until it was served,
     `event_age_seconds` the time since the newest event that it was trained on.
     """
 
-    what: What
+    what: EventKind
     message: str
     model: str = ""
     replica: str | None = None
@@ -89,14 +89,14 @@ class Journal:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._events: deque[Event] = deque(maxlen=_KEPT)
-        self._readers: list[Callable[[Event], None]] = []
+        self._events: deque[FleetEvent] = deque(maxlen=_KEPT)
+        self._readers: list[Callable[[FleetEvent], None]] = []
 
-    def read_by(self, reader: Callable[[Event], None]) -> None:
+    def read_by(self, reader: Callable[[FleetEvent], None]) -> None:
         """Call `reader` with each event from now on, one at a time."""
         self._readers.append(reader)
 
-    def write(self, event: Event) -> None:
+    def write(self, event: FleetEvent) -> None:
         """Something happened. A reader that fails, by a full disk say, misses it and harms nobody else."""
         with self._lock:
             self._events.append(event)
@@ -104,7 +104,7 @@ class Journal:
                 with suppress(Exception):
                     reader(event)
 
-    def last(self) -> list[Event]:
+    def last(self) -> list[FleetEvent]:
         """The last events, the newest first."""
         with self._lock:
             return list(self._events)[::-1]

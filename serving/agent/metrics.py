@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar
 
 from serving.agent.audit import Audited
-from serving.agent.journal import Event, What
+from serving.agent.journal import EventKind, FleetEvent
 from serving.agent.view import CanaryView, FleetView, ModelView, PaceView, ReplicaView, StoreView, VersionView
 
 PREFIX = "export_model_agent"
@@ -135,16 +135,16 @@ class Metrics:
         self._lock = threading.Lock()
         self._seen: set[tuple[str, str, str]] = set()
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: FleetEvent) -> None:
         """Count an event."""
         with self._lock:
             self._seen.add((event.model, event.replica or "", str(event.what)))
             self._count(event)
 
-    def _count(self, event: Event) -> None:
+    def _count(self, event: FleetEvent) -> None:
         labels = (event.model, event.replica or "")
         self._events.labels(*labels, str(event.what)).inc()
-        if event.what is not What.APPLIED:
+        if event.what is not EventKind.APPLIED:
             return
         self._rows.labels(*labels).inc(event.rows or 0)
         self._deltas.labels(*labels).inc(event.deltas or 0)

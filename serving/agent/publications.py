@@ -10,10 +10,10 @@ from pathlib import Path
 from msgspec import Struct
 
 from serving.agent.directory import ModelDirectory
-from serving.agent.journal import Event, Journal, What
+from serving.agent.journal import EventKind, FleetEvent, Journal
 
 
-class Model(Struct, frozen=True):
+class FollowedModel(Struct, frozen=True):
     """A model's name on the servers, and its base path as the agent sees it."""
 
     name: str
@@ -23,7 +23,7 @@ class Model(Struct, frozen=True):
 class Publications:
     """What is published of one model, kept current by a thread; workers wait here for news."""
 
-    def __init__(self, model: Model, journal: Journal, poll_s: float) -> None:
+    def __init__(self, model: FollowedModel, journal: Journal, poll_s: float) -> None:
         self.model = model
         self.directory = ModelDirectory(model.path)
         self._journal = journal
@@ -34,7 +34,7 @@ class Publications:
         self._count = 0
         self.current = self.directory.read()
         if self.current.problem:
-            self._tell(What.UNSEEN, self.current.problem)
+            self._tell(EventKind.UNSEEN, self.current.problem)
 
     def wait(self, seen: int, timeout_s: float) -> int:
         """Sleep until there are news beyond `seen`, or for `timeout_s`; the number of the last news."""
@@ -70,17 +70,17 @@ class Publications:
         if found == before:
             return
         if found.problem != before.problem:
-            what = What.UNSEEN if found.problem else What.SEEN
+            what = EventKind.UNSEEN if found.problem else EventKind.SEEN
             self._tell(what, found.problem or f"{self.model.path} can be seen now")
         self.wake()
 
     def _tell_once(self, message: str) -> None:
         if message != self._told:
             self._told = message
-            self._tell(What.FAILED, message)
+            self._tell(EventKind.FAILED, message)
 
-    def _tell(self, what: What, message: str) -> None:
-        self._journal.write(Event(what, message, self.model.name))
+    def _tell(self, what: EventKind, message: str) -> None:
+        self._journal.write(FleetEvent(what, message, self.model.name))
 
 
 def changes(places: Iterable[Path], stop: threading.Event, poll_s: float) -> Iterator[None]:

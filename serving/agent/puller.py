@@ -15,8 +15,8 @@ from exporter.errors import ExportError, TargetBusy, UsageError
 from exporter.storage.waiting import GivenUp, until
 from exporter.transfer.pull import LocalCopy
 from exporter.transfer.push import parse
-from serving.agent.journal import Event, Journal, What
-from serving.agent.publications import Model
+from serving.agent.journal import EventKind, FleetEvent, Journal
+from serving.agent.publications import FollowedModel
 from serving.optional_libraries import require_libraries
 
 _END_SECONDS = 5.0
@@ -40,7 +40,7 @@ class Fetched(Struct, frozen=True):
 class Puller:
     """Brings a model's directory to what is in a store, again and again; a failure is told once."""
 
-    def __init__(self, model: Model, url: str, journal: Journal, poll_s: float) -> None:
+    def __init__(self, model: FollowedModel, url: str, journal: Journal, poll_s: float) -> None:
         self._model, self._url, self._journal, self._poll_s = model, url, journal, poll_s
         self.fetched = Fetched(url, time.monotonic())
 
@@ -67,23 +67,25 @@ class Puller:
             complete = before.complete if done.incomplete else began
             self.fetched = Fetched(self._url, complete, waiting=done.waiting)
             if before.problem:
-                self._tell(What.SEEN, f"{self._url} is fetched again")
+                self._tell(EventKind.SEEN, f"{self._url} is fetched again")
             if done.waiting and done.waiting != before.waiting:
                 what = ", ".join(done.waiting)
-                self._tell(What.CANARY, f"{what} cannot be taken after the rollback here: merge {self._url}")
+                self._tell(
+                    EventKind.CANARY, f"{what} cannot be taken after the rollback here: merge {self._url}"
+                )
 
     def _fail(self, why: str, kind: str) -> None:
         problem = f"{self._url} is not fetched: {why}"
         before, self.fetched = self.fetched, replace(self.fetched, problem=problem)
         if kind not in before.problem or not before.problem:
-            self._tell(What.FAILED, problem)
+            self._tell(EventKind.FAILED, problem)
 
-    def _tell(self, what: What, message: str) -> None:
-        self._journal.write(Event(what, message, self._model.name))
+    def _tell(self, what: EventKind, message: str) -> None:
+        self._journal.write(FleetEvent(what, message, self._model.name))
 
 
 def pullers_of(
-    options: Sequence[str], models: Sequence[Model], journal: Journal, poll_s: float
+    options: Sequence[str], models: Sequence[FollowedModel], journal: Journal, poll_s: float
 ) -> dict[str, Puller]:
     """Who fetches, by the models' names; the name may be left out where there is one model.
 

@@ -22,10 +22,10 @@ from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.wire.protos import Proto
 from serving.agent import rollout
 from serving.agent.audit import Audited, audit
-from serving.agent.journal import Event, Journal, What
+from serving.agent.journal import EventKind, FleetEvent, Journal
 from serving.agent.pacing import Latencies, PacePolicy, Waiting, next_pause
 from serving.agent.probe import Prober
-from serving.agent.publications import Model, Publications
+from serving.agent.publications import FollowedModel, Publications
 from serving.agent.rebuild import Rebuilder
 from serving.agent.rollout import (
     Apply,
@@ -33,11 +33,11 @@ from serving.agent.rollout import (
     Observe,
     Observed,
     Paced,
-    Policy,
-    Published,
+    PublishedLogs,
     Refusal,
-    Rest,
+    RolloutPolicy,
     Version,
+    Wait,
 )
 from serving.client import ModelClient
 from serving.status import VersionState, VersionStatus, error_text
@@ -50,7 +50,7 @@ class Pacer:
     def __init__(
         self,
         address: str,
-        model: Model,
+        model: FollowedModel,
         policy: PacePolicy,
         access: ServerAccess,
         version: Callable[[], int | None],
@@ -65,7 +65,7 @@ class Pacer:
         """Probe until `stop`, in a thread."""
         threading.Thread(target=self._prober.run, args=(self._access, stop), daemon=True).start()
 
-    def paced(self, versions: Sequence[Version], published: Published, now: float) -> Paced:
+    def paced(self, versions: Sequence[Version], published: PublishedLogs, now: float) -> Paced:
         """The pause, and how long a delta has waited that one of the versions may take."""
         logs = published.logs
         pairs = [(version, logs[version.lineage]) for version in versions if version.lineage in logs]
@@ -100,7 +100,7 @@ _AFTER_A_SURPRISE_S = 1.0
 _LONGEST_WAIT_S = 60.0
 _REFUSED = "INVALID_ARGUMENT"
 
-Allowed = Callable[[str, str, Published], Published]
+Allowed = Callable[[str, str, PublishedLogs], PublishedLogs]
 """What a replica may take, by model, address and what is published of it."""
 
 
@@ -113,7 +113,7 @@ class Settings(Struct, frozen=True):
     at all). `access`: files for TLS, a certificate, a token.
     """
 
-    policy: Policy = field(default_factory=Policy)
+    policy: RolloutPolicy = field(default_factory=RolloutPolicy)
     poll_s: float = 1.0
     resolve_s: float = 10.0
     deadline_s: float = 10.0
@@ -175,7 +175,7 @@ class Replica:
         return not self._thread.is_alive()
 
     @property
-    def published(self) -> Published:
+    def published(self) -> PublishedLogs:
         """What this replica may take of what is published."""
         return self._allowed(self.model, self.address, self.publications.current)
 
@@ -225,7 +225,7 @@ class Replica:
             paced=Paced() if pacer is None else pacer.paced(self.observed.versions, published, now),
         )
         match action:
-            case Rest(until):
+            case Wait(until):
                 pause = min(max(0.0, until - now), _LONGEST_WAIT_S)
                 self._seen = self.publications.wait(self._seen, pause)
             case Observe():
@@ -244,9 +244,9 @@ class Replica:
         before = self.observed
         self.observed = before.answered(versions, time.monotonic())
         for version, what, message in rollout.differences(before.versions, self.observed.versions):
-            if What(what) is What.RESTARTED:
+            if EventKind(what) is EventKind.RESTARTED:
                 self.audited = None
-            self._tell(What(what), message, version=version.number, position=version.position)
+            self._tell(EventKind(what), message, version=version.number, position=version.position)
         self._restore()
 
     def _apply(self, client: ModelClient, action: Apply) -> None:
@@ -271,7 +271,7 @@ class Replica:
         self.observed = self.observed.moved(done.version, done.position, done.step)
         self._applied(action, done, now - began)
         if self.pacer is not None and (told := self.pacer.adapt()):
-            self._tell(What.PACED, told)
+            self._tell(EventKind.PACED, told)
 
     def _bring(self, client: ModelClient, action: Apply, bytes_: int) -> Updated:
         """Bring a version to a position; `bytes_` is the size of the deltas on the way.
@@ -295,7 +295,7 @@ class Replica:
         newest = None if commit is None else commit.event_time
         took = f"{count(done.deltas, 'delta')}, {count(done.rows, 'row')}"
         self._tell(
-            What.APPLIED,
+            EventKind.APPLIED,
             f"version {done.version} is at position {done.position}: {took}",
             version=done.version,
             position=done.position,
@@ -319,7 +319,7 @@ class Replica:
             return
         refusal = Refusal(action.lineage, way[0], reason, time.monotonic())
         self.observed = self.observed.refused(refusal)
-        self._tell(What.REFUSED, f"delta {way[0]} was not taken: {reason}", version=action.version)
+        self._tell(EventKind.REFUSED, f"delta {way[0]} was not taken: {reason}", version=action.version)
 
     def _audit(self, client: ModelClient, action: Audit) -> None:
         self.last_audit = time.monotonic()
@@ -336,7 +336,7 @@ class Replica:
         elif found.differing:
             chunk = found.differing[0]
             self._tell(
-                What.DIFFERS,
+                EventKind.DIFFERS,
                 f"version {action.version} at position {found.position} does not hold what was published: "
                 f"{chunk.variable}, rows {chunk.start} to {chunk.stop}; start this server anew",
                 version=action.version,
@@ -344,7 +344,7 @@ class Replica:
             )
             self._rebuild(client)
         elif found.skipped and (before is None or before.skipped != found.skipped):
-            self._tell(What.AUDIT, f"no audit of version {action.version}: {found.skipped}")
+            self._tell(EventKind.AUDIT, f"no audit of version {action.version}: {found.skipped}")
 
     def _rebuild(self, client: ModelClient) -> None:
         """Load the model anew where that may be done, and look at it with new eyes."""
@@ -360,9 +360,9 @@ class Replica:
             return
         if self._why_not_rebuilt:
             if self._why_not_rebuilt != before:
-                self._tell(What.AUDIT, f"it is not rebuilt: {self._why_not_rebuilt}")
+                self._tell(EventKind.AUDIT, f"it is not rebuilt: {self._why_not_rebuilt}")
             return
-        self._tell(What.REBUILT, "it was loaded anew from its base")
+        self._tell(EventKind.REBUILT, "it was loaded anew from its base")
         self.audited, self.last_audit = None, 0.0
         self._observe(client)
 
@@ -372,7 +372,7 @@ class Replica:
             return
         try:
             self._rebuilder.restore(self.address, self.model)
-            self._tell(What.REBUILT, "it was out of the server, and is back")
+            self._tell(EventKind.REBUILT, "it was out of the server, and is back")
         except ServerError as error:
             self._failed(CallFailed("ABORTED", error.message, cause=f"it is not back: {error}"))
 
@@ -381,10 +381,10 @@ class Replica:
         text = error.cause or error.message
         self.observed = before.failed(text, time.monotonic(), random.random())
         if not before.failures or before.error != text:
-            self._tell(What.FAILED, text)
+            self._tell(EventKind.FAILED, text)
 
-    def _tell(self, what: What, message: str, **told: Any) -> None:
-        self._journal.write(Event(what, message, self.model, self.address, **told))
+    def _tell(self, what: EventKind, message: str, **told: Any) -> None:
+        self._journal.write(FleetEvent(what, message, self.model, self.address, **told))
 
 
 def _versions(client: ModelClient) -> list[Version]:

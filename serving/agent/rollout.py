@@ -2,15 +2,15 @@
 
     | observed                                          | action                                       |
     |---------------------------------------------------|----------------------------------------------|
-    | the last call failed less than its back-off ago   | `Rest` until then                            |
+    | the last call failed less than its back-off ago   | `Wait` until then                            |
     | never seen, in doubt, or seen too long ago        | `Observe`                                    |
     | a version behind what its log allows              | `Apply` to exactly that version, newest first |
     | the same, but this delta was refused here         | `Apply` to the end of another, smaller one   |
-    | the same, and predictions are to be spared        | `Rest` for the pause, then `Apply` one delta |
-    | the same, and there is no other                   | `Rest` until that one is to be tried again   |
+    | the same, and predictions are to be spared        | `Wait` for the pause, then `Apply` one delta |
+    | the same, and there is no other                   | `Wait` until that one is to be tried again   |
     | current, and not compared for long                | `Audit` what it holds                        |
-    | a version is being loaded, or is due              | `Rest` for a short while, then `Observe`     |
-    | anything else                                     | `Rest` until it is to be looked at again     |
+    | a version is being loaded, or is due              | `Wait` for a short while, then `Observe`     |
+    | anything else                                     | `Wait` until it is to be looked at again     |
 
 Nothing here reads a clock, a file or the network. Positions and spans are those of `exporter.delta`; the
 graph itself plans how it gets to a position, by the same rule as `plan_chain`.
@@ -103,7 +103,7 @@ class PublishedLog(Struct, frozen=True, dict=True):
         return self.limit is None or position <= self.limit
 
 
-class Published(Struct, frozen=True):
+class PublishedLogs(Struct, frozen=True):
     """What is published of a model. `problem` says why it cannot be seen (an unmounted volume)."""
 
     logs: Mapping[str, PublishedLog] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class Published(Struct, frozen=True):
         """The log of the newest base, which is the one that goes on."""
         return next(iter(self.logs.values()), None)
 
-    def decided(self) -> Published:
+    def decided(self) -> PublishedLogs:
         """The same, as if a canary had approved all of it: what servers would have to take then."""
         logs = {
             lineage: replace(log, limit=None, is_canary=False) if log.is_canary else log
@@ -241,7 +241,7 @@ class Observed(Struct, frozen=True):
         return replace(self, refusals=tuple(kept))
 
 
-class Rest(Struct, frozen=True):
+class Wait(Struct, frozen=True):
     """Nothing to do before a time, unless something is published or happens."""
 
     until: float
@@ -268,10 +268,10 @@ class Audit(Struct, frozen=True):
     position: int
 
 
-Action = Rest | Observe | Apply | Audit
+Action = Wait | Observe | Apply | Audit
 
 
-class Policy(Struct, frozen=True):
+class RolloutPolicy(Struct, frozen=True):
     """How often a replica is looked at, and how far it may go.
 
     `refresh_s`: between looks, when nothing happens. `step_s`: least time between two deltas (None: all at
@@ -301,8 +301,8 @@ _UNPACED = Paced()
 
 def next_action(
     observed: Observed,
-    published: Published,
-    policy: Policy,
+    published: PublishedLogs,
+    policy: RolloutPolicy,
     now: float,
     *,
     last_applied: float = 0.0,
@@ -312,7 +312,7 @@ def next_action(
 ) -> Action:
     """What to do for a replica; see the module's table. `new_version_at` is when the newest was published."""
     if observed.failures and now < observed.retry_at:
-        return Rest(observed.retry_at)
+        return Wait(observed.retry_at)
     if observed.seen_at is None:
         return Observe()
     may_change = _is_loading(observed) or (
@@ -328,16 +328,16 @@ def next_action(
         if action is None:
             continue
         until = _pause_ends(policy, paced, now, last_applied)
-        return action if now >= until else Rest(min(look_again, until))
+        return action if now >= until else Wait(min(look_again, until))
     if policy.audit_s is None:
-        return Rest(look_again)
+        return Wait(look_again)
     due = last_audit + policy.audit_s
     if now < due:
-        return Rest(min(look_again, due))
+        return Wait(min(look_again, due))
     for version in observed.versions:
         if version.position is not None and version.lineage in published.logs:
             return Audit(version.number, version.lineage, version.position)
-    return Rest(look_again)
+    return Wait(look_again)
 
 
 def _is_loading(observed: Observed) -> bool:
@@ -348,7 +348,7 @@ def _is_due(observed: Observed, newest: int | None) -> bool:
     return newest is not None and all(version.number != newest for version in observed.versions)
 
 
-def _pause_ends(policy: Policy, paced: Paced, now: float, last_applied: float) -> float:
+def _pause_ends(policy: RolloutPolicy, paced: Paced, now: float, last_applied: float) -> float:
     """When the next delta may be applied."""
     until = last_applied + (policy.step_s or 0.0)
     if policy.longest_delay_s is None:
@@ -360,7 +360,12 @@ def _pause_ends(policy: Policy, paced: Paced, now: float, last_applied: float) -
 
 
 def _advance(
-    version: Version, observed: Observed, published: Published, policy: Policy, paced: Paced, now: float
+    version: Version,
+    observed: Observed,
+    published: PublishedLogs,
+    policy: RolloutPolicy,
+    paced: Paced,
+    now: float,
 ) -> Apply | None:
     log = published.logs.get(version.lineage)
     if log is None or version.position is None or version.state is not VersionState.AVAILABLE:
@@ -387,7 +392,7 @@ def smallest_step(log: PublishedLog, position: int, without: Collection[Span] = 
     return min(log.fitting(position, without), key=lambda span: (span.end, -span.start))
 
 
-def behind(version: Version, published: Published) -> tuple[Span, ...]:
+def behind(version: Version, published: PublishedLogs) -> tuple[Span, ...]:
     """The deltas that a version has yet to take within the limit, as far as they lead."""
     log = published.logs.get(version.lineage)
     return () if log is None or version.position is None else log.reach(version.position)
@@ -401,7 +406,7 @@ class Quarantined(Struct, frozen=True):
     reason: str
 
 
-def quarantined(replicas: Iterable[Observed], published: Published) -> tuple[Quarantined, ...]:
+def quarantined(replicas: Iterable[Observed], published: PublishedLogs) -> tuple[Quarantined, ...]:
     """The deltas that every replica refused that answers and stands before them.
 
     Such a delta is damaged or does not fit; trying it elsewhere helps nobody. Where no other leads past it,
@@ -427,7 +432,7 @@ def _refused_or_past(replica: Observed, refusal: Refusal) -> bool:
     return not any(refusal.delta.accepts(v.position) for v in standing if v.position is not None)
 
 
-def needs_base(replicas: Iterable[Observed], published: Published) -> bool:
+def needs_base(replicas: Iterable[Observed], published: PublishedLogs) -> bool:
     """True if a quarantined delta keeps a replica from what is published, and no other leads past it."""
     replicas = tuple(replicas)
     for found in quarantined(replicas, published):

@@ -12,14 +12,14 @@ from msgspec.structs import replace
 
 from serving.agent import rollout
 from serving.agent.audit import Audited
-from serving.agent.canary import Action, Go, Judge, Rest
+from serving.agent.canary import Action, Go, Idle, Judge
 from serving.agent.canary_keeper import Canaries
 from serving.agent.directory import ModelDirectory
 from serving.agent.fleet import Fleet
 from serving.agent.publications import Publications
 from serving.agent.puller import Puller
 from serving.agent.replica import Replica
-from serving.agent.rollout import Published, Quarantined, Rollback, Version
+from serving.agent.rollout import PublishedLogs, Quarantined, Rollback, Version
 from serving.status import VersionState
 
 
@@ -274,7 +274,7 @@ def _doing(action: Action | None) -> tuple[str | None, str]:
             return address, f"goes first, to {target}"
         case Judge(address, _, position, _):
             return address, f"is judged at {position}"
-        case Rest(reason):
+        case Idle(reason):
             return None, reason
         case None:
             return None, "another agent decides, or none can"
@@ -300,7 +300,9 @@ def _pace(replica: Replica) -> PaceView | None:
     return PaceView(replica.pacer.pause_s, found.idle_p99_s, found.applying_p99_s)
 
 
-def _version(version: Version, published: Published, directory: ModelDirectory, now: datetime) -> VersionView:
+def _version(
+    version: Version, published: PublishedLogs, directory: ModelDirectory, now: datetime
+) -> VersionView:
     behind: int | None = None
     stale = served_age = event_age = None
     if version.position is not None and version.lineage in published.logs:
@@ -334,7 +336,7 @@ def _version(version: Version, published: Published, directory: ModelDirectory, 
 
 
 def superseded_s(
-    version: Version, published: Published, directory: ModelDirectory, now: datetime
+    version: Version, published: PublishedLogs, directory: ModelDirectory, now: datetime
 ) -> float | None:
     """See `VersionView`."""
     newest = published.newest_log

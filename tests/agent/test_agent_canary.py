@@ -12,9 +12,9 @@ from serving.agent.canary import (
     Action,
     Approve,
     Go,
+    Idle,
     Judge,
     Learn,
-    Rest,
     RollBack,
     Trial,
     decide,
@@ -72,35 +72,35 @@ DECISIONS: dict[str, tuple[PublishedLog, list[Member], Trial | None, bool, Actio
         [A1],
         None,
         True,
-        Rest("a person decides: the hold is at 1"),
+        Idle("a person decides: the hold is at 1"),
     ),
     "a hold that nobody can read": (
         log(1, 2, limit=-1, is_canary=False),
         [A1],
         None,
         True,
-        Rest("a person decides: the hold cannot be read"),
+        Idle("a person decides: the hold cannot be read"),
     ),
     "a person holds it while one is judged": (
         log(1, 2, limit=1, is_canary=False),
         [A2, B1],
         trial("a"),
         True,
-        Rest("a person decides: the hold is at 1"),
+        Idle("a person decides: the hold is at 1"),
     ),
     "no hold, one was never asked": (
         log(1, 2, limit=None),
         [A1, UNASKED],
         None,
         True,
-        Rest("not every replica was asked yet"),
+        Idle("not every replica was asked yet"),
     ),
     "no hold, no replica is known yet": (
         log(1, 2, limit=None),
         [],
         None,
         True,
-        Rest("not every replica was asked yet"),
+        Idle("not every replica was asked yet"),
     ),
     "no hold: nobody is sent back": (
         log(1, 2, limit=None),
@@ -142,15 +142,15 @@ DECISIONS: dict[str, tuple[PublishedLog, list[Member], Trial | None, bool, Actio
         [down("a", 1)],
         None,
         True,
-        Rest("no replica tells where it stands", STUCK),
+        Idle("no replica tells where it stands", STUCK),
     ),
-    "all is approved": (log(1, limit=1), [A1, B1], None, True, Rest("all is approved, up to 1")),
+    "all is approved": (log(1, limit=1), [A1, B1], None, True, Idle("all is approved, up to 1")),
     "an agent begins: who was not asked yet may stand beyond the hold": (
         HELD,
         [A1, UNASKED],
         None,
         True,
-        Rest("not every replica was asked yet"),
+        Idle("not every replica was asked yet"),
     ),
     "an agent begins: all were asked, one is down": (HELD, [A1, down("b", 1)], None, True, Go("a", 3)),
     "one that is new holds up no trial": (HELD, [A1, UNASKED], trial("a"), True, Go("a", 3)),
@@ -159,14 +159,14 @@ DECISIONS: dict[str, tuple[PublishedLog, list[Member], Trial | None, bool, Actio
         [],
         None,
         True,
-        Rest("no replica can go first: they refuse, or do not answer", STUCK),
+        Idle("no replica can go first: they refuse, or do not answer", STUCK),
     ),
     "one lags behind what is approved": (
         log(1, limit=1),
         [A0, B1],
         None,
         True,
-        Rest("all is approved, up to 1"),
+        Idle("all is approved, up to 1"),
     ),
     "something new, answers are unknown": (HELD, [A1, B1], None, False, Learn("a", 1, 1)),
     "they are asked of one that stands there": (HELD, [A0, B1], None, False, Learn("b", 1, 1)),
@@ -202,14 +202,14 @@ DECISIONS: dict[str, tuple[PublishedLog, list[Member], Trial | None, bool, Actio
         [refusing("a", 1, 1, 2), refusing("b", 1, 1, 2)],
         trial("a"),
         True,
-        Rest("no replica can go first: they refuse, or do not answer", STUCK),
+        Idle("no replica can go first: they refuse, or do not answer", STUCK),
     ),
     "it does not answer, and may come back": (
         HELD,
         [down("a", 1), B1],
         trial("a", 29),
         True,
-        Rest("waiting for a, which was to go first", STUCK),
+        Idle("waiting for a, which was to go first", STUCK),
     ),
     "it did not come back": (HELD, [down("a", 1), B1, C1], trial("a", 30), True, Go("b", 3)),
     "it vanished from the targets": (HELD, [B1], trial("a", 1), True, Go("b", 3)),
@@ -218,7 +218,7 @@ DECISIONS: dict[str, tuple[PublishedLog, list[Member], Trial | None, bool, Actio
         [down("a", 2), B1],
         trial("a", 29),
         True,
-        Rest("waiting for a, which was to go first", STUCK),
+        Idle("waiting for a, which was to go first", STUCK),
     ),
     "it restarted, behind the hold": (HELD, [A1, B1], trial("a", 3), True, Go("a", 3)),
     "two in a row did not survive it": (
@@ -240,7 +240,7 @@ DECISIONS: dict[str, tuple[PublishedLog, list[Member], Trial | None, bool, Actio
         [down("a", 1), down("b", 1)],
         trial("b", 30, lost=("a",), dead=("a",)),
         True,
-        Rest("no replica can go first: they refuse, or do not answer", STUCK),
+        Idle("no replica can go first: they refuse, or do not answer", STUCK),
     ),
     "a new base of the log is loaded: it counts": (
         HELD,
@@ -382,7 +382,7 @@ def test_whatever_happens_all_follow_what_is_good_and_one_alone_meets_what_is_ba
     bad = data.draw(st.none() | st.integers(2, 6))
     world = World(data.draw(st.integers(1, 4)), bad)
     for _ in range(5):
-        assert isinstance(world.step(), Approve | Go | Judge | Rest)
+        assert isinstance(world.step(), Approve | Go | Judge | Idle)
     events = data.draw(st.lists(st.sampled_from(["", "publish", "kill", "down", "up"]), max_size=30))
     for event in [*events, *["publish"] * 6]:
         name = data.draw(st.sampled_from(sorted(world.positions)))

@@ -18,11 +18,11 @@ from serving.agent.rollout import (
     Apply,
     Observed,
     Paced,
-    Policy,
-    Published,
     PublishedLog,
-    Rest,
+    PublishedLogs,
+    RolloutPolicy,
     Version,
+    Wait,
     next_action,
 )
 from serving.status import VersionState
@@ -66,28 +66,33 @@ def test_p99_is_a_value_that_was_measured() -> None:
 LINE = "line"
 LOG = PublishedLog(LINE, (Span(0, 1), Span(1, 2), Span(0, 2), Span(2, 3)))
 BEHIND = Observed().answered([Version(1, VersionState.AVAILABLE, 0, 0, LINE)], 100.0)
-PACED = Policy(longest_delay_s=5.0)
+PACED = RolloutPolicy(longest_delay_s=5.0)
 ONE, ALL = Apply(1, LINE, 1, (Span(0, 1),)), Apply(1, LINE, 3, (Span(0, 2), Span(2, 3)))
-ACTIONS: dict[str, tuple[Policy, Paced, float, Action]] = {
-    "without pacing": (Policy(), Paced(9.0, 1.0), 100.0, ALL),
+ACTIONS: dict[str, tuple[RolloutPolicy, Paced, float, Action]] = {
+    "without pacing": (RolloutPolicy(), Paced(9.0, 1.0), 100.0, ALL),
     "one by one, the smallest": (PACED, Paced(), 100.0, ONE),
-    "a pause": (PACED, Paced(0.5), 99.8, Rest(100.3)),
+    "a pause": (PACED, Paced(0.5), 99.8, Wait(100.3)),
     "after the pause": (PACED, Paced(0.5), 99.4, ONE),
-    "not beyond the delay": (PACED, Paced(4.0, 4.9), 99.9, Rest(100.1)),
+    "not beyond the delay": (PACED, Paced(4.0, 4.9), 99.9, Wait(100.1)),
     "too late for pauses": (PACED, Paced(4.0, 5.0), 99.9, ALL),
-    "steps are the operator's": (Policy(step_s=1.0, longest_delay_s=5.0), Paced(4.0, 5.0), 99.5, Rest(100.5)),
-    "before anything is measured": (PACED, Paced(is_measured=False), 0.0, Rest(100.1)),
+    "steps are the operator's": (
+        RolloutPolicy(step_s=1.0, longest_delay_s=5.0),
+        Paced(4.0, 5.0),
+        99.5,
+        Wait(100.5),
+    ),
+    "before anything is measured": (PACED, Paced(is_measured=False), 0.0, Wait(100.1)),
     "measured for too long": (PACED, Paced(0.0, 5.0, is_measured=False), 0.0, ALL),
-    "no delay allowed": (Policy(longest_delay_s=0.0), Paced(), 99.9, ALL),
+    "no delay allowed": (RolloutPolicy(longest_delay_s=0.0), Paced(), 99.9, ALL),
 }
 
 
 @pytest.mark.parametrize("case", ACTIONS)
 def test_pauses_decide_when_and_how_much(case: str) -> None:
     policy, paced, last_applied, expected = ACTIONS[case]
-    published = Published({LINE: LOG}, 0)
+    published = PublishedLogs({LINE: LOG}, 0)
     found = next_action(BEHIND, published, policy, 100.0, last_applied=last_applied, paced=paced)
-    if isinstance(found, Rest) and isinstance(expected, Rest):
+    if isinstance(found, Wait) and isinstance(expected, Wait):
         assert found.until == pytest.approx(expected.until)
     else:
         assert found == expected
@@ -120,7 +125,7 @@ def test_freshness_never_starves() -> None:
         paced = Paced(pause, waiting.longest_s([(version, log)], now))
         found = next_action(
             Observed().answered([version], now),
-            Published({LINE: log}, 0),
+            PublishedLogs({LINE: log}, 0),
             PACED,
             now,
             last_applied=last_applied,

@@ -15,12 +15,12 @@ from serving.agent.rollout import (
     Audit,
     Observe,
     Observed,
-    Policy,
-    Published,
     PublishedLog,
+    PublishedLogs,
     Refusal,
-    Rest,
+    RolloutPolicy,
     Version,
+    Wait,
     behind,
     differences,
     needs_base,
@@ -30,11 +30,11 @@ from serving.agent.rollout import (
 from serving.status import VersionState
 
 LINE = "line"
-POLICY = Policy(refresh_s=5.0)
+POLICY = RolloutPolicy(refresh_s=5.0)
 
 
-def log(*spans: tuple[int, int], limit: int | None = None, lineage: str = LINE) -> Published:
-    return Published({lineage: PublishedLog(lineage, tuple(Span(*span) for span in spans), limit)}, 0)
+def log(*spans: tuple[int, int], limit: int | None = None, lineage: str = LINE) -> PublishedLogs:
+    return PublishedLogs({lineage: PublishedLog(lineage, tuple(Span(*span) for span in spans), limit)}, 0)
 
 
 def version(number: int = 1, position: int | None = 0, **more: object) -> Version:
@@ -55,10 +55,10 @@ def spans(*pairs: tuple[int, int]) -> tuple[Span, ...]:
 
 
 THREE = log((0, 1), (1, 2), (2, 3))
-DECISIONS: dict[str, tuple[Observed, Published, Action]] = {
+DECISIONS: dict[str, tuple[Observed, PublishedLogs, Action]] = {
     "never seen": (Observed(), THREE, Observe()),
-    "never seen, nothing published": (Observed(), Published(problem="unmounted"), Observe()),
-    "current": (seen(version(position=3)), THREE, Rest(105.0)),
+    "never seen, nothing published": (Observed(), PublishedLogs(problem="unmounted"), Observe()),
+    "current": (seen(version(position=3)), THREE, Wait(105.0)),
     "behind": (seen(version()), THREE, Apply(1, LINE, 3, spans((0, 1), (1, 2), (2, 3)))),
     "a merger is shorter": (
         seen(version()),
@@ -66,13 +66,13 @@ DECISIONS: dict[str, tuple[Observed, Published, Action]] = {
         Apply(1, LINE, 3, spans((0, 2), (2, 3))),
     ),
     "held": (seen(version()), log((0, 1), (1, 2), limit=1), Apply(1, LINE, 1, spans((0, 1)))),
-    "held here": (seen(version(position=1)), log((0, 1), (1, 2), limit=1), Rest(105.0)),
-    "past the hold": (seen(version(position=2)), log((0, 1), (1, 2), (2, 3), limit=1), Rest(105.0)),
-    "a hold that nobody can read": (seen(version()), log((0, 1), limit=-1), Rest(105.0)),
-    "a gap": (seen(version(position=1)), log((0, 1), (2, 3)), Rest(105.0)),
+    "held here": (seen(version(position=1)), log((0, 1), (1, 2), limit=1), Wait(105.0)),
+    "past the hold": (seen(version(position=2)), log((0, 1), (1, 2), (2, 3), limit=1), Wait(105.0)),
+    "a hold that nobody can read": (seen(version()), log((0, 1), limit=-1), Wait(105.0)),
+    "a gap": (seen(version(position=1)), log((0, 1), (2, 3)), Wait(105.0)),
     "before a gap": (seen(version()), log((0, 1), (2, 3)), Apply(1, LINE, 1, spans((0, 1)))),
-    "of another log": (seen(version(lineage="other")), THREE, Rest(105.0)),
-    "takes no deltas": (seen(version(position=None)), THREE, Rest(105.0)),
+    "of another log": (seen(version(lineage="other")), THREE, Wait(105.0)),
+    "takes no deltas": (seen(version(position=None)), THREE, Wait(105.0)),
     "the newest version first": (
         seen(version(1), version(2, 1)),
         THREE,
@@ -91,13 +91,13 @@ DECISIONS: dict[str, tuple[Observed, Published, Action]] = {
     "a version is loaded": (
         seen(version(1, 3), version(2, None, state=VersionState.LOADING)),
         THREE,
-        Rest(100.05),
+        Wait(100.05),
     ),
-    "only a version that ended": (seen(version(1, 0, state=VersionState.END)), THREE, Rest(105.0)),
+    "only a version that ended": (seen(version(1, 0, state=VersionState.END)), THREE, Wait(105.0)),
     "refused, and no way around: it is tried again": (
         seen(version()).refused(refusal(0, 1)).answered([version()], 100.0),
         THREE,
-        Rest(101.0),
+        Wait(101.0),
     ),
     "a refused merger, and its parts": (
         seen(version()).refused(refusal(0, 2)).answered([version()], 100.0),
@@ -133,11 +133,11 @@ def test_a_replica_is_looked_at_again_when_time_has_passed() -> None:
 def test_a_replica_is_looked_at_often_while_a_version_is_due() -> None:
     """It may be loaded and served between two looks, and stands still until the agent knows of it."""
     newer, served = replace(THREE, newest_version=2), seen(version(1, 3))
-    assert next_action(served, newer, POLICY, 100.0, new_version_at=99.0) == Rest(100.05)
+    assert next_action(served, newer, POLICY, 100.0, new_version_at=99.0) == Wait(100.05)
     assert next_action(served, newer, POLICY, 100.05, new_version_at=99.0) == Observe()
-    assert next_action(served, newer, POLICY, 100.0, new_version_at=90.0) == Rest(105.0), "it does not come"
+    assert next_action(served, newer, POLICY, 100.0, new_version_at=90.0) == Wait(105.0), "it does not come"
     there = seen(version(1, 3), version(2, 3))
-    assert next_action(there, newer, POLICY, 100.0, new_version_at=99.0) == Rest(105.0)
+    assert next_action(there, newer, POLICY, 100.0, new_version_at=99.0) == Wait(105.0)
 
 
 def test_a_refused_delta_is_tried_again_soon_and_then_ever_more_seldom() -> None:
@@ -146,7 +146,7 @@ def test_a_refused_delta_is_tried_again_soon_and_then_ever_more_seldom() -> None
     for _ in range(9):
         observed = observed.refused(refusal(0, 1, at=now)).answered([version()], now)
         began = now
-        while isinstance(action := next_action(observed, THREE, POLICY, now), Rest):
+        while isinstance(action := next_action(observed, THREE, POLICY, now), Wait):
             assert now < action.until
             now = action.until
             if next_action(observed, THREE, POLICY, now) == Observe():
@@ -173,7 +173,7 @@ def test_back_off_doubles_spreads_and_is_bounded() -> None:
     for _ in range(12):
         observed = observed.failed("UNAVAILABLE", 1000.0, jitter=1.0)
         waits.append(observed.retry_at - 1000.0)
-        assert next_action(observed, THREE, POLICY, 1000.0) == Rest(observed.retry_at)
+        assert next_action(observed, THREE, POLICY, 1000.0) == Wait(observed.retry_at)
         assert next_action(observed, THREE, POLICY, observed.retry_at) == Observe()
     assert waits[:3] == pytest.approx([0.1, 0.2, 0.4])
     assert waits[-1] == LONGEST_BACK_OFF_S
@@ -182,23 +182,23 @@ def test_back_off_doubles_spreads_and_is_bounded() -> None:
 
 
 def test_steps_are_taken_one_by_one_and_not_too_fast() -> None:
-    slow = Policy(step_s=2.0)
+    slow = RolloutPolicy(step_s=2.0)
     observed = seen(version())
-    assert next_action(observed, THREE, slow, 100.0, last_applied=99.0) == Rest(101.0)
+    assert next_action(observed, THREE, slow, 100.0, last_applied=99.0) == Wait(101.0)
     assert next_action(observed, THREE, slow, 101.0, last_applied=99.0) == Apply(1, LINE, 1, spans((0, 1)))
     moved = observed.moved(1, 1, 1)
     assert next_action(moved, THREE, slow, 103.0, last_applied=101.0) == Apply(1, LINE, 2, spans((1, 2)))
 
 
 def test_what_is_current_is_audited_now_and_then() -> None:
-    audits = Policy(audit_s=60.0)
+    audits = RolloutPolicy(audit_s=60.0)
     current = seen(version(1, 3), version(2, None))
     assert next_action(current, THREE, audits, 100.0, last_audit=40.0) == Audit(1, LINE, 3)
-    assert next_action(current, THREE, audits, 100.0, last_audit=41.0) == Rest(101.0)
+    assert next_action(current, THREE, audits, 100.0, last_audit=41.0) == Wait(101.0)
     assert next_action(seen(version()), THREE, audits, 100.0) == Apply(
         1, LINE, 3, spans((0, 1), (1, 2), (2, 3))
     )
-    assert next_action(seen(version(position=None)), THREE, audits, 100.0) == Rest(105.0)
+    assert next_action(seen(version(position=None)), THREE, audits, 100.0) == Wait(105.0)
 
 
 def test_a_delta_that_every_replica_refuses_is_quarantined_and_a_base_wanted() -> None:
@@ -242,7 +242,9 @@ def test_the_way_is_that_of_the_graph(
     assert limit is None or at <= limit or not chain
     if chain:
         assert [span.end for span in plan_chain(deltas, position, at)] == [span.end for span in chain]
-    assert behind(version(position=position), Published({LINE: PublishedLog(LINE, deltas, limit)})) == chain
+    assert (
+        behind(version(position=position), PublishedLogs({LINE: PublishedLog(LINE, deltas, limit)})) == chain
+    )
 
 
 @given(st.data())
@@ -269,7 +271,7 @@ def test_any_replica_gets_as_far_as_the_log_leads(data: st.DataObject) -> None:
         if event == "restart":
             position = 0
         match action:
-            case Rest(until):
+            case Wait(until):
                 if position == count and not trouble and observed.versions[0].position == count:
                     return
                 assert until > now

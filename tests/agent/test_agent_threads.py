@@ -13,11 +13,11 @@ import watchfiles
 
 from exporter.errors import UsageError
 from exporter.terminal.server_access import WITHOUT_TLS
-from serving.agent.journal import Event, Journal, What
+from serving.agent.journal import EventKind, FleetEvent, Journal
 from serving.agent.probe import Prober
-from serving.agent.publications import Model, Publications
+from serving.agent.publications import FollowedModel, Publications
 from serving.agent.replica import Replica, Settings
-from serving.agent.rollout import Published
+from serving.agent.rollout import PublishedLogs
 from serving.agent.targets import Targets
 
 ASK_AT_ONCE = """
@@ -50,7 +50,7 @@ def test_threads_that_ask_for_their_first_messages_at_once_get_them_of_one_pool(
     assert done.returncode == 0, done.stderr
 
 
-def wait_for(journal: Journal, what: What) -> Event:
+def wait_for(journal: Journal, what: EventKind) -> FleetEvent:
     until = time.monotonic() + 60
     while time.monotonic() < until:
         for event in journal.last():
@@ -63,20 +63,20 @@ def wait_for(journal: Journal, what: What) -> Event:
 def test_a_replica_is_looked_after_again_whatever_went_wrong(tmp_path: Path) -> None:
     journal, broken = Journal(), [True]
 
-    def allowed(model: str, address: str, published: Published) -> Published:
+    def allowed(model: str, address: str, published: PublishedLogs) -> PublishedLogs:
         if broken:
             broken.pop()
             raise RuntimeError("a fault of our own")
         return published
 
-    publications = Publications(Model("m", tmp_path), journal, 0.05)
+    publications = Publications(FollowedModel("m", tmp_path), journal, 0.05)
     replica = Replica("127.0.0.1:9", publications, journal, Settings(), allowed)
     replica.start()
     try:
         until = time.monotonic() + 60
         while replica.observed.failures < 2 and time.monotonic() < until:
             time.sleep(0.01)
-        said = [event.message for event in journal.last() if event.what is What.FAILED]
+        said = [event.message for event in journal.last() if event.what is EventKind.FAILED]
         assert any("a fault of our own" in message for message in said)
         assert any("UNAVAILABLE" in message for message in said), "it was called again"
     finally:
@@ -94,18 +94,20 @@ def test_a_directory_whose_changes_are_not_told_is_polled(
     model = tmp_path / "ranker"
     model.mkdir()
     journal, stop = Journal(), threading.Event()
-    publications = Publications(Model("ranker", model), journal, 0.05)
+    publications = Publications(FollowedModel("ranker", model), journal, 0.05)
     thread = threading.Thread(target=publications.follow, args=(stop,))
     thread.start()
     try:
-        assert "watch limit" in wait_for(journal, What.FAILED).message
+        assert "watch limit" in wait_for(journal, EventKind.FAILED).message
         before = publications.current
         model.rename(tmp_path / "away")
         until = time.monotonic() + 60
         while publications.current == before and time.monotonic() < until:
             time.sleep(0.01)
         assert "is its volume mounted?" in publications.current.problem
-        assert len([event for event in journal.last() if event.what is What.FAILED]) == 1, "it is said once"
+        assert len([event for event in journal.last() if event.what is EventKind.FAILED]) == 1, (
+            "it is said once"
+        )
     finally:
         stop.set()
         thread.join(60)

@@ -13,17 +13,19 @@ from typing import Any
 import pytest
 
 from serving import http_port
-from serving.http_port import HttpPort, Request, Response
+from serving.http_port import HttpPort, HttpRequest, HttpResponse
 
 WAIT_S = 60
 
 
-def echo(request: Request) -> Response:
-    return Response("200 OK", [], [bytes(request.body) or b"ok"])
+def echo(request: HttpRequest) -> HttpResponse:
+    return HttpResponse("200 OK", [], [bytes(request.body) or b"ok"])
 
 
 @contextmanager
-def listening(application: Callable[[Request], Response] = echo, **options: Any) -> Iterator[HttpPort]:
+def listening(
+    application: Callable[[HttpRequest], HttpResponse] = echo, **options: Any
+) -> Iterator[HttpPort]:
     defaults = {"threads": 2, "max_body_bytes": 1 << 20, "request_seconds": WAIT_S}
     asked = defaults | {"is_quick": lambda request: request.target == "/healthz"} | options
     port = HttpPort(application, "127.0.0.1", 0, option="--port", **asked)
@@ -96,7 +98,7 @@ def test_a_byte_now_and_then_buys_no_time(half: bytes) -> None:
 def test_probes_are_answered_while_all_threads_work() -> None:
     begun, go_on = threading.Semaphore(0), threading.Event()
 
-    def work(request: Request) -> Response:
+    def work(request: HttpRequest) -> HttpResponse:
         if request.target == "/slow":
             begun.release()
             go_on.wait(WAIT_S)
@@ -150,7 +152,7 @@ def test_there_is_always_room_for_one_more(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_answer_that_is_not_taken_is_let_go() -> None:
     long = [b"x" * (1 << 20)] * 64
-    with listening(lambda _: Response("200 OK", [], long), request_seconds=1.0) as port:
+    with listening(lambda _: HttpResponse("200 OK", [], long), request_seconds=1.0) as port:
         with connected(port, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n") as link:
             link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
             until = time.monotonic() + WAIT_S
@@ -193,7 +195,7 @@ def test_a_fault_of_ours_is_an_answer() -> None:
 def test_it_ends_with_what_is_under_way() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def work(request: Request) -> Response:
+    def work(request: HttpRequest) -> HttpResponse:
         begun.set()
         go_on.wait(WAIT_S)
         return echo(request)

@@ -26,7 +26,7 @@ from exporter.wire.rest_json import examples_input
 from serving import rest
 from serving import server as server_module
 from serving.client import ModelClient
-from serving.http_port import Request
+from serving.http_port import HttpRequest
 from serving.model_config import ModelConfig
 from serving.server import ModelServer
 from serving.server_options import NetworkOptions, ServerOptions
@@ -723,8 +723,8 @@ def test_whatever_is_sent_is_answered_in_good_order(
     server: ModelServer, method: str, path: str, body: bytes
 ) -> None:
     """Nothing that a client sends is the server's fault, and every error says in JSON what was wrong."""
-    application = rest.Rest(server._calls, server._metrics)
-    response = application(Request(method, f"{MODEL}{path}", {}, body))
+    application = rest.RestInterface(server._calls, server._metrics)
+    response = application(HttpRequest(method, f"{MODEL}{path}", {}, body))
     code, answer = int(response.status[:3]), b"".join(response.body)
     assert code in (200, 400, 404), (response.status, answer)
     if code != 200:

@@ -23,8 +23,8 @@ from exporter.storage.objects import BrokenOff, ObjectWriter, again, require_con
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
 from exporter.transfer.pull import pull
-from serving.agent.journal import Event, Journal
-from serving.agent.publications import Model
+from serving.agent.journal import FleetEvent, Journal
+from serving.agent.publications import FollowedModel
 from serving.agent.puller import Puller, pulling
 from tests.support.budget import THOROUGH
 from tests.support.commands import export_model
@@ -302,10 +302,10 @@ def test_an_agent_that_ends_leaves_nobody_who_fetches(
     """The process would wait for whoever fetches, until a copy that lags far behind has caught up."""
     url, copy = bucket.url("models/ranker"), tmp_path / "copy"
     assert export_model("push", machine.model, url).code == 0
-    events: list[Event] = []
+    events: list[FleetEvent] = []
     journal = Journal()
     journal.read_by(events.append)
-    puller = Puller(Model("ranker", copy), url, journal, 0.1)
+    puller = Puller(FollowedModel("ranker", copy), url, journal, 0.1)
     before = {*threading.enumerate()}
     with _silent_about(bucket, "/deltas/.*(?<!manifest.json)$", monkeypatch) as asked:
         with pulling([puller]):

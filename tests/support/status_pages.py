@@ -20,7 +20,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from serving.agent.http import Site, page, serving
-from serving.agent.journal import Event, Journal, What
+from serving.agent.journal import EventKind, FleetEvent, Journal
 from serving.agent.metrics import Metrics
 from serving.agent.recorder import Recorder, Sample
 from serving.agent.view import FleetView, ModelView, ReplicaView, VersionView
@@ -71,8 +71,8 @@ def journal_of(view: FleetView) -> Journal:
         for number, each in enumerate(model.replicas[:3]):
             at = view.at - timedelta(seconds=3 - number)
             text = "version 41000 is at position 48200: 1 delta, 1840 rows"
-            applied = Event(
-                What.APPLIED,
+            applied = FleetEvent(
+                EventKind.APPLIED,
                 text,
                 model.name,
                 each.address,
