@@ -1,7 +1,4 @@
-"""Parse the address of a model server; the port may be left out.
-
-What commands that ask a model server have in common.
-"""
+"""The address of a model server, and the arguments that every command which calls one shares."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import typer
 from exporter.errors import UsageError
 
 GRPC_PORT = 8500
-"""Where TF Serving's image and `serve-model run` listen."""
+"""The gRPC port of TF Serving's image and of `serve-model run`."""
 
 _HOST = r"[^:/\[\]\s]+|\[[0-9A-Fa-f:.%\w]+\]"
 _WITHOUT_PORT = re.compile(_HOST)
@@ -23,12 +20,12 @@ _LARGEST_PORT = 65535
 
 
 def with_port(address: str) -> str:
-    """`address` with the default port where it names none; what gRPC resolves otherwise stays as it is.
+    """Add the default port to an address that has none; addresses with a gRPC scheme stay unchanged.
 
-    `localhost` is `localhost:8500`, `[::1]` and `::1` are `[::1]:8500`; `unix:/tmp/socket` is itself.
+    `localhost` becomes `localhost:8500`, `[::1]` and `::1` become `[::1]:8500`; `unix:/tmp/socket` stays.
 
     Raises:
-        UsageError: no server can have this address. gRPC would take port 99999 for another one.
+        UsageError: no server can have this address. gRPC would wrap port 99999 to another port.
     """
     if _OF_GRPC.fullmatch(address):
         return address
@@ -54,7 +51,7 @@ Address = Annotated[
         parser=with_port,
     ),
 ]
-ModelName = Annotated[str, typer.Option(metavar="NAME", help="The model's name there.")]
+ModelName = Annotated[str, typer.Option(metavar="NAME", help="The model's name on the server.")]
 Deadline = Annotated[
     float, typer.Option(metavar="SECONDS", min=0.001, help="Fail when a call takes longer than this.")
 ]

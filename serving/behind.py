@@ -1,7 +1,7 @@
-"""Find how far each version on a server is behind what is published.
+"""Compare the versions on a server with what is published.
 
-The server tells versions and positions. What is published is known from the model base path alone, where the
-caller can read it.
+The server reports versions and positions. What is published is read from the model base path, so the caller
+needs access to it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from serving.updates import read_incremental_status
 
 
 class VersionStanding(Struct, frozen=True):
-    """One version on a server; None for what it, or the model base path, does not tell.
+    """One version on a server; a field is None if neither the server nor the model base path reports it.
 
-    `behind_deltas` are those that an update would apply now, and no further than the hold; `behind_steps` are
-    training steps from here to the newest position. `since` is when the values that are served were
-    published, `event_time` when the newest event happened that they were trained on. `unsettled` counts its
-    responses of no one position since it was loaded. `problem` says why something is not known.
+    `behind_deltas` counts the deltas that an update would apply now, up to the hold; `behind_steps` counts
+    training steps from here to the newest position. `since` is when the served values were published,
+    `event_time` is the time of the newest event that they were trained on. `unsettled` counts the responses
+    since loading that may mix positions. `problem` says why a field is unknown.
     """
 
     status: VersionStatus
@@ -42,16 +42,16 @@ class VersionStanding(Struct, frozen=True):
     problem: str = ""
 
     def age_seconds(self, now: datetime) -> float | None:
-        """Since what is served was published."""
+        """Seconds since the served values were published."""
         return None if self.since is None else max(0.0, (now - self.since).total_seconds())
 
     def event_age_seconds(self, now: datetime) -> float | None:
-        """Since the newest event that what is served was trained on."""
+        """Seconds since the newest event that the served values were trained on."""
         return None if self.event_time is None else max(0.0, (now - self.event_time).total_seconds())
 
 
 def ask(client: ModelClient, statuses: Sequence[VersionStatus]) -> list[VersionStanding]:
-    """Where each version that is available stands, as far as it tells."""
+    """Ask each available version for its position; versions without deltas have none."""
     return [_ask(client, status) for status in statuses]
 
 
@@ -59,16 +59,16 @@ def _ask(client: ModelClient, status: VersionStatus) -> VersionStanding:
     if status.state is not VersionState.AVAILABLE:
         return VersionStanding(status)
     try:
-        told = read_incremental_status(client, status.version)
+        found = read_incremental_status(client, status.version)
     except CallFailed as error:  # it may be unloaded by now
         return VersionStanding(status, problem=error.cause or error.message)
-    if told is None:
+    if found is None:
         return VersionStanding(status)
-    return VersionStanding(status, told.position, told.step, told.lineage, unsettled=told.unsettled)
+    return VersionStanding(status, found.position, found.step, found.lineage, unsettled=found.unsettled)
 
 
 def compare(standings: Sequence[VersionStanding], target: Timeline) -> list[VersionStanding]:
-    """The same, with how far each is behind what is published."""
+    """Add to each available version how far it is behind what is published."""
     return [
         _compare(found, target) if found.status.state is VersionState.AVAILABLE else found
         for found in standings
@@ -91,7 +91,7 @@ def _compare(found: VersionStanding, target: Timeline) -> VersionStanding:
         problem = "" if newer is None else "its log has ended"
         return replace(found, since=since, event_time=event_time, newer_version=newer, problem=problem)
     if log.lineage != found.lineage:
-        return replace(found, problem="it is of another log than what is published there")
+        return replace(found, problem="it belongs to another log than the published one")
     steps = None
     if found.step is not None and log.at.step is not None:
         steps = log.at.step - found.step
@@ -107,13 +107,13 @@ def _compare(found: VersionStanding, target: Timeline) -> VersionStanding:
 
 
 def _published_at(events: Sequence[Event], log: int | None, position: int) -> datetime | None:
-    """When a position was first published: a merger and a base may lead there later."""
+    """When a position was first published. A merged delta or a base may lead there again later."""
     times = [event.created for event in events if (event.log, event.position) == (log, position)]
     return min((time for time in times if time is not None), default=None)
 
 
 def _event_time(events: Sequence[Event], log: int | None, position: int) -> datetime | None:
-    """When the newest event happened that a position was trained on, as whatever leads there says."""
+    """The newest event that a position was trained on, from the first publication that records one."""
     there = (event.event_time for event in events if (event.log, event.position) == (log, position))
     return next((time for time in there if time is not None), None)
 

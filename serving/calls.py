@@ -1,6 +1,6 @@
-"""What a model server can be asked, whatever a request came through: requests to responses, errors by status.
+"""TF Serving's calls, independent of the protocol that carries them: message in, message out.
 
-`services` has these calls for gRPC, `rest` for HTTP.
+`server` offers them over gRPC, `rest` over HTTP.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Run = Callable[[Model, Proto, Proto, Inference], None]
 
 
 class Calls:
-    """TF Serving's calls over the models of a server. Each raises a StatusError, or what the graph raises."""
+    """TF Serving's calls on the models of a server. Each raises StatusError, or the graph's own error."""
 
     def __init__(self, models: ServedModels, how: Inference = DEFAULT_INFERENCE) -> None:
         self.models = models
@@ -59,7 +59,7 @@ class Calls:
     def multi_inference(self, request: Proto, timeout_ms: int | None = None) -> Proto:
         """Run several classify and regress signatures on the same examples."""
         if not request.tasks:
-            raise invalid("ModelSpec has no name specified.")  # what the first of no tasks comes to
+            raise invalid("ModelSpec has no name specified.")  # TF Serving reads the spec of the first task
         response = message_class("serving.MultiInferenceResponse")()
         with self.models.borrow(request.tasks[0].model_spec) as (version, model):
             multi_inference(model, request, response, self.within(timeout_ms))
@@ -86,7 +86,7 @@ class Calls:
         return response
 
     def status(self, request: Proto) -> Proto:
-        """Where each version of a model is in its life."""
+        """The state of each version of a model."""
         _require_spec(request)
         response = message_class("serving.GetModelStatusResponse")()
         for status in self.models.statuses(request.model_spec):
@@ -96,7 +96,7 @@ class Calls:
         return response
 
     def configure(self, request: Proto, timeout_seconds: float, is_wanted: Callable[[], bool]) -> Proto:
-        """Serve other models, versions or labels; returns when the models that are new are available."""
+        """Serve other models, versions or labels. Returns when every new model is available."""
         if request.config.WhichOneof("config") != "model_config_list":
             raise invalid(
                 "ServerModelConfig type not supported by HandleReloadConfigRequest. "
@@ -108,7 +108,7 @@ class Calls:
         return response
 
     def within(self, timeout_ms: int | None) -> Inference:
-        """How a request is answered that may take so long."""
+        """The inference settings with a limit on a request's time."""
         return replace(self.how, timeout_ms=timeout_ms)
 
     def _infer(self, run: Run, response: Proto, request: Proto, timeout_ms: int | None) -> Proto:
@@ -124,7 +124,7 @@ def _require_spec(request: Proto) -> None:
         raise invalid("Missing ModelSpec")
 
 
-def _name_version(answer: Proto, asked: Proto, version: int) -> None:
-    answer.name = asked.name
-    answer.signature_name = asked.signature_name or DEFAULT_SIGNATURE
-    answer.version.value = version
+def _name_version(response: Proto, request: Proto, version: int) -> None:
+    response.name = request.name
+    response.signature_name = request.signature_name or DEFAULT_SIGNATURE
+    response.version.value = version

@@ -1,4 +1,4 @@
-"""The command `serve-model`: parse options, serve or ask a server, print. Heavy imports come late."""
+"""The command `serve-model` and its short subcommands. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ app = application(_HELP)
 
 @app.callback()
 def serve_model(own_version: VersionFlag = False) -> None:
-    """The root command; it has no options of its own but `-V`."""
+    """The root command; its only option is `-V`."""
 
 
 app.command("run", short_help="Serve models over gRPC.")(with_structs(run_command.run_server))
@@ -68,7 +68,7 @@ def status(
         typer.Option(
             metavar="MODEL_BASE_PATH",
             parser=checkpoint_parser("--published"),
-            help="Also show how far each version is behind what is published here; also s3://, gs://, az://.",
+            help="Also show how far each version is behind what is published here; a path, s3://, gs:// or az://.",
         ),
     ] = None,
     deadline: Deadline = 10.0,
@@ -77,9 +77,8 @@ def status(
 ) -> None:
     """Show a model's versions on a server: their states and positions.
 
-    With --published, the model base path as this machine sees it, or its URL, also: the hold, how many deltas
-    and training steps each version is behind, and how old the values are that it serves (since they were
-    published).
+    With --published (the model base path on this machine, or its URL), also show the hold, how many deltas
+    and training steps each version is behind, and how long ago the values that it serves were published.
 
     The exit code is 7 unless a version is AVAILABLE.
 
@@ -127,10 +126,10 @@ def predict(
     access: ServerAccess = WITHOUT_TLS,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """Send one request in the JSON of TF Serving's REST interface, and print the answer in it.
+    """Send one request in the JSON of TF Serving's REST interface, and print the response in the same form.
 
-    {"instances": [...]} asks by rows, {"inputs": ...} by columns, {"examples": [...]} classify and regress
-    signatures; {"b64": "..."} is a binary string.
+    {"instances": [...]} holds rows, {"inputs": ...} columns, {"examples": [...]} examples for classify and
+    regress signatures; {"b64": "..."} is a binary string.
 
     \b
     Examples:
@@ -180,11 +179,11 @@ def update(
 ) -> None:
     """Apply the deltas that export-model published to the variables of a running model.
 
-    The model lists and applies them by itself, without a reload; nothing happens if there are none. TF
-    Serving's own servers answer this command too. Every replica wants its own call: do not send it to a
+    The model lists and applies them itself, without a reload; without new deltas nothing happens. The
+    command also works with TF Serving's own servers. Every replica needs its own call: do not send it to a
     load balancer.
 
-    The exit code is 7 if the model stopped before deltas that are published.
+    The exit code is 7 if the model stopped before the end of the published deltas.
 
     \b
     Examples:
@@ -251,7 +250,7 @@ def _request(source: str) -> dict[str, Any]:
 def _ask(
     client: ModelClient, metadata: Metadata, name: str, version: int | None, request: dict[str, Any]
 ) -> tuple[dict[str, Any], int]:
-    """The answer in REST's form, and the version that gave it."""
+    """The response in REST's form, and the version that computed it."""
     from exporter.wire.rest_json import examples_input, predict_inputs
     from serving import rest_response
 
@@ -281,7 +280,7 @@ def _ask(
 
 
 _ANSWERS = {"predictions": RowPrediction, "outputs": ColumnPrediction, "results": ExampleResults}
-"""What an answer is printed as, by its one field."""
+"""The document of a response, by the response's only field."""
 
 
 def _answer(outputs: Mapping[str, NDArray[Any]], *, by_row: bool) -> dict[str, Any]:
@@ -291,7 +290,7 @@ def _answer(outputs: Mapping[str, NDArray[Any]], *, by_row: bool) -> dict[str, A
         return rest_response.rows(outputs) if by_row else rest_response.columns(outputs)
     except ValueError as error:
         raise ServerError(
-            "the answer cannot be written in REST's JSON",
+            "the response cannot be written in REST's JSON",
             cause=str(error),
             hint="use a gRPC client for this signature",
         ) from error
@@ -299,7 +298,7 @@ def _answer(outputs: Mapping[str, NDArray[Any]], *, by_row: bool) -> dict[str, A
 
 def _bad_request(source: str, cause: object) -> UsageError:
     return UsageError(
-        f"{'standard input' if source == '-' else source} is not a request that REST would take",
+        f"{'standard input' if source == '-' else source} is not a request of the REST interface",
         cause=str(cause),
         hint='write {"instances": [...]} with one item a row, or {"inputs": {...}}',
     )

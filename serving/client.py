@@ -1,7 +1,7 @@
-"""The gRPC client of a model server: every call has a deadline, status codes become errors.
+"""The gRPC client of a model server: every call has a deadline, and status codes become errors.
 
-It speaks TF Serving's protocol with messages of the private descriptor pool, so that a command that asks a
-server something starts without TensorFlow.
+Its messages come from the private descriptor pool of `exporter.wire.protos`, so that a client command starts
+without TensorFlow.
 
     with ModelClient("127.0.0.1:8500", "ranker") as client:
         client.predict({"x": x}).outputs["scores"]
@@ -38,24 +38,22 @@ _RELOAD = "HandleReloadConfigRequest"
 _GRAPH_PLACE = re.compile(
     r"\{\{function_node [^}]*\}\}\s*|\n\s*\[\[[^\n]*|\nRecent warning and error logs:.*", re.DOTALL
 )
-"""Where in the graph TensorFlow was when it failed, and what else it logged: nothing for a client."""
+"""TensorFlow's location in the graph, and its other log lines, which do not help a client."""
 _TLS_PROBLEM = re.compile(r"\w+ handshake failed.*|Hostname Verification Check failed.*", re.I)
 _CUT_OFF = "Socket closed"
-"""All that a client sees of a server that wants TLS, or a certificate."""
+"""gRPC's only message when the server expects TLS, or a client certificate."""
 _NO_GRPC = "Failed parsing HTTP/2"
-"""What gRPC says where something else answers, the port of REST for example."""
-_NO_GRPC_CAUSE = "something answers there that does not speak gRPC"
+"""gRPC's message when the port speaks another protocol, REST for example."""
+_NO_GRPC_CAUSE = "the port answers, but does not speak gRPC"
 _LONGEST_RECONNECT_MS = 1000
-"""By itself gRPC connects ever more seldom, every two minutes in the end; who is back is to be found soon."""
+"""gRPC's own back-off grows to 2 minutes; a server that comes back has to be found within a second."""
 _HINTS = {
     "UNAVAILABLE": "start a server: serve-model run MODEL_BASE_PATH",
     "DEADLINE_EXCEEDED": "give it more time with --deadline SECONDS",
     "INVALID_ARGUMENT": "compare the request with the signatures: export-model inspect MODEL_VERSION",
-    "UNAUTHENTICATED": "send the token that it expects with --grpc-token-file FILE",
+    "UNAUTHENTICATED": "send the token that the server expects with --grpc-token-file FILE",
     "UNIMPLEMENTED": "this port speaks another protocol: name the gRPC port, 8500 in TF Serving's image",
 }
-
-
 _REPLAYED = {
     "PredictRequest": ("Predict", "serving.PredictResponse"),
     "ClassificationRequest": ("Classify", "serving.ClassificationResponse"),
@@ -71,14 +69,14 @@ class Prediction(Struct, frozen=True):
 
 
 class Classification(Struct, frozen=True):
-    """(label, score) pairs for each example, and the version that computed them."""
+    """Pairs of label and score for each example, and the version that computed them."""
 
     examples: Sequence[Sequence[tuple[str, float]]]
     version: int
 
 
 class Regression(Struct, frozen=True):
-    """A value for each example, and the version that computed them."""
+    """One value for each example, and the version that computed them."""
 
     values: Sequence[float]
     version: int
@@ -102,13 +100,13 @@ class ModelClient:
         deadline_s: float = DEFAULT_DEADLINE_S,
         access: ServerAccess = WITHOUT_TLS,
     ) -> None:
-        """Prepare a channel; nothing is sent before the first call.
+        """Prepare a channel; it sends nothing before the first call.
 
         Args:
-            address: `host:port` of the server's gRPC port; without a port it is 8500.
-            model: the model's name there.
-            deadline_s: seconds after which a call that has no answer fails.
-            access: files for TLS, a client's certificate, a token.
+            address: `host:port` of the server's gRPC port; the default port is 8500.
+            model: the model's name on the server.
+            deadline_s: a call without a response fails after so many seconds.
+            access: files for TLS, the client's certificate and a token.
 
         Raises:
             UsageError: one of these files cannot be used.
@@ -136,7 +134,7 @@ class ModelClient:
             outputs: the outputs to fetch; all by default.
 
         Raises:
-            CallFailed: the server did not answer, or refused.
+            CallFailed: the server did not respond, or refused the call.
         """
         request = self._request("serving.PredictRequest", version, signature)
         for name, value in inputs.items():
@@ -154,7 +152,7 @@ class ModelClient:
         """Run a classify signature on a `serving.Input` of examples.
 
         Raises:
-            CallFailed: the server did not answer, or refused.
+            CallFailed: the server did not respond, or refused the call.
         """
         request = self._request("serving.ClassificationRequest", version, signature)
         request.input.CopyFrom(input_)
@@ -170,7 +168,7 @@ class ModelClient:
         """Run a regress signature on a `serving.Input` of examples.
 
         Raises:
-            CallFailed: the server did not answer, or refused.
+            CallFailed: the server did not respond, or refused the call.
         """
         request = self._request("serving.RegressionRequest", version, signature)
         request.input.CopyFrom(input_)
@@ -180,10 +178,12 @@ class ModelClient:
         )
 
     def replay(self, request: Proto, version: int) -> None:
-        """Send a recorded predict, classify or regress request to a version, whatever model it names.
+        """Send a recorded predict, classify or regress request to a version of this client's model.
+
+        The model and version that the recording names are replaced.
 
         Raises:
-            CallFailed: the server did not answer, or refused.
+            CallFailed: the server did not respond, or refused the call.
         """
         kind = request.DESCRIPTOR.name
         method, response = _REPLAYED[kind]
@@ -197,7 +197,7 @@ class ModelClient:
         """The signatures of a version, or of the one that a label names.
 
         Raises:
-            CallFailed: the server did not answer, or refused.
+            CallFailed: the server did not respond, or refused the call.
         """
         request = self._request("serving.GetModelMetadataRequest", version)
         if label is not None:
@@ -211,10 +211,10 @@ class ModelClient:
         return Metadata(dict(signatures.signature_def), response.model_spec.version.value)
 
     def status(self, version: int | None = None) -> list[VersionStatus]:
-        """Where each version is in its life, the newest first.
+        """The state of each version, the newest first.
 
         Raises:
-            CallFailed: the server did not answer, or knows no version of the model.
+            CallFailed: the server did not respond, or does not know a version of the model.
         """
         request = self._request("serving.GetModelStatusRequest", version)
         response = self._call("ModelService", "GetModelStatus", request, "serving.GetModelStatusResponse")
@@ -228,7 +228,7 @@ class ModelClient:
         """The available version that a label names, or None.
 
         Raises:
-            CallFailed: the server did not answer, or refused for another reason.
+            CallFailed: the server did not respond, or refused for another reason.
         """
         try:
             return self.metadata(label=label).version
@@ -238,10 +238,10 @@ class ModelClient:
             return None
 
     def configure(self, config: Proto, deadline_s: float) -> None:
-        """Send a `ModelServerConfig`: the server serves exactly its models then.
+        """Send a `ModelServerConfig`: afterwards the server serves exactly the listed models.
 
         Raises:
-            CallFailed: the server did not answer in time, refused it, or a new model cannot be served.
+            CallFailed: the server did not respond in time, refused it, or cannot serve a new model.
         """
         request = message_class("serving.ReloadConfigRequest")()
         request.config.CopyFrom(config)
@@ -253,17 +253,17 @@ class ModelClient:
                 raise
             message = f"{self.address} refused the configuration"
             hint = (
-                "correct it, and send it again; if a stock server then repeats this error, it kept what it "
-                "refused: restart it"
+                "correct the configuration and send it again; if a stock server then repeats this error, it "
+                "still holds the refused one: restart it"
             )
             if error.code == Code.DEADLINE_EXCEEDED.name:
                 message = f"{self.address} does not serve the configuration yet"
                 hint = (
-                    f"it goes on loading: {self.status_command}; where a base path is not there, a stock "
-                    "server takes no other configuration until it comes, or until a restart"
+                    f"it continues to load: {self.status_command}; a stock server whose base path does not "
+                    "exist accepts no other configuration until the path appears, or until a restart"
                 )
             elif error.code == Code.UNKNOWN.name:
-                message = f"{self.address} took the configuration, but cannot serve all of it"
+                message = f"{self.address} accepted the configuration, but cannot serve all of it"
                 hint = f"see why: {self.status_command}"
             raise CallFailed(error.code, message, cause=error.cause, hint=hint) from error
 
@@ -308,13 +308,13 @@ class ModelClient:
             return connection.calls[path](request, timeout=deadline_s or self.deadline_s)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
-                self._connect_anew(connection)
+                self._reconnect(connection)
             raise self._failed(method, error.code().name, error.details() or "") from error
 
-    def _connect_anew(self, failed: _Connection) -> None:
-        """Use certificates that were replaced since: those of a program that runs for long expire."""
+    def _reconnect(self, failed: _Connection) -> None:
+        """Use replaced certificates: in a process that runs for weeks they expire."""
         if failed is self._connection and failed.identity != identity(self._access):
-            with suppress(UsageError):  # half of them replaced: the next call that fails tries again
+            with suppress(UsageError):  # only some files are replaced yet: the next failing call tries again
                 self._connection = _Connection(self.address, self._access)
 
     @property
@@ -326,17 +326,17 @@ class ModelClient:
         cause = f"{code}: {_GRAPH_PLACE.sub('', details).strip()}"
         hint = _HINTS.get(code, f"see what it serves: {self.status_command}")
         if code == "NOT_FOUND" and ("Latest(" in details or method == "GetModelStatus"):
-            hint = "name a model that this server has with --model; it is the MODEL_BASE_PATH's last part"
+            hint = "name a model of this server with --model; it is the last part of MODEL_BASE_PATH"
         if code == "UNAVAILABLE" and (tls := _TLS_PROBLEM.search(details)):
             message = f"{self.address} and this client do not agree on TLS"
             hint = "compare its certificate with --grpc-ca and --grpc-name, and yours with its authority"
             return CallFailed(code, message, cause=f"{code}: {tls[0]}", hint=hint)
         if code == "UNAVAILABLE" and _NO_GRPC in details:
-            message = f"what listens at {self.address} is no model server"
+            message = f"the process that listens at {self.address} is not a model server"
             return CallFailed(code, message, cause=f"{code}: {_NO_GRPC_CAUSE}", hint=_HINTS["UNIMPLEMENTED"])
         if code == "UNAVAILABLE":
             if _CUT_OFF in details:
-                hint = "if it speaks TLS: --grpc-ca FILE; if it wants a certificate: --grpc-cert, --grpc-key"
+                hint = "if it expects TLS: --grpc-ca FILE; if it needs a certificate: --grpc-cert, --grpc-key"
             return CallFailed(code, f"no model server answers at {self.address}", cause=cause, hint=hint)
         if code == "DEADLINE_EXCEEDED":
             message = f"{self.address} did not answer {method} in {self.deadline_s:g} s"
@@ -345,7 +345,7 @@ class ModelClient:
 
 
 class _Connection:
-    """A channel, its calls by path, and the files that it was opened with."""
+    """A channel, its calls by path, and the identity of the files that it was opened with."""
 
     def __init__(self, address: str, access: ServerAccess) -> None:
         self.identity = identity(access)

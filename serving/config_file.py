@@ -1,4 +1,4 @@
-"""A model server's configuration file: read at start, and again as long as the server runs."""
+"""A model server's configuration file, read at start and then periodically."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class ConfigFile:
-    """What a file says that is to be served; with `poll_seconds` more than 0 it is read again and again."""
+    """A file that lists the models to serve; `follow` reads it every `poll_seconds`, unless that is 0."""
 
     def __init__(self, path: Path, poll_seconds: float = 0.0) -> None:
         self.path = path
@@ -31,12 +31,12 @@ class ConfigFile:
         """The models that the file lists.
 
         Raises:
-            UsageError: it cannot be read, or asks for what cannot be served.
+            UsageError: it cannot be read, or lists a model that cannot be served.
         """
         try:
             config = read_config_file(self.path)
             if not may_be_empty and config.WhichOneof("config") is None:
-                raise StatusError(Code.FAILED_PRECONDITION, "there is no model_config_list in it any more")
+                raise StatusError(Code.FAILED_PRECONDITION, "it no longer holds a model_config_list")
             return listed_models(config)
         except StatusError as error:
             raise UsageError(
@@ -44,16 +44,16 @@ class ConfigFile:
             ) from error
 
     def follow(self, models: ServedModels) -> None:
-        """Apply what the file says each time it is read, until `stop`, as TF Serving does.
+        """Apply the file's content each time it is read, until `stop`, as TF Serving does.
 
-        What cannot be applied changes nothing, and is reported once.
+        A configuration that cannot be applied changes nothing, and is logged once.
         """
         if self._poll_seconds > 0:
             name = f"models of {self.path.name}"
             threading.Thread(target=self._follow, args=(models,), name=name, daemon=True).start()
 
     def stop(self) -> None:
-        """Read no more."""
+        """Stop reading the file."""
         self._stopping.set()
 
     def _follow(self, models: ServedModels) -> None:
@@ -66,5 +66,5 @@ class ConfigFile:
             except StatusError as error:
                 problem = f"{error.code.name}: {error.message}"
             if problem and problem != self._problem:
-                _log.warning("the configuration stays as it was: %s", printable(problem))
+                _log.warning("the configuration is unchanged: %s", printable(problem))
             self._problem = problem

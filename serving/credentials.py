@@ -1,8 +1,7 @@
-"""Open channels to model servers: without encryption, with TLS, with a client's certificate, with a token.
+"""TLS and tokens of gRPC, for both sides: a client's channel, and a model server's port.
 
-Private keys and tokens are read from files, given to gRPC, and part of no message.
-
-TLS of a model server's gRPC port, as the file of TF Serving's `--ssl_config_file` says.
+A client takes its files from `ServerAccess`, a port takes its keys from the file of TF Serving's
+`--ssl_config_file`. Private keys and tokens are read from files and passed to gRPC; no error quotes them.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from serving.text_config import read_text_config
 if TYPE_CHECKING:
     import grpc
 
-
+_OPTION = "--ssl-config-file"
 _LARGEST_PEM = 4 << 20
 _LONGEST_TOKEN = 16 << 10
 
 
 def open_channel(address: str, access: ServerAccess, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
-    """A channel to a model server; nothing is sent before the first call.
+    """A channel to a model server; it sends nothing before the first call.
 
     Raises:
-        UsageError: options that do not go together, or a file that cannot be read or holds something else.
+        UsageError: options that exclude each other, or a file that cannot be read or has other content.
     """
     import grpc
 
@@ -45,14 +44,14 @@ def open_channel(address: str, access: ServerAccess, options: Sequence[tuple[str
 
 
 def channel_credentials(access: ServerAccess) -> grpc.ChannelCredentials | None:
-    """What a channel is opened with; None without TLS. All files are read, so that errors come early.
+    """The credentials of a channel; None without TLS. All files are read now, so that errors come early.
 
     Raises:
-        UsageError: options that do not go together, or a file that cannot be read or holds something else.
+        UsageError: options that exclude each other, or a file that cannot be read or has other content.
     """
     import grpc
 
-    _require_sense(access)
+    _require_complete(access)
     if access.grpc_ca is None:
         return None
     authorities = None if access.grpc_ca == SYSTEM_CA else _authorities(access.grpc_ca)
@@ -67,12 +66,12 @@ def channel_credentials(access: ServerAccess) -> grpc.ChannelCredentials | None:
 
 
 def identity(access: ServerAccess) -> tuple[object, ...]:
-    """What changes when a certificate, a key or the authority's file is replaced."""
+    """A value that changes when the file of a certificate, a key or an authority is replaced."""
     files = filter(None, (access.grpc_ca, access.grpc_cert, access.grpc_key))
     return tuple(identity_of(Path(file)) for file in files)
 
 
-def _require_sense(access: ServerAccess) -> None:
+def _require_complete(access: ServerAccess) -> None:
     needs_tls = {
         "--grpc-cert": access.grpc_cert,
         "--grpc-key": access.grpc_key,
@@ -83,13 +82,13 @@ def _require_sense(access: ServerAccess) -> None:
     if given and access.grpc_ca is None:
         raise UsageError(
             f"{' and '.join(given)} without --grpc-ca",
-            cause="certificates and tokens are sent over TLS alone",
+            cause="certificates and tokens are sent over TLS only",
             hint=f"name the certificate authority: --grpc-ca FILE, or --grpc-ca {SYSTEM_CA}",
         )
     if (access.grpc_cert is None) != (access.grpc_key is None):
         raise UsageError(
             "--grpc-cert and --grpc-key go together",
-            cause="a certificate is of no use without its key",
+            cause="a certificate cannot be used without its key",
             hint="name both files, or none",
         )
 
@@ -119,17 +118,17 @@ def require_key_pair(certificate: Path, key: Path) -> None:
     """Check that a certificate and a private key belong together.
 
     Raises:
-        ssl.SSLError, ValueError: they do not, or one is no PEM, or the key wants a password.
+        ssl.SSLError, ValueError: they do not, or one is not PEM, or the key has a password.
     """
     ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(certificate, key, _no_password)
 
 
 def _no_password() -> NoReturn:
-    raise ValueError("the key wants a password")
+    raise ValueError("the key has a password")
 
 
 def _authorization(file: str) -> Callable[[Any, Callable[..., None]], None]:
-    """The plugin that gRPC asks for each call: a token that is replaced meanwhile is the next call's."""
+    """The plugin that gRPC calls for each RPC. It reads the file again, so a new token is used at once."""
 
     def authorize(context: Any, callback: Callable[..., None]) -> None:
         try:
@@ -146,9 +145,9 @@ def _token(file: str) -> str:
     data = _read("--grpc-token-file", file, _LONGEST_TOKEN).strip()
     if not data or not data.isascii() or any(byte <= ord(" ") for byte in data):
         raise UsageError(
-            f"--grpc-token-file {file} holds no token",
+            f"--grpc-token-file {file} does not hold a token",
             cause="expected one word of ASCII characters",
-            hint="write the token, and nothing else, into the file",
+            hint="write only the token into the file",
         )
     return data.decode("ascii")
 
@@ -160,25 +159,22 @@ def _read(option: str, file: str, most_bytes: int) -> bytes:
         raise UsageError(
             f"{option} {file} cannot be read",
             cause=getattr(error, "strerror", None) or str(error),
-            hint="name a file that this user may read",
+            hint="name a file that this user can read",
         ) from error
 
 
 def _not_pem(option: str, file: str, error: Exception) -> NoReturn:
-    reason = getattr(error, "reason", None) or str(error) or "no PEM"
+    reason = getattr(error, "reason", None) or str(error) or "it is not PEM"
     raise UsageError(
         f"{option}: {file} cannot be used", cause=str(reason), hint="name PEM files that belong together"
     ) from None
 
 
-_OPTION = "--ssl-config-file"
-
-
 def server_credentials(path: Path) -> grpc.ServerCredentials:
-    """What a port is opened with: the server's key and certificate, and whose clients are let in.
+    """The credentials of a port: the server's key and certificate, and the authority of its clients.
 
     Raises:
-        UsageError: the file cannot be read, or what it holds cannot be used.
+        UsageError: the file cannot be read, or its content cannot be used.
     """
     import grpc
 
@@ -187,7 +183,7 @@ def server_credentials(path: Path) -> grpc.ServerCredentials:
     if config.custom_ca:
         _check_authorities(path, config.custom_ca)
     elif config.client_verify:
-        _cannot_be_used(path, "client_verify without custom_ca: no client could be verified")
+        _cannot_be_used(path, "client_verify without custom_ca: the server could not verify any client")
     return grpc.ssl_server_credentials(
         [(config.server_key.encode(), config.server_cert.encode())],
         root_certificates=config.custom_ca.encode() or None,
@@ -202,7 +198,7 @@ def _check_pair(path: Path, key: str, certificate: str) -> None:
         with _in_memory(certificate) as certificate_file, _in_memory(key) as key_file:
             require_key_pair(certificate_file, key_file)
     except (ssl.SSLError, ValueError) as error:
-        reason = getattr(error, "reason", None) or str(error) or "no PEM"
+        reason = getattr(error, "reason", None) or str(error) or "it is not PEM"
         _cannot_be_used(path, f"server_key and server_cert: {reason}")
 
 
@@ -215,7 +211,7 @@ def _check_authorities(path: Path, pem: str) -> None:
 
 @contextmanager
 def _in_memory(text: str) -> Iterator[Path]:
-    """A file for Python's ssl, which takes key pairs from files alone; a key must not lie in one on disk."""
+    """A file in memory: Python's ssl reads key pairs only from files, and the key must not be on a disk."""
     descriptor = os.memfd_create("pem")
     try:
         os.write(descriptor, text.encode())
@@ -228,5 +224,5 @@ def _cannot_be_used(path: Path, cause: str) -> NoReturn:
     raise UsageError(
         f"{_OPTION} {path} cannot be used",
         cause=cause,
-        hint="write server_key, server_cert and custom_ca as PEM, with \\n for the ends of lines",
+        hint="write server_key, server_cert and custom_ca as PEM, with \\n for each end of line",
     )

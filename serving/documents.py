@@ -1,4 +1,4 @@
-"""The documents that `serve-model --json` prints; the same rules hold as for `exporter.cli.documents`."""
+"""The documents that `serve-model --json` prints; they follow the rules of `exporter.cli.documents`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ServedModel(Struct, frozen=True):
     model: str
     """Its name in requests."""
     version: int
-    """Its newest version that is available."""
+    """Its newest available version."""
 
 
 class Serving(Struct, frozen=True):
@@ -24,11 +24,11 @@ class Serving(Struct, frozen=True):
     model: str | None
     """The first model's name in requests; null if a configuration lists none."""
     version: int | None
-    """The version of it that is served."""
+    """The served version of that model."""
     models: Sequence[ServedModel]
-    """All models, by name."""
+    """All models, sorted by name."""
     host: str
-    """The address that the server listens on."""
+    """The address on which the server listens."""
     port: int
     """Its gRPC port."""
     rest_port: int | None
@@ -43,7 +43,7 @@ class Published(Struct, frozen=True):
     step: int | None
     """The training step of its values."""
     hold: int | None
-    """The position at which the model is held."""
+    """The position at which a hold stops the model; null without one."""
 
 
 class ServedVersion(Struct, frozen=True):
@@ -54,33 +54,33 @@ class ServedVersion(Struct, frozen=True):
     state: str
     """`START`, `LOADING`, `AVAILABLE`, `UNLOADING` or `END`."""
     code: str
-    """The canonical status of its loading: `OK`, or what failed."""
+    """The canonical status of loading it: `OK`, or the code of the failure."""
     message: str
-    """Why it failed; empty if it did not."""
+    """Why loading failed; empty if it did not."""
     position: int | None
     """The position that it serves."""
     step: int | None
     """The training step of its values."""
     lineage: str | None
-    """The log that its deltas are of."""
+    """The log that its deltas belong to."""
     behind_deltas: int | None
-    """How many deltas an update would apply now; those beyond the hold are not counted."""
+    """How many deltas an update would apply now, up to the hold."""
     behind_steps: int | None
     """Training steps from here to the newest position."""
     newer_version: int | None
-    """A newer version that is published, and not served in its place yet."""
+    """A newer published version that the server does not serve yet."""
     published: datetime | None
     """When the values that it serves were published."""
     age_seconds: float | None
-    """How long ago that was."""
+    """Seconds since then."""
     event_time: datetime | None
-    """When the newest event happened that those values were trained on."""
+    """The time of the newest event that those values were trained on."""
     event_age_seconds: float | None
-    """How long ago that was."""
+    """Seconds since then."""
     unsettled: int | None
     """Its responses of no one position since it was loaded; null: it does not count them."""
     problem: str | None
-    """Why something is not known."""
+    """Why a field is unknown."""
 
 
 class ModelStatus(Struct, frozen=True):
@@ -89,7 +89,7 @@ class ModelStatus(Struct, frozen=True):
     address: str
     """The server's address."""
     model: str
-    """The model's name there."""
+    """The model's name on the server."""
     published: Published | None
     """What is published; null without `--published`."""
     versions: Sequence[ServedVersion]
@@ -97,14 +97,14 @@ class ModelStatus(Struct, frozen=True):
 
 
 class PredictDocument(Struct, frozen=True):
-    """What every document of `predict` begins with."""
+    """The first fields of every document of `predict`."""
 
     model: str
     """The model's name."""
     version: int
-    """The version that answered."""
+    """The version that computed the values."""
     signature: str
-    """The signature that was asked."""
+    """The signature that computed them."""
 
 
 class RowPrediction(PredictDocument, frozen=True):
@@ -125,7 +125,7 @@ class ExampleResults(PredictDocument, frozen=True):
     """What `predict` prints for a request with `examples` to a classify or regress signature."""
 
     results: Any
-    """For each example a list of label and score, or a number."""
+    """For each example a list of labels and scores, or a number."""
 
 
 class Update(Struct, frozen=True):
@@ -134,11 +134,11 @@ class Update(Struct, frozen=True):
     address: str
     """The server's address."""
     model: str
-    """The model's name there."""
+    """The model's name on the server."""
     version: int
     """The version that was updated."""
     position: int
-    """Where it stands now."""
+    """The position that it serves now."""
     step: int
     """The training step of its values."""
     rows: int
@@ -146,13 +146,13 @@ class Update(Struct, frozen=True):
     deltas: int
     """Deltas that were applied."""
     status: str
-    """Why it stopped there, in the model's words; the first word tells: `reached`, `current`, `hold`, ..."""
+    """Why it stopped, in the model's words; the first word is a code: `reached`, `current`, `hold`, ..."""
     loading: int | None
-    """A newer version that was not available in time, and was not updated."""
+    """A newer version that was not available in time, so it was not updated."""
 
 
 class ReloadedModel(Struct, frozen=True):
-    """A model of the configuration that a server took."""
+    """A model of the configuration that a server accepted."""
 
     model: str
     """Its name in requests."""
@@ -168,14 +168,14 @@ class Reload(Struct, frozen=True):
     address: str
     """The server's address."""
     models: Sequence[ReloadedModel]
-    """The models that it serves."""
+    """The models that it serves now."""
 
 
 class AgentStarted(Struct, frozen=True):
     """The first document of `agent`."""
 
     what: Literal["started"]
-    """It has begun."""
+    """The agent has started."""
     host: str
     """The address of its status page and metrics."""
     port: int
@@ -183,14 +183,14 @@ class AgentStarted(Struct, frozen=True):
 
 
 class AgentEvent(Struct, frozen=True):
-    """What `agent` prints of each thing that happens."""
+    """What `agent` prints for each event."""
 
     what: str
-    """What it is about: `applied`, `failed`, `refused`, `canary`, `approved`, `golden`, `rolled_back`, ..."""
+    """Kind of event: `applied`, `failed`, `refused`, `canary`, `approved`, `golden`, `rolled_back`, ..."""
     message: str
-    """The same for people."""
+    """The event as a sentence."""
     model: str
-    """The model's name; empty if it is about none."""
+    """The model's name; empty if the event concerns no model."""
     replica: str | None
     """The model server's address."""
     version: int | None
@@ -204,10 +204,10 @@ class AgentEvent(Struct, frozen=True):
     deltas: int | None
     """Deltas that were applied."""
     seconds: float | None
-    """How long the call took."""
+    """Seconds that the call took."""
     behind_seconds: float | None
-    """From the publication of the delta until it was served."""
+    """Seconds from the publication of the delta until the replica served it."""
     event_age_seconds: float | None
-    """From the newest event that it was trained on until it was served."""
+    """Seconds from the newest event that the delta was trained on until the replica served it."""
     at: datetime
     """When it happened."""

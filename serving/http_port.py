@@ -1,17 +1,15 @@
-"""One HTTP port in this process: a function from requests to answers, from construction until `stop`.
+"""An HTTP or HTTPS port in this process, which calls a function for each request until `stop`.
 
-The agent's own port and the model server's REST interface are such ports. An event loop in a thread of its
-own reads from all clients at once, h11 parses, and a thread gets a request when the whole of it has come: a
-client that dawdles keeps a buffer, and no other client waiting.
+The agent's port and the model server's REST interface use it. One thread runs an event loop that reads from
+all clients, and h11 parses. A worker thread gets a request only when it is complete, so a slow client
+occupies a buffer and does not delay other clients.
 
-uvicorn and hypercorn run h11 in the same way. Neither bounds the time in which headers come, nor passes on
-whether a client has shown a certificate.
+uvicorn and hypercorn also run h11 in an event loop. Neither limits the time in which headers arrive, nor
+reports whether a client presented a certificate.
 
-TLS of an HTTP port.
-
-A certificate is asked for, and not demanded: what may be seen without one is the application's decision
-(`Request.is_certified`), for probes of an orchestrator show none. A certificate of another authority ends the
-handshake.
+With `client_ca`, TLS requests a client certificate but does not require one, because an orchestrator's probes
+present none; the application decides by `HttpRequest.is_certified`. The handshake fails for a certificate of
+another authority.
 """
 
 from __future__ import annotations
@@ -41,9 +39,20 @@ from exporter.local_paths import local_path
 from exporter.newer_python import timeout
 from serving.credentials import require_key_pair
 
+_log = logging.getLogger(__name__)
+_IDLE_S = 60.0
+"""An open connection without a request is closed after this time."""
+_LINGER_S = 2.0
+_MOST_CONNECTIONS = 1000
+_QUICK_THREADS = 2
+_LARGEST_HEAD_BYTES = 64 << 10
+_STEP_BYTES = 256 << 10
+_SLOWEST_BYTES_PER_S = 256 << 10
+"""A body that moves at this rate or faster is not cut off, however long it is."""
+
 
 class HttpTls(Struct, frozen=True):
-    """Files of an HTTP port's certificate and key, and of the authority that clients' certificates are of."""
+    """Files of a port's certificate and key, and of the authority that signs clients' certificates."""
 
     certificate: Path
     key: Path
@@ -51,10 +60,10 @@ class HttpTls(Struct, frozen=True):
 
     @classmethod
     def of(cls, certificate: str | None, key: str | None, client_ca: str | None) -> HttpTls | None:
-        """What `--tls-cert`, `--tls-key` and `--client-ca` say; None without them.
+        """The files that `--tls-cert`, `--tls-key` and `--client-ca` name; None without them.
 
         Raises:
-            UsageError: some do not go without another, or a file cannot be used.
+            UsageError: one is missing that another needs, or a file cannot be used.
         """
         if certificate is None and key is None and client_ca is None:
             return None
@@ -70,14 +79,14 @@ class HttpTls(Struct, frozen=True):
             found.context()
         except (OSError, ValueError) as error:  # an SSLError is an OSError
             raise UsageError(
-                "the agent's certificate, its key or the clients' authority cannot be used",
+                "the agent's certificate, its key or the authority of its clients cannot be used",
                 cause=str(getattr(error, "reason", None) or getattr(error, "strerror", None) or error),
-                hint="name PEM files that this user may read, and a key that belongs to the certificate",
+                hint="name PEM files that this user can read, and the key of the certificate",
             ) from None
         return found
 
     def context(self) -> ssl.SSLContext:
-        """For the server's side of connections."""
+        """The context for the server's side of connections."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_cert_chain(self.certificate, self.key)
@@ -87,28 +96,17 @@ class HttpTls(Struct, frozen=True):
         return context
 
 
-_log = logging.getLogger(__name__)
-_IDLE_S = 60.0
-_LINGER_S = 2.0
-_MOST_CONNECTIONS = 1000
-_QUICK_THREADS = 2
-_LARGEST_HEAD_BYTES = 64 << 10
-_STEP_BYTES = 256 << 10
-_SLOWEST_BYTES_PER_S = 256 << 10
-"""What is sent at this rate, or faster, is not cut off however long it is."""
-
-
 class HttpRequest(Struct):
-    """A request that has come as a whole."""
+    """A complete request."""
 
     method: str
     target: str
-    """Path and query as they were sent: names are decoded after the path was taken apart."""
+    """Path and query as the client sent them; the application decodes names after it has split the path."""
     headers: dict[str, str]
-    """By names in small letters; of one that is there twice, the last."""
+    """Values by lower-case name; of a repeated header, the last."""
     body: bytes | bytearray = b""
     is_certified: bool = False
-    """The client has shown a certificate that the authority of `HttpTls` signed."""
+    """The client presented a certificate that the authority of `HttpTls` signed."""
 
     @property
     def path(self) -> str:
@@ -117,20 +115,20 @@ class HttpRequest(Struct):
 
 
 class HttpResponse(Struct):
-    """An answer; the port adds its length and the date."""
+    """A response; the port adds its length and the date."""
 
     status: str
-    """As `200 OK`."""
+    """Code and phrase, as `200 OK`."""
     headers: Sequence[tuple[str, str]]
     body: Sequence[bytes] = ()
-    """In parts, so that a long one need not be in memory twice."""
+    """In parts, so that a long body is not in memory twice."""
 
 
 Application = Callable[[HttpRequest], HttpResponse]
 
 
 class HttpPort:
-    """Answers until it is stopped. Connections are kept alive; each of `threads` works on one request."""
+    """A listening port. Connections are kept alive; each of `threads` handles one request at a time."""
 
     def __init__(
         self,
@@ -148,20 +146,20 @@ class HttpPort:
         """Listen.
 
         Args:
-            application: called in a thread that works.
+            application: called in a worker thread for each request.
             host: the address to listen on.
-            port: the TCP port; 0 takes a free one, `self.port` says which.
-            option: the option that chose the port, for the hint of an error.
-            threads: how many requests are worked on at a time.
-            max_body_bytes: longer requests are refused with 413. When bodies and answers of all clients have
-                twice as much, further bodies are refused with 503.
-            request_seconds: a client that takes longer to send a request, or to take its answer, is cut off,
-                unless there are many bytes.
-            is_quick: of requests that two threads of their own answer, whatever all others work on.
-            tls: files for TLS; without them it speaks plain HTTP.
+            port: the TCP port; 0 takes a free one, and `self.port` holds its number.
+            option: the command line's option for the port, for the hint of an error.
+            threads: how many requests are handled at the same time.
+            max_body_bytes: longer requests are refused with 413. While the bodies and responses of all
+                clients hold twice as much, further bodies are refused with 503.
+            request_seconds: a client that takes longer to send a request, or to receive its response, is
+                disconnected; long bodies get more time.
+            is_quick: True for requests that two reserved threads handle, even when all others are busy.
+            tls: files for TLS; without them the port speaks plain HTTP.
 
         Raises:
-            ServerError: the address cannot be listened on.
+            ServerError: the port cannot listen on the address.
         """
         self._listening = _listen(host, port, option)
         self.port = int(self._listening.getsockname()[1])
@@ -178,13 +176,13 @@ class HttpPort:
         self._thread.start()
 
     def stop(self, grace_seconds: float = 5.0) -> None:
-        """Take no more requests, and give those under way so much time; harmless if repeated."""
+        """Refuse new requests and give those in progress `grace_seconds` to end. May be called repeatedly."""
         with suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._begin_to_end, grace_seconds)
         self._thread.join(grace_seconds + 1.0)
 
     async def work(self, request: HttpRequest) -> HttpResponse:
-        """Have the application answer."""
+        """Let a worker thread call the application."""
         return await (self._quick if self._is_quick(request) else self._workers).work(request)
 
     def _run(self) -> None:
@@ -196,7 +194,7 @@ class HttpPort:
         while True:
             try:
                 accepted, _ = await self._loop.sock_accept(self._listening)
-            except OSError:  # no file descriptor is left, or the client is gone already
+            except OSError:  # no free file descriptor, or the client has already disconnected
                 await asyncio.sleep(0.1)
                 continue
             if len(self._connections) >= self._most_connections:
@@ -210,7 +208,7 @@ class HttpPort:
         del self._connections[connection]
 
     def _drop_one(self) -> None:
-        """Make room: the first one goes that has sent no whole request."""
+        """Close the oldest connection that has not sent a complete request."""
         for connection, task in self._connections.items():
             if not connection.is_busy and not connection.is_dropped:
                 connection.is_dropped = True
@@ -240,7 +238,7 @@ class HttpPort:
 
 
 class _Workers:
-    """Threads that answer. One whose request never ends does not keep the process: they are daemons."""
+    """Worker threads. They are daemons, so that a request that never ends does not keep the process alive."""
 
     def __init__(self, application: Application, threads: int) -> None:
         self._application, self._threads = application, threads
@@ -251,13 +249,13 @@ class _Workers:
             threading.Thread(target=self._run, name=f"http {number}", daemon=True).start()
 
     async def work(self, request: HttpRequest) -> HttpResponse:
-        """The application's answer."""
+        """The application's response, computed in one of the threads."""
         answer: asyncio.Future[HttpResponse] = asyncio.get_running_loop().create_future()
         self._queue.put((request, answer))
         return await answer
 
     def end(self) -> None:
-        """Answer nothing more."""
+        """End the threads after the requests in progress."""
         for _ in range(self._threads):
             self._queue.put(None)
 
@@ -265,16 +263,16 @@ class _Workers:
         while (item := self._queue.get()) is not None:
             request, answer = item
             if not answer.cancelled():
-                with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                with suppress(RuntimeError):  # the loop is closed, so nothing awaits the result
                     answer.get_loop().call_soon_threadsafe(_settle, answer, self._answer(request))
-            del item, request, answer  # a body need not be kept until the next one comes
+            del item, request, answer  # else this frame keeps the body until the next request
 
     def _answer(self, request: HttpRequest) -> HttpResponse:
         try:
             return self._application(request)
-        except Exception:  # noqa: BLE001 - the edge of the server: the thread has others to answer
-            _log.exception("a request could not be answered")
-            return _error(HTTPStatus.INTERNAL_SERVER_ERROR, "the request could not be answered")
+        except Exception:  # noqa: BLE001 - the edge of the server: the thread has to go on
+            _log.exception("a request failed")
+            return _error(HTTPStatus.INTERNAL_SERVER_ERROR, "the request failed")
 
 
 def _settle(answer: asyncio.Future[HttpResponse], done: HttpResponse) -> None:
@@ -283,7 +281,7 @@ def _settle(answer: asyncio.Future[HttpResponse], done: HttpResponse) -> None:
 
 
 class _Refused(Exception):
-    """A request that is not read to its end; its connection is closed."""
+    """A request that is not read to its end; the connection is closed after the response."""
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
         super().__init__(why)
@@ -296,14 +294,14 @@ class _Connection:
     def __init__(self, port: HttpPort) -> None:
         self._port = port
         self._held_bytes = 0
-        self._rest = b""
+        self._received = b""
         self.is_busy = False
-        """A whole request has come, and is answered."""
+        """A complete request is being handled."""
         self.is_dropped = False
-        """It makes room for others."""
+        """It was cancelled to make room for another connection."""
 
     async def serve(self, accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Answer one request after another."""
+        """Handle one request after another."""
         transport: asyncio.Transport | None = None
         try:
             transport = await self._open(accepted, tls)
@@ -311,7 +309,7 @@ class _Connection:
                 pass
             transport.close()
         except (OSError, TimeoutError):
-            pass  # clients that went away, or did not agree on TLS, are none of the operator's business
+            pass  # a client disconnected, or TLS failed: not an error of this server
         except Exception:  # noqa: BLE001 - the edge of the server: there are other clients
             _log.exception("a connection ended")
         finally:
@@ -333,25 +331,25 @@ class _Connection:
             ssl_handshake_timeout=None if tls is None else self._port.request_seconds,
         )
         assert isinstance(transport, asyncio.Transport)
-        transport.set_write_buffer_limits(0)  # `drain` waits until all is with the kernel
+        transport.set_write_buffer_limits(0)  # `drain` then waits until the kernel has all bytes
         self._writer = asyncio.StreamWriter(transport, protocol, self._reader, loop)
         self._is_certified = bool(transport.get_extra_info("peercert"))
         return transport
 
     async def _has_begun(self) -> bool:
-        """Wait for a request; False if the client wants nothing more. Empty lines before it do not count."""
+        """Wait for a request, skipping empty lines; False if the client closes the connection."""
         async with timeout(_IDLE_S):
-            while not self._rest:
+            while not self._received:
                 data = await self._reader.read(_STEP_BYTES)
                 if not data:
                     return False
-                self._rest = data.lstrip(b"\r\n")
+                self._received = data.lstrip(b"\r\n")
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_LARGEST_HEAD_BYTES)
-        self._http.receive_data(self._rest)
+        self._http.receive_data(self._received)
         return True
 
     async def _answer_one(self) -> bool:
-        """Read a request and answer it; False if the connection ends with it."""
+        """Read and handle one request; False if the connection ends with it."""
         self._has_body = True
         try:
             async with timeout(self._port.request_seconds) as deadline:
@@ -362,11 +360,11 @@ class _Connection:
             return False
         self.is_busy = True
         response = await self._port.work(request)
-        del request  # its body need not be kept until the client has taken the answer
+        del request  # frees the body before the client has received the response
         self._hold(-self._held_bytes)
         await self._in_time(response)
         self.is_busy = False
-        self._rest = self._http.trailing_data[0].lstrip(b"\r\n")
+        self._received = self._http.trailing_data[0].lstrip(b"\r\n")
         return self._http.our_state is h11.DONE and not self._port.is_ending
 
     async def _event(self) -> Any:
@@ -399,16 +397,16 @@ class _Connection:
 
     def _require_length(self, length: int) -> None:
         if length > (most := self._port.max_body_bytes):
-            raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {most} bytes")
+            raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body is longer than {most} bytes")
         if length and self._port.held_bytes - self._held_bytes + length > 2 * most:
-            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "other requests' bodies fill the memory")
+            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "the bodies of other requests use all memory")
 
     def _hold(self, bytes_: int) -> None:
         self._held_bytes += bytes_
         self._port.held_bytes += bytes_
 
     async def _in_time(self, response: HttpResponse) -> None:
-        """Send an answer; one that is not taken in time is cut off."""
+        """Send a response; disconnect a client that does not receive it in time."""
         self._hold(length := sum(map(len, response.body)))
         async with timeout(self._port.request_seconds) as deadline:
             first, sent = deadline.when() or 0.0, 0
@@ -420,7 +418,7 @@ class _Connection:
         self._hold(-length)
 
     def _parts(self, response: HttpResponse, length: int) -> Iterator[bytes]:
-        """The bytes of an answer; those of a small one in one part."""
+        """The bytes of a response; a small one is one part."""
         code, _, reason = response.status.partition(" ")
         headers = [*response.headers, ("Content-Length", str(length)), ("Date", formatdate(usegmt=True))]
         if self._port.is_ending or self._http.their_state is not h11.DONE:
@@ -428,7 +426,7 @@ class _Connection:
         head = h11.Response(status_code=int(code), reason=reason, headers=headers)
         begun = self._http.send(head) or b""
         for part in response.body if self._has_body else ():
-            self._http.send(h11.Data(data=part))  # which counts them
+            self._http.send(h11.Data(data=part))  # h11 counts the bytes against Content-Length
             for start in range(0, len(part), _STEP_BYTES):
                 begun += part[start : start + _STEP_BYTES]
                 if len(begun) >= _STEP_BYTES:
@@ -443,10 +441,13 @@ class _Connection:
         if isinstance(error, h11.RemoteProtocolError):
             is_long = error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
             return _error(HTTPStatus(431 if is_long else 400), str(error))
-        return _error(HTTPStatus.REQUEST_TIMEOUT, f"no whole request in {self._port.request_seconds:g} s")
+        return _error(HTTPStatus.REQUEST_TIMEOUT, f"no complete request in {self._port.request_seconds:g} s")
 
     async def _linger(self) -> None:
-        """Let the client read why: closing while bytes come would take the answer away from it."""
+        """Read and discard what the client still sends.
+
+        Closing a socket with unread bytes sends RST, and the client would lose the response.
+        """
         with suppress(TimeoutError):
             async with timeout(_LINGER_S):
                 if self._writer.can_write_eof():
@@ -456,11 +457,13 @@ class _Connection:
 
 
 def _require_one_end(headers: dict[str, str], version: bytes) -> None:
-    """A request whose end two readers see in two places lets a client put words into the mouth of the next
-    one behind a proxy (RFC 9112, sections 6.3 and 11.2); h11 takes the two ways below as the RFC allows.
+    """Refuse requests whose end a proxy and this port could see in different places.
+
+    A client could then smuggle a second request into the connection of another client behind the proxy
+    (RFC 9112, sections 6.3 and 11.2). h11 accepts the two cases below, as the RFC allows.
     """
     if "transfer-encoding" in headers and ("content-length" in headers or version < b"1.1"):
-        why = "Transfer-Encoding with Content-Length, or where it has no meaning"
+        why = "Transfer-Encoding together with Content-Length, or in HTTP/1.0"
         raise _Refused(HTTPStatus.BAD_REQUEST, why)
 
 
@@ -495,10 +498,10 @@ def _listen(host: str, port: int, option: str) -> socket.socket:
                 continue
             listening.setblocking(False)
             return listening
-    except OSError as error:  # the name is not known
+    except OSError as error:  # the host name does not resolve
         problem = error
     raise ServerError(
         f"cannot listen on {host}:{port}",
         cause=str(problem),
-        hint=f"choose another {option}, or {option} 0 for a free one",
+        hint=f"choose another {option}, or {option} 0 for a free port",
     ) from problem

@@ -1,7 +1,7 @@
-"""Convert a signature's requests and answers between messages and arrays, as TF Serving defines them.
+"""Run a signature: convert its inputs from messages to arrays and its outputs back, as TF Serving does.
 
 The rules, error codes and messages follow tensorflow_serving/servables/tensorflow (predict_util.cc,
-classifier.cc, regressor.cc, multi_inference.cc), so that a client sees here what it would see there.
+classifier.cc, regressor.cc, multi_inference.cc), so that clients get the same responses as from TF Serving.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ REGRESS = "tensorflow/serving/regress"
 
 
 class Inference(Struct, frozen=True, kw_only=True):
-    """How a server answers requests, and how long one may take."""
+    """How a server computes responses, and how long one may take."""
 
     timeout_ms: int | None = None
-    """The session stops the step then; never by default."""
+    """The session stops the step after so many milliseconds; None is never."""
     max_filled_bytes: int = MAX_FILLED_BYTES
-    """A request is refused if more would be filled in."""
+    """A request is refused if filling its tensors to their shapes would take more bytes."""
     checks_method_names: bool = False
-    """Require that a signature's method is the one that is called. TF Serving's binary does not by default:
-    models of TensorFlow 2 name `predict` in all their signatures."""
+    """Refuse a call whose method differs from the signature's. TF Serving's binary does not check by default,
+    because models of TensorFlow 2 name `predict` in all their signatures."""
     as_tensor_content: bool = False
-    """Answer Predict in `tensor_content` instead of the fields of each type."""
+    """Encode Predict's outputs in `tensor_content` instead of the field of each type."""
 
 
 DEFAULT_INFERENCE = Inference()
@@ -74,7 +74,7 @@ def predict_arrays(
     inputs: Mapping[str, NDArray[Any]],
     how: Inference = DEFAULT_INFERENCE,
 ) -> dict[str, NDArray[Any]]:
-    """A predict signature's outputs by name, from inputs by name: `predict` without messages.
+    """`predict` without messages: arrays by input name in, arrays by output name out.
 
     Raises:
         StatusError: as `predict`.
@@ -94,7 +94,7 @@ def classify(model: Model, request: Proto, response: Proto, how: Inference = DEF
     """Fill a `ClassificationResponse`'s result.
 
     Raises:
-        StatusError: INVALID_ARGUMENT, if signature or output cannot classify.
+        StatusError: INVALID_ARGUMENT, the signature or its outputs are not those of a classifier.
     """
     signature = _signature_of(model, request.model_spec)
     input_, outputs = _classify_tensors(signature, how)
@@ -107,7 +107,7 @@ def regress(model: Model, request: Proto, response: Proto, how: Inference = DEFA
     """Fill a `RegressionResponse`'s result.
 
     Raises:
-        StatusError: INVALID_ARGUMENT, if signature or output cannot regress.
+        StatusError: INVALID_ARGUMENT, the signature or its output is not that of a regressor.
     """
     signature = _signature_of(model, request.model_spec)
     input_, output = _regress_tensors(signature, how)
@@ -121,10 +121,10 @@ def multi_inference(
 ) -> None:
     """Fill a `MultiInferenceResponse`: several classify and regress signatures over one input, in one step.
 
-    The examples are fed to each signature's own input tensor: in TensorFlow 2 these are several.
+    The examples are fed to the input tensor of each signature: in TensorFlow 2 each has its own.
 
     Raises:
-        StatusError: INVALID_ARGUMENT or UNIMPLEMENTED, if tasks do not fit the model or one another.
+        StatusError: INVALID_ARGUMENT or UNIMPLEMENTED, tasks do not fit the model or one another.
     """
     tasks = [(task, _task_signature(model, request.tasks, index)) for index, task in enumerate(request.tasks)]
     inputs: set[str] = set()
@@ -246,7 +246,7 @@ def _task_signature(model: Model, tasks: Sequence[Proto], index: int) -> Proto:
 
 
 def _classify_tensors(signature: Proto, how: Inference) -> tuple[str, list[str]]:
-    """The input's tensor name, and those of `classes` and `scores` as far as the signature has them."""
+    """The name of the input tensor, and of the tensors `classes` and `scores` that the signature has."""
     _expect_method(signature, CLASSIFY, "classification", how)
     if len(signature.inputs) != 1:
         raise invalid("Expected one input Tensor.")
@@ -281,7 +281,10 @@ def _input_tensor(signature: Proto, kind: str) -> str:
 
 
 def _examples(input_: Proto, max_filled_bytes: int) -> NDArray[Any]:
-    """Serialised `tf.Example`s, string [n]. A context goes before each: the example's features win."""
+    """Serialised `tf.Example`s, string [n], each after the shared context if there is one.
+
+    Concatenated messages merge when they are parsed, and the later one, the example, wins.
+    """
     kind = input_.WhichOneof("kind")
     messages = getattr(input_, kind).examples if kind else ()
     if not messages:

@@ -20,25 +20,25 @@ from serving.status import Code, StatusError, invalid
 
 
 class Loading(Struct, frozen=True, kw_only=True):
-    """How versions are loaded."""
+    """How the server loads versions."""
 
     tags: tuple[str, ...] = ("serve",)
-    """Of the graph in a SavedModel."""
+    """Tags of the graph to load from a SavedModel."""
     session_config: bytes = b""
-    """A serialised `ConfigProto`; the numbers of threads, if given, stand above those in it."""
+    """A serialised `ConfigProto`; numbers of threads below, if given, override those in it."""
     intra_op_threads: int = 0
-    """For one operation; 0 leaves it to TensorFlow."""
+    """Threads for one operation; 0 leaves the number to TensorFlow."""
     inter_op_threads: int = 0
-    """Operations that run at once; 0 leaves it to TensorFlow."""
+    """Operations that run at the same time; 0 leaves the number to TensorFlow."""
     warmup_iterations: int = 1
-    """How often each warm-up request is sent; 0 sends none."""
+    """How often each warm-up request is replayed; 0 replays none."""
 
 
 DEFAULT_LOADING = Loading()
 
 
 class LoadedModel:
-    """A version in memory. `run` may be called from any number of threads until `close`."""
+    """A version in memory. Any number of threads may call `run` until `close`."""
 
     def __init__(self, session: Any, signatures: Mapping[str, Any], lock: int | None) -> None:
         self.signatures = signatures
@@ -49,19 +49,19 @@ class LoadedModel:
     def run(
         self, feeds: Mapping[str, NDArray[Any]], fetches: Sequence[str], timeout_ms: int | None = None
     ) -> list[NDArray[Any]]:
-        """The values of the tensors named `fetches` when those named in `feeds` have the given values.
+        """Compute the tensors `fetches` from the values in `feeds`.
 
         Args:
-            feeds: tensor name to value; TensorFlow checks dtypes, and the operations check shapes.
-            fetches: tensor names.
+            feeds: values by tensor name; TensorFlow checks dtypes, and the operations check shapes.
+            fetches: names of tensors, in the order of the result.
             timeout_ms: the session stops the step after so many milliseconds.
 
         Raises:
-            tensorflow.errors.OpError: whatever the graph raises.
-            StatusError: INVALID_ARGUMENT, the graph has no tensor of a name.
+            tensorflow.errors.OpError: an error of the graph.
+            StatusError: INVALID_ARGUMENT, the graph does not have one of the tensors.
         """
-        # `Session.run` would cast dtypes and refuse shapes that TF Serving accepts, and takes 140 us longer.
-        # This call is what it ends in: the same C++ `Session::Run`, with the error messages TF Serving gives.
+        # `Session.run` casts dtypes, refuses shapes that TF Serving accepts, and takes 140 us longer. This is
+        # the call that it makes in the end: the same C++ `Session::Run` and error messages as TF Serving's.
         inputs = {self._output(name): value for name, value in feeds.items()}
         outputs = [self._output(name) for name in fetches]
         options = _run_options(timeout_ms)
@@ -86,7 +86,7 @@ class LoadedModel:
         return output
 
     def close(self) -> None:
-        """Free the session's memory and the lock; steps under way are cancelled."""
+        """Free the session's memory and the lock; TensorFlow cancels steps in progress."""
         session, self._session = self._session, None
         session.close()
         self._outputs.clear()
@@ -96,16 +96,16 @@ class LoadedModel:
 
 
 def has_saved_model(directory: Path) -> bool:
-    """True if the directory holds a SavedModel; one that is being copied may not have it yet."""
+    """True if the directory holds a SavedModel's graph; during a copy it may not be there yet."""
     return any((directory / name).is_file() for name in SAVED_MODEL_FILES)
 
 
 def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
-    """Load the SavedModel in `directory`, holding its manifest's lock until it is closed.
+    """Load the SavedModel in `directory`, and hold a shared lock on its manifest until `close`.
 
     Raises:
-        StatusError: NOT_FOUND, there is no SavedModel or none with these tags; DATA_LOSS, it does not parse,
-            or something in it is no file; UNAVAILABLE, the directory is being removed.
+        StatusError: NOT_FOUND, there is no SavedModel or no graph with these tags; DATA_LOSS, it does not
+            parse, or holds a pipe or a device; UNAVAILABLE, the directory is being removed.
         tensorflow.errors.OpError: TensorFlow cannot restore it.
     """
     if not has_saved_model(directory):
@@ -122,16 +122,16 @@ def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
     session = tf.compat.v1.Session(graph=tf.Graph(), config=config)
     try:
         with session.graph.as_default():
-            # What `tf.compat.v1.saved_model.load` calls, without its notice that TensorFlow 1 is deprecated.
+            # `tf.compat.v1.saved_model.load` calls this, and logs a deprecation notice for each load.
             meta_graph = SavedModelLoader(str(directory)).load(session, list(loading.tags))
         session._extend_graph()
     except BaseException as error:
         session.close()
         if lock is not None:
             os.close(lock)
-        if isinstance(error, RuntimeError):  # how the Python loader reports tags
+        if isinstance(error, RuntimeError):  # the Python loader's error for missing tags
             raise StatusError(Code.NOT_FOUND, str(error)) from error
-        if isinstance(error, OSError) and error.errno is None:  # how it reports a file that does not parse
+        if isinstance(error, OSError) and error.errno is None:  # its error for a file that does not parse
             raise StatusError(Code.DATA_LOSS, str(error)) from error
         raise
     own = message_class("SignatureDef")  # TensorFlow's messages are of another pool than the calls'
@@ -140,7 +140,7 @@ def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
 
 
 def _require_files(directory: Path) -> None:
-    """Refuse pipes and devices: TensorFlow would open one and wait for ever, and so would all later loads."""
+    """Refuse pipes and devices: TensorFlow would open one and block for ever, and with it all later loads."""
     for path in directory.rglob("*"):
         with suppress(OSError):
             mode = path.stat().st_mode
@@ -149,7 +149,7 @@ def _require_files(directory: Path) -> None:
 
 
 def _lock(manifest: Path) -> int | None:
-    """A shared lock that keeps the version from being removed."""
+    """Take the shared lock that keeps retention from removing the version."""
     try:
         descriptor = open_regular(manifest)
     except FileNotFoundError:

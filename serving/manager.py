@@ -1,10 +1,7 @@
-"""Keep the versions of one model in memory: a thread follows the base path, requests borrow what is
-loaded.
+"""Keep the versions of one model in memory: a thread follows the base path, requests borrow loaded versions.
 
-Warm-up: run the requests that a SavedModel brings along before it serves.
-
-They are `PredictionLog` messages in an uncompressed TFRecord file
-(source: tensorflow_serving/g3doc/saved_model_warmup.md).
+A version replays its warm-up requests before it becomes available. They are `PredictionLog` messages in an
+uncompressed TFRecord file (source: tensorflow_serving/g3doc/saved_model_warmup.md).
 """
 
 from __future__ import annotations
@@ -30,17 +27,45 @@ from serving.model_config import NEWEST, Load, VersionPolicy, next_action, versi
 from serving.status import Code, StatusError, VersionState, VersionStatus, invalid, status_of
 
 MAX_RECORDS = 1000
+"""TF Serving's limit for warm-up requests."""
+
+Listener = Callable[[str, VersionStatus], None]
+"""Called with a model's name and a version's new status, from the thread that changed it."""
+
+_REPLAYS: dict[str, tuple[Callable[[Model, Proto, Proto, Inference], None], str]] = {
+    "predict_log": (predict, "serving.PredictResponse"),
+    "classify_log": (classify, "serving.ClassificationResponse"),
+    "regress_log": (regress, "serving.RegressionResponse"),
+    "multi_inference_log": (multi_inference, "serving.MultiInferenceResponse"),
+}
+
+
+def load_warm(
+    directory: Path, loading: Loading = DEFAULT_LOADING, how: Inference = DEFAULT_INFERENCE
+) -> LoadedModel:
+    """Load the SavedModel in `directory` and replay its warm-up requests.
+
+    Raises:
+        StatusError, tensorflow.errors.OpError: as `load` and `warm_up`.
+    """
+    model = load(directory, loading)
+    try:
+        warm_up(model, directory, how, iterations=loading.warmup_iterations)
+    except BaseException:
+        model.close()
+        raise
+    return model
 
 
 def warm_up(model: Model, directory: Path, how: Inference = DEFAULT_INFERENCE, *, iterations: int = 1) -> int:
     """Replay the warm-up requests of the SavedModel in `directory`, in file order; returns their number.
 
-    Each is sent `iterations` times before the next one.
+    Each is replayed `iterations` times before the next one.
 
     Raises:
         StatusError: DATA_LOSS, the file is damaged; INVALID_ARGUMENT, a record is not a PredictionLog or
-            there are more than 1000; UNIMPLEMENTED, a session run log; or whatever a request ends in.
-        tensorflow.errors.OpError: whatever a request raises in the graph.
+            there are more than 1000; UNIMPLEMENTED, a session run log; or the error of a request.
+        tensorflow.errors.OpError: an error of the graph.
     """
     from exporter.wire.tfrecord import DamagedRecord, read_records
 
@@ -60,14 +85,6 @@ def warm_up(model: Model, directory: Path, how: Inference = DEFAULT_INFERENCE, *
     return count
 
 
-_REPLAYS: dict[str, tuple[Callable[[Model, Proto, Proto, Inference], None], str]] = {
-    "predict_log": (predict, "serving.PredictResponse"),
-    "classify_log": (classify, "serving.ClassificationResponse"),
-    "regress_log": (regress, "serving.RegressionResponse"),
-    "multi_inference_log": (multi_inference, "serving.MultiInferenceResponse"),
-}
-
-
 def _replay(model: Model, record: bytes, path: Path, how: Inference, iterations: int) -> None:
     from google.protobuf.message import DecodeError
 
@@ -85,29 +102,8 @@ def _replay(model: Model, record: bytes, path: Path, how: Inference, iterations:
         run(model, getattr(log, kind).request, message_class(response)(), how)
 
 
-Listener = Callable[[str, VersionStatus], None]
-"""Called with a model's name and a version's new status, from the thread that changed it."""
-
-
-def load_warm(
-    directory: Path, loading: Loading = DEFAULT_LOADING, how: Inference = DEFAULT_INFERENCE
-) -> LoadedModel:
-    """Load the SavedModel in `directory` and send its warm-up requests.
-
-    Raises:
-        StatusError, tensorflow.errors.OpError: as `load` and `warm_up`.
-    """
-    model = load(directory, loading)
-    try:
-        warm_up(model, directory, how, iterations=loading.warmup_iterations)
-    except BaseException:
-        model.close()
-        raise
-    return model
-
-
 class _Served(Struct):
-    """A loaded version and the number of requests that are using it."""
+    """A loaded version and the number of requests that use it."""
 
     model: LoadedModel
     borrowers: int = 0
@@ -116,8 +112,8 @@ class _Served(Struct):
 class VersionManager:
     """Loads and unloads the versions of one model as their directories come and go.
 
-    A version that fails to load is not tried again until its directory changes: that is what a copy in
-    progress needs, and a broken model does not.
+    After a failed load it waits until the directory changes before it loads the version again. So a version
+    that is still being copied is loaded in the end, and a broken one costs nothing.
     """
 
     def __init__(
@@ -142,19 +138,19 @@ class VersionManager:
         self._served: dict[int, _Served] = {}
         self._failures: dict[int, object] = {}
         self._taken_up = 1
-        """How often the model was taken up: at first, and after it was retired or had nothing to serve."""
+        """Counts starts of the model: the first, and each `follow` while retired or without a version."""
         self._noticed = 0
-        """The `_taken_up` that the thread acts on: as long as it is an earlier one, what is loaded may go."""
+        """The `_taken_up` that the thread has acted on. While it is lower, loaded versions may still go."""
         self._stopping = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=f"versions of {name}", daemon=True)
 
     def start(self) -> None:
-        """Begin to follow the base path."""
+        """Start to follow the base path."""
         self._thread.start()
 
     def stop(self, grace_seconds: float) -> None:
-        """Unload everything; requests and loads under way get `grace_seconds` before they are cut off."""
+        """Unload everything; requests and loads in progress get `grace_seconds` before they are cut off."""
         deadline = time.monotonic() + grace_seconds
         with self._changed:
             self._stopping = True
@@ -169,18 +165,18 @@ class VersionManager:
     def follow(self, base_path: Path, policy: VersionPolicy) -> None:
         """Follow another base path, or choose versions by another policy, from now on.
 
-        A version of the same number that is loaded stays, wherever it came from, as in TF Serving.
+        A loaded version of the same number stays, whichever path it came from, as in TF Serving.
         """
         with self._changed:
             if (self.base_path, self._policy) == (base_path, policy):
                 return
             self._taken_up += self.is_retired or not self._available()
             self.base_path, self._policy = base_path, policy
-            self._wanted = frozenset()  # nothing is hopeless until the new place was looked at
+            self._wanted = frozenset()  # old failures must not count until the thread has read the new path
         self._wake.set()
 
     def retire(self) -> None:
-        """Unload everything, and remember how each version ended; `follow` brings the model back."""
+        """Unload everything, and keep the last status of each version; `follow` starts the model again."""
         with self._changed:
             self._policy = None
             self._changed.notify_all()
@@ -188,12 +184,12 @@ class VersionManager:
 
     @property
     def is_retired(self) -> bool:
-        """True if the model is not to be served."""
+        """True after `retire`, until `follow`."""
         return self._policy is None
 
     @contextmanager
     def borrow(self, version: int | None) -> Iterator[tuple[int, LoadedModel]]:
-        """The named version, or the newest available one; it stays loaded inside the `with` block.
+        """Borrow the given version, or the newest available one; it stays loaded inside the `with` block.
 
         Raises:
             StatusError: NOT_FOUND, it is not available.
@@ -214,21 +210,21 @@ class VersionManager:
                     self._changed.notify_all()
 
     def statuses(self) -> list[VersionStatus]:
-        """Every version that was ever seen, the newest first."""
+        """Every version that the manager has ever seen, the newest first."""
         with self._changed:
             return sorted(self._statuses.values(), key=lambda status: -status.version)
 
     def is_available(self) -> bool:
-        """True if a request without a version would find one."""
+        """True if some version is available to requests."""
         return bool(self.available())
 
     def available(self) -> list[int]:
-        """The versions that requests may ask."""
+        """The versions that are available to requests."""
         with self._changed:
             return self._available()
 
     def is_coming(self) -> bool:
-        """True if a first version is being looked for or loaded, and did not fail so far."""
+        """True while a first version is being looked for or loaded, and has not failed."""
         with self._changed:
             if self._policy is None or self._stopping:
                 return False
@@ -237,10 +233,10 @@ class VersionManager:
             return not self._available() and not self._wanted <= self._failures.keys()
 
     def wait_available(self, timeout_seconds: float, is_wanted: Callable[[], bool] = lambda: True) -> int:
-        """The newest available version, as soon as there is one; given up when it `is_wanted` no more.
+        """Wait for an available version and return the newest one; stops when `is_wanted` returns False.
 
         Raises:
-            ServerError: none is available in time, or the version that ought to be served cannot be loaded.
+            ServerError: no version is available in time, or the wanted one cannot be loaded.
         """
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
@@ -248,7 +244,7 @@ class VersionManager:
                 late = time.monotonic() >= deadline or not is_wanted()
                 if late or self._hopeless():
                     raise self._not_available(timeout_seconds if late else None)
-                # In steps: the handler of a signal that another thread was given runs between them.
+                # In steps: Python runs the handler of a signal of another thread only between them.
                 self._changed.wait(min(1.0, deadline - time.monotonic()))
             return max(available)
 
@@ -258,33 +254,36 @@ class VersionManager:
     def _hopeless(self) -> bool:
         if self._policy is None or self._stopping:
             return True
-        # A failure that was tried again may have ended long ago: only those that still stand count.
+        # A failed version may be loading again: only those in END count.
         ended = {v for v in self._failures if self._statuses[v].state is VersionState.END}
         return bool(self._wanted) and self._wanted <= ended
 
     def _not_available(self, waited_seconds: float | None) -> ServerError:
         if self._policy is None or self._stopping:
             return ServerError(
-                f"{self.name} is not served any more",
-                cause="it was taken out of the configuration" if self.is_retired else "the server stops",
+                f"{self.name} is no longer served",
+                cause="it was removed from the configuration"
+                if self.is_retired
+                else "the server is stopping",
                 hint="add it to the configuration: serve-model reload",
             )
         failures = [status for status in self._statuses.values() if status.code]
         if not failures and (self.base_path / SAVED_MODEL_FILE).is_file():
             return ServerError(
                 f"{self.base_path} is itself a version",
-                cause="a model base path holds versions, in directories that are named by numbers",
+                cause="a model base path holds versions, in directories whose names are numbers",
                 hint=f"name the directory above it: serve-model run {quoted(self.base_path.parent)}",
             )
         if not failures and not self.base_path.is_dir():
             return ModelPathNotFound(
-                f"{self.base_path} is not a directory", cause=f"it was waited for: {waited_seconds:.3g} s"
+                f"{self.base_path} is not a directory",
+                cause=f"the server waited {waited_seconds:.3g} s for it",
             )
         if not failures:
             return ServerError(
                 f"no version of {self.name} became available in {waited_seconds:.3g} s",
                 cause=self._nothing_found(),
-                hint="publish a version with export-model, or give it more time with --wait SECONDS",
+                hint="publish a version with export-model, or wait longer with --wait SECONDS",
             )
         failed = max(failures, key=lambda status: status.version)
         return ServerError(
@@ -296,11 +295,11 @@ class VersionManager:
     def _nothing_found(self) -> str:
         if self._wanted:
             return f"version {max(self._wanted)} is still loading"
-        return f"{self.base_path} has no directory that is named by a number"
+        return f"{self.base_path} has no directory whose name is a number"
 
     def _follow(self) -> None:
         while not self._stopping:
-            self._wake.clear()  # before looking: what is asked for meanwhile is seen at the next look
+            self._wake.clear()  # before reading the policy: a change that comes meanwhile sets it again
             with self._changed:
                 policy, base_path, taken_up = self._policy, self.base_path, self._taken_up
             if policy is None:
@@ -310,9 +309,9 @@ class VersionManager:
                     directories = versions_among(path.name for path in base_path.iterdir())
                     paths = {version: base_path / name for version, name in directories.items()}
                     self._settle(policy.choose(directories), paths, taken_up)
-                except OSError:  # a base path that is gone for a moment changes nothing
+                except OSError:  # a base path that is missing for a moment changes nothing
                     self._notice(taken_up)
-            # A model that is not served is not looked for.
+            # Without a policy, or with 0 s, only `follow`, `retire` and `stop` wake the thread.
             self._wake.wait(None if policy is None else self._poll_seconds or None)
 
     def _notice(self, taken_up: int) -> None:
@@ -321,7 +320,7 @@ class VersionManager:
             self._changed.notify_all()
 
     def _settle(self, wanted: frozenset[int], directories: dict[int, Path], taken_up: int) -> None:
-        """Load and unload until what is served is what ought to be."""
+        """Load and unload until exactly `wanted` is served."""
         failures = {
             version: fingerprint
             for version, fingerprint in self._failures.items()
@@ -342,7 +341,7 @@ class VersionManager:
                 self._begin_unload(action.version)
 
     def _end_unfinished(self, wanted: frozenset[int]) -> None:
-        """What was waited for, and is not wanted any more, has ended."""
+        """Announce END for versions that were never loaded and are no longer wanted."""
         for status in self.statuses():
             is_waiting = status.state in (VersionState.START, VersionState.LOADING)
             if is_waiting and status.version not in wanted:
@@ -358,7 +357,7 @@ class VersionManager:
         fingerprint = _fingerprint(directory)
         try:
             model = self._load_model(directory)
-        except Exception as error:  # noqa: BLE001 - whatever a stranger's model raises is that version's status
+        except Exception as error:  # noqa: BLE001 - any error of a foreign model becomes that version's status
             status = status_of(error)
             unfinished = status.code is Code.UNAVAILABLE or not has_saved_model(directory)
             self._failures[version] = None if status.code is Code.UNAVAILABLE else fingerprint
@@ -368,7 +367,7 @@ class VersionManager:
         self._announce(VersionStatus(version, VersionState.AVAILABLE), _Served(model))
 
     def _begin_unload(self, version: int) -> None:
-        """Unload in a thread of its own: a request that never ends must not keep new versions waiting."""
+        """Unload in a separate thread: a request that never ends must not delay new versions."""
         self._announce(VersionStatus(version, VersionState.UNLOADING))
         threading.Thread(target=self._unload, args=(version,), name=f"unload {version}", daemon=True).start()
 
@@ -377,7 +376,7 @@ class VersionManager:
             served = self._served[version]
             self._changed.wait_for(lambda: not served.borrowers, timeout_seconds)
             if self._served.pop(version, None) is None:
-                return  # stopping was faster
+                return  # `stop` has unloaded it meanwhile
         served.model.close()
         self._announce(VersionStatus(version, VersionState.END))
 
@@ -390,12 +389,12 @@ class VersionManager:
                 self._served[status.version] = served
             self._changed.notify_all()
         if self._listener:
-            with suppress(OSError, ValueError):  # the listener's stream may be closed; serving goes on
+            with suppress(OSError, ValueError):  # the listener's stream may be closed; serving continues
                 self._listener(self.name, status)
 
 
 def _fingerprint(directory: Path) -> object:
-    """What tells a changed directory from an unchanged one: names, sizes and times of its files."""
+    """Paths, sizes and times of all files: a value that changes with the directory."""
     found = []
     for path in directory.rglob("*"):
         with suppress(OSError):

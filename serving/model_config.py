@@ -1,11 +1,8 @@
-"""Which models a server is asked to serve: `ModelServerConfig` messages, checked as TF Serving checks them.
+"""The models and versions that a server has to serve: `ModelServerConfig`, version policies, the next step.
 
-The rules, error codes and messages follow tensorflow_serving/model_servers/server_core.cc.
-
-Decide which version is served, as TF Serving decides it.
-
-The names of directories give the versions that are there, a policy those that ought to be served, and
-`next_action` the one step from what is loaded to what ought to be that keeps the model available.
+Directory names give the versions that exist, a policy chooses those to serve, and `next_action` gives the
+next load or unload, such that the model stays available. Rules, error codes and messages follow
+tensorflow_serving/model_servers/server_core.cc and core/availability_preserving_policy.cc.
 """
 
 from __future__ import annotations
@@ -23,34 +20,37 @@ from exporter.wire.protos import Proto
 from serving.status import StatusError, VersionState, invalid
 from serving.text_config import read_text_config
 
+PLATFORM = "tensorflow"
+_TENSORFLOW_TYPE = 1
 _INT64_MAX = (1 << 63) - 1
+_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9.+-]*://")
 
 
 class Latest(Struct, frozen=True):
-    """Serve the newest versions: TF Serving's default, with one."""
+    """Serve the newest `count` versions; TF Serving's default is one."""
 
     count: int = 1
 
     def choose(self, versions: Iterable[int]) -> frozenset[int]:
-        """The versions to serve of those that are there."""
+        """The versions to serve among the existing ones."""
         return frozenset(sorted(versions)[-max(1, self.count) :])
 
 
 class Every(Struct, frozen=True):
-    """Serve all versions that are there."""
+    """Serve all existing versions."""
 
     def choose(self, versions: Iterable[int]) -> frozenset[int]:
-        """The versions to serve of those that are there."""
+        """The versions to serve among the existing ones."""
         return frozenset(versions)
 
 
 class Specific(Struct, frozen=True):
-    """Serve the named versions, as far as they are there."""
+    """Serve the listed versions, if they exist."""
 
     versions: frozenset[int]
 
     def choose(self, versions: Iterable[int]) -> frozenset[int]:
-        """The versions to serve of those that are there."""
+        """The versions to serve among the existing ones."""
         return self.versions & frozenset(versions)
 
 
@@ -72,7 +72,7 @@ class Unload(Struct, frozen=True):
 
 
 def versions_among(names: Iterable[str]) -> dict[int, str]:
-    """Version to directory name; names that are not wholly a non-negative int64 are no versions."""
+    """Directory names by version; a name is a version if it is a non-negative int64 in ASCII digits."""
     numbers = {}
     for name in sorted(names):
         if name.isascii() and name.isdigit() and int(name) <= _INT64_MAX:
@@ -81,14 +81,14 @@ def versions_among(names: Iterable[str]) -> dict[int, str]:
 
 
 def next_action(wanted: frozenset[int], states: Mapping[int, VersionState]) -> Load | Unload | None:
-    """The next step towards serving exactly `wanted`, or None when there is none to take.
+    """The next step towards serving exactly `wanted`, or None when that state is reached.
 
-    A version that is no longer wanted stays until a wanted one is available: a new version that cannot be
-    loaded never takes the good one away. With nothing wanted, all go.
+    A version that is no longer wanted stays until a wanted one is available, so a new version that cannot be
+    loaded never removes the working one. If `wanted` is empty, all versions are unloaded.
 
     Args:
-        wanted: the versions that ought to be served.
-        states: the state of each version that is known; one that failed to load is left in `END`.
+        wanted: the versions to serve.
+        states: the state of each known version; one that failed to load stays in `END`.
     """
     serving = {version for version, state in states.items() if state is VersionState.AVAILABLE}
     unwanted = serving - wanted
@@ -96,11 +96,6 @@ def next_action(wanted: frozenset[int], states: Mapping[int, VersionState]) -> L
         return Unload(min(unwanted))
     unknown = [version for version in wanted if version not in states]
     return Load(max(unknown)) if unknown else None
-
-
-PLATFORM = "tensorflow"
-_TENSORFLOW_TYPE = 1
-_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9.+-]*://")
 
 
 class ModelConfig(Struct, frozen=True):
@@ -114,10 +109,10 @@ class ModelConfig(Struct, frozen=True):
 
 
 def read_config_file(path: Path) -> Proto:
-    """The `ModelServerConfig` that a file holds as text.
+    """Read a `ModelServerConfig` in text form.
 
     Raises:
-        UsageError: the file cannot be read, or holds something else.
+        UsageError: the file cannot be read, or has other content.
     """
     return read_text_config("--model-config-file", path, "serving.ModelServerConfig")
 
@@ -126,7 +121,7 @@ def listed_models(config: Proto) -> tuple[ModelConfig, ...]:
     """The models of a `ModelServerConfig`, in its order.
 
     Raises:
-        StatusError: INVALID_ARGUMENT, it is no list of models, names a model twice, or an entry lacks its
+        StatusError: INVALID_ARGUMENT, it is not a list of models, names a model twice, or an entry lacks its
             name or platform, or its path is relative or not local.
     """
     if config.WhichOneof("config") == "custom_model_config":
@@ -140,10 +135,10 @@ def listed_models(config: Proto) -> tuple[ModelConfig, ...]:
 
 
 def require_platform(wanted: Iterable[ModelConfig], served: Container[str]) -> None:
-    """Refuse what is no TensorFlow model; `served` are the names of models that are served now.
+    """Refuse models of other platforms; `served` holds the names of the models that are served now.
 
     Raises:
-        StatusError: INVALID_ARGUMENT.
+        StatusError: INVALID_ARGUMENT, a model's platform is not TensorFlow.
     """
     for model in wanted:
         if model.platform != PLATFORM and model.name in served:
@@ -179,11 +174,11 @@ def _platform(entry: Proto) -> str:
 
 
 def check_to_send(config: Proto) -> None:
-    """Refuse entries that a stock server refuses and keeps: it answers every later configuration with that
-    error, until it is restarted.
+    """Refuse entries that would block a stock server: it refuses and keeps them, and then answers every later
+    configuration with the same error until it is restarted.
 
     Raises:
-        UsageError: an entry has no platform, or no absolute path, or its name twice.
+        UsageError: an entry has no platform or no absolute path, or its name occurs twice.
     """
     names: set[str] = set()
     for entry in config.model_config_list.config:
@@ -196,22 +191,21 @@ def check_to_send(config: Proto) -> None:
         except StatusError as error:
             raise UsageError(
                 f"the entry of model {entry.name!r} cannot be sent: {error.message}",
-                cause="a stock server that got it would refuse every later configuration until a restart",
-                hint="correct the entry: it has a name, a base_path and model_platform: 'tensorflow'",
+                cause="a stock server that receives it refuses every later configuration until a restart",
+                hint="correct the entry: it needs a name, a base_path and model_platform: 'tensorflow'",
             ) from error
 
 
 def absent(entry: Proto) -> str:
-    """Why a server that is given a new model would wait for its files; empty if it would not, as far as one
-    can see from here.
+    """Why a server would wait for a new model's files; empty if it would not, or this machine cannot tell.
 
-    A path counts as seen from here if the directory that it lies in is there, and is not the root.
+    This machine can judge a path if the parent directory exists here and is not the root.
     """
     path = Path(entry.base_path)
     if _SCHEME.match(entry.base_path) or path.parent == path.parent.parent or not path.parent.is_dir():
         return ""
     if not path.is_dir():
-        return f"{path} is not there, and {path.parent} is"
+        return f"{path} is not a directory, but {path.parent} is"
     wanted = set(entry.model_version_policy.specific.versions)
     found = {child.version for child in version_dirs(path)}
     if not found or (wanted and not wanted & found):

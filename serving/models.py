@@ -1,4 +1,4 @@
-"""Keep models by name: requests find their version, and a new configuration can be applied."""
+"""The models of a server by name: route requests to a version, and apply new configurations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serving.status import Code, StatusError, VersionState, VersionStatus, inval
 class ServedModels:
     """Models by name; `create` makes the manager of a new one.
 
-    A model that is taken out of the configuration is unloaded, and remembered with how its versions ended.
+    A model that a new configuration leaves out is unloaded; its versions' last statuses stay known.
     """
 
     def __init__(
@@ -30,12 +30,12 @@ class ServedModels:
         self._managers: dict[str, VersionManager] = {}
         self._labels: Mapping[str, Mapping[str, int]] = {}
         self._awaited: Counter[str] = Counter()
-        """How many calls of `serve` wait for a model."""
+        """How many calls of `serve` wait for each model."""
         self._configuring = threading.Lock()
         self._is_stopping = False
 
     def stop(self, grace_seconds: float) -> None:
-        """Unload everything, and take no other configuration."""
+        """Unload everything, and refuse further configurations."""
         with self._configuring:
             self._is_stopping = True
         deadline = time.monotonic() + grace_seconds
@@ -43,28 +43,28 @@ class ServedModels:
             manager.stop(max(0.0, deadline - time.monotonic()))
 
     def served(self) -> dict[str, VersionManager]:
-        """The models that are configured now, by name."""
+        """The managers of the models in the current configuration, by name."""
         return {name: found for name, found in list(self._managers.items()) if not found.is_retired}
 
     def is_available(self, name: str | None = None) -> bool:
-        """True if the model has an available version; without a name, if every model has one."""
+        """True if the model has an available version; without a name, True if every model has one."""
         served = self.served()
         if name is None:
             return all(manager.is_available() for manager in served.values())
         return name in served and served[name].is_available()
 
     def labels(self, name: str) -> Mapping[str, int]:
-        """The labels of a model, and the versions that they name."""
+        """The versions of a model by label."""
         return self._labels.get(name, {})
 
     def versions(self, name: str) -> list[VersionStatus]:
-        """Every version of a model that was ever seen, the newest first."""
+        """Every version of a model that the server has ever seen, the newest first."""
         manager = self._managers.get(name)
         return manager.statuses() if manager else []
 
     @contextmanager
     def borrow(self, spec: Proto) -> Iterator[tuple[int, LoadedModel]]:
-        """The version that a `ModelSpec` asks for, and its number; it stays loaded inside the `with` block.
+        """Borrow the version that a `ModelSpec` names; it stays loaded inside the `with` block.
 
         Raises:
             StatusError: INVALID_ARGUMENT, no model name or an unknown label; NOT_FOUND, it is not available.
@@ -82,14 +82,14 @@ class ServedModels:
             except StatusError:
                 if (moved := self._version(spec)) == version:
                     raise
-                borrowed = stack.enter_context(manager.borrow(moved))  # the label moved in between
+                borrowed = stack.enter_context(manager.borrow(moved))  # the label moved meanwhile
             yield borrowed
 
     def statuses(self, spec: Proto) -> list[VersionStatus]:
         """The versions of a model, the newest first, or the one that the `ModelSpec` names.
 
         Raises:
-            StatusError: NOT_FOUND, none was ever seen.
+            StatusError: NOT_FOUND, the server has never seen it.
         """
         statuses = self.versions(spec.name)
         version = self._version(spec)
@@ -103,11 +103,11 @@ class ServedModels:
         raise StatusError(Code.NOT_FOUND, f"Could not find version {version} of model {spec.name}")
 
     def configure(self, wanted: Sequence[ModelConfig]) -> None:
-        """Begin to serve exactly these models. What is refused changes nothing.
+        """Start to serve exactly these models. A refused configuration changes nothing.
 
         Raises:
             StatusError: INVALID_ARGUMENT, a platform that is not served; FAILED_PRECONDITION, a label for a
-                version that is not available now; UNAVAILABLE, the server stops.
+                version that is not available now; UNAVAILABLE, the server is stopping.
         """
         with self._configuring:
             self._configure(wanted)
@@ -118,15 +118,16 @@ class ServedModels:
         timeout_seconds: float,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Begin to serve exactly these models, and wait until each new one has an available version.
+        """Start to serve exactly these models, and wait until each new one has an available version.
 
-        What another call took up and still waits for is new to this one, too, and so is what is being loaded
-        for the first time. What never came, and nobody waits for, is not: `wanted` may be repeated.
+        A model also counts as new while another call still waits for it, or while its first version loads.
+        A model that never became available, and that no call waits for, does not: so a caller can send the
+        same configuration again without waiting for it again.
 
         Args:
             wanted: the models.
-            timeout_seconds: how long to wait; the models are served in any case.
-            is_wanted: asked about once a second; the call ends when it says no.
+            timeout_seconds: how long to wait; the configuration stays in effect afterwards.
+            is_wanted: called about once a second; the wait ends when it returns False.
 
         Raises:
             StatusError: as `configure`; UNKNOWN, a model cannot be served; DEADLINE_EXCEEDED, one is not
@@ -150,7 +151,7 @@ class ServedModels:
 
     def _configure(self, wanted: Sequence[ModelConfig]) -> None:
         if self._is_stopping:
-            raise StatusError(Code.UNAVAILABLE, "the server stops")
+            raise StatusError(Code.UNAVAILABLE, "the server is stopping")
         served = self.served()
         require_platform(wanted, served)
         self._check_labels(wanted)
@@ -168,7 +169,7 @@ class ServedModels:
             manager.start()
 
     def _check_labels(self, wanted: Sequence[ModelConfig]) -> None:
-        """Labels move to available versions alone: a request that names one must not fail meanwhile."""
+        """Refuse to move a label to a version that is not available: requests with the label would fail."""
         for model in wanted:
             current = self.labels(model.name)
             available = self._available(model.name)

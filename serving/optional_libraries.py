@@ -1,4 +1,4 @@
-"""Libraries that not every command needs: extras of this package."""
+"""Libraries that only some commands need; the package installs them as extras."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from exporter.errors import UsageError
 
 
 def require_libraries(extra: str, purpose: str, *names: str) -> None:
-    """Make sure that the libraries of an extra are installed before they are imported.
+    """Check that the libraries of an extra are installed, before they are imported.
 
     Raises:
         UsageError: one of them is not installed.

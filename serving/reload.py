@@ -1,11 +1,11 @@
-"""Give a running model server another configuration, and wait until it serves it: labels move last.
+"""Send a new configuration to a running model server, and wait until the server serves it. Labels move last.
 
-`HandleReloadConfigRequest` replaces the whole configuration: a model that is left out is unloaded. A server
-takes labels for available versions alone, so a configuration whose labels name new versions is sent twice:
-first with the labels as they are, then, when the versions are available, as it is wanted.
+`HandleReloadConfigRequest` replaces the whole configuration: the server unloads a model that it leaves out.
+It accepts a label only for an available version. So a configuration whose labels name new versions is sent
+twice: first with the labels as they are, then, when the versions are available, as wanted.
 
-A stock server that gets a new model whose base path is not there waits for it, and later configurations wait
-behind that one. So it is looked for before anything is sent, as far as one can see from here.
+A stock server waits for a new model whose base path does not exist, and every later configuration waits
+behind that call. So base paths are checked before anything is sent, if this machine can see them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from serving.status import Code, VersionState, VersionStatus, error_text
 
 _POLL_SECONDS = 0.1
 _SETTLE_SECONDS = 3.0
-"""What failed before may be told until the server looks at the new place, within a second or so."""
+"""A server reports old failures until it has polled the new base path, about once a second."""
 _COMING = (VersionState.START, VersionState.LOADING)
 
 
 class Labels(Struct, frozen=True):
-    """A model before its configuration changes: the available versions, and the labels as they are."""
+    """The available versions and the labels of a model, before its configuration changes."""
 
     available: Set[int]
     current: Mapping[str, int]
@@ -44,10 +44,10 @@ class Reloaded(Struct, frozen=True):
 
 
 def first_step(wanted: Proto, known: Mapping[str, Labels]) -> Proto | None:
-    """The configuration to send before `wanted`; None if `wanted` has no label that must wait.
+    """The configuration to send before `wanted`; None if every label of `wanted` can be set at once.
 
-    A label that is to move to a version that is not available stays where it is, and that version stays
-    loaded, as far as a policy can say so; a new one is left out.
+    A label whose new version is not available yet keeps its current version, which a policy of specific
+    versions then also lists so that it stays loaded. A new label for such a version is left out.
     """
     first = message_class("serving.ModelServerConfig")()
     first.CopyFrom(wanted)
@@ -67,19 +67,19 @@ def first_step(wanted: Proto, known: Mapping[str, Labels]) -> Proto | None:
 
 
 def problem_of(model: Proto, statuses: Sequence[VersionStatus]) -> str | None:
-    """Why a model is not served yet as its entry in a configuration says; None if it is."""
+    """Why the server does not serve a model as its entry requires yet; None if it does."""
     states = {status.version: status for status in statuses}
     for version in sorted(needed_versions(model)):
         status = states.get(version)
         if status is None or status.state is not VersionState.AVAILABLE:
-            found = "not there" if status is None else _told(status)
+            found = "missing" if status is None else _described(status)
             return f"version {version} of {model.name} is {found}"
     for status in statuses:
         if status.state in _COMING and not status.code:
-            return f"version {status.version} of {model.name} is {_told(status)}"
+            return f"version {status.version} of {model.name} is {_described(status)}"
     if not any(status.state is VersionState.AVAILABLE for status in statuses):
-        told = ", ".join(f"version {status.version} is {_told(status)}" for status in statuses)
-        return f"no version of {model.name} is available" + (f": {told}" if told else "")
+        listed = ", ".join(f"version {status.version} is {_described(status)}" for status in statuses)
+        return f"no version of {model.name} is available" + (f": {listed}" if listed else "")
     return None
 
 
@@ -96,23 +96,23 @@ def needed_versions(model: Proto) -> set[int]:
 
 
 def require_there(new: Iterable[Proto]) -> None:
-    """Look for the files of models that a server is about to be given.
+    """Check that the files of new models exist, before a server receives the models.
 
     Raises:
-        ModelPathNotFound: some are not there, as far as one can see from here.
+        ModelPathNotFound: some are missing, and this machine would see them.
     """
     for entry in new:
         if problem := absent(entry):
             raise ModelPathNotFound(
                 f"model {entry.name} cannot be served: {problem}",
-                cause="a stock server waits for it, and takes no other configuration until it comes",
-                hint="name what is there, with --model-base-path; --no-path-check sends it if the path is on "
-                "the server's machine alone, or comes later",
+                cause="a stock server waits for it, and accepts no other configuration until it appears",
+                hint="name an existing path with --model-base-path; use --no-path-check if it is only on "
+                "the server's machine, or appears later",
             )
 
 
 class Reloader:
-    """One server, asked about the models of a configuration until a deadline."""
+    """Sends one configuration to one server, and polls its models until a deadline."""
 
     def __init__(
         self,
@@ -122,13 +122,13 @@ class Reloader:
         *,
         checks_paths: bool = True,
     ) -> None:
-        """Prepare; nothing is sent before `run`.
+        """Prepare; `run` sends the configuration.
 
         Args:
-            wanted: the `ModelServerConfig`; it lists a model at least.
-            connect: a client for the model of a name.
-            deadline_s: how long all of it may take.
-            checks_paths: look for the files of models that the server does not serve yet.
+            wanted: the `ModelServerConfig`; it lists at least one model.
+            connect: makes a client for the model of a name.
+            deadline_s: seconds for the whole reload.
+            checks_paths: check that the files of models new to the server exist.
         """
         self._wanted = wanted
         self._connect = connect
@@ -140,10 +140,10 @@ class Reloader:
         """Send the configuration, and wait until it is served.
 
         Raises:
-            UsageError: a stock server would keep what it refuses; nothing was sent.
-            ModelPathNotFound: a new model's files are not there; nothing was sent.
-            CallFailed: the server refused, or did not answer.
-            ServerError: a version cannot be loaded, or was not in time.
+            UsageError: an entry would block a stock server; nothing was sent.
+            ModelPathNotFound: a new model's files are missing; nothing was sent.
+            CallFailed: the server refused, or did not respond.
+            ServerError: a version cannot be loaded, or was not loaded in time.
         """
         check_to_send(self._wanted)
         with ExitStack() as stack:
@@ -166,7 +166,7 @@ class Reloader:
         return Labels(available, {label: version for label, version in found.items() if version is not None})
 
     def _served(self, client: ModelClient, model: Proto) -> list[int]:
-        """The available versions of a model, once it is served as its entry says."""
+        """Wait until a model is served as its entry requires; returns its available versions."""
         began = time.monotonic()
         while (problem := problem_of(model, statuses := _statuses(client))) is not None:
             is_settled = time.monotonic() >= min(began + _SETTLE_SECONDS, self._until)
@@ -175,8 +175,8 @@ class Reloader:
                     problem,
                     cause="it cannot be loaded"
                     if has_failed(model, statuses)
-                    else f"after {self._deadline_s:g} s; the server goes on with the configuration",
-                    hint=f"see how it goes: {client.status_command}",
+                    else f"after {self._deadline_s:g} s; the server continues with the configuration",
+                    hint=f"see its progress: {client.status_command}",
                 )
             time.sleep(_POLL_SECONDS)
         return [s.version for s in statuses if s.state is VersionState.AVAILABLE]
@@ -194,5 +194,5 @@ def _statuses(client: ModelClient) -> list[VersionStatus]:
         return []
 
 
-def _told(status: VersionStatus) -> str:
+def _described(status: VersionStatus) -> str:
     return f"{status.state.name}, {error_text(status)}" if status.code else status.state.name

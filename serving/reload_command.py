@@ -1,4 +1,4 @@
-"""`serve-model reload`: another configuration for a running model server, from a file or from options."""
+"""`serve-model reload`: send a running model server a new configuration, from a file or from options."""
 
 from __future__ import annotations
 
@@ -25,67 +25,66 @@ _ANY_PLACE = re.compile(r"/|[a-zA-Z][a-zA-Z0-9.+-]*://")
 
 
 class WholeFlags(Struct, frozen=True):
-    """The whole configuration."""
+    """Where the whole configuration comes from."""
 
     model_config_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             parser=path_parser("--model-config-file"),
-            help="A ModelServerConfig as text: all models to serve.",
+            help="A ModelServerConfig in text form: all models to serve.",
         ),
     ] = None
     save: Annotated[
         bool,
         typer.Option(
-            "--save", help="Write the configuration to that file once it is served, with --model's entry."
+            "--save",
+            help="Write the configuration, with --model's entry, to that file once the server serves it.",
         ),
     ] = False
     only: Annotated[
         bool,
-        typer.Option(
-            "--only", help="Serve --model and no other; without this, options for a model want a file."
-        ),
+        typer.Option("--only", help="Serve only --model; without this, options for a model need a file."),
     ] = False
 
     def config(self, entry: EntryFlags) -> Any:
-        """What to send: the file's configuration or none, with a model's entry.
+        """The configuration to send: the file's, or an empty one, with the entry of --model.
 
         Raises:
-            UsageError: the options contradict each other, or there is no model.
+            UsageError: the options contradict each other, or the configuration lists no model.
         """
         config = self._given(has_model=entry.model is not None)
         if entry.model is not None:
             entry.put_into(config, entry.model)
         elif entry != EntryFlags():
-            raise UsageError("options for a model lack its name", hint="name it: --model NAME")
+            raise UsageError("options for a model need its name", hint="name it: --model NAME")
         if not config.model_config_list.config:
             raise UsageError("the configuration lists no model", hint="see serve-model reload --help")
         return config
 
     def _given(self, *, has_model: bool) -> Any:
-        """What to begin with: the file's configuration, or an empty one."""
+        """The file's configuration, or an empty one."""
         from exporter.wire.protos import message_class
         from serving.model_config import read_config_file
 
         file = self.model_config_file
         if self.save and file is None:
-            raise UsageError("--save goes with --model-config-file", hint="name the file to write")
+            raise UsageError("--save needs --model-config-file", hint="name the file to write")
         if file is not None and self.only:
-            raise UsageError("--only goes without --model-config-file", hint="leave one of them out")
+            raise UsageError("--only and --model-config-file exclude each other", hint="leave one out")
         if file is not None:
             return read_config_file(file)
         if not (self.only and has_model):
             raise UsageError(
-                "there is no whole configuration to send",
-                cause="a server unloads every model that it does not find in it",
-                hint="name a file with --model-config-file, or serve one model alone: --only --model NAME",
+                "there is no complete configuration to send",
+                cause="a server unloads every model that the configuration does not list",
+                hint="name a file with --model-config-file, or serve only one model: --only --model NAME",
             )
         return message_class("serving.ModelServerConfig")()
 
 
 class EntryFlags(Struct, frozen=True):
-    """The entry of one model."""
+    """The entry of one model in the configuration."""
 
     model: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name in requests.")] = None
     model_base_path: Annotated[
@@ -105,10 +104,10 @@ class EntryFlags(Struct, frozen=True):
     ] = []
 
     def put_into(self, config: Any, name: str) -> None:
-        """Replace the model's entry by what the options say, or add one; what they leave out stays.
+        """Change the model's entry as the options say, or add one; other fields of the entry stay.
 
         Raises:
-            UsageError: a new model has no base path; several policies; a label of no version.
+            UsageError: a new model has no base path; several policies; a label without a version.
         """
         policy, base_path = self._policy(), self.model_base_path
         found = [entry for entry in config.model_config_list.config if entry.name == name]
@@ -132,7 +131,7 @@ class EntryFlags(Struct, frozen=True):
 
         if bool(self.version) + (self.latest is not None) + self.all_versions > 1:
             raise UsageError(
-                "--version, --latest and --all-versions are three policies", hint="choose one of them"
+                "--version, --latest and --all-versions exclude each other", hint="choose one of them"
             )
         policy = message_class("serving.FileSystemStoragePathSourceConfig.ServableVersionPolicy")()
         if self.version:
@@ -154,29 +153,28 @@ def reload(
         bool,
         typer.Option(
             "--no-path-check",
-            help="Do not look for new models' base paths here: they are elsewhere, or come later.",
+            help="Do not check here that new models' base paths exist: they are elsewhere, or appear later.",
         ),
     ] = False,
     deadline: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.001, help="Fail when it takes longer than this.")
+        float, typer.Option(metavar="SECONDS", min=0.001, help="Fail when the reload takes longer than this.")
     ] = 60.0,
     access: ServerAccess = WITHOUT_TLS,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """Give a running server another configuration, without a restart, and wait until it is served.
+    """Send a running server a new configuration, without a restart, and wait until the server serves it.
 
-    The server serves exactly the models of the configuration then: what is left out is unloaded. It comes
-    from a file (a ModelServerConfig as text, as TF Serving's --model_config_file takes it), from options
-    for one model, or from both: --model changes that model's entry in the file, or adds one. TF Serving's
-    own servers take this command, too.
+    Afterwards the server serves exactly the models of the configuration, and has unloaded all others. The
+    configuration comes from a file (a ModelServerConfig in text form, as for TF Serving's
+    --model_config_file), from options for one model, or from both: --model changes that model's entry in the
+    file, or adds one. The command also works with TF Serving's own servers.
 
-    Labels move last: a label that names a version which is not available yet stays where it is until that
-    version is available.
+    Labels move last: a label whose new version is not available yet keeps its old version until it is.
 
-    A stock server waits for a new model's base path, and takes no other configuration until it comes; one
-    that got an entry without a platform refuses every later configuration until it is restarted. So both are
-    looked for before anything is sent: base paths where the directory that they lie in is on this machine,
-    too.
+    A stock server waits for a new model's base path, and accepts no other configuration until the path
+    appears; after an entry without a platform it refuses every later configuration until it is restarted. So
+    the command checks both before it sends anything: platforms always, base paths if the directory above is
+    on this machine.
 
     \b
     Examples:

@@ -1,8 +1,8 @@
 """TF Serving's REST interface over the calls of a model server: `/v1/models/NAME[/versions/V|/labels/L]`.
 
-GET gives a model's status, `.../metadata` its signatures; POST asks `...:predict`, `:classify`, `:regress`.
-Paths, codes and JSON follow tensorflow_serving/model_servers (http_server.cc, http_rest_api_handler.cc,
-http_rest_api_util.cc) and https://www.tensorflow.org/tfx/serving/api_rest.
+GET returns a model's status, and `.../metadata` its signatures; POST calls `:predict`, `:classify`,
+`:regress`. Paths, codes and JSON follow tensorflow_serving/model_servers (http_server.cc,
+http_rest_api_handler.cc, http_rest_api_util.cc) and https://www.tensorflow.org/tfx/serving/api_rest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from serving.status import Code, StatusError, invalid, status_of
 from serving.text_config import read_text_config
 
 MAX_BODY_BYTES = 512 << 20
-"""Longer bodies, compressed or not, are refused: a request is in memory as a whole, as text and as arrays."""
+"""Longer bodies, compressed or not, are refused: a whole request is in memory, as text and as arrays."""
 PROMETHEUS_PATH = "/monitoring/prometheus/metrics"
 
 _INT64_MAX = (1 << 63) - 1
@@ -61,14 +61,14 @@ _HTTP = {
     Code.UNAVAILABLE: "503 Service Unavailable",
     Code.UNAUTHENTICATED: "401 Unauthorized",
 }
-"""What TF Serving answers for a canonical code; 500 for all others."""
+"""TF Serving's HTTP status for each canonical code; 500 for all others."""
 
 
 def metrics_path(monitoring_config_file: Path | None) -> str | None:
-    """Where a `MonitoringConfig` wants metrics to be shown; None if it does not, or there is none.
+    """The path of the metrics in a `MonitoringConfig`; None if it does not enable them, or without a file.
 
     Raises:
-        UsageError: the file cannot be read, or holds something else.
+        UsageError: the file cannot be read, or has other content.
     """
     if monitoring_config_file is None:
         return None
@@ -77,14 +77,14 @@ def metrics_path(monitoring_config_file: Path | None) -> str | None:
 
 
 class BodyTooLarge(StatusError):
-    """A request that is not read to its end."""
+    """A request whose body is too long to be read."""
 
     def __init__(self) -> None:
-        super().__init__(Code.RESOURCE_EXHAUSTED, f"the body has more than {MAX_BODY_BYTES} bytes")
+        super().__init__(Code.RESOURCE_EXHAUSTED, f"the body is longer than {MAX_BODY_BYTES} bytes")
 
 
 class RequestedModel(Struct, frozen=True):
-    """What a path names."""
+    """The model and version that a path names, and what the request does with it."""
 
     name: str
     version: int | None
@@ -92,7 +92,7 @@ class RequestedModel(Struct, frozen=True):
     what: str
 
     def fill(self, spec: Proto) -> None:
-        """Write it into a `ModelSpec`."""
+        """Copy the name, and version or label, into a `ModelSpec`."""
         spec.name = self.name
         if self.version is not None:
             spec.version.value = self.version
@@ -104,11 +104,11 @@ class RestInterface:
     """The application of the REST port.
 
     Args:
-        calls: what is asked.
+        calls: the server's calls.
         metrics: counts requests.
-        timeout_ms: a request's computation is stopped then; None is never.
-        allow_cors: let pages of other origins ask.
-        metrics_path: where metrics are shown; nowhere if None.
+        timeout_ms: a request's computation is stopped after this time; None is never.
+        allow_cors: allow requests from web pages of other origins.
+        metrics_path: the path of the metrics page; None serves no such page.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class RestInterface:
         self._metrics_path = metrics_path
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
-        """Answer one request."""
+        """Handle one request."""
         if self._metrics_path is not None and request.path == self._metrics_path:
             return self._show_metrics(request.target)
         if _OUR_PATHS.fullmatch(request.target):
-            return self._answer(request)
+            return self._respond(request)
         return HttpResponse("404 Not Found", [_JSON], [_error("Not Found: see /v1/models/MODEL_NAME")])
 
     def _show_metrics(self, target: str) -> HttpResponse:
@@ -140,7 +140,7 @@ class RestInterface:
             return HttpResponse("400 Bad Request", [("Content-Type", "text/plain")], [text.encode()])
         return HttpResponse("200 OK", [("Content-Type", "text/plain; version=0.0.4")], [self._metrics.text()])
 
-    def _answer(self, request: HttpRequest) -> HttpResponse:
+    def _respond(self, request: HttpRequest) -> HttpResponse:
         began = time.monotonic()
         name, method, code, http = "", "", Code.OK, ""
         try:
@@ -261,7 +261,7 @@ def _document(request: HttpRequest) -> dict[str, Any]:
 
 
 def _body(request: HttpRequest) -> bytes | bytearray:
-    body, request.body = request.body, b""  # it is not kept beside what is made of it
+    body, request.body = request.body, b""  # frees the text before the arrays are made
     return _gunzipped(body) if "gzip" in request.headers.get("content-encoding", "") else body
 
 
@@ -270,11 +270,11 @@ def _gunzipped(data: bytes | bytearray) -> bytes:
     try:
         plain = unzip.decompress(data, MAX_BODY_BYTES)
     except zlib.error as error:
-        raise invalid(f"the body is not gzip, as its Content-Encoding says: {error}") from None
+        raise invalid(f"Content-Encoding is gzip, but the body is not: {error}") from None
     if not unzip.eof:
         if len(plain) >= MAX_BODY_BYTES:
             raise BodyTooLarge
-        raise invalid("the gzip body ends too early")
+        raise invalid("the gzip body is truncated")
     return plain
 
 

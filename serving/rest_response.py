@@ -1,4 +1,4 @@
-"""Convert a server's answers to the JSON of TF Serving's REST interface.
+"""Convert a server's responses to the JSON of TF Serving's REST interface.
 
 Source: https://www.tensorflow.org/tfx/serving/api_rest and tensorflow_serving/util/json_tensor.cc.
 """
@@ -17,20 +17,18 @@ from exporter.wire.dtypes import DType
 from exporter.wire.tensor_proto import dtype_of
 
 Json = Any
-"""What `json.dumps` takes."""
+"""A value that `json.dumps` accepts."""
 
 _SHORT_FLOATS = {DType.FLOAT, DType.HALF, DType.BFLOAT16}
-
-
 _BLOCK = 1 << 16
-"""How many elements are objects of Python at a time."""
+"""How many elements are Python objects at the same time."""
 
 
 def texts(outputs: Mapping[str, NDArray[Any]], *, by_row: bool) -> Iterator[bytes]:
-    """What `rows` or `columns` says, as JSON in parts: of a long answer only a part is objects of Python.
+    """The JSON of `rows` or `columns` in parts, so that only a part of a long response is Python objects.
 
     Raises:
-        ValueError: as they do, perhaps between two parts.
+        ValueError: as `rows` and `columns`, perhaps between two parts.
     """
     size = sum(map(_items, outputs.values()))
     if size <= _BLOCK:
@@ -53,7 +51,7 @@ def texts(outputs: Mapping[str, NDArray[Any]], *, by_row: bool) -> Iterator[byte
 
 
 def _items(array: NDArray[Any]) -> int:
-    """How many objects of Python it becomes, about; lists without an item are some, too."""
+    """About how many Python objects an array becomes; empty lists count, too."""
     return math.prod(max(size, 1) for size in array.shape)
 
 
@@ -74,7 +72,8 @@ def _text_of(document: Json) -> bytes:
 
 
 def rows(outputs: Mapping[str, NDArray[Any]]) -> dict[str, Json]:
-    """Row format: `predictions` has an item for each row, named by output unless there is only one output.
+    """Row format: `predictions` has an item for each row; items map output names to values unless there is
+    one.
 
     Raises:
         ValueError: an output is a scalar, or their first dimensions differ.
@@ -90,9 +89,7 @@ def rows(outputs: Mapping[str, NDArray[Any]]) -> dict[str, Json]:
 def _require_rows(outputs: Mapping[str, NDArray[Any]]) -> None:
     for name, array in outputs.items():
         if not array.shape:
-            raise ValueError(
-                f"output {name!r} is a scalar and has no rows: ask with 'inputs', not 'instances'"
-            )
+            raise ValueError(f"output {name!r} is a scalar and has no rows: send 'inputs', not 'instances'")
     sizes = {name: len(array) for name, array in outputs.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the outputs have different numbers of rows: {sizes}")
@@ -126,7 +123,7 @@ def to_json(array: NDArray[Any], name: str) -> Json:
         return _map(array.tolist(), lambda item: _base64(item) if binary else _text(item, name))
     if dtype in {DType.COMPLEX64, DType.COMPLEX128}:
         raise ValueError(f"output {name!r}: JSON has no form for {dtype.label}")
-    if dtype is DType.FLOAT:  # as the lines below do it, six times as fast
+    if dtype is DType.FLOAT:  # the same shortest decimals as below, 6 times as fast
         return array.astype("S32").astype("f8").tolist()
     if dtype in _SHORT_FLOATS:
         return _map(array.tolist(), lambda item: float(str(array.dtype.type(item))))
@@ -134,9 +131,7 @@ def to_json(array: NDArray[Any], name: str) -> Json:
 
 
 def shortest(value: float) -> float:
-    """A float32 that became a Python float, as the shortest decimal that means the same float32: 0.1, not
-    0.10000000149011612.
-    """
+    """The shortest decimal that denotes the same float32: 0.1 instead of 0.10000000149011612."""
     import numpy as np
 
     return float(str(np.float32(value)))

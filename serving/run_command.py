@@ -1,4 +1,4 @@
-"""`serve-model run`: options in, a model server until a signal comes."""
+"""`serve-model run`: read options, and run a model server until a signal."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _DEFAULTS = ServerOptions(port=8500)
 
 
 def from_stock(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """What is typed with TensorFlow Serving's flags for `run` as ours, and notes about flags without effect.
+    """Translate TensorFlow Serving's flags for `run` to this program's; returns also notes on ignored flags.
 
     Raises:
-        UsageError: a flag that is not served, or a value that it does not take.
+        UsageError: a flag that is not supported, or a value that it does not accept.
     """
     if arguments[:1] != ["run"]:
         return arguments, []
@@ -55,8 +55,8 @@ def run_server(
             "--model-base-path",
             metavar="DIR",
             parser=path_parser("--model-base-path"),
-            help=f"The same as MODEL_BASE_PATH, as TF Serving names it: the model is called "
-            f"`{_DEFAULT_NAME}` then, unless --model-name says otherwise.",
+            help=f"The same as MODEL_BASE_PATH, by TF Serving's name: the model's name is then "
+            f"`{_DEFAULT_NAME}`, unless --model-name gives another.",
             rich_help_panel=_MODELS,
         ),
     ] = None,
@@ -74,7 +74,7 @@ def run_server(
         typer.Option(
             metavar="SECONDS",
             min=0,
-            help="Give up if a model has no available version after this time; inf is never.",
+            help="Fail if a model has no available version after this time; inf is never.",
             rich_help_panel=_MODELS,
         ),
     ] = 60.0,
@@ -83,14 +83,14 @@ def run_server(
     own_version: VersionFlag = False,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """Serve models with TF Serving's gRPC services: one directory of versions, or those of a file.
+    """Serve models with TF Serving's gRPC services: one directory of versions, or the models of a file.
 
-    New versions are picked up as TF Serving picks them up: loaded first, then the old one is unloaded; a
-    version that cannot be loaded never takes the good one away. When every model has an available
-    version, one line for each (with --json one document) says which, and where. SIGTERM and SIGINT end
-    the server after its calls. It computes on CPUs unless CUDA_VISIBLE_DEVICES says otherwise.
+    The server loads new versions as TF Serving does: it loads the new version first, then unloads the old
+    one; a version that cannot be loaded never replaces a working one. When every model has an available
+    version, it prints one line for each (with --json one document). SIGTERM and SIGINT end the server after
+    the calls in progress. It computes on CPUs unless CUDA_VISIBLE_DEVICES names GPUs.
 
-    The flags of tensorflow_model_server are taken, too, as it writes them: --model_base_path=DIR.
+    The command also accepts the flags of tensorflow_model_server in their own form: --model_base_path=DIR.
 
     \b
     Examples:
@@ -116,18 +116,18 @@ def _serve(
 ) -> None:
     from serving.server import ModelServer
 
-    news = _News(sink)
+    printer = _StatusPrinter(sink)
     try:
-        with ModelServer(base_path, name=name, options=options, listener=news) as server:
+        with ModelServer(base_path, name=name, options=options, listener=printer) as server:
             for model in server.models.served().values():
                 if not model.base_path.is_dir():
-                    sink.note(f"{model.base_path} does not exist yet: waiting for it")
+                    sink.note(f"{model.base_path} does not exist yet: the server waits for it")
             server.wait_available(wait)
-            # What TensorFlow made at import is not looked at again by collections of garbage: a request of
-            # 60 MB has one every few thousand rows, and they took longer than all the rest.
+            # Exclude TensorFlow's objects from garbage collection: a request of 60 MB triggers a collection
+            # every few thousand rows, and these took longer than all other work.
             gc.freeze()
             _announce(sink, server)
-            news.begin()
+            printer.begin()
             sleep_until_a_signal()
     except KeyboardInterrupt:
         raise SystemExit(int(Exit.INTERRUPTED)) from None
@@ -156,10 +156,10 @@ def _announce(sink: Output, server: ModelServer) -> None:
 def _the_model(
     sink: Output, argument: Path | None, option: Path | None, name: str | None, config_file: Path | None
 ) -> tuple[Path | None, str | None]:
-    """The one model to serve, unless a file lists the models."""
+    """The path and name of the one model to serve; None for both if a file lists the models."""
     if config_file is not None:
         if argument or option or name:
-            sink.note(f"the models are those of {config_file}: options that name one have no effect")
+            sink.note(f"{config_file} lists the models: options that name one have no effect")
         return None, None
     if argument is not None and option is not None and argument != option:
         raise UsageError(
@@ -168,21 +168,21 @@ def _the_model(
     if argument is None and option is None:
         raise UsageError(
             "there is no model to serve",
-            cause="neither a model base path nor a configuration file was named",
+            cause="neither a model base path nor a configuration file is given",
             hint="serve-model run MODEL_BASE_PATH, or serve-model run --model-config-file FILE",
         )
     return argument or option, name or (_DEFAULT_NAME if option else None)
 
 
-class _News:
-    """Tells a person what happens to versions after the first ones are served."""
+class _StatusPrinter:
+    """Prints failures of versions; after `begin` also versions that become available."""
 
     def __init__(self, sink: Output) -> None:
         self._sink = sink
         self._began = False
 
     def begin(self) -> None:
-        """Report good news, too, from now on."""
+        """From now on, print versions that become available, too."""
         self._began = True
 
     def __call__(self, model: str, status: VersionStatus) -> None:

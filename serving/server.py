@@ -1,18 +1,15 @@
-"""An embedded model server: TF Serving's gRPC services over TensorFlow's own session.
+"""A model server in this process: TF Serving's gRPC services over TensorFlow's own session.
 
     with ModelServer("models/ranker") as server:
         server.wait_available(timeout_seconds=60)
         print(server.address)
 
-The stock client stubs, requests, statuses and errors are those of `tensorflow_model_server`.
+Client stubs, requests, statuses and errors are those of `tensorflow_model_server`.
 
-gRPC's health service (grpc.health.v1), for probes: `grpc_health_probe`, Kubernetes, load balancers.
-
+It also has gRPC's health service (grpc.health.v1), for `grpc_health_probe`, Kubernetes and load balancers.
 The service `""` and TF Serving's own services are SERVING when every model has an available version; a
-model's name is a service, too. `Watch` is not there: it would hold a thread for each client, and gRPC's
-clients take UNIMPLEMENTED for healthy.
-
-TF Serving's gRPC services: the calls of `serving.calls` with gRPC's deadlines and statuses.
+model's name is a service, too. `Watch` is not implemented: it would occupy a thread for each client, and
+gRPC's clients treat UNIMPLEMENTED as healthy.
 """
 
 from __future__ import annotations
@@ -46,14 +43,276 @@ if TYPE_CHECKING:
     from serving.manager import Listener, VersionManager
     from serving.model_config import ModelConfig
 
-
+Context = grpc.ServicerContext
+MAX_MESSAGE_BYTES = (1 << 31) - 1
+_REQUEST_S = 60.0
+"""A REST client that takes longer to send a request is disconnected, unless the request is long."""
+_CONFIGURE_SECONDS = 600.0
+"""How long a call without a deadline waits for new models; TF Serving waits for ever."""
+_FOREVER_SECONDS = 1e9
+_STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 _SERVICE = "grpc.health.v1.Health"
 _WHOLE_SERVER = ("", "tensorflow.serving.PredictionService", "tensorflow.serving.ModelService")
 SERVING, NOT_SERVING = 1, 2
 
 
+class ModelServer:
+    """A model server in this process, from construction until `stop` or the end of a `with` block.
+
+    It accepts calls at once; predictions are possible when `wait_available` returns. It loads new versions as
+    TF Serving does: it loads the directory with the largest number first, then unloads the old version.
+    """
+
+    def __init__(
+        self,
+        base_path: str | PathLike[str] | None = None,
+        *,
+        name: str | None = None,
+        options: ServerOptions = DEFAULT_OPTIONS,
+        listener: Listener | None = None,
+    ) -> None:
+        """Listen, and start to load versions.
+
+        Args:
+            base_path: the directory that holds the versions of the one model; the server waits for it if it
+                does not exist yet. Without it, `options.model_config_file` lists the models.
+            name: the model's name in requests; the last part of `base_path` by default.
+            options: how to listen, find and load versions, and compute.
+            listener: called with a model's name and a version's new status, from the thread that changed it.
+
+        Raises:
+            UsageError: neither path nor file is given, or the configuration cannot be served.
+            ServerError: the server cannot listen on the address.
+        """
+        from serving.config_file import ConfigFile
+
+        self.host = options.host
+        self._options = options
+        self._stopped = False
+        file = options.model_config_file
+        self._config_file = (
+            None if file is None else ConfigFile(file, options.model_config_file_poll_wait_seconds)
+        )
+        wanted = self._config_file.read() if self._config_file else _single(base_path, name)
+        self.name = wanted[0].name if wanted else ""
+        self.models = _no_models(options, listener)
+        self._executor = ThreadPoolExecutor(options.threads, thread_name_prefix="call")
+        self._calls = Calls(self.models, options.inference())
+        self._metrics = ServerMetrics(self.models)
+        self._health = Health()
+        self._http: HttpPort | None = None
+        self._server, self.port = self._bind()
+        self._configure(wanted)
+        self._server.start()
+        self._http = self._listen_http()
+        self.rest_port = None if self._http is None else self._http.port
+        if self._config_file:
+            self._config_file.follow(self.models)
+
+    @property
+    def address(self) -> str:
+        """`host:port` for gRPC clients."""
+        return _host_and_port(self.host, self.port)
+
+    @property
+    def rest_url(self) -> str | None:
+        """The URL of the models in REST; None without REST."""
+        if self.rest_port is None:
+            return None
+        return f"http://{_host_and_port(self.host, self.rest_port)}/v1/models"
+
+    def wait_available(self, timeout_seconds: float) -> int:
+        """Wait until every model has an available version; returns that of the first model.
+
+        Raises:
+            ServerError: no version is available in time, or the newest one cannot be loaded.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        served = self.models.served().values()
+        versions = [model.wait_available(max(0.0, deadline - time.monotonic())) for model in served]
+        return versions[0] if versions else 0
+
+    def statuses(self) -> list[VersionStatus]:
+        """Every version of the first model that the server has seen, the newest first."""
+        return self.models.versions(self.name)
+
+    def stop(self, grace_seconds: float | None = None) -> None:
+        """Fail health checks, drain, refuse new calls, let calls in progress end, unload. May be called
+        repeatedly.
+
+        Args:
+            grace_seconds: how long calls in progress may take, without a drain before; by default the options
+                give both times.
+        """
+        if self._stopped:
+            return
+        self._stopped = True
+        self._health.is_ending = True
+        if self._config_file:
+            self._config_file.stop()
+        if grace_seconds is None and self.models.is_available():
+            time.sleep(self._options.network.drain_seconds)
+        if grace_seconds is None:
+            grace_seconds = self._options.network.grace_seconds
+        deadline = time.monotonic() + grace_seconds
+        ended = self._server.stop(grace_seconds)
+        if self._http is not None:
+            self._http.stop(grace_seconds)
+        ended.wait()
+        self.models.stop(max(0.0, deadline - time.monotonic()))
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def _bind(self) -> tuple[Any, int]:
+        from serving.credentials import server_credentials
+
+        options = self._options
+        file = options.network.ssl_config_file
+        credentials = None if file is None else server_credentials(file)
+        own: dict[str, int | str] = {
+            "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
+            "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
+            "grpc.so_reuseport": 0,  # else a second server could share the port, and get half of the calls
+        }
+        # Merged by name: of a repeated argument gRPC takes the first.
+        arguments = own | dict(options.channel_arguments())
+        server = grpc.server(self._executor, options=list(arguments.items()))
+        add_services(server, self._calls, self._metrics)
+        add_health_service(server, self.models, self._health)
+        bound = _listen(
+            server,
+            _host_and_port(self.host, options.port),
+            credentials,
+            "the port is in use, or the address does not belong to this machine",
+            "choose another --port, or --port 0 for a free one",
+        )
+        if options.grpc_socket_path is not None:
+            path = options.grpc_socket_path.absolute()
+            _require_unused(path)
+            _listen(
+                server,
+                f"unix:{path}",
+                credentials,
+                "the directory is missing, or the path is too long",
+                "choose another --grpc-socket-path",
+            )
+        return server, bound
+
+    def _listen_http(self) -> HttpPort | None:
+        network = self._options.network
+        if network.rest_api_port is None:
+            return None
+        from serving.optional_libraries import require_libraries
+
+        try:
+            require_libraries("server", "the REST interface", "h11", "prometheus_client")
+            from serving.http_port import HttpPort
+            from serving.rest import MAX_BODY_BYTES, RestInterface, metrics_path
+
+            application = RestInterface(
+                self._calls,
+                self._metrics,
+                timeout_ms=network.rest_api_timeout_in_ms or None,
+                allow_cors=network.rest_api_enable_cors_support,
+                metrics_path=metrics_path(network.monitoring_config_file),
+            )
+            return HttpPort(
+                application,
+                self.host.strip("[]"),
+                network.rest_api_port,
+                option="--rest-api-port",
+                threads=network.rest_api_num_threads or 4 * (os.cpu_count() or 1),
+                max_body_bytes=MAX_BODY_BYTES,
+                request_seconds=_REQUEST_S,
+                is_quick=lambda request: request.method != "POST",
+            )
+        except BaseException:
+            self.stop(0.0)
+            raise
+
+    def _configure(self, wanted: Sequence[ModelConfig]) -> None:
+        try:
+            self.models.configure(wanted)
+        except StatusError as error:
+            self.stop(0.0)
+            hint = "correct the configuration"
+            if error.code is Code.FAILED_PRECONDITION:
+                hint = "set labels after versions are available, or allow them earlier: "
+                hint += "--allow-version-labels-for-unavailable-models"
+            raise UsageError(error.message, cause=f"{error.code.name}", hint=hint) from error
+
+
+def _no_models(options: ServerOptions, listener: Listener | None) -> ServedModels:
+    from serving.manager import VersionManager, load_warm
+
+    load = partial(load_warm, loading=options.loading(), how=options.inference())
+
+    def create(model: ModelConfig) -> VersionManager:
+        return VersionManager(
+            model.name,
+            model.base_path,
+            policy=model.policy,
+            poll_seconds=options.poll_seconds,
+            load=load,
+            listener=listener,
+        )
+
+    return ServedModels(
+        create, labels_unavailable_versions=options.allow_version_labels_for_unavailable_models
+    )
+
+
+def _single(base_path: str | PathLike[str] | None, name: str | None) -> tuple[ModelConfig, ...]:
+    from serving.model_config import ModelConfig
+
+    if base_path is None:
+        raise UsageError(
+            "there is no model to serve",
+            cause="neither a model base path nor a configuration file is given",
+            hint="serve-model run MODEL_BASE_PATH, or serve-model run --model-config-file FILE",
+        )
+    path = local_path("base_path", base_path).absolute()
+    return (ModelConfig(name or path.name, path),)
+
+
+def _require_unused(path: Path) -> None:
+    """Refuse a socket on which another server listens: gRPC would replace the file without an error."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return
+    raise ServerError(
+        f"cannot listen on unix:{path}",
+        cause="another server listens on it",
+        hint="choose another --grpc-socket-path",
+    )
+
+
+def _host_and_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def _listen(server: Any, address: str, credentials: Any, cause: str, hint: str) -> int:
+    try:
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
+    except RuntimeError:
+        bound = 0
+    if not bound:
+        raise ServerError(f"cannot listen on {address}", cause=cause, hint=hint)
+    return int(bound)
+
+
 class Health:
-    """What health checks are told beside the models' states: a server that is about to end serves nobody."""
+    """`is_ending` makes health checks fail before the server stops, whatever the models' states are."""
 
     is_ending = False
 
@@ -98,13 +357,6 @@ def messages() -> tuple[Any, Any]:
         for name in ("HealthCheckRequest", "HealthCheckResponse")
     ]
     return classes[0], classes[1]
-
-
-Context = grpc.ServicerContext
-_STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
-_CONFIGURE_SECONDS = 600.0
-"""How long a call without a deadline waits for new models; TF Serving's waits for ever."""
-_FOREVER_SECONDS = 1e9
 
 
 def add_services(server: grpc.Server, calls: Calls, metrics: ServerMetrics) -> None:
@@ -176,12 +428,12 @@ class ModelService:
         self._calls = calls
 
     def GetModelStatus(self, request: Proto, context: Context) -> Proto:
-        """Where each version of a model is in its life."""
+        """The state of each version of a model."""
         with _status_to(context):
             return self._calls.status(request)
 
     def HandleReloadConfigRequest(self, request: Proto, context: Context) -> Proto:
-        """Serve other models, versions or labels; answers when the models that are new are available."""
+        """Serve other models, versions or labels; responds when every new model is available."""
         with _status_to(context):
             remaining = _seconds_left(context)
             seconds = _CONFIGURE_SECONDS if remaining is None else remaining
@@ -189,19 +441,19 @@ class ModelService:
 
 
 def _timeout_ms(context: Context) -> int | None:
-    """What is left of the caller's deadline: the session stops the step then, as TF Serving's does."""
+    """The rest of the caller's deadline, after which the session stops the step, as TF Serving's does."""
     seconds = _seconds_left(context)
     return None if seconds is None else int(seconds * 1000)
 
 
 def _seconds_left(context: Context) -> float | None:
-    seconds = context.time_remaining()  # without a deadline: None, or the time to the end of the epoch
+    seconds = context.time_remaining()  # without a deadline: None, or the time to gRPC's last timestamp
     return None if seconds is None or seconds > _FOREVER_SECONDS else seconds
 
 
 @contextmanager
 def _status_to(context: Context) -> Iterator[None]:
-    """Whatever a call raises ends it with a canonical status, the message cut where TF Serving cuts it."""
+    """End the call with the canonical status of any exception, with the message cut as TF Serving cuts it."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the edge of the server: every error becomes a status
@@ -211,269 +463,3 @@ def _status_to(context: Context) -> Iterator[None]:
         if len(message) > MAX_MESSAGE_CHARACTERS:
             message = message[:MAX_MESSAGE_CHARACTERS] + "...TRUNCATED"
         context.abort(_STATUS_CODES[int(code)], message)
-
-
-MAX_MESSAGE_BYTES = (1 << 31) - 1
-_REQUEST_S = 60.0
-"""A client of REST that takes longer to send a request is cut off, unless it is long."""
-
-
-class ModelServer:
-    """A model server in this process, from construction until `stop` or the end of a `with` block.
-
-    It answers at once; predictions are possible when `wait_available` returns. New versions are picked up as
-    TF Serving picks them up: the newest integer-named directory is loaded first, then the old version is
-    unloaded.
-    """
-
-    def __init__(
-        self,
-        base_path: str | PathLike[str] | None = None,
-        *,
-        name: str | None = None,
-        options: ServerOptions = DEFAULT_OPTIONS,
-        listener: Listener | None = None,
-    ) -> None:
-        """Listen, and begin to load versions.
-
-        Args:
-            base_path: the directory that holds the versions of the one model; it is waited for if it is not
-                there yet. Without it, `options.model_config_file` lists the models.
-            name: the model's name in requests; the last part of `base_path` by default.
-            options: how to listen, find versions, load them and answer.
-            listener: called with a model's name and each change of a version's status, from the threads that
-                make it.
-
-        Raises:
-            UsageError: neither path nor file, or a configuration that cannot be served.
-            ServerError: the address cannot be listened on.
-        """
-        from serving.calls import Calls
-        from serving.config_file import ConfigFile
-        from serving.server_metrics import ServerMetrics
-
-        self.host = options.host
-        self._options = options
-        self._stopped = False
-        file = options.model_config_file
-        self._config_file = (
-            None if file is None else ConfigFile(file, options.model_config_file_poll_wait_seconds)
-        )
-        wanted = self._config_file.read() if self._config_file else _single(base_path, name)
-        self.name = wanted[0].name if wanted else ""
-        self.models = _no_models(options, listener)
-        self._executor = ThreadPoolExecutor(options.threads, thread_name_prefix="call")
-        self._calls = Calls(self.models, options.inference())
-        self._metrics = ServerMetrics(self.models)
-        self._health = Health()
-        self._http: HttpPort | None = None
-        self._server, self.port = self._bind()
-        self._configure(wanted)
-        self._server.start()
-        self._http = self._listen_http()
-        self.rest_port = None if self._http is None else self._http.port
-        if self._config_file:
-            self._config_file.follow(self.models)
-
-    @property
-    def address(self) -> str:
-        """`host:port`, as gRPC clients take it."""
-        return _host_and_port(self.host, self.port)
-
-    @property
-    def rest_url(self) -> str | None:
-        """Where REST knows of models; None without REST."""
-        if self.rest_port is None:
-            return None
-        return f"http://{_host_and_port(self.host, self.rest_port)}/v1/models"
-
-    def wait_available(self, timeout_seconds: float) -> int:
-        """Wait until every model has an available version; returns that of the first.
-
-        Raises:
-            ServerError: no version is available in time, or the newest one cannot be loaded.
-        """
-        deadline = time.monotonic() + timeout_seconds
-        served = self.models.served().values()
-        versions = [model.wait_available(max(0.0, deadline - time.monotonic())) for model in served]
-        return versions[0] if versions else 0
-
-    def statuses(self) -> list[VersionStatus]:
-        """Every version of the first model that was seen, the newest first."""
-        return self.models.versions(self.name)
-
-    def stop(self, grace_seconds: float | None = None) -> None:
-        """Tell health checks, drain, refuse new calls, let those under way end, unload; harmless if repeated.
-
-        Args:
-            grace_seconds: how long calls under way may take, without draining before; by default both are as
-                the options say.
-        """
-        if self._stopped:
-            return
-        self._stopped = True
-        self._health.is_ending = True
-        if self._config_file:
-            self._config_file.stop()
-        if grace_seconds is None and self.models.is_available():
-            time.sleep(self._options.network.drain_seconds)
-        if grace_seconds is None:
-            grace_seconds = self._options.network.grace_seconds
-        deadline = time.monotonic() + grace_seconds
-        ended = self._server.stop(grace_seconds)
-        if self._http is not None:
-            self._http.stop(grace_seconds)
-        ended.wait()
-        self.models.stop(max(0.0, deadline - time.monotonic()))
-        self._executor.shutdown(wait=False, cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
-
-    def _bind(self) -> tuple[Any, int]:
-        import grpc
-
-        from serving.credentials import server_credentials
-
-        options = self._options
-        file = options.network.ssl_config_file
-        credentials = None if file is None else server_credentials(file)
-        own: dict[str, int | str] = {
-            "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
-            "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
-            "grpc.so_reuseport": 0,  # a second server on the port is an error, not a coin toss
-        }
-        # Merged here: of a name that is there twice gRPC would take the first.
-        arguments = own | dict(options.channel_arguments())
-        server = grpc.server(self._executor, options=list(arguments.items()))
-        add_services(server, self._calls, self._metrics)
-        add_health_service(server, self.models, self._health)
-        bound = _listen(
-            server,
-            _host_and_port(self.host, options.port),
-            credentials,
-            "the port is taken, or the address is not this machine's",
-            "choose another --port, or --port 0 for a free one",
-        )
-        if options.grpc_socket_path is not None:
-            path = options.grpc_socket_path.absolute()
-            _require_unused(path)
-            _listen(
-                server,
-                f"unix:{path}",
-                credentials,
-                "the directory is missing, or the path too long",
-                "choose another --grpc-socket-path",
-            )
-        return server, bound
-
-    def _listen_http(self) -> HttpPort | None:
-        network = self._options.network
-        if network.rest_api_port is None:
-            return None
-        from serving.optional_libraries import require_libraries
-
-        try:
-            require_libraries("server", "the REST interface", "h11", "prometheus_client")
-            from serving.http_port import HttpPort
-            from serving.rest import MAX_BODY_BYTES, RestInterface, metrics_path
-
-            application = RestInterface(
-                self._calls,
-                self._metrics,
-                timeout_ms=network.rest_api_timeout_in_ms or None,
-                allow_cors=network.rest_api_enable_cors_support,
-                metrics_path=metrics_path(network.monitoring_config_file),
-            )
-            return HttpPort(
-                application,
-                self.host.strip("[]"),
-                network.rest_api_port,
-                option="--rest-api-port",
-                threads=network.rest_api_num_threads or 4 * (os.cpu_count() or 1),
-                max_body_bytes=MAX_BODY_BYTES,
-                request_seconds=_REQUEST_S,
-                is_quick=lambda request: request.method != "POST",
-            )
-        except BaseException:
-            self.stop(0.0)
-            raise
-
-    def _configure(self, wanted: Sequence[ModelConfig]) -> None:
-        try:
-            self.models.configure(wanted)
-        except StatusError as error:
-            self.stop(0.0)
-            hint = "correct the configuration"
-            if error.code is Code.FAILED_PRECONDITION:
-                hint = "set labels once versions are available, or allow it before: "
-                hint += "--allow-version-labels-for-unavailable-models"
-            raise UsageError(error.message, cause=f"{error.code.name}", hint=hint) from error
-
-
-def _no_models(options: ServerOptions, listener: Listener | None) -> ServedModels:
-    from serving.manager import VersionManager, load_warm
-    from serving.models import ServedModels
-
-    load = partial(load_warm, loading=options.loading(), how=options.inference())
-
-    def create(model: ModelConfig) -> VersionManager:
-        return VersionManager(
-            model.name,
-            model.base_path,
-            policy=model.policy,
-            poll_seconds=options.poll_seconds,
-            load=load,
-            listener=listener,
-        )
-
-    return ServedModels(
-        create, labels_unavailable_versions=options.allow_version_labels_for_unavailable_models
-    )
-
-
-def _single(base_path: str | PathLike[str] | None, name: str | None) -> tuple[ModelConfig, ...]:
-    from serving.model_config import ModelConfig
-
-    if base_path is None:
-        raise UsageError(
-            "there is no model to serve",
-            cause="neither a model base path nor a configuration file was named",
-            hint="serve-model run MODEL_BASE_PATH, or serve-model run --model-config-file FILE",
-        )
-    path = local_path("base_path", base_path).absolute()
-    return (ModelConfig(name or path.name, path),)
-
-
-def _require_unused(path: Path) -> None:
-    """A port of gRPC replaces a socket that is there, also one that another server listens on."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return
-    raise ServerError(
-        f"cannot listen on unix:{path}",
-        cause="another server listens there",
-        hint="choose another --grpc-socket-path",
-    )
-
-
-def _host_and_port(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
-def _listen(server: Any, address: str, credentials: Any, cause: str, hint: str) -> int:
-    try:
-        if credentials is None:
-            bound = server.add_insecure_port(address)
-        else:
-            bound = server.add_secure_port(address, credentials)
-    except RuntimeError:
-        bound = 0
-    if not bound:
-        raise ServerError(f"cannot listen on {address}", cause=cause, hint=hint)
-    return int(bound)

@@ -1,7 +1,7 @@
 """A model server's metrics for Prometheus, under TF Serving's names where it has them.
 
-Requests are counted as they come. States of versions, and positions of models that take deltas, are read when
-they are asked for. Sources: tensorflow_serving/servables/tensorflow/util.cc and util/prometheus_exporter.cc.
+Requests are counted when they end. States of versions, and positions of models with deltas, are read for each
+page. Sources: tensorflow_serving/servables/tensorflow/util.cc and util/prometheus_exporter.cc.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _QUICKLY = Inference(timeout_ms=1000)
 
 
 class ServerMetrics:
-    """Counts of requests by model, and how the models of a server stand."""
+    """Counts of requests by model, and the states and positions of a server's versions."""
 
     def __init__(self, models: ServedModels) -> None:
         self._models = models
@@ -40,14 +40,14 @@ class ServerMetrics:
         self._sums_us: Counter[tuple[str, str, str]] = Counter()
 
     def count(self, model: str, api: str, entrypoint: str, code: Code, seconds: float) -> None:
-        """One request that ended.
+        """Count a request that has ended.
 
         Args:
-            model: the model that it named; names that are not served count as one.
-            api: the call.
+            model: the model that it named; all names that are not served count as one.
+            api: the name of the call.
             entrypoint: `GRPC` or `REST`.
-            code: how it ended.
-            seconds: how long it took.
+            code: its canonical status.
+            seconds: its duration.
         """
         model = model if model in self._models.served() else ""
         key = (model, api, entrypoint)
@@ -68,11 +68,11 @@ class ServerMetrics:
         return bytes(generate_latest(registry))
 
     def describe(self) -> list[Any]:
-        """What prometheus_client asks when it registers a collector; names are not reserved."""
+        """For prometheus_client when it registers this collector: without a list it reserves no names."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """What prometheus_client asks for each page."""
+        """For prometheus_client, for each page."""
         yield from self._request_metrics()
         yield from self._model_metrics()
 
@@ -82,7 +82,7 @@ class ServerMetrics:
         with self._lock:
             requests, sums = dict(self._requests), dict(self._sums_us)
             latencies = {key: list(buckets) for key, buckets in self._buckets.items()}
-        # Not a counter to the library, which would change the name that TF Serving gives it.
+        # Declared as unknown: prometheus_client would append _total to the name of a counter.
         counted = Metric(_REQUESTS, "The total number of requests.", "unknown")
         for (model, status), number in sorted(requests.items()):
             counted.add_sample(_REQUESTS, {"model_name": model, "status": status}, number)
@@ -100,14 +100,14 @@ class ServerMetrics:
         of_version = ("model_name", "version")
         states = GaugeMetricFamily(
             f"{_OURS}_version_state",
-            "1 for the state that a version is in.",
+            "1 for the current state of a version.",
             labels=(*of_version, "state"),
         )
         position = GaugeMetricFamily(
             f"{_OURS}_position", "The position that a version serves.", labels=of_version
         )
         step = GaugeMetricFamily(
-            f"{_OURS}_step", "The training step of what a version serves.", labels=of_version
+            f"{_OURS}_step", "The training step of the values that a version serves.", labels=of_version
         )
         for name, manager in sorted(self._models.served().items()):
             for status in manager.statuses():
@@ -119,7 +119,7 @@ class ServerMetrics:
         yield from (states, position, step)
 
     def _stands_at(self, name: str, version: int) -> tuple[int, int] | None:
-        """Position and step of a version that takes deltas, if it says so in time."""
+        """Position and step of a version, if it takes deltas and responds within a second."""
         spec = message_class("serving.ModelSpec")(name=name)
         spec.version.value = version
         with suppress(Exception), self._models.borrow(spec) as (_, model):

@@ -1,8 +1,4 @@
-"""The options of a model server: one declaration of each, for the command line and for Python.
-
-How a model server is reached beside its gRPC port: REST, metrics, TLS; and how it ends. One declaration of
-each option, for the command line and for Python.
-"""
+"""The options of a model server: one declaration of each, for the command line and for Python."""
 
 from __future__ import annotations
 
@@ -22,51 +18,55 @@ if TYPE_CHECKING:
     from serving.loader import Loading
 
 
-GROUP = "REST, metrics, TLS"
+_REST, _MODELS, _NETWORK, _COMPUTING = "REST, metrics, TLS", "Models", "Network", "Loading and computing"
 
-_Option = partial(typer.Option, rich_help_panel=GROUP)
+_of_rest = partial(typer.Option, rich_help_panel=_REST)
+_of_models = partial(typer.Option, rich_help_panel=_MODELS)
+_of_network = partial(typer.Option, rich_help_panel=_NETWORK)
+_of_computing = partial(typer.Option, rich_help_panel=_COMPUTING)
 
 
 class NetworkOptions(Struct, frozen=True, kw_only=True):
-    """TF Serving's options, as far as it has them; gRPC alone by default."""
+    """REST, metrics and TLS, and how the server ends; by default only gRPC. Names are TF Serving's own."""
 
     rest_api_port: Annotated[
         int | None,
-        _Option(
+        _of_rest(
             metavar="PORT",
             min=0,
             max=65535,
-            help="Also answer TF Serving's REST interface here; 0 takes a free port.",
+            help="Also serve TF Serving's REST interface on this port; 0 takes a free one.",
             show_default="no REST",
         ),
     ] = None
     rest_api_num_threads: Annotated[
         int | None,
-        _Option(
+        _of_rest(
             metavar="N",
             min=1,
-            help="How many HTTP requests to work on at a time.",
+            help="How many HTTP requests to handle at the same time.",
             show_default="4 for each CPU",
         ),
     ] = None
     rest_api_timeout_in_ms: Annotated[
-        int, _Option(metavar="MS", min=0, help="Stop computing a REST request after this time; 0 is never.")
+        int, _of_rest(metavar="MS", min=0, help="Stop computing a REST request after this time; 0 is never.")
     ] = 30_000
     rest_api_enable_cors_support: Annotated[
-        bool, _Option("--rest-api-enable-cors-support", help="Let web pages of other origins ask.")
+        bool,
+        _of_rest("--rest-api-enable-cors-support", help="Allow requests from web pages of other origins."),
     ] = False
     monitoring_config_file: Annotated[
         Path | None,
-        _Option(
+        _of_rest(
             metavar="FILE",
             parser=path_parser("--monitoring-config-file"),
-            help="A MonitoringConfig in text form: shows Prometheus metrics on the REST port if it says "
+            help="A MonitoringConfig in text form: the REST port serves Prometheus metrics if it holds "
             "`prometheus_config { enable: true }`.",
         ),
     ] = None
     ssl_config_file: Annotated[
         Path | None,
-        _Option(
+        _of_rest(
             metavar="FILE",
             parser=path_parser("--ssl-config-file"),
             help="An SSLConfig in text form: TLS on the gRPC port, with client certificates if it says so.",
@@ -74,30 +74,23 @@ class NetworkOptions(Struct, frozen=True, kw_only=True):
     ] = None
     drain_seconds: Annotated[
         float,
-        _Option(
+        _of_rest(
             metavar="SECONDS",
             min=0,
-            help="After a signal, say NOT_SERVING to health checks and go on answering for this time, until "
-            "nobody sends requests here any more.",
+            help="After a signal, report NOT_SERVING to health checks and serve for this time, until clients "
+            "and load balancers send no more requests.",
         ),
     ] = 0.0
     grace_seconds: Annotated[
-        float, _Option(metavar="SECONDS", min=0, help="Then give calls under way this long to end.")
+        float, _of_rest(metavar="SECONDS", min=0, help="Then give calls in progress this long to end.")
     ] = 5.0
 
 
 GRPC_ALONE = NetworkOptions()
 
 
-_MODELS, _NETWORK, _COMPUTING = "Models", "Network", "Loading and computing"
-
-_of_models = partial(typer.Option, rich_help_panel=_MODELS)
-_of_network = partial(typer.Option, rich_help_panel=_NETWORK)
-_of_computing = partial(typer.Option, rich_help_panel=_COMPUTING)
-
-
 class ServerOptions(Struct, frozen=True, kw_only=True):
-    """How a `ModelServer` finds versions, listens, loads and answers, by TF Serving's names for it."""
+    """How a `ModelServer` finds and loads versions, listens and computes. Names are TF Serving's own."""
 
     model_config_file: Annotated[
         Path | None,
@@ -113,14 +106,14 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         _of_models(
             metavar="SECONDS",
             min=0,
-            help="Read that file again this often, and serve what it says; 0 reads it once.",
+            help="Read that file again this often, and serve the models that it lists; 0 reads it once.",
         ),
     ] = 0.0
     allow_version_labels_for_unavailable_models: Annotated[
         bool,
         _of_models(
             "--allow-version-labels-for-unavailable-models",
-            help="Take new labels for versions that are not available yet.",
+            help="Accept new labels for versions that are not available yet.",
         ),
     ] = False
     poll_seconds: Annotated[
@@ -133,7 +126,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     grpc_socket_path: Annotated[
         Path | None,
         _of_network(
-            metavar="PATH", parser=path_parser("--grpc-socket-path"), help="Listen on this UNIX socket, too."
+            metavar="PATH", parser=path_parser("--grpc-socket-path"), help="Also listen on this UNIX socket."
         ),
     ] = None
     grpc_channel_arguments: Annotated[
@@ -144,7 +137,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         ),
     ] = None
     threads: Annotated[
-        int, _of_network(metavar="N", min=1, help="How many gRPC calls to work on at a time.")
+        int, _of_network(metavar="N", min=1, help="How many gRPC calls to handle at the same time.")
     ] = 8
     max_filled_bytes: Annotated[
         int,
@@ -158,22 +151,22 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         bool,
         _of_computing(
             "--enable-signature-method-name-check",
-            help="Let Classify and Regress call signatures of their own method alone. Models of TensorFlow 2 "
-            "name `predict` in all.",
+            help="Let Classify and Regress call only signatures of their own method. Models of TensorFlow 2 "
+            "name `predict` in all of them.",
         ),
     ] = False
     enable_serialization_as_tensor_content: Annotated[
         bool,
         _of_computing(
             "--enable-serialization-as-tensor-content",
-            help="Answer Predict with bytes instead of lists of numbers.",
+            help="Respond to Predict with bytes instead of lists of numbers.",
         ),
     ] = False
     no_model_warmup: Annotated[
-        bool, _of_computing("--no-model-warmup", help="Send no warm-up requests to versions that bring some.")
+        bool, _of_computing("--no-model-warmup", help="Do not replay the warm-up requests of versions.")
     ] = False
     num_request_iterations_for_warmup: Annotated[
-        int, _of_computing(metavar="N", min=0, help="Send each warm-up request so often.")
+        int, _of_computing(metavar="N", min=0, help="Replay each warm-up request this often.")
     ] = 1
     saved_model_tags: Annotated[str, _of_computing(metavar="TAG,...", help="Tags of the graph to load.")] = (
         "serve"
@@ -190,15 +183,15 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         int, _of_computing(metavar="N", min=0, help="Threads for one operation; 0 is TensorFlow's choice.")
     ] = 0
     tensorflow_inter_op_parallelism: Annotated[
-        int, _of_computing(metavar="N", min=0, help="Operations at once; 0 is TensorFlow's choice.")
+        int, _of_computing(metavar="N", min=0, help="Operations at the same time; 0 is TensorFlow's choice.")
     ] = 0
     tensorflow_session_parallelism: Annotated[
-        int, _of_computing(metavar="N", min=0, help="Both of these, where they are 0.")
+        int, _of_computing(metavar="N", min=0, help="The value of both if they are 0.")
     ] = 0
     network: NetworkOptions = GRPC_ALONE
 
     def __post_init__(self) -> None:
-        """Check what a command line checks by itself.
+        """Check numbers that come from Python; the command line checks them itself.
 
         Raises:
             UsageError: a number is out of range.
@@ -207,7 +200,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
             raise UsageError("poll_seconds must not be negative, threads positive, and port within 0..65535")
 
     def channel_arguments(self) -> list[tuple[str, int | str]]:
-        """More arguments of the gRPC server; a value that is a whole number is one.
+        """Arguments of the gRPC server by name; a value in digits becomes a number.
 
         Raises:
             UsageError: they are not of the form NAME=VALUE,...
@@ -221,7 +214,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         return arguments
 
     def loading(self) -> Loading:
-        """How versions are loaded.
+        """The settings for loading versions.
 
         Raises:
             UsageError: the session's configuration cannot be read.
@@ -243,7 +236,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         )
 
     def inference(self) -> Inference:
-        """How requests are answered."""
+        """The settings for computing responses."""
         from serving.inference import Inference
 
         return Inference(

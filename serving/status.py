@@ -7,11 +7,11 @@ from enum import IntEnum
 from msgspec import Struct
 
 MAX_MESSAGE_CHARACTERS = 1024
-"""TF Serving cuts the message of a failed call here."""
+"""TF Serving cuts the message of a failed call to this length."""
 
 MAX_FILLED_BYTES = 64 << 20
-"""How much a request may have filled in: a shape of many elements with one value, a context for each example.
-TF Serving fills in whatever it can allocate, so that 60 bytes cost gigabytes."""
+"""By how much a request may grow: one value repeated to fill a shape, a context repeated for each example.
+TF Serving has no limit, so that a request of 60 bytes can cost gigabytes."""
 
 
 class Code(IntEnum):
@@ -37,7 +37,7 @@ class Code(IntEnum):
 
 
 class VersionState(IntEnum):
-    """Where a version is in its life (source: tensorflow_serving/apis/get_model_status.proto)."""
+    """The state of a version (source: tensorflow_serving/apis/get_model_status.proto)."""
 
     UNKNOWN = 0
     START = 10
@@ -48,7 +48,7 @@ class VersionState(IntEnum):
 
 
 class VersionStatus(Struct, frozen=True):
-    """One version of a model as `GetModelStatus` tells it; `code` and `message` say why it failed to load."""
+    """One version of a model as `GetModelStatus` reports it; `code` and `message` say why loading failed."""
 
     version: int
     state: VersionState
@@ -57,7 +57,7 @@ class VersionStatus(Struct, frozen=True):
 
 
 def error_text(status: VersionStatus) -> str:
-    """Why a version failed to load; nothing if it did not."""
+    """Why a version failed to load; empty if it did not."""
     return f"{status.code.name}: {status.message}" if status.code else ""
 
 
@@ -76,10 +76,10 @@ def invalid(message: str) -> StatusError:
 
 
 def status_of(error: Exception) -> StatusError:
-    """The canonical status of any exception, TensorFlow's own among them."""
+    """The canonical status of any exception, TensorFlow's own included."""
     if isinstance(error, StatusError):
         return error
-    code = getattr(error, "error_code", None)  # tf.errors.OpError, named so as not to import TensorFlow
+    code = getattr(error, "error_code", None)  # tf.errors.OpError, recognised without importing TensorFlow
     if isinstance(code, int) and code in set(Code):
         return StatusError(Code(code), str(getattr(error, "message", error)))
     if isinstance(error, FileNotFoundError):

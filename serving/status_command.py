@@ -16,13 +16,27 @@ from serving.client import ModelClient
 from serving.documents import ModelStatus, Published, ServedVersion
 from serving.status import VersionState, VersionStatus, error_text
 
+_EVENT = "event"
+_UNSETTLED = "unsettled"
+_COLUMNS = {
+    "version": "right",
+    "state": "left",
+    "position": "right",
+    "step": "right",
+    "behind": "left",
+    "age": "right",
+    _EVENT: "right",
+    _UNSETTLED: "right",
+    "": "left",
+}
+
 
 def run(client: ModelClient, published: Path | None, sink: Output) -> None:
     """Ask the server, compare with what is published, and print.
 
     Raises:
         ServerError: the server does not answer, or no version is available.
-        NotUpdatable, ManifestError, CheckpointError: what is published cannot be read.
+        NotUpdatable, ManifestError, CheckpointError: the published versions cannot be read.
     """
     statuses = client.status()
     found, target = ask(client, statuses), None
@@ -47,21 +61,6 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
     if target is None and any(one.position is not None for one in found):
         sink.note("to see how far behind a version is: --published MODEL_BASE_PATH")
     _require_available(client, statuses)
-
-
-_EVENT = "event"
-_UNSETTLED = "unsettled"
-_COLUMNS = {
-    "version": "right",
-    "state": "left",
-    "position": "right",
-    "step": "right",
-    "behind": "left",
-    "age": "right",
-    _EVENT: "right",
-    _UNSETTLED: "right",
-    "": "left",
-}
 
 
 def _published(history: Timeline) -> Published:
@@ -126,7 +125,7 @@ def _behind(one: VersionStanding) -> str:
         return ""
     if one.behind_deltas == 0:
         return "no"
-    ahead = one.behind_steps is not None and one.behind_steps < 0  # of what was rolled back
+    ahead = one.behind_steps is not None and one.behind_steps < 0  # the log was rolled back behind it
     steps = f", {abs(one.behind_steps)} steps{' ahead' * ahead}" if one.behind_steps else ""
     return f"{one.behind_deltas} delta{'s' * (one.behind_deltas > 1)}{steps}"
 
@@ -144,7 +143,7 @@ def _age(seconds: float | None) -> str:
 def _require_available(client: ModelClient, statuses: Sequence[VersionStatus]) -> None:
     if not any(status.state is VersionState.AVAILABLE for status in statuses):
         first = statuses[0]
-        hint = "publish a version that loads, or wait for the one that is loading"
+        hint = "publish a version that loads, or wait for the version that is loading"
         if all(status.state is VersionState.END and not status.code for status in statuses):
             hint = f"let the server serve the model again: serve-model reload {client.address}"
         raise ServerError(

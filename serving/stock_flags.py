@@ -1,14 +1,11 @@
-"""TF Serving's own flags on the command line of `serve-model run`, so that a start script works with either.
+"""TF Serving's flags on the command line of `serve-model run`: a start script works with either server.
 
-TF Serving writes `--flag=value` with underscores, and booleans as `--flag`, `--flag=true` or
-`--flag=false`. `translate` makes options of this program of them. A flag that changes nothing here is left
-out with a note; one whose absence would be noticed by clients is refused by name, unless it asks for what is
-done anyway.
+TF Serving writes `--flag=value` with underscores, and booleans as `--flag`, `--flag=true` or `--flag=false`.
+`translate` turns them into options of this program. It drops a flag that has no effect here, with a note, and
+refuses a flag whose absence clients would notice, unless its value asks for this server's own behaviour.
 
-Check TF Serving's `--batching_parameters_file`: what the stock server refuses is refused here, too.
-
-Requests are computed one by one here, so that the parameters have no effect; but a start script that works
-here is to work there.
+Batching parameters have no effect, because requests are computed one by one. Their file is checked
+nevertheless, so that a start script that works here also works with the stock server.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from exporter.wire.protos import Proto
 from serving.text_config import read_text_config
 
 _MAX_BATCH_SIZE = 1000
-"""The stock server's own choice."""
+"""The stock server's default."""
 _AT_LEAST = {
     "max_batch_size": 1,
     "max_execution_batch_size": 1,
@@ -38,7 +35,7 @@ def check_batching_parameters(path: Path) -> None:
     """Check a file of `BatchingParameters` in text form.
 
     Raises:
-        UsageError: it cannot be read, holds something else, or numbers that do not go together.
+        UsageError: it cannot be read, has other content, or its numbers contradict each other.
     """
     found = read_text_config("--batching_parameters_file", path, "BatchingParameters")
     for problem in _problems(found):
@@ -50,7 +47,9 @@ def check_batching_parameters(path: Path) -> None:
 
 
 def _problems(found: Proto) -> Iterator[str]:
-    """Sources: batching_util.cc and batching_session.cc; shared_batch_scheduler.h of TensorFlow."""
+    """The stock server's checks (source: batching_util.cc, batching_session.cc; TensorFlow's
+    shared_batch_scheduler.h).
+    """
     for name, least in _AT_LEAST.items():
         if found.HasField(name) and (value := getattr(found, name).value) < least:
             yield f"{name} is {value}, expected at least {least}"
@@ -73,7 +72,7 @@ def _problems(found: Proto) -> Iterator[str]:
 
 
 class Treatment(Enum):
-    """What becomes of a flag of TF Serving here."""
+    """How this program handles a flag of TF Serving."""
 
     SAME = "same"
     IGNORED = "accepted, no effect"
@@ -86,18 +85,18 @@ class StockFlag(Struct, frozen=True):
     name: str
     treatment: Treatment
     option: str = ""
-    """The option that it stands for; by default the one of the same name, with dashes."""
+    """The option of this program; by default the one of the same name, with dashes."""
     is_boolean: bool = False
     option_if_false: str = ""
-    """Of a boolean that is true by default: the option that turns it off."""
+    """For a boolean that is true by default: the option that turns it off."""
     why: str = ""
-    """What is different, or why it has no effect or is refused."""
+    """The difference, or why the flag has no effect or is refused."""
     harmless: tuple[str, ...] = ()
-    """Values that ask for what is done anyway: nothing is said of them."""
+    """Values that ask for this server's own behaviour; they are accepted without a note."""
 
     @property
     def own(self) -> str:
-        """The option that it stands for."""
+        """The option of this program."""
         return self.option or f"--{self.name.replace('_', '-')}"
 
 
@@ -180,10 +179,10 @@ _TRUE, _FALSE = ("true", "1", "t"), ("false", "0", "f")
 
 
 def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments with this program's options for TF Serving's flags, and notes about flags without effect.
+    """Replace TF Serving's flags by this program's options; returns also notes on flags without effect.
 
     Raises:
-        UsageError: a flag that is not served, a value that it does not take, or a file with mistakes.
+        UsageError: a flag that is not supported, a value that it does not accept, or a file with errors.
     """
     translated: list[str] = []
     notes: list[str] = []
@@ -211,14 +210,14 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _check_batching(given: Mapping[str, str]) -> None:
-    """What the stock server refuses is a mistake here, too."""
+    """Refuse a use of the batching parameters that the stock server refuses."""
     file = given.get("batching_parameters_file")
     if file is None:
         return
     if given.get("enable_batching", "false").lower() in _FALSE:
         raise UsageError(
             "--batching_parameters_file without --enable_batching",
-            cause="TF Serving refuses to start so",
+            cause="TF Serving refuses to start with it",
             hint="add --enable_batching, or leave the file out",
         )
 
@@ -241,13 +240,13 @@ def _truth(flag: StockFlag, value: str | None) -> bool:
 
 
 def _require_whole(flag: StockFlag, *, has_value: bool) -> None:
-    """What follows after a space would be taken for a model base path."""
+    """Refuse `--flag VALUE`: the value would be read as a model base path."""
     if not flag.is_boolean and not has_value:
-        raise UsageError(f"--{flag.name} lacks its value", hint=f"write it in one word: --{flag.name}=VALUE")
+        raise UsageError(f"--{flag.name} needs a value", hint=f"write it in one word: --{flag.name}=VALUE")
 
 
 def _with_dashes(argument: str) -> str:
-    """An option's name may be written with underscores, too."""
+    """Replace underscores in the name of an option of this program."""
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument.partition("=")

@@ -1,9 +1,9 @@
-"""Read the small configuration files of TF Serving's binary: protocol buffers as text.
+"""Read the small configuration files of TF Serving's binary: protocol buffers in text form.
 
     server_key: "-----BEGIN PRIVATE KEY-----\\n..."
     client_verify: true
 
-Three of them are not part of the installed package, so their messages are made here (sources:
+The installed package lacks the messages of three of them, so they are defined here (sources:
 tensorflow_serving/config/ssl_config.proto and monitoring_config.proto, session_bundle_config.proto).
 """
 
@@ -44,16 +44,16 @@ _SCALARS = {"string": "TYPE_STRING", "bool": "TYPE_BOOL", "int64": "TYPE_INT64"}
 
 
 def read_text_config(option: str, path: Path, message: str, *, is_secret: bool = False) -> Proto:
-    """The message that a file holds as text.
+    """Read a message in text form from a file.
 
     Args:
         option: the option that names the file, for errors.
         path: the file.
-        message: its kind, as `message_class` takes it, or one of those that are made here.
-        is_secret: say only where it is wrong, not what stands there.
+        message: the message's name, as for `message_class`, or one of those that are defined here.
+        is_secret: errors give only the place of a mistake, not the text there.
 
     Raises:
-        UsageError: the file cannot be read, or holds something else.
+        UsageError: the file cannot be read, or has other content.
     """
     from google.protobuf import text_format
 
@@ -68,9 +68,11 @@ def read_text_config(option: str, path: Path, message: str, *, is_secret: bool =
         raise UsageError(f"{option} {path} cannot be read", cause=cause, hint=hint) from None
     except text_format.ParseError as error:
         cause = f"line {error.GetLine()}, column {error.GetColumn()}" if is_secret else f"line {error}"
-        raise UsageError(f"{option} {path} is no {kind}", cause=cause, hint=hint) from None
+        raise UsageError(f"{option} {path} is not a valid {kind}", cause=cause, hint=hint) from None
     except ValueError:
-        raise UsageError(f"{option} {path} is no {kind}", cause="it is not UTF-8", hint=hint) from None
+        raise UsageError(
+            f"{option} {path} is not a valid {kind}", cause="it is not UTF-8", hint=hint
+        ) from None
 
 
 @cache

@@ -1,9 +1,9 @@
-"""Update a running model to a position, by calls of its `incremental_update` signature.
+"""Read and change the position of a running model, by its signatures `incremental_status` and
+`incremental_update`.
 
-One call as a rule. It is made again while another update runs, and where a server batches requests: a call
-that is merged with another goes no further than the smaller of their targets. The status says which.
-
-Ask a version that takes deltas for its position, by the signature `incremental_status`.
+An update usually takes one call. The client calls again while another update runs. It also calls again if the
+server batches requests: a batch of several calls stops at the smallest of their targets. The status reports
+it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,26 @@ from serving.client import ModelClient
 from serving.status import Code, VersionState
 
 STATUS_SIGNATURE = "incremental_status"
+UPDATE_SIGNATURE = "incremental_update"
+NEWEST = -1
+_ANOTHER_RUNS = "merged: another update runs"
+_AS_FAR_AS_ASKED = {"reached", "current", "passed", "hold"}
+"""First words of the statuses (see `exporter.subgraph.update`) that need no action."""
+_POLL_SECONDS = 0.1
+_NO_HOLD = "hold: its file cannot be read"
+_WITH_A_TARGET = {"reached", "passed", "inside", "unpublished"}
+"""Statuses that a call for the newest position gets from another call's target, on bases that do not yet
+report `merged`."""
+_REFUSED = "INVALID_ARGUMENT"
+_HINT = "see which positions are published: export-model verify MODEL"
+_MOST_CALLS = 20
+_LONGEST_PAUSE_S = 0.1
 
 
 class IncrementalStatus(Struct, frozen=True):
-    """The position and training step whose values a version serves, and the log that its deltas are of.
+    """The position and training step whose values a version serves, and the log that its deltas belong to.
 
-    `unsettled` counts its responses of no one position since it was loaded; None if it does not report them.
+    `unsettled` counts the responses since loading that may mix positions; None if the base does not count.
     """
 
     position: int
@@ -36,10 +50,10 @@ class IncrementalStatus(Struct, frozen=True):
 
 
 def read_incremental_status(client: ModelClient, version: int) -> IncrementalStatus | None:
-    """Where a version stands; None if it takes no deltas.
+    """The position of a version; None if it takes no deltas.
 
     Raises:
-        CallFailed (exporter.errors): the server did not answer, or refused.
+        CallFailed (exporter.errors): the server did not respond, or refused.
     """
     if STATUS_SIGNATURE not in client.metadata(version).signatures:
         return None
@@ -50,25 +64,10 @@ def read_incremental_status(client: ModelClient, version: int) -> IncrementalSta
     return IncrementalStatus(int(found["position"][0]), int(found["step"][0]), lineage, unsettled)
 
 
-UPDATE_SIGNATURE = "incremental_update"
-NEWEST = -1
-_ANOTHER_RUNS = "merged: another update runs"
-_AS_FAR_AS_ASKED = {"reached", "current", "passed", "hold"}
-"""First words of the statuses (see `exporter.subgraph.update`) that ask for nothing."""
-_POLL_SECONDS = 0.1
-_NO_HOLD = "hold: its file cannot be read"
-_WITH_A_TARGET = {"reached", "passed", "inside", "unpublished"}
-"""Statuses that calls for the newest position get from another's target, where a base says no `merged`."""
-_REFUSED = "INVALID_ARGUMENT"
-_HINT = "see which positions are published: export-model verify MODEL"
-_MOST_CALLS = 20
-_LONGEST_PAUSE_S = 0.1
-
-
 class Updated(Struct, frozen=True):
-    """Where a replica stands after an update: what was applied, and in the model's words why it stopped.
+    """The position after an update, what was applied, and in the model's words why it stopped.
 
-    `loading` is a newer version that the server had not made available in time; it was not updated.
+    `loading` is a newer version that was not available in time, so it was not updated.
     """
 
     version: int
@@ -81,7 +80,7 @@ class Updated(Struct, frozen=True):
 
     @property
     def is_stuck(self) -> bool:
-        """True if published deltas were not applied, and calling again will not help."""
+        """True if published deltas were not applied, and another call will not help."""
         return self.word not in _AS_FAR_AS_ASKED or _NO_HOLD in self.status
 
     @property
@@ -91,23 +90,23 @@ class Updated(Struct, frozen=True):
 
     @property
     def found_another(self) -> bool:
-        """True if nothing was done because another update was under way."""
+        """True if nothing was applied because another update was running."""
         return self.status.startswith(_ANOTHER_RUNS)
 
     def was_merged(self, up_to: int) -> bool:
-        """True if it stopped at another call's target, so that calling again may get further."""
+        """True if it stopped at another call's target, so that another call may get further."""
         if up_to == NEWEST:
             return self.word == "merged" or self.word in _WITH_A_TARGET
         return self.word == "merged" or (self.word in ("reached", "passed") and self.position < up_to)
 
 
 def update(client: ModelClient, *, up_to: int = NEWEST, version: int | None = None) -> Updated:
-    """Apply published deltas up to a position; with -1 as far as they go and `hold` allows.
+    """Apply published deltas up to a position; -1 means as far as they lead and the hold allows.
 
-    Without a version the newest available one is updated, and then a newer one that is being loaded, once it
-    is available: what was published while its warm-up ran would be missing until the next update otherwise.
-    The client's deadline bounds the wait. Calls are idempotent: after a time-out, call again. Rows and deltas
-    are those of all calls together, also if they were applied for another client as well.
+    Without a version, the newest available one is updated, and then a newer one that is loading, once it is
+    available; else it would lack the deltas published during its warm-up until the next update. The client's
+    deadline limits the wait. Calls are idempotent: after a time-out, call again. Rows and deltas are the sums
+    over all calls, including deltas that a merged call of another client applied.
 
     Raises:
         UsageError: the model has no incremental subgraph.
@@ -128,8 +127,8 @@ def update(client: ModelClient, *, up_to: int = NEWEST, version: int | None = No
 
 
 def _newer(client: ModelClient, version: int) -> tuple[int, bool] | None:
-    """The newest version beyond `version` that is available or will be, and whether it is."""
-    with suppress(CallFailed):  # what was asked for is done already
+    """The newest version above `version` that is available or loading, and whether it is available."""
+    with suppress(CallFailed):  # the update itself has succeeded
         for found in client.status():
             coming = found.state in {VersionState.START, VersionState.LOADING, VersionState.AVAILABLE}
             if found.version > version and coming and found.code is Code.OK:
@@ -151,15 +150,15 @@ def _update(client: ModelClient, up_to: int, version: int | None) -> Updated:
             "DEADLINE_EXCEEDED",
             f"another update of {client.model} ran on {client.address} for {client.deadline_s:g} s",
             cause=done.status,
-            hint="call again; each update is cut off by its own client's deadline",
+            hint="call again; each update ends at the deadline of its own client",
         )
     return done
 
 
 def call_until_there(client: ModelClient, up_to: int, version: int) -> Updated:
-    """Update one version that is known to take deltas.
+    """Update one version that takes deltas.
 
-    While another update runs it asks again until the client's deadline: see `Updated.found_another`.
+    While another update runs, it calls again until the client's deadline: see `Updated.found_another`.
     """
     until = time.monotonic() + client.deadline_s
     rows = deltas = 0
@@ -167,7 +166,7 @@ def call_until_there(client: ModelClient, up_to: int, version: int) -> Updated:
         try:
             done = _call_in_turn(client, up_to, version, until)
         except CallFailed as error:
-            # Older bases fail every call of a merged batch by one impossible target.
+            # On older bases one impossible target fails every call of a merged batch.
             if up_to != NEWEST or error.code != _REFUSED or calls == _MOST_CALLS:
                 raise
         else:
@@ -176,22 +175,22 @@ def call_until_there(client: ModelClient, up_to: int, version: int) -> Updated:
                 return replace(done, rows=rows, deltas=deltas)
             if not done.was_merged(up_to):
                 break
-        time.sleep(random.uniform(0, _LONGEST_PAUSE_S))  # so as to meet another batch
+        time.sleep(random.uniform(0, _LONGEST_PAUSE_S))  # random, to land in another batch
     else:
         raise CallFailed(
             "ABORTED",
-            f"{client.address} merged {_MOST_CALLS} calls with others for a smaller position",
+            f"{client.address} merged {_MOST_CALLS} calls with calls for a smaller position",
             cause=done.status,
             hint="call again when no other client updates the model",
         )
-    if up_to != NEWEST and done.position < up_to:  # merged, so that others do not fail by it
+    if up_to != NEWEST and done.position < up_to:  # the base reported `merged` instead of an error
         message = f"{client.address} refused Predict for {client.model}"
         raise CallFailed(_REFUSED, message, cause=f"{_REFUSED}: {done.status}", hint=_HINT)
     return replace(done, rows=rows, deltas=deltas)
 
 
 def _call_in_turn(client: ModelClient, up_to: int, version: int, until: float) -> Updated:
-    """Call until no other update runs, or time is up."""
+    """Call until no other update runs, or until the deadline."""
     while (done := _call(client, up_to, version)).found_another and time.monotonic() < until:
         time.sleep(random.uniform(0, _LONGEST_PAUSE_S))
     return done
@@ -200,10 +199,10 @@ def _call_in_turn(client: ModelClient, up_to: int, version: int, until: float) -
 def _call(client: ModelClient, up_to: int, version: int) -> Updated:
     inputs = {"up_to": np.array([up_to], np.int64)}
     try:
-        answer = client.predict(inputs, signature=UPDATE_SIGNATURE, version=version)
+        response = client.predict(inputs, signature=UPDATE_SIGNATURE, version=version)
     except CallFailed as error:
         if error.code != _REFUSED:
             raise
         raise CallFailed(error.code, error.message, cause=error.cause, hint=_HINT) from error
-    numbers = {name: int(answer.outputs[name][0]) for name in ("position", "step", "rows", "deltas")}
-    return Updated(answer.version, **numbers, status=bytes(answer.outputs["status"][0]).decode())
+    numbers = {name: int(response.outputs[name][0]) for name in ("position", "step", "rows", "deltas")}
+    return Updated(response.version, **numbers, status=bytes(response.outputs["status"][0]).decode())

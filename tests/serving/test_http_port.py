@@ -129,7 +129,7 @@ def test_bodies_of_all_clients_together_have_a_limit() -> None:
         while port.held_bytes < 2 * (length - 1):
             assert time.monotonic() < until
             time.sleep(0.01)
-        assert ask(port, body=b"small") == (503, b'{"error": "other requests\' bodies fill the memory"}')
+        assert ask(port, body=b"small") == (503, b'{"error": "the bodies of other requests use all memory"}')
         assert ask(port, "/healthz") == (200, b"ok")
         for link in held:
             link.sendall(b"x")

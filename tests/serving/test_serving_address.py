@@ -79,7 +79,7 @@ def test_a_port_of_something_else_is_no_model_server() -> None:
         ran = run_app(app, "status", address, "--model", "m", "--deadline", 30)
         server.shutdown()
     assert ran.code == 7
-    assert f"what listens at {address} is no model server" in ran.err
+    assert f"the process that listens at {address} is not a model server" in ran.err
     assert "does not speak gRPC" in ran.err
     assert "name the gRPC port" in ran.err
 

@@ -77,7 +77,7 @@ def test_status_of_an_unknown_model(server: ModelServer) -> None:
     done = call("status", server.address)
     assert done.exit_code == 7
     assert "Could not find any versions of model default" in done.stderr
-    assert "hint:  name a model that this server has with --model" in done.stderr
+    assert "hint:  name a model of this server with --model" in done.stderr
 
 
 @pytest.mark.parametrize("command", [("status",), ("update",), ("predict", "--json-input", "-")])
@@ -86,13 +86,13 @@ def test_a_model_has_the_name_that_servers_give_it(server: ModelServer, command:
     done = call(command[0], server.address, *command[1:], stdin="{}")
     assert done.exit_code == 7
     assert "default" in done.stderr
-    assert "hint:  name a model that this server has with --model" in done.stderr
+    assert "hint:  name a model of this server with --model" in done.stderr
 
 
 def test_an_update_of_an_unknown_model_does_not_send_to_and_fro(server: ModelServer) -> None:
     done = call("update", server.address, "--model", "rankr")
     assert done.exit_code == 7
-    assert "hint:  name a model that this server has with --model" in done.stderr
+    assert "hint:  name a model of this server with --model" in done.stderr
 
 
 def test_an_update_of_a_version_that_takes_no_deltas_tells_how_to_publish_one(server: ModelServer) -> None:
@@ -173,7 +173,7 @@ def test_predict_from_a_file(server: ModelServer, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("request_", "options", "exit_code", "text"),
     [
-        ("{", (), 2, "error: standard input is not a request that REST would take"),
+        ("{", (), 2, "error: standard input is not a request of the REST interface"),
         ("[" * 100_000, (), 2, "error: standard input is not a request"),
         ("[1]", (), 2, "expected an object, found a list"),
         ("{}", (), 2, "expected either the key 'instances' (rows) or the key 'inputs' (columns)"),

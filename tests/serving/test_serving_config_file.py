@@ -93,11 +93,11 @@ def test_what_cannot_be_applied_changes_nothing(
     server: ModelServer, file: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(file, text)
-    soon(lambda: "the configuration stays as it was" in caplog.text)
+    soon(lambda: "the configuration is unchanged" in caplog.text)
     file.unlink()
-    soon(lambda: caplog.text.count("the configuration stays as it was") == 2)
+    soon(lambda: caplog.text.count("the configuration is unchanged") == 2)
     time.sleep(0.2)
-    assert caplog.text.count("the configuration stays as it was") == 2, "each problem is reported once"
+    assert caplog.text.count("the configuration is unchanged") == 2, "each problem is reported once"
     assert available(server, "b") == {5}
 
 

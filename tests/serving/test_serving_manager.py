@@ -232,7 +232,7 @@ def test_waiting_ends_at_its_deadline(peer: Peer) -> None:
     with pytest.raises(ServerError) as caught:
         peer.manager.wait_available(0.1)
     assert caught.value.message == "no version of ranker became available in 0.1 s"
-    assert "no directory that is named by a number" in caught.value.cause
+    assert "no directory whose name is a number" in caught.value.cause
 
 
 def predict_log(signature: str, **inputs: Any) -> bytes:

@@ -217,7 +217,7 @@ def test_a_model_that_is_taken_out_while_it_is_waited_for(
     """Two configurations at once: the first call does not wait for what the second one took away."""
     taking = threading.Timer(0.2, lambda: models.configure(listed_models(config(a=two_models / "a"))))
     taking.start()
-    with pytest.raises(StatusError, match="c is not served any more: it was taken out") as caught:
+    with pytest.raises(StatusError, match="c is no longer served: it was removed") as caught:
         apply(models, config(a=two_models / "a", c=tmp_path / "later"))
     assert caught.value.code is Code.UNKNOWN
     assert answer(models, "a") == (2, 2.0)
@@ -343,7 +343,7 @@ def test_a_model_that_comes_back_while_it_is_unloaded(
 
 def test_no_configuration_after_the_end(models: ServedModels, two_models: Path) -> None:
     models.stop(5.0)
-    with pytest.raises(StatusError, match="the server stops") as caught:
+    with pytest.raises(StatusError, match="the server is stopping") as caught:
         models.configure(listed_models(config(b=two_models / "b")))
     assert caught.value.code is Code.UNAVAILABLE
 

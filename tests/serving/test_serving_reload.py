@@ -74,9 +74,9 @@ BROKEN = VersionStatus(2, END, Code.NOT_FOUND, "no file")
         ("", [BROKEN, SERVED], None, False),
         ("", [BROKEN], "no version of m is available: version 2 is END, NOT_FOUND: no file", True),
         (SPECIFIC % 2, [BROKEN, SERVED], "version 2 of m is END, NOT_FOUND: no file", True),
-        (SPECIFIC % 2, [SERVED], "version 2 of m is not there", False),
+        (SPECIFIC % 2, [SERVED], "version 2 of m is missing", False),
         (SPECIFIC % 2, [VersionStatus(2, END), SERVED], "version 2 of m is END", False),
-        (LABEL % 2, [SERVED], "version 2 of m is not there", False),
+        (LABEL % 2, [SERVED], "version 2 of m is missing", False),
         (LABEL % 2, [VersionStatus(2, AVAILABLE), VersionStatus(1, END)], None, False),
     ],
 )  # fmt: skip
@@ -205,20 +205,20 @@ def test_a_base_path_that_is_not_there(server: ModelServer, tmp_path: Path) -> N
     error = json.loads(done.stderr.splitlines()[-1])
     assert (done.exit_code, error["error"]) == (7, "CallFailed")
     assert "does not serve the configuration yet" in error["message"]
-    assert "it goes on loading" in error["hint"]
+    assert "it continues to load" in error["hint"]
     assert server.models.served().keys() == {"c"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (("--model", "a", "--model-base-path", "/m"), 2, "there is no whole configuration to send"),
-        ((), 2, "there is no whole configuration to send"),
+        (("--model", "a", "--model-base-path", "/m"), 2, "there is no complete configuration to send"),
+        ((), 2, "there is no complete configuration to send"),
         (("--only", "--model", "a"), 2, "model a has no base path"),
         (("--only", "--model", "a", "--model-base-path", "/m", "--latest", "2", "--version", "1"), 2,
-         "three policies"),
+         "exclude each other"),
         (("--only", "--model", "a", "--model-base-path", "/m", "--label", "x=y"), 2, "'y' is not a version"),
-        (("--save", "--only", "--model", "a", "--model-base-path", "/m"), 2, "--save goes with"),
+        (("--save", "--only", "--model", "a", "--model-base-path", "/m"), 2, "--save needs"),
         (("--model-config-file", "none.config"), 2, "none.config cannot be read"),
         (("--only", "--model", "a", "--model-base-path", "gs://b/m"), 7, "gs://b/m: only local paths"),
     ],
@@ -252,8 +252,8 @@ def test_what_a_stock_server_would_keep_although_it_refuses_it_is_not_sent(
 
 
 ABSENT = {
-    "not there": ([], "", "later is not there"),
-    "a file": (["later"], "", "later is not there"),
+    "not there": ([], "", "later is not a directory"),
+    "a file": (["later"], "", "later is not a directory"),
     "empty": (["later/readme"], "", "holds no version"),
     "without the versions": (["later/1/saved_model.pb"], "--version=2", "holds no version 2"),
 }
@@ -299,7 +299,9 @@ def test_an_agent_gives_a_server_no_model_that_it_would_wait_for(
     if is_there:
         rebuilder.restore(server.address, "b")
     else:
-        with pytest.raises(ServerError, match=r"lists c, which it does not serve yet: .*later is not there"):
+        with pytest.raises(
+            ServerError, match=r"lists c, which it does not serve yet: .*later is not a directory"
+        ):
             rebuilder.restore(server.address, "b")
     assert server.models.served().keys() == ({"b", "c"} if is_there else {"b"})
 

@@ -163,8 +163,8 @@ BAD: list[tuple[dict[str, str], str]] = [
     ({"grpc_ca": "."}, "--grpc-ca . cannot be read"),
     ({"grpc_ca": "ca.pem", "grpc_cert": "client.pem", "grpc_key": "stranger.key"}, "cannot be used"),
     ({"grpc_ca": "ca.pem", "grpc_cert": "client.key", "grpc_key": "client.pem"}, "cannot be used"),
-    ({"grpc_ca": "ca.pem", "grpc_token_file": "empty"}, "holds no token"),
-    ({"grpc_ca": "ca.pem", "grpc_token_file": "lines"}, "holds no token"),
+    ({"grpc_ca": "ca.pem", "grpc_token_file": "empty"}, "does not hold a token"),
+    ({"grpc_ca": "ca.pem", "grpc_token_file": "lines"}, "does not hold a token"),
 ]
 
 
@@ -205,7 +205,7 @@ def test_a_key_with_a_password_does_not_ask_for_it(world: Certified, tmp_path: P
     files = {"grpc_ca": str(world.ca), "grpc_cert": str(world.client.cert), "grpc_key": str(locked)}
     with pytest.raises(UsageError) as caught:
         ModelClient("127.0.0.1:1", "ranker", access=ServerAccess(**files))
-    assert caught.value.cause == "the key wants a password"
+    assert caught.value.cause == "the key has a password"
 
 
 def test_every_command_that_asks_servers_has_the_same_options() -> None:
