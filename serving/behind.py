@@ -80,7 +80,7 @@ def _compare(found: VersionStanding, target: Timeline) -> VersionStanding:
     own = next((event for event in events if event.path.name == str(found.status.version)), None)
     if own is None:
         return replace(found, problem=f"version {found.status.version} is not published there")
-    newest = max(int(event.path.name) for event in events if event.start is None)
+    newest = max(int(event.path.name) for event in events if event.from_position is None)
     newer = newest if newest > found.status.version else None
     if found.position is None:
         return replace(found, position=own.position, step=own.step, since=own.created, newer_version=newer)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exporter.cli.documents import logs as documents
 from exporter.cli.log_commands import ModelArgument
 from exporter.local_paths import checkpoint_parser
 from exporter.storage.url import Url
@@ -114,9 +113,11 @@ def _ask(address: str, name: str, deadline: float, access: ServerAccess) -> Repl
 def _report(
     seen: Examination, findings: list[Finding], replicas: list[Replica], ckpt_dir: Path | None, sink: Output
 ) -> None:
+    from exporter.cli.documents.logs import Diagnosis, Target
+
     found = seen.found
     wrong = sum(finding.level.value == "wrong" for finding in findings)
-    document = documents.Diagnosis(
+    document = Diagnosis(
         model=str(seen.model),
         status="wrong" if wrong else "warnings" if findings else "well",
         versions=found.versions,
@@ -125,28 +126,18 @@ def _report(
         step=found.at.step if found.at else None,
         hold=found.hold,
         ckpt_dir=None if ckpt_dir is None else str(ckpt_dir),
-        targets=[_target(replica) for replica in replicas],
-        findings=[
-            documents.Finding(
-                finding.check.value,
-                finding.level.value,
-                finding.message,
-                finding.cause or None,
-                finding.command,
+        targets=[
+            Target(
+                address=replica.address,
+                model=replica.name,
+                versions={str(number): answer.state for number, answer in replica.versions.items()},
+                positions={str(number): answer.position for number, answer in replica.versions.items()},
             )
-            for finding in findings
+            for replica in replicas
         ],
+        findings=findings,
     )
     sink.result(document, _lines(seen, findings, replicas, ckpt_dir))
-
-
-def _target(replica: Replica) -> documents.Target:
-    return documents.Target(
-        address=replica.address,
-        model=replica.name,
-        versions={str(number): answer.state for number, answer in replica.versions.items()},
-        positions={str(number): answer.position for number, answer in replica.versions.items()},
-    )
 
 
 def _lines(

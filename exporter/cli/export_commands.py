@@ -20,13 +20,10 @@ from exporter.cli.documents import exported as documents
 from exporter.cli.documents.exported import (
     DeltaExport,
     DeltaPlan,
-    Notified,
-    RowsLeftOut,
-    RowsRounded,
     StandBy,
 )
 from exporter.cli.documents.values import Status
-from exporter.cli.notify import NOBODY, Servers
+from exporter.cli.notify import NOBODY, Notified, Servers
 from exporter.errors import (
     ExportError,
     ManifestError,
@@ -252,8 +249,8 @@ def exported(
         step=done.at.step,
         rows=done.rows,
         variables_changed=done.variables,
-        left_out=None if left_out is None else RowsLeftOut(**asdict(left_out)),
-        rounded=None if rounded is None else RowsRounded(**asdict(rounded)),
+        left_out=left_out,
+        rounded=rounded,
         bytes_compared=done.compared_bytes,
         seconds=round(done.seconds, 4),
         warnings=[warning.message for warning in done.warnings],

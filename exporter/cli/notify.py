@@ -12,7 +12,6 @@ from functools import partial
 
 from msgspec import Struct, field
 
-from exporter.cli.documents.exported import Notified
 from exporter.errors import CallFailed, ExportError, UsageError
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 
@@ -20,6 +19,19 @@ DEADLINE_S = 30.0
 _AT_A_TIME = 32
 _LEFT_OUT_S = 10.0
 _FIRST_SIGN_OF_LIFE_S, _SIGN_OF_LIFE_S = 5.0, 1.0
+
+
+class Notified(Struct, frozen=True):
+    """What became of a server that `--notify` names."""
+
+    address: str
+    """As it was given."""
+    position: int | None
+    """Where the server stands now; null if it did not say."""
+    seconds: float
+    """How long it took."""
+    problem: str | None
+    """Why it is not where it should be; null if it is."""
 
 
 class Servers(Struct, frozen=True):

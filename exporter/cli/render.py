@@ -1,6 +1,6 @@
 """Print what full exports plan and did: as a JSON document, and as lines for people.
 
-What full exports and `inspect` both print: checkpoints, groups of tensors, signatures.
+`inspect` prints checkpoints and groups of tensors by the functions at the top.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from exporter.local_paths import quoted
 from exporter.mapping.build import Extra, ExtraKind, TensorSource
 from exporter.options import Verify
 from exporter.pipeline.full import Exported, Plan
-from exporter.pipeline.inspection import Signature, TensorSpec, signatures_of
+from exporter.pipeline.inspection import signatures_of
 from exporter.progress import count, human_bytes
 from exporter.storage import mirror
 from exporter.terminal.output import Output, escape
@@ -71,23 +71,6 @@ def by_kind(extras: Iterable[Extra]) -> dict[ExtraKind, list[TensorRef]]:
     return {kind: found[kind] for kind in ExtraKind if kind in found}
 
 
-def signature_documents(signatures: Iterable[Signature]) -> dict[str, values.Signature]:
-    """Signatures by name."""
-    return {
-        signature.name: values.Signature(
-            signature.method,
-            list(map(tensor_spec, signature.inputs)),
-            list(map(tensor_spec, signature.outputs)),
-        )
-        for signature in signatures
-    }
-
-
-def tensor_spec(spec: TensorSpec) -> values.TensorSpec:
-    """An input or output."""
-    return values.TensorSpec(spec.alias, spec.tensor, spec.dtype, spec.shape)
-
-
 def line(label: str, text: str) -> str:
     """A line of a result: what it is, and in a column of its own what was found."""
     return f"[bold]{label:<12}[/]{escape(text)}"
@@ -123,7 +106,7 @@ def exported(done: Exported, sink: Output) -> None:
         verified=done.plan.request.verify.value,
         max_errors={f"{found.signature}/{found.output}": found.max_error for found in done.differences},
         versions_removed=published.removed,
-        versions_kept=[values.KeptVersion(kept.version, kept.reason) for kept in published.kept],
+        versions_kept=published.kept,
         seconds=round(done.seconds, 4),
         warnings=[warning.message for warning in published.warnings],
     )
@@ -154,7 +137,7 @@ def _plan(planned: Plan, status: Status, work: tuple[int, int]) -> ExportPlan:
         status=status,
         checkpoint=checkpoint_document(planned.catalog),
         graph=planned.graph.source,
-        signatures=signature_documents(signatures_of(planned.graph.meta_graph)),
+        signatures=signatures_of(planned.graph.meta_graph),
         variables=list(map(_variable, planned.mapping.sources)),
         bytes=planned.mapping.bytes_,
         tasks=work[0],
@@ -169,8 +152,8 @@ def _plan_lines(planned: Plan) -> Iterator[str]:
     mapping = planned.mapping
     yield line("checkpoint", catalog_text(planned.catalog))
     yield line("graph", planned.graph.source)
-    for signature in signatures_of(planned.graph.meta_graph):
-        yield line("signature", str(signature))
+    for name, signature in signatures_of(planned.graph.meta_graph).items():
+        yield line("signature", f"{name}{signature}")
     via = Counter(source.via for source in mapping.sources)
     how = ", ".join(f"{count} by {rule}" for rule, count in via.most_common())
     yield line("variables", f"{len(mapping.sources)}, {human_bytes(mapping.bytes_)} ({how or 'none'})")

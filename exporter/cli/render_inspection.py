@@ -1,14 +1,11 @@
-"""Print what `inspect` found: as a JSON document, and as lines for people.
-
-Print tables by keys: as documents, and as lines for people.
-"""
+"""Print what `inspect` found: as a JSON document, and as lines for people."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import zip_longest
+from statistics import median
 
-import numpy as np
 from msgspec.structs import asdict
 
 from exporter.catalog import Catalog, TensorRef
@@ -18,72 +15,38 @@ from exporter.cli.render import (
     checkpoint_document,
     kind_texts,
     line,
-    signature_documents,
     tensor_groups,
-    tensor_spec,
 )
 from exporter.mapping.unmatched import Unmatched
 from exporter.pipeline.both_sides import Unmatchable
 from exporter.pipeline.inspection import BundleView, CheckpointView, GraphView, Inspection, ModelView
-from exporter.pipeline.table_views import EmbeddingView, ServedTableView
+from exporter.pipeline.table_views import EmbeddingTable, ServedTableView
 from exporter.progress import count, human_bytes
-from exporter.publish.manifest import Origin
 from exporter.terminal.output import Output, escape
 from exporter.wire.dtypes import DType
 
 
-def embedding_document(view: EmbeddingView) -> inspections.EmbeddingTable:
-    """An embedding variable of a checkpoint as a document."""
-    variable = view.variable
-    return inspections.EmbeddingTable(
-        name=variable.name,
-        key_dtype=variable.key_dtype.label,
-        dtype=variable.value_dtype.label,
-        dimension=variable.dim,
-        keys=variable.rows,
-        bytes=variable.bytes_,
-        filtered_keys=variable.filtered_keys,
-        parts=len(variable.parts),
-        slots=view.slots,
-        keys_by_remainder=view.buckets.tolist(),
-    )
-
-
-def embedding_lines(view: EmbeddingView) -> Iterator[tuple[str, str]]:
+def embedding_lines(table: EmbeddingTable) -> Iterator[tuple[str, str]]:
     """An embedding variable for people: labels and texts."""
-    variable, buckets = view.variable, view.buckets
-    filtered = f", {variable.filtered_keys} more filtered" if variable.filtered_keys else ""
-    parts = f", {len(variable.parts)} parts" if len(variable.parts) > 1 else ""
-    slots = f", slots {', '.join(view.slots)}" if view.slots else ""
+    filtered = f", {table.filtered_keys} more filtered" if table.filtered_keys else ""
+    parts = f", {table.parts} parts" if table.parts > 1 else ""
+    slots = f", slots {', '.join(table.slots)}" if table.slots else ""
     yield (
         "table",
-        f"{variable.name}: {variable.rows} keys{filtered}, {variable.value_dtype.label}[{variable.dim}], "
-        f"{human_bytes(variable.bytes_)}{parts}{slots}",
+        f"{table.name}: {table.keys} keys{filtered}, {table.dtype}[{table.dimension}], "
+        f"{human_bytes(table.bytes)}{parts}{slots}",
     )
-    if variable.rows:
-        spread = f"{buckets.min()} to {buckets.max()}, median {np.median(buckets):g}"
+    if table.keys:
+        buckets = table.keys_by_remainder
+        spread = f"{min(buckets)} to {max(buckets)}, median {median(buckets):g}"
         yield "", f"keys in each of {len(buckets)} buckets (key % {len(buckets)}): {spread}"
-
-
-def served_document(view: ServedTableView) -> inspections.ServedTable:
-    """A dynamic table as it is served, as a document."""
-    return inspections.ServedTable(
-        name=view.name,
-        dtype=view.dtype.label,
-        dimension=view.dim,
-        keys=view.keys,
-        free_rows=view.free_rows,
-        load_factor=round(view.load_factor, 3),
-        bytes=view.bytes_,
-        index_bytes=view.index_bytes,
-    )
 
 
 def served_text(view: ServedTableView) -> str:
     """A dynamic table as it is served, for people."""
     return (
-        f"{view.name}: {view.keys} keys, room for {view.free_rows} more, {view.dtype.label}[{view.dim}], "
-        f"{human_bytes(view.bytes_)}, index {human_bytes(view.index_bytes)} with load factor "
+        f"{view.name}: {view.keys} keys, room for {view.free_rows} more, {view.dtype}[{view.dimension}], "
+        f"{human_bytes(view.bytes)}, index {human_bytes(view.index_bytes)} with load factor "
         f"{view.load_factor:.2f}"
     )
 
@@ -120,7 +83,7 @@ def _inspection(found: Inspection, *, tensors: bool) -> tuple[inspections.Inspec
                 **asdict(checkpoint_document(found.catalog)),
                 kind="checkpoint",
                 kinds=tensor_groups(found.kinds),
-                embeddings=list(map(embedding_document, found.tables)),
+                embeddings=found.tables,
                 tensors=list(map(_tensor, _by_name(found.catalog))) if tensors else None,
             )
             return document, lines
@@ -136,7 +99,7 @@ def _inspection(found: Inspection, *, tensors: bool) -> tuple[inspections.Inspec
                 position=None if found.at is None else found.at.position,
                 step=None if found.at is None else found.at.step,
                 hold=found.hold,
-                tables=list(map(served_document, found.tables)),
+                tables=found.tables,
                 versions=[_bundle_document(version, tensors=False) for version in found.versions],
             )
             held = "" if found.hold is None else f", held at {found.hold}"
@@ -155,11 +118,11 @@ def _graph_document(found: GraphView, *, tensors: bool) -> inspections.GraphInsp
         path=str(found.path),
         nodes=found.nodes,
         embedding_variables=found.embedding_variables,
-        placeholders=list(map(tensor_spec, found.placeholders)),
-        batches=list(map(tensor_spec, found.batches)),
-        likely_outputs=list(map(tensor_spec, found.likely_outputs)),
-        signatures=signature_documents(found.signatures),
-        tensors=list(map(tensor_spec, found.tensors)) if tensors else None,
+        placeholders=found.placeholders,
+        batches=found.batches,
+        likely_outputs=found.likely_outputs,
+        signatures=found.signatures,
+        tensors=list(found.tensors) if tensors else None,
     )
 
 
@@ -169,27 +132,22 @@ def _graph_lines(found: GraphView) -> Iterator[str]:
     yield from (line("placeholder", str(spec)) for spec in found.placeholders)
     yield from (line("batch", str(spec)) for spec in found.batches)
     yield from (line("output?", str(spec)) for spec in found.likely_outputs[:_LIKELY_SHOWN])
-    yield from (line("signature", str(signature)) for signature in found.signatures)
+    yield from (line("signature", f"{name}{each}") for name, each in found.signatures.items())
 
 
 def _bundle_document(found: BundleView, *, tensors: bool) -> inspections.VersionInspection:
     manifest, catalog = found.manifest, found.catalog
-    origin = None if manifest is None else manifest.source
     return inspections.VersionInspection(
         kind="saved_model",
         path=str(found.path),
         position=None if manifest is None else manifest.position,
         step=None if manifest is None else manifest.step,
-        source=None if origin is None else _source(origin),
+        source=None if manifest is None else manifest.source,
         variables=None if catalog is None else checkpoint_document(catalog),
-        signatures=signature_documents(found.signatures),
-        tables=list(map(served_document, found.tables)),
+        signatures=found.signatures,
+        tables=found.tables,
         tensors=list(map(_tensor, _by_name(catalog))) if tensors and catalog is not None else None,
     )
-
-
-def _source(origin: Origin) -> inspections.Source:
-    return inspections.Source(origin.directory, origin.checkpoint, origin.digest)
 
 
 def _bundle_lines(found: BundleView) -> Iterator[str]:
@@ -199,8 +157,7 @@ def _bundle_lines(found: BundleView) -> Iterator[str]:
         f": {len(catalog.tensors)} variables, {human_bytes(catalog.bytes_)}" if catalog else ": no variables"
     )
     yield line("saved model", f"{found.path}{size}{origin}")
-    for signature in found.signatures:
-        yield line("signature", str(signature))
+    yield from (line("signature", f"{name}{each}") for name, each in found.signatures.items())
     yield from (line("table", served_text(table)) for table in found.tables)
 
 

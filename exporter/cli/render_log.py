@@ -1,19 +1,23 @@
-"""Print what merge, rollback, resume, diff and verify found: as a JSON document, and as lines for people."""
+"""Print what commands on published models found and did: as a JSON document, and as lines for people."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from datetime import timezone
+from typing import Any
 
 from exporter.cli.documents import logs as documents
 from exporter.cli.documents.logs import Merge, Rebase, Rollback
-from exporter.cli.documents.values import KeptVersion, Status
+from exporter.cli.documents.values import Status
 from exporter.errors import ExportError
+from exporter.local_paths import quoted
 from exporter.pipeline.comparison import Differences, Side
 from exporter.pipeline.log_maintenance import Merged, Merging
 from exporter.pipeline.rebase import Rebased, Rebasing
 from exporter.pipeline.republish import RollbackPlan, RollbackResult
 from exporter.progress import count, human_bytes
+from exporter.publish.timeline import Event, Timeline
 from exporter.terminal.output import Output, labelled
 from exporter.verify.log import VerifiedModel
 
@@ -72,7 +76,7 @@ def rebased(done: Rebased | None, sink: Output) -> None:
         deltas=done.deltas,
         tasks=done.tasks,
         versions_removed=published.removed,
-        versions_kept=[KeptVersion(kept.version, kept.reason) for kept in published.kept],
+        versions_kept=published.kept,
     )
     lines = [
         labelled("merged", f"the base and {count(done.deltas, 'delta')}"),
@@ -279,6 +283,76 @@ def _side_text(side: Side) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
+
+
+def history(found: Timeline, sink: Output, last: int | None) -> None:
+    """What `history` prints, all of it or the `last` events."""
+    events = found.events[-last:] if last else found.events
+    document = documents.History(
+        model=str(found.model),
+        position=found.at.position if found.at else None,
+        step=found.at.step if found.at else None,
+        log=found.log.number if found.log else None,
+        hold=found.hold,
+        events=events,
+    )
+    sink.result(document, _history_lines(found, len(events)))
+    columns = {
+        "time (UTC)": "left",
+        "what": "left",
+        "position": "right",
+        "step": "right",
+        "": "left",
+    }
+    sink.table("", columns, (_row(event) for event in events))
+
+
+def _history_lines(found: Timeline, shown: int) -> Iterator[str]:
+    yield labelled("model", str(found.model))
+    began = f"; its log of deltas began with version {found.log.number}" if found.log else ""
+    yield labelled("position", f"{found.at or 'unknown'}{began}")
+    if found.hold is not None:
+        waiting = sum(event.is_past_hold for event in found.events)
+        is_canary = found.log is not None and found.log.held.is_canary
+        who = ", by the agent's canary" if is_canary else ""
+        yield labelled("hold", f"at {found.hold}{who}; {waiting or 'nothing'} published beyond it")
+        more = " --lift-canary" if is_canary else ""
+        yield labelled("next", f"to lift it: export-model resume {quoted(found.model)}{more}")
+    if shown < len(found.events):
+        yield labelled("shown", f"the last {shown} of {len(found.events)} events")
+
+
+def _row(event: Event) -> tuple[Any, ...]:
+    when = "" if event.created is None else event.created.strftime("%Y-%m-%d %H:%M:%S")
+    step = "" if event.step is None else event.step
+    return when, event.what.value, event.position, step, "; ".join(_notes(event))
+
+
+def _notes(event: Event) -> Iterator[str]:
+    what = event.what.value
+    if event.problem:
+        yield event.problem
+    elif event.back_to is not None:
+        yield f"values of {event.back_to} again" + (f", for {event.reason}" if event.reason else "")
+    elif what in ("version", "base"):
+        yield f"from {event.checkpoint}"
+    elif what == "rebase":
+        yield "a new base with all deltas so far"
+    if event.from_position is not None:
+        yield f"from {event.from_position} on"
+    if what == "merge":
+        away = f", {event.merged_away} of them merged away" if event.merged_away else ""
+        yield f"{event.parts} publications in one{away}"
+    elif event.rows is not None:
+        yield f"{event.rows} rows" + (", found by comparison" if event.compared else "")
+    if event.event_time is not None:
+        yield f"trained on events up to {event.event_time.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S}"
+    if event.merged_into is not None:
+        yield f"merged into {event.merged_into}"
+    if event.is_past_hold:
+        yield "waits behind the hold"
+    if not event.is_current:
+        yield "of before" if event.log is None else f"of the log {event.log}, which has ended"
 
 
 _NOTHING_TO_MERGE = labelled("nothing to do", "one delta, or none, leads there")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exporter.cli.documents import logs as documents
 from exporter.cli.documents.values import Status
 from exporter.cli.log_commands import DryRunFlag
 from exporter.errors import CheckpointError, ExportError, PublishError, UsageError, VerificationError
@@ -53,9 +52,11 @@ def push(
 
 
 def _told(plan: PushPlan, sink: Output, *, dry_run: bool) -> None:
+    from exporter.cli.documents.logs import Push
+
     is_nothing = not (plan.upload or plan.remove or plan.changes_holds)
     status = Status.NOTHING_TO_DO if is_nothing else Status.PLANNED if dry_run else Status.PUBLISHED
-    document = documents.Push(
+    document = Push(
         dry_run=dry_run,
         status=status,
         url=str(plan.url),
@@ -128,7 +129,9 @@ def _tell_once(error: ExportError, said: str, sink: Output) -> str:
 
 
 def _pulled(done: Pulled, model: Path, sink: Output) -> None:
-    document = documents.Pull(
+    from exporter.cli.documents.logs import Pull
+
+    document = Pull(
         status=Status.PUBLISHED if done.fetched or done.removed else Status.NOTHING_TO_DO,
         model=str(model),
         fetched=done.fetched,

@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from msgspec import Struct, field
-from msgspec.structs import replace
+from msgspec.structs import force_setattr, replace
 
 from exporter.bundle.link import NewFile, link_shard
 from exporter.catalog import Catalog
@@ -83,13 +83,22 @@ class Check(StrEnum):
 
 
 class Finding(Struct, frozen=True):
-    """One thing that is wrong or will be; `command` is what to run next."""
+    """Something that is wrong, or will be."""
 
     check: Check
+    """What was looked at: `files`, `ways`, `hold`, `replicas`, ..."""
     level: Level
+    """`wrong`: something is not served as it should be. `warning`: it works, and costs or will end."""
     message: str
+    """What was found."""
     command: str
-    cause: str = ""
+    """The next command."""
+    cause: str | None = None
+    """Why, or since when."""
+
+    def __post_init__(self) -> None:
+        """Have one way to say that no cause is known."""
+        force_setattr(self, "cause", self.cause or None)
 
 
 def command(*words: str | Path) -> str:
@@ -110,7 +119,8 @@ def diagnosis(model: Path, findings: Iterable[Finding]) -> ExportError | None:
     if checks <= {Check.CHECKPOINT, Check.REPLICAS}:
         kind = CheckpointError if Check.CHECKPOINT in checks else ServerError
     many = f"{count(len(wrong), 'thing')} {'is' if len(wrong) == 1 else 'are'}"
-    return kind(f"{many} wrong with {model}: {wrong[0].message}", cause=wrong[0].cause, hint=wrong[0].command)
+    first = wrong[0]
+    return kind(f"{many} wrong with {model}: {first.message}", cause=first.cause or "", hint=first.command)
 
 
 AVAILABLE = "AVAILABLE"
@@ -575,7 +585,7 @@ def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
     if found.log is None or found.damage:  # which `damage` has told: a table cannot be read past it
         return
     for table in tables_of_log(read_log(model)):  # as it is now: retention may have been there
-        if table.free_rows < table.room * SCARCE:
+        if table.free_rows < (table.keys + table.free_rows) * SCARCE:
             yield Finding(
                 Check.TABLES,
                 Level.WARNING,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -22,9 +22,9 @@ from exporter.graph.saved_model import SERVE_TAG, is_saved_model, read_saved_mod
 from exporter.layout import MANIFEST_FILE, SAVED_MODEL_FILES, VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.mapping.build import Extra, classify_extras
 from exporter.pipeline.table_views import (
-    EmbeddingView,
+    EmbeddingTable,
     ServedTableView,
-    embedding_views,
+    embedding_tables,
     tables_of_bundle,
     tables_of_log,
 )
@@ -38,12 +38,16 @@ from exporter.wire.protos import Proto
 
 
 class TensorSpec(Struct, frozen=True):
-    """An input or output of a signature; `shape` is None if its rank is unknown, -1 is an unknown size."""
+    """An input or output of a signature, or a tensor of a graph."""
 
-    alias: str
+    name: str
+    """What requests call it."""
     tensor: str
+    """The tensor in the graph."""
     dtype: str
+    """Its type."""
     shape: tuple[int, ...] | None
+    """Its shape, -1 for any size; null if not even the number of dimensions is known."""
 
     @property
     def shape_text(self) -> str:
@@ -52,20 +56,22 @@ class TensorSpec(Struct, frozen=True):
         return f"[{sizes}]"
 
     def __str__(self) -> str:
-        return f"{self.alias} {self.dtype}{self.shape_text}"
+        return f"{self.name} {self.dtype}{self.shape_text}"
 
 
 class Signature(Struct, frozen=True):
-    """A signature for people."""
+    """A signature of a graph."""
 
-    name: str
     method: str
+    """`predict`, `classify` or `regress`, or another method's name."""
     inputs: tuple[TensorSpec, ...]
+    """What a request holds."""
     outputs: tuple[TensorSpec, ...]
+    """What an answer holds."""
 
     def __str__(self) -> str:
-        ends = (", ".join(map(str, specs)) for specs in (self.inputs, self.outputs))
-        return f"{self.name}({next(ends)}) -> {next(ends)}"
+        inputs, outputs = (", ".join(map(str, specs)) for specs in (self.inputs, self.outputs))
+        return f"({inputs}) -> {outputs}"
 
 
 class CheckpointView(Struct, frozen=True):
@@ -76,7 +82,7 @@ class CheckpointView(Struct, frozen=True):
 
     catalog: Catalog
     kinds: tuple[Extra, ...]
-    tables: tuple[EmbeddingView, ...] = ()
+    tables: tuple[EmbeddingTable, ...] = ()
     problem: CheckpointError | None = None
 
 
@@ -94,7 +100,7 @@ class GraphView(Struct, frozen=True):
     placeholders: tuple[TensorSpec, ...]
     batches: tuple[TensorSpec, ...]
     likely_outputs: tuple[TensorSpec, ...]
-    signatures: tuple[Signature, ...]
+    signatures: Mapping[str, Signature]
     index: GraphIndex
 
     @property
@@ -112,7 +118,7 @@ class BundleView(Struct, frozen=True):
     """
 
     path: Path
-    signatures: tuple[Signature, ...]
+    signatures: Mapping[str, Signature]
     catalog: Catalog | None
     manifest: Manifest | None
     tables: tuple[ServedTableView, ...] = ()
@@ -170,7 +176,7 @@ def _bundles(model: Path) -> tuple[BundleView, ...]:
 def _checkpoint(catalog: Catalog) -> CheckpointView:
     kinds = tuple(classify_extras(catalog))
     try:
-        return CheckpointView(catalog, kinds, tuple(embedding_views(catalog)))
+        return CheckpointView(catalog, kinds, tuple(embedding_tables(catalog)))
     except CheckpointError as error:
         return CheckpointView(catalog, kinds, problem=error)
 
@@ -191,18 +197,17 @@ def _tables(model: Path) -> tuple[ServedTableView, ...]:
         return ()
 
 
-def signatures_of(meta_graph: Proto) -> tuple[Signature, ...]:
+def signatures_of(meta_graph: Proto) -> dict[str, Signature]:
     """The signatures of a MetaGraphDef by name, without a SavedModel's pseudo-signatures."""
-    return tuple(
-        Signature(
-            name,
+    return {
+        name: Signature(
             signature.method_name.rpartition("/")[2],
             tuple(_spec(alias, info) for alias, info in sorted(signature.inputs.items())),
             tuple(_spec(alias, info) for alias, info in sorted(signature.outputs.items())),
         )
         for name, signature in sorted(meta_graph.signature_def.items())
         if not name.startswith("__")
-    )
+    }
 
 
 def _bundle(path: Path) -> BundleView:
@@ -212,7 +217,7 @@ def _bundle(path: Path) -> BundleView:
     catalog = read_catalog(prefix) if index_path(prefix).exists() else None
     return BundleView(
         path,
-        tuple(signature for graph in graphs for signature in signatures_of(graph)),
+        {name: one for graph in graphs for name, one in signatures_of(graph).items()},
         catalog,
         read_manifest(path) if (path / MANIFEST_FILE).exists() else None,
         () if catalog is None else tuple(tables_of_bundle(catalog, graphs)),

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.catalog import Catalog
-from exporter.checkpoint.embedding_variables import EmbeddingVariable, bucket_sizes, embedding_variables
+from exporter.checkpoint.embedding_variables import bucket_sizes, embedding_variables
 from exporter.checkpoint.tensor_bundle import memory_map
 from exporter.delta.table_changes import ServedTable
 from exporter.errors import CorruptFile
@@ -23,16 +23,33 @@ from exporter.wire.protos import Proto
 Array = np.ndarray[Any, Any]
 
 
-class EmbeddingView(Struct, frozen=True):
-    """An embedding variable with the names of its optimizer slots; `buckets` counts keys by key % 1000."""
+class EmbeddingTable(Struct, frozen=True):
+    """An embedding variable: a table whose rows have arbitrary integers as keys."""
 
-    variable: EmbeddingVariable
+    name: str
+    """The variable's name, without its part."""
+    key_dtype: str
+    """The type of its keys."""
+    dtype: str
+    """The type of its rows."""
+    dimension: int
+    """How many numbers a row has."""
+    keys: int
+    """How many keys have a row."""
+    bytes: int
+    """Bytes of the rows."""
+    filtered_keys: int
+    """How many more keys were seen, but too seldom to get a row."""
+    parts: int
+    """In how many parts it is stored."""
     slots: tuple[str, ...]
-    buckets: Array
+    """The optimizer's slots beside it."""
+    keys_by_remainder: tuple[int, ...]
+    """For 0 to 999: how many keys have this remainder of a division by 1000."""
 
 
-def embedding_views(catalog: Catalog) -> Iterator[EmbeddingView]:
-    """The embedding variables of a checkpoint; slots are told with the variable that they belong to.
+def embedding_tables(catalog: Catalog) -> Iterator[EmbeddingTable]:
+    """The embedding variables of a checkpoint; slots are listed with the variable that they belong to.
 
     Raises:
         CheckpointError: one is damaged, or has rows outside the checkpoint's tensors.
@@ -42,34 +59,39 @@ def embedding_views(catalog: Catalog) -> Iterator[EmbeddingView]:
         if variable.slot_of is None:
             below = f"{variable.name}/"
             slots = (name for name, other in variables.items() if other.slot_of == variable.name)
-            names = tuple(name.removeprefix(below) for name in slots)
-            yield EmbeddingView(variable, names, bucket_sizes(catalog, variable))
+            yield EmbeddingTable(
+                name=variable.name,
+                key_dtype=variable.key_dtype.label,
+                dtype=variable.value_dtype.label,
+                dimension=variable.dim,
+                keys=variable.rows,
+                bytes=variable.bytes_,
+                filtered_keys=variable.filtered_keys,
+                parts=len(variable.parts),
+                slots=tuple(name.removeprefix(below) for name in slots),
+                keys_by_remainder=tuple(bucket_sizes(catalog, variable).tolist()),
+            )
 
 
 class ServedTableView(Struct, frozen=True):
-    """A dynamic table as it is served: how many keys it holds, and for how many more there is room.
-
-    `slots` are the places of its index; `bytes_` counts the rows, `index_bytes` what leads to them.
-    """
+    """A dynamic table as it is served: rows have arbitrary integers as keys."""
 
     name: str
-    dtype: DType
-    dim: int
+    """Its name."""
+    dtype: str
+    """The type of its rows."""
+    dimension: int
+    """How many numbers a row has."""
     keys: int
-    room: int
-    slots: int
-    bytes_: int
+    """How many keys it holds."""
+    free_rows: int
+    """How many new keys there is room for."""
+    load_factor: float
+    """Which part of its index's places is taken."""
+    bytes: int
+    """Bytes of its rows, free ones among them."""
     index_bytes: int
-
-    @property
-    def free_rows(self) -> int:
-        """How many new keys there is room for."""
-        return self.room - self.keys
-
-    @property
-    def load_factor(self) -> float:
-        """The part of the index's places that keys take."""
-        return self.keys / self.slots
+    """Bytes of what leads from keys to rows."""
 
 
 def tables_of_bundle(catalog: Catalog, graphs: Iterable[Proto]) -> Iterator[ServedTableView]:
@@ -119,12 +141,12 @@ def _view(name: str, dtype: DType, dim: int, geometry: TableGeometry, state: Tab
     except IndexError:
         raise CorruptFile(f"the index of table {name!r} leads to rows that it does not have") from None
     return ServedTableView(
-        name,
-        dtype,
-        dim,
-        keys,
-        geometry.usable_rows,
-        geometry.slots,
-        geometry.capacity * dim * (dtype.itemsize or 0),
-        geometry.index_bytes,
+        name=name,
+        dtype=dtype.label,
+        dimension=dim,
+        keys=keys,
+        free_rows=geometry.usable_rows - keys,
+        load_factor=round(keys / geometry.slots, 3),
+        bytes=geometry.capacity * dim * (dtype.itemsize or 0),
+        index_bytes=geometry.index_bytes,
     )

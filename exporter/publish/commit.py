@@ -52,7 +52,7 @@ from exporter.layout import HOLD_FILE, LOCK_FILE, MANIFEST_FILE
 from exporter.publish.delta_log import DeltaLog, LogDelta, log_of
 from exporter.publish.manifest import FileEntry, Manifest, ManifestDraft, to_json
 from exporter.publish.permission import REFUSING, Permission
-from exporter.publish.retention import GRACE_SECONDS, Kept, Retired, retire
+from exporter.publish.retention import GRACE_SECONDS, KeptVersion, Retired, retire
 from exporter.publish.staging import Staging
 from exporter.publish.versions import VersionDir, greatest, last_position, taken, version_dirs
 from exporter.wire.crc32c import crc_of, mask
@@ -197,7 +197,7 @@ class Published(Struct, frozen=True):
     version: int
     manifest: Manifest
     removed: tuple[int, ...] = ()
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[KeptVersion, ...] = ()
     warnings: tuple[ExportError, ...] = ()
 
     @property

@@ -25,18 +25,20 @@ GRACE_SECONDS = 300.0
 to load it must not find its files gone."""
 
 
-class Kept(Struct, frozen=True):
-    """A version beyond `keep` that stayed, and why; the next publication tries again."""
+class KeptVersion(Struct, frozen=True):
+    """A version that retention would have removed, and did not; the next publication tries again."""
 
     version: int
+    """Its number."""
     reason: str
+    """What still needs it."""
 
 
 class Retired(Struct, frozen=True):
     """What retention did. `trash` is out of every reader's sight and only needs to be deleted."""
 
     removed: tuple[int, ...] = ()
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[KeptVersion, ...] = ()
     trash: tuple[Path, ...] = ()
 
 
@@ -60,7 +62,7 @@ def retire(versions: Iterable[VersionDir], *, keep: int, now: float, grace_secon
             reason = "a reader has it open"
         except OSError as exc:
             reason = f"it cannot be removed: {exc.strerror}"
-        kept.append(Kept(child.version, reason))
+        kept.append(KeptVersion(child.version, reason))
     return Retired(tuple(removed), tuple(kept), tuple(trash))
 
 

@@ -38,35 +38,46 @@ class What(StrEnum):
 
 
 class Event(Struct, frozen=True):
-    """Something that was published. A `DAMAGED` event has only a name, and `problem` says what is wrong.
-
-    `start` is where a delta begins, `back_to` the position or version whose values came back, for a `reason`
-    if one was given. `parts` counts the publications that a merger holds, of which `merged_away` are not
-    there any more by themselves; `merged_into` names a merger that leads past this delta. `is_past_hold`:
-    servers do not go there by themselves. `is_current`: it is of the log, or a version without one, that is
-    followed now. `event_time`: when the newest event happened that its values were trained on; None if it is
-    not known.
-    """
+    """Something that was published; what is damaged has only a name."""
 
     what: What
+    """`version` (takes no deltas), `base`, `rebase`, `delta`, `merge`, `rollback`, `resume` or `damaged`."""
     path: Path
+    """Its directory."""
     position: int
+    """Where it leads."""
+    from_position: int | None = None
+    """Where a delta begins."""
     created: datetime | None = None
+    """When it was published."""
     step: int | None = None
+    """The training step of its values."""
     log: int | None = None
-    start: int | None = None
+    """The log that it belongs to."""
     checkpoint: str = ""
+    """The checkpoint that it was made from."""
     rows: int | None = None
+    """Rows in a delta."""
     compared: bool = False
+    """True if a delta's rows were found by comparing checkpoints."""
     parts: int = 1
+    """How many publications a merger holds."""
     merged_away: int = 0
+    """How many of those are not there any more by themselves."""
     merged_into: str | None = None
+    """A merger that leads past this delta."""
     back_to: int | None = None
+    """The position or version whose values a rollback or resumption brought back."""
     reason: str = ""
+    """Why, as it was said then; empty if nothing was."""
     is_past_hold: bool = False
+    """True if servers do not go there by themselves."""
     is_current: bool = True
+    """False if it belongs to a log that has ended."""
     problem: str = ""
+    """What is wrong with it; empty if nothing is."""
     event_time: datetime | None = None
+    """When the newest event happened that its values were trained on."""
 
 
 class Timeline(Struct, frozen=True):
@@ -120,7 +131,7 @@ def _logs(model: Path) -> list[Path]:
 
 def _order(event: Event) -> tuple[int, float, int]:
     """By position; of what leads to one position, as it was published."""
-    return event.position, event.created.timestamp() if event.created else 0.0, event.start or 0
+    return event.position, event.created.timestamp() if event.created else 0.0, event.from_position or 0
 
 
 def _placed(event: Event, log: int | None, hold: int | None) -> Event:
@@ -149,9 +160,9 @@ def _event(what: What, path: Path, manifest: Manifest) -> Event:
         what,
         path,
         manifest.position,
-        manifest.created,
-        manifest.step,
-        start=manifest.from_position,
+        created=manifest.created,
+        step=manifest.step,
+        from_position=manifest.from_position,
         checkpoint=manifest.source.checkpoint,
         event_time=None if manifest.incremental is None else manifest.incremental.trained.newest_event,
     )
@@ -169,15 +180,16 @@ def _deltas(deltas: Sequence[LogDelta]) -> Iterator[Event]:
 
 
 def _leads_past(merger: Event, other: Event) -> bool:
-    starts = merger.start is not None and other.start is not None and merger.start <= other.start
-    return starts and other.position <= merger.position and other.path != merger.path
+    if merger.from_position is None or other.from_position is None or other.path == merger.path:
+        return False
+    return merger.from_position <= other.from_position and other.position <= merger.position
 
 
 def _merger(events: Iterable[Event], part: Event) -> str | None:
     """The name of the longest merger that holds a delta."""
     found = [event for event in events if event.what is What.MERGE and _leads_past(event, part)]
-    longest = max(found, key=lambda event: event.position - (event.start or 0), default=None)
-    return None if longest is None else f"{longest.start}-{longest.position}"
+    longest = max(found, key=lambda event: event.position - (event.from_position or 0), default=None)
+    return None if longest is None else f"{longest.from_position}-{longest.position}"
 
 
 def _delta(delta: LogDelta) -> Event:
@@ -185,7 +197,7 @@ def _delta(delta: LogDelta) -> Event:
         manifest, entry = delta.manifest, delta.entry
     except ManifestError as error:
         log = int(delta.path.parent.name) if delta.path.parent.name.isdecimal() else None
-        return Event(What.DAMAGED, delta.path, delta.end, log=log, start=delta.start, problem=error.message)
+        return Event(What.DAMAGED, delta.path, delta.end, delta.start, log=log, problem=error.message)
     return replace(
         _event(_kind(entry), delta.path, manifest),
         log=entry.log,

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from enum import Enum
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from msgspec import Struct, field
@@ -280,7 +281,9 @@ def as_json(document: Any, indent: int | None = None) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """What `json` does not know by itself: the documents' own classes, and times."""
+    """What `json` does not know by itself: the documents' own classes, times and paths."""
+    if isinstance(value, Path):
+        return str(value)
     return value.isoformat() if isinstance(value, datetime) else asdict(value)
 
 

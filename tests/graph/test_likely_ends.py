@@ -88,7 +88,7 @@ def test_inputs_and_likely_outputs(
 
     view = inspect(meta)
     assert isinstance(view, GraphView)
-    assert [spec.alias for spec in view.placeholders] == ["x", "labels"]
+    assert [spec.name for spec in view.placeholders] == ["x", "labels"]
     assert [spec.tensor for spec in view.likely_outputs] == [f"{name}:0" for name in expected]
     assert f"output?     {expected[0]}:0" in export_model("inspect", meta).out
     assert len(export_model("inspect", meta, "--json").document["likely_outputs"]) == len(expected)

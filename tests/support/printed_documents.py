@@ -10,7 +10,8 @@ import msgspec
 from msgspec.structs import asdict
 
 from exporter.terminal.output import FORMAT_VERSION, Failure, to_json
-from tools.reference.documents import PRINTED_BY, descriptions
+from tools.reference.declarations import meanings
+from tools.reference.documents import PRINTED_BY
 
 
 def checked(document: Any) -> Any:
@@ -23,7 +24,7 @@ def checked(document: Any) -> Any:
     wrong = []
     for kind in kinds:
         try:
-            typed = msgspec.convert(fields, kind, strict=True)
+            typed = msgspec.convert(fields, kind, strict=True, dec_hook=lambda kind, value: kind(value))
         except msgspec.ValidationError as error:
             wrong.append(f"{kind.__name__}: {error}")
             continue
@@ -43,5 +44,5 @@ def checked_error(error: Any) -> Any:
 def _by_fields() -> dict[frozenset[str], list[type]]:
     found: dict[frozenset[str], list[type]] = {}
     for kind in {kind for kinds in PRINTED_BY.values() for kind in kinds}:
-        found.setdefault(frozenset(descriptions(kind)), []).append(kind)
+        found.setdefault(frozenset(meanings(kind)), []).append(kind)
     return found

@@ -10,14 +10,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
-from msgspec import inspect as types
 
 from exporter.increments.history import MarkerDocument
 from exporter.increments.increment import IncrementDocument
 from exporter.mapping.mapping_spec import MappingSpecDocument
-from exporter.options import Updates, declared
+from exporter.options import Updates
 from exporter.publish.manifest import DeltaDocument, VersionDocument
-from tools.reference.documents import texts_under_fields
+from tools.reference.declarations import helps, in_words, meanings, structs_in, title, type_info
 from tools.reference.markdown import code, table, text
 
 ROOT = Path(__file__).parent.parent.parent
@@ -52,7 +51,7 @@ def schema() -> str:
     _, definitions = msgspec.json.schema_components(documents, ref_template="#/$defs/{name}")
     for kind in (Updates,):  # whose fields are described by the help of their options
         properties = definitions[kind.__name__]["properties"]
-        for name, meaning in _helps(kind).items():
+        for name, meaning in helps(kind).items():
             properties[name] = {"description": meaning, **properties[name]}
     whole = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -68,93 +67,25 @@ def _tables(kind: type, told: set[type]) -> Iterator[str]:
     if kind in told:
         return
     told.add(kind)
-    found = types.type_info(kind)
-    assert isinstance(found, types.StructType | types.DataclassType)
+    found = type_info(kind)
     summary = " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
-    yield f"*{_title(kind)}.* {text(summary)}\n"
-    tag_field, tag = getattr(found, "tag_field", None), getattr(found, "tag", None)
-    first = [(code(tag_field), code(json.dumps(tag)), "what the document is")] if tag_field else []
-    below = {**texts_under_fields(kind), **_helps(kind)}
+    yield f"*{title(kind)}.* {text(summary)}\n"
+    tag, said = found.tag_field, meanings(kind)
+    first = [(code(tag), code(json.dumps(found.tag)), "what the document is")] if tag else []
     rows = (
         (
             code(field.encode_name),
-            _type(field.type) + ("" if field.required or field.name in _ALWAYS else ", optional"),
-            text(_meaning(field, below)),
+            in_words(field.type) + ("" if field.required or field.name in _ALWAYS else ", optional"),
+            text(said[field.name]),
         )
         for field in found.fields
     )
     yield table(("field", "type", "meaning"), [*first, *rows])
     for field in found.fields:
-        for inner in _structs(field.type):
+        for inner in structs_in(field.type):
             if inner not in _FOR_THE_EXPORTER:
                 yield from _tables(inner, told)
 
 
-def _helps(kind: type) -> dict[str, str]:
-    """The help of fields that are options."""
-    return {one.path[0]: one.option.help for one in declared(kind) if len(one.path) == 1}
-
-
-def _title(kind: type) -> str:
-    return kind.__name__.removesuffix("Document")
-
-
-def _meaning(field: types.Field, below: Mapping[str, str]) -> str:
-    """What the declaration says a field means, in its type or in the text below it.
-
-    Raises:
-        KeyError: it says nothing.
-    """
-    if isinstance(field.type, types.Metadata) and field.type.extra_json_schema:
-        meaning: str = field.type.extra_json_schema["description"]
-        return meaning
-    return below[field.name]
-
-
-def _type(found: types.Type) -> str:
-    """A type in JSON's words."""
-    match found:
-        case types.Metadata(type=inner):
-            return _type(inner)
-        case types.UnionType(types=members):
-            return " or ".join(map(_type, members))
-        case types.StructType(cls=kind) | types.DataclassType(cls=kind):
-            return _title(kind)
-        case types.VarTupleType(item_type=item) | types.ListType(item_type=item):
-            return f"list of {_type(item)}"
-        case types.DictType(value_type=value):
-            return f"object: name to {_type(value)}"
-        case types.LiteralType(values=values) if len(values) <= _FEW:
-            return " or ".join(code(json.dumps(value)) for value in values)
-        case types.EnumType(cls=kind):
-            return " or ".join(code(json.dumps(member.value)) for member in kind)
-        case types.LiteralType():
-            return "string"
-    return _WORDS[type(found)]
-
-
-def _structs(found: types.Type) -> Iterator[type]:
-    match found:
-        case types.StructType(cls=kind) | types.DataclassType(cls=kind):
-            yield kind
-        case (
-            types.Metadata(type=inner) | types.VarTupleType(item_type=inner) | types.ListType(item_type=inner)
-        ):
-            yield from _structs(inner)
-        case types.UnionType(types=members):
-            for member in members:
-                yield from _structs(member)
-
-
-_FEW = 5
 _ALWAYS = ("format_version", "kind")
 """Fields that are always written, though they have a default in memory."""
-_WORDS: Mapping[type[types.Type], str] = {
-    types.AnyType: "any",
-    types.BoolType: "true or false",
-    types.DateTimeType: "time (RFC 3339)",
-    types.FloatType: "number",
-    types.IntType: "integer",
-    types.NoneType: "null",
-    types.StrType: "string",
-}

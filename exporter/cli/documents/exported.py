@@ -7,7 +7,11 @@ from typing import Literal
 
 from msgspec import Struct
 
-from exporter.cli.documents.values import Checkpoint, KeptVersion, Signature, Status, TensorGroup
+from exporter.cli.documents.values import Checkpoint, Status, TensorGroup
+from exporter.cli.notify import Notified
+from exporter.delta.tolerance import LeftOut, Rounded
+from exporter.pipeline.inspection import Signature
+from exporter.publish.retention import KeptVersion
 
 
 class Variable(Struct, frozen=True):
@@ -134,41 +138,6 @@ class StandBy(Struct, frozen=True):
     """The environment variable that says so."""
 
 
-class Notified(Struct, frozen=True):
-    """What became of a server that `--notify` names."""
-
-    address: str
-    """As it was given."""
-    position: int | None
-    """Where the server stands now; null if it did not say."""
-    seconds: float
-    """How long it took."""
-    problem: str | None
-    """Why it is not where it should be; null if it is."""
-
-
-class RowsLeftOut(Struct, frozen=True):
-    """Rows that `--min-change` holds back."""
-
-    bound: float
-    """No row is further from what the trainer has than this (Euclidean norm)."""
-    rows: int
-    """How many rows are held back."""
-    largest: float
-    """How far the furthest of them is."""
-
-
-class RowsRounded(Struct, frozen=True):
-    """Rows that `--delta-dtype` rounds."""
-
-    dtype: str
-    """What they are sent as: `bfloat16` or `int8`."""
-    rows: int
-    """How many rows are rounded."""
-    largest: float
-    """The largest absolute error of an element."""
-
-
 class DeltaPlan(Struct, frozen=True, kw_only=True):
     """What `export-model --incr --dry-run` prints: the delta that would be published."""
 
@@ -215,9 +184,9 @@ class DeltaExport(DeltaPlan, frozen=True, kw_only=True):
     """Rows in the delta, of all tables together."""
     variables_changed: int
     """Variables in the delta."""
-    left_out: RowsLeftOut | None
+    left_out: LeftOut | None
     """Rows that were not sent, with `--min-change`."""
-    rounded: RowsRounded | None
+    rounded: Rounded | None
     """Rows that were sent rounded, with `--delta-dtype`."""
     bytes_compared: int
     """Bytes that had to be read to find what changed."""

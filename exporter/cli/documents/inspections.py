@@ -7,7 +7,10 @@ from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
-from exporter.cli.documents.values import Checkpoint, Signature, Tensor, TensorGroup, TensorSpec
+from exporter.cli.documents.values import Checkpoint, Tensor, TensorGroup
+from exporter.pipeline.inspection import Signature, TensorSpec
+from exporter.pipeline.table_views import EmbeddingTable, ServedTableView
+from exporter.publish.manifest import Origin
 
 
 class UnmatchedTensor(Tensor, frozen=True):
@@ -15,31 +18,6 @@ class UnmatchedTensor(Tensor, frozen=True):
 
     owner: str | None
     """The layer or object that it belongs to, where the checkpoint tells."""
-
-
-class EmbeddingTable(Struct, frozen=True):
-    """An embedding variable: a table whose rows have arbitrary integers as keys."""
-
-    name: str
-    """The variable's name, without its part."""
-    key_dtype: str
-    """The type of its keys."""
-    dtype: str
-    """The type of its rows."""
-    dimension: int
-    """How many numbers a row has."""
-    keys: int
-    """How many keys have a row."""
-    bytes: int
-    """Bytes of the rows."""
-    filtered_keys: int
-    """How many more keys were seen, but too seldom to get a row."""
-    parts: int
-    """In how many parts it is stored."""
-    slots: Sequence[str]
-    """The optimizer's slots beside it."""
-    keys_by_remainder: Sequence[int]
-    """For 0 to 999: how many keys have this remainder of a division by 1000."""
 
 
 class CheckpointInspection(Checkpoint, frozen=True):
@@ -78,38 +56,6 @@ class GraphInspection(Struct, frozen=True):
     """Every tensor, with `--tensors`."""
 
 
-class ServedTable(Struct, frozen=True):
-    """A dynamic table as it is served: rows have arbitrary integers as keys."""
-
-    name: str
-    """Its name."""
-    dtype: str
-    """The type of its rows."""
-    dimension: int
-    """How many numbers a row has."""
-    keys: int
-    """How many keys it holds."""
-    free_rows: int
-    """How many new keys there is room for."""
-    load_factor: float
-    """Which part of its index's places is taken."""
-    bytes: int
-    """Bytes of its rows, free ones among them."""
-    index_bytes: int
-    """Bytes of what leads from keys to rows."""
-
-
-class Source(Struct, frozen=True):
-    """The checkpoint that a version was exported from."""
-
-    directory: str
-    """The name of its directory, without what is above it."""
-    checkpoint: str
-    """Its name."""
-    digest: str | None
-    """The SHA-256 of what it holds; null where that was not kept."""
-
-
 class VersionInspection(Struct, frozen=True):
     """What `inspect` prints of a version, or of any SavedModel."""
 
@@ -121,13 +67,13 @@ class VersionInspection(Struct, frozen=True):
     """Its position; null if it has no manifest."""
     step: int | None
     """The training step of its values."""
-    source: Source | None
+    source: Origin | None
     """What it was exported from; null if it has no manifest."""
     variables: Checkpoint | None
     """Its variables."""
     signatures: Mapping[str, Signature]
     """Its signatures, by name."""
-    tables: Sequence[ServedTable]
+    tables: Sequence[ServedTableView]
     """Its dynamic tables, as its variables hold them."""
     tensors: Sequence[Tensor] | None
     """Every variable, with `--tensors`."""
@@ -146,7 +92,7 @@ class ModelInspection(Struct, frozen=True):
     """The training step of its values."""
     hold: int | None
     """The position at which the model is held."""
-    tables: Sequence[ServedTable]
+    tables: Sequence[ServedTableView]
     """Its dynamic tables at the newest position, if it takes deltas."""
     versions: Sequence[VersionInspection]
     """Its versions, the newest first."""

@@ -1,17 +1,16 @@
-"""What the commands print that inspect or change a published model.
-
-What `push` and `pull` print.
-"""
+"""What the commands print that inspect or change a published model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Literal
 
 from msgspec import Struct
 
-from exporter.cli.documents.values import KeptVersion, Status
+from exporter.cli.documents.values import Status
+from exporter.doctor.examination import Finding
+from exporter.publish.retention import KeptVersion
+from exporter.publish.timeline import Event
 
 
 class Push(Struct, frozen=True, kw_only=True):
@@ -220,49 +219,6 @@ class Verification(Struct, frozen=True):
     """What is wrong; empty if all is well."""
 
 
-class Event(Struct, frozen=True):
-    """Something that was published."""
-
-    what: str
-    """`version` (takes no deltas), `base`, `rebase`, `delta`, `merge`, `rollback`, `resume` or `damaged`."""
-    position: int
-    """Where it leads."""
-    from_position: int | None
-    """Where a delta begins."""
-    path: str
-    """Its directory."""
-    created: datetime | None
-    """When it was published."""
-    step: int | None
-    """The training step of its values."""
-    log: int | None
-    """The log that it belongs to."""
-    checkpoint: str
-    """The checkpoint that it was made from."""
-    rows: int | None
-    """Rows in a delta."""
-    compared: bool
-    """True if a delta's rows were found by comparing checkpoints."""
-    parts: int
-    """How many publications a merger holds."""
-    merged_away: int
-    """How many of those are not there any more by themselves."""
-    merged_into: str | None
-    """A merger that leads past this delta."""
-    back_to: int | None
-    """The position or version whose values a rollback or resumption brought back."""
-    reason: str
-    """Why, as it was said then; empty if nothing was."""
-    is_past_hold: bool
-    """True if servers do not go there by themselves."""
-    is_current: bool
-    """False if it belongs to a log that has ended."""
-    problem: str
-    """What is wrong with it; empty if nothing is."""
-    event_time: datetime | None
-    """When the newest event happened that its values were trained on."""
-
-
 class History(Struct, frozen=True):
     """What `history` prints."""
 
@@ -278,21 +234,6 @@ class History(Struct, frozen=True):
     """The position at which the model is held."""
     events: Sequence[Event]
     """What was published, in the order of positions."""
-
-
-class Finding(Struct, frozen=True):
-    """Something that is wrong, or will be."""
-
-    check: str
-    """What was looked at: `files`, `ways`, `hold`, `replicas`, ..."""
-    level: Literal["wrong", "warning"]
-    """`wrong`: something is not served as it should be. `warning`: it works, and costs or will end."""
-    message: str
-    """What was found."""
-    cause: str | None
-    """Why, or since when."""
-    command: str
-    """The next command."""
 
 
 class Target(Struct, frozen=True):

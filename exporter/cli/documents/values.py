@@ -1,4 +1,4 @@
-"""Values that several documents hold: checkpoints, tensors, signatures, what became of a command."""
+"""Values that several documents hold: checkpoints, tensors, what became of a command."""
 
 from __future__ import annotations
 
@@ -50,30 +50,6 @@ class Tensor(Struct, frozen=True):
     """Its size."""
 
 
-class TensorSpec(Struct, frozen=True):
-    """An input or output of a signature, or a tensor of a graph."""
-
-    name: str
-    """What requests call it."""
-    tensor: str
-    """The tensor in the graph."""
-    dtype: str
-    """Its type."""
-    shape: Sequence[int] | None
-    """Its shape, -1 for any size; null if not even the number of dimensions is known."""
-
-
-class Signature(Struct, frozen=True):
-    """A signature of a graph."""
-
-    method: str
-    """`predict`, `classify` or `regress`, or another method's name."""
-    inputs: Sequence[TensorSpec]
-    """What a request holds."""
-    outputs: Sequence[TensorSpec]
-    """What an answer holds."""
-
-
 class TensorGroup(Struct, frozen=True):
     """Tensors of one kind together."""
 
@@ -81,12 +57,3 @@ class TensorGroup(Struct, frozen=True):
     """How many there are."""
     bytes: int
     """Their size."""
-
-
-class KeptVersion(Struct, frozen=True):
-    """A version that retention would have removed, and did not."""
-
-    version: int
-    """Its number."""
-    reason: str
-    """What still needs it."""
