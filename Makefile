@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # By all cores, where pip takes one; and once, where PYTHONDONTWRITEBYTECODE has each process compile for itself.
 COMPILE = $(BIN)/python -m compileall -q -j 0
 
-.PHONY: help demo test lint unit thorough stores docs soak pictures fuzz chaos faults bench clean
+.PHONY: help demo test lint unit thorough stores docs soak pictures fuzz chaos faults bench release clean
 help:
 	@echo "make demo    train on a loopback cluster, export, serve, predict; then keep a running model fresh"
 	@echo "make test    lint, types and all tests"
@@ -19,6 +19,7 @@ help:
 	@echo "make fuzz    thousands of damaged files of every kind; some minutes"
 	@echo "make chaos   all that trainers, exporters, operators and accidents do, in random order; half an hour"
 	@echo "make faults  processes killed and paused, networks cut, disks full, clocks set, beside an agent: MINUTES=10"
+	@echo "make release a wheel, an sdist, checksums and a bill of materials in dist/, tried in an empty environment"
 	@echo "make bench   the speed suite, as ratios against stock TensorFlow"
 
 $(STAMP): pyproject.toml
@@ -81,6 +82,15 @@ faults: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks '$(ONLY)'
+
+# Two tools in an environment of their own: what builds by pyproject.toml, and what lists an environment.
+build/release/.installed:
+	@$(PYTHON) -m venv build/release
+	@build/release/bin/python -m pip install --quiet 'build>=1.2' 'cyclonedx-bom>=6'
+	@touch $@
+
+release: build/release/.installed
+	@build/release/bin/python -m tools.release
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
