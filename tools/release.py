@@ -1,8 +1,8 @@
-"""`make release`: what others install, in dist/: a wheel, an sdist, their checksums, and what they bring along.
+"""`make release`: what others install, in dist/: a wheel, an sdist, checksums, a bill of materials.
 
-The same commit gives the same bytes: everything is built from the commit's own files (not from the working
-tree), with the commit's time, with fixed modes and owners. The wheel is then installed in an empty environment
-that sees nothing of the clone, and runs the first commands of the guide there.
+The same commit gives the same bytes: both are built from the commit's own files (not from the working tree),
+with the commit's time, fixed modes and fixed owners. The wheel is then installed in an empty environment that
+sees nothing of the clone, and runs the first commands of the guide there.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _build(commit: str, epoch: int, scratch: Path) -> Path:
 
 
 def normalised(sdist: bytes, epoch: int) -> bytes:
-    """A .tar.gz with the same files, sorted, and with times, modes and owners that say nothing of the builder."""
+    """A .tar.gz with the same files, sorted; times, modes and owners say nothing of the builder."""
     plain = io.BytesIO()
     with (
         tarfile.open(fileobj=io.BytesIO(sdist)) as before,
