@@ -72,6 +72,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+def to_install(extra: str) -> str:
+    """The hint that installs an extra of this package: from a clone, since no package index has it."""
+    return f"in a clone of export-model: python3 -m pip install '.[{extra}]'"
+
+
 class Exit(IntEnum):
     """Exit codes of both commands; each has a `meaning` for help texts and tables."""
 

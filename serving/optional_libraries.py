@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from exporter.errors import UsageError
+from exporter.errors import UsageError, to_install
 
 
 def require_libraries(extra: str, purpose: str, *names: str) -> None:
@@ -18,5 +18,5 @@ def require_libraries(extra: str, purpose: str, *names: str) -> None:
         raise UsageError(
             f"{purpose} needs {', '.join(missing)}",
             cause="it is an extra of this package",
-            hint=f"install it: python3 -m pip install 'export-model[{extra}]'",
+            hint=to_install(extra),
         )

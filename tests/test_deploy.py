@@ -18,6 +18,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from exporter.version import __version__
 from serving.agent.audit import Audited
 from serving.agent.journal import EventKind, FleetEvent
 from serving.agent.metrics import PREFIX, Metrics
@@ -55,13 +56,67 @@ def test_the_kustomization_names_every_manifest() -> None:
     ]
 
 
-def commands() -> Iterator[list[str]]:
-    """Every command line of ours: containers of Kubernetes, services of compose."""
+def kserve_pod() -> dict[str, Any]:
+    """What KServe makes of the runtime and the service: one pod with the containers of both."""
+    runtime, service = documents(DEPLOY / "kserve/ranker.yaml")
+    assert service["spec"]["predictor"]["model"]["runtime"] == runtime["metadata"]["name"]
+    (server,) = runtime["spec"]["containers"]
+    name = service["metadata"]["name"]
+    server = {**server, "args": [word.replace("{{.Name}}", name) for word in server["args"]]}
+    containers = [server, *service["spec"]["predictor"]["containers"]]
+    return {"containers": containers, "volumes": runtime["spec"]["volumes"]}
+
+
+def pods() -> Iterator[dict[str, Any]]:
+    """The specification of every pod."""
     for path in KUBERNETES:
         for document in documents(path):
-            pod = document.get("spec", {}).get("template", {}).get("spec", {})
-            for container in [*pod.get("initContainers", []), *pod.get("containers", [])]:
-                yield [*container["command"], *container["args"]]
+            if "template" in document.get("spec", {}):
+                yield document["spec"]["template"]["spec"]
+    yield kserve_pod()
+
+
+def test_the_pod_of_kserve_fits_kubernetes_schema() -> None:
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ranker"}, "spec": kserve_pod()}
+    kubernetes_validate.validate(pod, "1.31", strict=True)
+
+
+def test_claims_are_defined_once_and_servers_read_what_the_exporter_writes() -> None:
+    (claim,) = documents(DEPLOY / "kubernetes/volume.yaml")
+    seen: dict[str, set[str]] = {}  # where a model lies in the claim, of each program
+    for pod in pods():
+        claims = {
+            volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+            for volume in pod["volumes"]
+            if "persistentVolumeClaim" in volume
+        }
+        assert set(claims.values()) <= {claim["metadata"]["name"]}
+        for container in pod["containers"]:
+            for mount in container["volumeMounts"]:
+                if mount["name"] not in claims:
+                    continue
+                given = [word.partition("=")[2] for word in container["args"] if "=" in word]
+                below = [Path(word) for word in given if word.startswith(f"{mount['mountPath']}/")]
+                root = Path("/", mount.get("subPath", ""))
+                places = {str(root / path.relative_to(mount["mountPath"])) for path in below}
+                seen.setdefault(container["name"], set()).update(places)
+    assert "/models/ranker" in seen.pop("exporter")
+    assert len(seen) == 3  # servers, and agents
+    assert set(map(frozenset, seen.values())) == {frozenset({"/models/ranker"})}
+
+
+def test_images_have_versions_and_ours_is_this_one() -> None:
+    text = "".join(path.read_text() for path in DEPLOY.rglob("*.yaml"))
+    images = set(re.findall(r"image: (\S+)", text))
+    assert images == {"tensorflow/serving:2.19.1", f"export-model:{__version__}"}
+    assert set(re.findall(r"export_model-([0-9.]+)-py3", text)) == {__version__}
+
+
+def commands() -> Iterator[list[str]]:
+    """Every command line of ours: containers of Kubernetes, services of compose."""
+    for pod in pods():
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            yield [*container["command"], *container["args"]]
     (compose,) = documents(DEPLOY / "compose.yaml")
     for service in compose["services"].values():
         yield [*service.get("entrypoint", []), *service["command"]]
@@ -69,7 +124,7 @@ def commands() -> Iterator[list[str]]:
 
 def test_commands_take_the_options_that_they_are_given() -> None:
     ours = [line for line in commands() if line[0] in ("export-model", "serve-model")]
-    assert len(ours) == 5
+    assert len(ours) == 6
     for line in ours:
         words = [word for word in line[1:] if not word.startswith("-")]
         run = export_model if line[0] == "export-model" else lambda *given: run_app(serving_app, *given)

@@ -35,6 +35,7 @@ from exporter.errors import (
     PublishError,
     UsageError,
     os_error,
+    to_install,
 )
 from exporter.storage.open_files import write_at
 from exporter.storage.requests import Request, requests, upload_parts
@@ -578,7 +579,7 @@ def _open(url: Url, silence: timedelta | None = None) -> ObjectStore:
     except ImportError:
         raise UsageError(
             f"{url}: reading object stores needs a library that is not installed",
-            hint="pip install 'export-model[stores]'",
+            hint=to_install("stores"),
         ) from None
     plain = any(_endpoint(name).startswith("http://") for name in _ENDPOINTS)
     options: Any = {

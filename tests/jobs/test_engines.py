@@ -69,7 +69,7 @@ def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(process, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="--engine ray needs ray, which is not installed") as caught:
         choose_engine("ray")
-    assert "pip install 'export-model[ray]'" in caught.value.hint
+    assert "pip install '.[ray]'" in caught.value.hint
 
 
 def test_the_local_engine_has_no_cluster() -> None:

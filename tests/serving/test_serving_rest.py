@@ -604,7 +604,7 @@ def test_libraries_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "h11", None)  # what an import finds where it is not installed
     with pytest.raises(UsageError, match="the REST interface needs h11") as caught:
         ModelServer(tmp_path / "m", options=ServerOptions(network=NetworkOptions(rest_api_port=0)))
-    assert "export-model[server]" in str(caught.value.hint)
+    assert "pip install '.[server]'" in str(caught.value.hint)
 
 
 def test_a_file_of_metrics_that_cannot_be_used(tmp_path: Path) -> None:

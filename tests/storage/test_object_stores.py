@@ -340,7 +340,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", without)
     ran = export_model("inspect", "s3://bucket/x")
     assert ran.code == 2
-    assert "export-model[stores]" in ran.err
+    assert "pip install '.[stores]'" in ran.err
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), max_size=20))

@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.errors import EngineFailed, ExportError, UsageError
+from exporter.errors import EngineFailed, ExportError, UsageError, to_install
 from exporter.jobs.engines.engine_options import require_reachable, why, workers_with_room
 from exporter.jobs.execute import failed
 
@@ -77,7 +77,7 @@ class ProcessEngine:
         if find_spec(library) is None:
             raise UsageError(
                 f"--engine {self.name} needs {library}, which is not installed",
-                hint=f"pip install 'export-model[{self.name}]', here and on every worker",
+                hint=f"{to_install(self.name)}, here and on every worker",
             )
 
     def run(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:

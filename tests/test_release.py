@@ -1,0 +1,59 @@
+"""What `make release` builds: the same bytes for the same commit, with every file that is not code."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import tarfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import tomllib
+
+from tools.release import normalised
+
+ROOT = Path(__file__).parent.parent
+
+
+def sdist(*, mtime: int, owner: str, mode: int, order: int) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as files:
+        for name in ["p/a.py", "p/b.py"][::order]:
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime, member.uname, member.mode = 3, mtime, owner, mode
+            files.addfile(member, io.BytesIO(b"abc"))
+    return packed.getvalue()
+
+
+def test_an_sdist_says_nothing_of_who_built_it_and_when() -> None:
+    one = normalised(sdist(mtime=1, owner="a", mode=0o664, order=1), 1_700_000_000)
+    other = normalised(sdist(mtime=9, owner="b", mode=0o600, order=-1), 1_700_000_000)
+    assert one == other
+    with tarfile.open(fileobj=io.BytesIO(one)) as files:
+        assert [member.name for member in files] == ["p/a.py", "p/b.py"]
+        assert {member.mtime for member in files.getmembers()} == {1_700_000_000}
+
+
+def test_package_data_names_every_file_that_is_not_code() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "exporter", "serving"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode:
+        pytest.skip("not a clone")
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    patterns = [f"{package}/{pattern}" for package, found in data.items() for pattern in found]
+    others = [name for name in listed.stdout.splitlines() if not name.endswith(".py")]
+    assert len(others) >= 3
+    assert [name for name in others if not any(fnmatch(name, pattern) for pattern in patterns)] == []
+
+
+def test_nobody_is_told_to_install_from_an_index_that_lacks_this_package() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/**/*")]
+    rooms = ("exporter", "serving", "examples", "tools")
+    code = [path for room in rooms for path in ROOT.glob(f"{room}/**/*.py")]
+    for path in [*pages, *code]:
+        if path.is_file() and path.name != "CHANGELOG.md":  # which says what was
+            text = path.read_text().replace("`", "").replace("'", "")
+            assert "install export-model" not in text, path
+            assert "export-model[" not in text, path
