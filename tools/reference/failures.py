@@ -146,4 +146,6 @@ def _template(node: ast.expr) -> str:
             return _template(left) + _template(right)
         case ast.IfExp(body=body):
             return _template(body)
+        case ast.Call(func=ast.Name(id=errors.to_install.__name__), args=[extra]):
+            return errors.to_install(_template(extra))
     return "…"
