@@ -172,6 +172,7 @@ class BundleWriter:
         index.write_bytes(encode_index(self.tensors, 1))
         self._file.close()
         self._temporary.rename(self._shard)
+        # Last: readers take an index for a checkpoint that is complete.
         index.rename(index_path(self._prefix))
         return self.tensors
 

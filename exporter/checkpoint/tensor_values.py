@@ -39,79 +39,6 @@ from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 
-
-def cast_values(values: Array, dtype: DType, name: str) -> Array:
-    """The values of variable `name` in `dtype`; the array itself if it has the dtype already.
-
-    Raises:
-        MappingError: a finite value is too large for `dtype`.
-    """
-    if dtype is DType.STRING or values.dtype == dtype.numpy:
-        return values
-    with np.errstate(over="ignore"):  # found below, and reported with the variable's name
-        converted = values.astype(dtype.numpy)
-    if np.isfinite(converted).all():
-        return converted
-    lost = np.isfinite(values) & ~np.isfinite(converted)
-    if lost.any():
-        raise MappingError(
-            f"variable {name!r} holds {values[lost][0]:g}, which is too large for {dtype.label}",
-            hint="cast it to bfloat16, or leave that variable out of --cast; a model that takes deltas then "
-            "begins a new log: --full-on-mismatch",
-        )
-    return converted
-
-
-_FAILED = ctypes.c_void_p(-1).value
-
-
-def map_range(fd: int, offset: int, size: int) -> Array:
-    """A range of an open file's bytes as a read-only map, which lives as long as an array of it.
-
-    Raises:
-        ValueError: the file is shorter.
-        OSError: the system has no memory for another map.
-    """
-    if size == 0:  # nothing to map, and the system refuses
-        return np.empty(0, np.uint8)
-    if offset + size > os.fstat(fd).st_size:
-        raise ValueError("the range ends behind the file")
-    start = offset - offset % mmap.ALLOCATIONGRANULARITY
-    pages = _Pages(fd, start, offset + size - start)
-    return np.asarray(pages)[offset - start :]
-
-
-class _Pages:
-    """Mapped pages, which numpy keeps for as long as it has a view of them."""
-
-    def __init__(self, fd: int, start: int, size: int) -> None:
-        address = _libc().mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, start)
-        if address == _FAILED:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-        self._unmap, self._address, self._size = _libc().munmap, address, size
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (size,),
-            "data": (address, True),  # to be read only
-        }
-
-    def __del__(self) -> None:
-        if hasattr(self, "_address"):
-            self._unmap(self._address, self._size)
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    library = ctypes.CDLL(None, use_errno=True)
-    pages, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    library.mmap.argtypes = [pages, size, number, number, number, ctypes.c_int64]
-    library.mmap.restype = pages
-    library.munmap.argtypes = [pages, size]
-    return library
-
-
 _CHECKSUM_BYTES = 4
 _LONGEST_VARINT = 10
 
@@ -385,3 +312,81 @@ def _crc_form(lengths: Array) -> bytes:
     if not lengths.size or lengths.max() < 1 << 32:
         return lengths.astype("<u4").tobytes()
     return b"".join(length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths.tolist())
+
+
+# --- maps --------------------------------------------------------------------------------------------------
+
+
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def map_range(fd: int, offset: int, size: int) -> Array:
+    """A range of an open file's bytes as a read-only map, which lives as long as an array of it.
+
+    Raises:
+        ValueError: the file is shorter.
+        OSError: the system has no memory for another map.
+    """
+    if size == 0:  # nothing to map, and the system refuses
+        return np.empty(0, np.uint8)
+    if offset + size > os.fstat(fd).st_size:
+        raise ValueError("the range ends behind the file")
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    pages = _Pages(fd, start, offset + size - start)
+    return np.asarray(pages)[offset - start :]
+
+
+class _Pages:
+    """Mapped pages, which numpy keeps for as long as it has a view of them."""
+
+    def __init__(self, fd: int, start: int, size: int) -> None:
+        address = _libc().mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, start)
+        if address == _FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        self._unmap, self._address, self._size = _libc().munmap, address, size
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (size,),
+            "data": (address, True),  # to be read only
+        }
+
+    def __del__(self) -> None:
+        if hasattr(self, "_address"):
+            self._unmap(self._address, self._size)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    pages, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.mmap.argtypes = [pages, size, number, number, number, ctypes.c_int64]
+    library.mmap.restype = pages
+    library.munmap.argtypes = [pages, size]
+    return library
+
+
+# --- dtypes ------------------------------------------------------------------------------------------------
+
+
+def cast_values(values: Array, dtype: DType, name: str) -> Array:
+    """The values of variable `name` in `dtype`; the array itself if it has the dtype already.
+
+    Raises:
+        MappingError: a finite value is too large for `dtype`.
+    """
+    if dtype is DType.STRING or values.dtype == dtype.numpy:
+        return values
+    with np.errstate(over="ignore"):  # found below, and reported with the variable's name
+        converted = values.astype(dtype.numpy)
+    if np.isfinite(converted).all():
+        return converted
+    lost = np.isfinite(values) & ~np.isfinite(converted)
+    if lost.any():
+        raise MappingError(
+            f"variable {name!r} holds {values[lost][0]:g}, which is too large for {dtype.label}",
+            hint="cast it to bfloat16, or leave that variable out of --cast; a model that takes deltas then "
+            "begins a new log: --full-on-mismatch",
+        )
+    return converted

@@ -147,5 +147,7 @@ def _do(task: Task, directory: Directory, keep: bool) -> Receipt:
         return done
     receipt = task.run(directory)
     if keep:
+        # Behind the output: a worker that dies in between leaves a task to be done again, never a receipt of
+        # an output that is not there.
         directory.put(f"{RECEIPTS_DIRECTORY}/{task.name}.json", msgspec.json.encode(receipt))
     return receipt

@@ -31,96 +31,7 @@ from exporter.wire.crc32c import crc_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-
 T = TypeVar("T")
-
-_WHOLE, _DIVIDED = 16, 4
-"""A table of more than 16 tasks' bytes is divided into pieces of 4 tasks' bytes: a server reads a table
-faster in one piece, and two workers write one faster in two."""
-
-
-def piece_bytes(size: int, task_bytes: int) -> int | None:
-    """How large the pieces are in which a table of `size` bytes is written; None if it is written in one.
-
-    No piece is larger than what a store copies by one request to where it is published.
-    """
-    if size <= min(_WHOLE * task_bytes, MOST_COPIED):
-        return None
-    return min(_DIVIDED * task_bytes, MOST_COPIED)
-
-
-def batches(pieces: Iterable[T], most: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Neighbouring pieces of at most so many bytes together, or one that has more."""
-    batch: list[T] = []
-    size = 0
-    for piece in pieces:
-        more = size_of(piece)
-        if batch and size + more > most:
-            yield batch
-            batch, size = [], 0
-        batch.append(piece)
-        size += more
-    if batch:
-        yield batch
-
-
-_MOST_OPEN = 256  # more gain nothing
-_TOO_MANY = (errno.EMFILE, errno.ENFILE)
-_IN_USE: set[FewFiles] = set()  # of all tasks that run in this process
-
-
-class FewFiles:
-    """Descriptors of files by their numbers. A context manager."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-        self._open: OrderedDict[int, tuple[int, ExitStack]] = OrderedDict()
-
-    def __enter__(self) -> Self:
-        _IN_USE.add(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _IN_USE.discard(self)
-        while self._open:
-            self._close_one()
-
-    def __getitem__(self, number: int) -> int:
-        """A descriptor to read with before other ones are asked for.
-
-        Raises:
-            CheckpointChanged, CheckpointError: see `open_shard`.
-        """
-        if number in self._open:
-            self._open.move_to_end(number)
-        else:
-            while len(self._open) >= most_open():
-                self._close_one()
-            self._open[number] = self._opened(self._paths[number])
-        return self._open[number][0]
-
-    def _opened(self, path: Path) -> tuple[int, ExitStack]:
-        while True:
-            stack = ExitStack()
-            try:
-                return stack.enter_context(open_shard(path)), stack
-            except CheckpointError as error:
-                if getattr(error.__cause__, "errno", None) not in _TOO_MANY or not self._open:
-                    raise
-            self._close_one()
-
-    def _close_one(self) -> None:
-        """Close what was not used for longest."""
-        _, (_, stack) = self._open.popitem(last=False)
-        stack.close()
-
-
-def most_open() -> int:
-    """How many files each task may have open: together, a quarter of what the system allows the process."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    share = allowed // (4 * max(1, len(_IN_USE)))
-    return min(_MOST_OPEN, max(1, share)) if allowed != resource.RLIM_INFINITY else _MOST_OPEN
-
 
 ZEROS = "zeros:"
 """The name of a file of nothing but zeros, and the place of such an input: workers make it themselves."""
@@ -183,7 +94,7 @@ class Input(Struct, frozen=True, array_like=True):
         path = Path(self.place)
         self._require_same(shard_status(path))
         yield path
-        self._require_same(shard_status(path))
+        self._require_same(shard_status(path))  # again: a trainer may have written to it meanwhile
 
     def fetch(self, wanted: Range, descriptor: int, offset: int, path: Path) -> bool:
         """Fetch a range of an object to an offset of the open file at a path; false if the input is a file.
@@ -279,3 +190,97 @@ class Task(Struct, frozen=True, kw_only=True):
             ExportError: any of errors.py that says what is wrong with an input, or with the output.
         """
         raise NotImplementedError
+
+
+# --- dividing work -----------------------------------------------------------------------------------------
+
+
+_WHOLE, _DIVIDED = 16, 4
+"""A table of more than 16 tasks' bytes is divided into pieces of 4 tasks' bytes: a server reads a table
+faster in one piece, and two workers write one faster in two."""
+
+
+def piece_bytes(size: int, task_bytes: int) -> int | None:
+    """How large the pieces are in which a table of `size` bytes is written; None if it is written in one.
+
+    No piece is larger than what a store copies by one request to where it is published.
+    """
+    if size <= min(_WHOLE * task_bytes, MOST_COPIED):
+        return None
+    return min(_DIVIDED * task_bytes, MOST_COPIED)
+
+
+def batches(pieces: Iterable[T], most: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Neighbouring pieces of at most so many bytes together, or one that has more."""
+    batch: list[T] = []
+    size = 0
+    for piece in pieces:
+        more = size_of(piece)
+        if batch and size + more > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += more
+    if batch:
+        yield batch
+
+
+# --- descriptors of many files -----------------------------------------------------------------------------
+
+
+_MOST_OPEN = 256  # more gain nothing
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
+_IN_USE: set[FewFiles] = set()  # of all tasks that run in this process
+
+
+class FewFiles:
+    """Descriptors of files by their numbers. A context manager."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._open: OrderedDict[int, tuple[int, ExitStack]] = OrderedDict()
+
+    def __enter__(self) -> Self:
+        _IN_USE.add(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _IN_USE.discard(self)
+        while self._open:
+            self._close_one()
+
+    def __getitem__(self, number: int) -> int:
+        """A descriptor to read with before other ones are asked for.
+
+        Raises:
+            CheckpointChanged, CheckpointError: see `open_shard`.
+        """
+        if number in self._open:
+            self._open.move_to_end(number)
+        else:
+            while len(self._open) >= most_open():
+                self._close_one()
+            self._open[number] = self._opened(self._paths[number])
+        return self._open[number][0]
+
+    def _opened(self, path: Path) -> tuple[int, ExitStack]:
+        while True:
+            stack = ExitStack()
+            try:
+                return stack.enter_context(open_shard(path)), stack
+            except CheckpointError as error:
+                if getattr(error.__cause__, "errno", None) not in _TOO_MANY or not self._open:
+                    raise
+            self._close_one()
+
+    def _close_one(self) -> None:
+        """Close what was not used for longest."""
+        _, (_, stack) = self._open.popitem(last=False)
+        stack.close()
+
+
+def most_open() -> int:
+    """How many files each task may have open: together, a quarter of what the system allows the process."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    share = allowed // (4 * max(1, len(_IN_USE)))
+    return min(_MOST_OPEN, max(1, share)) if allowed != resource.RLIM_INFINITY else _MOST_OPEN

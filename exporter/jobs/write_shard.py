@@ -37,7 +37,8 @@ TURN_BYTES = 16 << 10
 """What is read of each source at least, where rows are taken in turns from many."""
 
 COPY_BYTES = 512 << 10
-"""The same where bytes are copied as they are, through one buffer."""
+"""The same where bytes are copied as they are: through one buffer, with one checksum for what is read and
+written. That takes 1.45 times the processor time of `cp`; a checksum for each took 2.0 times."""
 
 
 class ReadRun:

@@ -44,109 +44,6 @@ from exporter.storage.requests import GAP_BYTES, near
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
 
-_PREFIX = "export-model-"
-_LOCKED_SECONDS = 60.0  # within which a directory that is made has its lock
-
-
-def private_directory() -> Path:
-    """A directory that is removed when the process ends, or by a later one if the process was killed."""
-    import tempfile
-
-    new, owner = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}")), os.getpid()
-    lock = os.open(new / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)  # open as long as we live
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    root = new.rename(new.with_name(new.name[1:]))  # it is locked when others can find it
-    for left in root.parent.glob(f"{_PREFIX}*"):
-        _remove_if_left(left, os.O_RDWR)
-    for left in root.parent.glob(f".{_PREFIX}*"):  # perhaps killed before it was locked
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > _LOCKED_SECONDS:
-                _remove_if_left(left, os.O_RDWR | os.O_CREAT)
-
-    def remove() -> None:
-        if os.getpid() == owner:  # a forked child's end is not ours
-            shutil.rmtree(root, ignore_errors=True)
-
-    atexit.register(remove)
-    return root
-
-
-def _remove_if_left(directory: Path, flags: int) -> None:
-    """Remove a directory whose lock, opened with these flags, no process holds."""
-    with suppress(OSError):
-        lock = os.open(directory / LOCK_FILE, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(directory, ignore_errors=True)
-        finally:
-            os.close(lock)
-
-
-class Ranges:
-    """Ranges that do not overlap, in order."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._stops: list[int] = []
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Each as (start, stop)."""
-        return zip(self._starts, self._stops, strict=True)
-
-    def gaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """What is missing of a range."""
-        at = bisect_left(self._stops, start)
-        while start < stop and at < len(self._starts) and self._starts[at] < stop:
-            if start < self._starts[at]:
-                yield start, self._starts[at]
-            start = max(start, self._stops[at])
-            at += 1
-        if start < stop:
-            yield start, stop
-
-    def add(self, start: int, stop: int) -> None:
-        """Add a range, joined with those that it touches."""
-        first, last = bisect_left(self._stops, start), bisect_left(self._starts, stop + 1)
-        if first < last:
-            start, stop = min(start, self._starts[first]), max(stop, self._stops[last - 1])
-        self._starts[first:last], self._stops[first:last] = [start], [stop]
-
-
-AT_ONCE = 16
-"""Files that are fetched together, each with a request of its own."""
-
-
-class ReadAhead:
-    """Files by name and kind: of a kind are files of one name whose directories lie in one directory."""
-
-    def __init__(self) -> None:
-        self._kinds: dict[tuple[str, str], list[str]] = {}
-
-    def show(self, names: Iterable[str]) -> None:
-        """The files that there are now."""
-        kinds = defaultdict(list)
-        for name in sorted(names):
-            kinds[_kind(name)].append(name)
-        self._kinds = kinds
-
-    def with_neighbours(
-        self, name: str, is_there: Callable[[str], bool], is_wanted: Callable[[str], bool]
-    ) -> list[str]:
-        """What to fetch together with a file: of its kind what is wanted, the next ones first."""
-        files = self._kinds.get(_kind(name), [])
-        at = bisect_left(files, name)
-        before, following = files[:at][::-1], files[at + 1 :]
-        for passed, coming in ((before, following), (following, before)):
-            if count := len([*takewhile(is_there, passed[: AT_ONCE - 1])]):
-                return [*islice(filter(is_wanted, coming), count)]
-        return []
-
-
-def _kind(name: str) -> tuple[str, str]:
-    directory, _, file = name.rpartition("/")
-    return directory.rpartition("/")[0], file
-
-
 T = TypeVar("T")
 
 _MOST_FILES = 100_000
@@ -638,3 +535,115 @@ def _ask(
 ) -> T | None:
     found = _find(path)
     return None if found is None else found[0].ask_store(found[1], ranges, take)
+
+
+# --- what has been fetched ---------------------------------------------------------------------------------
+
+
+class Ranges:
+    """Ranges that do not overlap, in order."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Each as (start, stop)."""
+        return zip(self._starts, self._stops, strict=True)
+
+    def gaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """What is missing of a range."""
+        at = bisect_left(self._stops, start)
+        while start < stop and at < len(self._starts) and self._starts[at] < stop:
+            if start < self._starts[at]:
+                yield start, self._starts[at]
+            start = max(start, self._stops[at])
+            at += 1
+        if start < stop:
+            yield start, stop
+
+    def add(self, start: int, stop: int) -> None:
+        """Add a range, joined with those that it touches."""
+        first, last = bisect_left(self._stops, start), bisect_left(self._starts, stop + 1)
+        if first < last:
+            start, stop = min(start, self._starts[first]), max(stop, self._stops[last - 1])
+        self._starts[first:last], self._stops[first:last] = [start], [stop]
+
+
+# --- reading ahead -----------------------------------------------------------------------------------------
+
+
+AT_ONCE = 16
+"""Files that are fetched together, each with a request of its own."""
+
+
+class ReadAhead:
+    """Files by name and kind: of a kind are files of one name whose directories lie in one directory."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[str, str], list[str]] = {}
+
+    def show(self, names: Iterable[str]) -> None:
+        """The files that there are now."""
+        kinds = defaultdict(list)
+        for name in sorted(names):
+            kinds[_kind(name)].append(name)
+        self._kinds = kinds
+
+    def with_neighbours(
+        self, name: str, is_there: Callable[[str], bool], is_wanted: Callable[[str], bool]
+    ) -> list[str]:
+        """What to fetch together with a file: of its kind what is wanted, the next ones first."""
+        files = self._kinds.get(_kind(name), [])
+        at = bisect_left(files, name)
+        before, following = files[:at][::-1], files[at + 1 :]
+        for passed, coming in ((before, following), (following, before)):
+            if count := len([*takewhile(is_there, passed[: AT_ONCE - 1])]):
+                return [*islice(filter(is_wanted, coming), count)]
+        return []
+
+
+def _kind(name: str) -> tuple[str, str]:
+    directory, _, file = name.rpartition("/")
+    return directory.rpartition("/")[0], file
+
+
+# --- directories that go with their process ----------------------------------------------------------------
+
+
+_PREFIX = "export-model-"
+_LOCKED_SECONDS = 60.0  # within which a directory that is made has its lock
+
+
+def private_directory() -> Path:
+    """A directory that is removed when the process ends, or by a later one if the process was killed."""
+    import tempfile
+
+    new, owner = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}")), os.getpid()
+    lock = os.open(new / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)  # open as long as we live
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    root = new.rename(new.with_name(new.name[1:]))  # it is locked when others can find it
+    for left in root.parent.glob(f"{_PREFIX}*"):
+        _remove_if_left(left, os.O_RDWR)
+    for left in root.parent.glob(f".{_PREFIX}*"):  # perhaps killed before it was locked
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _LOCKED_SECONDS:
+                _remove_if_left(left, os.O_RDWR | os.O_CREAT)
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a forked child's end is not ours
+            shutil.rmtree(root, ignore_errors=True)
+
+    atexit.register(remove)
+    return root
+
+
+def _remove_if_left(directory: Path, flags: int) -> None:
+    """Remove a directory whose lock, opened with these flags, no process holds."""
+    with suppress(OSError):
+        lock = os.open(directory / LOCK_FILE, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory, ignore_errors=True)
+        finally:
+            os.close(lock)

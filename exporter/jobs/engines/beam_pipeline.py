@@ -19,7 +19,7 @@ from exporter.storage.output_directory import Directory, open_directory
 OUTCOMES, _WORKS = "outcomes", "works"
 _LOCAL = "apache_beam.runners.portability.fn_api_runner.FnApiRunner"
 _FEW = 256  # works in a file: the description of a pipeline must stay small
-_TELL_S = 1.0  # workers report outcomes after so long, unless one work takes longer
+_TELL_S = 1.0  # workers report outcomes after so long: an object of a store for each would cost 9 ms a task
 
 
 class Pipeline:
