@@ -1,51 +1,53 @@
-"""Read and write rows of variables through a session, in bounded pieces.
+"""The operations that increments add to a training graph: record, read and write rows.
 
-Read, record and write tables by keys through a session.
+# Recording the rows that workers write (`record`)
 
-A table's increment tells of rows that gradients wrote (flagged by `recording`, like any other row), of rows
-that were given to keys, and of keys that were removed. It is collected in this order:
+Rows are recorded where the variables live, so that no update is lost. Beside each table (and the slots that
+the same operations write) lies a variable `touched`, uint8 [rows], on the same parameter server. Every
+worker's graph is extended: after an operation W that writes rows, an operation M sets their flags to 1. The
+chief collects:
+
+    C1  rows = where(touched)      C2  touched[rows] = 0      R  values = table[rows]
+
+Control edges order C1 -> C2, and R is a later call. *Claim*: after the last collection, the collected values
+applied in order give the table, except for rows that are flagged, or about to be.
+
+*Proof.* Take the last write W of row r, and its M. If M comes before C1 of some collection and after C2 of
+the previous one, r is in that collection's rows, and R reads r after W: it collects the newest value. If M
+falls between C1 and C2, there are two cases. Either r was among the rows of C1: C2 clears the flag, perhaps
+M's, but R comes after C2, so after M, so after W, and collects the newest value. Or r was not among them: C2
+leaves its flag, which stays for the next collection. A value that R reads half-written belongs to a W whose M
+is still to come. Setting and clearing a flag store one byte, which leaves its neighbours alone.
+
+*Death of a worker.* M needs W, the indices that W needed, and a constant, which are all on the parameter
+server when W runs. TensorFlow's executor continues with the successors of an operation that succeeded,
+whatever fails elsewhere in the step (cancellation strikes only at receives, calls and loop conditions). So W
+without M means that the server itself died, and its table with it. *Death of the chief or of a server*: the
+chief's next session restores every variable from files, so older flags are superfluous and do no harm.
+*Failure to publish*: collected rows stay with the chief until an increment that holds them is durable.
+
+M runs because every consumer of W waits for it; if W itself is fetched, the hook fetches M, too. A W without
+consumers is also flagged before it runs, in case that a caller runs it in a session without the hook.
+
+# Tables by keys (`table_access`)
+
+A table's increment holds the rows that gradients wrote (flagged as above), the rows that were given to keys,
+and the keys that were removed. The chief collects in this order:
 
     F  rows that gradients wrote, rows that were given to keys
     K  removed keys, and the rows of those that have rows again
     R  keys and values of all these rows that are in use
 
-and an increment's removed keys go before its rows are written. *Claim*: after the last collection, the
-increments overlaid in order give the table, but for what the next collection will tell. *Proof.* Take a
-key's last change. If it was given a row: the row has its values before the index leads to it, and its flag
-after. If F finds the flag, R finds the key; else the next F does. A K that tells of the key, as it was
-removed before, finds its new row, too, or comes before that is given. If it was removed: it is noted after
-the index lost it. If R still finds it, the note comes after this K, and the next K tells; else R leaves it
-out, and this K or the next tells. A key that lost its row to another, by the lock's fault or as a session
-laid increments over what others had met, is noted as removed.
+An increment's keys are removed before its rows are written. *Claim*: after the last collection, the
+increments applied in order give the table, except for changes that the next collection will find.
 
-Record touched rows where the variables live, so that no update is lost.
-
-Beside each table (and the slots that the same operations write) lies a variable `touched`, uint8 [rows], on
-the same parameter server. Every worker's graph is extended: after an operation W that writes rows, an
-operation M sets their flags to 1. The chief collects:
-
-    C1  rows = where(touched)      C2  touched[rows] = 0      R  values = table[rows]
-
-C1 -> C2 -> R by control edges and by being separate calls. *Claim*: after the last collection, overlaying all
-collected values in order gives the table, except for rows that are flagged, or about to be.
-
-*Proof.* Take the last write W of row r, and its M. If M comes before C1 of some collection and after C2 of
-the one before, r is in that collection's rows, and R reads r after W: the newest value is collected. If M
-falls between C1 and C2, then either r was among the rows of C1: C2 clears the flag, perhaps M's, but R
-comes after C2, so after M, so after W, and the newest value is collected. Or r was not among them: C2 does
-not touch its flag, which stays for the next collection. A value that R reads half-written belongs to a W
-whose M is still to come. Setting and clearing are stores of one byte, so neighbours do not disturb each
-other.
-
-*Death of a worker.* M needs W, the indices that W needed, and a constant, all on the parameter server when
-W runs. TensorFlow's executor goes on with the successors of an operation that succeeded, whatever fails
-elsewhere in the step (cancellation strikes only at receives, calls and loop conditions), so W without M
-means that the server itself died, and with it the table. *Death of the chief or of a server*: the chief's
-next session restores every variable from files, so flags of before are merely superfluous. *Failure to
-publish*: collected rows stay with the chief until an increment that holds them is durable.
-
-M runs because whatever consumes W waits for it; the hook runs it with a W that is fetched itself. A W that
-nothing consumes is flagged before it runs, too, in case that it is run behind the hook's back.
+*Proof.* Take a key's last change. If it was given a row: the row has its values before the index leads to it,
+and its flag after. If F finds the flag, R finds the key; otherwise the next F does. A K that lists the key,
+because it was removed earlier, finds its new row, too, or comes before that row is given. If the key was
+removed: that is noted after the index lost it. If R still finds the key, the note comes after this K, and the
+next K lists it; otherwise R leaves the key out, and this K or the next one lists it. A key that lost its row
+to another one is noted as removed: two workers may race for a row, and a restoring session may overwrite rows
+that other workers have given out.
 """
 
 from __future__ import annotations
@@ -76,13 +78,18 @@ from exporter.training.change_tracking import (
 Operation = Any
 Tensor = Any
 Variable = Any
+Array = np.ndarray[Any, Any]
+Session = Any
 
 SCOPE = "increments"
 """Prefix of the names of everything that is added to a graph."""
 
+CHUNK_BYTES = 32 << 20
+"""The largest number of bytes that one call of a session carries, unless a single row is larger."""
+
 
 class RowGroup(Struct, frozen=True):
-    """Parts that the same operations write: one set of flags. `collect` gives int64 [n], their rows."""
+    """Parts that the same operations write, with one set of flags. `collect`: the flagged rows, int64 [n]."""
 
     parts: tuple[VariablePart, ...]
     touched: Variable
@@ -90,7 +97,7 @@ class RowGroup(Struct, frozen=True):
 
 
 class Recording(Struct, frozen=True):
-    """The nodes that recording added to a graph. `marks` has the Ms by the names of their Ws."""
+    """The nodes that recording added to a graph. `marks` has each M by the name of its W (see the module)."""
 
     groups: tuple[RowGroup, ...]
     marks: Mapping[str, Operation]
@@ -103,7 +110,7 @@ class Recording(Struct, frozen=True):
 
     @property
     def variables(self) -> tuple[Variable, ...]:
-        """The variables of the recording, which no saver, initializer or report knows of."""
+        """The variables of the recording. They are in no collection, so no saver or initializer sees them."""
         return (*(group.touched for group in self.groups), self.steps, self.plan)
 
 
@@ -123,7 +130,7 @@ def record(tracked: tuple[VariableTracking, ...], global_step: Variable) -> Reco
 
 
 def _parts_by_operation(tracked: Iterable[VariableTracking]) -> list[tuple[VariablePart, ...]]:
-    """The parts with touched rows; those that one operation writes together."""
+    """The parts whose touched rows are recorded, grouped by the operations that write them."""
     parts = [part for entry in tracked if entry.mode is TrackingMode.TOUCHED for part in entry.parts]
     leader = {id(part): id(part) for part in parts}
 
@@ -171,6 +178,7 @@ def _mark(touched: Variable, write: RowWrite, marks: dict[str, Operation]) -> No
             after = mark()
         marks[write.op.name] = after
         if not consumers:
+            # Nothing that runs later can carry the M: flag the rows before, besides.
             with tf.control_dependencies(None):
                 write.op._add_control_input(mark())
     for consumer in consumers:
@@ -191,7 +199,10 @@ def _collect(touched: Variable) -> Tensor:
 
 
 def _count_steps(global_step: Variable) -> Variable:
-    """A variable that grows with the global step in every worker that records, before the step does."""
+    """A variable to which every worker that records adds its steps, before it adds them to the global step.
+
+    A global step that grows faster than this variable reveals a worker that does not record.
+    """
     import tensorflow as tf
 
     steps = _beside(global_step, f"{SCOPE}/recorded_steps", [], tf.int64)
@@ -213,12 +224,12 @@ def _additions(global_step: Variable) -> list[Operation]:
 
 
 def counts_every_step(global_step: Variable) -> bool:
-    """True if the step only ever moves by additions, so that recorded steps can be checked against it."""
+    """True if the graph changes the global step only by additions, so that recorded steps can be compared."""
     return set(variable_use(global_step).whole_writes) <= {"AssignAdd", "AssignAddVariableOp"}
 
 
 def _beside(variable: Variable, name: str, shape: list[int], dtype: Any, initial: int = 0) -> Variable:
-    """A variable on the same device as `variable`, in no collection, full of `initial`."""
+    """A variable on the same device as `variable`, in no collection, filled with `initial`."""
     import tensorflow as tf
 
     device = variable.handle.op if is_resource(variable) else variable.op
@@ -237,153 +248,8 @@ def _beside(variable: Variable, name: str, shape: list[int], dtype: Any, initial
         )
 
 
-Array = np.ndarray[Any, Any]
-Session = Any
-
-
-class KeyedAccess(Protocol):
-    """Access to one table by keys, as collecting and restoring need it."""
-
-    @property
-    def name(self) -> str:
-        """What checkpoints call the table."""
-
-    def take_given(self, session: Session) -> Array:
-        """Rows that were given to keys since they were last taken."""
-
-    def take_removed(self, session: Session) -> Array:
-        """Keys that were removed since they were last taken; they may be there again."""
-
-    def rows_of(self, session: Session, keys: Array) -> Array:
-        """The rows of those of the keys that have some."""
-
-    def find(self, session: Session, rows: Array) -> tuple[Array, Array]:
-        """Those of the rows that are in use, and their keys, which are distinct."""
-
-    def write(self, session: Session, change: TableRows) -> None:
-        """Take keys away, then give others their rows."""
-
-
-class TableAccess(Struct, frozen=True):
-    """The operations on one table of a graph, on its own device; a `KeyedAccess`.
-
-    `recorded` makes it note what is removed. `given` and `removed` take what was noted since the last time.
-    `used` gives for each of the fed rows if it is in use, and its key.
-    """
-
-    name: str
-    capacity: int
-    dim: int
-    recorded: Any
-    given: Tensor
-    removed: Tensor
-    used: tuple[Tensor, Tensor]
-    found: Tensor
-    rows: Tensor
-    keys: Tensor
-    values: Tensor
-    gone: Tensor
-    laid_over: Any
-
-    def take_given(self, session: Session) -> Array:
-        """See `KeyedAccess`."""
-        return np.asarray(session.run(self.given))
-
-    def take_removed(self, session: Session) -> Array:
-        """See `KeyedAccess`."""
-        return np.asarray(session.run(self.removed))
-
-    def find(self, session: Session, rows: Array) -> tuple[Array, Array]:
-        """See `KeyedAccess`."""
-        is_used, keys = session.run(self.used, {self.rows: rows})
-        return rows[is_used], keys[is_used]
-
-    def rows_of(self, session: Session, keys: Array) -> Array:
-        """See `KeyedAccess`."""
-        rows = session.run(self.found, {self.keys: keys})
-        return np.asarray(rows[rows >= 0])
-
-    def write(self, session: Session, change: TableRows) -> None:
-        """See `KeyedAccess`."""
-        none = np.empty(0, np.int64)
-        row = max(1, change.values[:1].nbytes)
-        step = max(1, CHUNK_BYTES // row)
-        for start in range(0, max(1, len(change.ids)), step):
-            piece = slice(start, start + step)
-            fed = {self.rows: change.ids[piece], self.keys: change.keys[piece]}
-            fed |= {self.values: change.values[piece], self.gone: none if start else change.removed}
-            session.run(self.laid_over, fed)
-
-
-def table_access(table: TrainableTable) -> TableAccess:
-    """Add the operations to the current default graph."""
-    import tensorflow as tf
-
-    v1 = tf.compat.v1
-    with tf.control_dependencies(None), tf.name_scope(f"{SCOPE}/table/"):
-        rows, keys, gone = (v1.placeholder(tf.int64, [None]) for _ in range(3))
-        values = v1.placeholder(table.values.dtype, [None, table.dim])
-        with table.values.graph.colocate_with(table.values.handle):
-            recorded = table.index.is_recorded.assign(True).op
-        return TableAccess(
-            name=table.name,
-            capacity=table.capacity,
-            dim=table.dim,
-            recorded=recorded,
-            given=table.index.take_changed(),
-            removed=table.index.take_removed(),
-            used=table.index.is_in_use(rows),
-            found=table.index.find(keys),
-            rows=rows,
-            keys=keys,
-            values=values,
-            gone=gone,
-            laid_over=table.lay_over(keys, rows, values, gone),
-        )
-
-
-def check_tables(stored: StoredIncrement, kinds: dict[str, tuple[str, int, int]]) -> None:
-    """Check that a graph has the tables of an increment; `kinds` are those of its own.
-
-    Raises:
-        MissingTensors, ShapeMismatch: it has not.
-        CorruptFile: the increment is damaged.
-    """
-    hint = "train with the graph that wrote the increments, or move the increments directory away"
-    for table, _ in stored.tables():
-        kind = kinds.get(table.name)
-        if kind is None:
-            raise MissingTensors(
-                f"{stored.path} holds table {table.name!r}, which this graph has not", hint=hint
-            )
-        if kind[:2] != table.kind[:2] or kind[2] < table.capacity:
-            raise ShapeMismatch(
-                f"table {table.name!r} has {kind[2]} rows {kind[0]}[{kind[1]}], in {stored.path} it has "
-                f"{table.capacity} rows {table.dtype.label}[{table.dim}]",
-                hint=hint,
-            )
-
-
-def overlay_tables(
-    session: Session, chain: Iterable[StoredIncrement], accesses: Iterable[KeyedAccess]
-) -> None:
-    """Write what increments hold of tables, in order."""
-    by_name = {access.name: access for access in accesses}
-    for table, change in _changes(chain):
-        by_name[table.name].write(session, change)
-
-
-def _changes(chain: Iterable[StoredIncrement]) -> Iterator[tuple[ChangedTable, TableRows]]:
-    for stored in chain:
-        yield from stored.tables()
-
-
-CHUNK_BYTES = 32 << 20
-"""What one call of a session carries."""
-
-
 class Access(Protocol):
-    """Access to variables, as restoring needs it."""
+    """Write access to a variable, for restoring."""
 
     def write(self, session: Session, ids: Array, values: Array) -> None:
         """Write rows `ids` of a part, or a scalar."""
@@ -437,7 +303,7 @@ class PartAccess(Struct, frozen=True):
 
 
 def access(part: VariablePart) -> PartAccess:
-    """Add the operations to the current default graph."""
+    """Add the operations on a variable to the current default graph."""
     import tensorflow as tf
 
     variable, shape = part.variable, part.shape
@@ -455,3 +321,142 @@ def access(part: VariablePart) -> PartAccess:
             return PartAccess(part, ids, values, whole, whole, variable.assign(values).op)
         written = tf.compat.v1.scatter_update(variable, ids, values)
         return PartAccess(part, ids, values, tf.gather(variable, ids), whole, tf.group(written))
+
+
+class KeyedAccess(Protocol):
+    """Access to one table by keys, for collecting and restoring. All numbers are int64 [n]."""
+
+    @property
+    def name(self) -> str:
+        """The table's name in checkpoints."""
+
+    def take_given(self, session: Session) -> Array:
+        """The rows that were given to keys since the last call."""
+
+    def take_removed(self, session: Session) -> Array:
+        """The keys that were removed since the last call; they may have rows again."""
+
+    def rows_of(self, session: Session, keys: Array) -> Array:
+        """The rows of the keys; keys without a row are left out."""
+
+    def find(self, session: Session, rows: Array) -> tuple[Array, Array]:
+        """Those of the rows that are in use, and their keys, which are distinct."""
+
+    def write(self, session: Session, change: TableRows) -> None:
+        """Remove keys, then give rows and values to others."""
+
+
+class TableAccess(Struct, frozen=True):
+    """The operations on one table of a graph, on its own device; a `KeyedAccess`.
+
+    `recorded` makes the table note removed keys. `given` and `removed` take the rows and keys that were noted
+    since the last time. `used` gives for each row that is fed whether it is in use, and its key. `rows`,
+    `keys`, `values` and `gone` (removed keys) are placeholders.
+    """
+
+    name: str
+    capacity: int
+    dim: int
+    recorded: Any
+    given: Tensor
+    removed: Tensor
+    used: tuple[Tensor, Tensor]
+    found: Tensor
+    rows: Tensor
+    keys: Tensor
+    values: Tensor
+    gone: Tensor
+    written: Any
+
+    def take_given(self, session: Session) -> Array:
+        """See `KeyedAccess`."""
+        return np.asarray(session.run(self.given))
+
+    def take_removed(self, session: Session) -> Array:
+        """See `KeyedAccess`."""
+        return np.asarray(session.run(self.removed))
+
+    def find(self, session: Session, rows: Array) -> tuple[Array, Array]:
+        """See `KeyedAccess`."""
+        is_used, keys = session.run(self.used, {self.rows: rows})
+        return rows[is_used], keys[is_used]
+
+    def rows_of(self, session: Session, keys: Array) -> Array:
+        """See `KeyedAccess`."""
+        rows = session.run(self.found, {self.keys: keys})
+        return np.asarray(rows[rows >= 0])
+
+    def write(self, session: Session, change: TableRows) -> None:
+        """See `KeyedAccess`."""
+        none = np.empty(0, np.int64)
+        row = max(1, change.values[:1].nbytes)
+        step = max(1, CHUNK_BYTES // row)
+        for start in range(0, max(1, len(change.ids)), step):
+            piece = slice(start, start + step)
+            fed = {self.rows: change.ids[piece], self.keys: change.keys[piece]}
+            # Keys are removed with the first piece, before any row is written.
+            fed |= {self.values: change.values[piece], self.gone: none if start else change.removed}
+            session.run(self.written, fed)
+
+
+def table_access(table: TrainableTable) -> TableAccess:
+    """Add the operations on a table to the current default graph."""
+    import tensorflow as tf
+
+    v1 = tf.compat.v1
+    with tf.control_dependencies(None), tf.name_scope(f"{SCOPE}/table/"):
+        rows, keys, gone = (v1.placeholder(tf.int64, [None]) for _ in range(3))
+        values = v1.placeholder(table.values.dtype, [None, table.dim])
+        with table.values.graph.colocate_with(table.values.handle):
+            recorded = table.index.is_recorded.assign(True).op
+        return TableAccess(
+            name=table.name,
+            capacity=table.capacity,
+            dim=table.dim,
+            recorded=recorded,
+            given=table.index.take_changed(),
+            removed=table.index.take_removed(),
+            used=table.index.is_in_use(rows),
+            found=table.index.find(keys),
+            rows=rows,
+            keys=keys,
+            values=values,
+            gone=gone,
+            written=table.lay_over(keys, rows, values, gone),
+        )
+
+
+def check_tables(stored: StoredIncrement, kinds: dict[str, tuple[str, int, int]]) -> None:
+    """Check that a graph has the tables of an increment; `kinds` are its own (dtype, dim, capacity) by name.
+
+    Raises:
+        MissingTensors, ShapeMismatch: the graph lacks a table, or it differs.
+        CorruptFile: the increment is damaged.
+    """
+    hint = "train with the graph that wrote the increments, or move the increments directory away"
+    for table, _ in stored.tables():
+        kind = kinds.get(table.name)
+        if kind is None:
+            raise MissingTensors(
+                f"{stored.path} holds table {table.name!r}, which this graph lacks", hint=hint
+            )
+        if kind[:2] != table.kind[:2] or kind[2] < table.capacity:
+            raise ShapeMismatch(
+                f"table {table.name!r} has {kind[2]} rows {kind[0]}[{kind[1]}], in {stored.path} it has "
+                f"{table.capacity} rows {table.dtype.label}[{table.dim}]",
+                hint=hint,
+            )
+
+
+def overlay_tables(
+    session: Session, chain: Iterable[StoredIncrement], accesses: Iterable[KeyedAccess]
+) -> None:
+    """Write the tables' changes of increments, in order."""
+    by_name = {access.name: access for access in accesses}
+    for table, change in _changes(chain):
+        by_name[table.name].write(session, change)
+
+
+def _changes(chain: Iterable[StoredIncrement]) -> Iterator[tuple[ChangedTable, TableRows]]:
+    for stored in chain:
+        yield from stored.tables()

@@ -1,22 +1,17 @@
-"""Plan what to record of a training: each checkpointed variable, its parts, and how its changes are found.
-
-Find the operations of a graph that write to a variable, and whether they name the rows they write.
+"""Plan how to find the changes of each variable of a training graph, from the operations that write to it.
 
 A variable is followed from its handle (or, for a reference variable, its reference) to every consumer:
 
-    row writes      (Resource)SparseApply*, (Resource)Scatter{Update,Add,Sub,Mul,Div,Min,Max} with `indices`
-    into
-                    the first dimension, and (Resource)ScatterNd*, whose last dimension of indices begins
-                    with it
-    reads           known by name
-    not counted     the initializer, assignments of what RestoreV2 gives, and what a table by keys does with
-                    its own rows, as its index tells of those
-    whole writes    every other operation, known or not, also a function or loop body that gets the handle,
-    and
-                    row writes inside one
+    row writes      (Resource)SparseApply*, (Resource)Scatter{Update,Add,Sub,Mul,Div,Min,Max}, whose `indices`
+                    are into the first dimension, and (Resource)ScatterNd*, whose indices begin with it
+    reads           operations that are known by name
+    not counted     the initializer, assignments of what RestoreV2 gives, and the upkeep of a table by keys,
+                    whose index notes the rows concerned
+    whole writes    every other operation, known or not, including functions and loop bodies that get the
+                    handle, and row writes inside one
 
-so that whatever is not understood is a whole write, and costs a comparison instead of correctness.
-Nothing here imports TensorFlow: operations are taken as they come.
+So an operation that is not understood counts as a whole write, and costs a comparison instead of correctness.
+Nothing here imports TensorFlow.
 """
 
 from __future__ import annotations
@@ -68,7 +63,7 @@ class RowWrite(Struct, frozen=True):
 
 
 class VariableUse(Struct, frozen=True):
-    """How a graph uses a variable. `whole_writes` are the types of operations that may move any row."""
+    """How a graph uses a variable. `whole_writes` are the types of operations that may change any row."""
 
     variable: Variable
     row_writes: tuple[RowWrite, ...]
@@ -77,7 +72,7 @@ class VariableUse(Struct, frozen=True):
 
 
 def variable_use(variable: Variable) -> VariableUse:
-    """How the graph that `variable` (a resource or a reference variable) was made in uses it."""
+    """How its graph uses `variable`, a resource or a reference variable."""
     rows: list[RowWrite] = []
     whole: list[str] = []
     is_gathered = False
@@ -99,7 +94,7 @@ def is_resource(variable: Variable) -> bool:
 
 
 def takes_reference(op: Operation, index: int) -> bool:
-    """True if input `index` lets the operation write to a variable: a handle, or a reference as such."""
+    """True if the operation could write to a variable by input `index`: it is a handle, or a reference."""
     if op.inputs[index].dtype.base_dtype.name == "resource":
         return True
     position = 0
@@ -134,7 +129,7 @@ def _consumers(variable: Variable) -> Iterator[tuple[Operation, bool]]:
 
 
 def _passes_on(output: Tensor, reference: Tensor) -> bool:
-    """True if `output` is the same variable again."""
+    """True if `output` stands for the same variable as `reference`."""
     if reference.dtype.base_dtype.name == "resource":
         return output.op.type in _SAME and bool(output.dtype.base_dtype.name == "resource")
     return bool(output.dtype._is_ref_dtype)
@@ -149,7 +144,10 @@ def _only_read_by_functions(op: Operation, positions: list[int]) -> bool:
 
 
 def _only_reads(graph: Any, name: str, positions: list[int]) -> bool:
-    """`positions` count from the end: a condition's first input is not its functions'."""
+    """True if a function only reads its arguments at `positions`.
+
+    These count from the end, because a condition has an input before those that it passes to its functions.
+    """
     function = graph._get_function(name)
     if function is None:
         return False
@@ -173,11 +171,12 @@ def _called(attributes: Iterable[Any]) -> list[str]:
 
 
 def consumers_of(op: Operation) -> list[Operation]:
-    """Every operation that runs after `op` because of a value or a control edge."""
+    """Every operation that waits for `op`, because of a value or a control edge."""
     return [reader for output in op.outputs for reader in output.consumers()] + list(op._control_outputs)
 
 
 def _row_write(op: Operation) -> RowWrite | None:
+    # A TF1 condition or loop: no operation outside of it can be ordered after one that may not run.
     if any(node._get_control_flow_context() is not None for node in (op, *consumers_of(op))):
         return None
     is_nd = bool(_ROW_WRITE_ND.fullmatch(op.type))
@@ -188,7 +187,7 @@ def _row_write(op: Operation) -> RowWrite | None:
 
 
 def _readers(op: Operation) -> Iterator[Operation]:
-    """What takes a value that was read whole."""
+    """The operations that take a value that was read whole."""
     if op.type in ("Identity", "ReadVariableOp"):
         for output in op.outputs:
             yield from output.consumers()
@@ -207,19 +206,19 @@ def _is_restore(op: Operation) -> bool:
 class TrackingMode(Enum):
     """How the changes of a variable are found.
 
-    `TOUCHED`: every write names its rows, which are recorded. `COMPARED`: rows are looked up, but some write
-    may move any of them, so that they are compared with those written last. `WHOLE`: it is written as a whole
-    if a digest of it changed. `FIXED`: nothing in the graph writes to it after its initializer.
+    `TOUCHED`: every write names its rows, which are recorded. `COMPARED`: the graph looks up rows, but some
+    write may change any of them, so all are compared with those written last. `WHOLE`: all of it is written
+    if its digest changed. `FIXED`: no operation of the graph writes to it after its initializer.
     """
 
     TOUCHED = "touched rows"
     COMPARED = "compared rows"
     WHOLE = "digest"
-    FIXED = "nothing, as nobody writes them"
+    FIXED = "nothing, as no operation writes them"
 
 
 class VariablePart(Struct, frozen=True):
-    """A variable of the graph: the box of `shape` at `starts` of the whole one."""
+    """A variable of the graph: the box of `shape` at `starts` of a variable as checkpoints name it."""
 
     variable: Variable
     shape: tuple[int, ...]
@@ -228,7 +227,7 @@ class VariablePart(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Its rows; a scalar has one."""
+        """The number of its rows; a scalar has one."""
         return self.shape[0] if self.shape else 1
 
     @property
@@ -238,9 +237,10 @@ class VariablePart(Struct, frozen=True):
 
 
 class VariableTracking(Struct, frozen=True):
-    """A variable as checkpoints name it. `whole_writes` are the operations that keep it from `TOUCHED`.
+    """A variable as checkpoints name it, and how its changes are found.
 
-    `is_keyed` says that it holds the rows of a table by keys, whose name is `name`.
+    `whole_writes` are the types of operations because of which it is not `TOUCHED`. With `is_keyed` it holds
+    the rows of the table by keys called `name`.
     """
 
     name: str
@@ -253,16 +253,16 @@ class VariableTracking(Struct, frozen=True):
 
     @property
     def bytes_(self) -> int:
-        """Bytes of the whole variable."""
+        """The size of the whole variable in bytes."""
         return math.prod(self.shape) * (self.dtype.itemsize or 0)
 
 
 def plan_tracking(
     variables: Iterable[Variable], tables: Mapping[str, Variable] = MappingProxyType({})
 ) -> tuple[VariableTracking, ...]:
-    """How to find the changes of these variables of one graph, by their names in checkpoints.
+    """How to find the changes of these variables of one graph, sorted by their names in checkpoints.
 
-    `tables` are the rows of tables by keys, by the tables' names.
+    `tables` has the variable of the rows of each table by keys, by the table's name.
 
     Raises:
         UsageError: a variable has no fixed shape, or holds strings.
@@ -291,7 +291,8 @@ def _tracked(
 ) -> VariableTracking:
     parts = tuple(sorted(map(_part, uses), key=lambda part: part.starts))
     if len(parts) == 1 and parts[0].shape != shape:
-        # A slot of one part of a table: savers declare it in the table's shape, under a name of its own.
+        # A slot of one part of a table: savers declare it with the whole table's shape, under a name of its
+        # own, but write this part alone.
         shape, parts = parts[0].shape, (replace(parts[0], starts=(0,) * len(shape)),)
     whole_writes = tuple(sorted({kind for use in uses for kind in use.whole_writes}))
     is_by_rows = bool(shape) and all(part.shape[1:] == shape[1:] for part in parts)
@@ -299,7 +300,8 @@ def _tracked(
         mode = TrackingMode.FIXED
     elif is_by_rows and not whole_writes:
         mode = TrackingMode.TOUCHED
-    elif is_by_rows and any(part.shape in tables for part in parts):  # also a slot, or a moving average
+    # By shape, because slots and moving averages of a table are looked up nowhere themselves.
+    elif is_by_rows and any(part.shape in tables for part in parts):
         mode = TrackingMode.COMPARED
     else:
         mode = TrackingMode.WHOLE
@@ -307,7 +309,7 @@ def _tracked(
 
 
 def _keyed(name: str, use: VariableUse) -> VariableTracking:
-    """A table by keys: even if no gradient writes its rows, keys come and go."""
+    """A table by keys is never `FIXED`: even if no gradient writes its rows, keys come and go."""
     found = _tracked(name, _shape(use.variable), [use], {_shape(use.variable)})
     mode = TrackingMode.TOUCHED if found.mode is TrackingMode.FIXED else found.mode
     return replace(found, mode=mode, is_keyed=True)

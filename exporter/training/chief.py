@@ -1,4 +1,4 @@
-"""Decide which node of a cluster saves, and where the others write what they must save, too.
+"""Save on the chief of a cluster alone: which process that is, and where the other processes write.
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with checkpoint_dir("checkpoints", strategy) as directory:
@@ -6,11 +6,9 @@
         ...
         manager.save()
 
-A variable that is kept in pieces by all replicas (SyncOnRead) is read by all of them together, so every
-worker has to save. Only the chief's files are kept: a worker writes into `workertemp_<i>/` of the same
-directory, as tf-keras' callbacks do, which readers of checkpoints leave alone.
-
-The base class that a callback needs for the Keras that trains.
+All replicas together read a variable that each of them holds a part of (SyncOnRead), so every worker has to
+save. Only the chief's files are kept: a worker writes into `workertemp_<i>/` of the same directory, as
+tf-keras' callbacks do, and readers of checkpoints skip that.
 """
 
 from __future__ import annotations
@@ -28,27 +26,16 @@ from exporter.checkpoint.locate import WORKER_PREFIX
 from exporter.files import make_directories, remove_tree, writing
 from exporter.local_paths import local_path
 
-
-def callback_base() -> Any:
-    """tf-keras' `Callback` if the program uses tf-keras: Keras 3 takes it, too. Otherwise Keras 3's."""
-    if "tf_keras" in sys.modules:
-        import tf_keras
-
-        return tf_keras.callbacks.Callback
-    import tensorflow as tf
-
-    return tf.keras.callbacks.Callback
-
-
 Strategy = Any
 
 
 def is_chief(strategy: Strategy | None = None) -> bool:
     """True for the process that saves and exports: the chief of its cluster, or a process alone.
 
-    With a MultiWorkerMirroredStrategy its cluster resolver tells. Any other strategy runs in one process that
-    directs all others, as a ParameterServerStrategy's coordinator does. Without a strategy the environment
-    tells: `TF_CONFIG`, or what other launchers set (`exporter.roles`). An evaluator is no chief.
+    The cluster resolver of a MultiWorkerMirroredStrategy names the chief. Any other strategy runs in one
+    process that directs all others, as a ParameterServerStrategy's coordinator does. Without a strategy the
+    environment decides: `TF_CONFIG`, or the variables of other launchers (`exporter.roles`). An evaluator is
+    not a chief.
 
     Raises:
         RoleUnknown: the environment contradicts itself.
@@ -58,11 +45,11 @@ def is_chief(strategy: Strategy | None = None) -> bool:
 
 @contextmanager
 def checkpoint_dir(directory: Path | str, strategy: Strategy | None = None) -> Iterator[Path]:
-    """The directory that this process shall save into: the chief `directory` itself, others a temporary one.
+    """The directory to save into: `directory` itself for the chief, a temporary one for other processes.
 
-    The temporary directory lies in `directory` and is removed when the block ends, whatever a killed worker
-    left there when it begins. Use it around one save or around the whole training; restore from `directory`
-    in all processes.
+    The temporary directory lies in `directory`. It is removed when the block ends; one that a killed worker
+    left is removed when the block begins. Use it around one save or around the whole training, and restore
+    from `directory` in all processes.
 
     Raises:
         RoleUnknown: as `is_chief`.
@@ -94,8 +81,19 @@ def is_multi_worker(strategy: Strategy | None) -> bool:
     return is_for_several and sum(map(len, _jobs(strategy).values())) > 1
 
 
+def callback_base() -> Any:
+    """The base class of callbacks: tf-keras' if the program uses it (Keras 3 accepts it), or Keras 3's."""
+    if "tf_keras" in sys.modules:
+        import tf_keras
+
+        return tf_keras.callbacks.Callback
+    import tensorflow as tf
+
+    return tf.keras.callbacks.Callback
+
+
 def _role(strategy: Strategy | None) -> roles.Role:
-    """What the strategy tells if there is one, whatever the environment says."""
+    """The role in the strategy if there is one, else in the environment."""
     if strategy is None:
         return roles.node_role()
     if not is_multi_worker(strategy):
@@ -105,7 +103,7 @@ def _role(strategy: Strategy | None) -> roles.Role:
 
 
 def _worker(role: roles.Role) -> str:
-    """What tells this worker from the others: its number, with its job if that is not `worker`."""
+    """A name for this worker that no other has: its number, with its job if that is not `worker`."""
     if role.index is None:  # AutoDist does not number its workers
         return re.sub(r"\W", "-", socket.gethostname())
     is_worker = role.type is roles.NodeType.WORKER
@@ -119,7 +117,7 @@ def _jobs(strategy: Strategy) -> Mapping[str, frozenset[int]]:
 
 
 def _remove_of_former_workers(shared: Path, strategy: Strategy | None) -> None:
-    """Chief: what was left by workers that a smaller cluster has no longer. Others remove their own."""
+    """Remove the directories of workers that a larger cluster had. Present workers remove their own."""
     if not is_multi_worker(strategy):
         return
     known = {str(index) for index in _jobs(strategy).get(roles.NodeType.WORKER, ())}

@@ -1,4 +1,4 @@
-"""Collect what changed since the last durable increment, and write it into the next."""
+"""Collect the changes since the last durable increment, and write them into the next one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Session = Any
 
 
 class RowSource(Protocol):
-    """Where values are read."""
+    """A place that values are read from: the session, a full checkpoint, or eager variables."""
 
     def rows(self, tracked: VariableTracking, ids: Array) -> Iterator[Array]:
         """Rows `ids` (ascending, of the whole variable) of a variable with parts of whole rows, in pieces."""
@@ -42,7 +42,7 @@ class RowSource(Protocol):
 
 
 class SessionSource(Struct, frozen=True):
-    """The values of now."""
+    """The present values, read through a session."""
 
     session: Session
     accesses: Mapping[int, PartAccess]
@@ -60,7 +60,7 @@ class SessionSource(Struct, frozen=True):
                 yield part.offset + start, values
 
     def wholes(self, tracked: Iterable[VariableTracking]) -> Iterator[tuple[VariableTracking, Array]]:
-        """See `RowSource`. Small ones are read in one call."""
+        """See `RowSource`. Small variables are all read in one call."""
         entries = list(tracked)
         small = [entry for entry in entries if entry.bytes_ * len(entries) <= CHUNK_BYTES]
         tensors = {entry.name: [self._access(part).whole for part in entry.parts] for entry in small}
@@ -82,18 +82,18 @@ class SessionSource(Struct, frozen=True):
 
 
 class CheckpointSource(Struct, frozen=True):
-    """The values that a full checkpoint holds."""
+    """The values of a full checkpoint."""
 
     catalog: Catalog
 
     def rows(self, tracked: VariableTracking, ids: Array) -> Iterator[Array]:
-        """See `RowSource`. The rows of a table that are stored are those in use."""
+        """See `RowSource`. A checkpoint holds a table's rows that are in use, and no others."""
         if tracked.is_keyed:
             ids = np.searchsorted(self._table(tracked, ROWS), ids)
         yield rows_of(self.catalog, self._stored(tracked), ids)
 
     def all_rows(self, tracked: VariableTracking) -> Iterator[tuple[int, Array]]:
-        """See `RowSource`. Rows of a table that nobody uses are 0."""
+        """See `RowSource`. Unused rows of a table are 0."""
         ref = self._stored(tracked)
         if tracked.is_keyed:
             whole = np.zeros(tracked.shape, tracked.dtype.numpy)
@@ -120,12 +120,12 @@ class CheckpointSource(Struct, frozen=True):
         return read_array(self.catalog, self._part(entry, part))
 
     def _part(self, entry: VariableTracking, part: str) -> TensorRef:
-        """A tensor of a table; Keras' checkpoints call it after the path to the table's object."""
+        """A tensor of a table; Keras' checkpoints name it by the path to the table's object."""
         keys = embedding_variables(self.catalog)[entry.name].parts[0].keys.name
         return self.catalog.tensors[keys.removesuffix(KEYS) + part]
 
     def _stored(self, entry: VariableTracking) -> TensorRef:
-        """The tensor; of one that is declared larger than it is (`change_tracking`), its part."""
+        """The tensor; a part of it if the checkpoint declares it larger than it is (`change_tracking`)."""
         if entry.is_keyed:
             return self._part(entry, VALUES)
         ref = self.catalog.tensors[entry.name]
@@ -138,9 +138,9 @@ class CheckpointSource(Struct, frozen=True):
 class Collector:
     """The changes since the last call of `commit` or `forget`.
 
-    `accesses` are by the id of a part, those of tables by keys by name; `source` gives the values of now.
-    Rows that were collected stay pending until `commit`; what is compared is compared with what was written
-    last, or counts as changed as a whole if that is not known.
+    `accesses` has the id() of a part as key, `tables` the name of a table by keys; `source` gives the present
+    values. Rows that were collected stay pending until `commit`. A compared variable is compared with the
+    values that were written last; if there are none, all of it counts as changed.
     """
 
     def __init__(
@@ -180,13 +180,15 @@ class Collector:
         return cls(tracked, recording.groups, accesses, source, tables)
 
     def forget(self) -> None:
-        """Begin to count changes from another state: everything that is compared counts as changed."""
+        """Count changes from another state on. Everything that is compared counts as changed."""
         self._take_none()
         self._written.clear()
         self._digests.clear()
 
     def collect(self, session: Session) -> None:
-        """Take over the touched rows of every group; see the proofs in `recording` and `table_access`."""
+        """Take the touched rows of every group, and the given rows and removed keys of every table."""
+        # The order of these calls, and that values are read after them, is what the proofs in `access` rest
+        # on: flags and given rows, then removed keys, then the rows of those keys.
         if self._groups:
             found = session.run([group.collect for group in self._groups])
             _add_all(self._pending, dict(enumerate(found)))
@@ -211,12 +213,12 @@ class Collector:
 
     @property
     def knows_more(self) -> bool:
-        """False if no row was touched and nothing was written since `forget`: nothing to compare with."""
+        """True if a row was touched, or something was written since `forget` that can be compared with."""
         pending = (*self._pending.values(), *self._given.values(), *self._removed.values())
         return bool(self._digests) or any(len(rows) for rows in pending)
 
     def write(self, writer: BundleWriter, source: RowSource) -> Contents:
-        """Write what changed, by name; call `commit` when it is durable, `abandon` when it is not."""
+        """Write the changes, by name. Call `commit` once they are durable, `abandon` if they are lost."""
         changed = [
             *(self._touched(writer, source, entry) for entry in self._by(TrackingMode.TOUCHED)),
             *(self._compared(writer, source, entry) for entry in self._by(TrackingMode.COMPARED)),
@@ -229,13 +231,13 @@ class Collector:
         )
 
     def commit(self) -> None:
-        """Note that what `write` wrote is durable."""
+        """Note that the changes that `write` wrote are durable."""
         self._take_none()
         self._digests |= self._new_digests
         self._new_digests.clear()
 
     def abandon(self) -> None:
-        """Note that what `write` wrote is lost, so that it is written again."""
+        """Note that the changes that `write` wrote are lost, so that they are written again."""
         self._written.clear()
         self._new_digests.clear()
 
@@ -284,7 +286,7 @@ class Collector:
         return _write_rows(writer, entry, rows, lambda wanted: _pieces(known, wanted))
 
     def _moved(self, source: RowSource, entry: VariableTracking) -> tuple[Array, Array]:
-        """The rows that differ from those written last, and all rows as they are now."""
+        """The rows that differ from those written last, and the present values of all rows."""
         known = self._written.get(entry.name)
         if known is None:
             known = self._written[entry.name] = np.empty(entry.shape, entry.dtype.numpy)
@@ -322,7 +324,7 @@ def _write_rows(writer: BundleWriter, entry: VariableTracking, ids: Array, value
 
 
 def _add_all(pending: dict[Any, Array], found: Mapping[Any, Array]) -> None:
-    """Add integers to sets of them."""
+    """Add integers to sorted sets of integers, by key."""
     for key, values in found.items():
         pending[key] = distinct(np.concatenate([pending[key], values]))
 

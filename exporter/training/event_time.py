@@ -1,13 +1,14 @@
-"""When the newest event happened that a training was trained on: what freshness is measured from.
+"""The event time of a training: when the newest event happened that it was trained on.
 
-Without anything given it is the time at which the newest step was first seen, which is right for a training
-that follows a live stream closely. One that lags, or reads old data, says what it knows:
+Freshness is measured from it. By default it is the time at which the newest step was first seen, which is
+right for a training that follows a live stream closely. A training that lags, or reads old data, passes its
+own:
 
     IncrementHook(ckpt_dir, save_increment_secs=1, event_time=lambda: reader.newest_timestamp)
     IncrementHook(ckpt_dir, save_increment_secs=1, event_time=newest_timestamp_variable)
 
-The value is read before an increment's rows are collected, so that the increment is at least as new. It is
-for people and alerts: whatever is wrong with it, increments are written without it.
+The value is read before an increment's rows are collected, so that the increment is at least as new. It
+serves people and alerts: if it cannot be read, increments are written without it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ EventTime = Callable[[], Any] | Any
 `datetime` with a time zone, or seconds since 1970 (of an array the largest); 0 and None: not known yet."""
 
 _MOST_AHEAD_S = 300.0
-"""How far clocks may differ. What is newer would count as the newest event until then, and hide all lag."""
+"""How far clocks may differ. A later time is refused: it would stay the newest event until then, and hide
+every lag."""
 
 log = logging.getLogger(__name__)
 
 
 class EventClock:
-    """Tells the event time of what was trained so far. `now` gives seconds since 1970."""
+    """Gives the event time of the training so far. `now` returns seconds since 1970."""
 
     def __init__(self, source: EventTime | None = None, *, now: Callable[[], float] = time.time) -> None:
         self._source = source
@@ -42,16 +44,16 @@ class EventClock:
         self._warned = ""
 
     def begin(self, step: int) -> None:
-        """A session begins at a step that it did not train itself: nobody knows when that was."""
+        """Begin a session at a step that it did not train itself, whose time is therefore unknown."""
         self._step, self._stepped_at = step, None
 
     def notice(self, step: int) -> None:
-        """The training is at a step now."""
+        """Note that the training is at a step now."""
         if step != self._step:
             self._step, self._stepped_at = step, self._now()
 
     def read(self, session: Session) -> datetime | None:
-        """The event time of now; None if it is not known, or is no time."""
+        """The present event time; None if it is unknown or invalid."""
         try:
             if self._source is None:
                 return _as_time(self._stepped_at)
@@ -59,16 +61,16 @@ class EventClock:
             if found is not None and found.timestamp() > self._now() + _MOST_AHEAD_S:
                 raise ValueError(f"it lies more than {_MOST_AHEAD_S:g} seconds ahead of this machine's clock")
             return found
-        except Exception as error:  # noqa: BLE001 - the user's own code: a training does not end by it
+        except Exception as error:  # noqa: BLE001 - the user's own code must not end a training
             text = f"{type(error).__name__}: {error}"
             if text != self._warned:
-                log.warning("increments: the event time is not known: %s", text)
+                log.warning("increments: the event time is unknown: %s", text)
                 self._warned = text
             return None
 
 
 def _value(source: EventTime, session: Session) -> Any:
-    if hasattr(source, "graph"):  # what is eager has none
+    if hasattr(source, "graph"):  # a tensor or variable of a graph; eager ones have none
         return None if session is None else session.run(source)
     if hasattr(source, "numpy"):
         return source.numpy()
@@ -76,10 +78,10 @@ def _value(source: EventTime, session: Session) -> Any:
 
 
 def _as_time(value: Any) -> datetime | None:
-    """The time that a value means.
+    """The time that a value stands for.
 
     Raises:
-        ValueError: a time without a zone, or a number that is no time in seconds.
+        ValueError: a time without a zone, or a number that is not a time in seconds since 1970.
     """
     if value is None:
         return None
@@ -93,4 +95,4 @@ def _as_time(value: Any) -> datetime | None:
     try:
         return datetime.fromtimestamp(seconds, timezone.utc)
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"{seconds:g} is no time in seconds since 1970: {error}") from error
+        raise ValueError(f"{seconds:g} is not a time in seconds since 1970: {error}") from error

@@ -1,18 +1,13 @@
-"""Run `export-model` in another process beside a training: one at a time, the newest checkpoint next.
-
-Turn an `ExportRequest` into arguments of `export-model`, for an export in another process.
-
-`ExportHook`, `ExportCallback`: export checkpoints while training goes on, and when it ends.
+"""`ExportHook`, `ExportCallback`: export checkpoints while training goes on, and when it ends.
 
     request = ExportRequest(Path("train"), Path("models/ranker"), model="my_model.py:serving")
     hooks = [ExportHook(request, every_checkpoints=10)]                          # MonitoredTrainingSession
     callbacks = [keras.callbacks.ModelCheckpoint(...), ExportCallback(request)]  # either Keras
 
-Somebody else saves: the session's CheckpointSaverHook, a ModelCheckpoint, a CheckpointManager. What they
-leave in the request's `ckpt_dir` is noticed and exported by `export-model` in a process of its own: training
-does not wait for it. One export runs at a time; a newer checkpoint takes the place of one that waits.
-
-Notice new checkpoints in a directory, whoever saves them.
+The trainer saves checkpoints as before: by the session's CheckpointSaverHook, a ModelCheckpoint, a
+CheckpointManager. The hook notices new ones in the request's `ckpt_dir`, and exports them by `export-model`
+in a process of its own, so that training does not wait. One export runs at a time; a newer checkpoint takes
+the place of one that waits.
 """
 
 from __future__ import annotations
@@ -45,97 +40,204 @@ from exporter.options import ExportRequest, arguments, require_exact
 from exporter.training.chief import callback_base, is_multi_worker
 from exporter.training.chief import is_chief as is_chief_of
 
+log = logging.getLogger(__name__)
+
 What = ExportRequest | Sequence[str | os.PathLike[str]]
-"""What to export: a request, or the command's own arguments."""
+"""What to export: a request, or arguments of `export-model`."""
+
+WAIT_SECONDS = 600.0
+"""How long the end of a training waits for its last export."""
 
 _CKPT_DIR, _OUT, _WATCH = "--ckpt-dir", "--out", "--watch"
 
-
-class ExportArguments(Struct, frozen=True):
-    """The directory whose checkpoints are exported, and all other arguments of the command."""
-
-    ckpt_dir: Path
-    rest: tuple[str, ...]
-
-    @classmethod
-    def of(cls, what: What) -> ExportArguments:
-        """Take a request, or a list of arguments with `--ckpt-dir DIR`, apart.
-
-        Raises:
-            UsageError: no `--ckpt-dir` or `--out`, a `--watch`, a request that a command line cannot express,
-                or that is for deltas, or one string.
-        """
-        if isinstance(what, ExportRequest):
-            require_exact(what, 'pass arguments with "--incr": ["--ckpt-dir", "train", "--incr", ...]')
-            return cls(local_path(_CKPT_DIR, what.ckpt_dir), tuple(_options(what)))
-        given = [] if isinstance(what, str) else [os.fspath(argument) for argument in what]
-        if _WATCH in given:
-            raise UsageError(
-                f"{_WATCH} never ends beside a training", hint="leave it out: each checkpoint is seen"
-            )
-        for at, text in enumerate(given):
-            name, equals, value = text.partition("=")
-            if name == _CKPT_DIR and (equals or at + 1 < len(given)):
-                after = at + (1 if equals else 2)
-                _check_out(given)
-                place = local_path(_CKPT_DIR, value or given[at + 1])
-                return cls(place, (*given[:at], *given[after:]))
-        raise UsageError(
-            f"expected an ExportRequest, or arguments with {_CKPT_DIR} DIR; found {what!r}",
-            hint='["--ckpt-dir", "train", "--model", "my_model.py:serving", "--out", "models/ranker"]',
-        )
-
-    def at(self, checkpoint: Path) -> tuple[str, ...]:
-        """The arguments that export one checkpoint.
-
-        The graph beside it is the one that this very process has written: its files may be anywhere.
-        """
-        is_named = any(text.partition("=")[0] == "--model" for text in self.rest)
-        own = () if is_named else ("--allow-files=/",)
-        return (_CKPT_DIR, str(checkpoint), *own, *self.rest)
-
-
-def _check_out(given: Sequence[str]) -> None:
-    """Find out before the training that no model is named, not when its first checkpoint is there."""
-    places = [
-        text.partition("=")[2] or following
-        for text, following in pairwise((*given, ""))
-        if text.partition("=")[0] == _OUT
-    ]
-    if not places:
-        raise UsageError(f"{_OUT} is missing", hint='name the model to publish: "--out", "models/ranker"')
-    for place in places:
-        checkpoint_path(_OUT, place)  # or a model's URL
-
-
-def _options(request: ExportRequest) -> Iterator[str]:
-    if request.model is not None and not isinstance(request.model, str):
-        raise UsageError(
-            "an export in a process of its own needs the builder's name, found a function",
-            hint='model="my_model.py:serving", or "package.module:serving"',
-        )
-    yield f"{_OUT}={request.out}"
-    if request.updates is not None:
-        yield "--updatable"
-    yield from arguments(request)
-
-
-log = logging.getLogger(__name__)
-
 _ATTEMPTS = 3
-"""Checkpoints that may be pruned, one after the other, before we give up."""
+"""How many checkpoints an export tries if the trainer prunes each of them before it is read."""
 
 _STOP_SECONDS = 30.0
 _TAIL_BYTES = 64 << 10
 
 
+class ExportHook:
+    """A `SessionRunHook` for MonitoredTrainingSession: pass it in `hooks=`, which follow the session's saver.
+
+    `what` is an `ExportRequest`, or the arguments of `export-model`; its `ckpt_dir` is the session's
+    `checkpoint_dir`. Every `every_checkpoints`-th new checkpoint is exported (None: none of them), and the
+    newest when training ends, which waits for that up to `wait_seconds`. A failure is logged and stands in
+    `outcomes`; with `raise_on_failure` that of the last export is raised. Only the chief exports: `is_chief`
+    says whether this process is it, if the environment does not.
+
+    Raises:
+        UsageError: the arguments contradict each other.
+        RoleUnknown: the environment contradicts itself.
+        ExportFailed: from the session's end, with `raise_on_failure`.
+    """
+
+    def __init__(
+        self,
+        what: What,
+        every_checkpoints: int | None = None,
+        *,
+        is_chief: bool | None = None,
+        wait_seconds: float = WAIT_SECONDS,
+        raise_on_failure: bool = False,
+    ) -> None:
+        self._schedule = ExportSchedule(what, every_checkpoints, wait_seconds, raise_on_failure)
+        self._is_chief = is_chief_of() if is_chief is None else is_chief
+        self._has_begun = False
+
+    @property
+    def outcomes(self) -> tuple[ExportOutcome, ...]:
+        """The outcomes of the exports that have ended, in their order."""
+        return self._schedule.exports.outcomes
+
+    def begin(self) -> None:
+        """Do nothing: the graph is left as it is."""
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Ignore the checkpoint that the session's saver writes right after it has restored one.
+
+        The saver writes it in this call, perhaps after this hook: so look before the first step.
+        """
+        self._has_begun = False
+
+    def before_run(self, run_context: Any) -> None:
+        """Note the checkpoints that exist before the session's first step."""
+        if self._is_chief and not self._has_begun:
+            self._schedule.begin()
+        self._has_begun = True
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Export a new checkpoint if it is an n-th one."""
+        if self._is_chief:
+            self._schedule.look()
+
+    def end(self, session: Any) -> None:
+        """Export the last checkpoint and wait for it."""
+        if self._is_chief:
+            self._schedule.end()
+
+
+def ExportCallback(
+    what: What,
+    every_checkpoints: int | None = None,
+    *,
+    is_chief: bool | None = None,
+    wait_seconds: float = WAIT_SECONDS,
+    raise_on_failure: bool = False,
+) -> Any:
+    """A Keras callback (Keras 3 or tf-keras) like `ExportHook`; it looks for checkpoints when an epoch ends.
+
+    Put it after the callback that saves. With a MultiWorkerMirroredStrategy the strategy names the chief.
+
+    Raises:
+        UsageError, RoleUnknown, ExportFailed: as `ExportHook`.
+    """
+    exports = ExportSchedule(what, every_checkpoints, wait_seconds, raise_on_failure)
+
+    class Callback(callback_base()):  # type: ignore[misc]  # Keras is untyped
+        """Passes the calls of `fit` on to the schedule."""
+
+        schedule = exports
+
+        @property
+        def outcomes(self) -> tuple[ExportOutcome, ...]:
+            """The outcomes of the exports that have ended, in their order."""
+            return self.schedule.exports.outcomes
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            strategy = getattr(self.model, "distribute_strategy", None)
+            if is_chief is None:
+                self._is_chief = is_chief_of(strategy if is_multi_worker(strategy) else None)
+            else:
+                self._is_chief = is_chief
+            if self._is_chief:
+                self.schedule.begin()
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if self._is_chief:
+                self.schedule.look()
+
+        def on_train_end(self, logs: Any = None) -> None:
+            if self._is_chief:
+                self.schedule.end()
+
+    return Callback()
+
+
+class ExportSchedule:
+    """Decides which checkpoints of a training are exported: every n-th new one, and the newest at the end.
+
+    Raises:
+        UsageError: `every_checkpoints` or `wait_seconds` is not positive, or `what` is an incomplete request.
+    """
+
+    def __init__(
+        self, what: What, every_checkpoints: int | None, wait_seconds: float, raise_on_failure: bool
+    ) -> None:
+        if every_checkpoints is not None and every_checkpoints < 1:
+            raise UsageError(f"every_checkpoints is {every_checkpoints}", hint="1 exports every checkpoint")
+        if not wait_seconds > 0:
+            raise UsageError(f"wait_seconds is {wait_seconds}", hint="600 waits ten minutes at most")
+        self.exports = Exports(what)
+        self._every = every_checkpoints
+        self._wait_seconds = wait_seconds
+        self._raises = raise_on_failure
+        self._sightings = NewCheckpoints(self.exports.ckpt_dir)
+        self._seen = 0
+        self._started: Path | None = None
+
+    def begin(self) -> None:
+        """Ignore the checkpoints that exist before the training's first step."""
+        self._sightings.new()
+
+    def look(self) -> None:
+        """Count a new checkpoint, and export it if it is an n-th one."""
+        checkpoint = self._sightings.new()
+        if checkpoint is None:
+            return
+        self._seen += 1
+        self._started = None
+        if self._every and self._seen % self._every == 0:
+            self._start(checkpoint)
+
+    def end(self) -> None:
+        """Export the newest checkpoint unless that was begun already, and wait for it.
+
+        Raises:
+            ExportFailed: the export failed or took too long, and `raise_on_failure` is set.
+        """
+        self.look()
+        newest = self._sightings.newest
+        if newest is None:
+            log.error("export: there is no checkpoint in %s", self.exports.ckpt_dir)
+        elif newest != self._started:
+            self._start(newest)
+        outcome = self.exports.finish(self._wait_seconds)
+        if self._raises and (outcome is None or not outcome.is_done):
+            raise _failure(outcome, self.exports.ckpt_dir)
+
+    def _start(self, checkpoint: Path) -> None:
+        self._started = checkpoint
+        self.exports.start(checkpoint)
+
+
+def _failure(outcome: ExportOutcome | None, ckpt_dir: Path) -> ExportFailed:
+    if outcome is None:
+        return ExportFailed("nothing was exported", cause=f"there is no checkpoint in {ckpt_dir}")
+    return ExportFailed(
+        f"exporting {outcome.checkpoint} failed with exit code {outcome.exit_code}",
+        cause=outcome.message,
+        hint=outcome.hint,
+    )
+
+
 class ExportOutcome(Struct, frozen=True):
     """How one export ended.
 
-    `exit_code` is the command's (docs/scripts.md), negative for a signal, and 130 also for an export that
-    was given up before it had ended, or begun. `error`, `message` and `hint` say what went wrong, `last_line`
-    is the last that the command said on stderr. `document` is what it said with `--json`:
-    `document["path"]` is the published version.
+    `exit_code` is the command's (docs/scripts.md), negative for a signal, and 130 also for an export that was
+    abandoned before it had begun or ended. `error`, `message` and `hint` describe the failure, `last_line` is
+    the last line of the command's stderr. `document` is its output with `--json`: `document["path"]` is the
+    published version.
     """
 
     checkpoint: Path
@@ -154,15 +256,15 @@ class ExportOutcome(Struct, frozen=True):
 
 
 class Exports:
-    """The exports of one training; `outcomes` are those that ended or were given up, in their order.
+    """The exports of one training; `outcomes` are those that ended or were abandoned, in their order.
 
     Raises:
-        UsageError: `what` is no complete request.
+        UsageError: `what` is an incomplete request.
     """
 
     def __init__(self, what: What) -> None:
         self._arguments = ExportArguments.of(what)
-        self._directory = Path.cwd()  # relative paths mean what they mean now
+        self._directory = Path.cwd()  # relative paths stay relative to it if the trainer changes its own
         self._changed = threading.Condition()
         self._waiting: Path | None = None
         self._running: Path | None = None
@@ -172,11 +274,11 @@ class Exports:
 
     @property
     def ckpt_dir(self) -> Path:
-        """Where the training's checkpoints are."""
+        """The directory of the training's checkpoints."""
         return self._arguments.ckpt_dir
 
     def start(self, checkpoint: Path) -> None:
-        """Export a checkpoint as soon as the running export is done, instead of one that waits for that."""
+        """Export a checkpoint as soon as no export runs; it replaces a checkpoint that waits for that."""
         with self._changed:
             if self._waiting is not None:
                 log.info("export: %s takes the place of %s", checkpoint.name, self._waiting.name)
@@ -186,33 +288,33 @@ class Exports:
                 self._thread.start()
 
     def finish(self, seconds: float) -> ExportOutcome | None:
-        """The last export's outcome, None without any.
+        """Wait for the exports and return the outcome of the last one, None if there was none.
 
-        One that is not done in time is stopped, one that waits is not begun, and both are told as failures.
+        An export that is not done in time is stopped, a waiting one is not begun; both count as failures.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._thread is None, seconds):
                 log.error("export: not done after %g s, stopping it", seconds)
-                self._give_up(seconds)
+                self._abandon(seconds)
         return self.outcomes[-1] if self.outcomes else None
 
-    def _give_up(self, seconds: float) -> None:
+    def _abandon(self, seconds: float) -> None:
         waiting, self._waiting = self._waiting, None
         before = self.outcomes
         self._stop()
-        stopped = self.outcomes[len(before) :]  # or done at the last moment
+        stopped = self.outcomes[len(before) :]  # an export may still have succeeded meanwhile
         late = f"not done after {seconds:g} s"
-        told = [o if o.is_done else replace(o, message=f"{late}, stopped") for o in stopped]
+        ended = [o if o.is_done else replace(o, message=f"{late}, stopped") for o in stopped]
         for checkpoint, why in ((self._running, "and it cannot be stopped"), (waiting, "not begun")):
             if checkpoint is not None:
                 message = f"{late}, {why}"
-                told.append(ExportOutcome(checkpoint, Exit.INTERRUPTED, seconds, {}, message=message))
-        self.outcomes = (*before, *told)
+                ended.append(ExportOutcome(checkpoint, Exit.INTERRUPTED, seconds, {}, message=message))
+        self.outcomes = (*before, *ended)
 
     def _stop(self) -> None:
-        """The command unwinds on SIGTERM and publishes nothing by halves; whatever holds it up is killed."""
+        """End the running export: by SIGTERM, on which the command cleans up, then by SIGKILL."""
         for stop in (subprocess.Popen.terminate, subprocess.Popen.kill):
-            process = self._process  # which its thread takes away when it ends
+            process = self._process  # read once: the export's thread sets it to None when the process ends
             if process is not None:
                 stop(process)
             if self._changed.wait_for(lambda: self._thread is None, _STOP_SECONDS):
@@ -257,7 +359,7 @@ class Exports:
             return ExportOutcome(checkpoint, Exit.FAILURE, 0.0, {}, type(error).__name__, str(error))
 
     def _run(self, checkpoint: Path, out: IO[bytes], err: IO[bytes]) -> int:
-        """The command's exit code; its output goes to files, which outlive a trainer that ends early."""
+        """The command's exit code. Its output goes to files: a pipe would break if the trainer ends first."""
         arguments = (*self._arguments.at(checkpoint.absolute()), "--json")
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "exporter", *arguments],
@@ -274,9 +376,9 @@ class Exports:
 
 
 def export_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The trainer's environment without the variables that would make the export part of the training.
+    """The trainer's environment for an export: without a role in a cluster, and without GPUs.
 
-    No role in a cluster, no GPU, which the trainer holds; Python finds the modules that the trainer finds.
+    The trainer holds the GPUs' memory. Python finds the modules that the trainer finds.
     """
     kept = {name: value for name, value in environ.items() if name not in roles.VARIABLES}
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
@@ -307,7 +409,7 @@ def _last_line(file: IO[bytes]) -> str:
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
-    """A JSON object; empty if that was not what the command said, as when it was killed."""
+    """The JSON object that the command printed; empty if it printed none, as when it was killed."""
     try:
         document = json.loads(text)
     except ValueError:
@@ -322,12 +424,81 @@ def _report(outcome: ExportOutcome) -> None:
     else:
         log.error(
             "export: %s failed with exit code %d after %.1f s: %s (%s)",
-            *(name, outcome.exit_code, seconds, outcome.message or "it said nothing", outcome.last_line),
+            *(name, outcome.exit_code, seconds, outcome.message or "it printed nothing", outcome.last_line),
         )
 
 
+class ExportArguments(Struct, frozen=True):
+    """The arguments of `export-model`: the directory whose checkpoints are exported, and all others."""
+
+    ckpt_dir: Path
+    rest: tuple[str, ...]
+
+    @classmethod
+    def of(cls, what: What) -> ExportArguments:
+        """Split a request, or a list of arguments with `--ckpt-dir DIR`.
+
+        Raises:
+            UsageError: `--ckpt-dir` or `--out` is missing, `--watch` is given, the request is for deltas or
+                cannot be expressed as arguments, or `what` is a single string.
+        """
+        if isinstance(what, ExportRequest):
+            require_exact(what, 'pass arguments with "--incr": ["--ckpt-dir", "train", "--incr", ...]')
+            return cls(local_path(_CKPT_DIR, what.ckpt_dir), tuple(_options(what)))
+        given = [] if isinstance(what, str) else [os.fspath(argument) for argument in what]
+        if _WATCH in given:
+            raise UsageError(
+                f"{_WATCH} never ends, so the export would not end with the training",
+                hint="leave it out: the hook notices each checkpoint",
+            )
+        for at, text in enumerate(given):
+            name, equals, value = text.partition("=")
+            if name == _CKPT_DIR and (equals or at + 1 < len(given)):
+                after = at + (1 if equals else 2)
+                _check_out(given)
+                place = local_path(_CKPT_DIR, value or given[at + 1])
+                return cls(place, (*given[:at], *given[after:]))
+        raise UsageError(
+            f"expected an ExportRequest, or arguments with {_CKPT_DIR} DIR; found {what!r}",
+            hint='["--ckpt-dir", "train", "--model", "my_model.py:serving", "--out", "models/ranker"]',
+        )
+
+    def at(self, checkpoint: Path) -> tuple[str, ...]:
+        """The arguments that export one checkpoint."""
+        # Without --model the graph is the one beside the checkpoint, which this process wrote itself: trust
+        # it to read files anywhere.
+        is_named = any(text.partition("=")[0] == "--model" for text in self.rest)
+        own = () if is_named else ("--allow-files=/",)
+        return (_CKPT_DIR, str(checkpoint), *own, *self.rest)
+
+
+def _check_out(given: Sequence[str]) -> None:
+    """Fail before the training if `--out` is missing or not a path, not at the first checkpoint."""
+    places = [
+        text.partition("=")[2] or following
+        for text, following in pairwise((*given, ""))
+        if text.partition("=")[0] == _OUT
+    ]
+    if not places:
+        raise UsageError(f"{_OUT} is missing", hint='name the model to publish: "--out", "models/ranker"')
+    for place in places:
+        checkpoint_path(_OUT, place)  # or a model's URL
+
+
+def _options(request: ExportRequest) -> Iterator[str]:
+    if request.model is not None and not isinstance(request.model, str):
+        raise UsageError(
+            "an export in a process of its own needs the builder's name, found a function",
+            hint='model="my_model.py:serving", or "package.module:serving"',
+        )
+    yield f"{_OUT}={request.out}"
+    if request.updates is not None:
+        yield "--updatable"
+    yield from arguments(request)
+
+
 class NewCheckpoints:
-    """The newest checkpoint of a directory, looked up when files changed; a look costs three system calls."""
+    """Notices new checkpoints in a directory. A look costs three system calls while no file has changed."""
 
     def __init__(self, ckpt_dir: Path) -> None:
         self._ckpt_dir = ckpt_dir
@@ -340,7 +511,7 @@ class NewCheckpoints:
         return self._newest[0] if self._newest else None
 
     def new(self) -> Path | None:
-        """The newest checkpoint (prefix or archive) if it is another, or written anew, since the last."""
+        """The newest checkpoint (prefix or archive) if it is new or was written again since the last look."""
         looked = (identity_of(self._ckpt_dir), identity_of(self._ckpt_dir / CHECKPOINT_STATE_FILE))
         if looked == self._looked and not self._is_overwritten():
             return None
@@ -349,7 +520,7 @@ class NewCheckpoints:
         return self.newest if self._newest != before else None
 
     def _is_overwritten(self) -> bool:
-        """An archive may be written anew in place; then its directory stays as it was."""
+        """True if the newest checkpoint was written again in place, which does not change its directory."""
         return self._newest is not None and _saved(self._newest[0]) != self._newest[1]
 
     def _find(self) -> tuple[Path, FileIdentity] | None:
@@ -362,178 +533,3 @@ class NewCheckpoints:
 
 def _saved(checkpoint: Path) -> FileIdentity | None:
     return identity_of(index_path(checkpoint)) or identity_of(checkpoint)
-
-
-WAIT_SECONDS = 600.0
-"""How long the end of a training waits for its last export."""
-
-
-class ExportSchedule:
-    """When a training's checkpoints are exported: every n-th new one, and the newest at the end.
-
-    Raises:
-        UsageError: `every_checkpoints` or `wait_seconds` is not positive, or `what` is no complete request.
-    """
-
-    def __init__(
-        self, what: What, every_checkpoints: int | None, wait_seconds: float, raise_on_failure: bool
-    ) -> None:
-        if every_checkpoints is not None and every_checkpoints < 1:
-            raise UsageError(f"every_checkpoints is {every_checkpoints}", hint="1 exports every checkpoint")
-        if not wait_seconds > 0:
-            raise UsageError(f"wait_seconds is {wait_seconds}", hint="600 waits ten minutes at most")
-        self.exports = Exports(what)
-        self._every = every_checkpoints
-        self._wait_seconds = wait_seconds
-        self._raises = raise_on_failure
-        self._sightings = NewCheckpoints(self.exports.ckpt_dir)
-        self._seen = 0
-        self._started: Path | None = None
-
-    def begin(self) -> None:
-        """Ignore checkpoints that are there before the training's first step."""
-        self._sightings.new()
-
-    def look(self) -> None:
-        """Count a checkpoint that has appeared, and export it when it is its turn."""
-        checkpoint = self._sightings.new()
-        if checkpoint is None:
-            return
-        self._seen += 1
-        self._started = None
-        if self._every and self._seen % self._every == 0:
-            self._start(checkpoint)
-
-    def end(self) -> None:
-        """Export the newest checkpoint, unless that was done, and wait for it.
-
-        Raises:
-            ExportFailed: it failed, or took too long, and `raise_on_failure` is set.
-        """
-        self.look()
-        newest = self._sightings.newest
-        if newest is None:
-            log.error("export: there is no checkpoint in %s", self.exports.ckpt_dir)
-        elif newest != self._started:
-            self._start(newest)
-        outcome = self.exports.finish(self._wait_seconds)
-        if self._raises and (outcome is None or not outcome.is_done):
-            raise _failure(outcome, self.exports.ckpt_dir)
-
-    def _start(self, checkpoint: Path) -> None:
-        self._started = checkpoint
-        self.exports.start(checkpoint)
-
-
-def _failure(outcome: ExportOutcome | None, ckpt_dir: Path) -> ExportFailed:
-    if outcome is None:
-        return ExportFailed("nothing was exported", cause=f"there is no checkpoint in {ckpt_dir}")
-    return ExportFailed(
-        f"exporting {outcome.checkpoint} failed with exit code {outcome.exit_code}",
-        cause=outcome.message,
-        hint=outcome.hint,
-    )
-
-
-class ExportHook:
-    """A `SessionRunHook` for MonitoredTrainingSession: pass it in `hooks=`, which follow the session's saver.
-
-    `what` is an `ExportRequest`, or the arguments of `export-model`; its `ckpt_dir` is the session's
-    `checkpoint_dir`. Every `every_checkpoints`-th new checkpoint is exported (None: none of them), and the
-    newest when training ends, which waits for that up to `wait_seconds`. A failure is logged and to be seen
-    in `outcomes`; with `raise_on_failure` that of the last export is raised. Only the chief exports;
-    `is_chief` says who that is where the environment does not tell.
-
-    Raises:
-        UsageError: the arguments contradict each other.
-        RoleUnknown: the environment contradicts itself.
-        ExportFailed: from the session's end, with `raise_on_failure`.
-    """
-
-    def __init__(
-        self,
-        what: What,
-        every_checkpoints: int | None = None,
-        *,
-        is_chief: bool | None = None,
-        wait_seconds: float = WAIT_SECONDS,
-        raise_on_failure: bool = False,
-    ) -> None:
-        self._schedule = ExportSchedule(what, every_checkpoints, wait_seconds, raise_on_failure)
-        self._is_chief = is_chief_of() if is_chief is None else is_chief
-        self._has_begun = False
-
-    @property
-    def outcomes(self) -> tuple[ExportOutcome, ...]:
-        """How the exports that have ended did, in their order."""
-        return self._schedule.exports.outcomes
-
-    def begin(self) -> None:
-        """Do nothing: the graph is left as it is."""
-
-    def after_create_session(self, session: Any, coord: Any) -> None:
-        """Ignore the checkpoint that the session's saver writes at once of what it restored."""
-        self._has_begun = False
-
-    def before_run(self, run_context: Any) -> None:
-        """Note what is there before the session's first step."""
-        if self._is_chief and not self._has_begun:
-            self._schedule.begin()
-        self._has_begun = True
-
-    def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Export a checkpoint that has appeared, when it is its turn."""
-        if self._is_chief:
-            self._schedule.look()
-
-    def end(self, session: Any) -> None:
-        """Export the last checkpoint and wait for it."""
-        if self._is_chief:
-            self._schedule.end()
-
-
-def ExportCallback(
-    what: What,
-    every_checkpoints: int | None = None,
-    *,
-    is_chief: bool | None = None,
-    wait_seconds: float = WAIT_SECONDS,
-    raise_on_failure: bool = False,
-) -> Any:
-    """A Keras callback (Keras 3 or tf-keras) that does what `ExportHook` does; looks when an epoch ends.
-
-    Put it behind the callback that saves. In a MultiWorkerMirroredStrategy the strategy tells who is chief.
-
-    Raises:
-        UsageError, RoleUnknown, ExportFailed: as `ExportHook`.
-    """
-    exports = ExportSchedule(what, every_checkpoints, wait_seconds, raise_on_failure)
-
-    class Callback(callback_base()):  # type: ignore[misc]  # Keras is untyped
-        """Hands the calls of `fit` over."""
-
-        schedule = exports
-
-        @property
-        def outcomes(self) -> tuple[ExportOutcome, ...]:
-            """How the exports that have ended did, in their order."""
-            return self.schedule.exports.outcomes
-
-        def on_train_begin(self, logs: Any = None) -> None:
-            strategy = getattr(self.model, "distribute_strategy", None)
-            if is_chief is None:
-                self._is_chief = is_chief_of(strategy if is_multi_worker(strategy) else None)
-            else:
-                self._is_chief = is_chief
-            if self._is_chief:
-                self.schedule.begin()
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            if self._is_chief:
-                self.schedule.look()
-
-        def on_train_end(self, logs: Any = None) -> None:
-            if self._is_chief:
-                self.schedule.end()
-
-    return Callback()

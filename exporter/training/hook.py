@@ -3,9 +3,8 @@
     hook = IncrementHook(ckpt_dir, save_increment_secs=10, is_chief=is_chief)
     with tf.compat.v1.train.MonitoredTrainingSession(..., checkpoint_dir=ckpt_dir, hooks=[hook]) as session:
 
-Every worker has the hook: whoever writes rows records them. The chief's collects and publishes.
-
-`MonitoredTrainingSession` with increments: the stock one, plus the arguments that DeepRec has.
+Every worker has the hook, and records the rows that it writes. The chief's hook collects and publishes them.
+`MonitoredTrainingSession` here is the stock one with such a hook, for the arguments that DeepRec has.
 """
 
 from __future__ import annotations
@@ -34,15 +33,16 @@ Session = Any
 log = logging.getLogger(__name__)
 
 READY_SECONDS = 600.0
-"""How long a worker waits for the chief to initialise the recording."""
+"""How long a worker waits until the chief has initialized the recording."""
 
 _POLL_SECONDS = 0.1
 _UNRECORDED_STEPS = 64
-"""Steps that may go unrecorded before it is an error: a worker that dies counts its last step in vain."""
+"""Steps that may be missing without an error: a step that is under way, or whose worker died, is counted as
+recorded before the global step has it."""
 
 
 class _Chief(Struct, frozen=True):
-    """What only the chief has."""
+    """The chief's own part of the hook."""
 
     publisher: Publisher
     global_step: Any
@@ -52,17 +52,17 @@ class _Chief(Struct, frozen=True):
 class IncrementHook:
     """A `SessionRunHook` that writes increments into `<ckpt_dir>/increments`.
 
-    `save_increment_secs` or `save_increment_steps` says how often; DeepRec's
+    `save_increment_secs` or `save_increment_steps` is the interval; DeepRec's names
     `save_incremental_checkpoint_secs` and `incremental_save_secs` mean the first. With
-    `incremental_save_restore` the chief's sessions go on where the last increment ended, instead of at the
-    last full checkpoint. `event_time`, a function or a variable (see `exporter.training.event_time`), tells
-    when the newest event happened that was trained on; by default it is the time of the newest step. Pass the
+    `incremental_save_restore` the chief's sessions continue where the last increment ended, instead of at the
+    last full checkpoint. `event_time`, a function or a variable (see `exporter.training.event_time`), gives
+    the time of the newest event that was trained on; by default it is the time of the newest step. Pass the
     hook to every worker, in `hooks=`.
 
     Raises:
-        UsageError: the arguments contradict each other. Later, from the session: no global step, a variable
-            that increments cannot hold, no full checkpoints, a worker without the hook, a session that did
-            not restore what is to be continued.
+        UsageError: the arguments contradict each other. Later, from the session: there is no global step, a
+            variable that increments cannot hold, no full checkpoint, or a worker without the hook; or the
+            session did not restore the checkpoint that it should continue.
         PublishError: an increment could not be written three times in a row, or not at the end.
     """
 
@@ -93,7 +93,7 @@ class IncrementHook:
         self._unrecorded = 0
 
     def begin(self) -> None:
-        """Extend the graph, before it is finalized."""
+        """Extend the graph before it is finalized."""
         import tensorflow as tf
 
         v1 = tf.compat.v1
@@ -118,10 +118,12 @@ class IncrementHook:
             self._chief = _Chief(publisher, global_step, tuple(accesses.values()))
 
     def after_create_session(self, session: Session, coord: Any) -> None:
-        """Chief: initialise the recording, find out where the session stands. Others: wait for that."""
+        """Chief: initialize the recording, find out what state the session continues. Others: wait for it."""
         if self._chief is None:
             self._wait_until_ready(session, coord)
             return
+        # Tables note removed keys from here on, and workers wait until the flags are initialized: no change
+        # after `begin_session` has looked is missed.
         session.run([table.recorded for table in self._chief.tables])
         session.run(self._recording.plan.initializer)
         ready = session.run(self._recording.are_ready)
@@ -131,7 +133,7 @@ class IncrementHook:
         self._unrecorded = self._count_unrecorded(session)
 
     def before_run(self, run_context: Any) -> Any:
-        """Record what a write touches that is run by itself; the chief also asks for the step."""
+        """Fetch the mark of each write that is fetched itself; the chief also fetches the step."""
         import tensorflow as tf
 
         marks = self._marks(run_context.original_args.fetches) if self._recording.marks else []
@@ -141,15 +143,16 @@ class IncrementHook:
         return tf.compat.v1.train.SessionRunArgs({"marks": marks, "step": [] if step is None else [step]})
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Chief: publish when it is time."""
+        """Chief: publish an increment if one is due."""
         if self._chief is not None:
-            step = int(run_values.results["step"][0])  # of before, or after, or within the run
+            # The run fetched the step before its own update or after it: the order is not defined.
+            step = int(run_values.results["step"][0])
             self._chief.publisher.notice(step)
             if self._chief.publisher.is_due(step + 1):
                 self.save_if_due(run_context.session)
 
     def save_if_due(self, session: Session) -> None:
-        """Chief: publish when it is time. Loops without a monitored session call this after a step.
+        """Chief: publish an increment if it is due. Loops without a monitored session call this after a step.
 
         They also call `begin`, `after_create_session` and `end`, and save full checkpoints in this thread.
         """
@@ -162,7 +165,7 @@ class IncrementHook:
             self._chief.publisher.save(session, step)
 
     def end(self, session: Session) -> None:
-        """Chief: publish what is left."""
+        """Chief: publish the last increment."""
         if self._chief is not None:
             step = self._step(session)
             self._chief.publisher.notice(step)
@@ -180,14 +183,14 @@ class IncrementHook:
         return int(session.run(self._chief.global_step))
 
     def _wait_until_ready(self, session: Session, coord: Any) -> None:
-        """A write before the chief has zeroed the flags would be lost, or would fail."""
+        """Wait until the chief has initialized the flags: a mark before that would be lost, or would fail."""
         deadline = time.monotonic() + READY_SECONDS
         while not session.run(self._recording.are_ready).all():
             if coord is not None and coord.should_stop():
                 return
             if time.monotonic() > deadline:
                 raise UsageError(
-                    f"the chief has not prepared to record increments for {READY_SECONDS:g} s",
+                    f"the chief has not initialized the recording of increments within {READY_SECONDS:g} s",
                     hint="give the chief an IncrementHook, too, with is_chief=True",
                 )
             time.sleep(_POLL_SECONDS)
@@ -198,7 +201,11 @@ class IncrementHook:
             )
 
     def _count_unrecorded(self, session: Session) -> int:
-        """Global steps minus recorded ones; the step is read first, so that steps of now count for less."""
+        """Global steps minus recorded steps.
+
+        The global step is read first: steps that are recorded in between make the number smaller, so that
+        they cannot be taken for unrecorded ones.
+        """
         step = self._step(session)
         return step - int(session.run(self._recording.recorded_steps))
 
@@ -208,17 +215,17 @@ class IncrementHook:
         missing = self._count_unrecorded(session) - self._unrecorded
         if missing > _UNRECORDED_STEPS:
             raise UsageError(
-                f"{missing} steps of this session were not recorded: their rows are in no increment",
+                f"{missing} steps of this session were not recorded, so increments lack the rows they wrote",
                 cause="a worker trains without IncrementHook",
                 hint="pass an IncrementHook to every worker, in hooks= of its MonitoredTrainingSession",
             )
 
 
 def schedule(*secs: float | None, steps: int | None) -> tuple[float | None, int | None]:
-    """How often, from arguments that mean the same: (seconds, None) or (None, steps).
+    """The interval of increments, (seconds, None) or (None, steps), from arguments of which one is given.
 
     Raises:
-        UsageError: nothing, or more than one of them was given, or it is not positive.
+        UsageError: none or several of them are given, or the interval is not positive.
     """
     given = [value for value in (*secs, steps) if value is not None]
     if len(given) != 1 or not given[0] > 0:
@@ -243,8 +250,8 @@ def _report(tracked: tuple[VariableTracking, ...], saveables: list[Any]) -> None
     compared = [entry for entry in tracked if entry.mode is TrackingMode.COMPARED]
     if compared:
         log.warning(
-            "increments: %s may move any row of %s: %s are kept in memory and compared each time. "
-            "An optimizer that is lazy for sparse gradients moves only the rows that were looked up",
+            "increments: %s may change any row of %s: %s are kept in memory and compared each time. "
+            "An optimizer that is lazy for sparse gradients changes only the rows that were looked up",
             " and ".join(sorted({kind for entry in compared for kind in entry.whole_writes})),
             ", ".join(entry.name for entry in compared),
             _size(compared),
@@ -273,11 +280,12 @@ def MonitoredTrainingSession(
 ) -> Any:
     """`tf.compat.v1.train.MonitoredTrainingSession` with an `IncrementHook`; `stock` are its other arguments.
 
-    It takes a scaffold, and a saver, of one's own as the stock session does. Without an argument that asks
-    for increments it is the stock session.
+    It accepts a scaffold and a saver of the caller's, as the stock session does. Without an interval for
+    increments it is the stock session.
 
     Raises:
-        UsageError: increments are asked for and something that they need is off.
+        UsageError: an interval is given, but full checkpoints are off or have no directory; or
+            `incremental_save_restore` is on without an interval.
     """
     import tensorflow as tf
 
@@ -298,8 +306,8 @@ def MonitoredTrainingSession(
         )
     elif incremental_save_restore:
         raise UsageError(
-            "incremental_save_restore is on, and nothing writes increments",
-            hint="say how often: save_incremental_checkpoint_secs=60, or save_increment_steps=1000",
+            "incremental_save_restore is on, but no increments are written",
+            hint="give an interval: save_incremental_checkpoint_secs=60, or save_increment_steps=1000",
         )
     return tf.compat.v1.train.MonitoredTrainingSession(
         master, is_chief, checkpoint_dir, scaffold, every_hook, **stock
@@ -313,7 +321,7 @@ def _check_full_checkpoints(checkpoint_dir: str | None, stock: dict[str, Any], h
         raise UsageError("increments need a checkpoint_dir", hint="give MonitoredTrainingSession one")
     given = [stock[name] for name in ("save_checkpoint_secs", "save_checkpoint_steps") if name in stock]
     savers = (*hooks, *(stock.get("chief_only_hooks") or ()))
-    is_off = bool(given) and not any(given)  # the stock session saves by default
+    is_off = bool(given) and not any(given)  # the stock session saves unless both are None or 0
     if is_off and not any(isinstance(hook, tf.compat.v1.train.CheckpointSaverHook) for hook in savers):
         raise UsageError(
             "increments need full checkpoints, which are turned off",

@@ -4,10 +4,9 @@
     manager = tf.train.CheckpointManager(checkpoint, ckpt_dir, max_to_keep=3)
     model.fit(..., callbacks=[IncrementCallback(manager, save_increment_steps=100)])
 
-Variables go by the keys that the full checkpoint gives them. Those of rank 2 and more are compared by rows
-with what was written last, which is kept in memory: whatever the optimizer does, the increments are exact.
-
-Access to the tables by keys of a Keras model, as increments need it.
+Variables have the names that the full checkpoint gives them. Those of rank 2 and more are compared, row by
+row, with the values that were written last, which are kept in memory: the increments are exact, whatever the
+optimizer does. Tables by keys (`exporter.tables.trainable_layer`) note which keys got and lost rows.
 """
 
 from __future__ import annotations
@@ -37,63 +36,6 @@ from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 Session = Any
-
-
-class EagerTableAccess(Struct, frozen=True):
-    """A `KeyedAccess` to the table of a layer (`exporter.tables.trainable_layer`)."""
-
-    table: Any
-
-    @property
-    def name(self) -> str:
-        """See `KeyedAccess`."""
-        return str(self.table.name)
-
-    def take_given(self, session: Session) -> Array:
-        """See `KeyedAccess`."""
-        return np.asarray(self.table.take_given().numpy())
-
-    def take_removed(self, session: Session) -> Array:
-        """See `KeyedAccess`."""
-        return np.asarray(self.table.take_removed().numpy())
-
-    def rows_of(self, session: Session, keys: Array) -> Array:
-        """See `KeyedAccess`."""
-        rows = self.table.index.find(_tensor(keys)).numpy()
-        return np.asarray(rows[rows >= 0])
-
-    def find(self, session: Session, rows: Array) -> tuple[Array, Array]:
-        """See `KeyedAccess`. The layer's last row is no key's."""
-        rows = rows[rows < self.table.index.capacity]
-        is_used, keys = (each.numpy() for each in self.table.index.is_in_use(_tensor(rows)))
-        return rows[is_used], keys[is_used]
-
-    def write(self, session: Session, change: TableRows) -> None:
-        """See `KeyedAccess`."""
-        self.table.lay_over(_tensor(change.keys), _tensor(change.ids), change.values, _tensor(change.removed))
-
-    def tracked(self) -> VariableTracking:
-        """How its changes are found: by keys, and by comparing rows."""
-        shape = tuple(self.table.rows.shape)
-        part = VariablePart(self.table.rows, shape, (0, 0), ())
-        mode = TrackingMode.COMPARED
-        return VariableTracking(self.name, self.table.dtype, shape, (part,), mode, (), is_keyed=True)
-
-
-def eager_tables(objects: Iterable[Any]) -> Iterator[EagerTableAccess]:
-    """The tables among what a checkpoint tracks; from now on they note which keys are removed."""
-    for trackable in objects:
-        if getattr(trackable, "is_dynamic_table", False):
-            trackable.index.is_recorded.assign(True)
-            yield EagerTableAccess(trackable)
-
-
-def _tensor(numbers: Array) -> Any:
-    import tensorflow as tf
-
-    return tf.constant(numbers, tf.int64)
-
-
 log = logging.getLogger(__name__)
 
 
@@ -110,8 +52,8 @@ def IncrementCallback(
 
     It saves full checkpoints by `manager` (`tf.train.CheckpointManager`) when `fit` begins and ends, and
     every `save_checkpoint_steps` if given, and increments in between. With `incremental_save_restore`, `fit`
-    goes on where the last increment ended. The step is the optimizer's `iterations`. `event_time` tells when
-    the newest event happened that was trained on (`exporter.training.event_time`).
+    continues where the last increment ended. The step is the optimizer's `iterations`. `event_time` gives the
+    time of the newest event that was trained on (`exporter.training.event_time`).
 
     Raises:
         UsageError: the arguments contradict each other; later, from `fit`: the model is not built, or its
@@ -126,7 +68,7 @@ def IncrementCallback(
     increments = _Fit(manager, timer, save_checkpoint_steps, incremental_save_restore, clock)
 
     class Callback(callback_base()):  # type: ignore[misc]  # Keras is untyped
-        """Hands the calls of `fit` over."""
+        """Passes the calls of `fit` on."""
 
         def on_train_begin(self, logs: Any = None) -> None:
             increments.begin(self.model)
@@ -141,7 +83,7 @@ def IncrementCallback(
 
 
 class _Fit:
-    """One `fit` after the other."""
+    """The increments of a callback, which may serve several calls of `fit`, one after the other."""
 
     def __init__(
         self, manager: Any, timer: Any, save_checkpoint_steps: int | None, restores: bool, clock: EventClock
@@ -155,7 +97,7 @@ class _Fit:
         self._last_full = 0
 
     def begin(self, model: Any) -> None:
-        """Restore if that is asked for, save a full checkpoint if nothing was restored."""
+        """Restore if that is asked for; save a full checkpoint if nothing was restored."""
         _check(model)
         self._iterations = model.optimizer.iterations
         full = self._store.newest_full() if self._restores else None
@@ -177,7 +119,7 @@ class _Fit:
         self._last_full = newest.id.step
 
     def after_batch(self) -> None:
-        """Save what is due."""
+        """Save a full checkpoint, an increment, both or none, as they are due."""
         step = self._step
         if self._save_checkpoint_steps and step - self._last_full >= self._save_checkpoint_steps:
             self._save_full()
@@ -186,7 +128,7 @@ class _Fit:
             self._publisher.save(None, step)
 
     def end(self) -> None:
-        """A full checkpoint, and the increment that equals it."""
+        """Save a full checkpoint, and the increment that equals it."""
         if self._step != self._last_full:
             self._save_full()
         self._publisher.notice(self._step)
@@ -199,47 +141,6 @@ class _Fit:
     def _save_full(self) -> None:
         self._last_full = self._step
         self._manager.save(checkpoint_number=self._last_full)
-
-
-class _Values(Struct, frozen=True):
-    """A `Source` of eager variables by name."""
-
-    variables: Mapping[str, Any]
-    tables: Mapping[str, EagerTableAccess]
-
-    def rows(self, tracked: VariableTracking, ids: Array) -> Iterator[Array]:
-        """See `Source`."""
-        yield self._value(tracked)[ids]
-
-    def all_rows(self, tracked: VariableTracking) -> Iterator[tuple[int, Array]]:
-        """See `Source`."""
-        yield 0, self._value(tracked)
-
-    def wholes(self, tracked: Iterable[VariableTracking]) -> Iterator[tuple[VariableTracking, Array]]:
-        """See `Source`."""
-        return ((entry, self._value(entry)) for entry in tracked)
-
-    def keyed(self, tracked: VariableTracking, ids: Array) -> tuple[Array, Array]:
-        """See `Source`."""
-        return self.tables[tracked.name].find(None, ids)
-
-    def _value(self, tracked: VariableTracking) -> Array:
-        return np.asarray(self.variables[tracked.name].numpy())
-
-
-class _EagerAccess(Struct, frozen=True):
-    """An `Access` to an eager variable."""
-
-    part: VariablePart
-
-    def write(self, session: Any, ids: Array, values: Array) -> None:
-        """See `Access`."""
-        variable = self.part.variable
-        if self.part.shape and len(ids) < self.part.rows:
-            whole = np.array(variable.numpy())
-            whole[ids] = values
-            values = whole
-        variable.assign(values)
 
 
 def _check(model: Any) -> None:
@@ -275,14 +176,14 @@ def _collector(checkpoint: Any, full: Catalog) -> Collector:
     compared = sum(entry.bytes_ for entry in tracked if entry.mode is TrackingMode.COMPARED)
     log.info("increments: comparing by rows keeps %s in memory", human_bytes(compared))
     accesses = {id(entry.parts[0]): _EagerAccess(entry.parts[0]) for entry in tracked}
-    values = _Values(variables | keyed, tables)
-    return Collector(tracked, (), accesses, lambda session: values, tables)
+    source = _EagerSource(variables | keyed, tables)
+    return Collector(tracked, (), accesses, lambda session: source, tables)
 
 
 def _by_key(checkpoint: Any, full: Catalog, objects: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Variables by their keys in a full checkpoint, whose object graph numbers what `descendants` lists.
+    """Variables by their keys in a full checkpoint, whose object graph has the order of `descendants`.
 
-    How often the checkpoint was saved is none of them: it would make an increment, and a step, of every save.
+    The save counter is left out: it changes with every save, and would make an increment of each.
     """
     serialized = read_array(full, full.tensors[OBJECT_GRAPH]).item()
     nodes = protos.message_class("TrackableObjectGraph").FromString(serialized).nodes
@@ -301,3 +202,99 @@ def _tracked(name: str, variable: Any) -> VariableTracking:
     return VariableTracking(
         name, dtype, shape, (part,), TrackingMode.COMPARED if len(shape) > 1 else TrackingMode.WHOLE, ()
     )
+
+
+class _EagerSource(Struct, frozen=True):
+    """A `RowSource` of eager variables by name."""
+
+    variables: Mapping[str, Any]
+    tables: Mapping[str, EagerTableAccess]
+
+    def rows(self, tracked: VariableTracking, ids: Array) -> Iterator[Array]:
+        """See `RowSource`."""
+        yield self._value(tracked)[ids]
+
+    def all_rows(self, tracked: VariableTracking) -> Iterator[tuple[int, Array]]:
+        """See `RowSource`."""
+        yield 0, self._value(tracked)
+
+    def wholes(self, tracked: Iterable[VariableTracking]) -> Iterator[tuple[VariableTracking, Array]]:
+        """See `RowSource`."""
+        return ((entry, self._value(entry)) for entry in tracked)
+
+    def keyed(self, tracked: VariableTracking, ids: Array) -> tuple[Array, Array]:
+        """See `RowSource`."""
+        return self.tables[tracked.name].find(None, ids)
+
+    def _value(self, tracked: VariableTracking) -> Array:
+        return np.asarray(self.variables[tracked.name].numpy())
+
+
+class _EagerAccess(Struct, frozen=True):
+    """An `Access` to an eager variable."""
+
+    part: VariablePart
+
+    def write(self, session: Any, ids: Array, values: Array) -> None:
+        """See `Access`."""
+        variable = self.part.variable
+        if self.part.shape and len(ids) < self.part.rows:
+            whole = np.array(variable.numpy())
+            whole[ids] = values
+            values = whole
+        variable.assign(values)
+
+
+class EagerTableAccess(Struct, frozen=True):
+    """A `KeyedAccess` to the table of a layer (`exporter.tables.trainable_layer`)."""
+
+    table: Any
+
+    @property
+    def name(self) -> str:
+        """See `KeyedAccess`."""
+        return str(self.table.name)
+
+    def take_given(self, session: Session) -> Array:
+        """See `KeyedAccess`."""
+        return np.asarray(self.table.take_given().numpy())
+
+    def take_removed(self, session: Session) -> Array:
+        """See `KeyedAccess`."""
+        return np.asarray(self.table.take_removed().numpy())
+
+    def rows_of(self, session: Session, keys: Array) -> Array:
+        """See `KeyedAccess`."""
+        rows = self.table.index.find(_tensor(keys)).numpy()
+        return np.asarray(rows[rows >= 0])
+
+    def find(self, session: Session, rows: Array) -> tuple[Array, Array]:
+        """See `KeyedAccess`. The layer's last row belongs to no key."""
+        rows = rows[rows < self.table.index.capacity]
+        is_used, keys = (each.numpy() for each in self.table.index.is_in_use(_tensor(rows)))
+        return rows[is_used], keys[is_used]
+
+    def write(self, session: Session, change: TableRows) -> None:
+        """See `KeyedAccess`."""
+        self.table.lay_over(_tensor(change.keys), _tensor(change.ids), change.values, _tensor(change.removed))
+
+    def tracked(self) -> VariableTracking:
+        """The table's tracking: by its keys, and by comparing rows."""
+        shape = tuple(self.table.rows.shape)
+        part = VariablePart(self.table.rows, shape, (0, 0), ())
+        mode = TrackingMode.COMPARED
+        return VariableTracking(self.name, self.table.dtype, shape, (part,), mode, (), is_keyed=True)
+
+
+def eager_tables(objects: Iterable[Any]) -> Iterator[EagerTableAccess]:
+    """The tables among the objects of a checkpoint. From now on they note which keys are removed."""
+    for trackable in objects:
+        if getattr(trackable, "is_dynamic_table", False):
+            trackable.index.is_recorded.assign(True)
+            yield EagerTableAccess(trackable)
+
+
+def _tensor(numbers: Array) -> Any:
+    import tensorflow as tf
+
+    return tf.constant(numbers, tf.int64)

@@ -1,7 +1,7 @@
-"""`StopAfterHook`, `StopAfterCallback`: end a training properly after a wall-clock time.
+"""`StopAfterHook`, `StopAfterCallback`: end a training in order after a wall-clock time.
 
-The session's saver, and callbacks that save when training ends, do so as after any other last step. That is
-what a job with a time limit needs, which would be killed a little later.
+The session's saver, and callbacks that save when training ends, do so as after any last step. A job with a
+time limit stops by itself so, shortly before it would be killed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class StopAfterHook:
         """Do nothing: the graph is left as it is."""
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Do nothing: the time does not begin anew."""
+        """Do nothing: the time of a recovered session does not start again."""
 
     def before_run(self, run_context: Any) -> None:
-        """Do nothing: the step that has begun is done."""
+        """Do nothing: a step that has begun is finished."""
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Stop when it is time."""
+        """Ask the session to stop once the time has passed."""
         if time.monotonic() >= self._deadline:
             log.info("stopping: the time is up")
             run_context.request_stop()
@@ -50,8 +50,8 @@ class StopAfterHook:
 def StopAfterCallback(seconds: float) -> Any:
     """A Keras callback (Keras 3 or tf-keras) that stops `fit` once `seconds` have passed since it was made.
 
-    It looks after every batch. In a MultiWorkerMirroredStrategy, whose workers must do the same steps, they
-    agree at the end of each epoch to stop as soon as one of them wants to.
+    It looks at the clock after every batch. The workers of a MultiWorkerMirroredStrategy must run the same
+    steps: they agree at the end of each epoch, and all stop as soon as the time of one has passed.
 
     Raises:
         UsageError: `seconds` is not positive.
@@ -59,9 +59,9 @@ def StopAfterCallback(seconds: float) -> Any:
     deadline = _deadline(seconds)
 
     class Callback(callback_base()):  # type: ignore[misc]  # Keras is untyped
-        """Hands the calls of `fit` over."""
+        """Stops `fit` after a batch, or after an epoch with several workers."""
 
-        _supports_tf_logs = True  # tf-keras: the batch's results need not be fetched for this
+        _supports_tf_logs = True  # tf-keras: do not fetch the batch's results for this callback
 
         def on_train_begin(self, logs: Any = None) -> None:
             strategy = getattr(self.model, "distribute_strategy", None)
@@ -85,7 +85,7 @@ def _deadline(seconds: float) -> float:
 
 
 def _any_worker(strategy: Any, is_due: bool) -> bool:
-    """True in all workers if it is due in one."""
+    """True in all workers if `is_due` in one of them."""
     import tensorflow as tf
 
     votes = strategy.run(lambda: tf.constant(float(is_due)))

@@ -1,4 +1,4 @@
-"""Write a trainer's increments directory: publish, note, prune. Every write is whole and durable."""
+"""Write a trainer's increments directory: publish, note, prune. Every write is atomic and durable."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Store:
         self.path = ckpt_dir / INCREMENTS_DIRECTORY
 
     def history(self) -> History:
-        """What is there; see `read_history`."""
+        """The increments and markers of the directory; see `read_history`."""
         return read_history(self._ckpt_dir)
 
     def publish(self, draft: Increment, fill: Fill) -> StoredIncrement | None:
@@ -79,19 +79,21 @@ class Store:
             if not contents:
                 return None
             increment = replace(draft, variables=contents.variables, tables=contents.tables)
+            # Data and manifest before the rename, the directory after it: after a crash a reader finds either
+            # no increment or a whole one.
             for file in writer.files:
                 sync(file)
             write_durably(staging.path / MANIFEST_FILE, to_json(increment).encode("ascii"))
             sync(staging.path)
             target = self.path / increment.directory_name
-            if target.exists():  # a trainer that was set back comes by the same steps again
+            if target.exists():  # a trainer that restored an older checkpoint passes the same steps again
                 target = target.with_name(f"{target.name}-{(increment.session or increment.run)[:8]}")
             staging.path.rename(target)
             sync(self.path)
         return StoredIncrement(target, increment)
 
     def note(self, marker: CheckpointMarker) -> None:
-        """Write a checkpoint's marker, over an older one of the same name.
+        """Write a checkpoint's marker; it replaces an older one of the same name.
 
         Raises:
             TargetNotWritable, DiskFull, PublishError: it was not written.
@@ -114,24 +116,24 @@ class Store:
         """
         try:
             found = read_regular(self.path / SESSION_FILE, _MAX_SESSION_BYTES).decode("ascii").strip()
-        except (OSError, ValueError):  # nothing tells of another one
+        except (OSError, ValueError):  # without a readable note there is no sign of another session
             return
         if found != session:
             raise UsageError(
                 f"another training writes increments to {self.path} since this one began",
-                cause="two trainings share a checkpoint directory, or one that was thought dead was replaced",
+                cause="two trainings share a checkpoint directory, or this one was thought dead and replaced",
                 hint="end one of them, or give each a checkpoint directory of its own",
             )
 
     def prune(self) -> None:
-        """Remove increments that no full checkpoint needs, markers of those that are gone, left-overs."""
+        """Remove increments that no full checkpoint needs, markers of lost checkpoints, and left-overs."""
         steps = [
             step for path in self._ckpt_dir.glob("*.index") if (step := step_in_name(path.stem)) is not None
         ]
         history = self.history()
         for stored in history.expired(min(steps, default=0)):
             trash = self.path / f"{TRASH_PREFIX}{secrets.token_hex(4)}"
-            stored.path.rename(trash)  # out of sight in one call, then removed piece by piece
+            stored.path.rename(trash)  # readers skip trash, so they never see half an increment
             remove_tree(trash)
         for leftover in self.path.glob(f"{UNFINISHED_MARKER_PREFIX}*"):
             leftover.unlink(missing_ok=True)
@@ -140,7 +142,7 @@ class Store:
                 (self.path / marker.file_name).unlink(missing_ok=True)
 
     def newest_full(self) -> FullCheckpoint | None:
-        """The full checkpoint that a trainer would restore now; None if there is none, or it has no step."""
+        """The full checkpoint that a trainer would restore now; None if there is none or it has no step."""
         try:
             prefix = candidates(self._ckpt_dir)[0]
             step = read_catalog(prefix).step
@@ -157,7 +159,7 @@ class Store:
             sync(self.path)
 
     def index_signatures(self) -> frozenset[IndexSignature]:
-        """Signatures of the full checkpoints; one that is written anew has another."""
+        """Signatures of the full checkpoints; a checkpoint that is written again gets another one."""
         found = (self.index_signature(path.with_suffix("")) for path in self._ckpt_dir.glob("*.index"))
         return frozenset(filter(None, found))
 
@@ -168,5 +170,5 @@ class Store:
         return None if identity is None else (prefix.name, identity)
 
     def state_signature(self) -> FileIdentity | None:
-        """Changes whenever a saver has finished a full checkpoint; costs one call of the system."""
+        """A value that changes whenever a saver has finished a full checkpoint. It costs one system call."""
         return identity_of(self._ckpt_dir / CHECKPOINT_STATE_FILE)

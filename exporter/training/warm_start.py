@@ -1,4 +1,4 @@
-"""`load_checkpoint`: start from what fits of another training's checkpoint, and report what does not fit.
+"""`load_checkpoint`: start a training from the tensors of another checkpoint that fit, and report the others.
 
     report = load_checkpoint(model, "old/model.keras")            # Keras 3, tf-keras, a tf.Module
     print(report)
@@ -7,8 +7,8 @@
         load_checkpoint(None, "old/model.ckpt-900", session=session)
     scaffold = tf.compat.v1.train.Scaffold(init_fn=init_fn)
 
-Any checkpoint that `export-model` reads will do. What fits is found as for an export where everything fits,
-and by names otherwise (`exporter.mapping.partial`). A value of another shape or dtype is never loaded.
+Every checkpoint that `export-model` reads will do. Tensors are matched as for an export if all of them fit,
+and by names otherwise (`exporter.mapping.partial`). A tensor of another shape or dtype is never loaded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SHOWN = 20
 
 
 class Loaded(Struct, frozen=True):
-    """A variable that was loaded, from which tensor, and how that was found (`name`, `object`, ...)."""
+    """A variable that was loaded, the tensor, and how the two were matched (`name`, `object`, ...)."""
 
     variable: str
     tensor: str
@@ -49,14 +49,14 @@ class Loaded(Struct, frozen=True):
 
 
 class Skipped(Struct, frozen=True):
-    """A variable that keeps its values, and why."""
+    """A variable that keeps its values, and the reason."""
 
     variable: str
     reason: str
 
 
 class LoadReport(Struct, frozen=True):
-    """What `load_checkpoint` did; `unused` are the checkpoint's tensors that belong to no variable.
+    """The result of `load_checkpoint`. `unused` are tensors of the checkpoint that no variable got.
 
     Optimizer slots, counters and the like are not listed.
     """
@@ -87,7 +87,7 @@ def load_checkpoint(
     renames: Iterable[str] = (),
     object_path: str | None = None,
 ) -> LoadReport:
-    """Load what fits of a checkpoint into a model, or into variables, and leave the rest as it is.
+    """Load the tensors of a checkpoint that fit into a model or variables; other variables keep their values.
 
     Args:
         target: a built model of Keras 3 or tf-keras, a `tf.Module`, or variables. With a session: variables
@@ -101,8 +101,8 @@ def load_checkpoint(
         MissingTensors: nothing fits at all.
         AmbiguousRename: two rules disagree on a variable.
         UsageError: the model has no variables yet, or a rule does not parse.
-        CheckpointError: the checkpoint cannot be read. In each of these cases nothing was loaded, except that
-            a damaged value is found when it is its turn.
+        CheckpointError: the checkpoint cannot be read. In each of these cases nothing was loaded, except if
+            a tensor's bytes are damaged: that is found when it is loaded, after others.
     """
     catalog = open_checkpoint(local_path("checkpoint", checkpoint))
     rules = MappingRules(renames=tuple(map(RenameRule.parse, renames)), object_path=object_path)
@@ -134,11 +134,11 @@ def _some(lines: list[str]) -> list[str]:
     return [*lines[:_SHOWN], *more]
 
 
-# --- what is to be loaded ----------------------------------------------------------------------------------
+# --- the variables to load ---------------------------------------------------------------------------------
 
 
 class _Target(Struct, frozen=True):
-    """The variables by their nodes, as a graph to match, and the names that a framework numbers."""
+    """The variables to load: a graph to match, each node's variable, and names that a framework numbers."""
 
     graph: InferenceGraph
     variables: Mapping[str, Variable]
@@ -167,7 +167,7 @@ def _of_graph(variable: Variable) -> GraphVariable:
 
 
 def _eager_target(target: Any) -> _Target:
-    """Variables with values; of a model or module also its objects, and the places that Keras gives them."""
+    """Eager variables; for a model or module also its objects and Keras' paths to them."""
     import tensorflow as tf
 
     is_keras = hasattr(target, "weights") and hasattr(target, "layers")
@@ -193,7 +193,7 @@ def _eager_target(target: Any) -> _Target:
 def _described(
     variables: Mapping[str, Variable], names: Mapping[str, str], paths: Mapping[str, str] | None = None
 ) -> tuple[GraphVariable, ...]:
-    """Each variable under its name, or under its object's path if others have the name, too."""
+    """The variables by name, or by the object's path if several have that name."""
     taken = [*names.values()]
     unique = {n: (paths or {}).get(n, name) if taken.count(name) > 1 else name for n, name in names.items()}
     return tuple(
@@ -215,7 +215,7 @@ def _tracked(nodes: Mapping[str, Variable]) -> Callable[[Any], TrackedVariable |
 
 
 def _node(item: Any) -> str:
-    """What tells variables apart; a Keras 3 variable and its TensorFlow one are the same."""
+    """An identifier of a variable, the same for a Keras 3 variable and the TensorFlow variable in it."""
     return f"variable-{id(getattr(item, '_value', item))}"
 
 
@@ -229,7 +229,7 @@ def _dtype(variable: Variable) -> DType:
 
 
 def _snake_case(name: str) -> str:
-    """The name that Keras begins to count with. Source: `to_snake_case` in keras/src/utils/naming.py."""
+    """The name that Keras numbers: `dense`, `dense_1`. Source: `to_snake_case`, keras/src/utils/naming.py."""
     separated = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", name))
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", separated).lower()
 
@@ -238,12 +238,12 @@ def _snake_case(name: str) -> str:
 
 
 def _load(fit: Fit, catalog: Catalog, variables: Mapping[str, Variable], session: Any) -> None:
-    whole = read_array(catalog, fit.tensor)  # in memory; checksums are verified where there are some
+    whole = read_array(catalog, fit.tensor)  # verifies checksums in formats that have them
     for part in fit.variables:
         value, variable = whole[_box(part)], variables[part.node]
         if session is None:
             variable.assign(value)
-        else:  # as Variable.load does, which adds nothing to a graph that may be finalized
+        else:  # as Variable.load does: the graph may be finalized, and this adds nothing to it
             session.run(variable.initializer, {variable.initializer.inputs[1]: value})
 
 

@@ -140,7 +140,7 @@ def test_increments_that_are_laid_over_displace_what_workers_met_meanwhile(table
             reader.values: np.ones((2, 2), np.float32),
             reader.gone: np.array([5]),
         }
-        session.run(reader.laid_over, fed)
+        session.run(reader.written, fed)
         assert reader.take_removed(session).tolist() == [7]
         assert session.run(table.index.in_use()[0]).tolist() == [1, 4]
         assert reader.rows_of(session, np.array([8, 6, 5, 7])).tolist() == [1, 4]

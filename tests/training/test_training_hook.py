@@ -341,7 +341,7 @@ def test_a_directory_is_needed() -> None:
             {"save_increment_steps": 3, "save_checkpoint_secs": None, "save_checkpoint_steps": None},
             "turned off",
         ),
-        ({"incremental_save_restore": True}, "nothing writes increments"),
+        ({"incremental_save_restore": True}, "no increments are written"),
         ({"save_increment_secs": 3, "save_incremental_checkpoint_secs": 3}, "one positive"),
     ],
 )
@@ -420,7 +420,7 @@ def test_a_worker_waits_for_the_chief_and_compares_graphs(
         worker.begin()
         with (
             v1.Session(server.target) as session,
-            pytest.raises(UsageError, match="the chief has not prepared"),
+            pytest.raises(UsageError, match="the chief has not initialized"),
         ):
             worker.after_create_session(session, None)
         other = IncrementHook(tmp_path, save_increment_steps=1)
