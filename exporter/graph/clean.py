@@ -1,26 +1,23 @@
-"""Reduce a graph to what its signatures need, and make it servable: no queues, devices or training.
+"""Reduce a graph to the nodes that its signatures need, so that a server can run it: `clean`.
 
-Kept: what the outputs of the signatures read, and what fills the tables among that. Nothing else: no training
-operations, queues, summaries, assertions, devices, colocation, containers or collections. Control edges go
-too, because they order side effects and an inference graph has none; those that bind a node to a branch or
-an iteration of TF1 control flow stay.
+Kept are the nodes that the signatures' outputs are computed from, and the nodes that fill the tables among
+them. Everything else is dropped: training operations, queues, summaries, assertions, devices, colocation,
+containers, collections. Control edges are dropped, too, because they order side effects, and an inference
+graph has none; except those that bind a node to a branch or an iteration of TF1 control flow.
 
-Find assets that a graph reads during requests, not only while a model loads.
-
-A loader feeds an asset's path while it runs the init op, and never again. So the init op puts the path into a
-variable, and whatever runs at a request reads it there:
+*Assets that requests read.* A loader feeds an asset's path while it runs the init op, and never again. So the
+init op puts the path into a variable, and the nodes that run at a request read it there:
 
     Const (fed at load) -> AssignVariableOp -> VarHandleOp -> ReadVariableOp -> ReadFile
 
-Keep what fills state that is neither a variable nor a lookup table of TensorFlow's.
-
-A library's own table or model is a resource that a node without inputs makes. Two things fill it, and both go
-along with whatever they need: operations under the graph's init op (TF-DF reads trees from files of assets/),
-and operations under its restore op, which import tensors of the checkpoint (TFRA's tables):
+*State of other libraries.* A library's own table or model is a resource that a node without inputs makes. Two
+kinds of operations fill it, and are kept with all that they need: operations under the graph's init op (TF-DF
+reads trees from files of assets/), and operations under its restore op, which import tensors of the
+checkpoint (TFRA's tables):
 
     prefix -> RestoreV2 (names) -> Import (handle)         in the graph, or in the function that restores
 
-A restore that lies in a function is written out into the graph, and reads nothing but what is imported.
+A restore in a function is copied into the graph, and reads only the tensors that are imported.
 """
 
 from __future__ import annotations
@@ -87,277 +84,10 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 _STOCK_MAKERS = re.compile(r"BoostedTrees\w*(HandleOp|Resource)")
-"""Makers of state in stock TensorFlow that only a restore of their own fills."""
+"""Operations of stock TensorFlow that make state which only operations of their own restore."""
 
 _READS = "RestoreV2"
 _PREFIX = "kept_state/prefix"
-
-
-class StateMakers(Struct, frozen=True):
-    """The nodes of a graph that make state of these kinds, by what makes two of them one: a shared name."""
-
-    index: GraphIndex
-    identities: Mapping[str, str]
-    foreign: frozenset[str]
-    """Operations, and functions that have such, or call one that has."""
-    is_foreign_used: bool
-
-    @classmethod
-    def among(cls, index: GraphIndex, needed: Iterable[str]) -> StateMakers:
-        """Those that outputs need."""
-        ops = foreign_ops(protos.all_nodes(index.graph_def), index.functions)
-        own = [name for name, f in index.functions.items() if any(node.op in ops for node in f.node_def)]
-        foreign = ops | callers(index.functions, own)
-        wanted = [index.nodes[name] for name in needed if name in index.nodes]
-        identities = {node.name: _identity(node) for node in wanted if _makes_state(index, node, ops)}
-        return cls(index, identities, foreign, any(called_functions(node) & foreign for node in wanted))
-
-    def are_taken_by(self, node: Proto) -> set[str]:
-        """The identities of those whose handles a node takes."""
-        taken = (
-            self.index.nodes.get(through_identities(self.index.nodes, s.node)) for s in data_inputs(node)
-        )
-        return {_identity(source) for source in taken if source is not None} & {*self.identities.values()}
-
-    def is_foreign(self, node: Proto) -> bool:
-        """True for a foreign operation, and for a call of a function with one."""
-        return not called_functions(node).isdisjoint(self.foreign)
-
-    def initialisers(self, init_op: str | None) -> list[str]:
-        """What the init op runs that fills such state, or is foreign as outputs are, in the graph's order."""
-        under = {*waited_for(self.index.nodes, [init_op] if init_op else [])}
-        return [
-            name
-            for name, node in self.index.nodes.items()
-            if name in under and (self.are_taken_by(node) or (self.is_foreign_used and self.is_foreign(node)))
-        ]
-
-    def require_filled(self, nodes: Mapping[str, Proto], filling: Iterable[str]) -> None:
-        """Refuse state that nothing fills.
-
-        Raises:
-            NotServable: a server would answer from it while it is empty.
-        """
-        filled = {identity for name in filling for identity in self.are_taken_by(nodes[name])}
-        for name, identity in self.identities.items():
-            if identity not in filled:
-                raise NotServable(
-                    f"nothing in the graph fills {self.index.nodes[name].op} {name!r}",
-                    cause="it would be empty when served: neither the init op nor the restore op writes it",
-                    hint="save the model with its library's own saver, as a SavedModel or with its Saver",
-                )
-
-
-def keep_restores(
-    index: GraphIndex, nodes: dict[str, Proto], makers: StateMakers, saver_def: Proto
-) -> KeptState:
-    """Put what restores such state into `nodes`, in place: reads of the tensors alone that it imports.
-
-    Raises:
-        NotServable: it reads the checkpoint in a way that does not tell which tensors it needs.
-    """
-    importing: list[str] = []
-    restore = endpoint(saver_def.restore_op_name).node
-    for name in waited_for(nodes, [restore]) if makers.identities else []:
-        node = nodes[name]
-        if not makers.are_taken_by(node):
-            continue
-        called = sorted(called_functions(node) & index.functions.keys())
-        importing += _written_out(index, nodes, node, called[0], makers) if called else [name]
-    if not importing:
-        return KeptState()
-    nodes[_PREFIX] = new_node(_PREFIX, "Placeholder", dtype=DType.STRING, shape=())
-    tensors = _Reads(nodes, importing, endpoint(saver_def.filename_tensor_name).node).narrow()
-    return KeptState(tuple(importing), _PREFIX, tensors)
-
-
-def _makes_state(index: GraphIndex, node: Proto, foreign: Collection[str]) -> bool:
-    if _STOCK_MAKERS.fullmatch(node.op):
-        return not data_inputs(node)
-    if node.op not in foreign or data_inputs(node):
-        return False
-    op_def = index.op_def(node.op)
-    return op_def is None or op_def.is_stateful
-
-
-def _identity(node: Proto) -> str:
-    return f"{node.op} {attr_text(node, 'shared_name') or node.name}"
-
-
-def _written_out(
-    index: GraphIndex, nodes: dict[str, Proto], call: Proto, function: str, makers: StateMakers
-) -> list[str]:
-    """Copy what takes makers' handles in a called function into the graph; the nodes that take them."""
-    body = {node.name: node for node in index.functions[function].node_def}
-    arguments = [argument.name for argument in index.functions[function].signature.input_arg]
-    given = dict(zip(arguments, (source.as_input for source in data_inputs(call)), strict=False))
-    handles = {name for name, text in given.items() if makers.are_taken_by(new_node("", "", [text]))}
-    taking = [name for name, node in body.items() if {*_kept_sources(node)} & handles]
-    kept = {*taking, *needed_by(body, (source for name in taking for source in _kept_sources(body[name])))}
-    scope = free_name(nodes, f"kept_state/{call.name}")
-    for name in body:
-        if name not in kept:
-            continue
-        node = deepcopy(body[name])
-        node.name = f"{scope}/{name}"
-        node.device = ""
-        node.input[:] = [
-            moved
-            for text in body[name].input
-            if (moved := _state_moved(index, body, kept, given, scope, text)) is not None
-        ]
-        nodes[node.name] = node
-    return [f"{scope}/{name}" for name in taking]
-
-
-def _kept_sources(node: Proto) -> Iterator[str]:
-    return (text.partition(":")[0] for text in node.input if not text.startswith("^"))
-
-
-def _state_moved(
-    index: GraphIndex,
-    body: Mapping[str, Proto],
-    kept: Collection[str],
-    given: Mapping[str, str],
-    scope: str,
-    text: str,
-) -> str | None:
-    """How the graph writes an input of a body; None for an edge from a node that is not kept."""
-    name, *output = text.removeprefix("^").split(":")
-    if text.startswith("^"):
-        return f"^{scope}/{name}" if name in kept else None
-    if not output:
-        return given[name]
-    op_def = index.op_def(body[name].op)
-    if op_def is not None and len(op_def.output_arg) > 1:
-        raise _unclear(body[name])
-    return Endpoint(f"{scope}/{name}", int(output[-1])).as_input
-
-
-class _Reads:
-    """The RestoreV2 nodes before some nodes, to be replaced by ones that read only what these take."""
-
-    def __init__(self, nodes: dict[str, Proto], importing: Iterable[str], prefix: str) -> None:
-        self._nodes = nodes
-        self._prefix = prefix
-        self._before = closure(importing, self._sources)
-
-    def _sources(self, name: str) -> list[str]:
-        if self._nodes[name].op == _READS:
-            return []
-        return [source.node for source in data_inputs(self._nodes[name]) if source.node in self._nodes]
-
-    def narrow(self) -> tuple[str, ...]:
-        """Replace them; the names of the tensors that they read now.
-
-        Raises:
-            NotServable: something else reads the checkpoint, or the names are not constants.
-        """
-        if self._prefix in self._before:
-            readers = (name for name in self._before if self._prefix in self._sources(name))
-            raise _unclear(self._nodes[next(readers)])
-        reads = [name for name in self._before if self._nodes[name].op == _READS]
-        return tuple(dict.fromkeys(tensor for name in reads for tensor in self._narrow(name)))
-
-    def _narrow(self, name: str) -> list[str]:
-        node = self._nodes[name]
-        names, slices = (
-            const_texts(self._nodes.get(through_identities(self._nodes, source.node)))
-            for source in data_inputs(node)[1:3]
-        )
-        if names is None or slices is None or len(names) != len(slices):
-            raise _unclear(node)
-        users = [user for user in self._before if name in {s.node for s in data_inputs(self._nodes[user])}]
-        used = sorted({s.output for u in users for s in data_inputs(self._nodes[u]) if s.node == name})
-        for user in users:
-            copy = deepcopy(self._nodes[user])
-            copy.input[:] = [_renumbered(text, name, used) for text in copy.input]
-            self._nodes[user] = copy
-        types = node.attr["dtypes"].list.type
-        texts = {f"{name}/tensor_names": names, f"{name}/shape_and_slices": slices}
-        dtypes = tuple(DType(types[output]) for output in used)
-        self._nodes[name] = new_node(name, _READS, [_PREFIX, *texts], dtypes=dtypes)
-        for key, values in texts.items():
-            chosen = np.array([values[output].encode() for output in used], object)
-            self._nodes[key] = constant(key, chosen, DType.STRING)
-        return [names[output] for output in used]
-
-
-def _renumbered(text: str, read: str, used: list[int]) -> str:
-    tensor = endpoint(text)
-    if text.startswith("^") or tensor.node != read:
-        return text
-    return tensor._replace(output=used.index(tensor.output)).as_input
-
-
-def _unclear(node: Proto) -> NotServable:
-    return NotServable(
-        f"which tensors {node.op} {node.name!r} restores is not known",
-        cause="it reads the checkpoint by itself, and fills what outputs are computed from",
-        hint="serve the model as its library saves it",
-    )
-
-
-def remember_paths(
-    nodes: dict[str, Proto], roots: Iterable[str], filling: Iterable[str], assets: Iterable[Asset]
-) -> list[str]:
-    """Put the paths that outputs need into variables, in place; what the init op is to run for that.
-
-    `roots` make the signatures' tensors, `filling` runs at load and goes on reading the asset itself.
-    """
-    served = reach(nodes, dict.fromkeys(roots)).inputs
-    needed = [asset.node for asset in assets if asset.node in served]
-    if not needed:
-        return []
-    _part_from_loading(nodes, served, [*filling], needed)
-    assignments = []
-    for path in needed:
-        handle = free_name(nodes, f"{path}/path")
-        nodes[handle] = new_node(
-            handle, "VarHandleOp", dtype=DType.STRING, shape=(), shared_name=handle.encode()
-        )
-        read = free_name(nodes, f"{handle}/ReadVariableOp")
-        for name in served:
-            _replace_input(nodes[name], path, read)
-        nodes[read] = new_node(read, "ReadVariableOp", [handle], dtype=DType.STRING)
-        assign = free_name(nodes, f"{handle}/Assign")
-        nodes[assign] = new_node(assign, "AssignVariableOp", [handle, path], dtype=DType.STRING)
-        assignments.append(assign)
-    return assignments
-
-
-def _part_from_loading(
-    nodes: dict[str, Proto], served: Mapping[str, object], filling: list[str], paths: list[str]
-) -> None:
-    """Give the initialisers copies of nodes between them and a path that requests use as well, in place."""
-    loading = reach(nodes, filling).inputs
-    changed = {*paths}
-    copies: dict[str, str] = {}
-    pending = True
-    while pending:  # until no more nodes are found behind the paths
-        pending = False
-        for name in loading:
-            if name in served and name not in changed and _sources(nodes[name]) & changed:
-                changed.add(name)
-                copies[name] = free_name(nodes, f"{name}/at_load")
-                nodes[copies[name]] = deepcopy(nodes[name])
-                nodes[copies[name]].name = copies[name]
-                pending = True
-    for name in [*copies.values(), *(name for name in loading if name not in served)]:
-        for original, copy in copies.items():
-            _replace_input(nodes[name], original, copy)
-
-
-def _sources(node: Proto) -> set[str]:
-    return {source.node for source in data_inputs(node)}
-
-
-def _replace_input(node: Proto, source: str, replacement: str) -> None:
-    for position, text in enumerate(node.input):
-        tensor = endpoint(text)
-        if tensor.node == source and tensor.output >= 0:
-            node.input[position] = tensor._replace(node=replacement).as_input
-
 
 _DROPPED_ATTRS = (
     "_class",
@@ -372,8 +102,8 @@ def clean(source: SourceGraph) -> InferenceGraph:
     """The inference graph of a source; `source` itself stays as it is.
 
     Raises:
-        NotServable: an output needs what a server cannot run, or a placeholder that gets no value.
-        MissingAsset: a vocabulary file is not there.
+        NotServable: an output needs an operation that a server cannot run, or a placeholder without a value.
+        MissingAsset: a vocabulary file does not exist.
         GraphError: the graph is damaged.
     """
     index = GraphIndex.of(source.meta_graph)
@@ -387,7 +117,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
     state = keep_restores(index, nodes, makers, source.meta_graph.saver_def)
     whole = [*filling, *state.importing]
     makers.require_filled(nodes, whole)
-    # Which files a foreign operation reads beside the one that it is given, nobody knows.
+    # A foreign operation may read other files beside the one that it is given: keep all assets.
     files = [*source.assets] if any(makers.is_foreign(nodes[name]) for name in filling) else []
     needed = reach(nodes, [*roots, *whole, *files], replaced) if state.importing or files else needed
     check_servable(nodes, reach(nodes, whole), fed={state.prefix}, allowed={*whole}, foreign=foreign)
@@ -469,10 +199,10 @@ def _with_constants(
 def _cut(
     index: GraphIndex, nodes: dict[str, Proto], signatures: Iterable[SignatureEnds], foreign: Collection[str]
 ) -> dict[Endpoint, Endpoint]:
-    """Check what a request to each signature runs, and put placeholders where nothing computes an input.
+    """Check the nodes that a request to each signature runs, and put placeholders in the place of inputs.
 
-    A server can be fed any tensor. So one that a signature takes and another one computes stays as it is.
-    Returns where the tensors are to be read from that got a placeholder.
+    A server accepts values for any tensor. So an input that another signature computes stays as it is.
+    Returns for each input that got a placeholder the placeholder's tensor.
     """
     computed: set[str] = set()
     given: dict[Endpoint, str] = {}
@@ -490,7 +220,7 @@ def _settled(
     signatures: Iterable[SignatureEnds],
     moved: Mapping[Endpoint, Endpoint],
 ) -> BatchSize:
-    """How many rows requests may have; in place, the nodes that training's batch was taken out of."""
+    """The batch sizes that requests may have; nodes that fix training's batch size are changed, in place."""
     cut = [*dict.fromkeys(tensor for ends in signatures for tensor in ends.inputs)]
     traced = {
         shape[0] for tensor in cut if (shape := index.shape(tensor)) and served_shape(index, tensor) != shape
@@ -520,7 +250,7 @@ def _needed(
     roots: list[str],
     init_op: str | None,
 ) -> tuple[Reached, list[str], StateMakers]:
-    """What outputs need, together with what fills the tables among it, which may need further tables."""
+    """The nodes that outputs need, and the initialisers of tables among them, which may need more tables."""
     filling: list[str] = []
     while True:
         needed = reach(nodes, [*roots, *filling], replaced)
@@ -549,27 +279,27 @@ def _copies(nodes: Mapping[str, Proto], needed: Reached) -> dict[str, Proto]:
 
 
 def _keep_order(nodes: Mapping[str, Proto], kept: Mapping[str, Proto], importing: Collection[str]) -> None:
-    """Let what restores state run in the order that its library wants (clear, then import), in place."""
+    """Keep the order in which a library restores its state (clear, then import), in place."""
     for name in importing:
         after = (other for other in control_inputs(nodes[name]) if other in importing)
         kept[name].input.extend(f"^{other}" for other in after)
 
 
 def _still_needed(kept: dict[str, Proto], roots: Iterable[str]) -> dict[str, Proto]:
-    """Without the reads of tables that are now gathered from."""
+    """The nodes that are still needed: reads of whole tables are not where they became gathers."""
     reached = reach(kept, dict.fromkeys(roots))
     return {name: node for name, node in kept.items() if name in reached.inputs}
 
 
 def _defaults(kept: Mapping[str, Proto], fed: Collection[str]) -> Iterator[str]:
-    """What keeps a default value because no signature feeds it."""
+    """Notes on placeholders that keep a default value because no signature feeds them."""
     for name, node in kept.items():
         if node.op == "PlaceholderWithDefault" and name not in fed:
             yield f"placeholder {name!r} keeps its default value; fix another with --feed {name}=VALUE"
 
 
 def _needs(foreign: Collection[str], outside: Iterable[Outside]) -> Iterator[str]:
-    """What serving the graph takes beyond a stock server and the version's own files."""
+    """Notes on what a server needs to run the graph, beyond stock TensorFlow and the version's own files."""
     for each in outside:
         yield f"when served, {each}"
     if foreign:
@@ -587,7 +317,7 @@ def _add_init_op(kept: dict[str, Proto], filling: list[str]) -> str | None:
 def _meta_graph(
     source: Proto, index: GraphIndex, kept: Mapping[str, Proto], filling: list[str], *, allow_foreign: bool
 ) -> Proto:
-    """A MetaGraphDef with the kept nodes and functions, and what still applies of the description."""
+    """A MetaGraphDef of the kept nodes and functions, with the parts of the description that still apply."""
     meta_graph = protos.MetaGraphDef()
     graph_def = meta_graph.graph_def
     for node in kept.values():
@@ -612,9 +342,9 @@ def _meta_graph(
 def _served_signature(
     index: GraphIndex, signature: Proto, moved: Mapping[Endpoint, Endpoint], size: BatchSize
 ) -> Proto:
-    """The signature with tensors of the served graph; sizes of training batches become unknown.
+    """The signature with tensors of the served graph; the batch size becomes unknown.
 
-    If the graph answers one size only, that is what its batched tensors say.
+    If the graph answers one batch size only, the batched tensors declare it.
     """
     served = deepcopy(signature)
     batch_sizes = set()
@@ -632,3 +362,275 @@ def _served_signature(
                 info.tensor_shape.dim[0].size = size.only
             rename_tensors(info, {str(tensor): str(_moved(tensor, moved))})
     return served
+
+
+class StateMakers(Struct, frozen=True):
+    """The nodes of a graph that make the state of other libraries.
+
+    `identities` has their identity by name: nodes of one operation and shared name make one resource.
+    """
+
+    index: GraphIndex
+    identities: Mapping[str, str]
+    foreign: frozenset[str]
+    """Operations that stock TensorFlow lacks, and functions that run one, also through other functions."""
+    is_foreign_used: bool
+
+    @classmethod
+    def among(cls, index: GraphIndex, needed: Iterable[str]) -> StateMakers:
+        """The makers among the nodes that outputs need."""
+        ops = foreign_ops(protos.all_nodes(index.graph_def), index.functions)
+        own = [name for name, f in index.functions.items() if any(node.op in ops for node in f.node_def)]
+        foreign = ops | callers(index.functions, own)
+        wanted = [index.nodes[name] for name in needed if name in index.nodes]
+        identities = {node.name: _identity(node) for node in wanted if _makes_state(index, node, ops)}
+        return cls(index, identities, foreign, any(called_functions(node) & foreign for node in wanted))
+
+    def are_taken_by(self, node: Proto) -> set[str]:
+        """The identities of the makers whose handles a node takes."""
+        taken = (
+            self.index.nodes.get(through_identities(self.index.nodes, s.node)) for s in data_inputs(node)
+        )
+        return {_identity(source) for source in taken if source is not None} & {*self.identities.values()}
+
+    def is_foreign(self, node: Proto) -> bool:
+        """True for a foreign operation, and for a call of a function that runs one."""
+        return not called_functions(node).isdisjoint(self.foreign)
+
+    def initialisers(self, init_op: str | None) -> list[str]:
+        """The nodes under the init op that fill such state, in the graph's order.
+
+        If outputs need foreign operations, those under the init op count, too.
+        """
+        under = {*waited_for(self.index.nodes, [init_op] if init_op else [])}
+        return [
+            name
+            for name, node in self.index.nodes.items()
+            if name in under and (self.are_taken_by(node) or (self.is_foreign_used and self.is_foreign(node)))
+        ]
+
+    def require_filled(self, nodes: Mapping[str, Proto], filling: Iterable[str]) -> None:
+        """Refuse state that none of the nodes `filling` fills.
+
+        Raises:
+            NotServable: a server would answer from empty state.
+        """
+        filled = {identity for name in filling for identity in self.are_taken_by(nodes[name])}
+        for name, identity in self.identities.items():
+            if identity not in filled:
+                raise NotServable(
+                    f"nothing in the graph fills {self.index.nodes[name].op} {name!r}",
+                    cause="it would be empty when served: neither the init op nor the restore op writes it",
+                    hint="save the model with its library's own saver, as a SavedModel or with its Saver",
+                )
+
+
+def keep_restores(
+    index: GraphIndex, nodes: dict[str, Proto], makers: StateMakers, saver_def: Proto
+) -> KeptState:
+    """Put the operations that restore such state into `nodes`, in place; they read only what they import.
+
+    Raises:
+        NotServable: the graph does not say which tensors of the checkpoint they need.
+    """
+    importing: list[str] = []
+    restore = endpoint(saver_def.restore_op_name).node
+    for name in waited_for(nodes, [restore]) if makers.identities else []:
+        node = nodes[name]
+        if not makers.are_taken_by(node):
+            continue
+        called = sorted(called_functions(node) & index.functions.keys())
+        importing += _written_out(index, nodes, node, called[0], makers) if called else [name]
+    if not importing:
+        return KeptState()
+    nodes[_PREFIX] = new_node(_PREFIX, "Placeholder", dtype=DType.STRING, shape=())
+    tensors = _Reads(nodes, importing, endpoint(saver_def.filename_tensor_name).node).narrow()
+    return KeptState(tuple(importing), _PREFIX, tensors)
+
+
+def _makes_state(index: GraphIndex, node: Proto, foreign: Collection[str]) -> bool:
+    if _STOCK_MAKERS.fullmatch(node.op):
+        return not data_inputs(node)
+    if node.op not in foreign or data_inputs(node):
+        return False
+    op_def = index.op_def(node.op)
+    return op_def is None or op_def.is_stateful
+
+
+def _identity(node: Proto) -> str:
+    return f"{node.op} {attr_text(node, 'shared_name') or node.name}"
+
+
+def _written_out(
+    index: GraphIndex, nodes: dict[str, Proto], call: Proto, function: str, makers: StateMakers
+) -> list[str]:
+    """Copy the nodes of a called function that take makers' handles into the graph; returns their names."""
+    body = {node.name: node for node in index.functions[function].node_def}
+    arguments = [argument.name for argument in index.functions[function].signature.input_arg]
+    given = dict(zip(arguments, (source.as_input for source in data_inputs(call)), strict=False))
+    handles = {name for name, text in given.items() if makers.are_taken_by(new_node("", "", [text]))}
+    taking = [name for name, node in body.items() if {*_kept_sources(node)} & handles]
+    kept = {*taking, *needed_by(body, (source for name in taking for source in _kept_sources(body[name])))}
+    scope = free_name(nodes, f"kept_state/{call.name}")
+    for name in body:
+        if name not in kept:
+            continue
+        node = deepcopy(body[name])
+        node.name = f"{scope}/{name}"
+        node.device = ""
+        node.input[:] = [
+            moved
+            for text in body[name].input
+            if (moved := _state_moved(index, body, kept, given, scope, text)) is not None
+        ]
+        nodes[node.name] = node
+    return [f"{scope}/{name}" for name in taking]
+
+
+def _kept_sources(node: Proto) -> Iterator[str]:
+    return (text.partition(":")[0] for text in node.input if not text.startswith("^"))
+
+
+def _state_moved(
+    index: GraphIndex,
+    body: Mapping[str, Proto],
+    kept: Collection[str],
+    given: Mapping[str, str],
+    scope: str,
+    text: str,
+) -> str | None:
+    """An input of a function's body, as the graph spells it; None for an edge from a node that is dropped."""
+    name, *output = text.removeprefix("^").split(":")
+    if text.startswith("^"):
+        return f"^{scope}/{name}" if name in kept else None
+    if not output:
+        return given[name]
+    op_def = index.op_def(body[name].op)
+    if op_def is not None and len(op_def.output_arg) > 1:
+        raise _unclear(body[name])
+    return Endpoint(f"{scope}/{name}", int(output[-1])).as_input
+
+
+class _Reads:
+    """The RestoreV2 nodes before some nodes, to be narrowed to the tensors that these nodes take."""
+
+    def __init__(self, nodes: dict[str, Proto], importing: Iterable[str], prefix: str) -> None:
+        self._nodes = nodes
+        self._prefix = prefix
+        self._before = closure(importing, self._sources)
+
+    def _sources(self, name: str) -> list[str]:
+        if self._nodes[name].op == _READS:
+            return []
+        return [source.node for source in data_inputs(self._nodes[name]) if source.node in self._nodes]
+
+    def narrow(self) -> tuple[str, ...]:
+        """Replace the RestoreV2 nodes; returns the names of the tensors that they read now.
+
+        Raises:
+            NotServable: another operation reads the checkpoint, or the names are not constants.
+        """
+        if self._prefix in self._before:
+            readers = (name for name in self._before if self._prefix in self._sources(name))
+            raise _unclear(self._nodes[next(readers)])
+        reads = [name for name in self._before if self._nodes[name].op == _READS]
+        return tuple(dict.fromkeys(tensor for name in reads for tensor in self._narrow(name)))
+
+    def _narrow(self, name: str) -> list[str]:
+        node = self._nodes[name]
+        names, slices = (
+            const_texts(self._nodes.get(through_identities(self._nodes, source.node)))
+            for source in data_inputs(node)[1:3]
+        )
+        if names is None or slices is None or len(names) != len(slices):
+            raise _unclear(node)
+        users = [user for user in self._before if name in {s.node for s in data_inputs(self._nodes[user])}]
+        used = sorted({s.output for u in users for s in data_inputs(self._nodes[u]) if s.node == name})
+        for user in users:
+            copy = deepcopy(self._nodes[user])
+            copy.input[:] = [_renumbered(text, name, used) for text in copy.input]
+            self._nodes[user] = copy
+        types = node.attr["dtypes"].list.type
+        texts = {f"{name}/tensor_names": names, f"{name}/shape_and_slices": slices}
+        dtypes = tuple(DType(types[output]) for output in used)
+        self._nodes[name] = new_node(name, _READS, [_PREFIX, *texts], dtypes=dtypes)
+        for key, values in texts.items():
+            chosen = np.array([values[output].encode() for output in used], object)
+            self._nodes[key] = constant(key, chosen, DType.STRING)
+        return [names[output] for output in used]
+
+
+def _renumbered(text: str, read: str, used: list[int]) -> str:
+    tensor = endpoint(text)
+    if text.startswith("^") or tensor.node != read:
+        return text
+    return tensor._replace(output=used.index(tensor.output)).as_input
+
+
+def _unclear(node: Proto) -> NotServable:
+    return NotServable(
+        f"it is unknown which tensors {node.op} {node.name!r} restores",
+        cause="it reads the checkpoint by itself, and outputs are computed from the state that it fills",
+        hint="serve the model as its library saves it",
+    )
+
+
+def remember_paths(
+    nodes: dict[str, Proto], roots: Iterable[str], filling: Iterable[str], assets: Iterable[Asset]
+) -> list[str]:
+    """Put the paths that outputs need into variables, in place; returns the assignments for the init op.
+
+    `roots` make the signatures' tensors. `filling` runs while a model loads and still reads the asset itself.
+    """
+    served = reach(nodes, dict.fromkeys(roots)).inputs
+    needed = [asset.node for asset in assets if asset.node in served]
+    if not needed:
+        return []
+    _part_from_loading(nodes, served, [*filling], needed)
+    assignments = []
+    for path in needed:
+        handle = free_name(nodes, f"{path}/path")
+        nodes[handle] = new_node(
+            handle, "VarHandleOp", dtype=DType.STRING, shape=(), shared_name=handle.encode()
+        )
+        read = free_name(nodes, f"{handle}/ReadVariableOp")
+        for name in served:
+            _replace_input(nodes[name], path, read)
+        nodes[read] = new_node(read, "ReadVariableOp", [handle], dtype=DType.STRING)
+        assign = free_name(nodes, f"{handle}/Assign")
+        nodes[assign] = new_node(assign, "AssignVariableOp", [handle, path], dtype=DType.STRING)
+        assignments.append(assign)
+    return assignments
+
+
+def _part_from_loading(
+    nodes: dict[str, Proto], served: Mapping[str, object], filling: list[str], paths: list[str]
+) -> None:
+    """Give initialisers copies of the nodes between them and a path that requests use as well, in place."""
+    loading = reach(nodes, filling).inputs
+    changed = {*paths}
+    copies: dict[str, str] = {}
+    pending = True
+    while pending:  # until no more nodes are found behind the paths
+        pending = False
+        for name in loading:
+            if name in served and name not in changed and _sources(nodes[name]) & changed:
+                changed.add(name)
+                copies[name] = free_name(nodes, f"{name}/at_load")
+                nodes[copies[name]] = deepcopy(nodes[name])
+                nodes[copies[name]].name = copies[name]
+                pending = True
+    for name in [*copies.values(), *(name for name in loading if name not in served)]:
+        for original, copy in copies.items():
+            _replace_input(nodes[name], original, copy)
+
+
+def _sources(node: Proto) -> set[str]:
+    return {source.node for source in data_inputs(node)}
+
+
+def _replace_input(node: Proto, source: str, replacement: str) -> None:
+    for position, text in enumerate(node.input):
+        tensor = endpoint(text)
+        if tensor.node == source and tensor.output >= 0:
+            node.input[position] = tensor._replace(node=replacement).as_input

@@ -1,16 +1,16 @@
-"""Take DeepRec's lookups of whole groups of tables apart, into one lookup for each table.
+"""Split DeepRec's lookups in a group of tables into one lookup for each table.
 
-`tf.nn.group_embedding_lookup` and `group_embedding_lookup_sparse` look all tables of one dimension up in one
-operation. It becomes, in place:
+`tf.nn.group_embedding_lookup` and `group_embedding_lookup_sparse` look up all tables of one dimension in one
+operation. It is replaced by:
 
     for each table: KvResourceGather(handle, ids), or GatherV2 from an ordinary variable
         if ids are sparse: its rows x weights, UnsortedSegmentSum over the batch, / count
     IdentityN of these, under the name of the group
 
-"mean" divides by how many ids a row of the batch has and "sqrtn" by that number's root, whatever the weights
+"mean" divides by the number of ids in a row of the batch and "sqrtn" by its square root, whatever the weights
 are, unlike TensorFlow's own `embedding_lookup_sparse`; a row without ids is zero. A group is left as it is,
-and refused by name, if it clips rows (`max_norm`), if it makes sequences, brings default rows along, or is
-asked for more than rows.
+and refused by name, if it clips rows (`max_norm`), makes sequences, has default rows of its own, or if
+outputs other than rows are used.
 
 Source: DeepRec, tensorflow/core/ops/group_embedding_ops.cc and its CPU kernels,
 tensorflow/core/kernels/group_embedding/group_embedding_lookup{,_sparse_forward}_ops.cc.
@@ -42,7 +42,7 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 _SPARSE = {"GroupEmbeddingVarLookup": True, "GroupVariableLookup": False}
-"""Whether the tables are embedding variables; ids are the values of sparse tensors."""
+"""Operations whose ids are the values of sparse tensors, and whether their tables are embedding variables."""
 
 _DENSE = {"GroupEmbeddingVarLookupDense": True, "GroupVariableLookupDense": False}
 _KNOWN = _SPARSE | _DENSE
@@ -51,7 +51,7 @@ _KEYS = (DType.INT64, DType.INT32)
 
 
 def take_groups_apart(meta_graph: Proto, index: GraphIndex, needed: Collection[str]) -> GraphIndex:
-    """Rewrite, in place, the group lookups that outputs need; the index of the graph as it is then."""
+    """Rewrite, in place, the group lookups that outputs need; returns the index of the rewritten graph."""
     read = _outputs_read(index, meta_graph, needed)
     groups = {
         name: group
@@ -80,12 +80,12 @@ def group_handles(node: Proto) -> list[str]:
 
 
 def is_convertible_group(node: Proto) -> bool:
-    """True for a group lookup that can be taken apart."""
+    """True for a group lookup that can be split."""
     return _Group.of(node) is not None
 
 
 class _Group(Struct, frozen=True):
-    """A lookup in `count` tables; lists have an element for each, `indices` none if ids are dense."""
+    """A lookup in `count` tables; lists have an element for each, `indices` is empty if ids are dense."""
 
     node: Proto
     is_keyed: bool
@@ -101,7 +101,7 @@ class _Group(Struct, frozen=True):
 
     @classmethod
     def of(cls, node: Proto) -> _Group | None:
-        """The lookup that a node is; None if it is none, or of a kind that cannot be taken apart."""
+        """The group lookup of a node; None if it is another operation, or cannot be split."""
         count, inputs = int(attr(node, "num_lookups").i), data_inputs(node)
         if node.op not in _KNOWN or count < 1:
             return None
@@ -128,7 +128,7 @@ class _Group(Struct, frozen=True):
 
 
 def _outputs_read(index: GraphIndex, meta_graph: Proto, needed: Collection[str]) -> Mapping[str, set[int]]:
-    """The outputs of known groups that other needed nodes read, or signatures give."""
+    """The outputs of known groups that other needed nodes or signatures use."""
     read = [tensor for name in needed for tensor in data_inputs(index.nodes[name])]
     for signature in meta_graph.signature_def.values():
         ends = SignatureEnds.of(signature)
@@ -142,14 +142,14 @@ def _outputs_read(index: GraphIndex, meta_graph: Proto, needed: Collection[str])
 
 
 def _is_of_old_form(index: GraphIndex, group: _Group) -> bool:
-    """True where the batch's size is one number for all tables, as the graph's own description tells."""
+    """True if the operation takes one batch size for all tables, by the graph's own description of it."""
     described = index.op_def(group.node.op)
     arguments = described.input_arg if described is not None and group.shapes else ()
     return any(each.name == "dense_shape" and not each.number_attr for each in arguments)
 
 
 def _describe(meta_graph: Proto) -> None:
-    """Add what the graph now has to the descriptions of its operations: what IdentityN gives."""
+    """Add IdentityN, which replaced the groups, to the graph's descriptions of its operations."""
     described = meta_graph.meta_info_def.stripped_op_list.op
     if not any(op.name == "IdentityN" for op in described):
         made = described.add(name="IdentityN")
@@ -159,7 +159,7 @@ def _describe(meta_graph: Proto) -> None:
 
 
 class _Parts:
-    """Makes the nodes that take a group's place."""
+    """Makes the nodes that replace a group lookup."""
 
     def __init__(self, group: _Group, names: set[str]) -> None:
         self._group, self._names, self._made = group, names, list[Proto]()

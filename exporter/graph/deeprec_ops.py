@@ -1,7 +1,7 @@
-"""Tell which operations of a graph only DeepRec has.
+"""Recognise operations that only DeepRec has.
 
-DeepRec is a TensorFlow 1.15 with operations of its own. What a served output needs of those has to be
-rewritten (`exporter.graph.deeprec_conversion`) or refused.
+DeepRec is a TensorFlow 1.15 with operations of its own. Those that a served output needs are rewritten
+(`exporter.graph.deeprec_conversion`) or refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HANDLE = "KvVarHandleOp"
 GATHERS = frozenset({"KvResourceGather", "KvResourceGatherV1"})
 INITIALISERS = frozenset({"InitializeKvVariableOp", "InitializeKvVariableV2Op"})
 _SAVES_KEYS = "has_ev"
-"""An attribute of every SaveV2 that DeepRec makes."""
+"""An attribute that every SaveV2 of DeepRec has."""
 
 _KNOWN = re.compile(
     r"""(_OPT_)?Kv\w+ | (Read|Initialize|Destroy)Kv\w+ | EVGet\w+ | MultiKv\w+
@@ -48,17 +48,17 @@ def is_fused(op: str) -> bool:
 
 
 def is_deeprecs(nodes: Iterable[Proto]) -> bool:
-    """True for a graph that DeepRec made; its savers tell, too."""
+    """True for a graph that DeepRec made, by an operation of DeepRec's or the attribute of its SaveV2."""
     return any(is_deeprec(node.op) or _SAVES_KEYS in node.attr for node in nodes)
 
 
 def drop_foreign_attributes(nodes: Iterable[Proto], op_defs: Iterable[Proto]) -> None:
-    """Remove, in place, attributes of stock operations that only DeepRec's have and that say nothing.
+    """Remove, in place, attributes that only DeepRec has on stock operations, if they have default values.
 
-    These have the default value that the graph's own descriptions of its operations give.
+    The graph's own descriptions of its operations give the defaults.
 
     Raises:
-        ForeignOperations: one has another value, so that stock TensorFlow would compute something else.
+        ForeignOperations: an attribute has another value, so that stock TensorFlow would compute otherwise.
     """
     defaults = {op.name: {a.name: a.default_value for a in op.attr} for op in op_defs}
     for node in nodes:
@@ -72,7 +72,7 @@ def drop_foreign_attributes(nodes: Iterable[Proto], op_defs: Iterable[Proto]) ->
 
 
 def foreign_attributes(node: Proto) -> list[str]:
-    """The attributes that a stock operation does not have; those that begin with `_` are for anything."""
+    """The attributes that the stock operation lacks; those that begin with `_` are allowed on any node."""
     known = stock_attributes(node.op)
     if known is None:
         return []

@@ -1,17 +1,17 @@
-"""Prune the function library: keep functions that the graph calls, and in each what its results need.
+"""Prune the function library and convert variables, so that a graph can be served and updated.
 
-Handle tables that a function makes and fills with constants on each call, as old feature columns do.
+*Functions.* Functions that the graph calls are kept, and in each the nodes that its results need. Old feature
+columns make a table in a function and fill it with constants on each call:
 
     HashTableV2 -> LookupTableImportV2(table, Const, Const)      the control edge from here
                 -> LookupTableFindV2(table, ids)                 to here gives the order
 
-Every call fills in the same, which TensorFlow takes for no change. So the fills are kept, though they return
-nothing.
+Such fills are kept, although they return nothing. Every call fills in the same entries, which a static table
+accepts.
 
-Convert reference variables to resource variables, and make gathers read rows instead of whole tables.
-
-Serving needs both: the incremental subgraph updates resource variables, and a ReadVariableOp under a gather
-copies the whole table at each request once a row was scattered into it (copy-on-read).
+*Variables.* Reference variables become resource variables, which the incremental subgraph can update. Gathers
+from a variable that is read whole become ResourceGather: once a row was scattered into the variable, its
+ReadVariableOp would copy the whole table at each request (copy-on-read).
 """
 
 from __future__ import annotations
@@ -55,360 +55,16 @@ _REF_FORMS = {
     name: name.removeprefix("Ref")
     for name in ("RefSwitch", "RefMerge", "RefEnter", "RefExit", "RefNextIteration")
 }
+
 _GATHERS = frozenset({"Gather", "GatherV2"})
 _MAX_STEPS = 32
-
-
-def use_resource_variables(nodes: dict[str, Proto]) -> dict[Endpoint, Endpoint]:
-    """Turn every variable node into a VarHandleOp of the same name, and its readers into reads, in place.
-
-    An Identity on a reference variable becomes the ReadVariableOp under its own name. Returns where a tensor
-    of that was a variable itself is to be read from now.
-    """
-    references = {name for name, node in nodes.items() if node.op in ("Variable", "VariableV2")}
-    reads: dict[Endpoint, Endpoint] = {}
-    for node in list(nodes.values()):
-        if any(endpoint(text).node in references for text in node.input):
-            _read_by_value(nodes, node, references, reads)
-        node.op = _REF_FORMS.get(node.op, node.op)
-    for name in references:
-        reads.setdefault(Endpoint(name, 0), Endpoint(_add_read(nodes, nodes[name]), 0))
-    first_of: dict[tuple[str, str], str] = {}
-    for name in [name for name, node in nodes.items() if node.op in VARIABLE_OPS]:
-        identity = (attr_text(nodes[name], "container"), attr_text(nodes[name], "shared_name") or name)
-        _make_handle(nodes[name], first_of.setdefault(identity, name))
-    return reads
-
-
-def _read_by_value(
-    nodes: dict[str, Proto], node: Proto, references: set[str], reads: dict[Endpoint, Endpoint]
-) -> None:
-    if node.op in ("Identity", "RefIdentity"):
-        node.op = "ReadVariableOp"
-        if "T" in node.attr:
-            node.attr["dtype"].CopyFrom(node.attr["T"])
-            del node.attr["T"]
-        return
-    if node.op == "IsVariableInitialized":
-        node.op = "VarIsInitializedOp"
-        node.attr.pop("dtype", None)
-        return
-    for position, text in enumerate(node.input):
-        source = endpoint(text)
-        if source.node in references and source.output >= 0:
-            if source not in reads:
-                reads[source] = Endpoint(_add_read(nodes, nodes[source.node]), 0)
-            node.input[position] = reads[source].as_input
-
-
-def _add_read(nodes: dict[str, Proto], variable: Proto) -> str:
-    name = free_name(nodes, f"{variable.name}/ReadVariableOp")
-    dtype = attr_dtype(variable, "dtype") or DType.FLOAT
-    nodes[name] = new_node(name, "ReadVariableOp", [variable.name], dtype=dtype)
-    return name
-
-
-def _make_handle(node: Proto, shared_name: str) -> None:
-    """Two nodes of one container and shared name are one variable: they keep a common name.
-
-    `allowed_devices` and `debug_name` go: they mean nothing to a server, and old servers do not know them.
-    """
-    kept = {name: node.attr[name] for name in ("shape", "_output_shapes") if name in node.attr}
-    dtype = attr_dtype(node, "dtype") or DType.FLOAT
-    handle = new_node(node.name, "VarHandleOp", dtype=dtype, shared_name=shared_name.encode())
-    for name, value in kept.items():
-        if not (name == "_output_shapes" and node.op != "VarHandleOp"):
-            handle.attr[name].CopyFrom(value)
-    node.CopyFrom(handle)
-
-
-def graph_variables(
-    nodes: Mapping[str, Proto], keys: Mapping[str, VariableKey], without: Collection[str] = ()
-) -> tuple[GraphVariable, ...]:
-    """The variables behind the VarHandleOps, one for each that differs; `without` these nodes.
-
-    Objects may share a name (`Variable`), which would give them one tensor: such go by their nodes' names.
-
-    Raises:
-        NotServable: one has no static shape, so that it is unknown whether a tensor fits.
-    """
-    found = []
-    for name, node in nodes.items():
-        if node.op != "VarHandleOp" or attr_text(node, "shared_name") != name or name in without:
-            continue
-        shape = attr_shape(node)
-        if shape is None or min(shape, default=0) < 0:
-            raise NotServable(
-                f"variable {name!r} has no static shape",
-                hint="create it with a shape (validate_shape=True), and export again",
-            )
-        key = keys.get(name, VariableKey(name))
-        dtype = attr_dtype(node, "dtype") or DType.FLOAT
-        found.append(GraphVariable(name, key.key, dtype, shape, key.part))
-    uses = Counter(variable.key for variable in found if variable.part is None)
-    return tuple(replace(v, key=v.node) if uses[v.key] > 1 else v for v in found)
-
-
-def gather_rows(nodes: dict[str, Proto]) -> None:
-    """Turn gathers from a variable that is read whole into ResourceGather, in place.
-
-    Works on a graph's nodes and on a function's body alike: only the part of an input before its first
-    colon is looked at. Reads behind Identity, Switch and Enter are found too.
-    """
-    twins: dict[str, str] = {}
-    for node in list(nodes.values()):
-        if node.op in _GATHERS and _is_row_lookup(nodes, node):
-            handle = _handle_of(nodes, twins, node.input[0], _MAX_STEPS)
-            if handle is not None:
-                _make_resource_gather(node, handle)
-
-
-def _is_row_lookup(nodes: Mapping[str, Proto], node: Proto) -> bool:
-    if attr(node, "batch_dims").i:
-        return False
-    if attr_dtype(node, "Tindices") not in (DType.INT32, DType.INT64):
-        return False
-    if node.op == "Gather":
-        return len(node.input) >= 2
-    axis = nodes.get(_handle_producer(node.input[2])) if len(node.input) >= 3 else None
-    value = const_value(axis)
-    return value is not None and value.size == 1 and int(value.ravel()[0]) == 0
-
-
-def _handle_of(nodes: dict[str, Proto], twins: dict[str, str], text: str, steps_left: int) -> str | None:
-    """The input that gives the handle of the variable whose whole value `text` is, None if it is no such.
-
-    A Switch or an Enter on the value gets a twin on the handle; `twins` remembers them.
-    """
-    name = _handle_producer(text)
-    node = nodes.get(name)
-    if node is None or not node.input or not steps_left:
-        return None
-    if node.op == "ReadVariableOp":
-        return str(node.input[0])
-    if node.op == "Identity":
-        return _handle_of(nodes, twins, node.input[0], steps_left - 1)
-    if node.op not in SWITCHES and node.op not in ENTERS:
-        return None
-    if name not in twins:
-        handle = _handle_of(nodes, twins, node.input[0], steps_left - 1)
-        if handle is None:
-            return None
-        twins[name] = free_name(nodes, f"{name}/handle")
-        nodes[twins[name]] = _on_handle(node, twins[name], handle)
-    return twins[name] + text[len(name) :]
-
-
-def _on_handle(node: Proto, name: str, handle: str) -> Proto:
-    twin = new_node(name, node.op, [handle, *node.input[1:]], T=DType.RESOURCE)
-    for key in ("frame_name", "is_constant", "parallel_iterations"):
-        if key in node.attr:
-            twin.attr[key].CopyFrom(node.attr[key])
-    return twin
-
-
-def _handle_producer(text: str) -> str:
-    return text.partition(":")[0]
-
-
-def _make_resource_gather(node: Proto, handle: str) -> None:
-    gather = new_node(
-        node.name, "ResourceGather", [handle, node.input[1]], batch_dims=0, validate_indices=True
-    )
-    for name, kept in (("dtype", "Tparams"), ("Tindices", "Tindices"), ("_output_shapes", "_output_shapes")):
-        if kept in node.attr:
-            gather.attr[name].CopyFrom(node.attr[kept])
-    node.CopyFrom(gather)
-
-
 _FILLS = frozenset({"InitializeTable", "InitializeTableV2", "LookupTableImport", "LookupTableImportV2"})
 _STATIC = frozenset({"HashTable", "HashTableV2"})
 _CONST = re.compile("Const")
 _MAX_IDENTITIES = 32
 _TABLES = re.compile(r"(Anonymous|Mutable)*(Dense)?HashTable(OfTensors)?(V2)?")
-
-
-def constant_fills(nodes: Mapping[str, Proto]) -> dict[str, str]:
-    """The nodes of a function's body that fill a table of that body with constants, each with the table."""
-    found = {}
-    for node in nodes.values():
-        if node.op not in _FILLS:
-            continue
-        table, *contents = (_producer(nodes, text) for text in node.input if not text.startswith("^"))
-        if _is_op(nodes, table, _TABLES) and all(_is_op(nodes, name, _CONST) for name in contents):
-            found[node.name] = table
-    return found
-
-
-def fill_before_use(nodes: Mapping[str, Proto], fills: Mapping[str, str]) -> None:
-    """Make every user of a table wait for the node that fills it, in place.
-
-    The edge may have led over nodes that are not kept.
-    """
-    if not fills:
-        return
-    for node in nodes.values():
-        if node.name in fills:
-            continue
-        taken = {_producer(nodes, text) for text in node.input if not text.startswith("^")}
-        waits = [f"^{fill}" for fill, table in fills.items() if table in taken]
-        if node.op != "Identity":
-            node.input.extend(text for text in waits if text not in node.input)
-
-
-def _producer(nodes: Mapping[str, Proto], text: str) -> str:
-    """The node of the body that makes a value, which Identity nodes may hand on."""
-    name = text.partition(":")[0]
-    for _ in range(_MAX_IDENTITIES):
-        node = nodes.get(name)
-        if node is None or node.op != "Identity" or not node.input:
-            break
-        name = node.input[0].partition(":")[0]
-    return name
-
-
-def _is_op(nodes: Mapping[str, Proto], name: str, ops: re.Pattern[str]) -> bool:
-    return name in nodes and ops.fullmatch(nodes[name].op) is not None
-
-
-def drop_refills(meta_graph: Proto, init_op: str | None) -> None:
-    """Remove, in place, fills of static tables that the init op has filled before: those do nothing.
-
-    Keras' feature columns of TensorFlow 2.0 to 2.2 fill their tables in each call of a signature. A static
-    table takes its contents once; whoever fills it again with the same gets no error, and with others one
-    (`InitializableLookupTable::Initialize` in tensorflow/core/framework/lookup_interface). A server runs the
-    init op before any signature.
-    """
-    graph = {node.name: node for node in meta_graph.graph_def.node}
-    library = {function.signature.name: function for function in meta_graph.graph_def.library.function}
-    loading = [graph[name] for name in waited_for(graph, [init_op] if init_op else [])]
-    filled = {
-        name
-        for node in loading
-        for source in data_inputs(node)
-        if (name := through_identities(graph, source.node)) in graph and graph[name].op in _STATIC
-    }
-    if not filled:
-        return
-    at_load = _called_from(loading, library)
-    served = [node for node in graph.values() if node not in loading]
-    known = _arguments_that_are(filled, graph, served, library)
-    for name, function in library.items():
-        if name not in at_load and known.get(name):
-            _remove(function, known[name])
-
-
-def _called_from(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> set[str]:
-    def callees(body: Iterable[Proto]) -> Iterator[str]:
-        return (name for node in body for name in called_functions(node) if name in library)
-
-    return {*closure(callees(nodes), lambda name: callees(library[name].node_def))}
-
-
-def _arguments_that_are(
-    tables: Collection[str],
-    graph: Mapping[str, Proto],
-    served: Iterable[Proto],
-    library: Mapping[str, Proto],
-) -> dict[str, set[str]]:
-    """The arguments of each function that get one of these tables wherever it is called."""
-    arguments = {name: [a.name for a in f.signature.input_arg] for name, f in library.items()}
-    found = {name: {*names} for name, names in arguments.items()}
-    calls = [("", node) for node in served]
-    calls += [(name, node) for name, function in library.items() for node in function.node_def]
-    calls = [(where, node) for where, node in calls if called_functions(node) & library.keys()]
-    is_changing = True
-    while is_changing:
-        is_changing = False
-        for where, node in calls:
-            inputs = [text for text in node.input if not text.startswith("^")]
-            for callee in called_functions(node) & library.keys():
-                shift = CALLS.get(node.op, 0 if node.op == callee else len(inputs))
-                given = dict(zip(arguments[callee], inputs[shift:], strict=False))
-                kept = {
-                    name
-                    for name in found[callee] & given.keys()
-                    if (given[name] in found[where] if where else _table(graph, given[name]) in tables)
-                }
-                is_changing |= kept != found[callee]
-                found[callee] = kept
-    return found
-
-
-def _table(graph: Mapping[str, Proto], text: str) -> str:
-    return through_identities(graph, text.partition(":")[0])
-
-
-def _remove(function: Proto, tables: Collection[str]) -> None:
-    """Remove the fills of tables that are arguments, with the edges from them, in place."""
-    gone = {n.name for n in function.node_def if n.op in _FILLS and n.input and n.input[0] in tables}
-    if not gone:
-        return
-    kept = [node for node in function.node_def if node.name not in gone]
-    for node in kept:
-        node.input[:] = [text for text in node.input if text.removeprefix("^") not in gone]
-    put_nodes(function.node_def, kept)
-    for output, name in [*function.control_ret.items()]:
-        if name in gone:
-            del function.control_ret[output]
-    outputs = [output for output in function.signature.control_output if output in function.control_ret]
-    function.signature.control_output[:] = outputs
-
-
 _ASSIGNS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 _CALLEES = ("f", "then_branch", "else_branch", "cond", "body")
-
-
-def reachable(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> set[str]:
-    """The functions that `nodes` call, directly or through others.
-
-    Raises:
-        GraphError: a call of a function that the library lacks.
-    """
-    return {*closure(_callees(nodes, library), lambda name: _callees(library[name].node_def, library))}
-
-
-def _callees(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> Iterator[str]:
-    """The functions of the library that nodes call directly."""
-    for node in nodes:
-        _check_callees(node, library)
-        yield from (name for name in called_functions(node) if name in library)
-
-
-def _check_callees(node: Proto, library: Mapping[str, Proto]) -> None:
-    for key in _CALLEES if node.op in CALLS else ():
-        name = node.attr[key].func.name if key in node.attr else ""
-        if name and name not in library:
-            raise GraphError(
-                f"{node.op} {node.name!r} calls function {name!r}, which the graph does not have",
-                cause="the graph is damaged, or was cut by hand",
-            )
-
-
-def mutating(library: Mapping[str, Proto]) -> set[str]:
-    """The functions that write a variable or a table, themselves or through others.
-
-    To fill a table of its own with constants does not count.
-    """
-    found = set[str]()
-    for name, function in library.items():
-        changing = [node.name for node in function.node_def if changes_state(node.op)]
-        if changing and not constant_fills({n.name: n for n in function.node_def}).keys() >= {*changing}:
-            found.add(name)
-    return callers(library, found)
-
-
-def callers(library: Mapping[str, Proto], called: Iterable[str]) -> set[str]:
-    """These functions, and those that call one of them, directly or through others."""
-    found = {*called}
-    if not found:
-        return found
-    calling: dict[str, set[str]] = {name: set() for name in library}
-    for name, function in library.items():
-        for node in function.node_def:
-            for callee in called_functions(node) & library.keys():
-                calling[callee].add(name)
-    return {*closure(found, calling.__getitem__)}
 
 
 def served_library(
@@ -418,7 +74,7 @@ def served_library(
     *,
     allow_foreign: bool = False,
 ) -> Proto:
-    """The FunctionDefLibrary that the graph needs; bodies that initialisers call lose assignments alone.
+    """The FunctionDefLibrary that the graph needs; initialisers' functions lose only assignments.
 
     Raises:
         NotServable: a body reads a variable after changing it.
@@ -449,9 +105,9 @@ def _prune_reachable(
     keep_whole: set[str],
     stock: Collection[str] | None,
 ) -> dict[str, Proto]:
-    """Pruned bodies may call less than whole ones: walk and prune in one go.
+    """Prune the functions that nodes call. A pruned body calls fewer functions, so prune while walking.
 
-    `stock` are the functions that bodies may call beside stock operations; None: there may be others.
+    `stock` are the functions that bodies may call besides stock operations; None allows others, too.
     """
     found: dict[str, Proto] = {}
     pending = [*nodes]
@@ -468,35 +124,13 @@ def _prune_reachable(
     return found
 
 
-def without_placement(function: Proto) -> Proto:
-    """A copy of a function without devices and colocation."""
-    copy = deepcopy(function)
-    for node in copy.node_def:
-        node.device = ""
-        node.attr.pop("_class", None)
-    return copy
-
-
-def _without_assignments(function: Proto) -> Proto:
-    """The function without assignments of variables, in place: their values come from the checkpoint."""
-    assigning = {node.name for node in function.node_def if node.op in _ASSIGNS}
-    if not assigning:
-        return function
-    kept = [node for node in function.node_def if node.name not in assigning]
-    for node in kept:
-        node.input[:] = [text for text in node.input if text.removeprefix("^") not in assigning]
-    put_nodes(function.node_def, kept)
-    _keep_control_outputs(function, {node.name for node in kept})
-    return function
-
-
 def pruned_body(function: Proto, changing: set[str], stock: Collection[str] | None = None) -> Proto:
-    """A function reduced, in place, to what its results are computed from; returned for convenience.
+    """Reduce a function, in place, to the nodes that its results need; returned for convenience.
 
-    With `stock`, the functions that it may call, it may need nothing else than those and stock operations.
+    With `stock`, it may need only these functions and stock operations.
 
-    Source of the naming: tensorflow/core/framework/function.proto: a body's input is `argument`,
-    `node:output name:index` or `^node`.
+    In a body an input is `argument`, `node:output name:index` or `^node` (source:
+    tensorflow/core/framework/function.proto).
     """
     nodes = {node.name: node for node in function.node_def}
     if any(node.op in SWITCHES or node.op in ENTERS for node in nodes.values()):
@@ -547,3 +181,368 @@ def _check_inputs(node: Proto, inputs: list[str], kept: set[str], arguments: set
             raise GraphError(
                 f"{node.op} {node.name!r} of function {function!r} reads {text!r}, which is not there"
             )
+
+
+def without_placement(function: Proto) -> Proto:
+    """A copy of a function without devices and colocation."""
+    copy = deepcopy(function)
+    for node in copy.node_def:
+        node.device = ""
+        node.attr.pop("_class", None)
+    return copy
+
+
+def _without_assignments(function: Proto) -> Proto:
+    """Remove assignments of variables from a function, in place: their values come from the checkpoint."""
+    assigning = {node.name for node in function.node_def if node.op in _ASSIGNS}
+    if not assigning:
+        return function
+    kept = [node for node in function.node_def if node.name not in assigning]
+    for node in kept:
+        node.input[:] = [text for text in node.input if text.removeprefix("^") not in assigning]
+    put_nodes(function.node_def, kept)
+    _keep_control_outputs(function, {node.name for node in kept})
+    return function
+
+
+def reachable(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> set[str]:
+    """The functions that `nodes` call, directly or through others.
+
+    Raises:
+        GraphError: a node calls a function that the library lacks.
+    """
+    return {*closure(_callees(nodes, library), lambda name: _callees(library[name].node_def, library))}
+
+
+def _callees(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> Iterator[str]:
+    """The functions of the library that nodes call directly."""
+    for node in nodes:
+        _check_callees(node, library)
+        yield from (name for name in called_functions(node) if name in library)
+
+
+def _check_callees(node: Proto, library: Mapping[str, Proto]) -> None:
+    for key in _CALLEES if node.op in CALLS else ():
+        name = node.attr[key].func.name if key in node.attr else ""
+        if name and name not in library:
+            raise GraphError(
+                f"{node.op} {node.name!r} calls function {name!r}, which the graph does not have",
+                cause="the graph is damaged, or was cut by hand",
+            )
+
+
+def mutating(library: Mapping[str, Proto]) -> set[str]:
+    """The functions that write a variable or a table, themselves or through others.
+
+    Filling a table of the function's own with constants does not count.
+    """
+    found = set[str]()
+    for name, function in library.items():
+        changing = [node.name for node in function.node_def if changes_state(node.op)]
+        if changing and not constant_fills({n.name: n for n in function.node_def}).keys() >= {*changing}:
+            found.add(name)
+    return callers(library, found)
+
+
+def callers(library: Mapping[str, Proto], called: Iterable[str]) -> set[str]:
+    """These functions, and those that call one of them, directly or through others."""
+    found = {*called}
+    if not found:
+        return found
+    calling: dict[str, set[str]] = {name: set() for name in library}
+    for name, function in library.items():
+        for node in function.node_def:
+            for callee in called_functions(node) & library.keys():
+                calling[callee].add(name)
+    return {*closure(found, calling.__getitem__)}
+
+
+def constant_fills(nodes: Mapping[str, Proto]) -> dict[str, str]:
+    """The nodes that fill a table of their function's body with constants, each with the table's node."""
+    found = {}
+    for node in nodes.values():
+        if node.op not in _FILLS:
+            continue
+        table, *contents = (_producer(nodes, text) for text in node.input if not text.startswith("^"))
+        if _is_op(nodes, table, _TABLES) and all(_is_op(nodes, name, _CONST) for name in contents):
+            found[node.name] = table
+    return found
+
+
+def fill_before_use(nodes: Mapping[str, Proto], fills: Mapping[str, str]) -> None:
+    """Make every user of a table wait for the node that fills it, in place.
+
+    The original control edge may have led through nodes that are dropped.
+    """
+    if not fills:
+        return
+    for node in nodes.values():
+        if node.name in fills:
+            continue
+        taken = {_producer(nodes, text) for text in node.input if not text.startswith("^")}
+        waits = [f"^{fill}" for fill, table in fills.items() if table in taken]
+        if node.op != "Identity":
+            node.input.extend(text for text in waits if text not in node.input)
+
+
+def _producer(nodes: Mapping[str, Proto], text: str) -> str:
+    """The node of the body that makes a value, behind Identity nodes."""
+    name = text.partition(":")[0]
+    for _ in range(_MAX_IDENTITIES):
+        node = nodes.get(name)
+        if node is None or node.op != "Identity" or not node.input:
+            break
+        name = node.input[0].partition(":")[0]
+    return name
+
+
+def _is_op(nodes: Mapping[str, Proto], name: str, ops: re.Pattern[str]) -> bool:
+    return name in nodes and ops.fullmatch(nodes[name].op) is not None
+
+
+def drop_refills(meta_graph: Proto, init_op: str | None) -> None:
+    """Remove, in place, fills of static tables that the init op has filled before: those do nothing.
+
+    Keras' feature columns of TensorFlow 2.0 to 2.2 fill their tables in each call of a signature. A static
+    table takes its contents once; filling it again is ignored with equal contents, and an error with others
+    (`InitializableLookupTable::Initialize` in tensorflow/core/framework/lookup_interface). A server runs the
+    init op before any signature.
+    """
+    graph = {node.name: node for node in meta_graph.graph_def.node}
+    library = {function.signature.name: function for function in meta_graph.graph_def.library.function}
+    loading = [graph[name] for name in waited_for(graph, [init_op] if init_op else [])]
+    filled = {
+        name
+        for node in loading
+        for source in data_inputs(node)
+        if (name := through_identities(graph, source.node)) in graph and graph[name].op in _STATIC
+    }
+    if not filled:
+        return
+    at_load = _called_from(loading, library)
+    served = [node for node in graph.values() if node not in loading]
+    known = _arguments_that_are(filled, graph, served, library)
+    for name, function in library.items():
+        if name not in at_load and known.get(name):
+            _remove(function, known[name])
+
+
+def _called_from(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> set[str]:
+    def callees(body: Iterable[Proto]) -> Iterator[str]:
+        return (name for node in body for name in called_functions(node) if name in library)
+
+    return {*closure(callees(nodes), lambda name: callees(library[name].node_def))}
+
+
+def _arguments_that_are(
+    tables: Collection[str],
+    graph: Mapping[str, Proto],
+    served: Iterable[Proto],
+    library: Mapping[str, Proto],
+) -> dict[str, set[str]]:
+    """The arguments of each function to which every call of it passes one of these tables."""
+    arguments = {name: [a.name for a in f.signature.input_arg] for name, f in library.items()}
+    found = {name: {*names} for name, names in arguments.items()}
+    calls = [("", node) for node in served]
+    calls += [(name, node) for name, function in library.items() for node in function.node_def]
+    calls = [(where, node) for where, node in calls if called_functions(node) & library.keys()]
+    is_changing = True
+    while is_changing:
+        is_changing = False
+        for where, node in calls:
+            inputs = [text for text in node.input if not text.startswith("^")]
+            for callee in called_functions(node) & library.keys():
+                shift = CALLS.get(node.op, 0 if node.op == callee else len(inputs))
+                given = dict(zip(arguments[callee], inputs[shift:], strict=False))
+                kept = {
+                    name
+                    for name in found[callee] & given.keys()
+                    if (given[name] in found[where] if where else _table(graph, given[name]) in tables)
+                }
+                is_changing |= kept != found[callee]
+                found[callee] = kept
+    return found
+
+
+def _table(graph: Mapping[str, Proto], text: str) -> str:
+    return through_identities(graph, text.partition(":")[0])
+
+
+def _remove(function: Proto, tables: Collection[str]) -> None:
+    """Remove the fills of tables that the function gets as `tables`, and edges from them, in place."""
+    gone = {n.name for n in function.node_def if n.op in _FILLS and n.input and n.input[0] in tables}
+    if not gone:
+        return
+    kept = [node for node in function.node_def if node.name not in gone]
+    for node in kept:
+        node.input[:] = [text for text in node.input if text.removeprefix("^") not in gone]
+    put_nodes(function.node_def, kept)
+    for output, name in [*function.control_ret.items()]:
+        if name in gone:
+            del function.control_ret[output]
+    outputs = [output for output in function.signature.control_output if output in function.control_ret]
+    function.signature.control_output[:] = outputs
+
+
+def use_resource_variables(nodes: dict[str, Proto]) -> dict[Endpoint, Endpoint]:
+    """Turn every variable node into a VarHandleOp of the same name, and its readers into reads, in place.
+
+    An Identity on a reference variable becomes the ReadVariableOp, under its own name. Returns for each
+    variable's own tensor the tensor that now holds its value.
+    """
+    references = {name for name, node in nodes.items() if node.op in ("Variable", "VariableV2")}
+    reads: dict[Endpoint, Endpoint] = {}
+    for node in list(nodes.values()):
+        if any(endpoint(text).node in references for text in node.input):
+            _read_by_value(nodes, node, references, reads)
+        node.op = _REF_FORMS.get(node.op, node.op)
+    for name in references:
+        reads.setdefault(Endpoint(name, 0), Endpoint(_add_read(nodes, nodes[name]), 0))
+    first_of: dict[tuple[str, str], str] = {}
+    for name in [name for name, node in nodes.items() if node.op in VARIABLE_OPS]:
+        identity = (attr_text(nodes[name], "container"), attr_text(nodes[name], "shared_name") or name)
+        _make_handle(nodes[name], first_of.setdefault(identity, name))
+    return reads
+
+
+def _read_by_value(
+    nodes: dict[str, Proto], node: Proto, references: set[str], reads: dict[Endpoint, Endpoint]
+) -> None:
+    if node.op in ("Identity", "RefIdentity"):
+        node.op = "ReadVariableOp"
+        if "T" in node.attr:
+            node.attr["dtype"].CopyFrom(node.attr["T"])
+            del node.attr["T"]
+        return
+    if node.op == "IsVariableInitialized":
+        node.op = "VarIsInitializedOp"
+        node.attr.pop("dtype", None)
+        return
+    for position, text in enumerate(node.input):
+        source = endpoint(text)
+        if source.node in references and source.output >= 0:
+            if source not in reads:
+                reads[source] = Endpoint(_add_read(nodes, nodes[source.node]), 0)
+            node.input[position] = reads[source].as_input
+
+
+def _add_read(nodes: dict[str, Proto], variable: Proto) -> str:
+    name = free_name(nodes, f"{variable.name}/ReadVariableOp")
+    dtype = attr_dtype(variable, "dtype") or DType.FLOAT
+    nodes[name] = new_node(name, "ReadVariableOp", [variable.name], dtype=dtype)
+    return name
+
+
+def _make_handle(node: Proto, shared_name: str) -> None:
+    """Make a node a VarHandleOp. Nodes of one container and shared name are one variable, under one name.
+
+    The attributes `allowed_devices` and `debug_name` are dropped: a server has no use for them, and older
+    servers do not know them.
+    """
+    kept = {name: node.attr[name] for name in ("shape", "_output_shapes") if name in node.attr}
+    dtype = attr_dtype(node, "dtype") or DType.FLOAT
+    handle = new_node(node.name, "VarHandleOp", dtype=dtype, shared_name=shared_name.encode())
+    for name, value in kept.items():
+        if not (name == "_output_shapes" and node.op != "VarHandleOp"):
+            handle.attr[name].CopyFrom(value)
+    node.CopyFrom(handle)
+
+
+def graph_variables(
+    nodes: Mapping[str, Proto], keys: Mapping[str, VariableKey], without: Collection[str] = ()
+) -> tuple[GraphVariable, ...]:
+    """The variables of the VarHandleOps, each once; `without` leaves out these nodes.
+
+    Several objects may have one name (`Variable`), which would give them one tensor. They get the names of
+    their nodes.
+
+    Raises:
+        NotServable: a variable has no static shape, so that it is unknown whether a tensor fits.
+    """
+    found = []
+    for name, node in nodes.items():
+        if node.op != "VarHandleOp" or attr_text(node, "shared_name") != name or name in without:
+            continue
+        shape = attr_shape(node)
+        if shape is None or min(shape, default=0) < 0:
+            raise NotServable(
+                f"variable {name!r} has no static shape",
+                hint="create it with a shape (validate_shape=True), and export again",
+            )
+        key = keys.get(name, VariableKey(name))
+        dtype = attr_dtype(node, "dtype") or DType.FLOAT
+        found.append(GraphVariable(name, key.key, dtype, shape, key.part))
+    uses = Counter(variable.key for variable in found if variable.part is None)
+    return tuple(replace(v, key=v.node) if uses[v.key] > 1 else v for v in found)
+
+
+def gather_rows(nodes: dict[str, Proto]) -> None:
+    """Turn gathers from a variable that is read whole into ResourceGather, in place.
+
+    Takes a graph's nodes or a function's body: it uses only the part of an input before its first colon.
+    Reads behind Identity, Switch and Enter are found, too.
+    """
+    twins: dict[str, str] = {}
+    for node in list(nodes.values()):
+        if node.op in _GATHERS and _is_row_lookup(nodes, node):
+            handle = _handle_of(nodes, twins, node.input[0], _MAX_STEPS)
+            if handle is not None:
+                _make_resource_gather(node, handle)
+
+
+def _is_row_lookup(nodes: Mapping[str, Proto], node: Proto) -> bool:
+    if attr(node, "batch_dims").i:
+        return False
+    if attr_dtype(node, "Tindices") not in (DType.INT32, DType.INT64):
+        return False
+    if node.op == "Gather":
+        return len(node.input) >= 2
+    axis = nodes.get(_handle_producer(node.input[2])) if len(node.input) >= 3 else None
+    value = const_value(axis)
+    return value is not None and value.size == 1 and int(value.ravel()[0]) == 0
+
+
+def _handle_of(nodes: dict[str, Proto], twins: dict[str, str], text: str, steps_left: int) -> str | None:
+    """The input that is the handle of the variable whose whole value `text` is, None if `text` is not that.
+
+    A Switch or an Enter on the value gets a twin on the handle; `twins` remembers them.
+    """
+    name = _handle_producer(text)
+    node = nodes.get(name)
+    if node is None or not node.input or not steps_left:
+        return None
+    if node.op == "ReadVariableOp":
+        return str(node.input[0])
+    if node.op == "Identity":
+        return _handle_of(nodes, twins, node.input[0], steps_left - 1)
+    if node.op not in SWITCHES and node.op not in ENTERS:
+        return None
+    if name not in twins:
+        handle = _handle_of(nodes, twins, node.input[0], steps_left - 1)
+        if handle is None:
+            return None
+        twins[name] = free_name(nodes, f"{name}/handle")
+        nodes[twins[name]] = _on_handle(node, twins[name], handle)
+    return twins[name] + text[len(name) :]
+
+
+def _on_handle(node: Proto, name: str, handle: str) -> Proto:
+    twin = new_node(name, node.op, [handle, *node.input[1:]], T=DType.RESOURCE)
+    for key in ("frame_name", "is_constant", "parallel_iterations"):
+        if key in node.attr:
+            twin.attr[key].CopyFrom(node.attr[key])
+    return twin
+
+
+def _handle_producer(text: str) -> str:
+    return text.partition(":")[0]
+
+
+def _make_resource_gather(node: Proto, handle: str) -> None:
+    gather = new_node(
+        node.name, "ResourceGather", [handle, node.input[1]], batch_dims=0, validate_indices=True
+    )
+    for name, kept in (("dtype", "Tparams"), ("Tindices", "Tindices"), ("_output_shapes", "_output_shapes")):
+        if kept in node.attr:
+            gather.attr[name].CopyFrom(node.attr[kept])
+    node.CopyFrom(gather)

@@ -1,17 +1,12 @@
-"""Read a `.meta` file: a MetaGraphDef, binary or (`.pbtxt`) as text.
+"""Read a `.meta` file: a MetaGraphDef, binary or (`.pbtxt`) as text, with the signatures to serve.
 
-Dynamic tables that a graph's own nodes tell of: those that authors made with `exporter.tables`.
+If a user has to name the signatures, the error suggests inputs and outputs. Inputs are placeholders, except
+those of a Saver's file name. Outputs are the tensors after the last use of a trained variable: a softmax,
+sigmoid, top-k or arg-max there, and the logits before it. Tensors of gradients, updates of variables,
+summaries and Savers are not outputs.
 
-Refuse graphs of TensorFlow Recommenders-Addons (TFRA) before anything else is said of them.
-
-Its lookups in a training graph assign what they found to a variable first. So of its `.meta` and its training
-SavedModels another error would come first, that an output changes a variable, and lead astray.
-
-Guess a training graph's inputs and outputs, as suggestions for a person who has to name them.
-
-Inputs are placeholders, without those that tell a Saver its file's name. Outputs are what comes after the
-last use of a trained variable: a softmax, sigmoid, top-k or arg-max there, and the logits before it. What
-gradients, updates of variables, summaries and Savers compute is no output.
+Graphs of TensorFlow Recommenders-Addons (TFRA) are refused first: a lookup in its training graphs assigns its
+result to a variable, so the next check would report that an output changes a variable, and mislead the user.
 """
 
 from __future__ import annotations
@@ -56,172 +51,24 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 from exporter.wire.tensor_proto import to_array
 
+MAX_GRAPH_BYTES = (1 << 31) - 1
+"""The largest message that readers of protocol buffers accept."""
+
 _PREFIX = "TFRA>"
-
-
-def check_addons(meta_graph: Proto, index: GraphIndex, label: str) -> None:
-    """See that some signature does without TFRA's operations; or, if there is none, that the graph does.
-
-    Raises:
-        ForeignOperations: it does not.
-    """
-    bodies = (name for name, body in index.functions.items() if any(map(_is_addons, body.node_def)))
-    calling = callers(index.functions, bodies)
-    own = {name for name, node in index.nodes.items() if _is_addons(node) or called_functions(node) & calling}
-    ends = [SignatureEnds.of(signature) for signature in meta_graph.signature_def.values()]
-    if own and all(own & all_before(index.nodes, one.outputs, one.inputs).keys() for one in ends):
-        within = (node for name in sorted(calling) for node in index.functions[name].node_def)
-        found = {node.name: node.op for node in (*index.nodes.values(), *within) if _is_addons(node)}
-        tables = sorted({table for name in found if (table := table_in_graph(name))})
-        raise refusal(found, label, f"its tables are {', '.join(map(repr, tables))}" if tables else "")
-
-
-def _is_addons(node: Proto) -> bool:
-    return str(node.op).startswith(_PREFIX)
-
+_VERSION = re.compile(r"(?P<release>\d+(\.\d+)*)(-?(a|b|rc|dev|alpha|beta)\.?\d*)?(\+[\w.]+)?", re.ASCII)
+_SHOWN = 6
 
 _SAVER = re.compile(
     r"(Save|Restore)(V[23]|Slices?)?|MergeV2Checkpoints|ShardedFile(name|spec)|KvResource(Incr)?Import\w*"
 )
+
 _FILE_NAMES = re.compile(r"Identity|PlaceholderWithDefault|StringJoin|Pack|Select(V2)?|StaticRegexFullMatch")
 _ANSWERS = ("Softmax", "Sigmoid", "TopKV2", "ArgMax")
 _TRAINING = re.compile(r"(.*/)?gradients(_\d+)?/.*|(.*/)?(logistic_loss|softmax_cross_entropy)\w*/.*")
+
 _NO_OUTPUT = re.compile(
     r"\w*Grad\w*|\w*Summary\w*|Print(V2)?|Assert|.*CrossEntropyWithLogits|Shape|Rank|Size"
 )
-
-
-def input_placeholders(index: GraphIndex) -> list[Proto]:
-    """The placeholders that may stand for inputs, in the graph's order."""
-    nodes = [node for node in index.nodes.values() if node.op.startswith("Placeholder")]
-    return [node for node in nodes if not _is_a_savers(index, node.name)]
-
-
-def likely_outputs(index: GraphIndex) -> list[Endpoint]:
-    """Tensors that look like a model's answers, the likeliest first; none if no variable is used."""
-    forward = _computed_from_inputs(index)
-    values = _variables_values(index)
-    using = {
-        name
-        for name in forward
-        if not values.isdisjoint(_sources(index, name)) and index.shape(Endpoint(name, 0)) != ()
-    }  # a scalar is a loss with its regularisation
-    followed = _before(index, using, forward)
-    last = [name for name in using if name not in followed]
-    after = _after(index, last, forward)
-    ranked = [name for op in _ANSWERS for name in after if index.nodes[name].op == op]
-    logits = [name for name in index.nodes if name in last]
-    return [Endpoint(name, 0) for name in dict.fromkeys([*ranked, *logits])]
-
-
-def _is_a_savers(index: GraphIndex, name: str) -> bool:
-    """True if a placeholder's value goes nowhere but into the files' names of a Saver."""
-    pending, seen, saves = [name], {name}, False
-    while pending:
-        for reader, _ in index.consumers[pending.pop()]:
-            op = index.nodes[reader].op
-            if not _SAVER.fullmatch(op) and not _FILE_NAMES.fullmatch(op):
-                return False
-            saves |= _SAVER.fullmatch(op) is not None
-            if reader not in seen and not op.startswith(("Restore", "KvResource")):
-                seen.add(reader)
-                pending.append(reader)
-    return saves
-
-
-def _computed_from_inputs(index: GraphIndex) -> set[str]:
-    """The nodes of the forward pass, the losses behind it too."""
-    reached = {
-        name
-        for name in _after(index, _inputs(index), index.nodes)
-        if not (changes_state(index.nodes[name].op) or _NO_OUTPUT.fullmatch(index.nodes[name].op))
-        and not _TRAINING.fullmatch(name)
-    }
-    return reached - _updates(index, reached)
-
-
-def _updates(index: GraphIndex, nodes: set[str]) -> set[str]:
-    """What is computed for nothing but new values of variables."""
-    readers = {name: [reader for reader, _ in index.consumers[name]] for name in nodes}
-    left = {name: sum(not changes_state(index.nodes[r].op) for r in found) for name, found in readers.items()}
-    pending = [name for name, found in readers.items() if found and not left[name]]
-    for name in pending:  # grows while it is walked
-        for source in _sources(index, name):
-            if source in nodes:
-                left[source] -= 1
-                if not left[source]:
-                    pending.append(source)
-    return {*pending}
-
-
-def _variables_values(index: GraphIndex) -> set[str]:
-    """Variables, and what is computed from them alone: reads, and partitions put together."""
-    variables = [name for name, node in index.nodes.items() if node.op in VARIABLE_OPS or node.op == HANDLE]
-    fed = {*_after(index, _inputs(index), index.nodes)}
-    return {*_after(index, variables, index.nodes.keys() - fed)}
-
-
-def _inputs(index: GraphIndex) -> list[str]:
-    placeholders = [node.name for node in input_placeholders(index)]
-    return placeholders + [name for name, node in index.nodes.items() if hands_over_batches(node.op)]
-
-
-def _after(index: GraphIndex, start: Iterable[str], among: Iterable[str]) -> list[str]:
-    """The given nodes and everything behind them, nearest first."""
-    among = {*among}
-    return [*closure(start, lambda name: (reader for reader, _ in index.consumers[name] if reader in among))]
-
-
-def _before(index: GraphIndex, start: Iterable[str], among: set[str]) -> set[str]:
-    """Everything that the given nodes are computed from, within `among`."""
-
-    def before(name: str) -> Iterator[str]:
-        return (source for source in _sources(index, name) if source in among)
-
-    return {*closure((source for name in start for source in before(name)), before)}
-
-
-def _sources(index: GraphIndex, name: str) -> Iterator[str]:
-    yield from (source.node for source in data_inputs(index.nodes[name]))
-
-
-def marked_tables(graph_def: Proto) -> tuple[GraphDynamicTable, ...]:
-    """The tables by the attributes of their variables' nodes.
-
-    Raises:
-        GraphError: a variable of one is missing.
-    """
-    found: dict[str, dict[str, Proto]] = {}
-    for node in graph_def.node:
-        if PART in node.attr and node.op == "VarHandleOp":
-            found.setdefault(node.attr[TABLE].s.decode(), {})[node.attr[PART].s.decode()] = node
-    return tuple(_table(name, nodes) for name, nodes in found.items())
-
-
-def _table(name: str, nodes: dict[str, Proto]) -> GraphDynamicTable:
-    if set(nodes) != set(PARTS) or DEFAULTS not in nodes[PARTS[-1]].attr:
-        raise GraphError(
-            f"dynamic table {name!r} has the variables {', '.join(sorted(nodes))}",
-            cause=f"expected {', '.join(PARTS)}",
-        )
-    values = nodes[PARTS[-1]]
-    defaults = to_array(values.attr[DEFAULTS].tensor)
-    index_seeds, index_rows, keys, _ = (nodes[part].name for part in PARTS)
-    return GraphDynamicTable(
-        name,
-        (index_seeds, index_rows, keys, values.name),
-        DType.INT64,
-        DType(values.attr["dtype"].type),
-        int(defaults.shape[1]),
-        defaults,
-    )
-
-
-MAX_GRAPH_BYTES = (1 << 31) - 1
-"""No reader of protocol buffers takes a larger message."""
-
-_VERSION = re.compile(r"(?P<release>\d+(\.\d+)*)(-?(a|b|rc|dev|alpha|beta)\.?\d*)?(\+[\w.]+)?", re.ASCII)
-_SHOWN = 6
 
 
 def load_metagraph(path: Path, request: GraphRequest) -> SourceGraph:
@@ -229,9 +76,9 @@ def load_metagraph(path: Path, request: GraphRequest) -> SourceGraph:
 
     Raises:
         CorruptFile: the file holds no MetaGraphDef.
-        UsageError: there is no such file, or nothing says what to serve.
-        UnknownTensor: a signature names a tensor that is not there.
-        NotServable: the graph is one that AutoDist made.
+        UsageError: the file does not exist, or the graph has no signatures and the request names none.
+        UnknownTensor: a signature names a tensor that the graph lacks.
+        NotServable: AutoDist has transformed the graph.
     """
     meta_graph = read_metagraph(path)
     if is_autodist(meta_graph):
@@ -244,7 +91,7 @@ def load_metagraph(path: Path, request: GraphRequest) -> SourceGraph:
 
 
 def is_autodist(meta_graph: Proto) -> bool:
-    """True for a graph that AutoDist has transformed; such a graph fits no checkpoint."""
+    """True for a graph that AutoDist has transformed, which no checkpoint fits."""
     return any(node.name.startswith(AUTODIST_SCOPE) for node in meta_graph.graph_def.node)
 
 
@@ -252,7 +99,7 @@ def read_metagraph(path: Path) -> Proto:
     """The `protos.MetaGraphDef` in a file.
 
     Raises:
-        CorruptFile: it is truncated, or something else.
+        CorruptFile: it is truncated, or not a graph.
         UsageError: it cannot be opened.
     """
     try:
@@ -266,7 +113,7 @@ def read_graph_file(path: Path) -> bytes:
     """The bytes of a graph's file.
 
     Raises:
-        CorruptFile: it has more than a protocol buffer may have; nothing of it was read.
+        CorruptFile: it is larger than a protocol buffer may be; it was not read.
         OSError: it cannot be read.
     """
     try:
@@ -280,16 +127,16 @@ def read_graph_file(path: Path) -> bytes:
 
 
 def readable_version(text: str) -> str:
-    """A TensorFlow's version as `tf.saved_model.load` parses it (PEP 440): without what forks put behind it.
+    """A version of TensorFlow as `tf.saved_model.load` can parse it (PEP 440), without a fork's suffix.
 
-    Of `1.15.5-deeprec2402` that is `1.15.5`, of `0.12.head` `0.12`; "" if nothing is left.
+    `1.15.5-deeprec2402` gives `1.15.5`, `0.12.head` gives `0.12`; "" if nothing is left.
     """
     found = _VERSION.match(text)
     return "" if found is None else found[0] if found.end() == len(text) else found["release"]
 
 
 def parse_message(kind: str, data: bytes, path: Path, *, is_text: bool, nonempty: str) -> Proto:
-    """A protocol buffer of the private pool from a file's bytes; the field `nonempty` must be there.
+    """A protocol buffer of the private pool from a file's bytes; its field `nonempty` must be set.
 
     Raises:
         CorruptFile: the bytes are not such a message.
@@ -312,11 +159,11 @@ def _has(message: Proto, field: str) -> bool:
 
 
 def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, directory: Path) -> SourceGraph:
-    """A source graph whose signatures are, in this order: the request's, the collections', its own.
+    """A source graph with the first of these signatures that exist: the request's, the collections', its own.
 
     Raises:
-        UsageError: there are none of these.
-        UnknownTensor: one names a tensor that is not there.
+        UsageError: there are no signatures.
+        UnknownTensor: a signature names a tensor that the graph lacks.
         NotServable: outputs need an embedding variable of a kind that cannot be served, or operations of
             TFRA.
     """
@@ -356,7 +203,7 @@ def _own_specs(meta_graph: Proto) -> list[SignatureSpec]:
 
 
 def _nothing_to_serve(index: GraphIndex, label: str) -> UsageError:
-    """Name what looks like an input and what looks like an output."""
+    """The error for a graph without signatures; it suggests inputs and outputs."""
     placeholders = [node.name for node in input_placeholders(index)]
     scores = [tensor.as_input for tensor in likely_outputs(index)]
     return UsageError(
@@ -369,3 +216,150 @@ def _nothing_to_serve(index: GraphIndex, label: str) -> UsageError:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "") if names else "none"
+
+
+def check_addons(meta_graph: Proto, index: GraphIndex, label: str) -> None:
+    """Check that a signature, or the graph if it has none, does without TFRA's operations.
+
+    Raises:
+        ForeignOperations: every signature, or the graph without signatures, needs them.
+    """
+    bodies = (name for name, body in index.functions.items() if any(map(_is_addons, body.node_def)))
+    calling = callers(index.functions, bodies)
+    own = {name for name, node in index.nodes.items() if _is_addons(node) or called_functions(node) & calling}
+    ends = [SignatureEnds.of(signature) for signature in meta_graph.signature_def.values()]
+    if own and all(own & all_before(index.nodes, one.outputs, one.inputs).keys() for one in ends):
+        within = (node for name in sorted(calling) for node in index.functions[name].node_def)
+        found = {node.name: node.op for node in (*index.nodes.values(), *within) if _is_addons(node)}
+        tables = sorted({table for name in found if (table := table_in_graph(name))})
+        raise refusal(found, label, f"its tables are {', '.join(map(repr, tables))}" if tables else "")
+
+
+def _is_addons(node: Proto) -> bool:
+    return str(node.op).startswith(_PREFIX)
+
+
+def marked_tables(graph_def: Proto) -> tuple[GraphDynamicTable, ...]:
+    """The dynamic tables that `exporter.tables` marked, by attributes of their variables' nodes.
+
+    Raises:
+        GraphError: a variable of a table is missing.
+    """
+    found: dict[str, dict[str, Proto]] = {}
+    for node in graph_def.node:
+        if PART in node.attr and node.op == "VarHandleOp":
+            found.setdefault(node.attr[TABLE].s.decode(), {})[node.attr[PART].s.decode()] = node
+    return tuple(_table(name, nodes) for name, nodes in found.items())
+
+
+def _table(name: str, nodes: dict[str, Proto]) -> GraphDynamicTable:
+    if set(nodes) != set(PARTS) or DEFAULTS not in nodes[PARTS[-1]].attr:
+        raise GraphError(
+            f"dynamic table {name!r} has the variables {', '.join(sorted(nodes))}",
+            cause=f"expected {', '.join(PARTS)}",
+        )
+    values = nodes[PARTS[-1]]
+    defaults = to_array(values.attr[DEFAULTS].tensor)
+    index_seeds, index_rows, keys, _ = (nodes[part].name for part in PARTS)
+    return GraphDynamicTable(
+        name,
+        (index_seeds, index_rows, keys, values.name),
+        DType.INT64,
+        DType(values.attr["dtype"].type),
+        int(defaults.shape[1]),
+        defaults,
+    )
+
+
+def input_placeholders(index: GraphIndex) -> list[Proto]:
+    """The placeholders that may be inputs, in the graph's order."""
+    nodes = [node for node in index.nodes.values() if node.op.startswith("Placeholder")]
+    return [node for node in nodes if not _is_a_savers(index, node.name)]
+
+
+def likely_outputs(index: GraphIndex) -> list[Endpoint]:
+    """Tensors that look like a model's outputs, the likeliest first; none if no variable is used."""
+    forward = _computed_from_inputs(index)
+    values = _variables_values(index)
+    using = {
+        name
+        for name in forward
+        if not values.isdisjoint(_sources(index, name)) and index.shape(Endpoint(name, 0)) != ()
+    }  # a scalar is a loss with its regularisation
+    followed = _before(index, using, forward)
+    last = [name for name in using if name not in followed]
+    after = _after(index, last, forward)
+    ranked = [name for op in _ANSWERS for name in after if index.nodes[name].op == op]
+    logits = [name for name in index.nodes if name in last]
+    return [Endpoint(name, 0) for name in dict.fromkeys([*ranked, *logits])]
+
+
+def _is_a_savers(index: GraphIndex, name: str) -> bool:
+    """True if a placeholder's value is used only in the file names of a Saver."""
+    pending, seen, saves = [name], {name}, False
+    while pending:
+        for reader, _ in index.consumers[pending.pop()]:
+            op = index.nodes[reader].op
+            if not _SAVER.fullmatch(op) and not _FILE_NAMES.fullmatch(op):
+                return False
+            saves |= _SAVER.fullmatch(op) is not None
+            if reader not in seen and not op.startswith(("Restore", "KvResource")):
+                seen.add(reader)
+                pending.append(reader)
+    return saves
+
+
+def _computed_from_inputs(index: GraphIndex) -> set[str]:
+    """The nodes of the forward pass and of the losses after it."""
+    reached = {
+        name
+        for name in _after(index, _inputs(index), index.nodes)
+        if not (changes_state(index.nodes[name].op) or _NO_OUTPUT.fullmatch(index.nodes[name].op))
+        and not _TRAINING.fullmatch(name)
+    }
+    return reached - _updates(index, reached)
+
+
+def _updates(index: GraphIndex, nodes: set[str]) -> set[str]:
+    """The nodes that only compute new values of variables."""
+    readers = {name: [reader for reader, _ in index.consumers[name]] for name in nodes}
+    left = {name: sum(not changes_state(index.nodes[r].op) for r in found) for name, found in readers.items()}
+    pending = [name for name, found in readers.items() if found and not left[name]]
+    for name in pending:  # grows while it is walked
+        for source in _sources(index, name):
+            if source in nodes:
+                left[source] -= 1
+                if not left[source]:
+                    pending.append(source)
+    return {*pending}
+
+
+def _variables_values(index: GraphIndex) -> set[str]:
+    """Variables, and the nodes that are computed from them alone: reads, and joined partitions."""
+    variables = [name for name, node in index.nodes.items() if node.op in VARIABLE_OPS or node.op == HANDLE]
+    fed = {*_after(index, _inputs(index), index.nodes)}
+    return {*_after(index, variables, index.nodes.keys() - fed)}
+
+
+def _inputs(index: GraphIndex) -> list[str]:
+    placeholders = [node.name for node in input_placeholders(index)]
+    return placeholders + [name for name, node in index.nodes.items() if hands_over_batches(node.op)]
+
+
+def _after(index: GraphIndex, start: Iterable[str], among: Iterable[str]) -> list[str]:
+    """The given nodes and all nodes that depend on them, nearest first."""
+    among = {*among}
+    return [*closure(start, lambda name: (reader for reader, _ in index.consumers[name] if reader in among))]
+
+
+def _before(index: GraphIndex, start: Iterable[str], among: set[str]) -> set[str]:
+    """All nodes that the given nodes are computed from, within `among`."""
+
+    def before(name: str) -> Iterator[str]:
+        return (source for source in _sources(index, name) if source in among)
+
+    return {*closure((source for name in start for source in before(name)), before)}
+
+
+def _sources(index: GraphIndex, name: str) -> Iterator[str]:
+    yield from (source.node for source in data_inputs(index.nodes[name]))

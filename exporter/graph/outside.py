@@ -1,17 +1,16 @@
-"""Find operations that reach out of a model: that read or write files, call out, or run code.
+"""Find operations that reach out of a model, and prepare a source graph for being run here.
 
-A graph is data until somebody runs it. A server that runs such an operation reads its own disk for whoever
-asks, and so does this process where it compares answers. One table says what each operation does, from its
-kernel in tensorflow/core; `tests/graph/test_outside_ops.py` compares it with TensorFlow's own registry.
+*Reaching out* is reading or writing files, calling other processes, or running code. A graph is data until a
+process runs it: then a server reads its own disk for any client that asks, and so does this process where it
+compares answers. One table says what each operation does, from its kernel in tensorflow/core;
+`tests/graph/test_outside_ops.py` compares the table with TensorFlow's own registry. Reading a file of the
+version itself (an asset) does not count: the loader gives its path.
 
-To read a file that belongs to the version (an asset) is no reach: the loader gives its path.
-
-Prepare a source graph so that its answers can be computed without training's side effects.
-
-Control edges may lead from an output to what only training can do: check a label that nobody feeds, take from
-a queue that nobody fills, move an average. To run those would fail, block for ever or change the answers.
-Nothing else is changed, so that a comparison still finds what cleaning did wrong; but operations that stock
-TensorFlow does not have, and what reads from them, could not be imported and are left out.
+*Running a source graph* (`runnable_graph`). Control edges may lead from an output to operations that only
+training can run: checks of a label that is not fed, reads of a queue that is not filled, updates of an
+average. They would fail, block for ever, or change the answers, so these edges are removed. Everything else
+stays, so that a comparison finds what cleaning did wrong; except for operations that stock TensorFlow lacks,
+and nodes that read from them, which cannot be imported.
 """
 
 from __future__ import annotations
@@ -44,64 +43,6 @@ from exporter.graph.servable import called_functions, foreign_ops, is_refused
 from exporter.graph.source_graph import SourceGraph
 from exporter.wire.protos import Proto
 
-
-def runnable_graph(source: SourceGraph) -> Proto:
-    """A copy of the source's GraphDef without control edges from what a server could not run.
-
-    A node that such an edge bound to its branch or iteration gets another edge from there.
-    """
-    index = GraphIndex.of(source.meta_graph)
-    unfit, pivots = _unfit(index), Pivots(index.nodes)
-    initialising = all_before(index.nodes, [endpoint(source.init_op)] if source.init_op else [])
-    graph_def = deepcopy(source.meta_graph.graph_def)
-    _drop_foreign(graph_def, index)
-    for node in graph_def.node:
-        kept = [text for text in node.input if not (text.startswith("^") and text[1:] in unfit)]
-        if len(kept) < len(node.input) and node.name not in initialising:
-            node.input[:] = (
-                dict.fromkeys([*kept, *pivots.needed_inputs(node)]) if not data_inputs(node) else kept
-            )
-    return graph_def
-
-
-def _unfit(index: GraphIndex) -> set[str]:
-    """The nodes that need an unfed placeholder, a queue, a change of state or Python, by what they read.
-
-    Tensors that are fed do not count as given here: TensorFlow's optimiser turns a control edge from
-    `Identity(fed)` into one from what makes `fed`, which then runs all the same.
-    """
-    return _behind(
-        index, [name for name, node in index.nodes.items() if is_refused(node.op) or node.op == "Placeholder"]
-    )
-
-
-def _drop_foreign(graph_def: Proto, index: GraphIndex) -> None:
-    """Remove what stock TensorFlow cannot import, and what reads from that."""
-    foreign = foreign_ops(index.nodes.values(), index.functions)
-    has_attributes = is_deeprecs(index.nodes.values())
-    found = [
-        name
-        for name, node in index.nodes.items()
-        if node.op in foreign or (has_attributes and foreign_attributes(node))
-    ]
-    if found:
-        _drop(graph_def, _behind(index, found))
-
-
-def _drop(graph_def: Proto, names: set[str]) -> None:
-    kept = []
-    for node in graph_def.node:
-        if node.name not in names:
-            node.input[:] = [text for text in node.input if endpoint(text).node not in names]
-            kept.append(node)
-    put_nodes(graph_def.node, kept)
-
-
-def _behind(index: GraphIndex, start: list[str]) -> set[str]:
-    """These nodes, and those that read from them, directly or not."""
-    return {*closure(start, lambda name: (reader for reader, _ in index.consumers[name]))}
-
-
 _EFFECTS = {
     Effect.READS: r"""
         ReadFile | MatchingFiles | (Experimental)?MatchingFilesDataset | ImmutableConst
@@ -126,7 +67,9 @@ _EFFECTS = {
         | _TPUReplicate | TPUReshardVariables""",
     Effect.RUNS: r"(Eager)?PyFunc | PyFuncStateless | Abort",
 }
+
 _PATTERNS = {effect: re.compile(pattern, re.VERBOSE) for effect, pattern in _EFFECTS.items()}
+
 _HARMLESS: dict[str, Callable[[Proto], bool]] = {
     "PrintV2": lambda node: not attr_text(node, "output_stream").startswith("file:"),
     "DecodeProtoV2": lambda node: _is_in_memory(attr_text(node, "descriptor_source")),
@@ -138,7 +81,7 @@ _HARMLESS: dict[str, Callable[[Proto], bool]] = {
     "DebugNanCount": lambda node: _has_no_urls(node),
     "DebugNumericSummary": lambda node: _has_no_urls(node),
 }
-"""When an operation of the table reaches nowhere, as its attributes say."""
+"""Tests of an operation's attributes that are true if it does not reach out after all."""
 
 _FILE_INPUTS = {
     "ReadFile": (0,),
@@ -154,7 +97,7 @@ _FILE_INPUTS = {
     "ExperimentalCSVDataset": (0,),
     "GenerateVocabRemapping": (0, 1),
 }
-"""The inputs that name a file, of operations that read whole files and nothing beside them."""
+"""The inputs that name a file, for operations that read just the files that these inputs name."""
 
 _HANDS_ON = frozenset({"Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "ReadVariableOp"})
 _JOINS = frozenset({"Pack", "ConcatV2"})
@@ -165,20 +108,20 @@ _MAX_STEPS = 64
 
 @cache
 def effect_of(op: str) -> Effect | None:
-    """What operations of this kind may do, whatever their attributes say."""
+    """The effect that operations of this kind may have, whatever their attributes say."""
     return next((effect for effect, pattern in _PATTERNS.items() if pattern.fullmatch(op)), None)
 
 
 def outside_ops(graph_def: Proto, files: Collection[str] = (), own: Collection[str] = ()) -> list[Outside]:
-    """Every operation of a served graph that reaches out, but for reads of its own files.
+    """Every operation of a served graph that reaches out, except reads of the version's own files.
 
-    `files` are nodes that hold the path of a file of the version; `own` are nodes that are not judged.
+    `files` are nodes that hold the path of such a file; the nodes `own` are not judged.
     """
     return _Judge(graph_def, files).found(own)
 
 
 def running_outside(graph_def: Proto, names: Iterable[str]) -> list[Outside]:
-    """Those among some nodes, and in the functions that they call, that do more than read."""
+    """Operations of these nodes, and of functions that they call, that reach out and do more than read."""
     library = {function.signature.name: function for function in graph_def.library.function}
     wanted = {*names}
     nodes = [node for node in graph_def.node if node.name in wanted]
@@ -193,7 +136,7 @@ def require_inside(found: Iterable[Outside], *, is_allowed: bool) -> None:
 
     Raises:
         NotServable: it calls Python, which no server has.
-        AccessRefused: names the operations, where that was not allowed.
+        AccessRefused: it reaches out, and that was not allowed; the error names the operations.
     """
     found = [*found]
     python = [each for each in found if each.op in _PYTHON]
@@ -205,7 +148,7 @@ def require_inside(found: Iterable[Outside], *, is_allowed: bool) -> None:
     if found and not is_allowed:
         raise AccessRefused(
             f"a served graph may not reach out of its version: {_listed(found)}",
-            cause="a server would do that for whoever sends a request, or when it loads the version",
+            cause="a server would do that for any client that sends a request, or when it loads the version",
             hint="make the file an asset (a constant path in the graph), or choose other outputs; "
             "if it is meant: --allow-file-ops",
         )
@@ -215,7 +158,7 @@ def require_harmless(found: Iterable[Outside], what: str, *, is_allowed: bool) -
     """Refuse to run a graph here that writes, calls out or runs code; `what` would run it.
 
     Raises:
-        AccessRefused: names the operations, where that was not allowed.
+        AccessRefused: it does, and that was not allowed; the error names the operations.
     """
     found = [each for each in found if each.effect is not Effect.READS]
     if found and not is_allowed:
@@ -247,7 +190,7 @@ def _has_no_urls(node: Proto) -> bool:
 
 
 class _Scope(Struct, frozen=True):
-    """A graph ("" is its name) or a function: its nodes, and those arguments that turn out to name files."""
+    """A graph (with the name "") or a function: its nodes, and the arguments found to name files."""
 
     function: str
     nodes: Mapping[str, Proto]
@@ -255,7 +198,7 @@ class _Scope(Struct, frozen=True):
 
 
 class _Judge:
-    """Judges a graph with its functions; an argument that names a file is judged where that is called."""
+    """Judges a graph with its functions; an argument that names a file is judged at the function's calls."""
 
     def __init__(self, graph_def: Proto, files: Collection[str]) -> None:
         self._graph = {node.name: node for node in graph_def.node}
@@ -267,14 +210,14 @@ class _Judge:
         self._judged: dict[str, tuple[set[int], list[Outside]]] = {}
 
     def found(self, own: Collection[str]) -> list[Outside]:
-        """What reaches out, each once."""
+        """The operations that reach out, each once."""
         found = [each for each in self._body(_Scope("", self._graph, set())) if each.node not in own]
         for name in sorted(reachable(self._graph.values(), self._library)):
             found += self._function(name)[1]
         return [*dict.fromkeys(found)]
 
     def _function(self, name: str) -> tuple[set[int], list[Outside]]:
-        """The arguments of a function that name files, and what it does that these do not explain."""
+        """The arguments of a function that name files, and its operations that reach out in other ways."""
         if name not in self._judged:
             self._judged[name] = (set(), [])  # of a function that calls itself
             function = self._library[name]
@@ -299,7 +242,7 @@ class _Judge:
         return found
 
     def _call(self, node: Proto, callee: str, scope: _Scope) -> list[Outside]:
-        """The reads in a function that get their files' names from a caller that may not give these."""
+        """The reads in a function to which this call passes the name of a file outside of the version."""
         named, _ = self._function(callee)
         is_plain = node.op in CALLS or node.op == callee
         places = [place + CALLS.get(node.op, 0) for place in sorted(named)]
@@ -310,7 +253,7 @@ class _Judge:
         return readers or [Outside(node.name, node.op, Effect.READS, scope.function)]
 
     def _are_files(self, node: Proto, places: Iterable[int], scope: _Scope) -> bool:
-        """True if these inputs are paths of the version's own files, or arguments, which the scope notes."""
+        """True if these inputs are paths of the version's own files, or arguments; the scope notes those."""
         inputs = [text for text in node.input if not text.startswith("^")]
         taken: set[str] = set()
         if all(place < len(inputs) and self._is_file(inputs[place], scope, taken) for place in places):
@@ -337,7 +280,7 @@ class _Judge:
 
 
 def _is_memory_cache(node: Proto, known: Mapping[str, Proto]) -> bool:
-    """True for a dataset that is cached in memory: its file's name is empty."""
+    """True for a dataset that is cached in memory, whose file name is empty."""
     if node.op not in ("CacheDataset", "CacheDatasetV2") or len(node.input) < 2:
         return False
     return const_texts(known.get(_node_of(node.input[1]))) == [""]
@@ -345,3 +288,60 @@ def _is_memory_cache(node: Proto, known: Mapping[str, Proto]) -> bool:
 
 def _node_of(text: str) -> str:
     return text.removeprefix("^").partition(":")[0]
+
+
+def runnable_graph(source: SourceGraph) -> Proto:
+    """A copy of the source's GraphDef without control edges from nodes that a server could not run.
+
+    A node that such an edge bound to its branch or iteration of control flow gets another edge from there.
+    """
+    index = GraphIndex.of(source.meta_graph)
+    unfit, pivots = _unfit(index), Pivots(index.nodes)
+    initialising = all_before(index.nodes, [endpoint(source.init_op)] if source.init_op else [])
+    graph_def = deepcopy(source.meta_graph.graph_def)
+    _drop_foreign(graph_def, index)
+    for node in graph_def.node:
+        kept = [text for text in node.input if not (text.startswith("^") and text[1:] in unfit)]
+        if len(kept) < len(node.input) and node.name not in initialising:
+            node.input[:] = (
+                dict.fromkeys([*kept, *pivots.needed_inputs(node)]) if not data_inputs(node) else kept
+            )
+    return graph_def
+
+
+def _unfit(index: GraphIndex) -> set[str]:
+    """The nodes whose inputs need an unfed placeholder, a queue, a change of state or Python.
+
+    Nodes behind a fed tensor count, too: TensorFlow's optimizer turns a control edge from `Identity(fed)`
+    into one from the node that computes `fed`, which then runs in spite of the feed.
+    """
+    return _behind(
+        index, [name for name, node in index.nodes.items() if is_refused(node.op) or node.op == "Placeholder"]
+    )
+
+
+def _drop_foreign(graph_def: Proto, index: GraphIndex) -> None:
+    """Remove operations that stock TensorFlow cannot import, and nodes that read from them, in place."""
+    foreign = foreign_ops(index.nodes.values(), index.functions)
+    has_attributes = is_deeprecs(index.nodes.values())
+    found = [
+        name
+        for name, node in index.nodes.items()
+        if node.op in foreign or (has_attributes and foreign_attributes(node))
+    ]
+    if found:
+        _drop(graph_def, _behind(index, found))
+
+
+def _drop(graph_def: Proto, names: set[str]) -> None:
+    kept = []
+    for node in graph_def.node:
+        if node.name not in names:
+            node.input[:] = [text for text in node.input if endpoint(text).node not in names]
+            kept.append(node)
+    put_nodes(graph_def.node, kept)
+
+
+def _behind(index: GraphIndex, start: list[str]) -> set[str]:
+    """These nodes, and all that read from them, directly or not."""
+    return {*closure(start, lambda name: (reader for reader, _ in index.consumers[name]))}

@@ -1,13 +1,15 @@
-"""Lookup tables: which operations fill them, and which files those operations read.
+"""Tables of a graph: which operations fill lookup tables, from which files, and which a checkpoint restores.
 
-Tables that training fills: the checkpoint holds their contents, and they are restored like variables.
+*Static tables* are filled by an initialiser, when a model is loaded. The files that it reads become assets.
 
-A Saver stores a `MutableHashTable` or `DenseHashTable` of the collection SAVEABLE_OBJECTS as two tensors,
-`<name>-keys` and `<name>-values`, of as many entries as the table has then; a dense table as all its buckets,
-also the empty ones. It restores them by LookupTableImportV2. The name is what the program gave, which is not
-always the node's. Source: tensorflow/python/ops/lookup_ops.py.
+*Tables that training fills* have their contents in the checkpoint, and are restored like variables. A Saver
+stores a `MutableHashTable` or `DenseHashTable` of the collection SAVEABLE_OBJECTS as two tensors,
+`<name>-keys` and `<name>-values`, with the entries that the table has then; a dense table with all its
+buckets, including the empty ones. It restores them by LookupTableImportV2. The program gives the name, which
+is not always the node's. Source: tensorflow/python/ops/lookup_ops.py.
 
-Dynamic tables in a graph: variables whose numbers of buckets and rows only a checkpoint tells.
+*Dynamic tables* (`exporter.tables`) are made of variables, whose numbers of buckets and rows only the
+checkpoint gives.
 """
 
 from __future__ import annotations
@@ -47,127 +49,22 @@ from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
-
-def with_table_shapes(graph: InferenceGraph, shapes: Mapping[str, tuple[int, ...]]) -> InferenceGraph:
-    """The graph with its dynamic tables' variables among the others; `shapes` are theirs, by served name.
-
-    From here on they are variables as any other. `graph` itself stays as it is.
-
-    Raises:
-        ShapeMismatch: no table has variables of these shapes.
-    """
-    if not graph.dynamic_tables:
-        return graph
-    meta_graph = deepcopy(graph.meta_graph)
-    nodes = {node.name: node for node in meta_graph.graph_def.node}
-    variables, geometries = list[GraphVariable](), {}
-    for table in graph.dynamic_tables:
-        sized = [replace(variable, shape=shapes[variable.key]) for variable in table.variables]
-        for variable in sized:
-            nodes[variable.node].attr["shape"].shape.CopyFrom(shape_proto(variable.shape))
-            nodes[variable.node].attr.pop("_output_shapes", None)
-        variables += sized
-        geometries[table.name] = _geometry(table, [variable.shape for variable in sized])
-    set_sizes(meta_graph.graph_def, geometries)
-    return replace(graph, meta_graph=meta_graph, variables=(*graph.variables, *variables))
-
-
-def _geometry(table: GraphDynamicTable, shapes: list[tuple[int, ...]]) -> TableGeometry:
-    (groups,), (slots,), (capacity,), _ = shapes
-    try:
-        return TableGeometry.of_shapes(groups, slots, capacity, len(table.defaults))
-    except ValueError as error:
-        raise ShapeMismatch(
-            f"the variables of table {table.name!r} do not fit each other", cause=str(error)
-        ) from error
-
-
-def tables_among(
-    tables: tuple[GraphDynamicTable, ...], nodes: Mapping[str, object]
-) -> tuple[GraphDynamicTable, ...]:
-    """The tables that a graph with these nodes reads."""
-    return tuple(table for table in tables if any(node in nodes for node in table.nodes))
-
-
-_RESTORABLE = re.compile(r"Mutable(Dense)?HashTable(OfTensors)?V2")
-_IMPORTS = frozenset({"LookupTableImport", "LookupTableImportV2"})
-
-
-@cache
-def is_restorable(op: str) -> bool:
-    """True for tables that are filled from a checkpoint."""
-    return _RESTORABLE.fullmatch(op) is not None
-
-
-def table_keys(
-    meta_graph: Proto, index: GraphIndex, told: Mapping[str, TableKey] | None = None
-) -> dict[str, TableKey]:
-    """What each table's contents are stored under, by its node's name.
-
-    `told` is what the program itself says. Otherwise the graph's own Saver tells, or the node's name. Nodes
-    of one shared name are one table.
-    """
-    nodes = _restorable(index.nodes.values())
-    if not nodes:
-        return {}
-    known = {
-        through_identities(index.nodes, table): TableKey(keys, values)
-        for table, (keys, values) in restored_names(meta_graph, index, _IMPORTS, count=2)
-    }
-    known |= told or {}
-    by_identity = {_table_identity(node): known[node.name] for node in nodes if node.name in known}
-    return {node.name: by_identity.get(_table_identity(node), TableKey.of(node.name)) for node in nodes}
-
-
-def graph_tables(nodes: Mapping[str, Proto], keys: Mapping[str, TableKey]) -> tuple[GraphTable, ...]:
-    """The tables of a cleaned graph, one for each that differs."""
-    found: dict[str, GraphTable] = {}
-    for node in _restorable(nodes.values()):
-        stored = keys.get(node.name) or TableKey.of(node.name)
-        found.setdefault(
-            _table_identity(node),
-            GraphTable(
-                node.name,
-                stored.keys,
-                stored.values,
-                attr_dtype(node, "key_dtype") or DType.INT64,
-                attr_dtype(node, "value_dtype") or DType.FLOAT,
-                shape_of(attr(node, "value_shape").shape),
-                has_all_buckets="Dense" in node.op,
-            ),
-        )
-    return tuple(found.values())
-
-
-def makers(graph_def: Proto, name: str) -> tuple[str, ...]:
-    """The nodes that make the table which the node `name` makes, itself among them."""
-    nodes = _restorable(graph_def.node)
-    wanted = next(_table_identity(node) for node in nodes if node.name == name)
-    return tuple(str(node.name) for node in nodes if _table_identity(node) == wanted)
-
-
-def _restorable(nodes: Iterable[Proto]) -> list[Proto]:
-    return [node for node in nodes if is_restorable(node.op)]
-
-
-def _table_identity(node: Proto) -> str:
-    """Nodes that agree on this are one table."""
-    return attr_text(node, "shared_name") or str(node.name)
-
-
 TABLES = frozenset({"HashTable", "HashTableV2"})
 _MUTABLE = re.compile(r"(Anonymous)?Mutable(Dense)?HashTable\w*")
 _FROM_FILE = re.compile(r"InitializeTableFromTextFile(V2)?")
 _FILLS = re.compile(r"InitializeTable(FromTextFile|FromDataset)?(V2)?|LookupTableImport(V2)?")
 _ASSET_COLLECTION = "asset_filepaths"
 _INIT_COLLECTION = "table_initializer"
+_RESTORABLE = re.compile(r"Mutable(Dense)?HashTable(OfTensors)?V2")
+_IMPORTS = frozenset({"LookupTableImport", "LookupTableImportV2"})
 
 
 def check_tables(nodes: Mapping[str, Proto], needed: Iterable[str]) -> None:
     """Refuse tables whose contents are neither in the graph nor in a checkpoint.
 
     Raises:
-        NotServable: a mutable table of a kind that no Saver stores; served, it would be empty.
+        NotServable: the graph needs a mutable table of a kind that no Saver stores; a server would find it
+            empty.
     """
     for name in needed:
         if _MUTABLE.fullmatch(nodes[name].op) and not is_restorable(nodes[name].op):
@@ -181,9 +78,9 @@ def check_tables(nodes: Mapping[str, Proto], needed: Iterable[str]) -> None:
 def initialisers(index: GraphIndex, needed: Collection[str], init_op: str | None) -> list[str]:
     """The nodes that fill the needed tables, in the graph's order.
 
-    Besides the operations that fill a table by name these are, in a SavedModel, the function calls under its
-    init op that take or make a needed table, or take no resource at all. Assignments of variables under an
-    init op are left out: variables get their values from the checkpoint.
+    These are the operations that take the table's handle, and in a SavedModel also the function calls under
+    its init op that take or make a needed table, or take no resource at all. Assignments of variables under
+    an init op are left out: variables get their values from the checkpoint.
     """
     tables = _Tables(index)
     wanted = tables.behind(needed)
@@ -229,9 +126,9 @@ def check_filled(meta_graph: Proto, filling: Collection[str]) -> None:
 
 
 class _Tables:
-    """Static tables by what makes them one: a shared name, else the node that makes them.
+    """The static tables of a graph, identified by their shared name, or else by the node that makes them.
 
-    The node may be in a function: what loads a SavedModel and saves it again makes tables in calls.
+    That node may be in a function: a SavedModel that was loaded and saved again makes tables in calls.
     """
 
     def __init__(self, index: GraphIndex) -> None:
@@ -277,9 +174,9 @@ def _has_fill(function: Proto) -> bool:
 
 
 def add_init_op(meta_graph: Proto, index: GraphIndex) -> str | None:
-    """One node that fills every table of a graph that lists its initialisers in a collection, as sessions do.
+    """Add a NoOp that fills every table of a graph whose initialisers are in a collection, as sessions do.
 
-    The NoOp is added to `meta_graph`; iterators, which some put into the collection too, are not under it.
+    Some programs put iterators into that collection, too: those are left out.
     """
     if _INIT_COLLECTION not in meta_graph.collection_def:
         return None
@@ -334,7 +231,7 @@ def read_assets_directly(nodes: dict[str, Proto], assets: Mapping[str, Path]) ->
 
 
 def path_constant(name: str, file_name: str) -> Proto:
-    """A Const that holds a file's name; the loader feeds the path where the file is then."""
+    """A Const that holds a file's name; a loader feeds the path of the file in the loaded version."""
     value = protos.TensorProto(dtype=int(DType.STRING), string_val=[file_name.encode()])
     return new_node(name, "Const", dtype=DType.STRING, value=value)
 
@@ -343,9 +240,9 @@ def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterab
     """The files that the kept nodes read: a SavedModel's own, text initialisers', the asset collection's.
 
     Raises:
-        MissingAsset: a file is not there.
-        NotServable: a file's name is computed by the graph.
-        GraphError: an initialiser names none.
+        MissingAsset: a file does not exist.
+        NotServable: the graph computes a file's name.
+        GraphError: an initialiser names no file.
     """
     candidates = [name for name in source.assets if name in nodes]
     candidates += [
@@ -390,8 +287,8 @@ def _is_there(source: SourceGraph, name: str, path: Path) -> bool:
     """True if a file that the node `name` asks for exists.
 
     Raises:
-        AccessRefused: a found graph may not take it.
-        MissingAsset: the system cannot look for such a path, or may not.
+        AccessRefused: the graph was found beside a checkpoint, and may not read that file.
+        MissingAsset: the system cannot look for such a path, or denies it.
     """
     try:
         source.trust.require_file(path, source.directory)
@@ -402,7 +299,7 @@ def _is_there(source: SourceGraph, name: str, path: Path) -> bool:
 
 
 def _places(source: SourceGraph, path: Path) -> tuple[Path, ...]:
-    """Where a file of the graph may be; a relative path of a found graph means its own directory alone."""
+    """The places where a file of the graph may be; a relative path of a found graph only in its directory."""
     return (source.directory / path,) if source.trust.is_found else (path, source.directory / path)
 
 
@@ -415,9 +312,9 @@ def _named_file(source: SourceGraph, name: str, node: Proto) -> Path:
 
 
 def files_to_feed(source: SourceGraph) -> dict[str, Path]:
-    """Feeds for the init op of a source graph that is run: files that are not where the graph says, by node.
+    """Feeds for the init op of a source graph that is run here: paths of files that moved, by node.
 
-    These are a SavedModel's assets, and text files whose relative path means the graph's own directory.
+    These are a SavedModel's assets, and text files with a path relative to the graph's own directory.
     """
     nodes = GraphIndex.of(source.meta_graph).nodes
     found = dict(source.assets)
@@ -438,7 +335,7 @@ def files_to_feed(source: SourceGraph) -> dict[str, Path]:
 
 
 def _free_file_name(path: Path, taken: dict[str, Path]) -> str:
-    """Files of one name from two directories get different names under `assets/`."""
+    """A name under `assets/` that is not taken: files of two directories may have one name."""
     name, number = path.name, 0
     while taken.setdefault(name, path) != path:
         number += 1
@@ -451,3 +348,106 @@ def use_file_names(nodes: Mapping[str, Proto], assets: Iterable[Asset]) -> None:
     for asset in assets:
         if attr_dtype(nodes[asset.node], "dtype") is DType.STRING:
             nodes[asset.node].CopyFrom(path_constant(asset.node, asset.file_name))
+
+
+@cache
+def is_restorable(op: str) -> bool:
+    """True for operations that make a table which a checkpoint restores."""
+    return _RESTORABLE.fullmatch(op) is not None
+
+
+def table_keys(
+    meta_graph: Proto, index: GraphIndex, told: Mapping[str, TableKey] | None = None
+) -> dict[str, TableKey]:
+    """The names under which checkpoints store each table's contents, by its node's name.
+
+    They come from the program (`told`), else from the graph's own Saver, else from the node's name. Nodes of
+    one shared name are one table.
+    """
+    nodes = _restorable(index.nodes.values())
+    if not nodes:
+        return {}
+    known = {
+        through_identities(index.nodes, table): TableKey(keys, values)
+        for table, (keys, values) in restored_names(meta_graph, index, _IMPORTS, count=2)
+    }
+    known |= told or {}
+    by_identity = {_table_identity(node): known[node.name] for node in nodes if node.name in known}
+    return {node.name: by_identity.get(_table_identity(node), TableKey.of(node.name)) for node in nodes}
+
+
+def graph_tables(nodes: Mapping[str, Proto], keys: Mapping[str, TableKey]) -> tuple[GraphTable, ...]:
+    """The tables of a cleaned graph, each once."""
+    found: dict[str, GraphTable] = {}
+    for node in _restorable(nodes.values()):
+        stored = keys.get(node.name) or TableKey.of(node.name)
+        found.setdefault(
+            _table_identity(node),
+            GraphTable(
+                node.name,
+                stored.keys,
+                stored.values,
+                attr_dtype(node, "key_dtype") or DType.INT64,
+                attr_dtype(node, "value_dtype") or DType.FLOAT,
+                shape_of(attr(node, "value_shape").shape),
+                has_all_buckets="Dense" in node.op,
+            ),
+        )
+    return tuple(found.values())
+
+
+def makers(graph_def: Proto, name: str) -> tuple[str, ...]:
+    """All nodes that make the same table as the node `name`, including that node."""
+    nodes = _restorable(graph_def.node)
+    wanted = next(_table_identity(node) for node in nodes if node.name == name)
+    return tuple(str(node.name) for node in nodes if _table_identity(node) == wanted)
+
+
+def _restorable(nodes: Iterable[Proto]) -> list[Proto]:
+    return [node for node in nodes if is_restorable(node.op)]
+
+
+def _table_identity(node: Proto) -> str:
+    """Nodes that agree on this are one table."""
+    return attr_text(node, "shared_name") or str(node.name)
+
+
+def with_table_shapes(graph: InferenceGraph, shapes: Mapping[str, tuple[int, ...]]) -> InferenceGraph:
+    """A copy of the graph in which the variables of dynamic tables are variables like others.
+
+    `shapes` are their shapes, by served name.
+
+    Raises:
+        ShapeMismatch: the shapes of a table's variables contradict each other.
+    """
+    if not graph.dynamic_tables:
+        return graph
+    meta_graph = deepcopy(graph.meta_graph)
+    nodes = {node.name: node for node in meta_graph.graph_def.node}
+    variables, geometries = list[GraphVariable](), {}
+    for table in graph.dynamic_tables:
+        sized = [replace(variable, shape=shapes[variable.key]) for variable in table.variables]
+        for variable in sized:
+            nodes[variable.node].attr["shape"].shape.CopyFrom(shape_proto(variable.shape))
+            nodes[variable.node].attr.pop("_output_shapes", None)
+        variables += sized
+        geometries[table.name] = _geometry(table, [variable.shape for variable in sized])
+    set_sizes(meta_graph.graph_def, geometries)
+    return replace(graph, meta_graph=meta_graph, variables=(*graph.variables, *variables))
+
+
+def _geometry(table: GraphDynamicTable, shapes: list[tuple[int, ...]]) -> TableGeometry:
+    (groups,), (slots,), (capacity,), _ = shapes
+    try:
+        return TableGeometry.of_shapes(groups, slots, capacity, len(table.defaults))
+    except ValueError as error:
+        raise ShapeMismatch(
+            f"the variables of table {table.name!r} do not fit each other", cause=str(error)
+        ) from error
+
+
+def tables_among(
+    tables: tuple[GraphDynamicTable, ...], nodes: Mapping[str, object]
+) -> tuple[GraphDynamicTable, ...]:
+    """Those of `tables` that a graph with these nodes reads."""
+    return tuple(table for table in tables if any(node in nodes for node in table.nodes))
