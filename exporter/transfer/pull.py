@@ -375,7 +375,7 @@ class _Pull:
         """Keep that it is of the store: should this pull be killed, the next may not find it there."""
         known = recall(self._model, self._url) or Head()
         coming = known.uploading
-        head = known if coming is None else Head(coming.path, coming.manifest)
+        head = known if coming is None else Head(coming.path, coming.manifest, holds=known.holds)
         remember(self._model, self._url, replace(head, uploading=Upload(item.path, item.digest, "")))
 
     def _sweep(self, wanted: set[str]) -> None:
@@ -450,11 +450,17 @@ class _Pull:
                     sync(path.parent)
 
     def _settle_holds(self) -> None:
-        """Set what the store says, and lift what it says no more."""
+        """Set the store's holds, and lift those that the store has lifted.
+
+        A canary's hold is lifted only if the store had the very same: any other an agent set, for this copy.
+        """
         self._set_holds()
+        known = recall(self._model, self._url)
+        had = {} if known is None or known.holds is None else as_bytes(known.holds)
         for name in local_holds(self._model).keys() - self._stored.holds.keys():
             hold = Hold((self._model / name).parent)
-            if not hold.is_canary and name != self._kept_hold:  # these an agent's canary set, for the copy
+            is_own = hold.is_canary and hold.content() != had.get(name)
+            if not is_own and name != self._kept_hold:
                 hold.lift()
 
     def _prune(self, *, is_current: bool) -> tuple[str, ...]:

@@ -622,6 +622,29 @@ def test_a_hold_that_another_machine_lifted_is_not_set_again(
     assert read_log(_pulled(url, tmp_path / "here")).hold() is None
 
 
+def _held_by_canary(model: Path, position: int) -> None:
+    with Staging(model) as staging:
+        read_log(model).held.put(position, staging, canary=True)
+
+
+@pytest.mark.parametrize("own", [None, 20], ids=["the store's", "the copy's"])
+def test_a_canarys_hold_that_came_with_the_store_is_lifted_with_it(
+    machine: Machine, url: str, tmp_path: Path, own: int | None
+) -> None:
+    """A copy without a canary of its own would wait for ever; one with a canary keeps what that approved."""
+    _held_by_canary(machine.model, 30)
+    pushed(machine.model, url)
+    copy = tmp_path / "copy"
+    pull(url, copy)
+    assert read_log(copy).approved == 30
+    if own is not None:
+        _held_by_canary(copy, own)
+    assert export_model("resume", machine.model, "--lift-canary").code == 0
+    pushed(machine.model, url)
+    pull(url, copy)
+    assert read_log(copy).approved == own
+
+
 def _taken_back_by_canary(machine: Machine, url: str, copy: Path) -> Path:
     """A copy of the model, which servers read whose canary did not approve of 30."""
     pushed(machine.model, url)

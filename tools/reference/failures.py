@@ -140,6 +140,8 @@ def _template(node: ast.expr) -> str:
             return " ".join(words.split()) if "\n" in words else words
         case ast.JoinedStr(values=values):
             return "".join(map(_template, values))
+        case ast.FormattedValue(value=ast.Call(func=ast.Name(id=errors.to_install.__name__)) as call):
+            return _template(call)
         case ast.FormattedValue(conversion=conversion):
             return "'…'" if conversion == ord("r") else "…"
         case ast.BinOp(op=ast.Add(), left=left, right=right):
