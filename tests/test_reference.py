@@ -12,17 +12,16 @@ from exporter.errors import Exit, ExportError
 from tools.reference.advice import ADVICE
 from tools.reference.documents import PRINTED_BY, every_document
 from tools.reference.failures import all_errors, messages
-from tools.reference.pages import made
+from tools.reference.pages import PATHS, made
 from tools.reference.rooms import stages
 
 ROOT = Path(__file__).parent.parent
-PAGES = made()
 FORMATS = "docs/reference/formats.md"
 
 
-@pytest.mark.parametrize("path", PAGES)
+@pytest.mark.parametrize("path", PATHS)
 def test_pages_are_what_the_code_makes(path: str) -> None:
-    assert (ROOT / path).read_text() == PAGES[path], "make them anew: python -m tools.reference"
+    assert (ROOT / path).read_text() == made(path), "make them anew: python -m tools.reference"
 
 
 def test_every_error_has_its_advice() -> None:
@@ -56,7 +55,7 @@ def _subclasses(kind: type[ExportError]) -> set[type[ExportError]]:
 
 def test_every_document_is_printed_by_a_command_or_part_of_one() -> None:
     printed = {kind.__name__ for kinds in PRINTED_BY.values() for kind in kinds}
-    told = set(re.findall(r"^### (\w+)$", PAGES["docs/reference/documents.md"], re.MULTILINE))
+    told = set(re.findall(r"^### (\w+)$", made("docs/reference/documents.md"), re.MULTILINE))
     known = {kind.__name__ for kind in every_document()}
     assert printed <= known
     assert told == known - {"PredictDocument"}, "the page tells of each, but of a beginning that others share"
@@ -64,7 +63,7 @@ def test_every_document_is_printed_by_a_command_or_part_of_one() -> None:
 
 @pytest.mark.parametrize("file", ["documents.schema.json", "files.schema.json"])
 def test_the_schemas_describe_every_field(file: str) -> None:
-    schema = json.loads(PAGES[f"docs/reference/{file}"])
+    schema = json.loads(made(f"docs/reference/{file}"))
     for name, definition in schema["$defs"].items():
         assert definition["description"], name
         for field, found in definition.get("properties", {}).items():
@@ -74,7 +73,7 @@ def test_the_schemas_describe_every_field(file: str) -> None:
 
 
 def test_the_rooms_of_the_picture_are_those_that_the_code_has() -> None:
-    page = PAGES["docs/architecture.md"]
+    page = made("docs/architecture.md")
     table = set(re.findall(r"^\| \d+ \| `(\w+)/?` \|", page, re.MULTILINE))
     assert table == set().union(*stages())
     picture = set(re.findall(r"\b([a-z]+)/", page.partition("## Data flow")[2].partition("```\n")[0]))
@@ -86,7 +85,7 @@ def test_the_rooms_of_the_picture_are_those_that_the_code_has() -> None:
     assert all((ROOT / file).exists() for file in files)
 
 
-@pytest.mark.parametrize("path", ["CONTRIBUTING.md", "docs/architecture.md", *sorted(PAGES), FORMATS])
+@pytest.mark.parametrize("path", ["CONTRIBUTING.md", "docs/architecture.md", *sorted(PATHS), FORMATS])
 def test_links_and_files_that_pages_name_are_there(path: str) -> None:
     page = (ROOT / path).read_text()
     files = re.findall(r"`((?:exporter|serving|tests|tools|docs)/[\w/.]*\w)`", page)

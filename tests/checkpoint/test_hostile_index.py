@@ -251,14 +251,14 @@ def test_damaged_values_are_found(tmp_path: Path, at: int, junk: bytes) -> None:
 
 
 HUGE = 1 << 62
-BOMBS = {
-    "one key shared by all": table(
+BOMBS: dict[str, Callable[[], bytes]] = {
+    "one key shared by all": lambda: table(
         [block([(0, bytes(200_000), b""), *((200_000, b"%06d" % at, b"") for at in range(100_000))])]
     ),
-    "slices by the hundred thousand": write_table(
+    "slices by the hundred thousand": lambda: write_table(
         [header(), entry("w", (HUGE,), slices=([(at, 1 << 40)] for at in range(100_000)))]
     ),
-    "a spiral of boxes": write_table(
+    "a spiral of boxes": lambda: write_table(
         [
             header(),
             entry(
@@ -271,18 +271,18 @@ BOMBS = {
             ),
         ]
     ),
-    "dimensions by the hundred thousand": write_table([header(), entry("w", (1 << 62,) * 100_000)]),
-    "a bad tensor behind a hundred thousand": write_table(
+    "dimensions by the hundred thousand": lambda: write_table([header(), entry("w", (1 << 62,) * 100_000)]),
+    "a bad tensor behind a hundred thousand": lambda: write_table(
         [header(), *(entry(f"{at:06d}") for at in range(100_000)), entry("w", (HUGE,))]
     ),
-    "nested messages": write_table([header(), (b"w", b"\x0b" * 1_000_000)]),
+    "nested messages": lambda: write_table([header(), (b"w", b"\x0b" * 1_000_000)]),
 }
 
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs_end_in_bounded_time_and_memory(tmp_path: Path, name: str) -> None:
     """In a process with 10 s of CPU and 1 GiB of address space."""
-    (tmp_path / "m.index").write_bytes(BOMBS[name])
+    (tmp_path / "m.index").write_bytes(BOMBS[name]())
     program = (
         "import resource, sys\nfrom pathlib import Path\n"
         "resource.setrlimit(resource.RLIMIT_CPU, (10, 10))\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -103,7 +102,7 @@ def test_a_server_and_an_agent_that_are_killed_go_on_where_they_should(
         for running in (one, other):  # what one applied is no trouble for the other
             wait(lambda: running.get("/readyz")[0] == 200)  # noqa: B023
             assert not running.of("refused")
-        one.process.send_signal(signal.SIGTERM)
+        one.process.terminate()
         assert one.process.wait(DEADLINE_S) == 0
 
 

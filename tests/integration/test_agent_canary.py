@@ -125,7 +125,7 @@ class Clients:
                 with suppress(CallFailed):
                     found = client.predict({"user": USERS, "item": [0]}).outputs
                     self.seen[server.address] |= set(found["model_position"].tolist())
-                time.sleep(0.02)
+                time.sleep(0.05)
 
 
 def positions(servers: list[Server], published: Published) -> set[int]:

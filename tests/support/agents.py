@@ -120,6 +120,7 @@ class Server:
     poll_s: float = 0.1
     stack: ExitStack = field(default_factory=ExitStack)
     more: tuple[str, ...] = ()
+    _client: ModelClient | None = None
 
     def start(self) -> Server:
         arguments = (
@@ -143,10 +144,22 @@ class Server:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(DEADLINE_S)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
 
     def position(self, version: int) -> int:
-        with ModelClient(self.address, self.base.name) as client:
-            found = read_incremental_status(client, version)
+        """Where it stands. Asked often: it keeps its connection for as long as calls succeed."""
+        if self._client is None:
+            self._client = self.stack.enter_context(ModelClient(self.address, self.base.name))
+        try:
+            found = read_incremental_status(self._client, version)
+        except CallFailed:
+            self._hang_up()
+            raise
         assert found is not None
         return found.position
 
@@ -155,7 +168,7 @@ class Server:
 class Agent:
     """A `serve-model agent --json`, its events as they come, and its port."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Warm
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -183,7 +196,8 @@ class Agent:
 def agent(model: Path, *targets: str, more: tuple[str, ...] = ()) -> Iterator[Agent]:
     wanted = [part for target in targets for part in ("--target", target)]
     arguments = ("agent", "--model-base-path", model, *wanted, "--port", "0", "--json", *more)
-    with process(*arguments, "--refresh-seconds", "0.5", "--deadline", "5") as started:
+    often = ("--refresh-seconds", "0.5", "--deadline", "5")
+    with started_warm("serving.cli", *arguments, *often) as started:
         yield Agent(started)
 
 

@@ -78,9 +78,13 @@ class Warm:
     def kill(self) -> None:
         self.process.kill()
 
-    def wait(self, timeout_s: float) -> None:
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def wait(self, timeout_s: float) -> int:
         self.process.join(timeout_s)
         assert self.process.exitcode is not None, f"still runs after {timeout_s:g} s"
+        return self.process.exitcode
 
 
 @contextmanager

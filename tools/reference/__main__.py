@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tools.reference.pages import ROOT, made
+from tools.reference.pages import PATHS, ROOT, made
 
-for path, content in made().items():
+for path in PATHS:
     (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
-    (ROOT / path).write_text(content)
+    (ROOT / path).write_text(made(path))

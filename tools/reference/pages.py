@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from exporter.cli.app import app as export_model
@@ -12,20 +14,27 @@ ROOT = Path(__file__).parent.parent.parent
 NOTE = "<!-- Made from the code by `python -m tools.reference`; edit the code instead. -->\n\n"
 
 
-def made() -> dict[str, str]:
-    """The pages, by path."""
-    pages = {
-        "export-model.md": commands.page(export_model, "export-model"),
-        "serve-model.md": commands.page(serve_model, "serve-model"),
-        "tensorflow-serving.md": tf_serving.page(),
-        "documents.md": documents.page(),
-        "exit-codes.md": failures.exit_codes(),
-        "troubleshooting.md": failures.troubleshooting(),
-    }
-    return {
-        **{f"docs/reference/{name}": NOTE + content for name, content in pages.items()},
-        f"docs/reference/{documents.SCHEMA_FILE}": documents.schema(),
-        f"docs/reference/{files.SCHEMA_FILE}": files.schema(),
-        "docs/reference/formats.md": files.page(),
-        "docs/architecture.md": rooms.page(),
-    }
+_REFERENCE: dict[str, Callable[[], str]] = {
+    "export-model.md": lambda: commands.page(export_model, "export-model"),
+    "serve-model.md": lambda: commands.page(serve_model, "serve-model"),
+    "tensorflow-serving.md": tf_serving.page,
+    "documents.md": documents.page,
+    "exit-codes.md": failures.exit_codes,
+    "troubleshooting.md": failures.troubleshooting,
+}
+_WHOLE: dict[str, Callable[[], str]] = {
+    f"docs/reference/{documents.SCHEMA_FILE}": documents.schema,
+    f"docs/reference/{files.SCHEMA_FILE}": files.schema,
+    "docs/reference/formats.md": files.page,
+    "docs/architecture.md": rooms.page,
+}
+PATHS = [*(f"docs/reference/{name}" for name in _REFERENCE), *_WHOLE]
+"""Where the pages lie."""
+
+
+@cache
+def made(path: str) -> str:
+    """The page at one of `PATHS`."""
+    if make := _WHOLE.get(path):
+        return make()
+    return NOTE + _REFERENCE[Path(path).name]()
