@@ -13,7 +13,7 @@ import pytest
 from exporter.layout import DELTAS_DIRECTORY
 from exporter.pipeline import incremental
 from exporter.pipeline.incremental import export_incremental
-from exporter.pipeline.log_maintenance import merge
+from exporter.pipeline.log_maintenance import merge, plan_rollback, resume, rollback
 from exporter.publish.delta_log import read_log
 from exporter.publish.timeline import read_timeline
 from tests.support.logs import Serving, Trainer, publish_base, request
@@ -71,6 +71,15 @@ def test_merging_while_tidying_lists_nothing_twice(trainer: Trainer, tmp_path: P
 def test_a_merge_lists_its_log_before_the_work_and_under_the_lock(trainer: Trainer, tmp_path: Path) -> None:
     model = tmp_path / "model"
     assert scans(model, lambda: merge(model)) == (3, 0, 2)
+
+
+def test_a_rollback_lists_its_log_under_the_lock_alone(trainer: Trainer, tmp_path: Path) -> None:
+    """The log is listed once more for what killed rollbacks of earlier releases left in it."""
+    model = tmp_path / "model"
+    before = read_log(model).deltas[-1].start
+    assert scans(model, lambda: plan_rollback(model, before)) == (1, 0, 1)
+    assert scans(model, lambda: rollback(model, before)) == (3, 0, 2)
+    assert scans(model, lambda: resume(model)) == (3, 0, 2)
 
 
 def test_a_history_lists_each_directory_once(trainer: Trainer, tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ from exporter.cli.documents.values import Status
 from exporter.errors import ExportError
 from exporter.local_paths import quoted
 from exporter.pipeline.comparison import Differences, Side
-from exporter.pipeline.log_maintenance import Merged, Merging
+from exporter.pipeline.log_maintenance import Merged, Merging, RollbackPlan, RollbackResult
 from exporter.pipeline.rebase import Rebased, Rebasing
-from exporter.pipeline.republish import RollbackPlan, RollbackResult
 from exporter.progress import count, human_bytes
 from exporter.publish.timeline import Event, Timeline
 from exporter.terminal.output import Output, labelled

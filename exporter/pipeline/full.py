@@ -80,7 +80,7 @@ from exporter.pipeline.table_layout import lay_out_tables, map_laid_out, write_t
 from exporter.pipeline.trainer_graph import training_graph
 from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import (
-    Published,
+    PublishedVersion,
     Staging,
     VersionRule,
     publish_version,
@@ -387,7 +387,7 @@ class Exported(Struct, frozen=True):
     """What an export did; `differences` is empty unless outputs were compared."""
 
     plan: Plan
-    published: Published
+    published: PublishedVersion
     variables: VariablesReport
     differences: tuple[Difference, ...]
     seconds: float

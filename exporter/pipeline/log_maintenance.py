@@ -1,58 +1,30 @@
-"""Merge, roll back, resume and clean a published log.
+"""What operators do with a published model: merge its deltas, roll it back, resume, and tidy.
 
-A rollback goes forward: it publishes a delta with the values of an earlier position, so that servers take it
-as they take any other, and holds the log there, so that the trainer's next delta does not overrun it.
-Resuming publishes the values of before the rollback again, unless newer ones have been published, and lifts
-the hold.
-
-*What servers see of a rollback from B to G, which becomes position R = B + 1.* They follow `up_to = -1`: of
-the deltas that fit they take the one that leads furthest without passing the hold.
-
-1. The model's lock is taken: nobody else publishes, merges or tidies until the end. It may take as long as
-   the rows since G take to read; a watch waits, or says so and tries again.
-2. The hold goes to G, unless it is lower. Servers at G or before stop there; the others stay where they are.
-3. The delta to R is staged. It fits everybody from the earliest position on from which some delta leads past
-   G, and holds all rows touched since then: so nobody passes B on the way to R.
-4. The hold becomes a link to the file `hold` of the staged delta's future place. It cannot be read: nobody
-   moves by himself.
-5. The delta is renamed into place. With this one call it can be seen, and the hold is R: all go to R, at
-   once, and no further.
-6. The link is replaced by a file that says the same.
-
-A process that is killed in 1-4 has not rolled back, and no server has moved towards B; running the command
-again, or `resume`, goes on from there. Killed in 5-6, it has. A server lists the deltas after it has read the
-hold: one that knows the hold of 5 sees the delta, too. Where links cannot be made, 4 sets the hold to R, and
-a server that is before G can be led on to B until 5; its next call leads to R.
-
-*Under a canary's hold* at G all servers but the canary stop there already, and publishers go on: only such a
-rollback may be asked for that finds this hold (`if_canary`). It leaves out 2 and 4; killed between 5 and 6,
-the canary is judged again.
-
-Decide what a rollback or a resumption would publish; nothing is written.
+Each has a plan that reads and checks what it would read, and writes nothing. How earlier values come back,
+and what servers see of it, is in `exporter.pipeline.restoration`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.delta.format import DeltaHeader, span_name
+from exporter.delta.format import span_name
 from exporter.delta.merge_deltas import DeltaMerger
-from exporter.delta.newest_rows import restoring
 from exporter.delta.spans import Position, Span, SpanLike, merge_due, merged, plan_chain
 from exporter.errors import (
     ManifestError,
     ModelHeld,
     NotFinite,
+    NotUpdatable,
     PositionError,
     PositionMoved,
-    PositionUnknown,
     PublishError,
     TargetBusy,
     UsageError,
@@ -60,163 +32,19 @@ from exporter.errors import (
 from exporter.files import remove_tree, writing
 from exporter.layout import CANARY_LOCK_FILE, DELTA_NAME
 from exporter.local_paths import quoted
-from exporter.options import LOCALLY, DeltaDtype, Jobs
-from exporter.pipeline import republish
-from exporter.pipeline.republish import RollbackPlan, RollbackResult, rollback_accepted
+from exporter.options import LOCALLY, Jobs
+from exporter.pipeline.restoration import DeltaRestorer, Restoration, Restorer, VersionRestorer, packing_of
 from exporter.pipeline.undisturbed import past_given_up, position_of_merger, runner_for, undisturbed
 from exporter.progress import ProgressFactory, no_progress
-from exporter.publish.approval import did_fail
-from exporter.publish.commit import PublishedDelta as Published
-from exporter.publish.commit import Staging, UnderLock, model_lock, next_delta_position
-from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogBase, LogDelta, read_log
-from exporter.publish.delta_publication import Publication, header_of, publish_changes, publish_written
-from exporter.publish.finite import require_finite, require_merger_finite, unchecked
+from exporter.publish.commit import PublishedDelta, PublishedVersion, Staging, UnderLock, model_lock
+from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogDelta, log_of, read_log
+from exporter.publish.delta_publication import Publication, header_of, publish_written
+from exporter.publish.finite import require_merger_finite, unchecked
+from exporter.publish.hold import Hold
 from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.permission import binding
 from exporter.publish.retention import RetiredDeltas, retire_deltas, retire_logs
-
-
-class Restoration(Struct, frozen=True):
-    """Values of an earlier position to be published as the next one, by a delta that fits from `start` on.
-
-    `before` is where resuming is to lead; by default where the log stands.
-    """
-
-    of: int
-    made: DeltaOrigin
-    start: int
-    before: int | None = None
-    holds: bool = False
-    reason: str | None = None
-    follows_canary: bool = False
-    canary: bool = False
-    failed: bool = False
-
-
-def rollback_of(log: DeltaLog, to: int) -> Restoration:
-    """What leads to the values of `to` again.
-
-    Raises:
-        PositionUnknown: nothing published stands there.
-        UsageError: it is the newest position.
-        ModelHeld: a canary decides about the log, and the values of `to` did not pass.
-    """
-    log.trained_at(to)
-    if to == log.at.position:
-        raise UsageError(f"position {to} is the newest: there is nothing to roll back")
-    before = _before_rollbacks(log) if log.held.binds else None  # those that were lifted are accepted
-    start, canary = _jumps_from(log, to), is_canaried(log)
-    if canary and did_fail(log, to):
-        raise ModelHeld(
-            f"the canary of an agent judged the values of {to}, and they did not pass",
-            hint=f"let it judge what was taken back once more: export-model resume {quoted(log.model)}; "
-            "to do without it: --lift-canary",
-        )
-    return Restoration(to, DeltaOrigin.ROLLBACK, start, before, holds=True, canary=canary)
-
-
-def is_canaried(log: DeltaLog) -> bool:
-    """True if a canary's hold stands, or stood when the log was rolled back to where it is held.
-
-    Raises:
-        ManifestError: what the log is held at does not say.
-    """
-    if log.held.is_canary or not log.held.binds:
-        return log.held.is_canary
-    try:
-        held = log.standing(log.hold() or 0)
-    except (ManifestError, PositionUnknown):  # the hold says nothing, or no rollback set it
-        return False
-    return isinstance(held, LogDelta) and held.entry.canary
-
-
-def approved_by_canary(log: DeltaLog) -> int | None:
-    """How far a canary approved the log, also where a rollback holds it there; None if there is no canary."""
-    return log.hold() if is_canaried(log) else None
-
-
-def lifts(log: DeltaLog, lift_canary: bool) -> bool:
-    """True if a resumption finds a hold that it is to lift."""
-    return bool(binding(log.model, log.base.entry.log)) or (lift_canary and log.held.is_canary)
-
-
-def resumption_of(log: DeltaLog, lift_only: bool) -> Restoration | None:
-    """What publishes the values of before a rollback again; None if the values stay.
-
-    They stay where nothing is held: whoever lifted the hold published them first, or accepted the rollback.
-
-    Raises:
-        UsageError: the rollback was accepted, and the values of before are asked for.
-    """
-    before = None if lift_only else _before_rollbacks(log)
-    if before is None or _leads_back_to(log, before):
-        return None
-    if binding(log.model, log.base.entry.log):
-        return Restoration(before, DeltaOrigin.RESUME, log.at.position)
-    if log.held.is_canary:
-        return None
-    raise rollback_accepted(log.model, log.at.position, before)
-
-
-def rollback_plan(
-    log: DeltaLog, restoration: Restoration | None, approved: int | None = None, *, was_held: bool = True
-) -> RollbackPlan:
-    """What `_restore` would publish; what it would read of deltas is read and checked, values where it must.
-
-    `approved` is where a canary's hold stands then, if that is what is left.
-
-    Raises:
-        PositionUnknown, NotFinite, CheckpointError: as `_restore`.
-    """
-    is_canary = approved is not None
-    if restoration is None:
-        return RollbackPlan(log.at, log.at, None, log.at.position, approved, is_canary, was_held)
-    _, step = log.trained_at(restoration.of)
-    taken_back = [log.open(delta).changes for delta in since(log, restoration)]
-    values = log.state(restoration.of)
-    span = Span(restoration.start, next_delta_position(log.model, None, log.at.position))
-    if log.base.entry.updates.finite:
-        with TemporaryDirectory() as scratch:
-            changes = restoring(taken_back, values, log.schema, Path(scratch))
-            require_finite(log, changes, span, _instead(log, restoration))
-    hold = span.end if restoration.holds else approved
-    return RollbackPlan(
-        log.at, Position(restoration.of, step), delta_path(log, span), span.end, hold, is_canary
-    )
-
-
-def since(log: DeltaLog, restoration: Restoration) -> tuple[LogDelta, ...]:
-    """The deltas whose rows a restoration takes back."""
-    chain = log.chain(min(restoration.of, restoration.start))
-    if not chain:
-        raise PositionUnknown(f"no delta leads on from position {restoration.of}")
-    return chain
-
-
-def _jumps_from(log: DeltaLog, to: int) -> int:
-    """The earliest position from which a merged delta leads past `to`: from there on all must jump."""
-    return min([to, *(delta.start for delta in log.deltas if delta.start < to < delta.end)])
-
-
-def _before_rollbacks(log: DeltaLog) -> int | None:
-    """The position before the first of the rollbacks that nothing was published on; None if there are none.
-
-    A rollback says it, or, of an earlier release, begins where the log stood before.
-    """
-    at: LogBase | LogDelta = log.newest
-    before = None
-    while isinstance(at, LogDelta) and at.entry.made is DeltaOrigin.ROLLBACK:
-        if at.entry.before is not None:
-            return at.entry.before
-        before = at.start
-        ending = [delta for delta in log.deltas if delta.end == before]
-        at = max(ending, key=lambda delta: delta.start, default=log.base)
-    return before
-
-
-def _leads_back_to(log: DeltaLog, position: int) -> bool:
-    """True if the newest delta has restored the values of this position."""
-    return isinstance(log.newest, LogDelta) and log.newest.entry.back_to == position
+from exporter.publish.versions import newest_of, newest_version, nothing_published, version_dirs
 
 
 def delta_path(log: DeltaLog, span: Span) -> Path:
@@ -224,11 +52,14 @@ def delta_path(log: DeltaLog, span: Span) -> Path:
     return log.path / span_name(span.start, span.end)
 
 
+T = TypeVar("T")
+
+
 class Merged(Struct, frozen=True):
     """A merger: the deltas that became one, and that one."""
 
     parts: tuple[LogDelta, ...]
-    published: Published
+    published: PublishedDelta
     tasks: int
 
     @property
@@ -342,7 +173,7 @@ def _merger(
         newest.at.step,
         DeltaOrigin.MERGE,
         newest.entry.trained,
-        packing=_packing(part.header for part in parts),
+        packing=packing_of(part.header for part in parts),
         state=newest.manifest.state_id,
     )
     header, hint = header_of(log, what), BROKEN_LOG_HINT
@@ -452,8 +283,48 @@ def _approved(log: DeltaLog) -> tuple[LogDelta, ...]:
     return tuple(delta for delta in log.deltas if approved is None or delta.end <= approved)
 
 
+class RollbackPlan(Struct, frozen=True):
+    """A rollback or resumption as it is planned: where the model stands, whose values it gets, and how.
+
+    `path` is what is published at `position`, None if the values do not have to change. `is_canary`: the hold
+    is a canary's. `was_held` is False where there is no hold to lift: then there is nothing to do.
+    """
+
+    before: Position
+    values_of: Position
+    path: Path | None
+    position: int
+    hold: int | None
+    is_canary: bool = False
+    was_held: bool = True
+
+
+class RollbackResult(Struct, frozen=True):
+    """A rollback or resumption: where the model stood, whose values it has now, and what did it.
+
+    `published` is None if values did not have to change. `is_canary` and `was_held`: as in `RollbackPlan`.
+    """
+
+    before: Position
+    values_of: Position
+    published: PublishedDelta | PublishedVersion | None
+    hold: int | None
+    is_canary: bool = False
+    was_held: bool = True
+
+    @property
+    def path(self) -> Path | None:
+        """What was published."""
+        return None if self.published is None else self.published.path
+
+    @property
+    def position(self) -> int:
+        """Where the model stands now."""
+        return self.before.position if self.published is None else self.published.manifest.position
+
+
 def rollback(model: Path, to: int, *, reason: str | None = None, if_canary: bool = False) -> RollbackResult:
-    """Publish the values of position `to` as the next position, and hold the log there.
+    """Publish the values of position `to` as the next position, and hold the model there.
 
     Where the newest version takes no deltas, `to` is a version, which is published again as the newest. The
     `reason` is kept with what is published. `if_canary`: only if a canary's hold stands at `to`; others may
@@ -461,40 +332,39 @@ def rollback(model: Path, to: int, *, reason: str | None = None, if_canary: bool
 
     Raises:
         PositionUnknown: nothing published stands at `to`, or its values are gone.
-        UsageError: `to` is the newest position.
+        UsageError: `to` is the newest position, or a version that takes deltas.
         ModelHeld: a canary decides about the log, and the values of `to` did not pass.
         PositionMoved: no canary's hold stands at `to`, if one is to.
         TargetBusy: another exporter had the model's lock for too long.
-        CheckpointError, PublishError: see errors.py; nothing was published, and the hold is as it was.
+        VerificationError, CheckpointError, PublishError: see errors.py; nothing was published, and the hold
+            is as it was.
     """
     if reason is not None:
         reason = reason.encode(errors="backslashreplace").decode()
-    if republish.is_plain(model) and not if_canary:
-        return republish.rollback(model, to, reason)
-    with _operating(model) as (log, staging):
-        _require_canary(log, to, if_canary)
-        restoration = replace(rollback_of(log, to), reason=reason, follows_canary=if_canary, failed=if_canary)
-        with log.held.put_back_on_failure(staging):
-            _stop_at(log, to, staging)
-            done = _restore(log, staging, restoration)
-        return RollbackResult(log.at, Position(to, done.manifest.step), done, done.manifest.position)
-
-
-def _require_canary(log: DeltaLog, to: int, if_canary: bool) -> None:
-    if if_canary and log.approved != to:
-        raise PositionMoved(f"{log.path} is not held at {to} by a canary: others decided meanwhile")
+    with _operating(model) as (restorer, staging):
+        _require_canary(restorer.hold, to, if_canary)
+        asked = replace(restorer.rollback_of(to), reason=reason, by_canary=if_canary)
+        with restorer.hold.put_back_on_failure(staging):
+            done = restorer.publish(asked, staging)
+        position = done.manifest.position
+        return RollbackResult(restorer.at, Position(to, done.manifest.step), done, position)
 
 
 def plan_rollback(model: Path, to: int, *, if_canary: bool = False) -> RollbackPlan:
-    """What `rollback` would do now; the deltas on the way are read and checked, and nothing is written.
+    """What `rollback` would do now; what it would read is read and checked, and nothing is written.
 
     Raises:
-        PositionUnknown, UsageError, ModelHeld, PositionMoved, CheckpointError: as `rollback`.
+        PositionUnknown, UsageError, ModelHeld, PositionMoved, NotFinite, VerificationError,
+            CheckpointError: as `rollback`.
     """
-    if republish.is_plain(model) and not if_canary:
-        return republish.plan_rollback(model, to)
-    _require_canary(read_log(model), to, if_canary)  # not below: it would be tried again as a disturbance
-    return undisturbed(model, lambda log: rollback_plan(log, rollback_of(log, to)))
+    first = restorer_of(model)
+    _require_canary(first.hold, to, if_canary)  # not below: it would be tried again as a disturbance
+    return _undisturbed(model, first, lambda restorer: _rollback_plan(restorer, restorer.rollback_of(to)))
+
+
+def _require_canary(hold: Hold, to: int, if_canary: bool) -> None:
+    if if_canary and hold.approved() != to:
+        raise PositionMoved(f"{hold.directory} is not held at {to} by a canary: others decided meanwhile")
 
 
 def resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -> RollbackResult:
@@ -511,58 +381,115 @@ def resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -
         UsageError: the rollback was accepted by a resumption with `lift_only`.
         PositionUnknown: the values of before the rollback are gone.
         TargetBusy: the canary of a running agent would have its hold back at once; or as everywhere.
-        CheckpointError, ManifestError, PublishError: see errors.py; the log is still held, whether or not the
-            values are published: running it again goes on from there.
+        VerificationError, CheckpointError, ManifestError, PublishError: see errors.py; the model is still
+            held, whether or not the values are published: running it again goes on from there.
     """
-    if republish.is_plain(model):
-        return republish.resume(model, lift_only=lift_only)
-    with _operating(model) as (log, staging):
-        restoration, approved, was_held = _resuming(log, lift_only, lift_canary)
-        done, at = None, log.at
-        if restoration is not None:
-            done = _restore(log, staging, restoration)
-            at = Position(restoration.of, done.manifest.step)
+    with _operating(model) as (restorer, staging):
+        asked, approved, was_held = _resumption(model, restorer, lift_only, lift_canary)
+        done, at = None, restorer.at
+        if asked is not None:
+            done = restorer.publish(asked, staging)
+            at = Position(asked.of, done.manifest.step)
         try:
-            if approved is not None and log.held.binds:  # nobody is to pass what no canary has seen, not for
-                log.held.put(approved, staging, canary=True)  # an instant
-            for hold in binding(model, log.base.entry.log):
+            if approved is not None and restorer.hold.binds:
+                # First, and in one rename: servers must not pass what no canary has seen, not for an instant.
+                restorer.hold.put(approved, staging, canary=True)
+            for hold in binding(model, restorer.log):
                 hold.lift()
             if lift_canary:
-                log.held.lift()
+                restorer.hold.lift()
         except PublishError as error:
             if done is not None:
                 error.message = f"{done.path} is published, but may still be held back: {error.message}"
             error.advise("run the command again: it goes on from there")
             raise
-        return RollbackResult(log.at, at, done, approved, is_canary=approved is not None, was_held=was_held)
+        is_canary = approved is not None
+        return RollbackResult(restorer.at, at, done, approved, is_canary=is_canary, was_held=was_held)
 
 
 def plan_resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -> RollbackPlan:
-    """What `resume` would do now; the deltas on the way are read and checked, and nothing is written.
+    """What `resume` would do now; what it would read is read and checked, and nothing is written.
 
     Raises:
-        UsageError, PositionUnknown, TargetBusy, CheckpointError: as `resume`.
+        UsageError, PositionUnknown, TargetBusy, VerificationError, CheckpointError: as `resume`.
     """
-    if republish.is_plain(model):
-        return republish.plan_resume(model, lift_only=lift_only)
 
-    def plan(log: DeltaLog) -> RollbackPlan:
-        restoration, approved, was_held = _resuming(log, lift_only, lift_canary)
-        return rollback_plan(log, restoration, approved, was_held=was_held)
+    def plan(restorer: Restorer) -> RollbackPlan:
+        return _rollback_plan(restorer, *_resumption(model, restorer, lift_only, lift_canary))
 
-    return undisturbed(model, plan)
+    return _undisturbed(model, restorer_of(model), plan)
 
 
-def _resuming(
-    log: DeltaLog, lift_only: bool, lift_canary: bool
+def _rollback_plan(
+    restorer: Restorer, asked: Restoration | None, approved: int | None = None, was_held: bool = True
+) -> RollbackPlan:
+    """The plan of a restoration; `approved` is where a canary's hold stands then, if that is what is left."""
+    at, is_canary = restorer.at, approved is not None
+    if asked is None:
+        return RollbackPlan(at, at, None, at.position, approved, is_canary, was_held)
+    found = restorer.plan(asked)
+    hold = found.position if asked.is_rollback else approved
+    return RollbackPlan(at, Position(asked.of, found.step), found.path, found.position, hold, is_canary)
+
+
+def _resumption(
+    model: Path, restorer: Restorer, lift_only: bool, lift_canary: bool
 ) -> tuple[Restoration | None, int | None, bool]:
-    """What a resumption publishes, where a canary's hold stands after it, and whether it lifts any hold."""
-    if lift_canary:
-        _require_no_canary_at_work(log.model)
-    approved = None if lift_canary else approved_by_canary(log)
-    was_held = lifts(log, lift_canary)
-    is_canarys_alone = approved is not None and not was_held
-    return None if is_canarys_alone else resumption_of(log, lift_only), approved, was_held
+    """What a resumption publishes, where a canary's hold stands after it, and whether it lifts any hold.
+
+    Nothing is published where the values stay: nothing is held, or they have come back already.
+    """
+    if lift_canary and restorer.log is not None:
+        _require_no_canary_at_work(model)
+    approved = None if lift_canary else restorer.approved_by_canary()
+    is_held = bool(binding(model, restorer.log))
+    was_held = is_held or (lift_canary and restorer.hold.is_canary)
+    before = None if lift_only or (approved is not None and not was_held) else restorer.before_rollbacks()
+    if before is None or restorer.leads_back_to(before):
+        return None, approved, was_held
+    if is_held:
+        return Restoration(before, DeltaOrigin.RESUME, restorer.at.position), approved, was_held
+    if restorer.hold.is_canary:
+        return None, approved, was_held
+    raise UsageError(
+        f"{model} is not held: the rollback at {restorer.at.position} was accepted when its hold was lifted",
+        hint=f"serve the values of {before} again: export-model rollback {quoted(model)} --to {before}, "
+        f"then export-model resume {quoted(model)} --lift-only",
+    )
+
+
+def restorer_of(model: Path) -> Restorer:
+    """What is published of a model now, and how earlier values of it come back.
+
+    Raises:
+        NotUpdatable: nothing is published.
+        ManifestError: the newest version's manifest cannot be read.
+    """
+    versions = version_dirs(model)
+    try:
+        return DeltaRestorer(log_of(model, versions))
+    except NotUpdatable:
+        if newest_of(versions) is None:
+            raise
+        return VersionRestorer(model, versions)
+
+
+def _undisturbed(model: Path, first: Restorer, plan: Callable[[Restorer], T]) -> T:
+    """A plan of what is published, made again if other processes removed what was being read."""
+    if not isinstance(first, DeltaRestorer):
+        return plan(first)
+    return undisturbed(model, lambda log: plan(DeltaRestorer(log)), first.published)
+
+
+@contextmanager
+def _operating(model: Path) -> Iterator[tuple[Restorer, Staging]]:
+    """What is published, while no other process publishes, merges or tidies, until the block ends."""
+    if newest_version(model) is None:  # where nothing is published nothing is made, not even a lock
+        raise nothing_published(model)
+    with Staging(model) as staging, writing(staging.path), model_lock(model):
+        restorer = restorer_of(model)
+        restorer.hold.sweep()
+        yield restorer, staging
 
 
 def _require_no_canary_at_work(model: Path) -> None:
@@ -582,65 +509,3 @@ def _require_no_canary_at_work(model: Path) -> None:
             cause=error.cause,
             hint="stop that agent, or start it without --canary; then run the command again",
         ) from error
-
-
-@contextmanager
-def _operating(model: Path) -> Iterator[tuple[DeltaLog, Staging]]:
-    """A log that nobody else publishes in, merges or tidies until the block ends."""
-    read_log(model)  # where nothing is published nothing is made, not even a lock
-    with Staging(model) as staging, writing(staging.path), model_lock(model):
-        log = read_log(model)
-        log.held.sweep()
-        yield log, staging
-
-
-def _stop_at(log: DeltaLog, to: int, staging: Staging) -> None:
-    """Hold the log at `to`, if it is not held before that already."""
-    try:
-        held = log.hold()
-    except ManifestError:
-        return  # which nobody passes
-    if held is None or held > to:
-        log.held.put(to, staging)
-
-
-def _restore(log: DeltaLog, staging: Staging, restoration: Restoration) -> Published:
-    """Publish the values of `restoration.of` as the next position."""
-    to, last = restoration.of, log.at.position
-    trained, step = log.trained_at(to)
-    taken_back = [log.open(delta) for delta in since(log, restoration)]
-    touched = [delta.changes for delta in taken_back]
-    changes = restoring(touched, log.state(to), log.schema, _scratch(staging))
-    what = Publication(
-        Span(restoration.start, next_delta_position(log.model, None, last)),
-        step,
-        restoration.made,
-        trained,
-        back_to=to,
-        before=last if restoration.before is None else restoration.before,
-        packing=_packing(delta.header for delta in taken_back),
-        reason=restoration.reason,
-        canary=restoration.canary,
-        failed=restoration.failed,
-        hint=_instead(log, restoration),
-    )
-    how = UnderLock(is_ours=True, holds=restoration.holds, follows_canary=restoration.follows_canary)
-    return publish_changes(log, staging, changes, what, last=last, under_lock=how)
-
-
-def _instead(log: DeltaLog, restoration: Restoration) -> str:
-    """What helps where the values that are to come back are refused by the model."""
-    if restoration.made is DeltaOrigin.ROLLBACK:
-        return f"go back further: export-model history {quoted(log.model)} lists the positions"
-    return f"accept the rollback, and train on: export-model resume {quoted(log.model)} --lift-only"
-
-
-def _packing(headers: Iterable[DeltaHeader]) -> DeltaDtype | None:
-    """How the newest of these that is packed is: what is made of them holds rows that pack so, too."""
-    return next((header.packing for header in reversed(list(headers)) if header.packing), None)
-
-
-def _scratch(staging: Staging) -> Path:
-    scratch = staging.path.with_name("scratch")
-    scratch.mkdir()
-    return scratch

@@ -44,11 +44,11 @@ from exporter.layout import (
 )
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.options import LOCALLY, Jobs
-from exporter.pipeline.log_maintenance import approved_by_canary
 from exporter.pipeline.newest_base import row_blocks
+from exporter.pipeline.restoration import approved_by_canary
 from exporter.pipeline.undisturbed import past_given_up, position_of_merger, runner_for, undisturbed
 from exporter.progress import Progress, ProgressFactory, no_progress
-from exporter.publish.commit import Published, ReservedPosition, Staging, publish_version
+from exporter.publish.commit import PublishedVersion, ReservedPosition, Staging, publish_version
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogBase, LogDelta
 from exporter.publish.finite import require_merger_finite
 from exporter.publish.manifest import ManifestDraft, tensor_entries
@@ -231,7 +231,7 @@ FIRST_POSITION = "first_position"
 class Rebased(Struct, frozen=True):
     """The new base, how many deltas it holds, and how many tasks wrote it."""
 
-    published: Published
+    published: PublishedVersion
     deltas: int
     tasks: int
 

@@ -67,8 +67,10 @@ RACE_SECONDS = 60.0
 """How long an operator's command tries again while others remove what it reads."""
 
 
-def undisturbed(model: Path, action: Callable[[DeltaLog], T]) -> T:
+def undisturbed(model: Path, action: Callable[[DeltaLog], T], log: DeltaLog | None = None) -> T:
     """What an operator's command does with a log, again if others removed what it was reading.
+
+    The log is read at first, too, unless it is given.
 
     Raises:
         PositionMoved: they did so again and again, for `RACE_SECONDS`.
@@ -76,7 +78,7 @@ def undisturbed(model: Path, action: Callable[[DeltaLog], T]) -> T:
     """
     deadline = time.monotonic() + RACE_SECONDS
     while True:
-        log = read_log(model)
+        log = read_log(model) if log is None else log
         try:
             return action(log)
         except (CheckpointError, PositionMoved, VerificationError) as error:
@@ -89,3 +91,4 @@ def undisturbed(model: Path, action: Callable[[DeltaLog], T]) -> T:
                 raise PositionMoved(
                     f"{what}: it could not be read in between", cause=error.message
                 ) from error
+        log = None

@@ -102,8 +102,8 @@ def _raise(error: OSError) -> None:
 
 __all__ = [
     "TAKING_THE_LOCK",
-    "Published",
     "PublishedDelta",
+    "PublishedVersion",
     "ReservedPosition",
     "Staging",
     "UnderLock",
@@ -187,7 +187,7 @@ class ReservedPosition(Struct, frozen=True):
     is_passed: bool = False
 
 
-class Published(Struct, frozen=True):
+class PublishedVersion(Struct, frozen=True):
     """What `publish_version` did; `removed` and `kept` tell of versions beyond `keep`.
 
     `warnings` are what went wrong after the version could be seen.
@@ -291,7 +291,7 @@ def publish_version(
     is_locked: bool = False,
     grace_seconds: float = GRACE_SECONDS,
     clock: Callable[[], float] = time.time,
-) -> Published:
+) -> PublishedVersion:
     """Turn `staging.path` into `<model>/<version>` and, with `keep`, move older versions away.
 
     A reserved position is the version's number, too. `permit` is called under the model's lock, and raises if
@@ -385,7 +385,7 @@ def _commit(
     rule: VersionRule | ReservedPosition,
     versions: Sequence[VersionDir],
     now: float,
-) -> Published:
+) -> PublishedVersion:
     newest = versions[0].version if versions else None
     if isinstance(rule, ReservedPosition):
         if not rule.is_passed:
@@ -400,7 +400,7 @@ def _commit(
         number, position = rule.choose(draft.step, newest=newest, last=last, now=now)
     target = staging.model / str(number)
     manifest = _complete(staging, draft, files, position, now)
-    return Published(target, number, manifest, warnings=_install(staging, target))
+    return PublishedVersion(target, number, manifest, warnings=_install(staging, target))
 
 
 def _log_now(model: Path, last: int | None) -> DeltaLog:

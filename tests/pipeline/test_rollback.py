@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from exporter.errors import DiskFull, ManifestError, ModelHeld, UsageError
-from exporter.pipeline import log_maintenance
+from exporter.pipeline import log_maintenance, restoration
 from exporter.pipeline.incremental import export_incremental
+from exporter.publish.commit import PublishedDelta
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.hold import Hold
 from exporter.publish.manifest import DeltaOrigin
@@ -118,15 +120,14 @@ def test_resume_again_finds_nothing_to_do(model: Path, known: dict[int, Values])
 
 
 def test_a_rollback_by_an_earlier_release_is_resumed(model: Path, known: dict[int, Values]) -> None:
-    """It did not say where the log stood before: its delta begins there."""
-    with log_maintenance._operating(model) as (log, staging):
-        done = log_maintenance._restore(
-            log, staging, log_maintenance.Restoration(20, DeltaOrigin.ROLLBACK, start=30)
-        )
+    """It did not say where the log stood before: its delta begins there, as a resumption's does."""
+    with log_maintenance._operating(model) as (restorer, staging):
+        done = restorer.publish(restoration.Restoration(20, DeltaOrigin.RESUME, 30), staging)
     set_hold(read_log(model), 31)
     manifest = done.path / "manifest.json"
     assert ',"before":30' in manifest.read_text()
-    manifest.write_text(manifest.read_text().replace(',"before":30', ""))
+    told = manifest.read_text().replace(',"before":30', "")
+    manifest.write_text(told.replace('"made":"resume"', '"made":"rollback"'))
     log_maintenance.rollback(model, 10)
     assert log_maintenance.resume(model).values_of.position == 30
     is_at(read_log(model), known[30])
@@ -292,13 +293,13 @@ def test_a_rollback_lets_nobody_past_a_lower_hold_while_it_works(
 ) -> None:
     set_hold(read_log(model), 10)
     held: list[int | None] = []
-    restore = log_maintenance._restore
+    publish = restoration.publish_changes
 
-    def noting(log: DeltaLog, *more: object) -> object:
+    def noting(log: DeltaLog, *more: Any, **options: Any) -> PublishedDelta:
         held.append(log.hold())
-        return restore(log, *more)  # type: ignore[arg-type]
+        return publish(log, *more, **options)
 
-    monkeypatch.setattr(log_maintenance, "_restore", noting)
+    monkeypatch.setattr(restoration, "publish_changes", noting)
     log_maintenance.rollback(model, 20)
     assert held == [10]
     assert read_log(model).hold() == 31

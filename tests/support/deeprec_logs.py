@@ -21,7 +21,7 @@ from exporter.mapping.build import build_mapping
 from exporter.mapping.mapping_rules import CastRule, MappingRules
 from exporter.mapping.mapping_spec import DynamicTable, MappingSpec
 from exporter.options import ExportRequest, Updates
-from exporter.publish.commit import Published, Staging, publish_version, reserve_position
+from exporter.publish.commit import PublishedVersion, Staging, publish_version, reserve_position
 from exporter.publish.delta_log import DeltaLog
 from exporter.publish.manifest import BaseEntry, ManifestDraft, Origin, tensor_entries
 from exporter.tables.geometry import PARTS, TableGeometry
@@ -148,7 +148,7 @@ def publish_base(
     head_room: float = 0.25,
     casts: tuple[str, ...] = (),
     admission: Admission | None = None,
-) -> Published:
+) -> PublishedVersion:
     """What `--incr` does the first time, but for the graph: the tables laid out by their index alone."""
     prefix = trainer.directory / f"model.ckpt-{trainer.step}"
     place = reserve_position(model, trainer.step)

@@ -25,7 +25,7 @@ from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.rebase import FIRST_POSITION
-from exporter.publish.commit import Published, Staging, publish_version, reserve_position
+from exporter.publish.commit import PublishedVersion, Staging, publish_version, reserve_position
 from exporter.publish.delta_log import DeltaLog
 from exporter.publish.manifest import BaseEntry, ManifestDraft, Origin, tensor_entries
 from exporter.subgraph.make_updatable import UPDATE_SIGNATURE
@@ -215,7 +215,7 @@ class Serving:
         return ChangeKind.TABLE if name in TABLES and name not in self.dense else ChangeKind.DENSE
 
 
-def publish_base(trainer: Trainer, serving: Serving, model: Path) -> Published:
+def publish_base(trainer: Trainer, serving: Serving, model: Path) -> PublishedVersion:
     """What `--incr` does the first time, but for the graph, of which only what `rebase` changes is there."""
     mapping_spec, prefix = serving.mapping_spec(), trainer.directory / f"model.ckpt-{trainer.step}"
     catalog = read_catalog(prefix)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from exporter.publish.commit import Published, Staging, VersionRule, publish_version
+from exporter.publish.commit import PublishedVersion, Staging, VersionRule, publish_version
 from exporter.publish.manifest import Manifest, ManifestDraft, Origin, TensorEntry
 from exporter.publish.versions import read_manifest, version_dirs
 
@@ -33,7 +33,7 @@ def publish(
     keep: int | None = None,
     grace_seconds: float = 0,
     now: float = 1_700_000_000.0,
-) -> Published:
+) -> PublishedVersion:
     rule = VersionRule.parse(None if version == "position" else str(version))
     with Staging(model) as staging:
         fill(staging.path)

@@ -1,0 +1,406 @@
+"""How the values of an earlier position come back: by a delta in a log, by a version where there is no log.
+
+`exporter.pipeline.log_maintenance` decides when they do. A rollback goes forward: it publishes the values of
+an earlier position as the next one, and holds the model there, so that the trainer's next publication does
+not overrun it. Resuming publishes the values of before the rollback again, and lifts the hold.
+
+*In a log* it is a delta, so that servers take it as they take any other. What servers see of a rollback from
+B to G, which becomes position R = B + 1: they follow `up_to = -1`, and of the deltas that fit they take the
+one that leads furthest without passing the hold.
+
+1. The model's lock is taken: no other process publishes, merges or tidies until the end. That may take as
+   long as the rows since G take to read; a watch waits, or reports it and tries again.
+2. The hold goes to G, unless it is lower. Servers at G or before stop there; the others stay where they are.
+3. The delta to R is staged. It fits every server from the earliest position on from which some delta leads
+   past G, and holds all rows touched since then: so no server passes B on the way to R.
+4. The hold becomes a link to the file `hold` of the staged delta's future place. It cannot be read: no server
+   moves by itself.
+5. The delta is renamed into place. With this one call it can be seen, and the hold is R: all go to R, at
+   once, and no further.
+6. The link is replaced by a file that says the same.
+
+A process that is killed in 1-4 has not rolled back, and no server has moved towards B; running the command
+again, or `resume`, goes on from there. Killed in 5-6, it has. A server lists the deltas after it has read the
+hold: one that knows the hold of 5 sees the delta, too. Where links cannot be made, 4 sets the hold to R, and
+a server that is before G can be led on to B until 5; its next call leads to R.
+
+*Under a canary's hold* at G all servers but the canary stop there already, and publishers go on: only such a
+rollback may be asked for that finds this hold (`by_canary`). It leaves out 2 and 4; killed between 5 and 6,
+the canary is judged again.
+
+*Where versions take no deltas* an older one is published again as the newest. Its files are linked, not
+copied, after they were compared with their manifest and checksums. Servers load the newest version by
+themselves; what a rollback must keep off is the trainer's next export. So the model is held before the
+version is there, and lifted after the other one is: a process that is killed in between has not rolled back,
+or not resumed, and the same command again does it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import ClassVar
+
+from msgspec import Struct
+
+from exporter.checkpoint.tensor_bundle import index_path, read_catalog
+from exporter.delta.format import DeltaHeader
+from exporter.delta.newest_rows import restoring
+from exporter.delta.spans import Position, Span
+from exporter.errors import ManifestError, ModelHeld, PositionUnknown, UsageError
+from exporter.layout import PAIR_NAME, VARIABLES_PREFIX
+from exporter.local_paths import quoted
+from exporter.options import DeltaDtype
+from exporter.publish.approval import did_fail
+from exporter.publish.commit import (
+    PublishedDelta,
+    PublishedVersion,
+    Staging,
+    UnderLock,
+    VersionRule,
+    next_delta_position,
+    publish_version,
+)
+from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta
+from exporter.publish.delta_publication import Publication, publish_changes
+from exporter.publish.finite import require_finite
+from exporter.publish.hold import Hold
+from exporter.publish.manifest import DeltaOrigin, Manifest, ManifestDraft, RestoredValues
+from exporter.publish.permission import Permission
+from exporter.publish.versions import VersionDir, greatest, last_position, newest_of, read_manifest, taken
+from exporter.storage import mirror
+from exporter.verify.version_files import verify_bytes, verify_published
+from exporter.version import __version__
+
+
+class Restoration(Struct, frozen=True):
+    """Values of an earlier position or version, to be published as the next one.
+
+    `before` is where resuming leads to. `is_canaried`: a canary decides about the log, or did until it was
+    rolled back. `by_canary`: it is the canary that rolls back, because the values failed.
+    """
+
+    of: int
+    made: DeltaOrigin
+    before: int
+    reason: str | None = None
+    is_canaried: bool = False
+    by_canary: bool = False
+
+    @property
+    def is_rollback(self) -> bool:
+        """True if the model is held where it leads."""
+        return self.made is DeltaOrigin.ROLLBACK
+
+
+class Planned(Struct, frozen=True):
+    """Where a restoration is published, and the training step of its values."""
+
+    path: Path
+    position: int
+    step: int | None
+
+
+class Restorer(ABC):
+    """What is published of a model at one moment, and how earlier values of it come back.
+
+    `at` is where the model stands, `log` the number of the newest version's log, None where it takes no
+    deltas, and `hold` the hold that a rollback sets.
+    """
+
+    noun: ClassVar[str]
+
+    def __init__(self, at: Position, log: int | None, hold: Hold) -> None:
+        self.at, self.log, self.hold = at, log, hold
+
+    def rollback_of(self, to: int) -> Restoration:
+        """What leads to the values of `to` again.
+
+        Raises:
+            PositionUnknown: nothing published stands there.
+            UsageError: it is the newest.
+            ModelHeld: a canary decides about the log, and the values of `to` did not pass.
+        """
+        at = self.at.position
+        if to == at:
+            raise UsageError(f"{self.noun} {to} is the newest: there is nothing to roll back")
+        is_canaried = self._require_judged(to)
+        before = self.before_rollbacks() if self.hold.binds else None  # those that were lifted are accepted
+        earlier = at if before is None else before
+        return Restoration(to, DeltaOrigin.ROLLBACK, earlier, is_canaried=is_canaried)
+
+    def _require_judged(self, to: int) -> bool:
+        """Refuse values that a canary did not let pass; True if a canary decides at all."""
+        return False
+
+    @abstractmethod
+    def before_rollbacks(self) -> int | None:
+        """Where the model stood before the first rollback that nothing was published on; None without one."""
+
+    @abstractmethod
+    def leads_back_to(self, position: int) -> bool:
+        """True if the newest publication has restored the values of this position."""
+
+    def approved_by_canary(self) -> int | None:
+        """How far a canary approved what is published, also where a rollback holds it there."""
+        return None
+
+    @abstractmethod
+    def plan(self, restoration: Restoration) -> Planned:
+        """What `publish` would do; what it would read is read and checked, and nothing is written.
+
+        Raises:
+            PositionUnknown, NotFinite, CheckpointError, VerificationError: as `publish`.
+        """
+
+    @abstractmethod
+    def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta | PublishedVersion:
+        """Publish the values; of a rollback the model is held before they can be seen.
+
+        The caller has the model's lock.
+
+        Raises:
+            PositionUnknown: the values are gone.
+            NotFinite: the model would refuse them.
+            CheckpointError, VerificationError: they are damaged.
+            PublishError: see errors.py.
+        """
+
+
+class DeltaRestorer(Restorer):
+    """Earlier values of a log come back by a delta; `published` is the log."""
+
+    noun = "position"
+
+    def __init__(self, log: DeltaLog) -> None:
+        super().__init__(log.at, log.number, log.held)
+        self.published = log
+
+    def _require_judged(self, to: int) -> bool:
+        log = self.published
+        log.standing(to)
+        is_judged = is_canaried(log)
+        if is_judged and did_fail(log, to):
+            raise ModelHeld(
+                f"the canary of an agent judged the values of {to}, and they did not pass",
+                hint="let it judge what was taken back once more: export-model resume "
+                f"{quoted(log.model)}; to do without it: --lift-canary",
+            )
+        return is_judged
+
+    def before_rollbacks(self) -> int | None:
+        """As `Restorer.before_rollbacks`.
+
+        A rollback says it, or, of an earlier release, begins where the log stood before.
+        """
+        at: LogBase | LogDelta = self.published.newest
+        before = None
+        while isinstance(at, LogDelta) and at.entry.made is DeltaOrigin.ROLLBACK:
+            if at.entry.before is not None:
+                return at.entry.before
+            before = at.start
+            ending = [delta for delta in self.published.deltas if delta.end == before]
+            at = max(ending, key=lambda delta: delta.start, default=self.published.base)
+        return before
+
+    def leads_back_to(self, position: int) -> bool:
+        """As `Restorer.leads_back_to`."""
+        newest = self.published.newest
+        return isinstance(newest, LogDelta) and newest.entry.back_to == position
+
+    def approved_by_canary(self) -> int | None:
+        """As `Restorer.approved_by_canary`."""
+        return approved_by_canary(self.published)
+
+    def plan(self, restoration: Restoration) -> Planned:
+        """As `Restorer.plan`."""
+        log, of = self.published, restoration.of
+        _, step = log.trained_at(of)
+        taken_back, values = [log.open(delta).changes for delta in self._since(restoration)], log.state(of)
+        span = self._span(restoration)
+        if log.base.entry.updates.finite:
+            with TemporaryDirectory() as scratch:
+                changes = restoring(taken_back, values, log.schema, Path(scratch))
+                require_finite(log, changes, span, self._instead(restoration))
+        return Planned(LogDelta(log.path, span.start, span.end).path, span.end, step)
+
+    def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta:
+        """As `Restorer.publish`."""
+        log, of = self.published, restoration.of
+        if restoration.is_rollback:
+            self._stop_at(of, staging)
+        trained, step = log.trained_at(of)
+        taken_back = [log.open(delta) for delta in self._since(restoration)]
+        touched = [delta.changes for delta in taken_back]
+        scratch = staging.path.with_name("scratch")
+        scratch.mkdir()
+        what = Publication(
+            self._span(restoration),
+            step,
+            restoration.made,
+            trained,
+            back_to=of,
+            before=restoration.before,
+            packing=packing_of(delta.header for delta in taken_back),
+            reason=restoration.reason,
+            canary=restoration.is_canaried,
+            failed=restoration.by_canary,
+            hint=self._instead(restoration),
+        )
+        how = UnderLock(is_ours=True, holds=restoration.is_rollback, follows_canary=restoration.by_canary)
+        changes = restoring(touched, log.state(of), log.schema, scratch)
+        return publish_changes(log, staging, changes, what, last=log.at.position, under_lock=how)
+
+    def _span(self, restoration: Restoration) -> Span:
+        """What it leads from and to: all servers must jump that a merged delta would lead past the values."""
+        log, of = self.published, restoration.of
+        start = log.at.position
+        if restoration.is_rollback:
+            start = min([of, *(delta.start for delta in log.deltas if delta.start < of < delta.end)])
+        return Span(start, next_delta_position(log.model, None, log.at.position))
+
+    def _since(self, restoration: Restoration) -> tuple[LogDelta, ...]:
+        """The deltas whose rows a restoration takes back."""
+        chain = self.published.chain(min(restoration.of, self._span(restoration).start))
+        if not chain:
+            raise PositionUnknown(f"no delta leads on from position {restoration.of}")
+        return chain
+
+    def _stop_at(self, to: int, staging: Staging) -> None:
+        """Hold the log at `to`, if it is not held before that already."""
+        try:
+            held = self.hold.read()
+        except ManifestError:
+            return  # no server passes it
+        if held is None or held > to:
+            self.hold.put(to, staging)
+
+    def _instead(self, restoration: Restoration) -> str:
+        """What helps where the values that are to come back are refused by the model."""
+        model = quoted(self.published.model)
+        if restoration.is_rollback:
+            return f"go back further: export-model history {model} lists the positions"
+        return f"accept the rollback, and train on: export-model resume {model} --lift-only"
+
+
+def is_canaried(log: DeltaLog) -> bool:
+    """True if a canary's hold stands, or stood when the log was rolled back to where it is held."""
+    if log.held.is_canary or not log.held.binds:
+        return log.held.is_canary
+    try:
+        held = log.standing(log.held.read() or 0)
+    except (ManifestError, PositionUnknown):  # the hold says nothing, or no rollback set it
+        return False
+    return isinstance(held, LogDelta) and held.entry.canary
+
+
+def approved_by_canary(log: DeltaLog) -> int | None:
+    """How far a canary approved the log, also where a rollback holds it there; None if there is no canary.
+
+    Raises:
+        ManifestError: the hold does not say a position.
+    """
+    return log.held.read() if is_canaried(log) else None
+
+
+def packing_of(headers: Iterable[DeltaHeader]) -> DeltaDtype | None:
+    """How the newest of these that is packed is: what is made of them holds rows that pack so, too."""
+    return next((header.packing for header in reversed(list(headers)) if header.packing), None)
+
+
+class VersionRestorer(Restorer):
+    """Earlier values of a model whose versions take no deltas come back by a version.
+
+    `versions` are as `version_dirs` lists them, at least one of them published by this program.
+    """
+
+    noun = "version"
+
+    def __init__(self, model: Path, versions: Sequence[VersionDir]) -> None:
+        newest = newest_of(versions)
+        assert newest is not None
+        self._model, self._versions, self._manifest = model, versions, read_manifest(newest.path)
+        super().__init__(Position(newest.version, self._manifest.step), None, Hold(model))
+
+    def before_rollbacks(self) -> int | None:
+        """As `Restorer.before_rollbacks`."""
+        told = self._manifest.taken_back
+        return told.before if told is not None and told.made == DeltaOrigin.ROLLBACK.value else None
+
+    def leads_back_to(self, position: int) -> bool:
+        """As `Restorer.leads_back_to`."""
+        told = self._manifest.taken_back
+        return told is not None and told.back_to == position
+
+    def plan(self, restoration: Restoration) -> Planned:
+        """As `Restorer.plan`."""
+        manifest = self._whole(restoration.of)
+        number = self._next(manifest)
+        return Planned(self._model / str(number), number, manifest.step)
+
+    def publish(self, restoration: Restoration, staging: Staging) -> PublishedVersion:
+        """As `Restorer.publish`."""
+        manifest = self._whole(restoration.of)
+        if restoration.is_rollback:
+            self.hold.put(self._next(manifest), staging)
+        for entry in manifest.files:
+            target = staging.path / entry.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _link_or_copy(self._model / str(restoration.of) / entry.path, target)
+        told = RestoredValues(
+            "rollback" if restoration.is_rollback else "resume",
+            restoration.of,
+            restoration.before,
+            restoration.reason,
+        )
+        draft = ManifestDraft(
+            tensors=manifest.tensors,
+            source=manifest.source,
+            exporter=__version__,
+            step=manifest.step,
+            taken_back=told,
+            plan_digest=manifest.plan_digest,
+        )
+        return publish_version(staging, draft, permission=Permission(despite_hold=True), is_locked=True)
+
+    def _next(self, manifest: Manifest) -> int:
+        """The number of the version that `publish_version` makes of this one."""
+        last = last_position(self._model, self._versions)
+        newest = greatest(self._versions[0].version, taken(self._model).version)
+        return VersionRule().choose(manifest.step, newest=newest, last=last, now=0)[0]
+
+    def _whole(self, number: int) -> Manifest:
+        """The manifest of a version, all of whose bytes were compared with it."""
+        ours = [child for child in self._versions if child.has_manifest]
+        found = next((child for child in ours if child.version == number), None)
+        if found is None:
+            known = ", ".join(str(child.version) for child in ours[:20])
+            raise PositionUnknown(
+                f"there is no version {number}",
+                cause=f"there are {known}",
+                hint="name one of these; to leave the values as they are: "
+                "export-model resume MODEL --lift-only",
+            )
+        manifest = read_manifest(found.path)
+        if manifest.incremental is not None:
+            raise UsageError(
+                f"version {number} takes deltas, and its log has ended: it cannot be the newest again",
+                hint="export its checkpoint once more: --updatable --again",
+            )
+        verify_published(found.path)
+        for prefix in (VARIABLES_PREFIX, PAIR_NAME):
+            if index_path(found.path / prefix).exists():
+                verify_bytes(read_catalog(found.path / prefix))
+        return manifest
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    mirror.fetch(source)  # a link to a file that stands for an object would be empty
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a file system without links, or too many of them
+        shutil.copyfile(source, target)
