@@ -17,18 +17,22 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import CallFailed, UsageError
+from exporter.wire.update_status import ANOTHER_RUNS, UNREADABLE_HOLD, UpdateStatus
 from serving.client import ModelClient
 from serving.status import Code, VersionState
 
 STATUS_SIGNATURE = "incremental_status"
 UPDATE_SIGNATURE = "incremental_update"
 NEWEST = -1
-_ANOTHER_RUNS = "merged: another update runs"
-_AS_FAR_AS_ASKED = {"reached", "current", "passed", "hold"}
-"""First words of the statuses (see `exporter.subgraph.update`) that need no action."""
+_AS_FAR_AS_ASKED = {UpdateStatus.REACHED, UpdateStatus.CURRENT, UpdateStatus.PASSED, UpdateStatus.HOLD}
+"""First words of the statuses (see `exporter.wire.update_status`) that need no action."""
 _POLL_SECONDS = 0.1
-_NO_HOLD = "hold: its file cannot be read"
-_WITH_A_TARGET = {"reached", "passed", "inside", "unpublished"}
+_WITH_A_TARGET = {
+    UpdateStatus.REACHED,
+    UpdateStatus.PASSED,
+    UpdateStatus.INSIDE,
+    UpdateStatus.UNPUBLISHED,
+}
 """Statuses that a call for the newest position gets from another call's target, on bases that do not yet
 report `merged`."""
 _REFUSED = "INVALID_ARGUMENT"
@@ -81,7 +85,7 @@ class Updated(Struct, frozen=True):
     @property
     def is_stuck(self) -> bool:
         """True if published deltas were not applied, and another call will not help."""
-        return self.word not in _AS_FAR_AS_ASKED or _NO_HOLD in self.status
+        return self.word not in _AS_FAR_AS_ASKED or UNREADABLE_HOLD in self.status
 
     @property
     def word(self) -> str:
@@ -91,13 +95,14 @@ class Updated(Struct, frozen=True):
     @property
     def found_another(self) -> bool:
         """True if nothing was applied because another update was running."""
-        return self.status.startswith(_ANOTHER_RUNS)
+        return self.status.startswith(ANOTHER_RUNS)
 
     def was_merged(self, up_to: int) -> bool:
         """True if it stopped at another call's target, so that another call may get further."""
         if up_to == NEWEST:
-            return self.word == "merged" or self.word in _WITH_A_TARGET
-        return self.word == "merged" or (self.word in ("reached", "passed") and self.position < up_to)
+            return self.word == UpdateStatus.MERGED or self.word in _WITH_A_TARGET
+        stops_there = self.word in (UpdateStatus.REACHED, UpdateStatus.PASSED)
+        return self.word == UpdateStatus.MERGED or (stops_there and self.position < up_to)
 
 
 def update(client: ModelClient, *, up_to: int = NEWEST, version: int | None = None) -> Updated:

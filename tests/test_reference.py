@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from exporter.errors import Exit, ExportError
+from exporter.wire.update_status import UpdateStatus
 from tools.reference.advice import ADVICE
 from tools.reference.documents import PRINTED_BY, every_document
 from tools.reference.failures import all_errors, messages
@@ -30,6 +31,18 @@ def test_every_error_has_its_advice() -> None:
     assert all(advice.why and advice.do for advice in ADVICE.values())
     defined = {kind for kind in _subclasses(ExportError) if kind.__module__ == "exporter.errors"}
     assert defined == kinds - {ExportError}
+
+
+def test_every_status_of_an_update_is_explained() -> None:
+    """The page has each word that the graph says, and clients compare with no other."""
+    page = (ROOT / "docs/reference/troubleshooting.md").read_text()
+    rows = re.findall(
+        r"^\| `([a-z-]+)` \| (.+) \| (.+) \|$", page.partition("## Statuses of an update")[2], re.M
+    )
+    assert [word for word, _, _ in rows] == list(UpdateStatus)
+    said = re.compile(f"[\"']({'|'.join(UpdateStatus)}): ")
+    sources = [*(ROOT / "exporter/subgraph").glob("*.py"), *(ROOT / "serving").rglob("*.py")]
+    assert {path.name: found for path in sources if (found := said.findall(path.read_text()))} == {}
 
 
 def test_every_text_of_an_error_is_found() -> None:

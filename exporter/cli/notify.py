@@ -14,6 +14,7 @@ from msgspec import Struct, field
 
 from exporter.errors import CallFailed, ExportError, UsageError
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
+from exporter.wire.update_status import UpdateStatus
 
 DEADLINE_S = 30.0
 _AT_A_TIME = 32
@@ -81,7 +82,7 @@ class Servers(Struct, frozen=True):
             position = done.position
             if done.is_stuck:
                 problem = done.status
-            elif done.word == "current" and position < published:
+            elif done.word == UpdateStatus.CURRENT and position < published:
                 problem = "nothing newer is in the directory that it reads: a copy, perhaps, that lags"
         except CallFailed as error:
             problem = error.cause or error.message

@@ -36,6 +36,7 @@ from exporter.layout import DELTA_NAME
 from exporter.options import DeltaDtype
 from exporter.subgraph.state import Tensor
 from exporter.wire.dtypes import DType
+from exporter.wire.update_status import UpdateStatus
 
 Array = NDArray[Any]
 
@@ -71,7 +72,7 @@ class Refusal(Struct, frozen=True):
     """A reason to refuse a delta if `fails`, bool []; `word` and `text` stand before and after its name."""
 
     fails: Tensor
-    word: str
+    word: UpdateStatus
     text: Tensor | str
 
 
@@ -121,14 +122,14 @@ def _read_body(
         lengths = Lengths.of(schema, tensors)
         found = dict(by_variable(schema, tensors))
         entries = [tf.size(found[keys][0], tf.int64) for keys, _ in schema.lookups]
-        checks = [Refusal(tf.not_equal(fault, ""), "rows", fault)]
+        checks = [Refusal(tf.not_equal(fault, ""), UpdateStatus.ROWS, fault)]
         checks += _checks_of_rows(count, tensors, schema, lengths)
         if expected.finite:
             checks += _checks_of_values(tensors, schema)
         entries_count = sum(entries, tf.zeros([], tf.int64))
         return _first_of(of, checks), lengths.values > 0, entries_count, restored
 
-    damaged = tf.strings.join(["damaged: ", name, " cannot be read"])
+    damaged = tf.strings.join([f"{UpdateStatus.DAMAGED}: ", name, " cannot be read"])
     unchanged = tf.zeros([len(schema.variables)], tf.bool)
     fallback = damaged, unchanged, tf.zeros([], tf.int64), tf.raw_ops.OptionalNone()
     return attempt((prefix, name, flags, rows), read, fallback)
@@ -140,7 +141,7 @@ def _first_of(name: Tensor, checks: Sequence[Refusal]) -> Tensor:
 
     fails = tf.stack([check.fails for check in checks])
     first = tf.argmax(tf.cast(fails, tf.int32))
-    word = tf.gather(tf.constant([check.word for check in checks]), first)
+    word = tf.gather(tf.constant([check.word.value for check in checks]), first)
     text = tf.gather(tf.stack([check.text for check in checks]), first)
     return tf.where(tf.reduce_any(fails), tf.strings.join([word, ": ", name, " ", text]), "")
 
@@ -185,12 +186,20 @@ def _checks_of_header(
         ["has format ", tf.strings.as_string(version), ", flags ", tf.strings.as_string(flags)]
     )
     return [
-        Refusal(tf.equal(version, 0), "damaged", "cannot be read"),
-        Refusal(tf.not_equal(version, FORMAT_VERSION) | unknown, "format", form),
-        Refusal(tf.not_equal(lineage, expected.lineage), "lineage", "belongs to another log"),
-        Refusal(tf.not_equal(digest, expected.schema.digest), "schema", "was made for other variables"),
-        Refusal(tf.not_equal(leads, name), "range", tf.strings.join(["says that it leads ", leads])),
-        Refusal(exact_base & tf.not_equal(start, position), "only-from", "fits its first position alone"),
+        Refusal(tf.equal(version, 0), UpdateStatus.DAMAGED, "cannot be read"),
+        Refusal(tf.not_equal(version, FORMAT_VERSION) | unknown, UpdateStatus.FORMAT, form),
+        Refusal(tf.not_equal(lineage, expected.lineage), UpdateStatus.LINEAGE, "belongs to another log"),
+        Refusal(
+            tf.not_equal(digest, expected.schema.digest), UpdateStatus.SCHEMA, "was made for other variables"
+        ),
+        Refusal(
+            tf.not_equal(leads, name), UpdateStatus.RANGE, tf.strings.join(["says that it leads ", leads])
+        ),
+        Refusal(
+            exact_base & tf.not_equal(start, position),
+            UpdateStatus.ONLY_FROM,
+            "fits its first position alone",
+        ),
     ]
 
 
@@ -254,9 +263,9 @@ def _checks_of_rows(
     first = tf.gather(names, tf.argmax(tf.cast(wrong, tf.int32)))
     said = tf.equal(rows, tf.reduce_sum(of_tables))
     return [
-        Refusal(tf.reduce_any(wrong), "rows", tf.strings.join(["has wrong rows for ", first])),
+        Refusal(tf.reduce_any(wrong), UpdateStatus.ROWS, tf.strings.join(["has wrong rows for ", first])),
         *_checks_of_lookups(tensors, schema),
-        Refusal(tf.logical_not(said), "rows", "holds another number of rows than it says"),
+        Refusal(tf.logical_not(said), UpdateStatus.ROWS, "holds another number of rows than it says"),
     ]
 
 
@@ -290,7 +299,7 @@ def _checks_of_lookups(tensors: Sequence[Tensor], schema: Schema) -> list[Refusa
             count = tf.shape(pair[0])[1]
             power = (count > 0) & tf.equal(tf.bitwise.bitwise_and(count, count - 1), 0)
             right &= power | tf.equal(tf.shape(pair[0])[0], 0)
-        checks.append(Refusal(tf.logical_not(right), "rows", f"has wrong entries for {keys.name}"))
+        checks.append(Refusal(tf.logical_not(right), UpdateStatus.ROWS, f"has wrong entries for {keys.name}"))
     return checks
 
 
@@ -300,7 +309,7 @@ def _checks_of_values(tensors: Sequence[Tensor], schema: Schema) -> list[Refusal
     return [
         Refusal(
             tf.logical_not(tf.reduce_all(tf.math.is_finite(found[-1]))),
-            "finite",
+            UpdateStatus.FINITE,
             f"has NaN or infinity in {variable.name}",
         )
         for variable, found in by_variable(schema, tensors)

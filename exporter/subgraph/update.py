@@ -1,23 +1,8 @@
 """`incremental_update` inside the graph: list a log, choose deltas, apply them until the target is reached.
 
-A call answers with its position and a status, `<word>: <why>`. The words:
-
-    reached      the model stands at the wanted position (several deltas may have led there)
-    current      nothing is published beyond the position
-    passed       the wanted position lies behind: nothing was done
-    hold         the log is held, and -1 does not go beyond a hold
-    gap          published deltas lead further, but none of them begins at or before the position
-    inside       the wanted position lies inside a delta, where no delta ends
-    unpublished  no published delta leads as far as wanted
-    unlisted     the log's directory is gone or cannot be read: what is published is unknown
-    merged       call again: another update is running, or a batching server merged this call with one for a
-                 smaller target
-    interrupted  an earlier update died half-way, and no published delta leads as far as that one was going
-    damaged, format, lineage, schema, range, only-from, rows, finite
-                 why the first delta was refused, if no other delta led on (`read_delta`)
-
-A call for an explicit target fails with the status as its message, unless the status is `reached`, `passed`
-or `merged`. A batch of calls for several targets does not fail so: one caller's target must not fail another.
+A call answers with its position and a status (`exporter.wire.update_status`). A call for an explicit target
+fails with the status as its message, unless the status is `reached`, `passed` or `merged`. A batch of calls
+for several targets does not fail so: one caller's target must not fail another.
 
 The file has three parts: the update, the listing of a log's directory (an update with nothing to do reads
 nothing else), and the turns by which one call at a time updates.
@@ -35,13 +20,14 @@ from exporter.layout import DELTAS_DIRECTORY, HOLD_FILE, MANIFEST_FILE
 from exporter.subgraph.read_delta import Expected, attempt, first_success, read_delta
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign
 from exporter.subgraph.write_delta import UpdateTarget, position_vector, write_rows, write_snapshot
+from exporter.wire.update_status import ANOTHER_RUNS, UNREADABLE_HOLD, UpdateStatus
 
 NEWEST = -1
 """The `up_to` that asks for the newest published position."""
 
 NO_LIMIT = (1 << 63) - 1
 
-_OCCUPIED = "merged: another update runs; call again"
+_OCCUPIED = f"{ANOTHER_RUNS}; call again"
 """Clients of 0.1.0 call again on `merged`, and take every word that they do not know for a refusal."""
 
 _DELTA = "/00[0-9]{18}-00[0-9]{18}"
@@ -148,7 +134,9 @@ def update(up_to: Tensor, state: UpdateState, target: UpdateTarget, rules: Updat
     its_own = tf.equal(wanted, least)
     refusal = tf.where(missed & tf.reduce_all(its_own), status, "")
     refusal = tf.where(valid, refusal, "up_to is a position, or -1 for the newest")
-    merged = tf.strings.join(["merged: with a call for ", tf.strings.as_string(least), "; call again"])
+    merged = tf.strings.join(
+        [f"{UpdateStatus.MERGED}: with a call for ", tf.strings.as_string(least), "; call again"]
+    )
     numbers = (tf.fill(tf.shape(up_to), number) for number in (position, step, rows, deltas))
     return *numbers, tf.where(its_own, status, merged), refusal
 
@@ -309,26 +297,32 @@ def _status(end: UpdateProgress, outlook: Outlook) -> Tensor:
         (
             tf.not_equal(unfinished, SETTLED),
             [
-                "interrupted: an update to ",
+                f"{UpdateStatus.INTERRUPTED}: an update to ",
                 tf.strings.as_string(unfinished),
                 " died half-way; still at ",
                 here,
             ],
         ),
-        (explicit & tf.equal(position, limit), ["reached: ", here]),
-        (explicit & (position > limit), ["passed: at ", here, ", beyond ", wanted]),
-        (published.unlisted, ["unlisted: ", published.directory, " cannot be listed; at ", here]),
+        (explicit & tf.equal(position, limit), [f"{UpdateStatus.REACHED}: ", here]),
+        (explicit & (position > limit), [f"{UpdateStatus.PASSED}: at ", here, ", beyond ", wanted]),
+        (
+            published.unlisted,
+            [f"{UpdateStatus.UNLISTED}: ", published.directory, " cannot be listed; at ", here],
+        ),
         (tf.reduce_any(end.refused & further & begun), [end.refusal]),
-        (tf.logical_not(explicit) & (limit < 0), ["hold: its file cannot be read; still at ", here]),
+        (tf.logical_not(explicit) & (limit < 0), [f"{UNREADABLE_HOLD}; still at ", here]),
         (
             tf.logical_not(explicit) & tf.reduce_any(further & beyond),
-            ["hold: not beyond ", wanted, "; at ", here],
+            [f"{UpdateStatus.HOLD}: not beyond ", wanted, "; at ", here],
         ),
-        (tf.reduce_any(further & begun & beyond), ["inside: ", wanted, " lies inside a delta; at ", here]),
-        (tf.reduce_any(further), ["gap: no delta leads on from ", here]),
-        (explicit, ["unpublished: nothing leads to ", wanted, "; at ", here]),
+        (
+            tf.reduce_any(further & begun & beyond),
+            [f"{UpdateStatus.INSIDE}: ", wanted, " lies inside a delta; at ", here],
+        ),
+        (tf.reduce_any(further), [f"{UpdateStatus.GAP}: no delta leads on from ", here]),
+        (explicit, [f"{UpdateStatus.UNPUBLISHED}: nothing leads to ", wanted, "; at ", here]),
     ]
-    status = tf.strings.join(["current: at ", here])
+    status = tf.strings.join([f"{UpdateStatus.CURRENT}: at ", here])
     for condition, texts in reversed(cases):  # the first case is applied last, and so wins
         status = tf.where(condition, tf.strings.join(texts), status)
     return tf.strings.join([status, tf.where(end.in_chunks, " (rows written in chunks)", "")])

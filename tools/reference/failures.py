@@ -11,6 +11,7 @@ from pathlib import Path
 
 from exporter import errors
 from exporter.errors import CallFailed, Exit, ExportError
+from exporter.wire.update_status import UpdateStatus
 from tools.reference.advice import ADVICE
 from tools.reference.markdown import code, table, text
 
@@ -53,6 +54,16 @@ _TROUBLESHOOTING = """\
 Look for the text after `error:`. What varies in it (names, paths, numbers) is `…` here. Each error has a
 class, which `--json` names, and an [exit code](exit-codes.md). `export-model doctor MODEL` looks for most of
 what can be wrong with a published model, and names the command that helps.
+What a model's update says is [below](#statuses-of-an-update).
+"""
+_STATUSES = """\
+## Statuses of an update
+
+The signature `incremental_update` answers with a status, `<word>: <why>`. `serve-model update` prints it, the
+agent and `--notify` report it. With a position to go to, everything but `reached`, `passed` and `merged` is
+an error `INVALID_ARGUMENT` with this text. From `damaged` on it is why a delta was refused, if nothing else
+led on; the model is as it was.
+
 """
 
 
@@ -79,6 +90,8 @@ def troubleshooting() -> str:
     parts = [_TROUBLESHOOTING]
     for kind in all_errors():
         parts += _section(kind)
+    rows = ((code(status.value), text(status.meaning), text(status.remedy)) for status in UpdateStatus)
+    parts.append(_STATUSES + table(("status", "meaning", "what to do"), rows))
     return "\n".join(parts)
 
 

@@ -1,0 +1,123 @@
+"""Statuses of `incremental_update`: why an update of a model that takes deltas stopped where it did.
+
+A status is `<word>: <why>`. The graph of each base says these words, so that they never change: servers may
+run bases of earlier releases, and clients of earlier releases read the words of newer bases. A client that
+does not know a word takes it for a refusal.
+"""
+
+from __future__ import annotations
+
+from exporter.newer_python import StrEnum
+
+
+class UpdateStatus(StrEnum):
+    """The first word of a status, what it means, and what helps.
+
+    With an explicit target everything but `reached`, `passed` and `merged` is an error that carries the
+    status, unless the call was merged with calls for something else: these are not to fail by it.
+    """
+
+    meaning: str
+    remedy: str
+
+    def __new__(cls, word: str, meaning: str, remedy: str) -> UpdateStatus:
+        """A word with its row in the documentation."""
+        status = str.__new__(cls, word)
+        status._value_ = word
+        status.meaning, status.remedy = meaning, remedy
+        return status
+
+    REACHED = (
+        "reached",
+        "The model stands at the wanted position; several deltas may have been applied on the way.",
+        "Nothing.",
+    )
+    CURRENT = (
+        "current",
+        "Nothing is published beyond the position.",
+        "Nothing. If something was published, the server reads another directory, or a copy that lags.",
+    )
+    PASSED = ("passed", "The wanted position lies behind; nothing was done.", "Nothing.")
+    HOLD = (
+        "hold",
+        "The log is held, and a call for the newest position goes no further. If the file `hold` cannot be "
+        "read, no server moves by itself.",
+        "`export-model history MODEL` shows the hold, `export-model resume MODEL` lifts it.",
+    )
+    GAP = (
+        "gap",
+        "Deltas lead further, but none of them begins at the position or before it.",
+        "`export-model verify MODEL` names what is missing. A copy may lack deltas: pull again. A server "
+        "that was stopped for long may need the newest base: let it load the newest version.",
+    )
+    INSIDE = (
+        "inside",
+        "The wanted position lies between the ends of the deltas that lead on: they were merged.",
+        "Ask for another position, or for the newest: `export-model history MODEL` lists the positions.",
+    )
+    UNPUBLISHED = (
+        "unpublished",
+        "Nothing is published that leads as far as wanted.",
+        "Ask for a position that is published, or publish it first.",
+    )
+    UNLISTED = (
+        "unlisted",
+        "The log's directory is gone or cannot be read, so that what is published is unknown.",
+        "Mount the volume, or make the directory readable for the server's user: see "
+        "`export-model doctor MODEL`.",
+    )
+    MERGED = (
+        "merged",
+        "Another update runs, or a server that batches requests merged the call with one for a smaller "
+        "target.",
+        "Call again; `serve-model update` does.",
+    )
+    INTERRUPTED = (
+        "interrupted",
+        "An earlier update died half-way, and no delta leads as far as it was going.",
+        "Call again when deltas lead that far: the next update repairs the values. Or publish a new base.",
+    )
+    DAMAGED = (
+        "damaged",
+        "A delta cannot be read, or a checksum is wrong.",
+        "`export-model doctor MODEL` names it, and the command that helps.",
+    )
+    FORMAT = (
+        "format",
+        "A delta has a format or flags that this base does not know.",
+        "Publish a new base with this release: the same export with `--updatable --again`.",
+    )
+    LINEAGE = (
+        "lineage",
+        "A delta belongs to another log.",
+        "`export-model verify MODEL`: a directory was copied from another model, or renamed.",
+    )
+    SCHEMA = ("schema", "A delta was made for other variables.", "As for `lineage`.")
+    RANGE = (
+        "range",
+        "A delta's name is not what the delta says of itself.",
+        "As for `lineage`.",
+    )
+    ONLY_FROM = (
+        "only-from",
+        "A delta that leaves rows out or rounds them fits its first position alone, and the model stands "
+        "elsewhere.",
+        "As for `gap`.",
+    )
+    ROWS = (
+        "rows",
+        "A delta's rows are not rows of the table, or not as many as it says.",
+        "As for `damaged`.",
+    )
+    FINITE = (
+        "finite",
+        "A delta has NaN or infinity, and the base was exported with `--require-finite`.",
+        "`export-model doctor MODEL` names the command that leads past it.",
+    )
+
+
+ANOTHER_RUNS = f"{UpdateStatus.MERGED.value}: another update runs"
+"""How a status begins of a call that did nothing because another update was under way."""
+
+UNREADABLE_HOLD = f"{UpdateStatus.HOLD.value}: its file cannot be read"
+"""How a status begins where the hold says no position."""
