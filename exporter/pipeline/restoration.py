@@ -281,10 +281,10 @@ class DeltaRestorer(Restorer):
 
     def _instead(self, restoration: Restoration) -> str:
         """What helps where the values that are to come back are refused by the model."""
-        model = quoted(self.published.model)
+        model = self.published.model
         if restoration.is_rollback:
-            return f"go back further: export-model history {model} lists the positions"
-        return f"accept the rollback, and train on: export-model resume {model} --lift-only"
+            return f"go back further: export-model history {quoted(model)} lists the positions"
+        return f"accept the rollback, and train on: export-model resume {quoted(model)} --lift-only"
 
 
 def is_canaried(log: DeltaLog) -> bool:
