@@ -142,7 +142,7 @@ class _ObjectRange(Struct, frozen=True):
 
         Raises:
             CheckpointChanged: the object was replaced, and the file with it.
-            CheckpointError: see `unkept.read`.
+            CheckpointError: see `mirror.read`.
         """
         first, ends = self.extent.offset, np.cumsum(stops - starts)
         columns = starts + first, stops + first, ends - (stops - starts)

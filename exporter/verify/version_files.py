@@ -17,14 +17,16 @@ from typing import ClassVar
 import numpy as np
 from msgspec import Struct
 
-from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
+from exporter.catalog import Catalog, Extent
 from exporter.checkpoint.bundle_writer import shard_path
 from exporter.checkpoint.tensor_bundle import Index, check_values, read_catalog
 from exporter.errors import CheckpointError, VerificationError
 from exporter.files import open_regular
 from exporter.jobs.range_checksums import RangeChecksums
 from exporter.jobs.runner import LOCAL, Runner
+from exporter.jobs.shard_job import Stored, stored_runs
 from exporter.jobs.task import Input, Range, Receipt, Task
+from exporter.jobs.write_shard import renumbered
 from exporter.layout import MANIFEST_FILE, PAIR_NAME, SAVED_MODEL_FILE, VARIABLES_PREFIX
 from exporter.progress import NoProgress, Progress
 from exporter.publish.manifest import FileEntry, TensorEntry
@@ -32,6 +34,9 @@ from exporter.publish.versions import read_manifest
 from exporter.storage.output_directory import Directory
 from exporter.wire.crc32c import combine, crc_of, extend, mask
 from exporter.wire.dtypes import DType
+
+_Piece = tuple[Stored, Range]
+"""A range of a stored run; its input is the number of the catalog's shard."""
 
 
 class Checksum(Task, frozen=True, kw_only=True):
@@ -130,21 +135,21 @@ def verify_bytes(
     Raises:
         VerificationError: the first tensor, in the files' order, whose bytes differ or are not there.
     """
-    runs = _runs(catalog.tensors.values())
-    numeric = [run for run in runs if run.ref.dtype.itemsize is not None]
-    strings = [run for run in runs if run.ref.dtype is DType.STRING]
+    runs = _runs(catalog)
+    numeric = [run for run in runs if run.tensor.dtype.itemsize is not None]
+    strings = [run for run in runs if run.tensor.dtype is DType.STRING]
     progress = progress or NoProgress()
-    unread = numeric if passed is None else [run for run in numeric if not _has_passed(catalog, run, passed)]
+    unread = numeric if passed is None else [run for run in numeric if not _has_passed(run, passed)]
     batches = list(_batches(unread, runner.task_bytes))
     try:
         with runner.job(_tasks(catalog, batches)) as job:
-            _compare(catalog, zip(batches, job.receipts(progress), strict=True))
+            _compare(zip(batches, job.receipts(progress), strict=True))
     except CheckpointError as error:
         raise VerificationError(error.message, cause=error.cause, hint=_DAMAGED_HINT) from error
     for text in strings:
-        _check_strings(catalog, text, progress)
-    checked = {run.ref.name for run in numeric + strings}
-    unchecked = {run.ref.name for run in runs} - checked
+        _check_strings(text, progress)
+    checked = {run.tensor.name for run in numeric + strings}
+    unchecked = {run.tensor.name for run in runs} - checked
     return BytesReport(
         len(checked), sum(run.extent.size for run in numeric + strings), tuple(sorted(unchecked))
     )
@@ -186,17 +191,17 @@ class Passed:
 def cuts_of(index: Index, prefix: Path) -> dict[Path, set[int]]:
     """Where the stored runs of a bundle's tensors begin and end, by its shards, which need not be there."""
     cuts: dict[Path, set[int]] = {}
-    for run in _runs(index.tensors.values()):
-        begin, end = run.extent.offset, run.extent.offset + run.extent.size
-        cuts.setdefault(shard_path(prefix, run.extent.shard, index.num_shards), set()).update((begin, end))
+    for extent in (extent for ref in index.tensors.values() for extent in ref.extents):
+        begin, end = extent.offset, extent.offset + extent.size
+        cuts.setdefault(shard_path(prefix, extent.shard, index.num_shards), set()).update((begin, end))
     return cuts
 
 
-def _has_passed(catalog: Catalog, run: _Run, passed: Passed) -> bool:
+def _has_passed(run: Stored, passed: Passed) -> bool:
     extent = run.extent
-    crc = passed.of(catalog.path_of(extent), extent.offset, extent.size)
+    crc = passed.of(run.catalog.path_of(extent), extent.offset, extent.size)
     if crc is not None:
-        _check(catalog, run, crc)
+        _check(run, crc)
     return crc is not None
 
 
@@ -276,47 +281,25 @@ def _described(entry: TensorEntry) -> str:
 # --- bytes -------------------------------------------------------------------------------------------------
 
 
-class _Run(Struct, frozen=True):
-    """A stored run of a tensor's bytes: the whole tensor, or one slice of it."""
-
-    ref: TensorRef
-    extent: Extent
-    part: SliceRef | None = None
-
-
-class _Piece(Struct, frozen=True):
-    """`size` bytes of a run, `start` bytes behind its beginning."""
-
-    run: _Run
-    start: int
-    size: int
-
-    @property
-    def is_last(self) -> bool:
-        return self.start + self.size == self.run.extent.size
-
-
-def _runs(refs: Iterable[TensorRef]) -> list[_Run]:
+def _runs(catalog: Catalog) -> list[Stored]:
     """Every stored run once, in the files' order."""
-    runs: dict[Extent, _Run] = {}
-    for ref in refs:
-        if ref.extent is not None:
-            runs.setdefault(ref.extent, _Run(ref, ref.extent))
-        for part in ref.slices:
-            if part.extent is not None:
-                runs.setdefault(part.extent, _Run(ref, part.extent, part))
+    runs: dict[Extent, Stored] = {}
+    for ref in catalog.tensors.values():
+        for _, stored in stored_runs(catalog, ref):
+            runs.setdefault(stored.extent, stored)
     return [runs[extent] for extent in sorted(runs, key=lambda extent: (extent.shard, extent.offset))]
 
 
-def _batches(runs: Iterable[_Run], most: int) -> Iterator[list[_Piece]]:
+def _batches(runs: Iterable[Stored], most: int) -> Iterator[list[_Piece]]:
     """Pieces in the files' order, in lists of about `most` bytes."""
     batch: list[_Piece] = []
     room = most
     for run in runs:
-        starts = range(0, max(run.extent.size, 1), most)
-        for piece in (_Piece(run, start, min(most, run.extent.size - start)) for start in starts):
-            batch.append(piece)
-            room -= piece.size
+        extent = run.extent
+        for start in range(0, max(extent.size, 1), most):
+            size = min(most, extent.size - start)
+            batch.append((run, Range(extent.shard, extent.offset + start, size)))
+            room -= size
             if room <= 0 or len(batch) == 1000:
                 yield batch
                 batch, room = [], most
@@ -328,15 +311,12 @@ def _tasks(catalog: Catalog, batches: Iterable[list[_Piece]]) -> list[Checksum]:
     planned = cache(Input.of)
     tasks = []
     for number, batch in enumerate(batches):
-        shards = sorted({piece.run.extent.shard for piece in batch})
-        ranges = tuple(
-            Range(shards.index(run.extent.shard), run.extent.offset + piece.start, piece.size)
-            for piece in batch
-            for run in [piece.run]
-        )
-        size = sum(piece.size for piece in batch)
+        ranges = [each for _, each in batch]
+        shards = sorted({each.input for each in ranges})
         sources = tuple(planned(catalog.shards[shard]) for shard in shards)
-        tasks.append(Checksum(name=f"{number:06d}", inputs=sources, bytes_=size, ranges=ranges))
+        own = renumbered(ranges, {shard: at for at, shard in enumerate(shards)})
+        size = sum(each.size for each in ranges)
+        tasks.append(Checksum(name=f"{number:06d}", inputs=sources, bytes_=size, ranges=own))
     return tasks
 
 
@@ -349,30 +329,31 @@ def _file_crc(path: Path, size: int) -> int:
         os.close(descriptor)
 
 
-def _compare(catalog: Catalog, jobs: Iterable[tuple[list[_Piece], Receipt]]) -> None:
+def _compare(jobs: Iterable[tuple[list[_Piece], Receipt]]) -> None:
     """Join the pieces' checksums, which come in the files' order, into those of the runs."""
     crc = 0
     for batch, receipt in jobs:
-        for piece, piece_crc in zip(batch, receipt.read, strict=True):
-            crc = combine(crc, piece_crc, piece.size) if piece.start else piece_crc
-            if piece.is_last:
-                _check(catalog, piece.run, crc)
+        for (run, piece), piece_crc in zip(batch, receipt.read, strict=True):
+            extent = run.extent
+            crc = combine(crc, piece_crc, piece.size) if piece.offset > extent.offset else piece_crc
+            if piece.offset + piece.size == extent.offset + extent.size:
+                _check(run, crc)
 
 
-def _check(catalog: Catalog, run: _Run, crc: int) -> None:
+def _check(run: Stored, crc: int) -> None:
     if mask(crc) != run.extent.crc32c:
-        expected = f"expected {run.extent.crc32c:08x}"
-        raise _damage(catalog, run, f"has checksum {mask(crc):08x}, {expected}")
+        raise _damage(run, f"has checksum {mask(crc):08x}, expected {run.extent.crc32c:08x}")
 
 
-def _check_strings(catalog: Catalog, run: _Run, progress: Progress) -> None:
+def _check_strings(run: Stored, progress: Progress) -> None:
     try:
-        check_values(catalog, run.ref, run.part)
+        check_values(run.catalog, run.tensor, run.part)
     except CheckpointError as exc:
-        raise _damage(catalog, run, "is damaged", cause=exc.message) from exc
+        raise _damage(run, "is damaged", cause=exc.message) from exc
     progress.advance(run.extent.size)
 
 
-def _damage(catalog: Catalog, run: _Run, what: str, *, cause: str = "") -> VerificationError:
-    place = f"{catalog.path_of(run.extent)}, bytes {run.extent.offset}-{run.extent.offset + run.extent.size}"
-    return VerificationError(f"tensor {run.ref.name!r} {what}: {place}", cause=cause, hint=_DAMAGED_HINT)
+def _damage(run: Stored, what: str, *, cause: str = "") -> VerificationError:
+    extent = run.extent
+    place = f"{run.catalog.path_of(extent)}, bytes {extent.offset}-{extent.offset + extent.size}"
+    return VerificationError(f"tensor {run.tensor.name!r} {what}: {place}", cause=cause, hint=_DAMAGED_HINT)
