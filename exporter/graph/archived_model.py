@@ -1,14 +1,12 @@
-"""Build the model that a Keras archive's config describes, without its weights.
+"""Build the model that a Keras archive's config describes, without its weights; find its variables' places.
 
-The config is data until something in it names code. Keras' own classes are code that the user installed; a
-Lambda's byte code, a class of another module or a model in another file are not, and are refused before Keras
-is asked, unless the user says otherwise: `--custom-objects pkg.mod` (or `file.py`) imports a module whose
-classes may be named, `--allow-code` trusts the archive.
+*Code.* A config is data, but it may name code. Keras' own classes are code that the user installed. A
+Lambda's byte code, a class of another module, or a model in another file are not, and are refused before
+Keras sees them, unless the user allows them: `--custom-objects pkg.mod` (or `file.py`) imports a module whose
+classes the config may name, `--allow-code` trusts the archive.
 
-Find where Keras stores each variable of a model in a weights file.
-
-Keras' own walk over the model is run with a store that only remembers which variable was put where; so layers
-that arrange their values in their own way are told apart as Keras does it.
+*Places* (`keras_places`). Keras' own walk over the model runs with a store that only records where each
+variable is put. So layers that arrange their values in their own way are handled as Keras handles them.
 Source: `_save_state` in saving_lib.py of Keras 3 and of tf-keras.
 """
 
@@ -29,16 +27,16 @@ from exporter.checkpoint.keras_archive import ModelConfig, read_config, unpack_a
 from exporter.errors import BuilderError, CodeRefused, UsageError
 from exporter.graph.source_graph import ANY_FILES, Trust
 from exporter.graph.sources import import_code
-from exporter.graph.user_errors import keras_choice, told, way_out
+from exporter.graph.user_errors import error_line, keras_choice, way_out
 from exporter.tables.dynamic_table import ServedEmbedding
 from exporter.wire.dtypes import DType
 
 
 def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dict[str, TensorRef]:
-    """By each variable's node: the tensor that a weights file has for it.
+    """The tensor that a weights file has for each variable, by the variable's node.
 
-    `node_of` names the TensorFlow variables of a model that was built in no graph. Empty for what is no Keras
-    model, and for one that computes what it saves.
+    `node_of` names the TensorFlow variables of a model that was built outside of a graph. The result is empty
+    for an object that is not a Keras model, and for a model that computes the values that it saves.
     """
     import tensorflow as tf
 
@@ -77,7 +75,7 @@ def _walk(model: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 class _Recorder:
-    """What Keras takes for a weights file."""
+    """A stand-in for a weights file in Keras' walk; it records the places of values."""
 
     def __init__(self) -> None:
         self.values: list[tuple[str, str, Any]] = []
@@ -88,7 +86,7 @@ class _Recorder:
         return True
 
     def make(self, path: str, metadata: Any = None) -> Any:
-        """Begin with what one object stores."""
+        """Begin the values of one object."""
         self._path = path
         if path and metadata:
             self._names[path] = metadata["name"]
@@ -98,7 +96,7 @@ class _Recorder:
         self.values.append((self._path, key, value))
 
     def owner(self, path: str) -> str:
-        """The names of the layers that a path leads through, "" if its own is not known."""
+        """The names of the layers on a path, "" if the last one is unknown."""
         parts = path.split("/")
         scopes = ("/".join(parts[:length]) for length in range(1, len(parts) + 1))
         names = [self._names[scope] for scope in scopes if scope in self._names]
@@ -107,7 +105,7 @@ class _Recorder:
 
 @contextlib.contextmanager
 def _symbols_saved(layer: Any) -> Iterator[None]:
-    """Let tf-keras' layers store their variables, where they would ask for values that a graph lacks."""
+    """Let tf-keras' layers store their variables themselves instead of values, which a graph lacks."""
 
     def save_own_variables(self: Any, store: Any) -> None:
         for number, variable in enumerate(self._trainable_weights + self._non_trainable_weights):
@@ -131,10 +129,10 @@ _CARRIES_CODE = {
     "TFSMLayer": "a SavedModel in another place",
 }
 _TRAINED_TABLE, _SERVED_TABLE = "exporter>TrainableEmbedding", "exporter>ServedEmbedding"
-"""What a config calls `exporter.tables.trainable_embedding`, and what takes its place in a served model."""
+"""The registered name of `exporter.tables.trainable_embedding`, and of the layer that serves it."""
 
 _FILES = ("vocabulary", "merges", "proto")
-"""What in a layer's config is a file's path if it is a string: of lookups, and of KerasHub's tokenizers."""
+"""Keys of a layer's config whose value is a file's path if it is a string: lookups, KerasHub's tokenizers."""
 
 _CUSTOM_OBJECTS = "--custom-objects pkg.mod, or path/file.py"
 _MAX_DEPTH = 200
@@ -148,8 +146,8 @@ def archive_builder(
     """A function that makes the archive's model in the graph it is called in.
 
     Raises:
-        AccessRefused: the config names a file that it may not have.
-        CodeRefused: the config names code that was not allowed; each with its place in the config.
+        AccessRefused: the config names a file that it may not read.
+        CodeRefused: the config names code that was not allowed; the message gives each with its place.
         UsageError: the file holds weights alone, or a module of `custom_objects` cannot be imported.
         BuilderError: the Keras that wrote it is not installed.
         CheckpointError: the archive is damaged or hostile.
@@ -185,7 +183,7 @@ def archive_builder(
                 raise _not_keras_own(path, *foreign) from error
             raise BuilderError(
                 f"Keras cannot make the model that {path} describes",
-                cause=f"nothing defines {foreign[0]} at {foreign[1]}" if foreign else told(error),
+                cause=f"nothing defines {foreign[0]} at {foreign[1]}" if foreign else error_line(error),
                 hint=way_out(error)
                 or f"name what defines its classes and functions: {_CUSTOM_OBJECTS}, "
                 "or a builder: --model pkg.mod:fn",
@@ -198,10 +196,10 @@ def archive_builder(
 
 
 def _load_assets(path: Path, model: Any, keras: Any) -> None:
-    """Give layers what they learned and keep beside their weights, by Keras' own walk: vocabularies.
+    """Load the vocabularies that layers keep beside their weights, by Keras' own walk.
 
     Raises:
-        BuilderError: a layer does not take what the archive has for it.
+        BuilderError: a layer does not accept the archive's data.
         CheckpointError: the archive is damaged or hostile.
     """
     with tempfile.TemporaryDirectory() as scratch:
@@ -214,13 +212,13 @@ def _load_assets(path: Path, model: Any, keras: Any) -> None:
         except Exception as error:
             raise BuilderError(
                 f"a layer of {path} cannot be given its vocabulary",
-                cause=told(error),
+                cause=error_line(error),
                 hint="name a builder that makes the model with it: --model pkg.mod:fn",
             ) from error
 
 
 def _keras(described: ModelConfig) -> Any:
-    """The Keras that understands a config: Keras 2 lives on as tf-keras."""
+    """The Keras that a config was written by; tf-keras is Keras 2."""
     name = "tf_keras" if described.keras_version.startswith("2.") else "keras"
     try:
         return importlib.import_module(name)
@@ -256,14 +254,14 @@ def _named_files(config: Any) -> Iterator[str]:
 
 
 def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Classes and functions of modules, which importing them may also register with Keras."""
+    """The public classes and functions of modules; importing a module may also register some with Keras."""
     for name in modules:
         try:
             module = import_code(name)
         except (Exception, SystemExit) as error:
             raise UsageError(
                 f"--custom-objects {name}: it cannot be imported",
-                cause=told(error),
+                cause=error_line(error),
                 hint=way_out(error)
                 or "name a module that Python finds from here, or a file: pkg.mod, path/file.py",
             ) from error
@@ -320,7 +318,7 @@ def _require_one_keras(
 
 
 def _foreign(config: Any, known: Mapping[str, Any], keras: Any) -> tuple[str, str] | None:
-    """The first class or function, with its place, that neither Keras has nor anybody has named."""
+    """The first class or function, with its place, that is neither Keras' own nor in `known`."""
     loaded = [module for name, module in sys.modules.items() if name.startswith(f"{keras.__name__}.")]
     for place, entry in _entries(config, "", 0):
         is_function = entry["class_name"] == "function"

@@ -1,4 +1,4 @@
-"""Run a user's builder in a fresh graph and take the result over as a MetaGraphDef.
+"""Run a user's builder in a fresh graph, and take its graph as a MetaGraphDef.
 
 Only this module and `object_models` import TensorFlow in the graph stage. What a builder may return:
 
@@ -6,11 +6,9 @@ Only this module and `object_models` import TensorFlow in the graph stage. What 
 - `{signature name: (inputs, outputs)}`, with `predict`, `classify` or `regress` as an optional third element;
 - a Keras model, or a `tf.Module` with `signatures` (`exporter.graph.object_models`).
 
-Let a builder ask what is in a table that never changes: how many words a vocabulary has, and which.
-
-Builders run in a graph, where the size of a table is a tensor without a value. But code takes the shape of
-an embedding from it: `Embedding(lookup.vocabulary_size(), 8)`, `len(lookup.get_vocabulary())`. What such a
-table is filled with is known when it is made, so it is filled and read here, in a session of its own.
+*Vocabularies* (`known_contents`). In a graph the size of a table is a tensor without a value, but code takes
+the shape of an embedding from it: `Embedding(lookup.vocabulary_size(), 8)`, `len(lookup.get_vocabulary())`.
+The contents of a static table are known when it is made, so it is filled and read in a session of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from exporter.graph.signatures import DEFAULT_SIGNATURE, METHODS, check_method
 from exporter.graph.source_graph import GraphRequest, SourceGraph, TableKey, VariableKey
 from exporter.graph.sources import code_behind, import_code, importable, no_function
 from exporter.graph.tables import table_keys
-from exporter.graph.user_errors import failures, told, way_out
+from exporter.graph.user_errors import error_line, failures, way_out
 from exporter.local_paths import quoted
 from exporter.wire import protos
 from exporter.wire.protos import Proto
@@ -73,7 +71,7 @@ def known_contents() -> Iterator[None]:
 
 
 def _read(table: Any, method: Callable[[Any], Any]) -> Any:
-    """What a method says of a table once it is filled; None if it is in no builder's graph, or cannot be."""
+    """The result of a table's method after filling it; None outside of a builder's graph, or on failure."""
     import tensorflow as tf
 
     graph = getattr(table.resource_handle, "graph", None)
@@ -90,7 +88,7 @@ def _read(table: Any, method: Callable[[Any], Any]) -> Any:
 
 
 def _eager(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Tensors with values, which a thread makes that is in no graph."""
+    """Tensors with values, made by a thread that has no default graph."""
     import tensorflow as tf
 
     with ThreadPoolExecutor(1) as outside:
@@ -110,8 +108,8 @@ def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
     """The graph that a builder makes, with the signatures that it returns; `label` names it in messages.
 
     Raises:
-        BuilderError: it cannot be imported, raised, or returned something else.
-        UsageError: its arguments do not fit, or tensors are named beside a builder.
+        BuilderError: the builder cannot be imported, raised an error, or returned something else.
+        UsageError: its arguments do not fit, or the request names tensors although it has a builder.
     """
     if request.inputs or request.outputs or request.signatures:
         raise UsageError(
@@ -139,10 +137,10 @@ def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
 
 
 def resolve(model: str | Builder | None) -> tuple[Builder, str]:
-    """The function behind `pkg.mod:fn` or `path/file.py:fn`, and what to call it in messages.
+    """The function that `pkg.mod:fn` or `path/file.py:fn` names, and its name for messages.
 
     Raises:
-        BuilderError: there is no such module or function, or importing it failed.
+        BuilderError: the module or function does not exist, or importing it failed.
     """
     if callable(model):
         return model, f"{getattr(model, '__module__', '?')}:{getattr(model, '__qualname__', repr(model))}"
@@ -158,7 +156,9 @@ def resolve(model: str | Builder | None) -> tuple[Builder, str]:
     try:
         module = import_code(where)
     except (Exception, SystemExit) as error:
-        raise BuilderError(f"importing {where} failed", cause=told(error), hint=way_out(error)) from error
+        raise BuilderError(
+            f"importing {where} failed", cause=error_line(error), hint=way_out(error)
+        ) from error
     found = module
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -169,7 +169,7 @@ def resolve(model: str | Builder | None) -> tuple[Builder, str]:
 
 
 def keyword_arguments(builder: Builder, given: Mapping[str, str], label: str) -> dict[str, Any]:
-    """`--model-arg` texts as the types that the builder's annotations or defaults ask for.
+    """`--model-arg` texts converted to the types of the builder's annotations or defaults.
 
     A flag `training` or `is_training` is False unless given.
 
@@ -196,7 +196,7 @@ def keyword_arguments(builder: Builder, given: Mapping[str, str], label: str) ->
 
 
 def _parameters(builder: Builder) -> Mapping[str, inspect.Parameter]:
-    """The parameters with annotations as types where they can be resolved; builtins may not tell any."""
+    """The parameters, with annotations as types if they can be resolved; none for some builtins."""
     for eval_str in (True, False):
         with contextlib.suppress(NameError, AttributeError, SyntaxError, ValueError, TypeError):
             return inspect.signature(builder, eval_str=eval_str).parameters
@@ -217,7 +217,7 @@ def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any
 
 
 class _Built(Struct, frozen=True):
-    """A builder's MetaGraphDef (in the private pool); if it returned an object, its graph of objects too."""
+    """A builder's MetaGraphDef (in the private pool), and its object graph if it returned an object."""
 
     meta_graph: Proto
     view: ObjectView | None
@@ -227,7 +227,7 @@ class _Built(Struct, frozen=True):
 
 
 def _run(builder: Builder, kwargs: Mapping[str, Any], label: str) -> _Built:
-    """What the builder makes in a fresh graph."""
+    """Run the builder in a fresh graph."""
     import tensorflow as tf
 
     graph = tf.Graph()
@@ -255,7 +255,7 @@ def _run(builder: Builder, kwargs: Mapping[str, Any], label: str) -> _Built:
 
 
 def _stored_tables(graph: Any) -> Iterator[tuple[str, TableKey]]:
-    """The tables that a Saver of this graph would store, and under which names, by their nodes."""
+    """The tables that a Saver of this graph would store: their names there, by node."""
     import tensorflow as tf
 
     for saveable in graph.get_collection(tf.compat.v1.GraphKeys.SAVEABLE_OBJECTS):
@@ -298,9 +298,9 @@ def _signature(entry: Any, graph: Any, where: str) -> Proto:
 
 
 def _components(alias: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-    """What a tensor is served as: a sparse or ragged one as its components, `ids`, `ids_1` and so on.
+    """The tensors that an output is served as: a sparse or ragged one as its components `ids`, `ids_1` ...
 
-    `tf.saved_model.save` names them so, and TensorFlow Serving answers no request for a composite one.
+    `tf.saved_model.save` gives them these names; TensorFlow Serving cannot answer with composite tensors.
     """
     import tensorflow as tf
 

@@ -34,7 +34,7 @@ class _Cast(Struct, frozen=True):
 def cast_variables(graph_def: Proto, stored: Mapping[str, DType]) -> None:
     """Change `graph_def` so that the variables in `stored` (VarHandleOp name -> dtype) have that dtype.
 
-    Those that have it already are left alone.
+    Variables that have it already stay as they are.
 
     Raises:
         MappingError: a handle reaches a node that cannot be served in another dtype, such as an assignment.
@@ -115,7 +115,7 @@ def _forwarded(body: Body, node: Proto) -> Iterator[tuple[str, str]]:
 
 
 def _cast_read(body: Body, node: Proto, cast: _Cast) -> None:
-    """Let `node` yield the stored dtype under a new name, and a Cast take its old one."""
+    """Let `node` yield the stored dtype under a new name, and give its old name to a Cast."""
     output_name, output = node.name, _READS[node.op]
     del body.by_name[output_name]
     node.name = next(new for n in count() if (new := f"{output_name}/stored_{n}") not in body.by_name)
@@ -128,7 +128,7 @@ def _cast_read(body: Body, node: Proto, cast: _Cast) -> None:
 
 
 def _rename_output(function: Proto, before: str, after: str) -> None:
-    """Let a function's body and results name an output otherwise; inputs in a graph do not name outputs."""
+    """Rename an output in a function's body and results; a graph's inputs do not name outputs."""
     for consumer in function.node_def:
         for position, reference in enumerate(consumer.input):
             if reference.startswith(before):
@@ -148,7 +148,7 @@ def _cast_call(node: Proto, casts: dict[int, _Cast], library: _Library) -> None:
 
 
 def _refuse_returned_handles(function: Proto, handles: dict[str, _Cast]) -> None:
-    """Only a loop's body may return a handle, and only the one it was given in that place."""
+    """Refuse a function that returns a handle, except a loop's body that returns its argument in place."""
     signature = function.signature
     arguments = [argument.name for argument in signature.input_arg]
     for index, result in enumerate(signature.output_arg):

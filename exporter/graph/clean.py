@@ -64,7 +64,7 @@ from exporter.graph.nodes import (
     waited_for,
 )
 from exporter.graph.outside import outside_ops, require_inside
-from exporter.graph.servable import called_functions, check_reads, check_servable, foreign_ops, told
+from exporter.graph.servable import by_library, called_functions, check_reads, check_servable, foreign_ops
 from exporter.graph.signatures import SignatureEnds, rename_tensors, signature_tensors, tensor_names
 from exporter.graph.source_graph import SourceGraph
 from exporter.graph.tables import (
@@ -303,7 +303,7 @@ def _needs(foreign: Collection[str], outside: Iterable[Outside]) -> Iterator[str
     for each in outside:
         yield f"when served, {each}"
     if foreign:
-        yield f"the server must know operations that stock TensorFlow does not have: {told(foreign)}"
+        yield f"the server must know operations that stock TensorFlow lacks: {by_library(foreign)}"
 
 
 def _add_init_op(kept: dict[str, Proto], filling: list[str]) -> str | None:

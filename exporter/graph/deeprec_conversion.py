@@ -267,13 +267,13 @@ def _place(graph_def: Proto, conversion: _Conversion) -> None:
 
 def _embedding_variables(meta_graph: Proto, index: GraphIndex) -> dict[str, _EmbeddingVariable]:
     """The embedding variables of a graph by name; the parts of one are joined."""
-    told = dict(_from_collections(meta_graph))
+    collected = dict(_from_collections(meta_graph))
     found: dict[str, dict[int, Proto]] = {}
     for node in index.nodes.values():
         if node.op == HANDLE:
             stored = attr_text(node, "shared_name") or node.name
             part = _PART.fullmatch(stored)
-            name, number = told.get(node.name) or ((part[1], int(part[2])) if part else (stored, 0))
+            name, number = collected.get(node.name) or ((part[1], int(part[2])) if part else (stored, 0))
             found.setdefault(name, {}).setdefault(number, node)
     return {
         name: _EmbeddingVariable(name, [node for _, node in sorted(parts.items())])

@@ -1,7 +1,7 @@
 """Edit a GraphDef: add nodes, variables, and functions written in TensorFlow's Python.
 
-A part is a Python function over tensors. It is traced in a graph of its own, so neither it nor what it is
-added to is ever executed or imported as a whole; the rest of the graph keeps its nodes and names.
+A part is a Python function over tensors. It is traced in a graph of its own: neither the part nor the edited
+graph is executed or imported as a whole, and the graph keeps its nodes and names.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.\\/>-]")
 
 
 class GraphEditor(Struct):
-    """Adds nodes under a scope that the graph does not use, and functions, to a GraphDef.
+    """Adds nodes, under a scope that the graph does not use, and functions to a GraphDef.
 
-    `owner` goes into the names of resources: TensorFlow 2's loader keeps those of all models in one place.
+    `owner` is part of the names of resources: TensorFlow 2's loader keeps those of all models in one place.
     """
 
     graph_def: Proto
     scope: str
     owner: str
     _spelled: dict[str, str] = field(default_factory=dict)
-    """Names as they are asked for, and as nodes may be called; no two are spelled alike."""
+    """Wanted names, and the valid names of nodes that stand for them; each valid name stands for one."""
 
     @classmethod
     def onto(cls, graph_def: Proto, wanted: str, owner: str) -> GraphEditor:
@@ -47,7 +47,7 @@ class GraphEditor(Struct):
         return cls(graph_def, next(free), owner)
 
     def _spell(self, name: str) -> str:
-        """A name that a node may have: signatures are called as their authors like (`default:None`)."""
+        """A valid name for a node. Names of signatures become part of it, and may be like `default:None`."""
         if name not in self._spelled:
             wanted = spelled = _NOT_IN_NAMES.sub("_", name)
             taken = {*self._spelled.values()} if wanted != name or wanted in self._spelled.values() else ()
@@ -175,7 +175,7 @@ class PlacedFunction(Struct, frozen=True):
 
 
 def _merge_constants(function: Proto) -> None:
-    """Keep one node of those that are the same constant: what is traced has one for each place."""
+    """Merge equal constants: tracing makes one for each use."""
     kept: dict[bytes, str] = {}
     merged: dict[str, str] = {}
     nodes = []
@@ -230,8 +230,8 @@ _BORROWED = re.compile("^borrowed_[0-9]+__")
 def privately_named(library: Proto, nodes: Iterable[Proto]) -> Proto:
     """A GraphDef of `nodes` and the functions that they need, under other names, to import into a part.
 
-    TensorFlow knows one function of a name in the whole process, and numbers those that it makes itself;
-    `GraphEditor.function` gives the borrowed ones their own names back.
+    In a process TensorFlow has one function of a name, and it numbers those that it makes itself. So
+    functions are imported under private names; `GraphEditor.function` gives them their own names back.
     """
     graph_def = message_class("GraphDef")()
     graph_def.node.extend(nodes)
@@ -243,7 +243,7 @@ def privately_named(library: Proto, nodes: Iterable[Proto]) -> Proto:
         function.CopyFrom(definitions[name])
         rename_functions(function, renames)
     for node in graph_def.node:
-        if "_class" in node.attr:  # to be placed with a node that may have stayed behind
+        if "_class" in node.attr:  # colocation with a node that may not be among `nodes`
             del node.attr["_class"]
         _rename_called(node, renames)
     return graph_def

@@ -6,10 +6,11 @@ A feature is a tensor's name, or an object with the tensor and how an Example ho
      "size": {"tensor": "IteratorGetNext:1", "dtype": "int64", "shape": [2], "default": 0},
      "words": {"sparse": "DeserializeSparse"}}
 
-Dense features: `shape` is one Example's, and the tensor's own behind the batch unless given; a first length
-of -1 stands for any number of values, which are padded with `default`. A feature without `default` must be in
-every Example. Sparse ones, which an Example may lack, name the tensors `[indices, values, dense_shape]`, or
-the node whose outputs these are. `dtype` is the stored one (float32, int64, string); values are cast from it.
+Dense features: `shape` is that of one Example, by default the tensor's without the batch; a first length of
+-1 stands for any number of values, which are padded with `default`. A feature without `default` must be in
+every Example. Sparse features, which an Example may lack, name the tensors `[indices, values, dense_shape]`,
+or the node whose outputs these are. `dtype` is the stored one (float32, int64, string), from which values are
+cast.
 Source of the parsing node: `ParseExampleV2` in tensorflow/core/ops/parsing_ops.cc.
 """
 
@@ -28,7 +29,7 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 _STORED = (DType.FLOAT, DType.INT64, DType.STRING)
-"""What a tf.Example holds (source: tensorflow/core/example/feature.proto)."""
+"""The dtypes of a tf.Example (source: tensorflow/core/example/feature.proto)."""
 
 _FIELDS = {"tensor", "sparse", "dtype", "shape", "default"}
 _WANTED = 'expected "TENSOR", {"tensor": TENSOR, "shape": [...], "default": ...} or {"sparse": NODE}'
@@ -37,7 +38,8 @@ _WANTED = 'expected "TENSOR", {"tensor": TENSOR, "shape": [...], "default": ...}
 class Feature(Struct, frozen=True):
     """A feature of a tf.Example and the tensor that takes its values; three tensors if it is sparse.
 
-    `shape` is one Example's, None if the tensor tells; `default` is None if every Example must have one.
+    `shape` is that of one Example, None to take the tensor's; `default` is None if every Example must have
+    the feature.
     """
 
     name: str
@@ -56,7 +58,7 @@ def read_features(where: str, entry: Any) -> tuple[Feature, ...]:
     """The features of a JSON object as the module's docstring describes it, in order of their names.
 
     Raises:
-        UsageError: it is of another form.
+        UsageError: the object has another form.
     """
     if not isinstance(entry, dict) or not entry:
         raise UsageError(f"{where}: 'examples' is not an object of features", cause=_WANTED)
@@ -112,18 +114,18 @@ def _stored_dtype(where: str, name: str, entry: Mapping[str, Any]) -> DType | No
 
 
 class ExampleParser(Struct, frozen=True):
-    """What parses in the graph now: the placeholder of the Examples, and where each tensor is read from."""
+    """The parser in the graph: the placeholder of the Examples, and the parsed tensor for each old one."""
 
     examples: Endpoint
     parsed: Mapping[Endpoint, Endpoint]
 
 
 def add_parser(meta_graph: Proto, index: GraphIndex, features: Iterable[Feature]) -> ExampleParser:
-    """Let the readers of the features' tensors read what is parsed from a placeholder, in place.
+    """Let the readers of the features' tensors read tensors parsed from a placeholder, in place.
 
     Raises:
-        UnknownTensor: a feature names a tensor that the graph does not have.
-        UsageError: one cannot hold what a tf.Example does, or two features are for one tensor.
+        UnknownTensor: a feature names a tensor that the graph lacks.
+        UsageError: a tensor cannot hold values of a tf.Example, or two features are for one tensor.
     """
     resolved = [_Resolved.of(index, feature) for feature in features]
     taken: dict[Endpoint, str] = {}
@@ -144,7 +146,7 @@ def add_parser(meta_graph: Proto, index: GraphIndex, features: Iterable[Feature]
 
 
 class _Resolved(Struct, frozen=True):
-    """A feature beside the tensors of the graph: `dtype` as stored, `values` as the graph takes them."""
+    """A feature and its tensors in the graph: `dtype` is the stored one, `values` that of the graph."""
 
     feature: Feature
     tensors: tuple[Endpoint, ...]
@@ -169,10 +171,10 @@ class _Resolved(Struct, frozen=True):
 
     @property
     def default(self) -> np.ndarray[Any, Any]:
-        """Values for an Example without the feature, empty if it must have one; else what pads it.
+        """The values for an Example without the feature, or the padding; empty if the feature is required.
 
         Raises:
-            UsageError: they are not of its type or shape.
+            UsageError: they have another type or shape.
         """
         given, varies = self.feature.default, self.shape[:1] == (-1,)
         kind = object if self.dtype is DType.STRING else self.dtype.numpy
@@ -185,7 +187,7 @@ class _Resolved(Struct, frozen=True):
             if self.dtype is DType.STRING:
                 exact = np.array([text.encode() for text in exact.ravel()], object).reshape(exact.shape)
             elif exact.dtype.kind not in ("iu" if self.dtype is DType.INT64 else "iuf"):
-                raise ValueError(f"{given!r} is no {self.dtype.label}")
+                raise ValueError(f"{given!r} is not of type {self.dtype.label}")
             return np.broadcast_to(exact.astype(kind), () if varies else self.shape)
         except (ValueError, AttributeError, OverflowError) as error:
             raise UsageError(
@@ -195,7 +197,7 @@ class _Resolved(Struct, frozen=True):
 
 
 def _natural(dtype: DType) -> DType | None:
-    """How a tf.Example would hold values of a type."""
+    """The dtype in which a tf.Example holds values of a type."""
     if dtype is DType.STRING:
         return dtype
     if dtype in (DType.RESOURCE, DType.VARIANT):
@@ -266,7 +268,7 @@ class _Nodes:
     def _passed_on(
         self, item: _Resolved, source: Endpoint, stored: DType, wanted: DType, shape: tuple[int, ...]
     ) -> Endpoint:
-        """An Identity that is named after the feature, or a Cast; it tells type and shape to whoever asks."""
+        """Add an Identity, or a Cast, named after the feature, with its type and shape as attributes."""
         leaf = re.sub(r"[^A-Za-z0-9_./-]", "_", item.feature.name)
         name = free_name(self._names, f"{self._scope}/{leaf}")
         if stored is wanted:
@@ -291,7 +293,7 @@ class _Nodes:
 
 
 def _describe_outputs(node: Proto, sparse: list[_Resolved], dense: list[_Resolved]) -> None:
-    """The parsing node's attributes; empty lists are said, for they have no default."""
+    """The parsing node's attributes; empty lists are written, too, because they have no default."""
     node.attr["num_sparse"].i = len(sparse)
     for name, items in (("sparse_types", sparse), ("Tdense", dense)):
         node.attr[name].list.SetInParent()

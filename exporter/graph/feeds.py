@@ -1,4 +1,4 @@
-"""Replace what comes into a graph: fix placeholders to constants, feed tensors instead of computing them."""
+"""Replace a graph's inputs: fix placeholders to constants, and feed tensors instead of computing them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2", "PlaceholderWithDefaul
 _WORDS = {"true": True, "false": False, "yes": True, "no": False}
 _BATCHED = re.compile(r"TensorBufferTake|\w*Dequeue(Many|UpTo)?\w*|\w*IteratorGetNext\w*|\w*Unstage\w*")
 _SPARSE = "DeserializeSparse"
-"""Follows an iterator that gives a sparse tensor as one variant."""
+"""The operation after an iterator that gives a sparse tensor as one variant."""
 
 
 def parse_feeds(index: GraphIndex, feeds: Mapping[str, str]) -> dict[str, np.ndarray]:
@@ -28,8 +28,8 @@ def parse_feeds(index: GraphIndex, feeds: Mapping[str, str]) -> dict[str, np.nda
     known shape fills it.
 
     Raises:
-        UnknownTensor: no such tensor.
-        UsageError: it is no placeholder, or the value does not fit its type or shape.
+        UnknownTensor: the graph lacks the tensor.
+        UsageError: it is not a placeholder, or the value does not fit its type or shape.
     """
     return dict(_feed(index, name, text) for name, text in feeds.items())
 
@@ -101,7 +101,7 @@ def _shown(shape: tuple[int, ...] | None) -> str:
 
 
 def fix_constants(index: GraphIndex, nodes: dict[str, Proto], feeds: Mapping[str, np.ndarray]) -> None:
-    """Put constants in the place of placeholders, in place."""
+    """Replace placeholders by constants, in place."""
     for name, value in feeds.items():
         nodes[name] = constant(name, value, index.dtype(Endpoint(name, 0)))
 
@@ -111,8 +111,8 @@ def cut_inputs(
 ) -> dict[Endpoint, Endpoint]:
     """Put a placeholder before each input (with its alias) that the graph itself computes, in place.
 
-    The placeholder is called as the input is, if no node has that name. What a queue or an iterator gives in
-    batches of a fixed size may come in any other size when served.
+    The placeholder gets the input's alias as its name if that is free. A tensor that a queue or an iterator
+    gives in batches of a fixed size accepts any batch size when served.
     """
     replaced: dict[Endpoint, Endpoint] = {}
     for tensor, alias in inputs.items():
@@ -128,7 +128,7 @@ def cut_inputs(
 
 
 def hands_over_batches(op: str) -> bool:
-    """True for operations whose outputs are what an input pipeline gives a training graph."""
+    """True for operations by which an input pipeline passes batches to a training graph."""
     return op == _SPARSE or _BATCHED.fullmatch(op) is not None
 
 
@@ -151,7 +151,7 @@ def pipeline_batches(index: GraphIndex) -> set[int]:
 
 
 def mode_switches(graph_def: Proto, feeds: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """The placeholders that may say whether a graph trains, with the value for inference.
+    """The placeholders that may switch a graph between training and inference, with the value for inference.
 
     These are booleans that keep their default value, and those that `--feed` made true.
     """

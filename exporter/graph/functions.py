@@ -140,7 +140,7 @@ def pruned_body(function: Proto, changing: set[str], stock: Collection[str] | No
     kept = needed_by(nodes, function.ret.values())
     kept |= needed_by(nodes, [fill for fill, table in fills.items() if table in kept])
     name = function.signature.name
-    if stock is not None:  # before anything else is said of operations that nobody knows
+    if stock is not None:  # first: later checks cannot judge foreign operations
         check_known((nodes[n] for n in kept), name, stock)
     read = [n for n in nodes if n in kept]
     check_reads(nodes, read, changing, where=f" in function {name!r}", allowed=fills)

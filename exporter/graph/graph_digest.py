@@ -1,15 +1,14 @@
-"""Digest an inference graph: equal for graphs that compute the same from the same variables.
+"""Digest an inference graph and its files. Graphs that compute the same from the same variables are equal.
 
-Left out is what differs between two runs of one builder, or two `.meta` files of one program, and means
-nothing: the order of nodes and functions, names of functions (which count up), hints and names of shared
-resources, debugging information, the version of TensorFlow. Names of nodes count: another name may be another
-variable. How large a dynamic table is, which the checkpoint tells, is left out as well.
+Two runs of one builder, or two `.meta` files of one program, differ in details that do not count: the order
+of nodes and functions, names of functions (which are numbered), hints and names of shared resources,
+debugging information, the version of TensorFlow. Names of nodes count, because another name may be another
+variable. The sizes of dynamic tables, which the checkpoint gives, do not count.
 
-Digest files; a file that has not changed since it was last read is not read again.
-
-A vocabulary may be large and a delta is made every few seconds. A file is told by device, inode, size and the
-times of its last modification and change, as Git's index does, and with the same care: what was changed just
-before it was read may be changed again within one tick of the clock, so that is read once more.
+*Files* (`FileDigests`). A vocabulary may be large, and a delta is made every few seconds, so an unchanged
+file is not read again. It is recognised by device, inode, size and the times of its last modification and
+change, as in Git's index, and with the same care: a file that was changed just before it was read may change
+again within one tick of the clock, so it is read once more.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ def file_digest(path: Path) -> str:
     """The SHA-256 of a file's bytes.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
+        OSError: it cannot be read, or is not a regular file.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         return sha256_of(file)
 
 
 class FileDigests(Struct):
-    """Digests by path, each with what its file looked like; `is_new` once there is one worth keeping."""
+    """Digests by path, each with its file's identity; `is_new` is true once there is one worth keeping."""
 
     known: dict[str, tuple[list[int], str]] = field(default_factory=dict)
     is_new: bool = False
@@ -52,7 +51,7 @@ class FileDigests(Struct):
         """The digest of a file, taken by `of`, which must always be the same for one path.
 
         Raises:
-            OSError: it cannot be read, or is no regular file.
+            OSError: it cannot be read, or is not a regular file.
         """
         name, looks = str(path.absolute()), kept_identity(path)
         was, digest = self.known.get(name, ([], ""))
@@ -70,7 +69,7 @@ class FileDigests(Struct):
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> FileDigests:
-        """The digests that `to_json` gave; what is of another form is left out."""
+        """The digests that `to_json` gave; entries of another form are left out."""
         entries = {name: entry for name, entry in document.items() if isinstance(entry, list) and entry}
         return cls({name: (looks, str(digest)) for name, (*looks, digest) in entries.items()})
 
@@ -79,7 +78,7 @@ _MEANINGLESS = ("shared_name", "container", "config_proto", "executor_type")
 
 
 def graph_digest(graph: InferenceGraph) -> str:
-    """The digest of what a graph computes; files that its tables read are not part of it."""
+    """The digest of a graph, without the files that its tables read."""
     graph_def = graph.meta_graph.graph_def
     functions = {function.signature.name: function for function in graph_def.library.function}
     names = _FunctionNames(functions)
@@ -104,7 +103,7 @@ def _without_size(node: Proto) -> Proto:
 
 
 class _FunctionNames:
-    """What functions are called here: by digests of their bodies."""
+    """Names of functions that depend on their bodies alone: digests."""
 
     def __init__(self, functions: Mapping[str, Proto]) -> None:
         self._functions, self._known = functions, dict[str, str]()

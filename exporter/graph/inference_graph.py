@@ -1,4 +1,4 @@
-"""InferenceGraph: what every kind of `--model` becomes, a pruned graph whose variables have no values."""
+"""`InferenceGraph`: the pruned graph, with variables without values, that every kind of `--model` becomes."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class GraphVariable(Struct, frozen=True):
 
     @property
     def box(self) -> SliceSpec:
-        """What it is of the whole variable."""
+        """Its box in the whole variable."""
         return self.part or SliceSpec.whole(self.shape)
 
     @property
     def served_name(self) -> str:
-        """Its name in a delta: its key, and behind it its slice if it is a part."""
+        """Its name in a delta: its key, followed by its slice if it is a part."""
         part = self.part
         return self.key if part is None or part.is_full else f"{self.key}[{part.restore_spec}]"
 
@@ -62,8 +62,8 @@ class GraphVariable(Struct, frozen=True):
 class GraphTable(Struct, frozen=True):
     """A table whose contents are restored: its node, the names of its keys and values, their dtypes.
 
-    `value_shape` is one value's, `key_shape` one key's as it is stored; None if the graph does not tell. With
-    `has_all_buckets` the tensors have an entry for each bucket.
+    `value_shape` is the shape of one value, `key_shape` that of one key as it is stored; None if the graph
+    does not say. With `has_all_buckets` the tensors have an entry for each bucket.
     """
 
     node: str
@@ -79,9 +79,9 @@ class GraphTable(Struct, frozen=True):
 class GraphDynamicTable(Struct, frozen=True, eq=False):
     """A table whose rows have arbitrary integers as keys; it is served from four ordinary variables.
 
-    `name` is what a checkpoint calls it, without a part's number. `nodes` are the VarHandleOps of its
-    variables in the order of `exporter.tables.geometry.PARTS`. A key that it does not hold reads a row of
-    `defaults`, an array [d, dim] of `value_dtype`: row `key mod d`.
+    `name` is its name in a checkpoint, without a part's number. `nodes` are the VarHandleOps of its variables
+    in the order of `exporter.tables.geometry.PARTS`. A key that it does not hold reads row `key mod d` of
+    `defaults`, an array [d, dim] of `value_dtype`.
     """
 
     name: str
@@ -93,7 +93,7 @@ class GraphDynamicTable(Struct, frozen=True, eq=False):
 
     @property
     def variables(self) -> tuple[GraphVariable, ...]:
-        """Its variables, with -1 for sizes that the checkpoint tells."""
+        """Its variables, with -1 for sizes that the checkpoint gives."""
         dtypes = (DType.INT64, DType.INT32, DType.INT64, self.value_dtype)
         shapes: tuple[tuple[int, ...], ...] = ((-1,), (-1,), (-1,), (-1, self.dim))
         return tuple(
@@ -119,7 +119,7 @@ class Asset(Struct, frozen=True):
 
 
 class Effect(StrEnum):
-    """What an operation does outside of the model."""
+    """The effect of an operation outside of the model."""
 
     READS = "reads files"
     WRITES = "writes files"
@@ -128,7 +128,7 @@ class Effect(StrEnum):
 
 
 class Outside(Struct, frozen=True):
-    """An operation that reaches out of the model, and the function that it stands in, "" for the graph."""
+    """An operation that reaches out of the model, and the function that it is in, "" for the graph."""
 
     node: str
     op: str
@@ -143,9 +143,9 @@ class Outside(Struct, frozen=True):
 class TrainingMode(Struct, frozen=True):
     """The parts of a served graph that compute as in training.
 
-    `batch_norms` normalise by the request's own batch, `dropouts` drop a random part of what they get
-    (with the part that is dropped, if that is a constant), `random` draw other random numbers: all by the
-    names of nodes. `idle` are nodes of variables that only branches read which are switched off.
+    All fields hold names of nodes. `batch_norms` normalise by the request's own batch, `dropouts` drop a
+    random part of their input (with that part, if it is a constant), `random` draw other random numbers.
+    `idle` are nodes of variables that are read only in branches that never run.
     """
 
     batch_norms: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ class TrainingMode(Struct, frozen=True):
     idle: frozenset[str] = frozenset()
 
     def notes(self) -> Iterator[str]:
-        """What a person should know, a line each."""
+        """Notes for the user, a line each."""
         for name in self.batch_norms:
             yield f"{name} normalises by the request's own batch, as in training"
         for name, rate in self.dropouts:
@@ -168,10 +168,10 @@ class TrainingMode(Struct, frozen=True):
 
 
 class KeptState(Struct, frozen=True):
-    """How state is restored that is neither a variable nor a lookup table: by operations of its own library.
+    """State that is neither a variable nor a lookup table, and that operations of its own library restore.
 
-    `importing` are the nodes that restore it, `prefix` the placeholder that gets the bundle's prefix, and
-    `tensors` what they read of the bundle, by its name in the checkpoint.
+    `importing` are the nodes that restore it, `prefix` is the placeholder that gets the bundle's prefix, and
+    `tensors` are the names, in the checkpoint, of the tensors that they read.
     """
 
     importing: tuple[str, ...] = ()
@@ -183,21 +183,21 @@ NO_STATE = KeptState()
 
 
 class InferenceGraph(Struct, frozen=True):
-    """What to serve, clean and without values.
+    """The graph to serve, cleaned, without values of variables.
 
     `meta_graph` is a `protos.MetaGraphDef` with a `graph_def` that holds exactly what the signatures need,
     plus table initialisers; its `signature_def` is complete; it has no saver, devices or collections.
     `init_op` names the node (NoOp) that initialises tables, None if there are none. `lookups` gives, for
     each variable by its key, how ids find its rows (a whole one that rows are gathered from is `DIV` over one
-    part); one that is missing there is looked up in a way that nobody knows. `objects` are those that the
-    graph was made from, their variables naming its nodes (some of which are gone). `layers` tells where
-    Keras would look for each variable of its model (by key; also for those that are not served): path, dtype,
-    shape, and the layer's name. `tables` are those that are restored; `dynamic_tables` are served from
-    variables, which are among `variables` once their shapes are known. `training` tells what in the graph
-    computes as training does. `notes` are for the person who exports. `traced_rows` is the number of rows
-    that the source graph takes, if it takes one number alone. `foreign` are the operations that stock
-    TensorFlow does not have; `state` is what their libraries restore by themselves; `outside` are those
-    that reach out of the model.
+    part); a variable that is missing there is looked up in an unknown way. `objects` is the object graph of
+    the model, whose variables name nodes of the graph (some of which are gone). `layers` has, for each
+    variable of a Keras model by key (also for those that are not served), the place where Keras would look
+    for it: path, dtype, shape, and the layer's name. `tables` are those that are restored; `dynamic_tables`
+    are served from variables, which are among `variables` once their shapes are known. `training` are the
+    parts of the graph that compute as in training. `notes` are for the user who exports. `traced_rows` is
+    the number of rows that the source graph accepts, if it accepts only one number. `foreign` are the
+    operations that stock TensorFlow lacks; `state` is restored by operations of their libraries; `outside`
+    are the operations that reach out of the model.
     """
 
     source: str

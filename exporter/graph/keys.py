@@ -1,21 +1,19 @@
-"""Find the checkpoint name of each variable of a graph, and of a part its box in the whole.
+"""Find how a checkpoint stores each variable of a graph: its name, a part's box in the whole, the row order.
 
-Three places tell, the nearest to the checkpoint first: the graph's own Saver (its restore nodes), the
+*Names* (`variable_keys`) come from the first of three places: the graph's own Saver (its restore nodes), the
 VariableDefs in the collections (partitions), the variable's name.
 
-Find the row order of a partitioned table from how the graph looks it up.
+In an object-based SavedModel node names say little: TensorFlow may capture one variable under several handles
+called `kernel_1` or `Variable_7`. Its restore function pairs each handle with a key of the object graph
+(`layers/1/kernel/.ATTRIBUTES/VARIABLE_VALUE`), and the object at the key's path has the variable's name as
+the program gave it. (Source: tensorflow/core/protobuf/saved_object_graph.proto;
+tensorflow/python/checkpoint/trackable_view.py.)
 
-`embedding_lookup` over n parts first assigns ids to parts, then sends them there by DynamicPartition and
-gathers in each part. By `mod` the part is `id % n` (FloorMod); by `div` it is the larger of two divisions
-(Maximum), see tensorflow/python/ops/embedding_ops.py. The file looks the same in both cases: only the graph
-tells. A part that is read but never gathered from has been concatenated: its order is the rows' order.
-
-Read variables' own names from an object-based SavedModel, whose node names say little.
-
-TensorFlow may capture one variable under several handles called `kernel_1` or `Variable_7`. Its restore
-function pairs each handle with a key of the object graph (`layers/1/kernel/.ATTRIBUTES/VARIABLE_VALUE`),
-and the object that the key's path leads to has the variable's name as the program gave it.
-(Source: tensorflow/core/protobuf/saved_object_graph.proto; tensorflow/python/checkpoint/trackable_view.py.)
+*Row order* (`lookup_strategies`). `embedding_lookup` over n parts assigns ids to parts, sends them there by
+DynamicPartition, and gathers in each part. By `mod` the part is `id % n` (FloorMod); by `div` it is the
+larger of two divisions (Maximum), see tensorflow/python/ops/embedding_ops.py. The checkpoint is the same in
+both cases: only the graph shows the order. A part that is read but never gathered from has been concatenated:
+its order is the rows' order.
 """
 
 from __future__ import annotations
@@ -120,7 +118,7 @@ def _is_passed_on(index: GraphIndex, variable: str) -> bool:
 
 
 def _assignment(index: GraphIndex, ids: Endpoint) -> PartitionStrategy | None:
-    """How the ids were assigned to the part, None if not by one of the two known ways."""
+    """The strategy by which ids were assigned to the part, None if it is neither of the two."""
     partition = _origin(index, ids)
     if partition is None or partition.op != "DynamicPartition" or len(data_inputs(partition)) < 2:
         return None
@@ -185,9 +183,9 @@ def _restored_keys(meta_graph: Proto, index: GraphIndex) -> Iterator[tuple[str, 
 
 
 def _key_of(nodes: dict[str, Proto], restored: dict[str, list[str]], text: str) -> str | None:
-    """Which name RestoreV2 reads for a value such as `Identity_3:output:0`.
+    """The name that RestoreV2 reads for a value such as `Identity_3:output:0`.
 
-    `restored` keeps the names by node: one node restores thousands.
+    `restored` caches the names by node: one node restores thousands.
     """
     name, _, output = text.partition(":")
     node = nodes.get(name)
@@ -255,7 +253,7 @@ def collected_variables(meta_graph: Proto, collections: Iterable[str]) -> Iterat
 
 
 def _from_saver(meta_graph: Proto, index: GraphIndex) -> Iterator[tuple[str, VariableKey]]:
-    """What the Saver's restore nodes assign to each variable, under which name."""
+    """The key of each variable that the Saver's restore nodes assign."""
     for node, (key,) in _from_restore(meta_graph, index, _ASSIGNS, count=1):
         yield node, key
 
@@ -263,7 +261,7 @@ def _from_saver(meta_graph: Proto, index: GraphIndex) -> Iterator[tuple[str, Var
 def restored_names(
     meta_graph: Proto, index: GraphIndex, ops: Collection[str], *, count: int
 ) -> Iterator[tuple[str, list[str]]]:
-    """What the Saver's nodes of these kinds restore: a node, and the names of the `count` tensors for it."""
+    """Each node that the Saver's nodes of these kinds restore, and the names of its `count` tensors."""
     for node, keys in _from_restore(meta_graph, index, ops, count=count):
         yield node, [key.key for key in keys]
 
@@ -288,7 +286,7 @@ def _from_restore(
 
 
 def _restored_by(index: GraphIndex, node: str) -> list[VariableKey]:
-    """What a restore node reads, in the order of its outputs."""
+    """The names that a restore node reads, in the order of its outputs."""
     names, boxes = (_strings(index, node, position) for position in (1, 2))
     return [VariableKey(name, parse_slice_spec(box)) for name, box in zip(names, boxes, strict=False)]
 

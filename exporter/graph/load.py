@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 GraphSource: TypeAlias = Callable[[GraphRequest], SourceGraph]
-"""Where a plan gets the graph from: `load_source`, or one that remembers."""
+"""A function from a request to its graph: `load_source`, or one that caches."""
 
 _GRAPH_FILES = {".meta", ".pbtxt"}
 
@@ -47,7 +47,7 @@ def load_graph(request: GraphRequest) -> InferenceGraph:
     """The inference graph that a request describes.
 
     Raises:
-        GraphError: a subclass of it says why the graph cannot be served.
+        GraphError: the graph cannot be served; the subclass says why.
         CheckpointError: a file is damaged.
         UsageError: the request does not fit what it names.
     """
@@ -92,9 +92,9 @@ def load_source(request: GraphRequest) -> SourceGraph:
 
 
 def run_builders_once() -> GraphSource:
-    """A source of graphs that runs a builder once, however often it is asked.
+    """A source of graphs that runs a builder once, however often it is called.
 
-    A second run would be slow, and wrong: Keras names layers by counting all that a process has made.
+    A second run would be slow, and wrong: Keras numbers layers through the whole process.
     """
     built: list[tuple[GraphRequest, SourceGraph]] = []
 
@@ -138,7 +138,7 @@ def _load_path(path: Path, request: GraphRequest) -> SourceGraph:
 
 
 def _meant(path: Path) -> str:
-    """What `--model` was probably meant to name, as a hint; nothing if there is no telling."""
+    """A hint with the model that the user probably meant; "" if it cannot be guessed."""
     found = path if path.exists() else nearest(path)
     if found is None:
         return ""

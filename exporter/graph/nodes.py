@@ -1,21 +1,21 @@
-"""Query a GraphDef: nodes by name, a tensor's dtype and shape, attributes.
+"""The nodes of a graph: read, walk, make and rename them, without TensorFlow (`exporter.wire.protos`).
 
-Works on `exporter.wire.protos` alone. What an operation returns is read from the OpDefs that every
-MetaGraphDef carries (`meta_info_def.stripped_op_list`) and from the signatures of the function library.
+*Query* (`GraphIndex`): nodes by name, a tensor's dtype and shape, attributes. The dtypes of an operation's
+outputs come from the OpDefs that every MetaGraphDef has (`meta_info_def.stripped_op_list`), and from the
+signatures of the function library.
 
-Find all that a set of nodes leads to: what it depends on, and the way back for error messages.
+*Walk* (`reach`): all nodes that a set of nodes depends on, and the way back for error messages.
 
-Find the control edges that a node needs to run in the right branch and iteration of TF1 control flow.
+*Control edges* (`Pivots`). In a graph of Switch, Merge, Enter and Exit a node without data inputs (a
+constant, a random number) is bound to its branch or loop by a control edge alone; every other node by its
+inputs. So of all control edges just one for each node without data inputs matters, and it may come from any
+node of the same branch or iteration: its *pivot*. All others only order side effects, which an inference
+graph does not have. (Source: tensorflow/python/ops/control_flow_ops.py, `_AddOpInternal` of `CondContext` and
+of `WhileContext`.)
 
-In a graph of Switch, Merge, Enter and Exit a node without data inputs (a constant, a random number) is bound
-to its branch or loop by a control edge alone. Every other node is bound by what it reads. So of all control
-edges just one for each node without data inputs matters, and it may come from any node of the same branch or
-iteration: its *pivot*. All others only order side effects, which an inference graph does not have. (Source:
-tensorflow/python/ops/control_flow_ops.py, `_AddOpInternal` of `CondContext` and of `WhileContext`.)
+*Make* (`new_node`): nodes with attributes from Python values, under free names.
 
-Make nodes: with attributes from Python values, under names that are free, and in the place of others.
-
-The nodes of a graph or of a function, and where they call functions: one view of both.
+*Bodies* (`Body`): one view of the nodes of a graph and of a function.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Endpoint(NamedTuple):
 
     @property
     def as_input(self) -> str:
-        """How a NodeDef writes it: output 0 by the bare node name."""
+        """The text by which a NodeDef names it: output 0 is the bare node name."""
         return str(self) if self.output else self.node
 
 
@@ -79,10 +79,10 @@ def control_inputs(node: Proto) -> list[str]:
 
 
 def base_dtype(number: int) -> DType:
-    """The type of a tensor, whether or not a node hands out a reference to it.
+    """The type of a tensor, also if a node outputs a reference to it.
 
     Raises:
-        GraphError: no such type.
+        GraphError: the number is not a type's.
     """
     try:
         return DType(number - _REF if number > _REF else number)
@@ -96,7 +96,7 @@ def _absent() -> Proto:
 
 
 def attr(node: Proto, name: str) -> Proto:
-    """An attribute's AttrValue, to be read; an empty one if the node does not carry it."""
+    """An attribute's AttrValue, for reading; an empty one if the node lacks the attribute."""
     return node.attr.get(name) or _absent()  # reading a map field by [] would insert the key
 
 
@@ -131,7 +131,7 @@ def shape_proto(shape: tuple[int, ...] | None) -> Proto:
 
 
 def const_value(node: Proto | None) -> np.ndarray | None:
-    """The value of a Const; None for any other node, and if it is damaged or filled up with too much."""
+    """The value of a Const; None for any other node, and if it is damaged or too large when filled."""
     if node is None or node.op != "Const":
         return None
     try:
@@ -149,7 +149,7 @@ def const_texts(node: Proto | None) -> list[str] | None:
 
 
 def through_identities(nodes: Mapping[str, Proto], name: str) -> str:
-    """The node whose output an Identity (or several) hands on; an ordinary node is itself."""
+    """The node behind Identity nodes; a node that is not an Identity itself."""
     for _ in range(_MAX_IDENTITIES):
         node = nodes.get(name)
         if node is None or node.op != "Identity" or not node.input:
@@ -191,7 +191,7 @@ class GraphIndex:
 
     @cached_property
     def consumers(self) -> dict[str, list[tuple[str, int]]]:
-        """For each node: who reads its outputs, as (consumer, position among the consumer's inputs)."""
+        """For each node the readers of its outputs, as (consumer, position among the consumer's inputs)."""
         readers: dict[str, list[tuple[str, int]]] = {name: [] for name in self.nodes}
         for node in self.nodes.values():
             for position, source in enumerate(data_inputs(node)):
@@ -200,10 +200,10 @@ class GraphIndex:
         return readers
 
     def resolve(self, text: str, role: str) -> Endpoint:
-        """The tensor that a person named; a bare operation name means its output 0.
+        """The tensor that a user named; a bare operation name means its output 0.
 
         Raises:
-            UnknownTensor: no such tensor; the message lists the nearest names.
+            UnknownTensor: the graph lacks it; the message lists the nearest names.
         """
         found = endpoint(text)
         node = self.nodes.get(found.node)
@@ -220,7 +220,7 @@ class GraphIndex:
         return found
 
     def nearest(self, text: str, count: int = 5) -> list[str]:
-        """Tensor names like `text`: those that hold its last component first."""
+        """Tensor names like `text`; names that contain its last component come first."""
         import difflib
 
         name = endpoint(text).node
@@ -235,7 +235,7 @@ class GraphIndex:
         return self._op_defs.get(op)
 
     def output_dtypes(self, node: Proto) -> list[DType] | None:
-        """The types of a node's outputs, None if neither OpDefs nor attributes tell."""
+        """The types of a node's outputs, None if neither OpDefs nor attributes give them."""
         op_def = self._op_defs.get(node.op)
         if op_def is None:
             return _guessed_dtypes(node)
@@ -248,7 +248,7 @@ class GraphIndex:
         """A tensor's element type.
 
         Raises:
-            GraphError: the operation is unknown and its attributes do not tell.
+            GraphError: the operation is unknown and its attributes do not give the type.
         """
         dtypes = self.output_dtypes(self.nodes[tensor.node])
         if dtypes is None or tensor.output >= len(dtypes):
@@ -286,7 +286,7 @@ def _argument_dtypes(node: Proto, op_def: Proto, argument: Proto) -> list[DType]
 
 
 def _attr_or_default(node: Proto, op_def: Proto, name: str) -> Proto | None:
-    """A MetaGraph may have been written without attributes that have their default value."""
+    """An attribute, or its default: a MetaGraph may be written without attributes of default values."""
     if name in node.attr:
         return attr(node, name)
     return next((a.default_value for a in op_def.attr if a.name == name), None)
@@ -310,7 +310,7 @@ ItemT = TypeVar("ItemT", bound=Hashable)
 
 
 def closure(start: Iterable[ItemT], following: Callable[[ItemT], Iterable[ItemT]]) -> dict[ItemT, None]:
-    """These, and all that `following` leads to from them, nearest first."""
+    """The names `start` and all that are reached from them by `following`, nearest first."""
     found = dict.fromkeys(start)
     pending = deque(found)
     while pending:
@@ -322,16 +322,16 @@ def closure(start: Iterable[ItemT], following: Callable[[ItemT], Iterable[ItemT]
 
 
 class Reached(Struct, frozen=True):
-    """The needed nodes, nearest to the outputs first; `inputs` are theirs without needless control edges.
+    """The needed nodes, nearest to the outputs first; `inputs` has theirs without needless control edges.
 
-    `toward_output` leads from each node one step back to what asked for it.
+    `toward_output` leads from each node one step back to a node that needs it.
     """
 
     inputs: Mapping[str, tuple[str, ...]]
     toward_output: Mapping[str, str | None]
 
     def path(self, name: str) -> str:
-        """The way from an output to a node, for an error message; a long one is cut in the middle."""
+        """The path from an output to a node, for an error message; a long one is cut in the middle."""
         steps: list[str] = []
         current: str | None = name
         while current is not None:
@@ -349,12 +349,12 @@ def reach(
     replaced: Mapping[Endpoint, Endpoint] | None = None,
     given: Collection[Endpoint] = (),
 ) -> Reached:
-    """Everything that the nodes `roots` need; tensors in `replaced` are read from elsewhere.
+    """All nodes that the nodes `roots` need. `replaced` maps tensors to those to read instead.
 
-    What makes the tensors `given` is not looked for.
+    The search stops at the tensors `given`.
 
     Raises:
-        GraphError: a node reads from one that the graph lacks.
+        GraphError: a node reads from a node that the graph lacks.
     """
     pivots = Pivots(nodes)
     replaced = replaced or {}
@@ -387,9 +387,9 @@ def reach(
 def all_before(
     nodes: Mapping[str, Proto], tensors: Iterable[Endpoint], given: Collection[Endpoint] = ()
 ) -> dict[str, None]:
-    """Every node that runs for some tensors, also one that is only waited for, nearest first.
+    """Every node that runs for some tensors, including those that are only waited for, nearest first.
 
-    What makes the tensors `given` is not looked for; names that the graph lacks are passed over.
+    The search stops at the tensors `given`; names that the graph lacks are skipped.
     """
     found: dict[str, None] = {}
     pending = deque(tensors)
@@ -408,10 +408,10 @@ def _redirected(text: str, replaced: Mapping[Endpoint, Endpoint]) -> str:
 
 
 def check_acyclic(nodes: Mapping[str, Proto], reached: Reached) -> None:
-    """Refuse a graph whose data flow has a cycle that is no loop.
+    """Refuse a graph whose data flow has a cycle outside of TF1 loops, which TensorFlow could not run.
 
     Raises:
-        GraphError: naming a node on the cycle. TensorFlow would never finish, or not start.
+        GraphError: it has one; the message names nodes on the cycle.
     """
     waits_for = {name: forward_sources(nodes, name, texts) for name, texts in reached.inputs.items()}
     try:
@@ -426,7 +426,7 @@ def check_acyclic(nodes: Mapping[str, Proto], reached: Reached) -> None:
 
 
 def forward_sources(nodes: Mapping[str, Proto], name: str, inputs: Iterable[str]) -> set[str]:
-    """What a node waits for; the edge from NextIteration to Merge, which closes a loop, is left out."""
+    """The nodes that a node waits for, without the edge from NextIteration to Merge that closes a loop."""
     sources = {endpoint(text).node for text in inputs}
     if nodes[name].op in MERGES:
         return {source for source in sources if nodes[source].op not in NEXT_ITERATIONS}
@@ -434,7 +434,7 @@ def forward_sources(nodes: Mapping[str, Proto], name: str, inputs: Iterable[str]
 
 
 def waited_for(nodes: Mapping[str, Proto], names: Iterable[str]) -> list[str]:
-    """These nodes, with what it waits for in the place of each NoOp, which groups others."""
+    """These nodes, each NoOp (which groups others) replaced by the nodes that it waits for."""
     pending, found, seen = [*names], list[str](), set[str]()
     while pending:
         name = pending.pop()
@@ -458,7 +458,7 @@ _FRAME_BOUND = ENTERS | NEXT_ITERATIONS | {"LoopCond"}
 
 
 class Pivots:
-    """Finds pivots in one graph; what is known to lie outside all control flow is remembered."""
+    """Finds pivots in one graph, and remembers nodes that lie outside of all control flow."""
 
     def __init__(self, nodes: Mapping[str, Proto]) -> None:
         self._nodes = nodes
@@ -466,7 +466,7 @@ class Pivots:
         self._is_plain = not any(node.op in SWITCHES or node.op in ENTERS for node in nodes.values())
 
     def needed_inputs(self, node: Proto) -> list[str]:
-        """A node's inputs without the control edges that do not matter to what it computes."""
+        """A node's inputs without the control edges that do not affect its outputs."""
         data = [text for text in node.input if not text.startswith("^")]
         if data or self._is_plain:
             return data
@@ -506,7 +506,7 @@ class Pivots:
         return [source.node for source in data_inputs(node)] or control_inputs(node)
 
     def _before_loop(self, node: Proto) -> list[str]:
-        """From an Exit through Switch and Merge to what the loop's Enter reads."""
+        """From an Exit through Switch and Merge to the nodes that the loop's Enter reads."""
         for _ in range(4):
             sources = data_inputs(node)
             if not sources or sources[0].node not in self._nodes:
@@ -517,7 +517,7 @@ class Pivots:
         return []
 
     def _before_branch(self, merge: Proto, depth: int) -> list[str]:
-        """From the Merge that ends a conditional to what its Switch reads."""
+        """From the Merge that ends a conditional to the nodes that its Switch reads."""
         switch = next((s for s in data_inputs(merge) if self._op(s) in SWITCHES), None)
         if switch is None:
             branch_pivot = self._first_pivot([source.node for source in data_inputs(merge)], depth + 1)
@@ -562,7 +562,7 @@ def constant(name: str, value: np.ndarray[Any, Any], dtype: DType) -> Proto:
 
 
 def free_name(taken: Collection[str], wish: str) -> str:
-    """`wish`, with a number behind it if a node has that name already."""
+    """`wish`, with a number appended if a node has that name already."""
     name, number = wish, 0
     while name in taken:
         number += 1
@@ -571,7 +571,7 @@ def free_name(taken: Collection[str], wish: str) -> str:
 
 
 def put_nodes(field: Any, nodes: Iterable[Proto]) -> None:
-    """Let these be all nodes of a graph (its `node`) or a function (its `node_def`); some may be its own."""
+    """Replace all nodes of a graph (its `node`) or a function (its `node_def`); `nodes` may be its own."""
     kept = [*nodes]
     del field[:]
     field.extend(kept)
@@ -644,7 +644,7 @@ class Body:
         return reference if self.function is not None or ":" in reference else f"{reference}:0"
 
     def output(self, node: Proto, index: int) -> str:
-        """The name of output `index` of a node that forwards or loops."""
+        """The name of output `index` of a node that forwards a tensor or loops."""
         if self.function is None:
             return f"{node.name}:{index}"
         if node.op == "Switch":
@@ -656,11 +656,11 @@ class Body:
         return str(node.name) if self.function is None else f"{node.name}:{argument}:0"
 
     def add(self, name: str, op: str, *inputs: str, device: str = "", **attrs: Any) -> Proto:
-        """A new node, by this name or a like one; attributes as for `new_node`."""
+        """Add a new node under this name, or under a free one like it; attributes as for `new_node`."""
         return self.put(new_node(free_name(self.by_name, name), op, inputs, device=device, **attrs))
 
     def put(self, node: Proto) -> Proto:
-        """Add a node, whose name is free; the one that is in the body."""
+        """Add a node whose name is free; returns the body's own copy."""
         self.nodes.append(node)
         self.by_name[node.name] = self.nodes[-1]
         return self.nodes[-1]

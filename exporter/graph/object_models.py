@@ -1,9 +1,9 @@
-"""Take builders that return an object: a Keras model, or a `tf.Module` with `signatures`.
+"""Builders that return an object: a Keras model, or a `tf.Module` with `signatures`.
 
-They run as other builders do, in a graph, where variables are symbols and initialisers are never run: nothing
-is allocated. The object is then called on placeholders of the same graph, a Keras model in inference mode; so
-what comes out is a graph like any other. What is remembered beside it is the graph of objects, by whose edges
-an object-based checkpoint can be matched (`exporter.checkpoint.object_graph`).
+They run in a graph as other builders do: variables are symbols and initialisers are never run, so nothing is
+allocated. Then the object is called on placeholders of that graph, a Keras model in inference mode, which
+gives a graph like any other. The object graph is kept, too: by its edges an object-based checkpoint can be
+matched (`exporter.checkpoint.object_graph`).
 
 Nothing here imports Keras: a model of Keras 3 or tf-keras exists only if the user's own code imported it.
 """
@@ -26,11 +26,11 @@ from exporter.graph.user_errors import failures
 Tensors = Mapping[str, Any]
 
 _NUMBERED = re.compile(r"(keras_tensor(_\d+)?)?")
-"""Names that Keras 3 gives to inputs without one, counting all that a process makes."""
+"""Names that Keras 3 gives to unnamed inputs, with a number that counts all inputs of a process."""
 
 _LIST = "trainable_variables"
 _UNNAMED = "Variable"
-"""What TensorFlow calls a variable that was given no name."""
+"""TensorFlow's name for a variable without a name."""
 
 
 def is_object(result: Any) -> bool:
@@ -43,11 +43,12 @@ def is_object(result: Any) -> bool:
 def signatures_of(model: Any, label: str) -> dict[str, tuple[Tensors, Tensors]]:
     """Inputs and outputs by signature, made in the default graph.
 
-    A Keras model has one signature, its inputs and outputs by name; a module those of its attribute
+    A Keras model has one signature, its inputs and outputs by name; a module has those of its attribute
     `signatures`: functions with an input signature, by name.
 
     Raises:
-        BuilderError: nothing tells the inputs, calling the object failed, or it was made somewhere else.
+        BuilderError: the inputs are unknown, calling the object failed, or it was built outside of the
+        builder.
     """
     _refuse_foreign_variables(model, label)
     if _is_keras_model(model):
@@ -66,7 +67,7 @@ def signatures_of(model: Any, label: str) -> dict[str, tuple[Tensors, Tensors]]:
 
 
 def guessed_inputs(model: Any) -> tuple[str, ...]:
-    """What a person should know of inputs that a subclassed Keras model does not declare."""
+    """Notes for the user on inputs that a subclassed Keras model does not declare."""
     if not _is_keras_model(model) or _declared_inputs(model) is not None:
         return ()
     spec = _built_shapes(model)
@@ -79,7 +80,7 @@ def guessed_inputs(model: Any) -> tuple[str, ...]:
 
 
 def _refuse_foreign_variables(model: Any, label: str) -> None:
-    """Variables that have values already, as those of a model that is kept in a global."""
+    """Refuse a model whose variables have values already, as those of a model that is kept in a global."""
     import tensorflow as tf
 
     graph = tf.compat.v1.get_default_graph()
@@ -88,7 +89,7 @@ def _refuse_foreign_variables(model: Any, label: str) -> None:
         if variable is not None and getattr(variable.handle, "graph", None) is not graph:
             raise BuilderError(
                 f"what {label} returned was built before: its variable {variable.name!r} has a value",
-                cause="an export builds the model anew, out of symbols, and takes values from the checkpoint",
+                cause="an export builds the model again, of symbols, and takes values from the checkpoint",
                 hint="make the model inside of the builder",
             )
 
@@ -109,9 +110,9 @@ def view_objects(
 ) -> ObjectView:
     """The objects below a model; their variables name nodes of the graph that the model was built in.
 
-    For a model that was built in no graph, `variable_of` tells which variable an object is.
+    For a model that was built outside of a graph, `variable_of` gives the variable of an object.
 
-    A Keras model gets one edge more, `trainable_variables`, to a list: an optimizer keeps that list too.
+    A Keras model gets an additional edge, `trainable_variables`, to a list: optimizers keep that list, too.
     """
     import tensorflow as tf
 
@@ -135,7 +136,7 @@ def view_objects(
 
 
 def _as_list(variables: Sequence[Any], items: list[Any], edges: list[dict[str, Any]]) -> object:
-    """An object whose children are the variables; it and those that nothing tracks are added to the items."""
+    """An object whose children are the variables; adds it, and untracked variables, to the items."""
     known = {id(item) for item in items}
     listed = object()
     new = [listed, *(variable for variable in variables if id(variable) not in known)]
@@ -191,7 +192,7 @@ def _variable(item: Any) -> TrackedVariable | None:
 
 
 def _value_of(item: Any) -> Any:
-    """The TensorFlow variable that an object is, or stands for; None for others."""
+    """The TensorFlow variable that an object is or wraps; None for other objects."""
     import tensorflow as tf
 
     keras = sys.modules.get("keras")
@@ -219,8 +220,9 @@ def _keras_inputs(model: Any, label: str) -> tuple[Tensors, Any]:
 
 
 def _declared_inputs(model: Any) -> Any:
-    """Inputs as the model itself declares them; None if it does not. A Sequential has no `input` until it is
-    called.
+    """Inputs as the model itself declares them; None if it declares none.
+
+    A Sequential has no `input` until it is called.
     """
     structure = _quietly(lambda: model.input)
     if structure is not None:
@@ -294,7 +296,7 @@ def _keras_output_names(model: Any) -> list[str]:
 
 
 def _outputs(result: Any, names: list[str]) -> Tensors:
-    """What a call returned, by name: a dict's keys, the names of output layers, or `output_<i>`."""
+    """The results of a call by name: a dict's keys, the names of output layers, or `output_<i>`."""
     import tensorflow as tf
 
     if isinstance(result, Mapping):

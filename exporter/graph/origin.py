@@ -1,7 +1,7 @@
-"""Record what a base was made from beside its checkpoint: the model, its options, its tables' files.
+"""Record the sources of a base besides its checkpoint: the model, its options, its tables' files.
 
-A later delta is of the same graph only while these are what they were. What was not kept, or is not named or
-found any more, is not known, which is no difference.
+A later delta fits the graph only while these are unchanged. A source that was not recorded, or that is not
+named or found any more, is unknown, and does not count as a difference.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_SIGNATURES_BYTES = 64 << 20
 
 
 class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
-    """What a graph was made from."""
+    """The sources of a graph."""
 
     function: Annotated[Text, doc("the builder's name; empty for a finished graph")] = ""
     is_beside: Annotated[bool, doc("nothing was named: the graph lay beside the checkpoint")] = False
@@ -58,7 +58,7 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
 
     @classmethod
     def of(cls, request: GraphRequest, *, is_beside: bool = False) -> GraphOrigin:
-        """What a request names, before it is loaded; the files of a builder are known once it was run."""
+        """The sources that a request names, before it is loaded. A builder's files are known later."""
         if isinstance(request.model, str) and ":" in request.model and not Path(request.model).exists():
             return cls(request.model.rpartition(":")[2], is_beside, (), graph_options(request))
         function, builder, path = _named(request.model)
@@ -66,13 +66,13 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
         if builder is not None:
             files = read_sources(builder) if _is_in(request.model, builder.path) else ()
         elif path is not None:
-            with contextlib.suppress(OSError):  # whoever loads it says what is wrong
+            with contextlib.suppress(OSError):  # loading the graph reports the error
                 digest = _graph_file_digest(path)
                 files = (SourceFile(path.name, digest, digest),)
         return cls(function, is_beside, files, graph_options(request))
 
     def with_graph(self, graph: InferenceGraph, assets: Mapping[str, Path]) -> GraphOrigin:
-        """The origin of this graph, which was made of it, and of these files by their names.
+        """The origin, completed by the graph that was made from it and by the files of its tables, by name.
 
         Raises:
             OSError: a file cannot be read.
@@ -81,10 +81,10 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
         return replace(self, graph=graph_digest(graph), assets=digests)
 
     def differences(self, request: GraphRequest) -> Iterator[str]:
-        """List how a later request's model and options differ; both may be left out.
+        """The differences of a later request's model and options, which it may leave out, as texts.
 
         Raises:
-            BuilderError: it names a function or a file that is not there.
+            BuilderError: the request names a function or a file that does not exist.
         """
         given = graph_options(request)
         if given:
@@ -101,7 +101,7 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
             yield from (f"{name} has changed" for name in changed_sources(self.files, builder.path))
 
     def finished_graph(self, request: GraphRequest, digests: FileDigests) -> str | None:
-        """The digest of the finished graph that a request names, as this origin's is one; None if not.
+        """The digest of the finished graph that a request names if this origin has one, too; else None.
 
         Raises:
             OSError: its file cannot be read.
@@ -117,7 +117,7 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
 
 
 def graph_options(request: GraphRequest) -> dict[str, Any]:
-    """The options about the graph that a request gives, by their names; files by what they hold."""
+    """The options about the graph that a request gives, by name; a file is represented by its contents."""
     given: dict[str, Any] = {
         "--model-arg": dict(request.model_args),
         "--feed": dict(request.feeds),
@@ -134,7 +134,7 @@ def graph_options(request: GraphRequest) -> dict[str, Any]:
 def changed_assets(
     known: Mapping[str, str], places: Mapping[str, Path], digests: FileDigests
 ) -> Iterable[str]:
-    """The names of files that hold something else than they did; one that is gone is not known."""
+    """The names of files whose contents changed; a file that is gone does not count."""
     for name, digest in known.items():
         with contextlib.suppress(OSError):
             if name in places and digests(places[name]) != digest:
@@ -152,8 +152,8 @@ def check_named(model: Any) -> None:
     """Check that a named model exists, without running anything.
 
     Raises:
-        BuilderError: there is no such file, module or function.
-        UsageError: there is no such graph.
+        BuilderError: the file, module or function does not exist.
+        UsageError: the graph does not exist.
     """
     _named(model)
 
@@ -162,8 +162,8 @@ def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
     """The builder's function and file, or the file of a finished graph.
 
     Raises:
-        BuilderError: there is no such file, module or function.
-        UsageError: there is no such graph.
+        BuilderError: the file, module or function does not exist.
+        UsageError: the graph does not exist.
     """
     if model is None:
         return "", None, None
@@ -187,7 +187,7 @@ def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
 
 
 def _function(model: Any) -> tuple[str, BuilderFile | None]:
-    """The name of a builder that was given as such, and the file it was defined in, if it was in one."""
+    """The name of a builder that was given as a function, and the file that defines it, if there is one."""
     while isinstance(model, functools.partial):
         model = model.func
     model = model if hasattr(model, "__qualname__") else type(model)
@@ -202,7 +202,7 @@ def _function(model: Any) -> tuple[str, BuilderFile | None]:
 
 
 def _is_in(builder: Any, path: Path) -> bool:
-    """True if a builder that was given as such is what its file holds, which may have been edited since."""
+    """True if a builder that was given as a function equals its file's code, which may have been edited."""
     while isinstance(builder, functools.partial):
         builder = builder.func
     code = getattr(inspect.unwrap(builder), "__code__", None)

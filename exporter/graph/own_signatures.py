@@ -1,12 +1,10 @@
 """Decide which of a graph's own signatures can be served: those that train or count are left out.
 
-An inference graph has no side effects. A signature whose purpose is one would answer as if it had trained,
-and do nothing. A change of what no answer depends on, such as a count of requests, is merely dropped.
+An inference graph has no side effects. A signature whose purpose is a side effect would answer as if it had
+trained, and do nothing. If no answer depends on a change, such as a count of requests, the change is dropped.
 
-Find which variables and tables a signature changes, and which its outputs depend on.
-
-The functions that it calls are looked into, so that a `train_step` whose gradients and assignments lie three
-calls deep is told from a model that only reads what it trains.
+So the variables and tables are found that a signature changes, and those that its outputs depend on, also in
+the functions that it calls: a `train_step` may have its gradients and assignments three calls deep.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class EffectsOf:
         self._known: dict[str, Effects] = {}
 
     def signature(self, ends: SignatureEnds) -> Effects:
-        """What a session runs for it: everything before its outputs, also what they only wait for."""
+        """The effects of the nodes that a session runs for it, including those that outputs only wait for."""
         nodes = self._index.nodes
         runs = all_before(nodes, ends.outputs, ends.inputs)
         computing = reach(nodes, ends.computed, given=ends.inputs).inputs
@@ -121,12 +119,12 @@ def _hands_on(node: Proto) -> bool:
 
 
 def keep_servable(source: SourceGraph) -> SourceGraph:
-    """The source without signatures that cannot be served, which its notes name.
+    """The source without the signatures that cannot be served, which its notes name.
 
-    A graph of which none can be served is left to `clean`, which says why.
+    If none can be served, the graph stays as it is, and `clean` reports why.
 
     Raises:
-        NotServable: every signature needs to change what it, or another one, answers from.
+        NotServable: every signature changes a variable or table that it, or another one, answers from.
     """
     index = GraphIndex.of(source.meta_graph)
     ends = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
@@ -157,7 +155,7 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
 
 
 def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, SignatureEnds]) -> dict[str, str]:
-    """Why signatures that look as if they could not be cleaned cannot; only if there are others."""
+    """The reasons why signatures cannot be cleaned, if at least one other signature can."""
     if len(ends) == 1:
         return {}
     foreign = frozenset[str]()
@@ -188,7 +186,7 @@ def _is_unfed(node: Proto, fed: set[str]) -> bool:
 
 
 def _training(source: SourceGraph, effects: Mapping[str, Effects]) -> dict[str, str]:
-    """Why signatures that change what answers depend on cannot be served."""
+    """The reasons why signatures that change variables or tables which answers depend on cannot be served."""
     readers = {handle: name for name, done in effects.items() for handle in done.reads}
     found = {}
     for name, done in effects.items():

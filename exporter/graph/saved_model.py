@@ -41,16 +41,15 @@ def is_saved_model(path: Path) -> bool:
 def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
     """The graph tagged `serve` with its signatures (or those asked for), assets and initialiser.
 
-    Another graph is taken if the request names its tags, or if it is the only one. It loses signatures of its
-    own that are for training, and a note says so.
-
-    The message loses its graph of objects, which has no place in a bundle by names; it becomes `objects`.
+    Another graph is taken if the request names its tags, or if it is the only one. Its signatures for
+    training are removed, with a note. The object graph is removed from the message, because a bundle by names
+    cannot have one, and becomes `objects`.
 
     Raises:
         CorruptFile: the directory holds no readable SavedModel.
-        UnsupportedFormat: another version, or one that is split into chunks.
-        UsageError: no graph or several have the tags, or nothing says what to serve.
-        MissingAsset: an asset that it names is not there.
+        UnsupportedFormat: it has another version, or is split into chunks.
+        UsageError: no graph or several have the tags, or there are no signatures.
+        MissingAsset: an asset that it names does not exist.
     """
     meta_graph = choose_graph(read_saved_model(path), path, request.tag)
     init_op = _init_op(meta_graph)
@@ -74,11 +73,11 @@ def load_training_graph(path: Path, tag: str, trust: Trust = ANY_FILES) -> Train
     """The graph with this tag as it is, to be published beside another.
 
     Raises:
-        AccessRefused: it asks for a file that it may not have.
+        AccessRefused: it names a file that it may not read.
         CorruptFile: the directory holds no readable SavedModel.
-        UnsupportedFormat: another version, or a graph that cannot stand beside another.
+        UnsupportedFormat: it has another version, or the graph cannot be saved beside another.
         UsageError: no graph or several have the tag.
-        MissingAsset: an asset that it names is not there.
+        MissingAsset: an asset that it names does not exist.
     """
     meta_graph = choose_graph(read_saved_model(path), path, tag, "--train-tag")
     return TrainingGraph.of(str(path), tag, meta_graph, _assets(meta_graph, path, trust))
@@ -88,9 +87,9 @@ def read_saved_model(path: Path) -> Proto:
     """The `protos.SavedModel` in a directory.
 
     Raises:
-        CorruptFile: damaged.
-        UnsupportedFormat: another schema version, or split into chunks (`saved_model.cpb`).
-        UsageError: nothing there, or not readable.
+        CorruptFile: it is damaged.
+        UnsupportedFormat: it has another schema version, or is split into chunks (`saved_model.cpb`).
+        UsageError: it does not exist, or cannot be read.
     """
     if (path / SAVED_MODEL_PARTS_FILE).is_file():
         raise UnsupportedFormat(
@@ -115,13 +114,13 @@ def read_saved_model(path: Path) -> Proto:
 
 
 def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag") -> Proto:
-    """The graph with the tags that `tag` (of `option`) lists: with no others, or the only one with others.
+    """The graph with exactly the tags that `tag` (the value of `option`) lists, or the only one with more.
 
-    Without `tag` it is the one for serving, that with fewest other tags (`gpu`, `tpu`) if there are several;
+    Without `tag` it is the graph for serving, with the fewest other tags (`gpu`, `tpu`) if there are several;
     or the only graph, whatever its tags.
 
     Raises:
-        UsageError: there is none, or several and none was chosen.
+        UsageError: there is none, or there are several and none was chosen.
     """
     graphs = [*model.meta_graphs]
     if tag is None and len(graphs) == 1:
@@ -146,10 +145,10 @@ def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag
 
 
 def _without_training(meta_graph: Proto, request: GraphRequest, path: Path) -> list[str]:
-    """Notes about signatures for training, which `meta_graph` loses; none if the user names tensors.
+    """Remove signatures for training from `meta_graph`; returns notes. Nothing is done if tensors are named.
 
     Raises:
-        UsageError: nothing else is left.
+        UsageError: no other signature is left.
     """
     drop_internal(meta_graph)
     if requested_specs(request) or not meta_graph.signature_def:

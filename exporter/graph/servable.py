@@ -1,9 +1,8 @@
-"""Find operations that a served graph may not depend on, and explain what to do about each.
+"""Find operations that a server cannot or must not run, and explain what to do about each.
 
-Find operations that stock TensorFlow does not have, and say whose they are.
-
-A server without them cannot load the graph; and what fills their state is neither a variable nor a lookup
-table of TensorFlow's, so that it goes along only if it is looked for (`exporter.graph.clean`).
+Foreign operations are those that stock TensorFlow lacks. A server without their library cannot load the
+graph. Their state is neither a variable nor a lookup table of TensorFlow's, so `exporter.graph.clean` looks
+for the operations that fill it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _LIBRARIES = (
     ),
     (r"TRTEngineOp|\w*TRTResource\w*", "TensorFlow with TensorRT"),
 )
-"""Whose operations are called how: their libraries' REGISTER_OP, read in each one's source or registry."""
+"""The names of each library's operations, from REGISTER_OP in its source, or from its registry."""
 
 _IN_STOCK_IMAGE = frozenset({"TensorFlow Decision Forests", "TensorFlow Text"})
 """Linked into TensorFlow Serving's own binary: tensorflow_serving/model_servers/BUILD."""
@@ -60,7 +59,7 @@ def foreign_ops(nodes: Iterable[Proto], functions: Collection[str]) -> frozenset
 
 @cache
 def library_of(op: str) -> str:
-    """Whose operation it is, as far as its name tells; "" if it does not."""
+    """The library of an operation, by its name; "" if that does not show it."""
     if is_deeprec(op):
         return "DeepRec"
     for pattern, library in _LIBRARIES:
@@ -69,8 +68,8 @@ def library_of(op: str) -> str:
     return f"the namespace {op.partition('>')[0]!r}" if ">" in op else ""
 
 
-def told(ops: Collection[str]) -> str:
-    """Operations by name, with the libraries they are of: for a note."""
+def by_library(ops: Collection[str]) -> str:
+    """Operations by name, with their libraries, for a note."""
     named: dict[str, list[str]] = {}
     for op in sorted(ops):
         named.setdefault(library_of(op) or "unknown origin", []).append(op)
@@ -78,7 +77,7 @@ def told(ops: Collection[str]) -> str:
 
 
 def refusal(found: Mapping[str, str], where: str, cause: str) -> ForeignOperations:
-    """The error for nodes (operations by their names) that a server would not know; `where` they stand."""
+    """The error for nodes (operations by name) that a server would not know; `where` says what needs them."""
     ops = {*found.values()}
     shown = _listed([f"{op} {name!r}" for name, op in found.items()])
     libraries = sorted({library for op in ops if (library := library_of(op))})
@@ -173,12 +172,12 @@ def check_servable(
 ) -> None:
     """Refuse the nearest operation that a server cannot or must not run.
 
-    `fed` are the placeholders that a request fills; `allowed` are operations that run once, at load;
-    `foreign` are kinds of operations that stock TensorFlow does not have.
+    `fed` are the placeholders that a request fills; `allowed` are nodes that run once, at load; `foreign` are
+    operations that stock TensorFlow lacks.
 
     Raises:
-        NotServable: names the operation, the way to it from an output, and what to do.
-        ForeignOperations: names all such operations.
+        NotServable: there is one; the message names it, the path to it from an output, and a way out.
+        ForeignOperations: there are foreign ones; the message names all of them.
     """
     _check_foreign(nodes, reached, allowed, foreign)
     unfed = [name for name in reached.inputs if nodes[name].op in _PLACEHOLDERS and name not in fed]
@@ -220,17 +219,17 @@ def _unfed(nodes: Mapping[str, Proto], reached: Reached, names: list[str]) -> No
 
 @cache
 def _refusal(op: str) -> str:
-    """Why a server cannot run an operation, "" if it can."""
+    """The reason why a server cannot run an operation, "" if it can."""
     if is_deeprec(op):
         return "stock TensorFlow does not have"
     return next((reason for pattern, reason in _REASONS if pattern.fullmatch(op)), "")
 
 
 def check_known(nodes: Iterable[Proto], function: str, library: Collection[str]) -> None:
-    """Refuse a function's body with operations that stock TensorFlow does not have.
+    """Refuse a function's body with operations that stock TensorFlow lacks.
 
     Raises:
-        ForeignOperations: names all of them, and the function.
+        ForeignOperations: there are some; the message names all of them, and the function.
     """
     nodes = [*nodes]
     if foreign := foreign_ops(nodes, library):
@@ -242,7 +241,7 @@ def check_body(nodes: Iterable[Proto], function: str) -> None:
     """As `check_servable`, for a function's body; datasets and iterators are allowed within one call.
 
     Raises:
-        NotServable: names the operation and the function.
+        NotServable: there is such an operation; the message names it and the function.
     """
     for node in nodes:
         reason = _refusal(node.op)
@@ -257,13 +256,13 @@ def check_reads(
     where: str,
     allowed: Collection[str] = (),
 ) -> None:
-    """Refuse a read that is to see a change made in the same call (as when `v.assign_add(1)` is an output).
+    """Refuse a read that must see a change made in the same call (as when `v.assign_add(1)` is an output).
 
-    Control edges are dropped from inference graphs, so such a read would silently see the value before. Those
-    from changes that are `allowed` are not.
+    Inference graphs lose their control edges, so such a read would silently see the value before the change.
+    Control edges from changes that are `allowed` are kept.
 
     Raises:
-        NotServable: names the read and the change.
+        NotServable: there is such a read; the message names it and the change.
     """
     for name in names:
         node = nodes[name]

@@ -1,7 +1,7 @@
-"""Make complete SignatureDefs from what a person or a graph says.
+"""Make complete SignatureDefs from the tensor names of a request or a graph; list and rename their tensors.
 
-A signatures file (`--signatures FILE`) is one JSON object. Each key is a signature's name, each value says
-which tensors it takes and gives, and, if it is not `predict`, TensorFlow Serving's method:
+A signatures file (`--signatures FILE`) is one JSON object. Each key is a signature's name, each value has its
+input and output tensors and, if it is not `predict`, TensorFlow Serving's method:
 
     {"serving_default": {"inputs": {"image": "Placeholder:0"}, "outputs": {"scores": "cnn/Softmax:0"}},
      "classify": {"inputs": {"inputs": "examples:0"}, "outputs": {"scores": "cnn/Softmax"},
@@ -10,8 +10,6 @@ which tensors it takes and gives, and, if it is not `predict`, TensorFlow Servin
 A tensor's name without `:index` means output 0. In place of `inputs` a signature may have `examples`, the
 features of serialized tf.Examples that feed the graph (see `exporter.graph.examples`), or the name of another
 signature that has them. Its only input is then `inputs` if the method is classify or regress, or `examples`.
-
-List and rename the tensors of a SignatureDef; a sparse or composite input or output has several.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 StaticShape = tuple[int | None, ...] | None
-"""A shape as far as it is known; None if not even the rank is."""
+"""A static shape, with None for unknown lengths; None if the rank is unknown."""
 
 
 class SignatureTensor(Struct, frozen=True):
@@ -53,7 +51,7 @@ def tensors_of(infos: Mapping[str, Proto]) -> list[SignatureTensor]:
 
 
 class SignatureEnds(Struct, frozen=True):
-    """What a signature takes, each tensor with the name it has there, and what it gives."""
+    """A signature's input tensors, each with its alias there, and its output tensors."""
 
     inputs: dict[Endpoint, str]
     outputs: list[Endpoint]
@@ -137,14 +135,14 @@ _MAX_FILE_BYTES = 64 << 20
 DEFAULT_SIGNATURE = "serving_default"
 METHODS = {name: f"tensorflow/serving/{name}" for name in ("predict", "classify", "regress")}
 INTERNAL = ("__saved_model_init_op", "__saved_model_train_op")
-"""Entries of a SavedModel's signature_def that are no signatures."""
+"""Entries of a SavedModel's signature_def that are not signatures."""
 
 _EXAMPLES_INPUT = {"classify": "inputs", "regress": "inputs"}
 _OUTPUTS_OF = {"classify": {"classes", "scores"}, "regress": {"outputs"}}
 
 
 class SignatureSpec(Struct, frozen=True):
-    """A signature by tensor names, before the graph is asked for types and shapes.
+    """A signature by tensor names, without types and shapes.
 
     With `examples`, features of serialized tf.Examples, there are no `inputs` yet: see `parse_examples`.
     """
@@ -157,10 +155,10 @@ class SignatureSpec(Struct, frozen=True):
 
 
 def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
-    """The signatures that the user named tensor by tensor; none if there are none.
+    """The signatures whose tensors the request names; none if it names none.
 
     Raises:
-        UsageError: outputs are missing, both ways are used at once, or the file is not what it should be.
+        UsageError: outputs are missing, both a file and tensors are given, or the file is malformed.
     """
     by_hand = bool(request.inputs or request.outputs)
     if request.signatures is not None:
@@ -178,7 +176,7 @@ def read_signatures_file(path: Path) -> list[SignatureSpec]:
     """The signatures of a JSON file as the module's docstring describes it.
 
     Raises:
-        UsageError: unreadable, no JSON, or of another form.
+        UsageError: the file is unreadable, not JSON, or of another form.
     """
     try:
         document = json.loads(read_regular(path, _MAX_FILE_BYTES))
@@ -210,18 +208,18 @@ def _spec(where: str, name: str, entry: Any, document: Mapping[str, Any]) -> Sig
 
 
 def _shared_examples(examples: Any, document: Mapping[str, Any]) -> Any:
-    """The features, also if they are given by the name of the signature that has them."""
+    """The features, looked up if they are given by the name of a signature that has them."""
     other = document.get(examples) if isinstance(examples, str) else None
     return other.get("examples") if isinstance(other, dict) else examples
 
 
 def parse_examples(meta_graph: Proto, index: GraphIndex, specs: list[SignatureSpec]) -> list[SignatureSpec]:
-    """Replace Examples in the specs by tensors: parsing nodes are added to `meta_graph`.
+    """Replace Examples in the specs by tensors; adds a parsing node to `meta_graph`.
 
-    There is one for all: tensors that it feeds are read from it in every signature.
+    One parser serves all signatures: they all read from it the tensors that it feeds.
 
     Raises:
-        UnknownTensor: a feature names a tensor that the graph does not have.
+        UnknownTensor: a feature names a tensor that the graph lacks.
         UsageError: two signatures parse different features, or a feature does not fit its tensor.
     """
     asking = [spec for spec in specs if spec.examples]
@@ -284,8 +282,8 @@ def set_signatures(meta_graph: Proto, index: GraphIndex, specs: Iterable[Signatu
     """Put complete SignatureDefs in place of those that `meta_graph` has.
 
     Raises:
-        UnknownTensor: a name that the graph does not have.
-        UsageError: a classify or regress signature that TensorFlow Serving would refuse.
+        UnknownTensor: a tensor's name is not in the graph.
+        UsageError: TensorFlow Serving would refuse a classify or regress signature.
     """
     meta_graph.signature_def.clear()
     for spec in specs:
@@ -319,13 +317,13 @@ def _no_values(index: GraphIndex, tensor: Endpoint, role: str) -> UsageError:
 
 
 def check_method(name: str, signature: Proto) -> None:
-    """What TensorFlow Serving demands of classify and regress signatures.
+    """Check that classify and regress signatures have the tensors that TensorFlow Serving demands.
 
     Source: tensorflow_serving/servables/tensorflow/{classifier,regressor}.cc: one input `inputs` of
     serialised tf.Examples; outputs `classes` and/or `scores`, or `outputs`.
 
     Raises:
-        UsageError: names or types that would fail there at the first request.
+        UsageError: names or types would fail in the server at the first request.
     """
     method = signature.method_name.rpartition("/")[2]
     if method not in _OUTPUTS_OF:
@@ -353,10 +351,10 @@ def drop_internal(meta_graph: Proto) -> None:
 
 
 def check_signatures(meta_graph: Proto, index: GraphIndex) -> None:
-    """Every tensor that a given signature_def names exists; names are written out as `node:index`.
+    """Check that every tensor of `signature_def` exists, and write its name as `node:index`, in place.
 
     Raises:
-        UnknownTensor: one does not.
+        UnknownTensor: a tensor does not exist.
         GraphError: a signature has no outputs.
     """
     for name, signature in meta_graph.signature_def.items():

@@ -1,4 +1,4 @@
-"""SourceGraph and GraphRequest: the graph as its author left it, and what is asked of it."""
+"""`GraphRequest`, the request of an inference graph, and `SourceGraph`, the graph as its author left it."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from exporter.wire.protos import Proto
 
 
 class Trust(Struct, frozen=True):
-    """What is allowed to a graph, which somebody else may have written."""
+    """The permissions of a graph, which may be another author's."""
 
     foreign_ops: bool = False
-    """Operations that stock TensorFlow does not have."""
+    """Operations that stock TensorFlow lacks are allowed."""
     file_ops: bool = False
-    """Operations that reach out of the model while it is served."""
+    """Operations that reach out of the model while it is served are allowed."""
     code: bool = False
-    """Whatever it does while it is run here."""
+    """Operations that write, call out or run code while this process runs the graph are allowed."""
     files: tuple[Path, ...] = ()
-    """Directories that its files may come from beside its own."""
+    """Directories besides its own that its files may come from."""
     is_found: bool = False
-    """Nobody named the graph, which therefore takes files from there alone."""
+    """The request does not name the graph, which therefore gets files from these directories alone."""
 
     def require_file(self, path: Path, directory: Path) -> None:
-        """Refuse a file that a found graph in `directory` may not take; a link counts as what it leads to.
+        """Refuse a file that a found graph in `directory` may not read; a link counts as its target.
 
         Raises:
-            AccessRefused: it lies elsewhere.
+            AccessRefused: the file lies elsewhere.
         """
         places = [directory, *self.files]
         if not self.is_found or any(path.resolve().is_relative_to(place.resolve()) for place in places):
             return
         raise AccessRefused(
             f"the graph beside the checkpoint asks for a file in another directory: {str(path)!r}",
-            cause=f"nobody named the graph, so it gets files below {directory} alone",
+            cause=f"the request does not name the graph, so it may only read files below {directory}",
             hint=f"if it may have them: --allow-files {quoted(path.parent)}; or name the graph: --model",
         )
 
@@ -53,25 +53,25 @@ ANY_FILES = Trust()
 
 
 class GraphRequest(GraphOptions, frozen=True):
-    """What the graph stage is asked for: the options about the graph, and whether somebody named one.
+    """The request to the graph stage: the options about the graph, and whether they name one.
 
     `inputs` and `outputs` map signature names to tensor names and make the signature `serving_default`;
     `signatures` is JSON with several (see `exporter.graph.signatures`).
     """
 
     is_found: bool = False
-    """Nobody named the graph: it lay beside the checkpoint."""
+    """The options name no graph: it lay beside the checkpoint."""
 
     @classmethod
     def of(cls, options: GraphOptions, beside: str | None = None) -> GraphRequest:
-        """The graph that options name or, if they name none, the one that lies `beside` the checkpoint."""
+        """The request for the graph that options name, else for the one `beside` the checkpoint."""
         asked = cls(**{name: getattr(options, name) for name in GraphOptions.__struct_fields__})
         is_found = options.model is None
         return replace(asked, model=beside if is_found else options.model, is_found=is_found)
 
     @property
     def trust(self) -> Trust:
-        """What the options allow to the graph."""
+        """The permissions that the options give to the graph."""
         return Trust(
             foreign_ops=self.allow_foreign_ops,
             file_ops=self.allow_file_ops,
@@ -104,15 +104,15 @@ class SourceGraph(Struct, frozen=True):
     """A graph before anything is removed from it; it can be restored and run as it was trained.
 
     `meta_graph` is a `protos.MetaGraphDef` whose `signature_def` is complete and names the graph's own
-    tensors (also ones that are no placeholders: a session can feed any). `feeds` holds values by placeholder
-    node, to be fed beside every signature. `keys` tells for each variable's node what it is stored under,
-    `tables` for the nodes of tables that training fills; `dynamic_tables` have been rewritten to variables.
+    tensors (not only placeholders: a session can feed any tensor). `feeds` has values by placeholder node, to
+    feed with every signature. `keys` has the name under which a checkpoint stores each variable, by its node,
+    `tables` the names for tables that training fills; `dynamic_tables` have been rewritten to variables.
     `assets` maps a node that holds a file's path to that file; `init_op` is the node that initialises tables.
-    Relative paths in the graph mean `directory` if they do not exist where the process runs. `objects` are
-    those that the graph was made from, their variables naming nodes; None if it was made without objects.
-    `layers` tells, for a Keras 3 model, where a weights file has each variable (by node). `code` are the
-    files behind a builder as they were when it was run. `notes` are for the person who exports. `trust` is
-    the request's.
+    A relative path in the graph is looked up in `directory` if it does not exist in the working directory.
+    `objects` is the object graph, whose variables name nodes; None if the graph was made without objects.
+    `layers` has, for a Keras 3 model, the place of each variable in a weights file (by node). `code` are the
+    files of a builder as they were when it was run. `notes` are for the user who exports. `trust` is that of
+    the request.
     """
 
     label: str

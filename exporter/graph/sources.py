@@ -1,16 +1,15 @@
-"""Find, read and compare the Python files that a builder is made from, without running them.
+"""The Python files that a builder is made from: find and compare them without running them, and import them.
 
-They are the builder's own module and those that it imports, and these import, from beside it: files under
-the directory of `path/file.py`, modules of the package that `pkg.mod` is in. What is installed elsewhere,
-and what is imported by a computed name, is not followed.
+They are the builder's own module and the modules beside it that it imports, directly or through others: files
+under the directory of `path/file.py`, modules of the package that `pkg.mod` is in. Modules that are installed
+elsewhere, or imported by a computed name, are not followed.
 
-Two files are the same code if they differ in comments, docstrings and layout alone, or in what runs only when
-the file is started as a program (`if __name__ == "__main__":`).
+Two files are the same code if they differ only in comments, docstrings and layout, or in statements that run
+only when the file is started as a program (`if __name__ == "__main__":`).
 
-Import a user's code as its files are now, also if Python has an older version loaded.
-
-A process that goes on (a watch) may be asked for a model again after its files were edited. Python would give
-it the modules that it has, so those of edited files are forgotten first, with all that import them.
+*Importing.* A long-running process (a watch) may load a model again after its files were edited. Python would
+return the modules that it has loaded, so those of edited files are forgotten first, with all modules that
+import them.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _imported: dict[Path, str] = {}
 
 
 def import_code(where: str) -> Any:
-    """The module `pkg.mod`, or the file `path/file.py` as one; what it prints goes to stderr.
+    """The module `pkg.mod`, or the file `path/file.py` as a module; its output goes to stderr.
 
     Raises:
         Exception: whatever the import raises.
@@ -53,7 +52,7 @@ def import_code(where: str) -> Any:
 
 
 def code_behind(model: object) -> tuple[SourceFile, ...]:
-    """The files behind `pkg.mod:fn` or `path/file.py:fn` as they are now; none for whatever else."""
+    """The present files of `pkg.mod:fn` or `path/file.py:fn`; none for any other model."""
     if not isinstance(model, str):
         return ()
     with contextlib.suppress(BuilderError):
@@ -65,7 +64,7 @@ def code_behind(model: object) -> tuple[SourceFile, ...]:
 def _forget_edited(files: dict[Path, str]) -> None:
     """Forget the modules of these files if one of the files was edited since it was imported.
 
-    Modules that were there before this process was asked for them belong to the program, and stay.
+    Modules that were imported before this process loaded a builder belong to the program, and stay.
     """
     if any(_imported.get(path, digest) != digest for path, digest in files.items()):
         _forget(files)
@@ -91,7 +90,7 @@ def _import_file(path: Path) -> Any:
     sys.path.insert(0, str(path.parent.resolve()))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses and pickles look their module up
     spec.loader.exec_module(module)
@@ -101,7 +100,7 @@ def _import_file(path: Path) -> Any:
 _SAID = "a manifest names the builder's file:"
 _INSTALLED = {"site-packages", "dist-packages"}
 _MAY_BIND = {"globals", "exec", "eval", "setattr", "vars", "locals", "__getattr__", "__dict__", "modules"}
-"""Names whose use may give a module attributes that no statement shows."""
+"""Names by which code may give a module attributes that its text does not show."""
 
 
 _bound: Unchanged[tuple[set[str] | None, list[str]]] = Unchanged()
@@ -116,8 +115,10 @@ class SourceFile(Struct, frozen=True):
 
 
 class BuilderFile(Struct, frozen=True):
-    """The file of a builder's module. `root` is what imports of its neighbours begin at; `package` is the
-    name of its top-level package, empty for a file that is named by its path.
+    """The file of a builder's module.
+
+    Imports of its neighbours start from the directory `root`; `package` is the name of its top-level package,
+    empty for a file that is named by its path.
     """
 
     path: Path
@@ -144,13 +145,13 @@ def importable() -> Iterator[None]:
 
 
 def find_builder(where: str) -> BuilderFile | None:
-    """The file behind `pkg.mod` or `path/file.py`; None if that cannot be found without running code.
+    """The file of `pkg.mod` or `path/file.py`; None if that cannot be found without running code.
 
-    Packages are asked of Python's finders one level after the other, so that none of them is run; a submodule
-    that its package makes when it is run is not found.
+    Python's finders look up packages one level after the other, so that none of them is run. A submodule that
+    its package creates when it is run is not found.
 
     Raises:
-        BuilderError: there is no such file, or no such top-level module.
+        BuilderError: the file or top-level module does not exist.
     """
     if where.endswith(".py"):
         path = Path(where)
@@ -189,10 +190,11 @@ def _find_spec(name: str, places: list[str] | None) -> ModuleSpec | None:
 def require_function(found: BuilderFile, where: str, name: str) -> None:
     """Refuse a function that the module certainly lacks.
 
-    A name that a module imports, assigns, or may bind in a way that is not in its text is left to Python.
+    Python decides about a name that a module imports, assigns, or may bind in a way that its text does not
+    show.
 
     Raises:
-        BuilderError: it is not there, or the file is no Python.
+        BuilderError: the function does not exist, or the file is not Python.
     """
     bound, functions = _bound.of(found.path, lambda path: _bound_names(_parse(path)))
     if bound is not None and name.split(".")[0] not in bound:
@@ -200,7 +202,7 @@ def require_function(found: BuilderFile, where: str, name: str) -> None:
 
 
 def no_function(where: str, name: str, functions: list[str]) -> BuilderError:
-    """The error for a builder's module that lacks the function which was named."""
+    """The error for a builder's module that lacks the named function."""
     import difflib
 
     nearest = next(iter(difflib.get_close_matches(name, functions, 1)), "FUNCTION")
@@ -215,7 +217,7 @@ def read_sources(main: BuilderFile) -> tuple[SourceFile, ...]:
     """The builder's own file, and then every file that it imports from beside it.
 
     Raises:
-        BuilderError: the builder's file cannot be read, or is no Python.
+        BuilderError: the builder's file cannot be read, or is not Python.
     """
     own = main.path.resolve()
     found = {own: _source(own, main.root, _parse(main.path))}
@@ -235,7 +237,7 @@ def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
     """The files whose code changed, or that are gone, relative to the builder's present file.
 
     Raises:
-        ManifestError: one is not below the directory that all share.
+        ManifestError: a file is not below the directory that all share.
     """
     own, *others = known
     *packages, _ = own.path.split("/")
@@ -248,7 +250,7 @@ def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
 
 
 def code_digest(where: str) -> str | None:
-    """The digest of one module's code; None where its file is not found."""
+    """The digest of one module's code; None if its file is not found."""
     with contextlib.suppress(BuilderError):
         found = find_builder(where)
         return None if found is None else _code(_parse(found.path))
@@ -278,9 +280,9 @@ def _parse(path: Path) -> ast.Module:
 
 
 def _code(tree: ast.Module) -> str:
-    """The digest of what a module does when it is imported; `tree` loses its docstrings.
+    """The digest of the code that runs when a module is imported; `tree` loses its docstrings.
 
-    How a tree is written down depends on Python's version, so that goes into the digest.
+    The text of a tree depends on Python's version, so the version is part of the digest.
     """
     tree.body = [node for node in tree.body if not _runs_as_program_alone(node)]
     for node in ast.walk(tree):
@@ -333,7 +335,7 @@ def _files(base: Path, name: str, root: Path) -> Iterator[Path]:
 
 
 def _bound_names(tree: ast.Module) -> tuple[set[str] | None, list[str]]:
-    """The names that importing a module gives it (None: its text does not tell), and its functions."""
+    """The names that a module has after its import (None: its text does not show them), and its functions."""
     bound: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):

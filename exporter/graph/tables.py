@@ -357,11 +357,11 @@ def is_restorable(op: str) -> bool:
 
 
 def table_keys(
-    meta_graph: Proto, index: GraphIndex, told: Mapping[str, TableKey] | None = None
+    meta_graph: Proto, index: GraphIndex, given: Mapping[str, TableKey] | None = None
 ) -> dict[str, TableKey]:
     """The names under which checkpoints store each table's contents, by its node's name.
 
-    They come from the program (`told`), else from the graph's own Saver, else from the node's name. Nodes of
+    They come from the program (`given`), else from the graph's own Saver, else from the node's name. Nodes of
     one shared name are one table.
     """
     nodes = _restorable(index.nodes.values())
@@ -371,7 +371,7 @@ def table_keys(
         through_identities(index.nodes, table): TableKey(keys, values)
         for table, (keys, values) in restored_names(meta_graph, index, _IMPORTS, count=2)
     }
-    known |= told or {}
+    known |= given or {}
     by_identity = {_table_identity(node): known[node.name] for node in nodes if node.name in known}
     return {node.name: by_identity.get(_table_identity(node), TableKey.of(node.name)) for node in nodes}
 

@@ -32,7 +32,7 @@ from exporter.wire.protos import Proto
 
 
 def drop_training_signatures(meta_graph: Proto, fixed: Collection[str] = ()) -> list[str]:
-    """Remove, in place, signatures that a server cannot run; a note for each that says why.
+    """Remove, in place, signatures that a server cannot run; returns a note with the reason for each.
 
     `fixed` are placeholders that get constants.
     """
@@ -48,10 +48,10 @@ def drop_training_signatures(meta_graph: Proto, fixed: Collection[str] = ()) -> 
 
 
 def _check_signature(index: GraphIndex, name: str, signature: Proto, fixed: Collection[str]) -> None:
-    """Refuse what needs training.
+    """Refuse a signature that needs operations of training.
 
     Raises:
-        GraphError: it has no outputs, or one that a server cannot compute.
+        GraphError: the signature has no outputs, or one that a server cannot compute.
     """
     for role, alias, info in signature_tensors(signature):
         for text in tensor_names(info):
@@ -85,11 +85,11 @@ class TrainingGraph(Struct, frozen=True):
 
     @classmethod
     def of(cls, source: str, tag: str, meta_graph: Proto, assets: Mapping[str, Path]) -> TrainingGraph:
-        """The graph with what it restores.
+        """The graph, with the tensors that it restores.
 
         Raises:
-            UnsupportedFormat: it is object-based, of which TensorFlow saves one a SavedModel.
-            GraphError: it is damaged, or restores names that it computes.
+            UnsupportedFormat: it is object-based; TensorFlow saves only one such graph in a SavedModel.
+            GraphError: it is damaged, or computes the names that it restores.
         """
         if meta_graph.HasField("object_graph_def"):
             raise UnsupportedFormat(

@@ -1,10 +1,9 @@
 """Detect that a graph computes as in training: batch statistics, dropout, other random numbers.
 
-Find the nodes that run during a request: branches switched off by a constant do not.
-
-A graph for training and inference has both ways behind a flag. `--feed` makes the flag a constant and leaves
-both branches in the served graph, so that its nodes alone do not tell what is computed. Here the flag is
-followed, through the scalars that are made of it, into Switch and Merge and into the functions of an If.
+Only nodes that run during a request count. A graph for training and inference has both variants behind a
+flag. `--feed` makes the flag a constant and leaves both branches in the served graph, so that its nodes alone
+do not show which of them runs. Here the flag is followed, through the scalars that are computed from it, into
+Switch and Merge and into the functions of an If.
 """
 
 from __future__ import annotations
@@ -70,9 +69,8 @@ _ROUNDS = 4
 class CalledBody:
     """The graph, or a function as one call of it runs it.
 
-    `fed` are nodes whose value a request gives, `arguments` the constants that a call passes, `roots` the
-    tensors that are wanted. Inputs are written as in a GraphDef (`node:1`) or as in a FunctionDef
-    (`node:output:0`).
+    `fed` are nodes whose values come from the request, `arguments` the constants that a call passes, `roots`
+    the wanted tensors. Inputs are written as in a GraphDef (`node:1`) or a FunctionDef (`node:output:0`).
     """
 
     def __init__(
@@ -97,10 +95,10 @@ class CalledBody:
         self._dead = self._find_dead()
 
     def value(self, tensor: str) -> Scalar:
-        """The constant that a tensor always is, None if it is none of one element."""
+        """The value of a tensor that is always the same scalar; None for any other tensor."""
         if tensor not in self._values:
-            self._values[tensor] = None  # what a loop hands back to itself is no constant
-            if self._steps < _MOST_STEPS:  # nobody computes a flag in more
+            self._values[tensor] = None  # a value that a loop passes back to itself is not constant
+            if self._steps < _MOST_STEPS:  # flags are computed in fewer steps
                 self._steps += 1
                 with suppress(TypeError, ValueError, ArithmeticError):
                     self._values[tensor] = self._evaluate(tensor)
@@ -149,7 +147,7 @@ class CalledBody:
         return None
 
     def _find_dead(self) -> frozenset[str]:
-        """Tensors that are never made, by node and, for what a Switch makes, by output."""
+        """Tensors that are never computed, by node, and by output for a Switch."""
         switches = [
             node for node in self.nodes.values() if node.op in SWITCHES and len(input_names(node)) == 2
         ]
@@ -169,7 +167,7 @@ class CalledBody:
         return self._dead
 
     def _spread(self, dead: set[str]) -> set[str]:
-        """What reads a tensor that is never made is never made; a Merge takes what is."""
+        """Add the nodes that read a tensor that is never computed, except a Merge with a live input."""
         pending = [*dead]
         while pending:
             for reader in self._readers.get(node_of(pending.pop()), ()):
@@ -197,7 +195,7 @@ class CalledBody:
         )
 
     def _needed(self, node: Proto) -> list[str]:
-        """The inputs that a node that runs waits for; of a call those that its function uses."""
+        """The inputs that a running node waits for; for a call those that its function uses."""
         inputs = input_names(node)
         if node.op in MERGES:
             return [text for text in inputs if not self._is_dead(text)]
@@ -245,7 +243,7 @@ class CalledBody:
 
 
 def is_by_batch(node: Proto) -> bool:
-    """True for a FusedBatchNorm that normalises by the batch: also where a default was left unwritten."""
+    """True for a FusedBatchNorm that normalises by the batch, which is the default of `is_training`."""
     if _FUSED.fullmatch(node.op) is None:
         return False
     return "is_training" not in node.attr or bool(node.attr["is_training"].b)
@@ -257,7 +255,7 @@ def node_of(tensor: str) -> str:
 
 
 def _output(nodes: Mapping[str, Proto], tensor: str) -> str:
-    """`switch:0` or `switch:1` for what a Switch makes, "" for anything else."""
+    """`switch:0` or `switch:1` for an output of a Switch, "" for any other tensor."""
     name, _, output = tensor.partition(":")
     node = nodes.get(name)
     if node is None or node.op not in SWITCHES:
@@ -293,7 +291,7 @@ _MAX_STEPS = 8
 
 
 def training_mode(graph_def: Proto, roots: Collection[str], fed: Collection[str]) -> TrainingMode:
-    """The signs in what runs for the nodes `roots`, given the nodes `fed` by requests."""
+    """The signs of training in the nodes that run for `roots`, if requests give the nodes `fed`."""
     library = {function.signature.name: function for function in graph_def.library.function}
     if not any(map(_is_suspicious, all_nodes(graph_def))):
         return TrainingMode()
@@ -327,7 +325,7 @@ def _batch_norms(body: CalledBody) -> Iterator[str]:
 
 
 def _is_one_example(body: CalledBody, node: Proto) -> bool:
-    """True if the batch was laid out as the channels of one example: normalised by layer, or by instance."""
+    """True if the batch is arranged as channels of one example, as layer and instance normalisation do."""
     reshape = _node(body, input_names(node)[0])
     shape = _node(body, input_names(reshape)[1]) if reshape is not None and reshape.op == "Reshape" else None
     if shape is None or shape.op != "Pack":
@@ -366,7 +364,7 @@ class _Drawn(Struct, frozen=True):
 
 
 def _drawn(body: CalledBody) -> Iterator[_Drawn]:
-    """What becomes of each random number that is drawn; nothing of one that can make no difference."""
+    """The use of each random number that is drawn; numbers that cannot affect an output are left out."""
     drawing = [name for name in sorted(body.live & body.nodes.keys()) if _is_random(body.nodes[name].op)]
     if not drawing:
         return
@@ -389,10 +387,10 @@ def _is_floating(node: Proto) -> bool:
 
 
 def _masks(body: CalledBody, readers: Mapping[str, list[Proto]], uniform: Proto) -> Iterator[float | None]:
-    """For each mask that is made of uniform numbers the part that it drops, None if that is not known.
+    """For each mask that is made of uniform numbers the part that it drops, None if that is unknown.
 
-    The numbers lie in [low, high): scaled and moved by constants, then compared with a rate, or, as old
-    TensorFlow did it, moved by the probability to keep and rounded down.
+    The numbers lie in [low, high), scaled and shifted by constants. They are compared with a rate, or, in old
+    TensorFlow, shifted by the probability to keep and rounded down.
     """
     pending: list[tuple[Proto, float | None, float | None]] = [(uniform, 0.0, 1.0)]
     for _ in range(_MAX_STEPS * _MAX_STEPS):

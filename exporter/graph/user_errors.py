@@ -1,7 +1,7 @@
-"""Say what went wrong in a user's code: the error that it raised, its file, line and function, and a way out.
+"""Report errors of a user's code: the error that it raised, its file, line and function, and a way out.
 
 Keras and AutoGraph raise an error again inside a text of their own, with frames of files that they generated.
-The error itself is the context of the last such exception; its place in the user's file is in their text.
+The original error is the context of the last such exception; its place in the user's file is in their text.
 (Source: keras/src/utils/traceback_utils.py; tensorflow/python/autograph/impl/api.py, `_ErrorMetadata`.)
 """
 
@@ -30,7 +30,7 @@ _ABOUT = re.compile(
     r"|\s(You can attempt the following|You are likely doing|\[\[{{node|Original stack trace for).*",
     re.DOTALL,
 )
-"""What TensorFlow and Keras say before and behind the error itself: nodes, stacks, advice of a page."""
+"""The text of TensorFlow and Keras around the error itself: nodes, stacks, long advice."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _MAX_CHARACTERS = 500
 _USE_KERAS_2 = "run it with Keras 2: pip install tf-keras, then TF_USE_LEGACY_KERAS=1 export-model ..."
@@ -51,7 +51,7 @@ _GONE = re.compile(r"module 'keras\._tf_keras\.(?P<module>keras[^']*)' has no at
 _STRICTER = re.compile(
     r"KerasTensor|multiple values for argument 'shape'|`name` must be passed as a keyword|\btf_keras\b"
 )
-"""What Keras 3 says of habits that Keras 2 takes: operations of TensorFlow on inputs, `add_weight(name)`,
+"""Keras 3's errors about code that Keras 2 accepts: operations of TensorFlow on inputs, `add_weight(name)`,
 layers of tf-keras among its own."""
 _TF_KERAS = re.compile(r"\btf\.keras\b|\btensorflow\.keras\b|from tensorflow import .*\bkeras\b")
 _KERAS = re.compile(r"^\s*(import keras\b|from keras\b)", re.MULTILINE)
@@ -68,8 +68,8 @@ def failures(what: str) -> Iterator[None]:
     """Run a user's code.
 
     Raises:
-        BuilderError: it failed; the cause is the error that it raised itself, with its place.
-        ExportError: it met one of this program's own errors, in whatever Keras or AutoGraph wrapped it.
+        BuilderError: the code failed; the cause is the error that it raised itself, with its place.
+        ExportError: it met one of this program's own errors, which Keras or AutoGraph may have wrapped.
     """
     try:
         yield
@@ -78,18 +78,18 @@ def failures(what: str) -> Iterator[None]:
         if isinstance(own, ExportError):
             raise own from None
         raise BuilderError(
-            f"{what} raised {type(own).__name__}", cause=told(error), hint=way_out(error)
+            f"{what} raised {type(own).__name__}", cause=error_line(error), hint=way_out(error)
         ) from error
 
 
 def own_error(error: BaseException) -> BaseException:
-    """The error that the user's code met, without those that wrap it."""
+    """The user's own error, without the exceptions that wrap it."""
     while (inner := error.__context__) is not None and _only_wraps(error, inner):
         error = inner
     return error
 
 
-def told(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """The user's own error on one line, with the last line of the user's own code that led to it."""
     own = own_error(error)
     place = _place(error)
@@ -102,7 +102,7 @@ def told(error: BaseException) -> str:
 
 
 def way_out(error: BaseException) -> str:
-    """What to do about a user's error; "" where only its author knows."""
+    """A hint for a user's error; "" if there is no general advice."""
     text = _text(own_error(error))
     if _wants_keras_2(error, text):
         return _USE_KERAS_2
@@ -117,7 +117,7 @@ def way_out(error: BaseException) -> str:
 
 
 def keras_choice(keras_2: bool, files: Iterable[str]) -> str:
-    """How to have the other Keras in files that mean it by `tf.keras`; "" if they name one themselves."""
+    """A hint how to choose the other Keras for files that use `tf.keras`; "" if they import one by name."""
     if keras_2 == _keras_2_is_chosen() or not _means_tf_keras(files):
         return ""
     return _USE_KERAS_2 if keras_2 else "run it with Keras 3: without TF_USE_LEGACY_KERAS in the environment"
@@ -134,7 +134,7 @@ def _only_wraps(error: BaseException, inner: BaseException) -> bool:
 
 
 def _text(error: BaseException) -> str:
-    """The message; of a KeyError it is what was not found, as `str` quotes a text."""
+    """The error's message; for a KeyError the missing key, which `str` would quote."""
     first = error.args[0] if error.args and not isinstance(error, KeyError) else None
     if isinstance(error, KeyError) and error.args and _WRAPS.match(str(error.args[0])):
         first = error.args[0]
@@ -147,7 +147,7 @@ def _place(error: BaseException) -> _Place | None:
 
 
 def _places(error: BaseException) -> list[_Place]:
-    """Where an error came from, outermost first: as AutoGraph translates it, if it does."""
+    """The places that an error came from, outermost first, as AutoGraph translates them if it does."""
     own = own_error(error)
     while error is not own and error.__context__ is not None:
         traced = [_Place(m["file"], int(m["line"]), m["function"]) for m in _TRACED.finditer(_text(error))]
@@ -164,7 +164,7 @@ def _frames(error: BaseException) -> Iterator[_Place]:
 
 
 def _user_places(places: Iterable[_Place]) -> list[_Place]:
-    """Those in the user's files; in the package that was called first, if all of them are installed ones."""
+    """The places in the user's files; if all are in installed packages, those in the first one called."""
     others = [p for p in places if not p.file.startswith((_OURS, _STANDARD)) or _LIBRARY.search(p.file)]
     found = [p for p in others if not _LIBRARY.search(p.file)]
     return found or [p for p in others if _package(p) == _package(others[0]) not in _FRAMEWORKS]
@@ -179,7 +179,7 @@ def _package(place: _Place) -> str:
 
 
 def _wants_keras_2(error: BaseException, text: str) -> bool:
-    """True where Keras 3 refuses what Keras 2 takes, in code that means Keras by `tf.keras`."""
+    """True if Keras 3 refuses code that Keras 2 accepts, and the code uses `tf.keras`."""
     if _keras_2_is_chosen():
         return False
     if _KERAS_2_ALONE.search(text):

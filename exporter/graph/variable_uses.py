@@ -1,10 +1,10 @@
 """Find how a graph reads its variables, and turn reads of whole tables into reads of rows.
 
 The first scatter into a variable puts it in copy-on-read mode: from then on each `ReadVariableOp` copies the
-whole table. A cleaned graph gathers by handle where it can (`graph.clean`); here follow the gathers that have
-a cast before them, as Keras' mixed precision exports them, gathers of many indices, sums over segments, as
-`embedding_lookup_sparse` makes them, and shapes, in the graph and in its functions. What still reads a
-variable whole is found by following its handle.
+whole table. A cleaned graph gathers by handle where it can (`graph.functions`). Here the other cases follow,
+in the graph and in its functions: gathers after a cast, as Keras' mixed precision exports them, gathers by
+several indices, sums over segments, as `embedding_lookup_sparse` makes them, and reads of the shape. The
+operations that still read a variable whole are found by following its handle.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _GATHER_INDICES = {int(DType.INT32), int(DType.INT64)}
 
 
 class Use(Flag):
-    """What a graph does with a variable."""
+    """How a graph reads a variable."""
 
     NOTHING = 0
     ROWS = auto()
@@ -62,13 +62,13 @@ def read_rows_only(graph_def: Proto, fetched: Iterable[str]) -> None:
 
 
 def uses(graph_def: Proto) -> dict[str, Use]:
-    """What the graph, with all its functions, does with each VarHandleOp (by node name)."""
+    """How the graph, with all its functions, uses each VarHandleOp (by node name)."""
     tracker = _Tracker(graph_def)
     return {node.name: tracker.uses_of(node.name) for node in graph_def.node if node.op == "VarHandleOp"}
 
 
 def _rewrite(body: Body, node: Proto) -> set[str]:
-    """Make one node read by handle if it can; the nodes that it no longer reads from."""
+    """Make one node read by handle if that is possible; returns the nodes that it no longer reads from."""
     if node.op in _SEGMENTS:
         return _sum_gathered(body, node)
     if node.op not in ("Gather", "GatherV2", "GatherNd", "Shape") or not _takes_rows(body, node):
@@ -85,7 +85,7 @@ def _rewrite(body: Body, node: Proto) -> set[str]:
 
 
 def _sum_gathered(body: Body, node: Proto) -> set[str]:
-    """Make a node that adds up rows of a variable add up gathered ones: the same rows in the same order."""
+    """Make a node that sums rows of a variable sum gathered rows: the same ones in the same order."""
     chain = _chain_to_read(body, node.input[0])
     if not chain:
         return set()
@@ -107,7 +107,7 @@ def _int32(body: Body, name: str, value: int) -> Proto:
 
 
 def _takes_rows(body: Body, node: Proto) -> bool:
-    """False for gathers along another dimension, and for row numbers that ResourceGather does not take."""
+    """False for gathers along another dimension, and for row numbers that ResourceGather does not accept."""
     if node.op == "Shape":
         return True
     # Asked for first: to look an absent attribute up in a protobuf map is to add it.
@@ -122,7 +122,7 @@ def _takes_rows(body: Body, node: Proto) -> bool:
 
 
 def _chain_to_read(body: Body, reference: str) -> list[Proto]:
-    """The nodes from a tensor back to the ReadVariableOp it is the value of; empty if there is none."""
+    """The nodes from a tensor back to the ReadVariableOp whose value it is; empty if there is none."""
     chain: list[Proto] = []
     producer = body.producer(reference)
     while producer is not None and producer.op in _TRANSPARENT:
@@ -132,7 +132,7 @@ def _chain_to_read(body: Body, reference: str) -> list[Proto]:
 
 
 def _become_gather(body: Body, node: Proto, chain: list[Proto]) -> None:
-    """`node` becomes a gather by handle, followed by the casts that were done before it."""
+    """Turn `node` into a gather by handle, followed by the casts that were before it."""
     casts = [link for link in reversed(chain) if link.op == "Cast"]
     op = "ResourceGatherNd" if node.op == "GatherNd" else "ResourceGather"
     gather = node
@@ -163,7 +163,7 @@ def _become(
     keep: tuple[str, ...],
     inputs: Iterable[str] = (),
 ) -> None:
-    """Make `node` an `op` on `handle`, with the control inputs of all that it replaces."""
+    """Make `node` an `op` on `handle`, with the control inputs of all nodes that it replaces."""
     controls = {ref for old in (node, *chain) for ref in old.input if ref.startswith("^")}
     dropped = {f"^{link.name}" for link in chain}
     inputs = [handle, *inputs, *sorted(controls - dropped)]
@@ -175,7 +175,7 @@ def _become(
 
 
 def _drop_unread(body: Body, candidates: set[str], fetched: set[str]) -> None:
-    """Remove rewritten reads that nobody takes a value from; what waited for them has nothing to wait for."""
+    """Remove reads whose values are no longer used, and control edges from them."""
     kept = set(fetched) if body.function is None else set()
     dead: set[str] = set()
     while True:
@@ -210,7 +210,7 @@ class _Tracker:
         self._bodies: dict[str, _Consumers] = {}
 
     def uses_of(self, variable: str) -> Use:
-        """What is done with the handle of one variable."""
+        """The uses of the handle of one variable."""
         found = Use.NOTHING
         seen = set()
         pending = [("", f"{variable}:0")]
@@ -235,7 +235,7 @@ class _Tracker:
         return self._bodies[scope]
 
     def _consume(self, body: Body, scope: str, node: Proto, index: int) -> tuple[Use, list[tuple[str, str]]]:
-        """What `node` does with the handle in input `index`, and the tensors that carry the handle on."""
+        """How `node` uses the handle in input `index`, and the tensors that pass the handle on."""
         if node.op in _ROW_READS:
             return Use.ROWS, []
         if node.op in _INDIFFERENT:
@@ -253,7 +253,7 @@ class _Tracker:
 
 
 class _Consumers:
-    """Who takes which tensor of a body."""
+    """The consumers of each tensor of a body."""
 
     def __init__(self, body: Body) -> None:
         self.body = body

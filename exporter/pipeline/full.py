@@ -51,7 +51,7 @@ from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphSource, SourceGraph, load_source, run_builders_once
 from exporter.graph.origin import GraphOrigin
 from exporter.graph.outside import require_harmless
-from exporter.graph.servable import told
+from exporter.graph.servable import by_library
 from exporter.graph.training_graph import TrainingGraph
 from exporter.increments.history import read_history
 from exporter.increments.increment import CheckpointId
@@ -311,7 +311,9 @@ def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
     if request.updates and (graph.foreign or has_state):
         raise NotServable(
             "a model with state or operations of another library takes no deltas",
-            cause=f"it needs {told(graph.foreign)}" if graph.foreign else "only its own restore fills it",
+            cause=f"it needs {by_library(graph.foreign)}"
+            if graph.foreign
+            else "only its own restore fills it",
             hint="publish full versions: leave --incr and --updatable out",
         )
     asked = "--verify outputs" if request.verify is Verify.OUTPUTS else "--golden" if request.golden else ""
@@ -319,7 +321,7 @@ def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
         require_harmless(graph.outside, asked, is_allowed=request.allow_code)
     if asked and graph.foreign:
         raise UsageError(
-            f"{asked} runs the model here, where TensorFlow lacks {told(graph.foreign)}",
+            f"{asked} runs the model here, where TensorFlow lacks {by_library(graph.foreign)}",
             hint=f"leave {asked} out (--verify bytes runs nothing), and ask a server that knows them",
         )
 

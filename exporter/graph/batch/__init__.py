@@ -1,1 +1,1 @@
-"""The batch size that a training graph was traced with: found, and opened or told."""
+"""The batch size that a training graph was traced with: found, and made dynamic or declared."""

@@ -1,9 +1,9 @@
-"""Shapes in which one dimension is counted in rows of a request: the values that `batch_rules` computes with.
+"""Shapes in which one dimension counts the rows of a request: the values that `rules` computes with.
 
-A dimension is a number, a number of rows (`Rows`), or None where nobody knows. A number that a constant of
-the graph gives is `Baked`: it remembers which constant, so that it can be opened if it meets rows.
+A dimension is a number, a number of rows (`Rows`), or None if it is unknown. A number from a constant of the
+graph is `Baked`: it remembers the constant, which is opened (made dynamic) if the number meets rows.
 
-One node of a graph with what is known of its inputs, and what the rules for operations share.
+`Call` is one node with what is known of its inputs; the functions after it are shared by the rules.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
 
 class Baked(int):
-    """A dimension that a constant gives. Computing with it gives a plain number."""
+    """A dimension that a constant gives. Arithmetic with it gives a plain number."""
 
     slot: Slot
 
@@ -84,19 +84,19 @@ class Known(Struct, frozen=True):
 
 
 class Unclear(Exception):
-    """What a rule raises where it cannot tell an output's shape, or where rows of a request are mixed."""
+    """Raised by a rule that cannot give an output's shape, or where rows of a request are mixed."""
 
 
 class Stuck(Exception):
-    """What a rule raises where the graph takes one number of rows and nothing shows how to open it."""
+    """Raised by a rule where the graph accepts one number of rows only, and no constant can be opened."""
 
 
 class Meeting(Struct):
-    """Where rows meet numbers: what is opened by now, and what has to be.
+    """Where rows meet numbers: the slots that are opened, and those that must be.
 
-    `batch` is the number of rows that the graph was traced with, None until something tells; `is_recorded` if
-    its inputs do. `opened` gives the rows that a slot now stands for; `asked` are slots that a pass found, to
-    be opened in the next one.
+    `batch` is the number of rows that the graph was traced with, None as long as it is unknown; `is_recorded`
+    is true if the graph's inputs give it. `opened` has the rows that a slot now stands for; `asked` are slots
+    that a pass found, to be opened in the next one.
     """
 
     batch: int | None
@@ -105,7 +105,7 @@ class Meeting(Struct):
     asked: dict[Slot, Rows] = field(default_factory=dict)
 
     def equal(self, left: Dim, right: Dim) -> Dim:
-        """The one dimension that two are if the graph is to run.
+        """The dimension that two must both have for the graph to run.
 
         Raises:
             Unclear: they differ.
@@ -167,7 +167,7 @@ class Meeting(Struct):
 
 
 class Reshaped(Struct, frozen=True):
-    """A tensor's new shape, and the numbers to write as its target if a baked one among them is opened."""
+    """A tensor's new shape, and the numbers to write as the target if one of them is opened."""
 
     shape: tuple[Dim, ...]
     target: tuple[int, ...] | None = None
@@ -176,11 +176,11 @@ class Reshaped(Struct, frozen=True):
 def reshape(shape: Sequence[Dim], target: Sequence[Number], meeting: Meeting) -> Reshaped:
     """A tensor of `shape` in the shape `target`, which may have one -1 and may count rows.
 
-    Rows stay in their order: as many elements lie before and after a row's in the result. Where that is so
-    only if a number is read as the rows it was traced with, that number is opened.
+    Rows keep their order: the result has as many elements before and after a row's own. If that holds only
+    when a number is read as the number of rows that the graph was traced with, that number is opened.
 
     Raises:
-        Unclear: the order is another one, or too little is known.
+        Unclear: rows do not keep their order, or too little is known.
         Stuck: the target has a fixed number of elements, and none of its numbers is the rows.
     """
     if None in shape or None in target:
@@ -277,11 +277,11 @@ def _split(before: int, total: int, counts: Sequence[int], at: int) -> Rows | No
 
 
 MAX_NUMBERS = 256
-"""Elements of a tensor of integers whose numbers are followed; longer ones are no shapes."""
+"""The longest tensor of integers whose numbers are followed; longer ones are not shapes."""
 
 
 class Findings(Struct):
-    """What a pass over a graph finds beside shapes.
+    """The results of a pass over a graph besides shapes.
 
     `arrays` has the shape of the elements of each TensorArray, by its node. `targets` are numbers to write
     into a Reshape's or Slice's target, or the bit of a StridedSlice's end, so that they take all rows.
@@ -292,7 +292,7 @@ class Findings(Struct):
 
 
 class Call(Struct):
-    """One node with what is known of its inputs."""
+    """One node, with the known shapes and numbers of its inputs."""
 
     node: Proto
     inputs: Sequence[Known | None]
@@ -304,7 +304,7 @@ class Call(Struct):
         """An input.
 
         Raises:
-            Unclear: nothing is known of it.
+            Unclear: it is unknown.
         """
         found = self.inputs[at] if -len(self.inputs) <= at < len(self.inputs) else None
         if found is None:
@@ -339,7 +339,7 @@ class Call(Struct):
         return axis_of(axis, rank)
 
     def dims(self, at: int) -> tuple[Dim, ...]:
-        """The shape that an input's numbers spell."""
+        """The shape that an input's numbers form."""
         slots = (Slot(self.node.name, str(at), place) for place in range(MAX_NUMBERS))
         dims = [self.meeting.dim(number, slot) for number, slot in zip(self.numbers(at), slots, strict=False)]
         if None in dims or any(isinstance(dim, int) and dim < 0 for dim in dims):
@@ -355,7 +355,7 @@ class Call(Struct):
         return int(attr(self.node, name).i) if name in self.node.attr else default
 
     def attr_bool(self, name: str, *, default: bool = False) -> bool:
-        """A yes or no in an attribute."""
+        """A boolean in an attribute."""
         return bool(attr(self.node, name).b) if name in self.node.attr else default
 
 
@@ -384,14 +384,14 @@ def require_whole(dim: Dim) -> None:
 
 
 def equal_shapes(call: Call, left: Sequence[Dim], right: Sequence[Dim]) -> tuple[Dim, ...]:
-    """The one shape that two are if the graph is to run."""
+    """The shape that two must both have for the graph to run."""
     if len(left) != len(right):
         raise Unclear
     return tuple(call.meeting.equal(one, other) for one, other in zip(left, right, strict=True))
 
 
 def computed(op: str, left: Number, right: Number) -> Number:
-    """A number computed from two, None where it cannot be followed."""
+    """A number computed from two, None if it cannot be followed."""
     if isinstance(left, int) and isinstance(right, int):
         if op == "FloorDiv":
             return left // right if right else None

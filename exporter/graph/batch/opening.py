@@ -1,6 +1,7 @@
-"""Requests of any size for a graph that was traced with one: its constants are opened, or signatures tell.
+"""Make a graph that was traced with one batch size answer requests of any size, or declare that size.
 
-Numbers that may be the batch's, read where no rule tells how the rows of a request go on.
+Constants that fix the size are rewritten so that they follow the request (`settle_batch`). Where no rule
+knows an operation, `suspects` finds nearby numbers that may be the batch size.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _NUMBERS = (
 def suspects(
     nodes: Mapping[str, Proto], traced: Trace, functions: Mapping[str, Proto], batch: int
 ) -> Iterator[str]:
-    """Nodes with a number that may be the batch's, read where no rule tells how rows go on."""
+    """Nodes with a number that may be the batch size, next to an operation that no rule knows."""
     for name in traced.unclear:
         node = nodes[name]
         if any(_may_be(number, batch) for number in _own_numbers(node)):
@@ -65,7 +66,7 @@ def _may_be(number: float, batch: int) -> bool:
 
 
 def _own_numbers(node: Proto) -> Iterator[int]:
-    """Numbers in attributes: how many there are of something, and the first dimension of a shape."""
+    """Numbers in a node's attributes: counts, and the first dimensions of shapes."""
     for name in ("num", "num_split"):
         yield attr(node, name).i
     for name in ("shape", "element_shape"):
@@ -73,7 +74,7 @@ def _own_numbers(node: Proto) -> Iterator[int]:
 
 
 def _constants_before(nodes: Mapping[str, Proto], node: Proto, traced: Trace) -> Iterator[str]:
-    """The constants that a node computes with beside what requests bring."""
+    """The constants that a node computes with, besides values of the request."""
     pending, seen = [tensor.node for tensor in data_inputs(node)], set[str]()
     while pending:
         name = pending.pop()
@@ -88,7 +89,7 @@ def _constants_before(nodes: Mapping[str, Proto], node: Proto, traced: Trace) ->
 
 
 def _is_suspect(node: Proto, batch: int) -> bool:
-    """True for a constant that holds, or is as long as, a number of rows."""
+    """True for a constant that holds the number of rows, or has that length."""
     value = attr(node, "value")
     if node.op != "Const" or not value.HasField("tensor"):
         return False
@@ -106,7 +107,7 @@ def _is_suspect(node: Proto, batch: int) -> bool:
 
 
 def rows_are_equal(node: Proto, axis: int) -> bool:
-    """True if a constant is one value all along a dimension."""
+    """True if a constant's values are all equal along a dimension."""
     shape = shape_of(node.attr["value"].tensor.tensor_shape) or ()
     if _is_one_value(node):
         return True
@@ -118,7 +119,7 @@ def rows_are_equal(node: Proto, axis: int) -> bool:
 
 
 def equal_row(node: Proto, axes: Collection[int]) -> np.ndarray | None:
-    """A constant with a length of 1 along dimensions all along which it is one value; None if it is not."""
+    """A constant reduced to length 1 along these dimensions; None if its values differ along one of them."""
     if not all(rows_are_equal(node, axis) for axis in axes):
         return None
     if _is_one_value(node):  # which is not filled up to the length that it has
@@ -134,7 +135,7 @@ def equal_row(node: Proto, axes: Collection[int]) -> np.ndarray | None:
 
 
 def _is_one_value(node: Proto) -> bool:
-    """True if a constant is written as a number that fills its shape, or as none: zeros."""
+    """True if a constant is stored as one number that fills its shape, or as no number (zeros)."""
     tensor = node.attr["value"].tensor
     if tensor.tensor_content or base_dtype(tensor.dtype).itemsize is None:
         return False
@@ -143,11 +144,11 @@ def _is_one_value(node: Proto) -> bool:
 
 _MOST_LISTED = 3
 _INDEX_TYPES = {"Fill": "index_type", "BroadcastTo": "Tidx", "Tile": "Tmultiples"}
-"""Where an operation says of which type the shape is that it is given; elsewhere it is `T`."""
+"""The attribute with the dtype of an operation's shape input; other operations have it in `T`."""
 
 
 class Ends(Struct, frozen=True):
-    """The tensors of one signature; an input with its shape, -1 where any size is taken."""
+    """The tensors of one signature: inputs with their shapes (-1: any size), and outputs."""
 
     inputs: Mapping[Endpoint, tuple[int, ...] | None]
     outputs: Sequence[Endpoint]
@@ -158,9 +159,9 @@ class Ends(Struct, frozen=True):
 
 
 class BatchSize(Struct, frozen=True):
-    """How many rows the signatures take: `only` so many, None for any; and what to tell of it.
+    """The numbers of rows that the signatures accept: `only` this one, None for any; and notes for the user.
 
-    `traced` is the number that the source graph takes, if it takes no other.
+    `traced` is the number that the source graph accepts, if it accepts no other.
     """
 
     only: int | None = None
@@ -175,10 +176,10 @@ class _CannotOpen(Exception):
 def settle_batch(
     nodes: dict[str, Proto], ends: Sequence[Ends], functions: Mapping[str, Proto], batch: int | None
 ) -> BatchSize:
-    """Open what the batch is baked into, in place; if that cannot be proven right the graph stays as it is.
+    """Make the constants that fix the batch size dynamic, in place, if that can be proven right.
 
-    `batch` is the size that the graph's input pipeline gave, None if it gave any (then one input that tells
-    the number of rows is all that can be followed).
+    Otherwise the graph stays as it is. `batch` is the batch size of the graph's input pipeline, None if it
+    has no fixed one (then the number of rows is taken from one input).
     """
     if batch is None and any(sum(1 for _ in one.batched()) != 1 for one in ends):
         return BatchSize()
@@ -238,7 +239,7 @@ def _opened_note(batch: int, opened: Sequence[str]) -> str:
 
 
 class _Opening:
-    """Rewrites nodes so that what stood for training's batch follows the request."""
+    """Rewrites nodes so that constants for training's batch size follow the request."""
 
     def __init__(self, nodes: dict[str, Proto], traced: Trace, ends: Sequence[Ends]) -> None:
         self._nodes = nodes
@@ -248,10 +249,10 @@ class _Opening:
         self._counts: dict[tuple[Endpoint, int, DType], str] = {}
 
     def apply(self) -> list[str]:
-        """Rewrite; the names of the nodes that were opened.
+        """Rewrite the nodes; returns the names of those that were opened.
 
         Raises:
-            _CannotOpen: with the name of a node that cannot be.
+            _CannotOpen: a node cannot be opened; with its name.
         """
         slots: dict[tuple[str, str], dict[int, Rows]] = {}
         for slot, rows in self._traced.opened.items():
@@ -273,7 +274,7 @@ class _Opening:
         return self._nodes[name]
 
     def _retarget(self, name: str, numbers: tuple[int, ...]) -> None:
-        """Another constant for the target of a Reshape, the size of a Slice; no end for a StridedSlice."""
+        """Give a Reshape another target, a Slice another size, a StridedSlice no end."""
         node = self._change(name)
         if node.op == "StridedSlice":
             node.attr["end_mask"].i |= numbers[0]
@@ -290,7 +291,7 @@ class _Opening:
             node.attr[what].shape.dim[at].size = -1
 
     def _follow_request(self, name: str, at: int, opened: Mapping[int, Rows]) -> None:
-        """An input with a shape whose opened numbers are counted when a request is there."""
+        """Replace a shape input by one whose opened numbers are computed at each request."""
         node = self._change(name)
         source = endpoint(node.input[at])
         known = self._traced.values.get(source)
@@ -302,7 +303,7 @@ class _Opening:
         node.input.append(f"^{source.node}")
 
     def _widen_constant(self, name: str, opened: Mapping[int, Rows]) -> None:
-        """A constant whose rows are equal becomes one of them, repeated for each row of the request."""
+        """Replace a constant of equal rows by one row, repeated for each row of the request."""
         old = self._nodes[name]
         dtype, value = attr_dtype(old, "dtype"), equal_row(old, opened)
         if dtype is None or value is None:
@@ -315,7 +316,7 @@ class _Opening:
         self._nodes[name] = new_node(name, "BroadcastTo", [row.name, shape_of_all], T=dtype, Tidx=DType.INT32)
 
     def _packed(self, name: str, numbers: Sequence[object], dtype: DType) -> str:
-        """A node with a shape: numbers, and rows of the request."""
+        """Add a node with a shape, made of numbers and the rows of the request."""
         parts = []
         for number in numbers:
             if isinstance(number, Rows):
@@ -327,7 +328,7 @@ class _Opening:
         return self._add("Pack", f"{name}/any_rows", parts, T=dtype, N=len(parts))
 
     def _count(self, name: str, count: int, dtype: DType) -> str:
-        """How many elements `count` for each row of the request are."""
+        """Add a node with the number of elements, if there are `count` for each row of the request."""
         if name in self._loops:
             raise _CannotOpen(name)
         tensor = self._input_for(name)
@@ -355,7 +356,7 @@ class _Opening:
         return dtype
 
     def _input_for(self, name: str) -> Endpoint:
-        """An input that every signature has which needs a node."""
+        """An input that every signature has that needs a node."""
         wanted = [batched for reached, batched in self._reached if name in reached]
         shared = [tensor for tensor in (wanted or [[]])[0] if all(tensor in others for others in wanted)]
         if not shared:

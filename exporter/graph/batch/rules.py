@@ -1,9 +1,9 @@
-"""How each common operation hands the rows of a request on: shape in, shape out, one rule for each kind.
+"""Rules for common operations: from the inputs' shapes, in which rows are counted, to the outputs' shapes.
 
 A rule answers only if row i of its outputs depends on nothing but row i of its inputs (and on variables), for
-any number of rows. So whatever mixes rows (a mean over the batch, batch normalisation in training) raises
-`Unclear`, as does what a rule does not know. Sources: the shape functions of TensorFlow's REGISTER_OPs in
-tensorflow/core/ops/{array,math,nn,random,parsing,lookup}_ops.cc.
+any number of rows. An operation that mixes rows (a mean over the batch, batch normalisation in training)
+raises `Unclear`, and so does a case that the rule does not know. Sources: the shape functions of TensorFlow's
+REGISTER_OPs in tensorflow/core/ops/{array,math,nn,random,parsing,lookup}_ops.cc.
 """
 
 from __future__ import annotations
@@ -541,7 +541,7 @@ def _tiled(dim: Dim, multiple: Dim) -> Dim:
 
 
 def _filled(call: Call) -> Outputs:
-    """What a shape is given to: a fill, or random numbers."""
+    """An operation that makes a tensor of a given shape: a fill, or random numbers."""
     return output(call.dims(0))
 
 
@@ -642,7 +642,7 @@ def _ensured(call: Call) -> Outputs:
 
 
 def _as_declared(call: Call, node: Proto, what: str, shape: Sequence[Dim]) -> tuple[Dim, ...]:
-    """A shape that an attribute of a node declares, too: numbers in the attribute have to agree with it."""
+    """A shape that an attribute of a node declares, too: the numbers in the attribute must agree with it."""
     declared = attr_shape(node, what)
     if declared is None:
         return tuple(shape)

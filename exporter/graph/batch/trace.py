@@ -1,14 +1,14 @@
-"""The batch size that a training graph was traced with: found where it is baked into constants, and opened.
+"""Find where a training graph's batch size is fixed in constants, and which of them to make dynamic.
 
 An `input_fn` whose batches have a fixed size leaves that size all over a graph: in targets of Reshapes, in
 initial states, in the declared elements of TensorArrays. Such a graph answers requests of that size alone.
-Here shapes are computed once more, with the first dimension of the requests' inputs as an unknown number
-(see `rules`). Where rows meet a number that must be theirs for the graph to run, the number is
-*opened*, and shapes are computed again, until nothing meets any more. What was opened is then proven:
-every rule keeps rows apart, so that each row's answer is the same in a request of any size.
+Here shapes are computed again, with an unknown number of rows as the first dimension of the requests' inputs
+(see `rules`). Where rows meet a number that must equal theirs for the graph to run, the number is *opened*:
+it is made dynamic. Shapes are computed again, until no rows meet a fixed number any more. This also proves
+the result: every rule keeps rows apart, so that each row's answer is the same in a request of any size.
 
-Where an operation is met that no rule knows, the sizes of requests stay open if no number near it can be the
-batch's; else the signatures tell the one size that the graph answers.
+If no rule knows an operation, requests may still have any size if no number near it can be the batch size;
+otherwise the signatures declare the one size that the graph answers.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _MOST_PASSES = 16
 
 
 class Trace(Struct, frozen=True):
-    """What shapes say of a graph whose inputs have any number of rows.
+    """The shapes in a graph whose inputs have any number of rows, and the numbers to make dynamic.
 
-    `batch` is the number it was traced with, if something tells. `stuck` are nodes that take no other number,
-    `opened` the slots to be opened with their rows, `targets` new numbers for Reshapes and slices.
-    `unclear` are the nodes that depend on a request and whose outputs no rule gives.
+    `batch` is the number of rows that the graph was traced with, if known. `stuck` are nodes that accept no
+    other number, `opened` the slots to make dynamic with their rows, `targets` new numbers for Reshapes and
+    slices. `unclear` are the nodes that depend on a request and whose outputs no rule gives.
     """
 
     batch: int | None
@@ -121,7 +121,7 @@ class _Pass(Struct):
         return self._recorded_shapes(node) if not asks else []
 
     def _merged(self, node: Proto) -> Known | None:
-        """What branches have in common; of a loop, what it begins with unless its end is known to differ."""
+        """The common shape of branches; for a loop its initial shape, unless its end is known to differ."""
         if node.name in self.loops:
             return self.loops[node.name]
         sources = [tensor for tensor in data_inputs(node) if not self._closes_loop(tensor)]
@@ -150,7 +150,7 @@ class _Pass(Struct):
         return node is not None and node.op in NEXT_ITERATIONS
 
     def loop_ends(self) -> dict[str, Known | None]:
-        """The loops whose iterations do not end with what they begin with, and what both have in common."""
+        """The loops whose iterations end with another shape than they begin with, and the common shape."""
         found: dict[str, Known | None] = {}
         for node in self.nodes.values():
             if node.op not in MERGES:
@@ -164,7 +164,7 @@ class _Pass(Struct):
         return found
 
     def _as_recorded(self, node: Proto, at: int, known: Known | None) -> Known | None:
-        """An output's shape, if it is what TensorFlow wrote down when the graph was made."""
+        """An output's shape, if it agrees with the one that TensorFlow recorded when the graph was made."""
         recorded = _recorded(node, at)
         if known is None or recorded is None or known.handle or node.name in self.fed:
             return known
@@ -177,7 +177,7 @@ class _Pass(Struct):
         return known
 
     def _recorded_shapes(self, node: Proto) -> Sequence[Known | None]:
-        """What is known of an output that no request changes."""
+        """The recorded shape of an output that does not depend on the request."""
         shapes = map(shape_of, attr(node, "_output_shapes").list.shape)
         return [
             Known(shape) if shape is not None and min(shape, default=0) >= 0 else None for shape in shapes
@@ -199,9 +199,9 @@ def _behind(nodes: Mapping[str, Proto], fed: Collection[str]) -> set[str]:
 
 
 def _ordered(nodes: Mapping[str, Proto]) -> list[str]:
-    """The nodes, each behind what it reads; a loop begins at its Merge.
+    """The nodes, each after its inputs; a loop begins at its Merge.
 
-    Otherwise as the graph has them: then what a loop writes into arrays comes before what reads it there.
+    Otherwise in the graph's order, in which a loop's writes into arrays come before the reads of them.
     """
     order: list[str] = []
     state = dict[str, bool]()
