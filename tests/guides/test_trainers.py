@@ -16,6 +16,8 @@ FOLLOWED = [
     "docs/from/tables-by-keys.md",
     "docs/from/tensorlayer.md",
     "docs/from/safetensors.md",
+    "docs/from/triton.md",
+    "docs/pipelines.md",
 ]
 
 
