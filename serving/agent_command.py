@@ -1,6 +1,5 @@
-"""`serve-model agent`: options in, a fleet that is looked after until a signal comes.
-
-The options of `serve-model agent`, a struct for each thing that they are about.
+"""`serve-model agent`: read options, in one struct for each subject, and keep a fleet fresh until a
+signal.
 """
 
 from __future__ import annotations
@@ -51,30 +50,32 @@ class PortFlags(Struct, frozen=True):
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Ask for `Authorization: Bearer` and this file's content on the own port; not for probes.",
+            help="Require `Authorization: Bearer` with this file's content on its port; not for probes.",
         ),
     ] = None
     tls_cert: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Certificate (PEM) of the own port, which speaks HTTPS then."),
+        typer.Option(metavar="FILE", help="Certificate (PEM) of the agent's port, which then speaks HTTPS."),
     ] = None
     tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="Its private key (PEM).")] = None
     client_ca: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Ask for certificates that this authority (PEM) has signed on the own port; not for probes.",
+            help="Require client certificates of this authority (PEM) on the agent's port; not for probes.",
         ),
     ] = None
     fresh_within: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", min=0, help="/readyz fails when a replica lacks a delta for longer than this."
+            metavar="SECONDS",
+            min=0,
+            help="/readyz fails when a replica has lacked a delta for longer than this.",
         ),
     ] = 30.0
 
     def tls(self) -> HttpTls | None:
-        """The files of its certificate.
+        """The files of the port's certificate; None without them.
 
         Raises:
             UsageError: they cannot be used.
@@ -84,10 +85,10 @@ class PortFlags(Struct, frozen=True):
         return HttpTls.of(self.tls_cert, self.tls_key, self.client_ca)
 
     def token(self) -> str | None:
-        """What is asked for, one word.
+        """The token that requests need, one word; None without --token-file.
 
         Raises:
-            UsageError: the file cannot be read, or holds something else.
+            UsageError: the file cannot be read, or has other content.
         """
         if self.token_file is None:
             return None
@@ -102,9 +103,9 @@ class PortFlags(Struct, frozen=True):
             ) from error
         if not text:
             raise UsageError(f"--token-file {file} is empty", hint="write the token into it")
-        if not text.isprintable() or " " in text:  # no client could ever send it
+        if not text.isprintable() or " " in text:  # no client could send it in a header
             raise UsageError(
-                f"--token-file {file} holds more than one word", hint="write the token alone into it"
+                f"--token-file {file} holds more than one word", hint="write only the token into it"
             )
         return text
 
@@ -126,27 +127,26 @@ class PaceFlags(Struct, frozen=True):
         typer.Option(
             metavar="N",
             min=1,
-            help="Spare predictions: apply deltas one by one, with pauses while the p99 of probes is more "
-            "than N times that of an idle replica. Probes are the first request of the version's warm-up. "
-            "",
+            help="Protect predictions: apply deltas one by one, with pauses while the p99 of probes is more "
+            "than N times that of an idle replica. A probe is the first request of the version's warm-up.",
             show_default="no probes, no pauses",
         ),
     ] = None
     pace_max_delay: Annotated[
         float,
-        typer.Option(metavar="SECONDS", min=0, help="With --pace-factor a delta waits no longer than this."),
+        typer.Option(metavar="SECONDS", min=0, help="With --pace-factor, a delta waits at most this long."),
     ] = 5.0
     probe_seconds: Annotated[
         float,
         typer.Option(
             metavar="SECONDS",
             min=0.001,
-            help="Time between two probes while deltas are applied; ten times that otherwise.",
+            help="Time between two probes while deltas are applied; ten times as long otherwise.",
         ),
     ] = 0.02
 
     def policy(self) -> PacePolicy | None:
-        """How far predictions are spared; None: not at all."""
+        """The limits of pacing; None without pacing."""
         from serving.agent.pacing import PacePolicy
 
         if self.pace_factor is None:
@@ -155,15 +155,15 @@ class PaceFlags(Struct, frozen=True):
 
 
 class AuditFlags(Struct, frozen=True):
-    """Whether replicas hold what was published."""
+    """Whether and how to check that replicas hold what was published."""
 
     audit_seconds: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
             min=0.05,
-            help="Compare a sample of what each replica holds with what is published this often; "
-            "for bases exported with --with-digest.",
+            help="Compare a sample of each replica's values with the published ones this often; for bases "
+            "exported with --with-digest.",
             show_default="never",
         ),
     ] = None
@@ -172,26 +172,26 @@ class AuditFlags(Struct, frozen=True):
         typer.Option(
             metavar="FILE",
             parser=path_parser("--rebuild-config"),
-            help="The ModelServerConfig that every target runs with. A replica that --audit-seconds finds to "
-            "differ has its model taken out and put back, one at a time, while another serves it. "
-            "",
-            show_default="told, and left to /livez",
+            help="The ModelServerConfig that every target runs with. If --audit-seconds finds a replica that "
+            "differs, the agent removes its model from the server and adds it again, one replica at a time, "
+            "while another serves the model.",
+            show_default="an event, and /livez fails",
         ),
     ] = None
 
     def rebuild(self, models: Sequence[str]) -> Proto | None:
-        """What servers run with, to be sent to one that differs.
+        """The servers' configuration, for rebuilds; None without --rebuild-config.
 
         Raises:
-            UsageError: it cannot be used, or nobody would find out that a replica differs.
+            UsageError: it cannot be used, or audits are off.
         """
         if self.rebuild_config is None:
             return None
         if self.audit_seconds is None:
             raise UsageError(
                 "--rebuild-config without --audit-seconds",
-                cause="nobody would find out that a replica differs",
-                hint="say how often to compare: --audit-seconds 60",
+                cause="only an audit finds that a replica differs",
+                hint="set how often to audit: --audit-seconds 60",
             )
         from serving.agent.rebuild import read_rebuild_config
 
@@ -199,13 +199,13 @@ class AuditFlags(Struct, frozen=True):
 
 
 class CanaryFlags(Struct, frozen=True):
-    """Which replica goes first, and what it is asked."""
+    """Which golden requests a canary has to pass before the other replicas follow."""
 
     canary: Annotated[
         list[str],
         typer.Option(
             metavar="[NAME=]FILE",
-            help="Let one replica go first, ask it the golden requests of this file, and let the others "
+            help="Let one replica go first, send it the golden requests of this file, and let the others "
             "follow, or roll back.",
         ),
     ] = []
@@ -214,9 +214,9 @@ class CanaryFlags(Struct, frozen=True):
         typer.Option(
             metavar="FACTOR",
             min=0,
-            help="How far a canary's scores may move from those before, as a part of their mean size; "
-            "`drift` in the file goes before it.",
-            show_default="any distance",
+            help="How far a canary's scores may move from the scores before, as a fraction of their mean "
+            "absolute value; `drift` in the file overrides it.",
+            show_default="no limit",
         ),
     ] = None
     canary_seconds: Annotated[
@@ -224,30 +224,33 @@ class CanaryFlags(Struct, frozen=True):
         typer.Option(
             metavar="SECONDS",
             min=0.1,
-            help="How long a canary may take, beside the time of its bytes, before another goes first.",
+            help="How long a canary may take, plus the time for its bytes, before another goes first.",
         ),
     ] = 30.0
 
 
 class TimeFlags(Struct, frozen=True):
-    """How often everything is looked at, and how long a call may take."""
+    """How often directories, stores, replicas and names are polled, and how long a call may take."""
 
     poll_seconds: Annotated[
         float,
         typer.Option(metavar="SECONDS", min=0.01, help="List directories and stores at least this often."),
     ] = 1.0
     refresh_seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.05, help="Ask each replica at least this often.")
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0.05, help="Ask each replica for its position at least this often."
+        ),
     ] = 5.0
     resolve_seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, help="Look names up this often.")
+        float, typer.Option(metavar="SECONDS", min=0.1, help="Resolve names this often.")
     ] = 10.0
     deadline: Annotated[
         float,
         typer.Option(
             metavar="SECONDS",
             min=0.001,
-            help="Give a call this long, and a catch-up the time that its bytes take beside it.",
+            help="Give a call this long, and a catch-up also the time for its bytes.",
         ),
     ] = 10.0
 
@@ -260,15 +263,15 @@ def agent(
         list[str],
         typer.Option(
             metavar="[NAME=]DIR",
-            help="A model base path, and the model's name on the servers if it is not the path's last part. "
-            "Repeat it for several models.",
+            help="A model base path, and the model's name on the servers if it differs from the path's last "
+            "part. Repeat it for several models.",
         ),
     ],
     target: Annotated[
         list[str],
         typer.Option(
             metavar="HOST[:PORT]",
-            help="gRPC address of a replica; dns:///NAME[:PORT] stands for every address of the name. "
+            help="gRPC address of a replica; dns:///NAME[:PORT] means every address of the name. "
             "Repeat it for several.",
         ),
     ],
@@ -282,7 +285,7 @@ def agent(
         list[str] | None,
         typer.Option(
             metavar="[NAME=]URL",
-            help="Fetch what is published there (s3://, gs://, az://) into the model base path. "
+            help="Fetch what is published at this URL (s3://, gs://, az://) into the model base path. "
             "Repeat it for several models.",
         ),
     ] = None,
@@ -290,15 +293,15 @@ def agent(
 ) -> None:
     """Keep the replicas of models as fresh as what is published.
 
-    For each replica and each version that it has loaded: ask where it stands, apply the deltas that it
-    lacks, confirm. A new delta is noticed at once on local disks, elsewhere within --poll-seconds. A
-    replica that hangs, refuses, restarts or vanishes holds back no other. Nothing is kept but in the
-    replicas and the directory: the agent may be killed at any time, and two of them do no harm.
+    For each replica and each loaded version, the agent asks for the position, applies the missing deltas and
+    confirms the new position. It notices a new delta at once on local disks, elsewhere within --poll-seconds.
+    A replica that hangs, refuses, restarts or vanishes delays no other. All state is in the replicas and
+    the directory: the agent may be killed at any time, and two agents do no harm.
 
-    With --canary one replica goes first; golden requests decide whether the others follow.
+    With --canary, one replica goes first; golden requests decide whether the others follow.
 
-    Its own port answers /metrics (Prometheus), /healthz, /readyz, /livez,
-    /status.json, and a status page at /.
+    The agent's own port serves /metrics (Prometheus), /healthz, /readyz, /livez, /status.json, and a status
+    page at /.
 
     \b
     Examples:
@@ -319,15 +322,15 @@ def agent(
         from serving.agent.targets import Targets
         from serving.credentials import channel_credentials
 
-        channel_credentials(access)  # what is wrong with its files is said now, not for each replica
+        channel_credentials(access)  # report bad files once now, not for each replica
         sink.json_lines = True
         paths = _models(tuple(model_base_path))
         models = [FollowedModel(name, path) for name, path in paths.items()]
         journal = Journal()
         pullers = pullers_of(pull or (), models, journal, times.poll_seconds)
         settings = _settings(times, pacing, audits, access, paths)
-        tell = _Teller(sink)
-        journal.read_by(tell)
+        printer = _EventPrinter(sink)
+        journal.read_by(printer)
         rules = canary_rules(
             canary.canary,
             paths,
@@ -345,7 +348,7 @@ def agent(
                 fleet.running(grace_s=times.deadline),
                 pulling(list(pullers.values())),
             ):
-                tell.started(own.host, bound, "http" if own.tls_cert is None else "https")
+                printer.started(own.host, bound, "http" if own.tls_cert is None else "https")
                 sleep_until_a_signal()
         except KeyboardInterrupt:
             raise SystemExit(int(Exit.INTERRUPTED)) from None
@@ -354,7 +357,7 @@ def agent(
 def _settings(
     times: TimeFlags, pacing: PaceFlags, audits: AuditFlags, access: ServerAccess, models: Iterable[str]
 ) -> Settings:
-    """How the fleet is looked after."""
+    """The settings of the fleet."""
     from serving.agent.replica import Settings
     from serving.agent.rollout import RolloutPolicy
 
@@ -378,7 +381,7 @@ def _settings(
 
 @contextmanager
 def _own_port(own: PortFlags, journal: Journal, look: Callable[[], FleetView]) -> Iterator[int]:
-    """Serve metrics, probes and the status page of what `look` sees; the number of the port."""
+    """Serve metrics, probes and the status page of the fleet that `look` returns; gives the port's number."""
     from serving.agent import http
     from serving.agent.metrics import Metrics
     from serving.agent.recorder import Recorder
@@ -397,29 +400,31 @@ def _own_port(own: PortFlags, journal: Journal, look: Callable[[], FleetView]) -
             stop.set()
 
 
-class _Teller:
-    """Prints each event: one line; with --json one document; with -q what an operator wants to know of."""
+class _EventPrinter:
+    """Prints each event as one line, with --json as one document; with -q only those an operator may act
+    on.
+    """
 
     def __init__(self, sink: Output) -> None:
         self._sink = sink
         self._is_lost = False
 
     def started(self, host: str, port: int, scheme: str) -> None:
-        """Say where the own port is."""
-        self._told(partial(self._print_start, host, port, scheme))
+        """Print the address of the agent's port."""
+        self._print_or_warn(partial(self._print_start, host, port, scheme))
 
     def __call__(self, event: FleetEvent) -> None:
-        """Print it."""
-        self._told(partial(self._print, event))
+        """Print an event."""
+        self._print_or_warn(partial(self._print, event))
 
-    def _told(self, say: Callable[[], None]) -> None:
-        """What cannot be written (a full disk, a closed pipe) is lost, which is said once."""
+    def _print_or_warn(self, write: Callable[[], None]) -> None:
+        """Print; if that fails (a full disk, a closed pipe), the text is lost, and one warning says so."""
         try:
-            say()
+            write()
         except (ExportError, OSError) as error:
             if not self._is_lost:
                 why = error.cause if isinstance(error, ExportError) else error.strerror
-                self._sink.warn(f"events are lost, they cannot be written to standard output: {why}")
+                self._sink.warn(f"events are lost, because they cannot be written to standard output: {why}")
             self._is_lost = True
         else:
             self._is_lost = False
@@ -451,9 +456,9 @@ def _models(options: tuple[str, ...]) -> dict[str, Path]:
         name = name if separator else path.name
         if not name or name in models:
             raise UsageError(
-                f"--model-base-path {text}: there is {'a model' if name else 'no name'} {name!r} twice"
+                f"--model-base-path {text}: the name {name!r} is given twice"
                 if name
-                else f"--model-base-path {text} has no name",
+                else f"--model-base-path {text} does not name the model",
                 hint="give each model a name of its own: --model-base-path NAME=DIR",
             )
         models[name] = path

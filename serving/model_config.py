@@ -177,6 +177,9 @@ def check_to_send(config: Proto) -> None:
     """Refuse entries that would block a stock server: it refuses and keeps them, and then answers every later
     configuration with the same error until it is restarted.
 
+    `ServerCore::ReloadConfig` stores a configuration before it finds the routes of its platforms, and
+    compares each later one with the stored one (server_core.cc).
+
     Raises:
         UsageError: an entry has no platform or no absolute path, or its name occurs twice.
     """

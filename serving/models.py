@@ -155,6 +155,8 @@ class ServedModels:
         served = self.served()
         require_platform(wanted, served)
         self._check_labels(wanted)
+        # All checks are above: a configuration is applied as a whole, or changes nothing. Labels move before
+        # versions are loaded or unloaded, as in server_core.cc.
         self._labels = {model.name: model.labels for model in wanted}
         for name in served.keys() - {model.name for model in wanted}:
             served[name].retire()

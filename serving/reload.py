@@ -5,7 +5,9 @@ It accepts a label only for an available version. So a configuration whose label
 twice: first with the labels as they are, then, when the versions are available, as wanted.
 
 A stock server waits for a new model whose base path does not exist, and every later configuration waits
-behind that call. So base paths are checked before anything is sent, if this machine can see them.
+behind that call: `ServerCore::ReloadConfig` holds its mutex until the new models are available
+(tensorflow_serving/model_servers/server_core.cc). So base paths are checked before anything is sent, if this
+machine can see them.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class NetworkOptions(Struct, frozen=True, kw_only=True):
         _of_rest(
             metavar="SECONDS",
             min=0,
-            help="After a signal, report NOT_SERVING to health checks and serve for this time, until clients "
-            "and load balancers send no more requests.",
+            help="After a signal, report NOT_SERVING to health checks and serve for this time, while load "
+            "balancers stop sending requests.",
         ),
     ] = 0.0
     grace_seconds: Annotated[

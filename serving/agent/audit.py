@@ -1,13 +1,14 @@
-"""Does a replica hold what was published? Checksums of some of its rows, against the same from the files.
+"""Compare what a replica holds with what was published: checksums of some rows, from the server and the
+files.
 
-The exporter can say what a server must hold at a position, bit by bit, also where deltas were rounded or
-left rows out: base and deltas are what it applied. Each audit compares a few chunks that are drawn anew, so
-that in time all are, at a cost that does not grow with the model; what differed once is compared each time,
-until it is right again.
+A position determines every bit that a server holds, also where deltas were rounded or left rows out, because
+base and deltas are exactly what the server applied. Each audit compares a few randomly chosen chunks, so that
+in time it covers all of them, at a cost that does not grow with the model. A chunk that differed is compared
+each time until it is right again.
 
-Deltas do not carry digests of the states that they lead from and to: to keep such a digest costs the exporter
-as much again as making the delta (100,000 rows of 64 floats: 220 ms), and a server sixteen times what the
-update itself takes (225 ms against 14).
+Deltas carry no digests of the states before and after them. Such a digest would double the cost of making a
+delta (100,000 rows of 64 floats: 220 ms), and multiply the cost of an update by sixteen (225 ms against 14
+ms).
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ SIGNATURE = "incremental_digest"
 
 
 class Audited(Struct, frozen=True):
-    """What came of an audit. `differing` are chunks that are not what was published.
+    """The result of an audit. `differing` lists the chunks that differ from what was published.
 
-    `skipped` says why there is no result: the replica moved meanwhile, or the position is not kept any more.
+    `skipped` says why there is no result, for example because the replica moved during the audit.
     """
 
     position: int
@@ -44,13 +45,15 @@ class Audited(Struct, frozen=True):
 def audit(
     client: ModelClient, model: Path, action: Audit, count: int, suspects: Collection[Chunk] = ()
 ) -> Audited:
-    """Compare `count` chunks of a version that stands at a position, and those that differed before.
+    """Compare `count` random chunks of a version at a position, and those that differed before.
 
     Raises:
-        CallFailed (exporter.errors): the server did not answer, or refused.
+        CallFailed (exporter.errors): the server did not respond, or refused.
     """
     if SIGNATURE not in client.metadata(action.version).signatures:
-        return Audited(action.position, skipped="it has no digests: publish its base with --with-digest")
+        return Audited(
+            action.position, skipped="it does not compute digests: publish its base with --with-digest"
+        )
     try:
         log = read_log(model)
         if log.lineage != action.lineage:
@@ -62,14 +65,14 @@ def audit(
     except (OSError, ExportError) as error:
         return Audited(action.position, skipped=str(error))
     if not numbers:
-        return Audited(action.position, skipped="it holds nothing that has digests")
+        return Audited(action.position, skipped="it has no variables with digests")
     rows = {"rows": np.array(numbers, np.int64)}
     found = client.predict(rows, signature=SIGNATURE, version=action.version).outputs
     stood = {int(at) for name in ("position_before", "position_after") for at in found[name]}
     if stood != {action.position}:
-        return Audited(action.position, skipped="it moved meanwhile")
-    told = [int(bytes(text)) for text in found["digest"]]
+        return Audited(action.position, skipped="it moved during the audit")
+    served = [int(bytes(text)) for text in found["digest"]]
     differing = (
-        every[number] for number, mine, its in zip(numbers, expected, told, strict=True) if mine != its
+        every[number] for number, mine, its in zip(numbers, expected, served, strict=True) if mine != its
     )
     return Audited(action.position, len(numbers), tuple(differing))

@@ -1,28 +1,27 @@
-"""What a model's canary does next: a function of the log, the replicas, the trial under way, and the time.
+"""What a model's canary does next: a function of the log, the replicas, the current trial and the time.
 
-A base that servers have loaded by themselves is asked the golden requests, too, but nobody can hold it back.
-
-One replica goes first. The log's hold is how far the canary approved: it keeps the others back, and every
-replica that starts. Who stands beyond it is the canary, so that nothing else has to be remembered.
+One replica goes first. The log's hold is the position that the canary has approved: it keeps back the other
+replicas, and every replica that starts. A replica beyond the hold is the canary, so no other state is needed.
+A base that servers load by themselves is also asked the golden requests, but nothing can hold it back.
 
     | the log's hold     | replicas                                | action                            |
     |--------------------|-----------------------------------------|-----------------------------------|
-    | a person's         | -                                       | `Idle`: a person decides          |
+    | an operator's      | -                                       | `Idle`: an operator decides       |
     | cannot be read     | -                                       | `Idle`                            |
     | none               | one was never asked                     | `Idle`                            |
     | none               | some serve the log, not on trial        | `Approve` what they serve already |
-    | none               | the one on trial alone, or nobody, does | `Approve` where the trial began   |
-    | none               | none does, all answer                   | `Approve` where its base stands   |
-    | the canary's, at G | one stands beyond G                     | `Judge` it there; it stays there  |
-    | the canary's, at G | answers at G are unknown, one stands so | `Learn` them                      |
+    | none               | none does, or only the one on trial     | `Approve` where the trial began   |
+    | none               | none does, all respond                  | `Approve` the base's position     |
+    | the canary's, at G | one is beyond G                         | `Judge` it there; it stays there  |
+    | the canary's, at G | one is at G, its responses are unknown  | `Learn` them                      |
     | the canary's, at G | nothing is published beyond             | `Idle`                            |
-    | the canary's, at G | one was never asked, none is on trial   | `Idle`: it may stand beyond G     |
-    | the canary's, at G | two in a row did not survive it         | `RollBack`                        |
-    | the canary's, at G | somebody can go further                 | `Go`: first, for a bounded time   |
-    | the canary's, at G | nobody can                              | `Idle`: they refuse, or are down  |
+    | the canary's, at G | one was never asked, none is on trial   | `Idle`: it may be beyond G        |
+    | the canary's, at G | two in a row stopped responding         | `RollBack`                        |
+    | the canary's, at G | one can take a delta beyond G           | `Go`: first, for a limited time   |
+    | the canary's, at G | none can                                | `Idle`: they refuse, or are down  |
 
-A replica that has not passed the hold within its time gives way to the next; refusals make others eligible
-at once. Nothing here reads a clock, a file or the network.
+A replica that has not passed the hold within its time is replaced by the next; if it refuses the delta, the
+next one goes at once. This module reads no clock, file or network.
 """
 
 from __future__ import annotations
@@ -35,13 +34,14 @@ from msgspec.structs import replace
 from serving.agent.rollout import Observed, PublishedLog, Version
 
 LOST_MEANS_BAD = 2
-"""So many replicas that stop answering, each after it was sent to take the same deltas, condemn these."""
+"""If this many replicas in a row stop responding after they were sent to take the same deltas, the deltas are
+rolled back."""
 
 
 class Trial(Struct, frozen=True):
-    """Who goes first from the approved position, and since when.
+    """The replica that goes first from the approved position, and since when.
 
-    `lost` did not pass it in time; of these, `dead` in a row did not answer at the end.
+    The replicas `lost` did not pass it in time; the last of them, `dead`, had then stopped responding.
     """
 
     approved: int
@@ -52,21 +52,23 @@ class Trial(Struct, frozen=True):
 
 
 class Idle(Struct, frozen=True):
-    """Nothing to do before something happens. `is_stuck`: something is published, and nobody goes first."""
+    """Nothing to do until something changes. `is_stuck`: something is published, and no replica goes
+    first.
+    """
 
     reason: str
     is_stuck: bool = False
 
 
 class Approve(Struct, frozen=True):
-    """Move the canary's hold, if it is where it was."""
+    """Move the canary's hold, if it is still at `expected`."""
 
     expected: int | None
     position: int
 
 
 class Learn(Struct, frozen=True):
-    """Ask what is answered at the approved position: by a new base, and before the next deltas."""
+    """Record the responses at the approved position, of a new base and before the next deltas."""
 
     address: str
     version: int
@@ -81,7 +83,7 @@ class Go(Struct, frozen=True):
 
 
 class Judge(Struct, frozen=True):
-    """Ask the canary, which stands beyond the hold, and decide."""
+    """Send the golden requests to the canary beyond the hold, and decide from its responses."""
 
     address: str
     version: int
@@ -108,17 +110,17 @@ def decide(
     patience_s: float,
     knows: bool,
 ) -> tuple[Action, Trial | None]:
-    """What to do, and the trial from now on; see the module's table.
+    """The next action, and the trial from now on; see the module's table.
 
-    `patience_s` is how long one replica may take to go first; `knows` says that the answers at the approved
-    position are known, or cannot be.
+    `patience_s` is how long a replica may take to pass the hold; `knows` is True if the responses at the
+    approved position are known, or cannot be learnt.
     """
     replicas = dict(sorted(replicas.items()))
     if log.limit is None:
         return _begin(log, replicas, trial), trial
     if not log.is_canary:
         where = "cannot be read" if log.limit < 0 else f"is at {log.limit}"
-        return Idle(f"a person decides: the hold {where}"), None
+        return Idle(f"an operator decides: the hold {where}"), None
     approved, beyond = log.limit, replace(log, limit=None)
     if trial is not None and trial.approved != approved:
         trial = None
@@ -133,14 +135,14 @@ def decide(
         return Learn(*held, approved), trial
     if beyond.newest <= approved:
         return Idle(f"all is approved, up to {approved}"), None
-    if trial is None and not _were_asked(replicas):  # one may stand beyond the hold: it was the canary
-        return Idle("not every replica was asked yet"), None
+    if trial is None and not _were_asked(replicas):  # one may be beyond the hold, as the former canary
+        return Idle("some replicas have not been asked yet"), None
     able = [address for address, observed in replicas.items() if _can_pass(beyond, observed, approved, now)]
     return _send(beyond, approved, replicas, able, trial, now, patience_s)
 
 
 def at_position(replicas: Mapping[str, Observed], lineage: str, position: int) -> tuple[str, int] | None:
-    """A replica that serves a log at a position, and by which version; None if none does."""
+    """The address and version of a replica that serves a position of a log; None if none does."""
     for address, observed in replicas.items():
         version = observed.standing(lineage)
         if version is not None and version.position == position:
@@ -153,12 +155,13 @@ def _were_asked(replicas: Mapping[str, Observed]) -> bool:
 
 
 def _begin(log: PublishedLog, replicas: Mapping[str, Observed], trial: Trial | None) -> Action:
-    """Set the first hold: nobody is to be sent back by it, and nobody sent on.
+    """Set the first hold so that it moves no replica, neither back nor forward.
 
-    If somebody lifted the hold during a trial, what the replica on trial serves is not approved by that.
+    If an operator lifted the hold during a trial, the position of the replica on trial is not approved by
+    that.
     """
     if not replicas or not _were_asked(replicas):
-        return Idle("not every replica was asked yet")
+        return Idle("some replicas have not been asked yet")
     positions = [
         version.position
         for address, observed in replicas.items()
@@ -171,14 +174,14 @@ def _begin(log: PublishedLog, replicas: Mapping[str, Observed], trial: Trial | N
     if positions:
         return Approve(None, max(positions))
     if any(observed.failures for observed in replicas.values()):
-        return Idle("no replica tells where it stands", is_stuck=True)
+        return Idle("no replica reports its position", is_stuck=True)
     return Approve(None, log.base)
 
 
 def _ahead(
     replicas: Mapping[str, Observed], lineage: str, approved: int, trial: Trial | None
 ) -> tuple[str, Version, int] | None:
-    """The replica that stands furthest beyond what is approved, if one does; of several the one on trial."""
+    """The replica furthest beyond the approved position, or None; of several, the one on trial."""
     found = [
         (version.position, trial is not None and address == trial.address, address, version)
         for address, observed in replicas.items()
@@ -201,7 +204,7 @@ def _send(
     now: float,
     patience_s: float,
 ) -> tuple[Action, Trial | None]:
-    """Choose who goes first of those that can, or go on with who was chosen. `log` is without its hold."""
+    """Choose the replica that goes first, or continue with the chosen one. `log` is without its hold."""
     if trial is None:
         trial = Trial(approved, "", now)
     if trial.address and now - trial.began >= patience_s:
@@ -210,12 +213,12 @@ def _send(
         observed.standing(log.lineage) for observed in replicas.values()
     ):
         names = " and ".join(trial.dead)
-        reason = f"{names} stopped answering, one after the other, when they were to go beyond {approved}"
+        reason = f"{names} stopped answering, one after the other, when they were sent beyond {approved}"
         return RollBack(approved, reason), trial
     fresh = [address for address in able if address not in trial.lost]
     if trial.address not in able and _is_silent(trial.address, replicas):
-        return Idle(f"waiting for {trial.address}, which was to go first", is_stuck=True), trial
-    if able and not fresh:  # all had their time: once more from the beginning
+        return Idle(f"waiting for {trial.address}, which goes first", is_stuck=True), trial
+    if able and not fresh:  # every replica had its time: start with the first again
         trial, fresh = replace(trial, lost=()), able
     if not fresh:
         return Idle("no replica can go first: they refuse, or do not answer", is_stuck=True), trial
@@ -225,7 +228,7 @@ def _send(
 
 
 def _lose(trial: Trial, replicas: Mapping[str, Observed], now: float) -> Trial:
-    """The trial after who went first had its time; the next one begins when it is chosen."""
+    """The trial after the first replica's time is over; `_send` then chooses the next one."""
     is_dead = _is_silent(trial.address, replicas)
     dead = tuple(dict.fromkeys((*trial.dead, trial.address))) if is_dead else ()
     return replace(trial, address="", began=now, lost=(*trial.lost, trial.address), dead=dead)
@@ -236,7 +239,7 @@ def _is_silent(address: str, replicas: Mapping[str, Observed]) -> bool:
 
 
 def _can_pass(log: PublishedLog, observed: Observed, approved: int, now: float) -> bool:
-    """True if published deltas that it has not refused lately lead it beyond what is approved."""
+    """True if deltas that the replica has not refused lately lead it beyond the approved position."""
     version = observed.standing(log.lineage)
     if version is None or version.position is None:
         return False

@@ -1,12 +1,8 @@
-"""Do what `canary` decides: a thread for each model, which asks, approves and rolls back.
+"""Carry out what `canary` decides: one thread for each model sends golden requests, approves and rolls back.
 
-If several agents have a canary for a model, the one that holds a lock in its directory decides; the lock ends
-with its process. The others keep their replicas behind the hold. The rollback is done by `export-model
-rollback`, in a process and session of its own, so that it ends what it began if the agent is killed.
-
-Ask a model server golden requests.
-
-`--canary`: which model's canary is asked what. What is wrong with that ends the command at its start.
+If several agents have a canary for a model, the agent that holds a lock in the model's directory decides; the
+lock ends with its process. The other agents keep their replicas behind the hold. A rollback runs
+`export-model rollback` in a process and session of its own, so that it completes even if the agent is killed.
 """
 
 from __future__ import annotations
@@ -56,14 +52,26 @@ from serving.updates import read_incremental_status
 _REFUSALS = frozenset(
     {"INVALID_ARGUMENT", "FAILED_PRECONDITION", "INTERNAL", "UNIMPLEMENTED", "OUT_OF_RANGE"}
 )
-"""Codes that answer a request; any other tells of the server, or of the way there."""
+"""Codes by which a model refuses a request; any other code concerns the server or the network."""
+
+_BUSY_S, _IDLE_S = 0.1, 1.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_SILENT_S = 60.0
+"""The same event is not repeated within this time."""
+
+_KEPT = 32
+_LONGEST_REASON = 500
+_NEWS = frozenset(
+    {EventKind.APPLIED, EventKind.REFUSED, EventKind.RESTARTED, EventKind.VERSION, EventKind.FAILED}
+)
+"""Events after which a canary looks again at once."""
 
 
 def ask_golden(client: ModelClient, requests: Sequence[GoldenRequest], version: int) -> tuple[Answer, ...]:
-    """Each request's answer by a version.
+    """Send golden requests to a version; returns its answer to each.
 
     Raises:
-        CallFailed: the server did not answer, or does not have the version any more.
+        CallFailed: the server did not respond, or no longer has the version.
     """
     signatures = client.metadata(version).signatures
     answers = []
@@ -85,20 +93,8 @@ def ask_golden(client: ModelClient, requests: Sequence[GoldenRequest], version: 
     return tuple(answers)
 
 
-_BUSY_S, _IDLE_S = 0.1, 1.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_SILENT_S = 60.0
-"""How long the same is not told again."""
-
-_KEPT = 32
-_LONGEST_REASON = 500
-_NEWS = frozenset(
-    {EventKind.APPLIED, EventKind.REFUSED, EventKind.RESTARTED, EventKind.VERSION, EventKind.FAILED}
-)
-
-
 class CanaryRules(Struct, frozen=True):
-    """The gates of a model's canary, and for how long one replica may be the one that goes first."""
+    """The gates of a model's canary, and how long a replica may take to go first (`patience_s`)."""
 
     gates: Gates
     patience_s: float = 30.0
@@ -107,8 +103,8 @@ class CanaryRules(Struct, frozen=True):
 
 
 class Canary:
-    """The canary of one model. `current` is what it does now, of which log; None while it does not decide.
-    `failing` is what the answers at the approved position do not pass; empty if they do, or nobody knows.
+    """The canary of one model. `current` is its current log and action; None while another agent decides.
+    `failing` lists the gates that the answers at the approved position fail; empty if none, or if unknown.
     """
 
     def __init__(
@@ -126,16 +122,16 @@ class Canary:
         self._rules = rules
         self._trial: Trial | None = None
         self._answers: dict[tuple[str, int], tuple[Answer, ...]] = {}
-        self._told_wrong: tuple[str, frozenset[tuple[str, str, str]]] = ("", frozenset())
+        self._reported_kinds: tuple[str, frozenset[tuple[str, str, str]]] = ("", frozenset())
         self._waiting_since: dict[str, float] = {}
-        self._told: dict[tuple[EventKind, str, str | None], float] = {}
+        self._reported: dict[tuple[EventKind, str, str | None], float] = {}
         self._troubles = 0
         self._stop = threading.Event()
         self._clients: dict[str, ModelClient] = {}
         self._seen = 0
 
     def allowed(self, address: str, published: PublishedLogs) -> PublishedLogs:
-        """What a replica may take of what is published."""
+        """The part of the published logs that a replica may take."""
         newest = published.newest_log
         if newest is None or (newest.limit is not None and not newest.is_canary):
             return published
@@ -149,7 +145,7 @@ class Canary:
                     return replace(log, limit=target)
                 case Judge(chosen, _, position) if chosen == address:
                     return replace(log, limit=max(position, log.limit))
-        # Before the first hold nobody moves: what others serve by then is approved.
+        # Before the first hold no replica moves: the hold is set to what replicas serve by then.
         return replace(log, limit=-1) if log.limit is None else log
 
     def follow(self, stop: threading.Event) -> None:
@@ -161,16 +157,18 @@ class Canary:
                     self._lead()
             except TargetBusy:
                 pass
-            except Exception as error:  # noqa: BLE001  a thread that died would hold replicas back unseen
+            except Exception as error:  # noqa: BLE001  a dead thread would keep replicas back for ever
                 if not self.publications.current.problem:
-                    self._tell(EventKind.CANARY_STUCK, f"the canary cannot decide: {error}")
+                    self._report(EventKind.CANARY_STUCK, f"the canary cannot decide: {error}")
             self.current, self.failing = None, ""
             stop.wait(_IDLE_S)
         for client in self._clients.values():
             client.close()
 
     def _lead(self) -> None:
-        """Decide until the end, until the directory is gone, or until nobody here can go first for long."""
+        """Decide until `stop`, until the directory is gone, or until no replica of this agent can go
+        first.
+        """
         stuck_since: float | None = None
         while not self._stop.is_set() and not self.publications.current.problem:
             pause = self._step()
@@ -179,12 +177,12 @@ class Canary:
             )
             stuck_since = (stuck_since or time.monotonic()) if is_stuck else None
             if stuck_since is not None and time.monotonic() - stuck_since > self._rules.patience_s:
-                return  # perhaps another agent sees replicas that can
+                return  # another agent may have replicas that can
             if pause:
                 self._seen = self.publications.wait(self._seen, pause)
 
     def _step(self) -> float:
-        """Decide and do it; for how long to sleep then, unless something happens."""
+        """Decide and act; returns how long to sleep afterwards, unless something changes."""
         log = self.publications.current.newest_log
         if log is None:
             self.current = None
@@ -212,7 +210,7 @@ class Canary:
             case Go():
                 return _BUSY_S
             case Approve(expected, position):
-                return self._approve(log, expected, position, "what replicas serve already is approved")
+                return self._approve(log, expected, position, "replicas serve it already")
             case Learn(address, version, position):
                 return 0.0 if self._learn(log, address, version, position) else _BUSY_S
             case Judge():
@@ -223,32 +221,32 @@ class Canary:
     def _announce(self, action: Action) -> None:
         match action:
             case Go(address, target):
-                self._tell(EventKind.CANARY, f"goes first, to {target}", address, target)
+                self._report(EventKind.CANARY, f"goes first, to {target}", address, target)
                 self.publications.wake()
             case Idle(reason, True):
-                self._tell(EventKind.CANARY_STUCK, reason)
+                self._report(EventKind.CANARY_STUCK, reason)
 
     def _learn(self, log: PublishedLog, address: str, version: int, position: int) -> bool:
-        """Ask what is answered at the approved position; True if it is known now."""
+        """Record the answers at the approved position; True if they are known now."""
         answers = self._ask(log, address, version, position)
         if answers is None:
             return False
         before = self._of_log_before(log)
         self._keep(log, position, answers)
-        wrong, text = self._rules.gates.wrong(answers), f"golden requests fail at {position} without any new "
-        if before is not None:  # what servers load by themselves: it cannot be held back, only told of
+        wrong, text = self._rules.gates.wrong(answers), f"golden requests fail at {position} before any new "
+        if before is not None:  # servers load a base by themselves: the canary can only report it
             wrong += self._rules.gates.drifted(answers, before)
             text = f"version {version}, a new base, does not pass the golden requests: "
         else:
-            text += "delta, which is not blamed for it: "
+            text += "delta, so no delta is the cause: "
         kinds = log.lineage, frozenset(failure.kind for failure in wrong)
-        if wrong and kinds != self._told_wrong:
-            self._tell(EventKind.GOLDEN, text + told(wrong), address, position)
-        self._told_wrong, self.failing = kinds, told(wrong)
+        if wrong and kinds != self._reported_kinds:
+            self._report(EventKind.GOLDEN, text + told(wrong), address, position)
+        self._reported_kinds, self.failing = kinds, told(wrong)
         return True
 
     def _of_log_before(self, log: PublishedLog) -> tuple[Answer, ...] | None:
-        """What was answered last of another log; None once something is known of this one."""
+        """The last answers of another log; None once answers of this log are known."""
         if any(lineage == log.lineage for lineage, _ in self._answers):
             return None
         return next(reversed(self._answers.values()), None)
@@ -262,8 +260,8 @@ class Canary:
             others = any(address != action.address for address in self._replicas())
             if others and not self._has_waited("compare", action):
                 return _BUSY_S
-            text = f"no replica stands at {action.approved}: scores are not compared with those before"
-            self._tell(EventKind.CANARY, text, action.address)
+            text = f"no replica is at {action.approved}: scores are not compared with those before"
+            self._report(EventKind.CANARY, text, action.address)
         answers = self._ask(log, action.address, action.version, action.position)
         if answers is None:
             return _BUSY_S
@@ -278,11 +276,10 @@ class Canary:
         return self._approve(log, action.approved, action.position, why)
 
     def _ask(self, log: PublishedLog, address: str, version: int, position: int) -> tuple[Answer, ...] | None:
-        """What a replica answers at a position; None if it is gone or stands elsewhere by now, as who looks
-        after it finds out.
+        """A replica's answers at a position; None if it is gone or has moved, which its own thread will find.
 
-        One that tells where it stands and does not answer is asked again, as long as one may take to go
-        first; then that is its answer.
+        A replica that reports its position but does not answer is asked again until `patience_s` is over;
+        then its silence is the answer.
         """
         if address not in self._clients:
             model = self.publications.model.name
@@ -303,7 +300,7 @@ class Canary:
             return None
         if answers or not self._has_waited("answers", (address, version, position)):
             return answers or None
-        silence = Answer(refused=f"no answer in {self._rules.patience_s:g} s")
+        silence = Answer(refused=f"no response in {self._rules.patience_s:g} s")
         return tuple(silence for _ in self._rules.gates.requests)
 
     def _approve(self, log: PublishedLog, expected: int | None, position: int, why: str) -> float:
@@ -312,57 +309,57 @@ class Canary:
             model = self.publications.model.path
             done = None if path is None else approve(path, model, expected=expected, position=position)
         except ExportError as error:
-            self._tell(EventKind.CANARY_STUCK, f"{position} cannot be approved: {error}", position=position)
+            self._report(EventKind.CANARY_STUCK, f"{position} cannot be approved: {error}", position=position)
             return self._pause()
         self._troubles = 0
         if done is not None:
             if done < position:
-                why = "a canary took back what lies beyond, and it is to be judged first"
-            self._tell(EventKind.APPROVED, f"position {done} is approved: {why}", position=done)
+                why = "a canary rolled back what lies beyond, so that is judged first"
+            self._report(EventKind.APPROVED, f"position {done} is approved: {why}", position=done)
         self.publications.look()
         return _BUSY_S if done is None else 0.0
 
     def _roll_back(self, log: PublishedLog, to: int, reason: str) -> float:
         reason = reason[:_LONGEST_REASON]
-        self._tell(EventKind.CANARY, f"what lies beyond {to} is rolled back: {reason}")
+        self._report(EventKind.CANARY, f"rolling back what lies beyond {to}: {reason}")
         done = _run_rollback(self.publications.model.path, to, f"canary: {reason}")
         self._waiting_since.clear()
         self.publications.look()
         if done.returncode == 0:
             self._troubles = 0
-            self._tell(EventKind.ROLLED_BACK, f"rolled back to the values of {to}: {reason}", position=to)
+            self._report(EventKind.ROLLED_BACK, f"rolled back to the values of {to}: {reason}", position=to)
             return 0.0
         now = self.publications.current.logs.get(log.lineage)
-        if now is not None and now.is_canary:  # nobody else has decided
+        if now is not None and now.is_canary:  # no operator has decided meanwhile
             text = f"the rollback to {to} failed: {done.stderr.strip()[-_LONGEST_REASON:]}"
-            self._tell(EventKind.CANARY_STUCK, text)
+            self._report(EventKind.CANARY_STUCK, text)
         return self._pause()
 
     def _pause(self) -> float:
-        """After trouble that is not over at once; whatever happens meanwhile."""
+        """Wait after a failure, longer each time, whatever changes meanwhile."""
         self._stop.wait(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**self._troubles))
         self._troubles = min(self._troubles + 1, 10)
         return 0.0
 
     def _has_waited(self, what: str, about: object) -> bool:
-        """True once this was asked for as long as one replica may take."""
+        """True if the first call with these arguments was at least `patience_s` ago."""
         key, now = f"{what} {about}", time.monotonic()
         if key not in self._waiting_since:
             self._waiting_since = {**dict(list(self._waiting_since.items())[-_KEPT:]), key: now}
         return now - self._waiting_since[key] >= self._rules.patience_s
 
     def _keep(self, log: PublishedLog, position: int, answers: tuple[Answer, ...]) -> None:
-        """Remember answers, and those of the position before."""
+        """Keep these answers, and those of the position before."""
         kept = list(self._answers.items())[-1:]
         self._answers = {**dict(kept), (log.lineage, position): answers}
 
-    def _tell(
+    def _report(
         self, what: EventKind, message: str, replica: str | None = None, position: int | None = None
     ) -> None:
         key, now = (what, message, replica), time.monotonic()
-        if now - self._told.get(key, -_SILENT_S) < _SILENT_S:
+        if now - self._reported.get(key, -_SILENT_S) < _SILENT_S:
             return
-        self._told = {**dict(list(self._told.items())[-_KEPT:]), key: now}
+        self._reported = {**dict(list(self._reported.items())[-_KEPT:]), key: now}
         self._journal.write(
             FleetEvent(what, message, self.publications.model.name, replica, position=position)
         )
@@ -378,7 +375,7 @@ class Canaries:
         self.of: dict[str, Canary] = {}
 
     def allowed(self, model: str, address: str, published: PublishedLogs) -> PublishedLogs:
-        """What a replica may take; all of it where the model has no canary, nothing before that begins."""
+        """What a replica may take: all if the model has no canary, nothing before its canary has started."""
         if model not in self._rules:
             return published
         canary = self.of.get(model)
@@ -388,7 +385,7 @@ class Canaries:
     def running(
         self, publications: Sequence[Publications], replicas: Callable[[str], Mapping[str, Observed]]
     ) -> Iterator[None]:
-        """Decide inside the block; at its end what is under way may end within a second."""
+        """Decide inside the block; at its end a step in progress gets a second to end."""
         stop = threading.Event()
         for one in publications:
             name = one.model.name
@@ -410,13 +407,13 @@ class Canaries:
                 thread.join(1.0)
 
     def _hear(self, event: FleetEvent) -> None:
-        """Whatever a replica does may be what a canary waits for."""
+        """Wake a canary that may wait for this event."""
         if event.what in _NEWS and event.model in self.of:
             self.of[event.model].publications.wake()
 
 
 def _run_rollback(model: Path, to: int, reason: str) -> subprocess.CompletedProcess[str]:
-    """Run the command of this very installation, in whatever directory the agent was started."""
+    """Run this installation's own command, whatever the agent's working directory is."""
     import exporter
 
     packages = Path(exporter.__file__).parent.parent
@@ -446,14 +443,14 @@ def canary_rules(
     """The rules by model; `options` are `[NAME=]FILE`, and may leave out the name if there is one model.
 
     Raises:
-        UsageError: a file cannot be read or does not fit what is published, a model is not known, or its
-            directory may not be written.
+        UsageError: a file cannot be read or does not fit the published version, a model is unknown, or its
+            directory is not writable.
     """
     rules: dict[str, CanaryRules] = {}
     for text in options:
         name, file = _named(text, models)
         if name in rules:
-            raise UsageError(f"--canary names a file for {name!r} twice", hint="put all requests into one")
+            raise UsageError(f"--canary names two files for {name!r}", hint="put all requests into one file")
         requests = read_golden(local_path("--canary", file))
         _check_published(name, models[name], requests)
         rules[name] = CanaryRules(Gates(requests, drift), patience_s, deadline_s, access)
@@ -466,7 +463,7 @@ def _named(text: str, models: Mapping[str, Path]) -> tuple[str, str]:
         return name, file
     if len(models) > 1:
         raise UsageError(
-            f"--canary {text} does not say for which model",
+            f"--canary {text} does not name its model",
             cause=f"there are {', '.join(models)}",
             hint="name one of them: --canary NAME=FILE",
         )
@@ -474,14 +471,14 @@ def _named(text: str, models: Mapping[str, Path]) -> tuple[str, str]:
 
 
 def _check_published(name: str, model: Path, requests: Sequence[GoldenRequest]) -> None:
-    """Compare with what is published, as far as it can be seen; the agent waits for the rest."""
+    """Compare the requests with the newest published version, if there is one yet."""
     if not model.is_dir():
         return
     if not os.access(model, os.W_OK):
         raise UsageError(
             f"the canary of {name!r} cannot write {model}",
-            cause="its hold lies there, and rollbacks are published there",
-            hint="mount it so that the agent may write, or leave out --canary",
+            cause="the canary writes its hold and publishes rollbacks there",
+            hint="mount it writable for the agent, or leave out --canary",
         )
     try:
         newest = newest_version(model)

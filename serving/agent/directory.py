@@ -1,4 +1,4 @@
-"""What is published under a model base path, as often as it changes: listed anew, manifests read once."""
+"""What is published under a model base path, at each look: a new listing, but each manifest is read once."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _MOST_COMMITS = 20_000
 
 
 class Commit(Struct, frozen=True):
-    """What the manifest of something published tells: when it was, of which training step, and its size.
+    """A publication's time, training step and size in bytes, from its manifest.
 
-    `event_time` is when the newest event happened that it was trained on; None if it is not known.
+    `event_time` is the time of the newest event that it was trained on; None if unknown.
     """
 
     created: datetime
@@ -39,8 +39,8 @@ class Commit(Struct, frozen=True):
 
 
 class ModelDirectory:
-    """One model base path. `read` lists it; what was read of a manifest is kept as long as its file is the
-    same one: somebody may remove a model, and export another one to its path.
+    """One model base path. `read` lists it, and keeps a manifest's content as long as it is the same file: an
+    operator may remove a model and export another one to its path.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +53,7 @@ class ModelDirectory:
         self._was_seen = False
 
     def read(self) -> PublishedLogs:
-        """What is published now. A directory that cannot be seen is a `problem`, never an exception."""
+        """The logs that are published now. An unreadable directory is a `problem`, never an exception."""
         with self._lock:
             try:
                 return self._read()
@@ -61,32 +61,32 @@ class ModelDirectory:
                 return PublishedLogs(problem=f"{self.path} cannot be read: {error}")
 
     def commit(self, lineage: str, position: int) -> Commit | None:
-        """What was published at a position of a log, the first of several."""
+        """The first publication at a position of a log."""
         return self._commits.get((lineage, position))
 
     def begun(self, lineage: str) -> datetime | None:
-        """When the first of a log's bases was published that are there; None if none was read."""
+        """When the first existing base of a log was published; None if none was read."""
         bases = [base for _, base in list(self._bases.values()) if base is not None]
         return min(
             (base.manifest.created for base in bases if base.manifest.lineage == lineage), default=None
         )
 
     def size(self, lineage: str, spans: tuple[Span, ...]) -> int:
-        """The bytes of deltas that were listed."""
+        """The total size of listed deltas, in bytes."""
         known = self._deltas.get(lineage, {})
         listed = (known.get((span.start, span.end)) for span in spans)
         return sum(found[1].bytes_ for found in listed if found is not None)
 
     def log_path(self, lineage: str) -> Path | None:
-        """The directory of a log's deltas, which need not exist; None if no base of it was read."""
+        """The directory of a log's deltas, which may not exist yet; None if no base of the log was read."""
         for _, base in list(self._bases.values()):
             if base is not None and base.manifest.lineage == lineage:
                 return log_path(self.path, base.entry.log)
         return None
 
     def places(self) -> dict[Path, int]:
-        """The directories in which something appears when something is published, and which ones they are:
-        another one in the same place has another number.
+        """The directories that a publication changes, with their inode numbers: a new directory at the same
+        path has another number.
         """
         deltas = self.path / DELTAS_DIRECTORY
         found = [self.path, deltas]
@@ -113,7 +113,7 @@ class ModelDirectory:
         self._was_seen = True
         self._forget_bases({child.path for child in versions})
         if lost_deltas := self._lost_deltas(versions[0].path):
-            return PublishedLogs(problem=f"{lost_deltas} was there and is not: is its volume mounted?")
+            return PublishedLogs(problem=f"{lost_deltas} has vanished: is its volume mounted?")
         logs: dict[str, PublishedLog] = {}
         for child in versions:
             base = self._base(child.path)
@@ -123,7 +123,7 @@ class ModelDirectory:
         return PublishedLogs(logs, versions[0].version)
 
     def _lost_deltas(self, newest: Path) -> Path | None:
-        """The directory of the newest base's deltas, if it held some and vanished."""
+        """The directory of the newest base's deltas, if it held deltas and has vanished."""
         base = self._base(newest)
         if base is None:
             return None
@@ -135,7 +135,9 @@ class ModelDirectory:
             self._bases = {path: base for path, base in self._bases.items() if path in listed}
 
     def _base(self, path: Path) -> LogBase | None:
-        """A version that takes deltas; None if it does not, or cannot be read (which `doctor` explains)."""
+        """Read a version that takes deltas; None if it takes none, or cannot be read (`doctor` reports
+        that).
+        """
         try:
             file = FileIdentity.of((path / MANIFEST_FILE).stat())
             known = self._bases.get(path)
@@ -154,7 +156,9 @@ class ModelDirectory:
 
     def _log(self, base: LogBase, lineage: str) -> PublishedLog:
         directory = log_path(self.path, base.entry.log)
-        limit, is_canary = _read_hold(Hold(directory))  # before the listing: see `subgraph.list_deltas`
+        limit, is_canary = _read_hold(
+            Hold(directory)
+        )  # before the listing, as the graph does: see `subgraph.list_deltas`
         known, listed = self._deltas.get(lineage, {}), {}
         for delta in list_deltas(directory):
             place = delta.start, delta.end
@@ -170,7 +174,7 @@ class ModelDirectory:
         try:
             manifest, entry = delta.manifest, delta.entry
         except ManifestError:
-            return None  # perhaps removed just now, perhaps damaged: nobody is sent there
+            return None  # just removed, or damaged: the agent sends no replica there
         size = sum(file.bytes_ for file in manifest.files)
         commit = Commit(manifest.created, manifest.step, size, entry.trained.newest_event)
         self._remember(lineage, delta.end, commit)
@@ -182,12 +186,12 @@ class ModelDirectory:
         known = self._commits.get((lineage, position))
         if known is None or commit.created < known.created:
             self._commits[lineage, position] = commit
-        if len(self._commits) > _MOST_COMMITS:  # a replica may serve what was merged long ago, not so long
+        if len(self._commits) > _MOST_COMMITS:  # a replica may serve a merged position, but not one this old
             self._commits = dict(list(self._commits.items())[_MOST_COMMITS // 2 :])
 
 
 def _read_hold(hold: Hold) -> tuple[int | None, bool]:
-    """The position, and whether it is a canary's."""
+    """The hold's position, and whether a canary set it."""
     approved = hold.approved()
     if approved is not None:
         return approved, True

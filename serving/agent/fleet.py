@@ -1,4 +1,4 @@
-"""Every model on every server: a thread follows each directory, a `Replica` one model of one server."""
+"""All models on all servers: a thread follows each directory, and a `Replica` each model of each server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from serving.agent.targets import Resolved, Targets
 
 
 class Fleet:
-    """Every model on every server."""
+    """All replicas of all models, and the threads that keep them fresh."""
 
     def __init__(
         self,
@@ -45,24 +45,24 @@ class Fleet:
 
     @property
     def replicas(self) -> list[Replica]:
-        """The replicas that are there now, by address."""
+        """The current replicas, sorted by address."""
         with self._lock:
             return [self._replicas[key] for key in sorted(self._replicas)]
 
     def replicas_of(self, model: str) -> list[Replica]:
-        """Those of one model."""
+        """The current replicas of one model."""
         return [replica for replica in self.replicas if replica.model == model]
 
     def _is_served_elsewhere(self, address: str, model: str) -> bool:
         return any(other.serves_rightly for other in self.replicas_of(model) if other.address != address)
 
     def observed(self, model: str) -> dict[str, Observed]:
-        """What is known of each replica of a model, by address."""
+        """The last observation of each replica of a model, by address."""
         return {replica.address: replica.observed for replica in self.replicas_of(model)}
 
     @contextmanager
     def running(self, grace_s: float) -> Iterator[None]:
-        """Look after all of them inside the block; at its end each call under way has `grace_s` to end."""
+        """Run all threads inside the block; at its end, calls in progress have `grace_s` to end."""
         stop = threading.Event()
         threads = [
             threading.Thread(target=publications.follow, args=(stop,), daemon=True)
@@ -81,7 +81,7 @@ class Fleet:
                 thread.join(1.0)
 
     def resolve(self) -> None:
-        """See who is there: begin with new servers, leave those that are gone."""
+        """Resolve the targets again: start replicas of new servers, end those of servers that are gone."""
         found = self._targets.resolve()
         if found.problems != self._resolved.problems:
             for problem in found.problems:

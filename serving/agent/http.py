@@ -1,6 +1,6 @@
 """The agent's own port: /metrics, /healthz, /readyz, /livez, /status.json and the status page at /.
 
-The status page: HTML made here, whole, without scripts or anything from elsewhere.
+The status page is one HTML document without scripts or external resources.
 """
 
 from __future__ import annotations
@@ -27,10 +27,16 @@ if TYPE_CHECKING:
 
 _EVENTS, _REASONS = 30, 12
 _WIDTH, _HEIGHT = 600, 48
+_OPEN = frozenset({"/healthz", "/livez", "/readyz"})
+"""Paths for an orchestrator's probes: they need no token, and their responses reveal nothing of the model."""
+_THREADS = 8
+_LARGEST_BODY_BYTES = 64 << 10
+"""Bodies are not used, but the port has to read past them to the next request of the connection."""
+_REQUEST_S = 10.0
 
 
 def page(view: Callable[[], FleetView], recorder: Recorder, journal: Journal, fresh_within_s: float) -> str:
-    """The page as it is now."""
+    """Render the status page."""
     now = view()
     return _template().render(
         view=now,
@@ -43,7 +49,7 @@ def page(view: Callable[[], FleetView], recorder: Recorder, journal: Journal, fr
 
 
 def seconds(value: float | None) -> str:
-    """A span of time for people: `120 ms`, `4.2 s`, `3 min`, `2 h`."""
+    """A duration as text: `120 ms`, `4.2 s`, `3 min`, `2 h`."""
     if value is None:
         return ""
     if value < 1:
@@ -54,7 +60,7 @@ def seconds(value: float | None) -> str:
 
 
 def plot(series: Sequence[float | None]) -> dict[str, object]:
-    """An SVG path of the values, the newest at the right, `top` at its upper edge, gaps for None."""
+    """An SVG path of the values: the newest at the right, `top` at the upper edge, gaps for None."""
     top = max([1.0, *(value for value in series if value is not None)])
     heights = [
         None if value is None else f"{_HEIGHT - 2 - (_HEIGHT - 4) * value / top:.1f}" for value in series
@@ -64,7 +70,7 @@ def plot(series: Sequence[float | None]) -> dict[str, object]:
         if height is None:
             pen = "M"
             continue
-        # A point on a level line says nothing: a fleet of hundreds is level most of the time.
+        # Leave out points inside level lines: they are most points, and the page has hundreds of plots.
         if not (pen == "L" and heights[index - 1 : index + 2] == [height] * 3):
             commands.append(f"{pen}{_WIDTH - (len(series) - 1 - index):.0f} {height}")
         pen = "L"
@@ -87,19 +93,9 @@ def _template() -> Template:
     )
 
 
-_OPEN = frozenset({"/healthz", "/livez", "/readyz"})
-"""What an orchestrator asks for without a token; nothing of the model is told there."""
-
-
-_THREADS = 8
-_LARGEST_BODY_BYTES = 64 << 10
-"""Nobody looks at a body; what follows on the connection has to be skipped, though."""
-_REQUEST_S = 10.0
-
-
 class Site(Struct, frozen=True):
-    """What the port answers. `token` is asked for as `Authorization: Bearer TOKEN`, except for probes; so is,
-    with `wants_certificate`, one that the clients' authority has signed.
+    """The application of the port. Except for probes, a request needs `Authorization: Bearer TOKEN` if there
+    is a `token`, and with `wants_certificate` a client certificate of the authority.
     """
 
     view: Callable[[], FleetView]
@@ -110,16 +106,16 @@ class Site(Struct, frozen=True):
     wants_certificate: bool = False
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
-        """Answer one request."""
+        """Handle one request."""
         path = request.path
         if request.method not in ("GET", "HEAD"):
-            status, kind, body = "405 Method Not Allowed", "text/plain", b"only GET\n"
+            status, kind, body = "405 Method Not Allowed", "text/plain", b"only GET and HEAD are allowed\n"
         elif path not in _OPEN and self.wants_certificate and not request.is_certified:
-            status, kind, body = "403 Forbidden", "text/plain", b"a client's certificate is needed\n"
-        elif path not in _OPEN and not self._may(request.headers.get("authorization", "")):
-            status, kind, body = "401 Unauthorized", "text/plain", b"a token is needed\n"
+            status, kind, body = "403 Forbidden", "text/plain", b"a client certificate is required\n"
+        elif path not in _OPEN and not self._has_token(request.headers.get("authorization", "")):
+            status, kind, body = "401 Unauthorized", "text/plain", b"a token is required\n"
         else:
-            status, kind, body = self._answer(path)
+            status, kind, body = self._respond(path)
         headers = [
             ("Content-Type", f"{kind}; charset=utf-8"),
             ("Cache-Control", "no-store"),
@@ -130,12 +126,12 @@ class Site(Struct, frozen=True):
             headers.append(("WWW-Authenticate", "Bearer"))
         return HttpResponse(status, headers, [body])
 
-    def _may(self, authorization: str) -> bool:
+    def _has_token(self, authorization: str) -> bool:
         if self.token is None:
             return True
         return hmac.compare_digest(authorization.encode(), f"Bearer {self.token}".encode())
 
-    def _answer(self, path: str) -> tuple[str, str, bytes]:
+    def _respond(self, path: str) -> tuple[str, str, bytes]:
         match path:
             case "/":
                 return "200 OK", "text/html", self.page().encode()
@@ -146,7 +142,7 @@ class Site(Struct, frozen=True):
             case "/readyz":
                 return self._probe(self.view().why_not_ready(self.fresh_within_s), "replicas are not fresh")
             case "/livez":
-                return self._probe(self.view().wrong(), "replicas are to be started anew")
+                return self._probe(self.view().wrong(), "replicas have to be restarted")
             case "/status.json":
                 document = to_builtins(self.view().document())
                 body = json.dumps({"format_version": 1, **document}, indent=2)
@@ -161,7 +157,7 @@ class Site(Struct, frozen=True):
     def _probe(self, reasons: tuple[str, ...], summary: str) -> tuple[str, str, bytes]:
         if not reasons:
             return "200 OK", "text/plain", b"ok\n"
-        # Who has no token or certificate learns the number alone: messages name paths and servers.
+        # Probes need no token, so a guarded port reports only the number: messages name paths and servers.
         is_guarded = self.token is not None or self.wants_certificate
         text = f"{len(reasons)} {summary}" if is_guarded else "\n".join(reasons)
         return "503 Service Unavailable", "text/plain", f"{text}\n".encode()
@@ -169,10 +165,10 @@ class Site(Struct, frozen=True):
 
 @contextmanager
 def serving(site: Site, host: str, port: int, tls: HttpTls | None = None) -> Iterator[int]:
-    """Answer inside the block; the port that is listened on.
+    """Serve inside the block; gives the number of the port.
 
     Raises:
-        ServerError: the address cannot be listened on.
+        ServerError: the port cannot listen on the address.
     """
     listening = HttpPort(
         site,

@@ -1,4 +1,4 @@
-"""What happened, for logs, metrics and the status page: one event, many readers."""
+"""The agent's events, for its output, its metrics and the status page."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from msgspec import Struct, field
 from exporter.newer_python import StrEnum
 
 _KEPT = 200
-"""Events that the status page can show."""
+"""How many events are kept for the status page."""
 
 
 class EventKind(StrEnum):
-    """What an event is about."""
+    """The kinds of events; the values stand in JSON and in metrics."""
 
     APPLIED = "applied"
     FAILED = "failed"
@@ -54,14 +54,14 @@ TROUBLE = frozenset(
         EventKind.DIFFERS,
     }
 )
-"""Events that an operator wants to know of."""
+"""Kinds that `-q` prints, because an operator may have to act."""
 
 
 class FleetEvent(Struct, frozen=True):
-    """Something that happened; fields that do not apply are None.
+    """One event of the agent; fields that do not apply are None.
 
-    `seconds` is how long a call took, `behind_seconds` the time from a delta's commit until it was served,
-    `event_age_seconds` the time since the newest event that it was trained on.
+    `seconds` is the duration of a call, `behind_seconds` the time from a delta's publication until a replica
+    served it, `event_age_seconds` the time from the newest event that it was trained on until then.
     """
 
     what: EventKind
@@ -80,12 +80,12 @@ class FleetEvent(Struct, frozen=True):
 
     @property
     def is_trouble(self) -> bool:
-        """True if an operator wants to know of it."""
+        """True if an operator may have to act."""
         return self.what in TROUBLE
 
 
 class Journal:
-    """Passes events on, and keeps the last ones. Safe to share between threads."""
+    """Passes events to its readers, and keeps the last ones. Safe to share between threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -97,7 +97,9 @@ class Journal:
         self._readers.append(reader)
 
     def write(self, event: FleetEvent) -> None:
-        """Something happened. A reader that fails, by a full disk say, misses it and harms nobody else."""
+        """Add an event. A reader that fails (a full disk, for example) misses it; the other readers get
+        it.
+        """
         with self._lock:
             self._events.append(event)
             for reader in self._readers:

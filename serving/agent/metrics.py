@@ -1,4 +1,4 @@
-"""The agent's metrics, for Prometheus: gauges are read from the fleet when they are asked for."""
+"""The agent's metrics for Prometheus: counters of events, and gauges read from the fleet for each page."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _FRESHNESS_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30, 60, 300
 
 ItemT = TypeVar("ItemT")
 _Gauges: TypeAlias = Mapping[str, tuple[str, Callable[[ItemT], float | None]]]
-"""What each gauge says, by its name, and its value for a model, a replica or so; None where there is none."""
+"""Help text and value of each gauge by name; the value takes a model, a replica or the like, and may be
+None."""
 
 _OF_MODEL: _Gauges[ModelView] = {
     "published_visible": ("1 if the model base path can be read.", lambda model: not model.problem),
-    "published_position": ("The newest position that is to be served.", lambda model: model.position),
-    "base_wanted": ("1 if replicas cannot go on without a new base.", lambda model: model.base_wanted),
-    "quarantined_deltas": ("Deltas that no replica takes.", lambda model: len(model.quarantined)),
+    "published_position": ("The newest position that replicas should serve.", lambda model: model.position),
+    "base_wanted": ("1 if replicas need a new base to get further.", lambda model: model.base_wanted),
+    "quarantined_deltas": ("Deltas that every replica refuses.", lambda model: len(model.quarantined)),
     "worst_stale_seconds": ("The largest stale_seconds of all replicas.", lambda model: model.stale_s),
     "worst_served_age_seconds": ("The largest served_age_seconds of all.", lambda model: model.served_age_s),
     "worst_event_age_seconds": ("The largest event_age_seconds of all.", lambda model: model.event_age_s),
@@ -32,76 +33,82 @@ _OF_MODEL: _Gauges[ModelView] = {
 }
 _OF_CANARY: _Gauges[CanaryView] = {
     "canary_waiting_seconds": (
-        "Since a delta was published that the canary has yet to approve.",
+        "Since the publication of the oldest delta that the canary has not approved.",
         lambda canary: canary.waiting_s,
     ),
-    "canary_approved_position": ("How far the canary approved.", lambda canary: canary.approved),
+    "canary_approved_position": (
+        "The position that the canary has approved.",
+        lambda canary: canary.approved,
+    ),
     "golden_failing": (
-        "1 if the approved position does not pass golden requests.",
+        "1 if the approved position fails golden requests.",
         lambda canary: bool(canary.failing),
     ),
 }
 _OF_STORE: _Gauges[StoreView] = {
     "copy_age_seconds": (
-        "Since the model base path last held all that is in the store that it is fetched from (--pull).",
+        "Since the model base path last held everything that is in its store (--pull).",
         lambda store: store.age_s,
     ),
     "store_visible": (
-        "1 if the store could be read, and fetched from, last.",
+        "1 if the last look into the store succeeded.",
         lambda store: not store.problem,
     ),
     "withheld_publications": (
-        "What is in the store and does not fit after a canary's rollback.",
+        "Publications in the store that do not fit after a canary's rollback.",
         lambda store: len(store.waiting),
     ),
 }
 _OF_REPLICA: _Gauges[ReplicaView] = {
-    "replica_up": ("1 if the replica answered last.", lambda replica: replica.is_answering),
+    "replica_up": ("1 if the replica responded to the last call.", lambda replica: replica.is_answering),
 }
 _OF_AUDIT: _Gauges[Audited] = {
     "replica_right": (
-        "0 if the last audit found other values than were published.",
+        "0 if the last audit found values that differ from what was published.",
         lambda audited: not audited.differing if audited.chunks else None,
     ),
 }
 _OF_SERVED: _Gauges[VersionView] = {
     "superseded_seconds": (
-        "Since a base was published that begins a new log, while the newest version that is available is "
-        "of another.",
+        "Since the publication of a base that starts a new log, while the newest available version "
+        "belongs to another log.",
         lambda served: served.superseded_s,
     ),
 }
 _OF_PACE: _Gauges[PaceView] = {
-    "pause_seconds": ("The pause between two deltas that pacing chose.", lambda pace: pace.pause_s),
+    "pause_seconds": ("The current pause between two deltas, chosen by pacing.", lambda pace: pace.pause_s),
 }
 _OF_VERSION: _Gauges[VersionView] = {
-    "position": ("Where a version stands.", lambda version: version.position),
+    "position": ("The position of a version.", lambda version: version.position),
     "step": ("The training step whose values a version serves.", lambda version: version.step),
-    "behind_deltas": ("Deltas that a version has yet to take.", lambda version: version.behind_deltas),
+    "behind_deltas": ("Deltas that a version has not applied yet.", lambda version: version.behind_deltas),
     "stale_seconds": (
-        "Since a delta was published that a version does not serve yet.",
+        "Since the publication of the oldest delta that a version does not serve yet.",
         lambda version: version.stale_s,
     ),
     "served_age_seconds": (
-        "Since what a version serves was published.",
+        "Since the publication of the values that a version serves.",
         lambda version: version.served_age_s,
     ),
     "event_age_seconds": (
-        "Since the newest event that a version was trained on; absent where the trainer does not tell.",
+        "Since the newest event that a version was trained on; absent if the trainer does not record it.",
         lambda version: version.event_age_s,
     ),
     "unsettled_responses": (
-        "Responses of a version, since it was loaded, that may mix positions: an update died half-way.",
+        "Responses of a version since loading that may mix positions, because an update died half-way.",
         lambda version: version.unsettled,
     ),
 }
 _OF_PROBES: _Gauges[float | None] = {
-    "probe_p99_seconds": ("The p99 of probes, by what the replica did meanwhile.", lambda p99: p99),
+    "probe_p99_seconds": (
+        "The p99 of probes, while the replica was idle and while it applied deltas.",
+        lambda p99: p99,
+    ),
 }
 
 
 class Metrics:
-    """Counters of what happened and gauges of how the fleet stands."""
+    """Counters of events, and gauges of the fleet's state."""
 
     def __init__(self, view: Callable[[], FleetView]) -> None:
         from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -116,10 +123,10 @@ class Metrics:
             full = f"{PREFIX}_{name}_seconds"
             return Histogram(full, text, by_replica, buckets=buckets, registry=self.registry)
 
-        self._events = counter("events_total", "What happened, by kind.", ("model", "replica", "kind"))
+        self._events = counter("events_total", "Events, by kind.", ("model", "replica", "kind"))
         self._rows = counter("rows_total", "Rows of tables that were applied.")
         self._deltas = counter("deltas_total", "Deltas that were applied.")
-        self._apply = histogram("apply", "How long calls took that applied deltas.", _APPLY_BUCKETS_S)
+        self._apply = histogram("apply", "Duration of calls that applied deltas.", _APPLY_BUCKETS_S)
         self._served = histogram(
             "commit_to_served",
             "From the publication of a delta until a replica served it.",
@@ -156,7 +163,7 @@ class Metrics:
             self._event_served.labels(*labels).observe(max(0.0, event.event_age_seconds))
 
     def text(self) -> bytes:
-        """All of them in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         from prometheus_client import generate_latest
 
         there = {(model.name, replica.address) for model in self._view().models for replica in model.replicas}
@@ -165,14 +172,14 @@ class Metrics:
         return bytes(generate_latest(self.registry))
 
     def _forget_all_but(self, there: Collection[tuple[str, str]]) -> None:
-        """Without the counters of replicas that are gone: a name may stand for new addresses each day."""
+        """Remove the counters of replicas that are gone: a name may resolve to new addresses each day."""
         gone = {seen for seen in self._seen if seen[1] and seen[:2] not in there}
         self._seen -= gone
         for seen in gone:
             self._events.remove(*seen)
         for labels in {seen[:2] for seen in gone}:
             for metric in (self._rows, self._deltas, self._apply, self._served, self._event_served):
-                with suppress(KeyError):  # it had no such event
+                with suppress(KeyError):  # the replica had no such event
                     metric.remove(*labels)
 
 
@@ -183,7 +190,7 @@ class _Standing:
         self._view = view
 
     def collect(self) -> Iterator[Any]:
-        """What prometheus_client asks for each page."""
+        """For prometheus_client, for each page."""
         models = [((model.name,), model) for model in self._view().models]
         replicas = [((*labels, each.address), each) for labels, model in models for each in model.replicas]
         versions = [((*labels, str(each.number)), each) for labels, at in replicas for each in at.versions]
@@ -208,7 +215,7 @@ class _Standing:
 def _gauges(
     table: _Gauges[ItemT], names: tuple[str, ...], items: Collection[tuple[tuple[str, ...], ItemT]]
 ) -> Iterator[Any]:
-    """The gauges of a table, with a sample for each item that has a value; items come with their labels."""
+    """The gauges of a table, with a sample for each item that has a value; items are (labels, item)."""
     from prometheus_client.core import GaugeMetricFamily
 
     for name, (text, value_of) in table.items():

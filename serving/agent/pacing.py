@@ -1,21 +1,21 @@
-"""How fast one replica may take deltas: slower while its predictions suffer, but never too late.
+"""How fast a replica takes deltas: slower while its predictions suffer, but never later than the limit.
 
-A prober asks the replica for a prediction at a steady rate (`serving.agent.probe`). With pacing, deltas are
-applied one by one, parts rather than their merger, with a pause between two calls:
+A prober sends the replica predictions at a steady rate (`serving.agent.probe`). With pacing, deltas are
+applied one by one, the parts instead of a merged delta, with a pause between two calls:
 
-    | p99 of the probes since the pause was chosen                  | pause                           |
-    |---------------------------------------------------------------|---------------------------------|
-    | not known: too few probes, then or when nothing was applied   | as it is                        |
-    | above the limit                                               | twice as long, at first 20 ms   |
-    | within the limit                                              | half as long, below 20 ms none  |
-    | whatever, but a delta has waited for `longest_delay_s`        | none, and everything in one call |
+    | p99 of the probes since the pause was chosen                | pause                            |
+    |-------------------------------------------------------------|----------------------------------|
+    | unknown: too few probes while idle, or while applying       | unchanged                        |
+    | above the limit                                             | twice as long, 20 ms at first    |
+    | within the limit                                            | half as long, none below 20 ms   |
+    | any, but a delta has waited for `longest_delay_s`           | none, and everything in one call |
 
-Before the first delta, an idle replica is measured for about a second (50 probes). The limit is `factor`
-times the p99 of when nothing is applied, and 1 ms above it at least. The p99 is over all the time in which
-deltas are applied, pauses included: it is what clients see, and pauses lower it. What one single delta costs,
-no pause makes less.
+Before the first delta, the idle replica is measured for about a second (50 probes). The limit is `factor`
+times the p99 of the idle replica, and at least 1 ms above it. The p99 covers the whole time in which deltas
+are applied, pauses included, because clients see that, and pauses lower it. A pause does not reduce the cost
+of a single delta.
 
-Nothing here reads a clock or the network.
+This module reads no clock and no network.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ class PacePolicy(Struct, frozen=True):
 
 
 class Latencies(Struct, frozen=True):
-    """Seconds that probes took: when nothing was applied, and since the last choice while deltas were."""
+    """Seconds that probes took: while idle, and while deltas were applied since the pause was chosen."""
 
     idle: Sequence[float] = ()
     applying: Sequence[float] = ()
 
     @property
     def idle_p99_s(self) -> float | None:
-        """None with too few probes."""
+        """The p99 of probes of the idle replica; None with too few probes."""
         return p99(self.idle)
 
     @property
     def applying_p99_s(self) -> float | None:
-        """None with too few probes."""
+        """The p99 of probes while deltas are applied; None with too few probes."""
         return p99(self.applying)
 
 
 def p99(values: Sequence[float]) -> float | None:
-    """The value that 99 of 100 do not exceed; None of too few to tell."""
+    """The value that 99 of 100 do not exceed; None for fewer than 50 values."""
     if len(values) < LEAST_PROBES:
         return None
     return sorted(values)[math.ceil(0.99 * len(values)) - 1]
@@ -76,13 +76,13 @@ def next_pause(pause_s: float, found: Latencies, policy: PacePolicy) -> float:
 
 
 class Waiting:
-    """Since when deltas wait that a version may take: what a hold keeps back does not wait yet."""
+    """How long deltas have waited that a version may take; deltas beyond the hold do not wait yet."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[int, int], float] = {}
 
     def longest_s(self, pairs: Iterable[tuple[Version, PublishedLog]], now: float) -> float:
-        """Seconds that the one waits which waits longest, of versions and their logs; 0 if there is none."""
+        """Seconds that the longest waiting delta of any version has waited; 0 if none waits."""
         ends = {
             (version.number, span.end)
             for version, log in pairs

@@ -1,11 +1,11 @@
-"""Probes: a prediction at a steady rate, to see what applying deltas costs those who ask a replica.
+"""Probes: predictions at a steady rate, to measure what applying deltas costs a replica's clients.
 
-What is asked is the first request of the version's own warm-up file that is a prediction: somebody chose it
-(`--warmup`), or it was made up of the signature, and every server has answered it before. It changes nothing.
-A version without one is not probed, and deltas are applied to it without pauses.
+A probe is the first prediction in the version's own warm-up file: the exporter got it with `--warmup` or
+generated it from the signature, and each server has already computed it once. It changes nothing. A version
+without one is not probed, and deltas are applied to it without pauses.
 
-Requests that were not sent because one took longer than the period would have waited, too: they are counted
-as if they had been sent on time (else a stall of a second would be one slow probe among many).
+If a probe takes longer than the period, the probes that were not sent meanwhile count as if they had been
+sent on time and had waited. Otherwise a stall of a second would be one slow probe among many.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from serving.client import ModelClient
 
 _KEPT = 512
 _IDLE_SHARE = 10
-"""Once enough is known of an idle replica, it is asked so many times less often."""
+"""Once enough probes of the idle replica are known, the period is so many times longer."""
 _AFTER_S = 1.0
-"""Time after a call that applied something which still counts as applying: others come on its heels."""
+"""Time after a call that applied deltas which still counts as applying: the next call usually follows at
+once."""
 _DEADLINE_S = 2.0
-_NOBODY_S = 0.5
+_UNPROBED_S = 0.5
 _OWN_SIGNATURES = "incremental_"
 
 
 def probe_request(version: Path) -> Proto | None:
-    """The recorded request that a version is probed with; None if it brings none along."""
+    """The recorded request for probes of a version; None if its warm-up file has none."""
     try:
         with os.fdopen(open_regular(version / WARMUP_FILE), "rb") as file:
             for record in read_records(file):
@@ -49,13 +50,13 @@ def probe_request(version: Path) -> Proto | None:
                 request = getattr(log, kind).request
                 if not request.model_spec.signature_name.startswith(_OWN_SIGNATURES):
                     return request
-    except (OSError, ValueError, DamagedRecord):  # servers say what is wrong with it
+    except (OSError, ValueError, DamagedRecord):  # the server reports damage when it loads the version
         return None
     return None
 
 
 class Prober:
-    """Probes one model of one server, in a thread of its own; `version` tells which is to be asked."""
+    """Probes one model of one server; `version` returns the version to probe now."""
 
     def __init__(
         self, address: str, model: str, path: Path, probe_s: float, version: Callable[[], int | None]
@@ -74,18 +75,18 @@ class Prober:
         self._applied_at = -_AFTER_S
 
     def latencies(self) -> Latencies:
-        """What probes took so far."""
+        """The latencies of the last probes."""
         with self._lock:
             return Latencies(tuple(self._idle), tuple(self._applying))
 
-    def begin_anew(self) -> None:
-        """Another pause was chosen: what is measured from now on tells of it."""
+    def restart(self) -> None:
+        """Forget the probes while applying, because a new pause was chosen."""
         with self._lock:
             self._applying.clear()
 
     @property
     def is_measuring(self) -> bool:
-        """True while probes are answered, and too few of them tell how an idle replica is."""
+        """True while the replica responds to probes, but too few were sent while it was idle."""
         return self._is_answered and len(self._idle) < LEAST_PROBES
 
     @contextmanager
@@ -105,24 +106,24 @@ class Prober:
                 with ModelClient(self.address, self.model, deadline_s=_DEADLINE_S, access=access) as client:
                     while not stop.is_set():
                         stop.wait(self._probe(client))
-            except Exception:  # noqa: BLE001 - the rollout must not wait for a measurement that never comes
+            except Exception:  # noqa: BLE001 - the rollout must not wait for a measurement that never ends
                 self._is_answered = False
-                stop.wait(_NOBODY_S)
+                stop.wait(_UNPROBED_S)
 
     def _probe(self, client: ModelClient) -> float:
-        """Ask once; how long to wait before the next time."""
+        """Send one probe; returns how long to wait before the next one."""
         version = self._version()
         request = None if version is None else self._request(version)
         self._is_answered = request is not None
         if version is None or request is None:
-            return _NOBODY_S
+            return _UNPROBED_S
         was_applying, began = self._is_applying, time.monotonic()
         try:
             client.replay(request, version)
         except CallFailed as error:
             if error.code != "DEADLINE_EXCEEDED":
                 self._is_answered = False
-                return _NOBODY_S
+                return _UNPROBED_S
         took = time.monotonic() - began
         is_applying = was_applying or self._is_applying
         period = self._probe_s if is_applying or len(self._idle) < LEAST_PROBES else self._slow_s

@@ -1,4 +1,4 @@
-"""What is published of a model, kept current: a thread lists its directory when something changes in it."""
+"""What is published of a model, kept current by a thread that lists its directory after each change."""
 
 from __future__ import annotations
 
@@ -21,32 +21,34 @@ class FollowedModel(Struct, frozen=True):
 
 
 class Publications:
-    """What is published of one model, kept current by a thread; workers wait here for news."""
+    """The published logs of one model, kept current by a thread; replicas wait here for changes."""
 
     def __init__(self, model: FollowedModel, journal: Journal, poll_s: float) -> None:
         self.model = model
         self.directory = ModelDirectory(model.path)
         self._journal = journal
         self._poll_s = poll_s
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._looking = threading.Lock()
-        self._told = ""
+        self._reported = ""
         self._count = 0
         self.current = self.directory.read()
         if self.current.problem:
-            self._tell(EventKind.UNSEEN, self.current.problem)
+            self._report(EventKind.UNSEEN, self.current.problem)
 
     def wait(self, seen: int, timeout_s: float) -> int:
-        """Sleep until there are news beyond `seen`, or for `timeout_s`; the number of the last news."""
-        with self._news:
-            self._news.wait_for(lambda: self._count != seen, timeout_s)
+        """Sleep until a change after number `seen`, or for `timeout_s`; returns the number of the last
+        change.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._count != seen, timeout_s)
             return self._count
 
     def wake(self) -> None:
-        """Let whoever waits look again."""
-        with self._news:
+        """Wake all threads that wait."""
+        with self._changed:
             self._count += 1
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def follow(self, stop: threading.Event) -> None:
         """List the directory whenever something appears in it, and every `poll_s`, until `stop`."""
@@ -57,8 +59,10 @@ class Publications:
                     self.look()
                     if self.directory.places() != places or stop.is_set():
                         break
-            except Exception as error:  # noqa: BLE001 - too many watches, for example: then it is polled
-                self._tell_once(f"changes under {self.model.path} are not told, it is polled: {error}")
+            except Exception as error:  # noqa: BLE001 - the kernel's limit of watches, for example: poll instead
+                self._report_once(
+                    f"changes under {self.model.path} cannot be watched, so the agent polls: {error}"
+                )
                 stop.wait(self._poll_s)
                 self.look()
 
@@ -71,23 +75,23 @@ class Publications:
             return
         if found.problem != before.problem:
             what = EventKind.UNSEEN if found.problem else EventKind.SEEN
-            self._tell(what, found.problem or f"{self.model.path} can be seen now")
+            self._report(what, found.problem or f"{self.model.path} can be read again")
         self.wake()
 
-    def _tell_once(self, message: str) -> None:
-        if message != self._told:
-            self._told = message
-            self._tell(EventKind.FAILED, message)
+    def _report_once(self, message: str) -> None:
+        if message != self._reported:
+            self._reported = message
+            self._report(EventKind.FAILED, message)
 
-    def _tell(self, what: EventKind, message: str) -> None:
+    def _report(self, what: EventKind, message: str) -> None:
         self._journal.write(FleetEvent(what, message, self.model.name))
 
 
 def changes(places: Iterable[Path], stop: threading.Event, poll_s: float) -> Iterator[None]:
     """Yield whenever something may have changed in one of the directories, and at least every `poll_s`.
 
-    The kernel tells of changes on local disks; on network file systems it tells of one's own alone, so that
-    the period is what counts there.
+    The kernel reports all changes on local disks. On network file systems it reports only those of this
+    machine, so that the period decides there.
     """
     if not places:
         stop.wait(poll_s)
@@ -95,7 +99,7 @@ def changes(places: Iterable[Path], stop: threading.Event, poll_s: float) -> Ite
         return
     import watchfiles
 
-    told = watchfiles.watch(
+    batches = watchfiles.watch(
         *places,
         watch_filter=_is_published,
         debounce=20,
@@ -107,14 +111,14 @@ def changes(places: Iterable[Path], stop: threading.Event, poll_s: float) -> Ite
         recursive=False,
         ignore_permission_denied=True,
     )
-    yield  # what appeared before the watch began
+    yield  # for changes before the watch began
     try:
-        for _ in told:
+        for _ in batches:
             yield
-    except FileNotFoundError:  # a place vanished
+    except FileNotFoundError:  # a directory has vanished
         stop.wait(poll_s)
 
 
 def _is_published(change: object, path: str) -> bool:
-    """True for what readers see; locks, what is staged and what is removed begin with a dot."""
+    """True for published names; locks, staged and removed directories begin with a dot."""
     return not os.path.basename(path).startswith(".")  # noqa: PTH119  called for each change

@@ -1,4 +1,4 @@
-"""Fetch what is published of a model in an object store into its base path, in a thread."""
+"""Fetch a model's publications from an object store into its base path, in a thread."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from serving.agent.publications import FollowedModel
 from serving.optional_libraries import require_libraries
 
 _END_SECONDS = 5.0
-"""How long the end of the agent waits for what is being written of a publication."""
+"""How long the agent waits at its end for a publication that is being written."""
 
 
 class Fetched(Struct, frozen=True):
-    """How a model's directory stands against the store that it is fetched from.
+    """The state of a model's directory compared with its store.
 
-    `complete` is when a look into the store began after which nothing was to be fetched (monotonic seconds);
-    before the first one, when the agent began. `problem` is why the last look failed, empty if it did not;
-    `waiting` what may not be fetched after a canary's rollback.
+    `complete` is the start of the last look into the store after which nothing was left to fetch (monotonic
+    seconds), or the agent's start before the first one. `problem` says why the last look failed, empty if it
+    succeeded; `waiting` lists publications that do not fit after a canary's rollback.
     """
 
     url: str
@@ -38,7 +38,7 @@ class Fetched(Struct, frozen=True):
 
 
 class Puller:
-    """Brings a model's directory to what is in a store, again and again; a failure is told once."""
+    """Brings a model's directory up to date with a store, periodically; reports a failure once."""
 
     def __init__(self, model: FollowedModel, url: str, journal: Journal, poll_s: float) -> None:
         self._model, self._url, self._journal, self._poll_s = model, url, journal, poll_s
@@ -56,42 +56,42 @@ class Puller:
         began, before = time.monotonic(), self.fetched
         try:
             done = copy.update()
-        except TargetBusy:  # another agent fetches into the same directory; `complete` tells if it hangs
+        except TargetBusy:  # another agent fetches into the directory; if it hangs, `complete` shows it
             return
         except ExportError as error:
             why = f"{error.message}: {error.cause}" if error.cause else error.message
             self._fail(why, error.message)
-        except Exception as error:  # noqa: BLE001 - the next look may succeed, and nobody else would say it
+        except Exception as error:  # noqa: BLE001 - report any error, and try again
             self._fail(f"{type(error).__name__}: {error}", str(error))
         else:
             complete = before.complete if done.incomplete else began
             self.fetched = Fetched(self._url, complete, waiting=done.waiting)
             if before.problem:
-                self._tell(EventKind.SEEN, f"{self._url} is fetched again")
+                self._report(EventKind.SEEN, f"{self._url} is fetched again")
             if done.waiting and done.waiting != before.waiting:
                 what = ", ".join(done.waiting)
-                self._tell(
-                    EventKind.CANARY, f"{what} cannot be taken after the rollback here: merge {self._url}"
+                self._report(
+                    EventKind.CANARY, f"{what} cannot be fetched after the rollback here: merge {self._url}"
                 )
 
     def _fail(self, why: str, kind: str) -> None:
-        problem = f"{self._url} is not fetched: {why}"
+        problem = f"{self._url} cannot be fetched: {why}"
         before, self.fetched = self.fetched, replace(self.fetched, problem=problem)
         if kind not in before.problem or not before.problem:
-            self._tell(EventKind.FAILED, problem)
+            self._report(EventKind.FAILED, problem)
 
-    def _tell(self, what: EventKind, message: str) -> None:
+    def _report(self, what: EventKind, message: str) -> None:
         self._journal.write(FleetEvent(what, message, self._model.name))
 
 
 def pullers_of(
     options: Sequence[str], models: Sequence[FollowedModel], journal: Journal, poll_s: float
 ) -> dict[str, Puller]:
-    """Who fetches, by the models' names; the name may be left out where there is one model.
+    """The pullers by model; `options` are `[NAME=]URL`, and may leave out the name if there is one model.
 
     Raises:
-        UsageError: an option names no model, or one twice, or no URL of a model; two models would be fetched
-            into one directory; the library that reads stores is not installed.
+        UsageError: an option names an unknown model, or a model twice, or its URL is not that of a model; two
+            models share a directory; the library for object stores is not installed.
     """
     if options:
         require_libraries("stores", "--pull", "obstore")
@@ -102,7 +102,7 @@ def pullers_of(
             name, url = models[0].name if len(models) == 1 else "", text
         if name not in {model.name for model in models} or name in found:
             raise UsageError(
-                f"--pull {text} names no model" if name not in found else f"--pull names {name} twice",
+                f"--pull {text} does not name a model" if name not in found else f"--pull names {name} twice",
                 hint="--pull NAME=URL, with a NAME of --model-base-path",
             )
         found[name] = str(parse(url))
@@ -118,10 +118,7 @@ def pullers_of(
 
 @contextmanager
 def pulling(pullers: Sequence[Puller]) -> Iterator[None]:
-    """Fetch while the block runs; what is being fetched when it ends is fetched on by the next agent.
-
-    The threads that ask for it end before the process does, which would wait for them.
-    """
+    """Fetch inside the block; the next agent resumes a fetch that the end of the block interrupts."""
     stop = threading.Event()
     threads = [
         threading.Thread(target=puller.follow, args=(stop,), name="pull", daemon=True) for puller in pullers

@@ -1,19 +1,20 @@
-"""Rebuild a replica that holds something else than was published: take its model out, and put it back.
+"""Rebuild a replica whose values differ from what was published: remove its model from the server, and add it
+again.
 
-A stock server loads a version anew, from its base, only after the model was out of its configuration, and a
-configuration replaces the whole one before it. So this needs the file that the servers run with
-(`--rebuild-config`), and every target is expected to run with exactly that. Deltas cannot do it: they lead
-forward only, and hold the rows that they changed.
+A stock server loads a version again from its base only after its model was out of the configuration, and each
+configuration replaces the whole one before it. So a rebuild needs the file that the servers run with
+(`--rebuild-config`), and every target has to run with exactly that. Deltas cannot repair a replica: they lead
+only forward, and hold only the rows that they changed.
 
-- What is published is read and checked first, so that what cannot be loaded is not put in its place.
-- A replica is rebuilt only while another one serves the model that no audit called wrong, and one of a model
-  at a time. While it is rebuilt it answers NOT_FOUND for this model; its other models go on.
-- An agent that is killed in between leaves a server without the model. The next one finds every version
-  ended, without an error, and sends the whole configuration.
-- Two agents that do it at once load it twice, and harm nothing else.
+- The published files are read and checked first, so that a damaged version does not replace a loaded one. - A
+replica is rebuilt only while another one serves the model that passed its last audit, and only one replica of
+a model at a time. During the rebuild it responds NOT_FOUND for this model; its other models are served. - An
+agent that is killed during a rebuild leaves a server without the model. The next agent finds that every
+version has ended without an error, and sends the whole configuration. - Two agents that rebuild at the same
+time load the model twice, and do no other harm.
 
-Without the file nothing is rebuilt: an event says so, and `/livez` fails, so that an orchestrator restarts
-the server's process, which has the same effect.
+Without the file the agent does not rebuild: it reports an event and `/livez` fails, so that an orchestrator
+restarts the server, which has the same effect.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ _POLL_S = 0.1
 
 
 class Rebuilder:
-    """Takes a model out of a server, and puts it back.
+    """Removes a model from a server, and adds it again.
 
-    `is_served_elsewhere` answers for an address and a model: does another server serve it rightly?
+    `is_served_elsewhere` takes an address and a model, and is True if another server serves the model
+    correctly.
     """
 
     def __init__(
@@ -57,13 +59,13 @@ class Rebuilder:
         self._locks = {model.name: Lock() for model in config.model_config_list.config}
 
     def rebuild(self, address: str, model: str, path: Path) -> str:
-        """Load a model again, which is published under `path`; why it was not done, empty if it was.
+        """Load a model again from `path`; returns why it was not done, empty if it was.
 
         Raises:
-            ServerError: the server refused, or did not do it in time; the model may be out of it.
+            ServerError: the server refused, or was too slow; it may be without the model now.
         """
         if not self._is_served_elsewhere(address, model):
-            return "no other replica would serve meanwhile"
+            return "no other replica would serve the model meanwhile"
         lock = self._locks[model]
         if not lock.acquire(blocking=False):
             return "another replica is being rebuilt"
@@ -81,21 +83,21 @@ class Rebuilder:
             lock.release()
 
     def restore(self, address: str, model: str) -> None:
-        """Give a server the whole configuration, and wait until it serves it.
+        """Send a server the whole configuration, and wait until the server serves it.
 
         Raises:
             ServerError: it refused, or cannot load a version.
         """
         if problem := self._would_wait(address, model):
-            raise ServerError(f"{address} is not given its configuration: {problem}")
-        # The model's own path is not looked for: the server served it from there, wherever that is.
+            raise ServerError(f"{address} is not sent its configuration: {problem}")
+        # The model's own path is not checked: the server served the model from it, on whichever machine.
         connect = partial(self._client, address)
         Reloader(self._config, connect, _LOADS_S, checks_paths=False).run()
 
     def _would_wait(self, address: str, model: str) -> str:
-        """Why a server would take no further configuration after this one; empty if it would.
+        """Why a server would accept no further configuration after this one; empty if it would.
 
-        The file may list another model that the server was never given.
+        That happens if the file lists another model that the server has never had, and whose path is missing.
         """
         for entry in self._config.model_config_list.config:
             is_other = entry.name != model
@@ -117,7 +119,7 @@ class Rebuilder:
 
     def _without(self, name: str) -> Proto:
         config = message_class("serving.ModelServerConfig")()
-        config.model_config_list.SetInParent()  # an empty list is no empty configuration
+        config.model_config_list.SetInParent()  # an empty list differs from an empty configuration
         kept = [model for model in self._config.model_config_list.config if model.name != name]
         config.model_config_list.config.extend(kept)
         return config
@@ -133,11 +135,11 @@ class Rebuilder:
                     return
                 raise
             time.sleep(_POLL_S)
-        raise ServerError(f"{client.address} does not end {client.model}")
+        raise ServerError(f"{client.address} does not unload {client.model}")
 
 
 def _problem_of(model: Path) -> str:
-    """Why the newest version could not be loaded from what is published; empty if it could."""
+    """Why the newest published version could not be loaded; empty if it could."""
     try:
         log = read_log(model)
         log.state().check(variable.name for variable in log.schema.variables)
@@ -147,10 +149,10 @@ def _problem_of(model: Path) -> str:
 
 
 def read_rebuild_config(file: Path, models: Sequence[str]) -> Proto:
-    """The configuration that every target runs with.
+    """Read the configuration that every target runs with.
 
     Raises:
-        UsageError: it cannot be read, is none, or lacks a model that is looked after.
+        UsageError: it cannot be read, has other content, or lacks a model of the agent.
     """
     config = read_config_file(file)
     try:
@@ -162,7 +164,7 @@ def read_rebuild_config(file: Path, models: Sequence[str]) -> Proto:
     if missing := sorted(set(models) - listed):
         raise UsageError(
             f"--rebuild-config {file} does not list {missing[0]!r}",
-            cause="a server unloads every model that it does not find in it",
+            cause="a server unloads every model that its configuration does not list",
             hint="name the file that the servers run with",
         )
     return config

@@ -1,4 +1,4 @@
-"""How far behind each replica was over the last minutes, for the status page's plot."""
+"""How far behind each replica was during the last ten minutes, for the plots of the status page."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _KEPT = 600
 
 
 class Sample(Struct, frozen=True):
-    """One look: seconds behind what is published by (model, address); None where nobody knew."""
+    """Seconds behind what is published at one time, by (model, address); None if unknown."""
 
     at: datetime
     stale_s: dict[tuple[str, str], float | None]
 
 
 class Recorder(Struct):
-    """Looks at the fleet every second, in a thread, and keeps the last ten minutes."""
+    """Samples the fleet every second, and keeps the last ten minutes."""
 
     view: Callable[[], FleetView]
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -46,5 +46,5 @@ class Recorder(Struct):
         self.samples.append(Sample(view.at, stale))
 
     def series(self, model: str, address: str) -> list[float | None]:
-        """One replica's seconds behind, oldest first."""
+        """The samples of one replica, the oldest first."""
         return [sample.stale_s.get((model, address)) for sample in tuple(self.samples)]

@@ -1,6 +1,6 @@
-"""One model of one server: a thread observes it, applies deltas, audits it, as `rollout` decides.
+"""One model of one server: a thread observes it, applies deltas and audits it, as `rollout` decides.
 
-What probes of its predictions took gives the pause between its deltas (see `pacing`).
+With pacing, a second thread probes its predictions, and their latencies give the pause between deltas.
 """
 
 from __future__ import annotations
@@ -43,9 +43,18 @@ from serving.client import ModelClient
 from serving.status import VersionState, VersionStatus, error_text
 from serving.updates import IncrementalStatus, Updated, call_until_there, read_incremental_status
 
+BYTES_A_SECOND = 20e6
+"""A catch-up gets the time that its deltas take at this rate, in addition to the deadline of any call."""
+_AFTER_A_SURPRISE_S = 1.0
+_LONGEST_WAIT_S = 60.0
+_REFUSED = "INVALID_ARGUMENT"
+
+Allowed = Callable[[str, str, PublishedLogs], PublishedLogs]
+"""The part of the published logs that a replica may take, by model, address and all published logs."""
+
 
 class Pacer:
-    """The pause of one replica; `version` tells which version requests get that name none."""
+    """Probes one replica and chooses its pause; `version` returns the version that clients get by default."""
 
     def __init__(
         self,
@@ -66,7 +75,9 @@ class Pacer:
         threading.Thread(target=self._prober.run, args=(self._access, stop), daemon=True).start()
 
     def paced(self, versions: Sequence[Version], published: PublishedLogs, now: float) -> Paced:
-        """The pause, and how long a delta has waited that one of the versions may take."""
+        """The pause, how long a delta has waited that one of the versions may take, and if the replica is
+        measured.
+        """
         logs = published.logs
         pairs = [(version, logs[version.lineage]) for version in versions if version.lineage in logs]
         return Paced(self.pause_s, self._waiting.longest_s(pairs, now), not self._prober.is_measuring)
@@ -77,16 +88,16 @@ class Pacer:
 
     @property
     def latencies(self) -> Latencies:
-        """What probes took."""
+        """The latencies of the last probes."""
         return self._prober.latencies()
 
     def adapt(self) -> str:
-        """Choose the pause before the next delta; what there is to tell: pauses begin, or end."""
+        """Choose the pause before the next delta; returns an event's text if pauses begin or end."""
         before, found = self.pause_s, self.latencies
         self.pause_s = next_pause(before, found, self._policy)
         if found.applying_p99_s is None or found.idle_p99_s is None:
             return ""
-        self._prober.begin_anew()
+        self._prober.restart()
         if (before > 0) == (self.pause_s > 0):
             return ""
         what = "pauses between deltas begin" if self.pause_s else "no more pauses between deltas"
@@ -94,23 +105,14 @@ class Pacer:
         return f"{what}: p99 of predictions is {p99s}"
 
 
-BYTES_A_SECOND = 20e6
-"""A catch-up is given the time that its deltas take at this rate, beside the deadline of any call."""
-_AFTER_A_SURPRISE_S = 1.0
-_LONGEST_WAIT_S = 60.0
-_REFUSED = "INVALID_ARGUMENT"
-
-Allowed = Callable[[str, str, PublishedLogs], PublishedLogs]
-"""What a replica may take, by model, address and what is published of it."""
-
-
 class Settings(Struct, frozen=True):
-    """How the fleet is looked after; times in seconds.
+    """The settings of a fleet; times in seconds.
 
-    `poll_s`: between two listings of a directory where nothing tells of changes. `resolve_s`: between two
-    looks at what names stand for. `deadline_s`: of any call, to which the time of a catch-up is added.
-    `audit_chunks`: how many chunks an audit compares. `pace`: how far predictions are spared (None: not
-    at all). `access`: files for TLS, a certificate, a token.
+    `poll_s`: the longest time between two listings of a directory. `resolve_s`: the time between two look-ups
+    of names. `deadline_s`: the deadline of a call, to which the time of a catch-up is added. `audit_chunks`:
+    how many chunks an audit compares. `pace`: the limits of pacing (None: no pacing). `rebuild`: the
+    configuration that the servers run with (None: no rebuilds). `access`: files for TLS, a certificate and a
+    token.
     """
 
     policy: RolloutPolicy = field(default_factory=RolloutPolicy)
@@ -124,7 +126,7 @@ class Settings(Struct, frozen=True):
 
 
 class Replica:
-    """One model of one server, kept fresh by a thread of its own."""
+    """One model of one server, and the thread that keeps it fresh."""
 
     def __init__(
         self,
@@ -159,35 +161,35 @@ class Replica:
         return self.publications.model.name
 
     def start(self) -> None:
-        """Begin."""
+        """Start the threads."""
         self._thread.start()
         if self.pacer is not None:
             self.pacer.start(self._stop)
 
     def end(self) -> None:
-        """Make no more calls after the one under way."""
+        """Make no more calls after the one in progress."""
         self._stop.set()
         self.publications.wake()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the call under way; True if it has ended."""
+        """Wait for the call in progress; True if it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     @property
     def published(self) -> PublishedLogs:
-        """What this replica may take of what is published."""
+        """The part of the published logs that this replica may take."""
         return self._allowed(self.model, self.address, self.publications.current)
 
     @property
     def served_version(self) -> int | None:
-        """The version that requests get which name none."""
+        """The version that requests without a version get."""
         available = (v.number for v in self.observed.versions if v.state is VersionState.AVAILABLE)
         return max(available, default=None)
 
     @property
     def serves_rightly(self) -> bool:
-        """True if it answers with a version that no audit found to differ from what is published."""
+        """True if it serves a version that passed its last audit, or was not audited."""
         is_wrong = self.audited is not None and bool(self.audited.differing)
         return self.served_version is not None and not is_wrong and not self.observed.failures
 
@@ -206,7 +208,7 @@ class Replica:
                 ) as client:
                     while not self._stop.is_set():
                         self._act(client)
-            except Exception as error:  # noqa: BLE001 - else nobody would look after this replica any more
+            except Exception as error:  # noqa: BLE001 - a dead thread would leave this replica without updates
                 self._failed(CallFailed("INTERNAL", f"{type(error).__name__}: {error}"))
                 self._stop.wait(_AFTER_A_SURPRISE_S)
 
@@ -246,7 +248,7 @@ class Replica:
         for version, what, message in rollout.differences(before.versions, self.observed.versions):
             if EventKind(what) is EventKind.RESTARTED:
                 self.audited = None
-            self._tell(EventKind(what), message, version=version.number, position=version.position)
+            self._report(EventKind(what), message, version=version.number, position=version.position)
         self._restore()
 
     def _apply(self, client: ModelClient, action: Apply) -> None:
@@ -261,26 +263,26 @@ class Replica:
             else:
                 self._failed(error)
             return
-        if done.found_another:  # perhaps it leads as far: nothing is wrong, and where it stands is seen anew
+        if done.found_another:  # that update may lead as far: ask for the position again
             self._observe(client)
             return
         self.last_applied = now = time.monotonic()
         if done.position < action.up_to:
-            self._refused(client, action, f"it stopped at {done.position}: {done.status}")
+            self._refused(client, action, f"the update stopped at {done.position}: {done.status}")
             return
         self.observed = self.observed.moved(done.version, done.position, done.step)
         self._applied(action, done, now - began)
-        if self.pacer is not None and (told := self.pacer.adapt()):
-            self._tell(EventKind.PACED, told)
+        if self.pacer is not None and (text := self.pacer.adapt()):
+            self._report(EventKind.PACED, text)
 
     def _bring(self, client: ModelClient, action: Apply, bytes_: int) -> Updated:
         """Bring a version to a position; `bytes_` is the size of the deltas on the way.
 
-        `Updated.found_another` is true if another update ran all the time, and nothing was done.
+        `Updated.found_another` is true if another update ran all the time, and nothing was applied.
 
         Raises:
-            CallFailed: INVALID_ARGUMENT, the version does not take a delta; after any other code, whether it
-                did is unknown.
+            CallFailed: INVALID_ARGUMENT, the version refuses a delta; after any other code it is unknown
+                whether deltas were applied.
         """
         client.deadline_s = self._settings.deadline_s + bytes_ / BYTES_A_SECOND
         try:
@@ -294,7 +296,7 @@ class Replica:
         age = None if commit is None else (now - commit.created).total_seconds()
         newest = None if commit is None else commit.event_time
         took = f"{count(done.deltas, 'delta')}, {count(done.rows, 'row')}"
-        self._tell(
+        self._report(
             EventKind.APPLIED,
             f"version {done.version} is at position {done.position}: {took}",
             version=done.version,
@@ -308,18 +310,18 @@ class Replica:
         )
 
     def _refused(self, client: ModelClient, action: Apply, reason: str) -> None:
-        """Note which delta was not taken: the first one from where the version stands now, for those before
-        it on the way were applied.
+        """Record which delta was refused: the first one after the current position, because those before it
+        on the way were applied.
         """
         self._observe(client)
         at = next((v.position for v in self.observed.versions if v.number == action.version), None)
         log = self.publications.current.logs.get(action.lineage)
         way = () if at is None or log is None else log.up_to(action.up_to).reach(at)
-        if not way:  # it is there by now, or gone, or nobody knows
+        if not way:  # it is there by now, or gone, or its position is unknown
             return
         refusal = Refusal(action.lineage, way[0], reason, time.monotonic())
         self.observed = self.observed.refused(refusal)
-        self._tell(EventKind.REFUSED, f"delta {way[0]} was not taken: {reason}", version=action.version)
+        self._report(EventKind.REFUSED, f"delta {way[0]} was refused: {reason}", version=action.version)
 
     def _audit(self, client: ModelClient, action: Audit) -> None:
         self.last_audit = time.monotonic()
@@ -331,23 +333,23 @@ class Replica:
             self._failed(error)
             return
         before, self.audited = self.audited, found
-        if found.skipped and suspects:  # nothing is known that would clear it
+        if found.skipped and suspects:  # without a result the old one stands
             self.audited = replace(found, differing=suspects)
         elif found.differing:
             chunk = found.differing[0]
-            self._tell(
+            self._report(
                 EventKind.DIFFERS,
                 f"version {action.version} at position {found.position} does not hold what was published: "
-                f"{chunk.variable}, rows {chunk.start} to {chunk.stop}; start this server anew",
+                f"{chunk.variable}, rows {chunk.start} to {chunk.stop}; restart this server",
                 version=action.version,
                 position=found.position,
             )
             self._rebuild(client)
         elif found.skipped and (before is None or before.skipped != found.skipped):
-            self._tell(EventKind.AUDIT, f"no audit of version {action.version}: {found.skipped}")
+            self._report(EventKind.AUDIT, f"no audit of version {action.version}: {found.skipped}")
 
     def _rebuild(self, client: ModelClient) -> None:
-        """Load the model anew where that may be done, and look at it with new eyes."""
+        """Load the model again if the rebuilder may, and forget what was known of it."""
         if self._rebuilder is None:
             return
         before = self._why_not_rebuilt
@@ -356,42 +358,44 @@ class Replica:
                 self.address, self.model, self.publications.model.path
             )
         except ServerError as error:
-            self._failed(CallFailed("ABORTED", error.message, cause=f"it was not rebuilt: {error}"))
+            self._failed(CallFailed("ABORTED", error.message, cause=f"the rebuild failed: {error}"))
             return
         if self._why_not_rebuilt:
             if self._why_not_rebuilt != before:
-                self._tell(EventKind.AUDIT, f"it is not rebuilt: {self._why_not_rebuilt}")
+                self._report(EventKind.AUDIT, f"not rebuilt: {self._why_not_rebuilt}")
             return
-        self._tell(EventKind.REBUILT, "it was loaded anew from its base")
+        self._report(EventKind.REBUILT, "the server loaded the model again from its base")
         self.audited, self.last_audit = None, 0.0
         self._observe(client)
 
     def _restore(self) -> None:
-        """Put a model back that somebody took out, and did not live to put back."""
+        """Add a model again that a killed agent had removed from the server."""
         if self._rebuilder is None or not self.observed.was_left_out:
             return
         try:
             self._rebuilder.restore(self.address, self.model)
-            self._tell(EventKind.REBUILT, "it was out of the server, and is back")
+            self._report(EventKind.REBUILT, "the server lacked the model, and serves it again")
         except ServerError as error:
-            self._failed(CallFailed("ABORTED", error.message, cause=f"it is not back: {error}"))
+            self._failed(
+                CallFailed("ABORTED", error.message, cause=f"the model could not be added again: {error}")
+            )
 
     def _failed(self, error: CallFailed) -> None:
         before = self.observed
         text = error.cause or error.message
         self.observed = before.failed(text, time.monotonic(), random.random())
         if not before.failures or before.error != text:
-            self._tell(EventKind.FAILED, text)
+            self._report(EventKind.FAILED, text)
 
-    def _tell(self, what: EventKind, message: str, **told: Any) -> None:
-        self._journal.write(FleetEvent(what, message, self.model, self.address, **told))
+    def _report(self, what: EventKind, message: str, **fields: Any) -> None:
+        self._journal.write(FleetEvent(what, message, self.model, self.address, **fields))
 
 
 def _versions(client: ModelClient) -> list[Version]:
-    """Every version, and the position of each that is available.
+    """Every version, and the position of each available one.
 
     Raises:
-        CallFailed: the server did not answer, or has no such model.
+        CallFailed: the server did not respond, or does not have the model.
     """
     return [_version(client, status) for status in client.status()]
 

@@ -1,19 +1,19 @@
-"""What to do next for one replica: a function of what is published, what was observed, and the time.
+"""The next action for one replica: a function of what is published, what was observed, and the time.
 
-    | observed                                          | action                                       |
-    |---------------------------------------------------|----------------------------------------------|
-    | the last call failed less than its back-off ago   | `Wait` until then                            |
-    | never seen, in doubt, or seen too long ago        | `Observe`                                    |
+    | observed                                          | action                                        |
+    |---------------------------------------------------|-----------------------------------------------|
+    | the last call failed less than its back-off ago   | `Wait` for its end                            |
+    | never observed, in doubt, or observed too long ago| `Observe`                                     |
     | a version behind what its log allows              | `Apply` to exactly that version, newest first |
-    | the same, but this delta was refused here         | `Apply` to the end of another, smaller one   |
-    | the same, and predictions are to be spared        | `Wait` for the pause, then `Apply` one delta |
-    | the same, and there is no other                   | `Wait` until that one is to be tried again   |
-    | current, and not compared for long                | `Audit` what it holds                        |
-    | a version is being loaded, or is due              | `Wait` for a short while, then `Observe`     |
-    | anything else                                     | `Wait` until it is to be looked at again     |
+    | the same, but this replica refused the delta      | `Apply` to the end of another, smaller one    |
+    | the same, and pacing asks for a pause             | `Wait` for its end, then `Apply` one delta    |
+    | the same, and there is no other delta             | `Wait` for the refused delta's retry          |
+    | current, and the last audit is too long ago       | `Audit` what it holds                         |
+    | a version is loading, or is due                   | `Wait` for a short time, then `Observe`       |
+    | anything else                                     | `Wait` for the next observation               |
 
-Nothing here reads a clock, a file or the network. Positions and spans are those of `exporter.delta`; the
-graph itself plans how it gets to a position, by the same rule as `plan_chain`.
+This module reads no clock, file or network. Positions and spans are those of `exporter.delta`; the graph
+plans its own way to a position, by the same rule as `plan_chain`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from serving.status import VersionState
 
 FIRST_BACK_OFF_S = 0.1
 LONGEST_BACK_OFF_S = 5.0
-"""A server that comes back, or gets the model, is found within this time."""
+"""The agent finds a server that comes back, or gets the model, within this time."""
 FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
-"""Until a refused delta is tried again, the first time; twice as long after each refusal, up to the other."""
+"""The time until a refused delta is tried again; it doubles after each refusal, up to the second value."""
 _LOADING_S = 0.05
-"""How often a server is asked that loads a version: once that is AVAILABLE, requests get it, and it stands
-where its warm-up left it until the agent knows."""
+"""How often a server that loads a version is observed. Once the version is AVAILABLE it gets requests, and it
+stays at the position of its warm-up until the agent has observed it."""
 _NOTICED_S = 10.0
-"""How long a version is due once it is published: as a rule servers look into their directory each second."""
+"""How long a published version is due: by default, servers list their directory each second."""
 _MEASURING_S = 0.1
-"""How often it is looked whether an idle replica has been measured."""
+"""How often the agent checks whether the idle replica is measured."""
 
 
 class Rollback(Struct, frozen=True):
-    """A published rollback: what leads to `position` has the values of `back_to` again."""
+    """A published rollback: the delta to `position` restores the values of `back_to`."""
 
     position: int
     back_to: int
@@ -52,11 +52,11 @@ class Rollback(Struct, frozen=True):
 
 
 class PublishedLog(Struct, frozen=True, dict=True):
-    """A log at one moment: its deltas, and the position that nobody passes unasked.
+    """A log at one time: its deltas, and its hold as the limit of all replicas.
 
-    `limit` is None without a hold; -1 for a hold that cannot be read, which stops everybody. `is_canary`: it
-    is how far a canary approved the log. `base` is where the newest base of the log stands, `rollback` the
-    one that it is held at.
+    `limit` is the position of the hold; None without one, and -1 if it cannot be read, which stops all
+    replicas. `is_canary` is True if a canary set it, as the position that it approved. `base` is the position
+    of the log's newest base, `rollback` the rollback at which the log is held.
     """
 
     lineage: str
@@ -67,13 +67,13 @@ class PublishedLog(Struct, frozen=True, dict=True):
     rollback: Rollback | None = None
 
     def up_to(self, position: int) -> PublishedLog:
-        """The log as a call sees it that names a position; a hold does not count for it."""
+        """The log for a call that names a position, to which the hold does not apply."""
         return replace(self, limit=position)
 
     def reach(self, position: int, *, without: Collection[Span] = ()) -> tuple[Span, ...]:
-        """The deltas that lead furthest from `position` within the limit, in their order, perhaps none.
+        """The deltas that lead furthest from `position` within the limit, in order; may be empty.
 
-        As the graph itself plans: the one that leads furthest goes first, of several the smallest.
+        As the graph plans: each step takes the delta that leads furthest, and of several the smallest.
         """
         chain: list[Span] = []
         while fitting := self.fitting(position, without):
@@ -87,7 +87,7 @@ class PublishedLog(Struct, frozen=True, dict=True):
         return [span for span in beyond if span.accepts(position) and span not in without]
 
     def beyond(self, position: int) -> Sequence[Span]:
-        """The deltas that lead further than a position: of thousands that are kept, as a rule few."""
+        """The deltas that lead beyond a position: usually few of the thousands that are kept."""
         return self._by_end[bisect_right(self._by_end, position, key=lambda span: span.end) :]
 
     @cached_property
@@ -104,7 +104,7 @@ class PublishedLog(Struct, frozen=True, dict=True):
 
 
 class PublishedLogs(Struct, frozen=True):
-    """What is published of a model. `problem` says why it cannot be seen (an unmounted volume)."""
+    """The published logs of a model by lineage, the newest first. `problem` says why they cannot be read."""
 
     logs: Mapping[str, PublishedLog] = field(default_factory=dict)
     newest_version: int | None = None
@@ -112,11 +112,11 @@ class PublishedLogs(Struct, frozen=True):
 
     @property
     def newest_log(self) -> PublishedLog | None:
-        """The log of the newest base, which is the one that goes on."""
+        """The log of the newest base, which the exporter continues."""
         return next(iter(self.logs.values()), None)
 
     def decided(self) -> PublishedLogs:
-        """The same, as if a canary had approved all of it: what servers would have to take then."""
+        """The same logs, as if the canary had approved them to their ends."""
         logs = {
             lineage: replace(log, limit=None, is_canary=False) if log.is_canary else log
             for lineage, log in self.logs.items()
@@ -125,9 +125,9 @@ class PublishedLogs(Struct, frozen=True):
 
 
 class Version(Struct, frozen=True):
-    """A version on a replica; `position` is None where it takes no deltas or did not tell.
+    """A version on a replica; `position` is None if it takes no deltas or did not report it.
 
-    `unsettled` counts its responses of no one position, None if it does not report them.
+    `unsettled` counts its responses that may mix positions; None if the base does not count them.
     """
 
     number: int
@@ -140,7 +140,7 @@ class Version(Struct, frozen=True):
 
 
 class Refusal(Struct, frozen=True):
-    """A delta that a replica did not take, and in its words why; `count` times in a row, last at `at`."""
+    """A delta that a replica refused, with its own reason; `count` times in a row, last at `at`."""
 
     lineage: str
     delta: Span
@@ -150,14 +150,14 @@ class Refusal(Struct, frozen=True):
 
     @property
     def retry_at(self) -> float:
-        """When to try it again: a network file system may show a file late, and somebody may heal it."""
+        """When to try it again: a network file system may show a file late, and an operator may repair it."""
         return self.at + min(_LONGEST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self.count - 1, 30))
 
 
 class Observed(Struct, frozen=True):
-    """What is known of a replica. Times are seconds of one clock that only grows.
+    """What is known of a replica. Times are seconds of a monotonic clock.
 
-    `seen_at` is None before the first answer and after every doubt (a call without an answer).
+    `seen_at` is None before the first response, and after a call without a response.
     """
 
     seen_at: float | None = None
@@ -169,17 +169,17 @@ class Observed(Struct, frozen=True):
 
     @property
     def was_asked(self) -> bool:
-        """True once a call was made, whatever came of it."""
+        """True after the first call, whatever its result."""
         return self.seen_at is not None or bool(self.failures or self.versions)
 
     @property
     def was_left_out(self) -> bool:
-        """True if the server knows the model and has ended every version of it, without an error."""
+        """True if the server has unloaded every version of the model, without an error."""
         ended = (known.state is VersionState.END and not known.message for known in self.versions)
         return bool(self.versions) and all(ended)
 
     def standing(self, lineage: str) -> Version | None:
-        """The version that it serves of a log; None if it does not answer, or serves none."""
+        """The newest version that it serves of a log; None if it does not respond, or serves none."""
         if self.failures:
             return None
         serving = [
@@ -190,7 +190,7 @@ class Observed(Struct, frozen=True):
         return max(serving, key=lambda version: version.number, default=None)
 
     def answered(self, versions: Sequence[Version], now: float) -> Observed:
-        """It told where its versions stand."""
+        """After the replica reported its versions and positions."""
         newest_first = sorted(versions, key=lambda version: -version.number)
         answered = replace(
             self, seen_at=now, versions=tuple(newest_first), failures=0, retry_at=0.0, error=""
@@ -198,7 +198,7 @@ class Observed(Struct, frozen=True):
         return answered._forget_passed()
 
     def moved(self, version: int, position: int, step: int) -> Observed:
-        """A version confirmed that it stands at a position now."""
+        """After a version confirmed its new position."""
         moved = (
             replace(known, position=position, step=step) if known.number == version else known
             for known in self.versions
@@ -206,23 +206,24 @@ class Observed(Struct, frozen=True):
         return replace(self, versions=tuple(moved), failures=0, retry_at=0.0, error="")._forget_passed()
 
     def failed(self, error: str, now: float, jitter: float) -> Observed:
-        """A call had no answer, or no good one: what is known of the replica is in doubt.
+        """After a call without a response, or with an error: what is known of the replica is in doubt.
 
-        `jitter` lies in 0..1 and spreads those who failed together over half of the back-off.
+        `jitter` is in 0..1, and spreads the retries of replicas that failed together over half of the
+        back-off.
         """
         longest = min(LONGEST_BACK_OFF_S, FIRST_BACK_OFF_S * 2 ** min(self.failures, 30))
         retry_at = now + longest * (0.5 + jitter / 2)
         return replace(self, seen_at=None, failures=self.failures + 1, retry_at=retry_at, error=error)
 
     def refused(self, refusal: Refusal) -> Observed:
-        """It does not take a delta. Where it stands is read again."""
+        """After the replica refused a delta; its position has to be observed again."""
         others = tuple(r for r in self.refusals if (r.lineage, r.delta) != (refusal.lineage, refusal.delta))
         before = sum(r.count for r in self.refusals if r not in others)
         again = replace(refusal, count=before + 1)
         return replace(self, seen_at=None, refusals=(*others, again), error=refusal.reason)
 
     def refusals_of(self, lineage: str, now: float) -> tuple[Span, ...]:
-        """The deltas of a log that it refused, and that are not to be tried again yet."""
+        """The refused deltas of a log whose retry is not due yet."""
         return tuple(
             refusal.delta
             for refusal in self.refusals
@@ -230,29 +231,29 @@ class Observed(Struct, frozen=True):
         )
 
     def _forget_passed(self) -> Observed:
-        """Without the refusals of deltas that no version has yet to take: healed since, or gone around."""
+        """Forget the refusals of deltas that no version still needs: they were applied later, or bypassed."""
         standing = [(v.lineage, v.position) for v in self.versions if v.position is not None]
         kept = (
             refusal
             for refusal in self.refusals
-            if not standing  # it starts, perhaps
+            if not standing  # the server may be starting
             or any(refusal.lineage == lineage and refusal.delta.accepts(at) for lineage, at in standing)
         )
         return replace(self, refusals=tuple(kept))
 
 
 class Wait(Struct, frozen=True):
-    """Nothing to do before a time, unless something is published or happens."""
+    """Nothing to do before a time, unless something changes."""
 
     until: float
 
 
 class Observe(Struct, frozen=True):
-    """Ask which versions there are and where they stand."""
+    """Ask for the versions and their positions."""
 
 
 class Apply(Struct, frozen=True):
-    """Ask exactly this version to go to a position; `chain` is the way, as far as it can be foreseen."""
+    """Update exactly this version to a position; `chain` is the expected way."""
 
     version: int
     lineage: str
@@ -272,11 +273,11 @@ Action = Wait | Observe | Apply | Audit
 
 
 class RolloutPolicy(Struct, frozen=True):
-    """How often a replica is looked at, and how far it may go.
+    """How often a replica is observed and audited, and how fast it takes deltas; times in seconds.
 
-    `refresh_s`: between looks, when nothing happens. `step_s`: least time between two deltas (None: all at
-    once). `audit_s`: between two audits of a replica (None: never). `longest_delay_s`: how long a paced delta
-    may wait (None: nothing is paced, see `pacing`).
+    `refresh_s`: between two observations without changes. `step_s`: at least between two deltas (None: all at
+    once). `audit_s`: between two audits (None: never). `longest_delay_s`: how long a paced delta may wait
+    (None: no pacing, see `pacing`).
     """
 
     refresh_s: float = 5.0
@@ -286,9 +287,9 @@ class RolloutPolicy(Struct, frozen=True):
 
 
 class Paced(Struct, frozen=True):
-    """What pacing says of a replica now: the pause between two deltas, and how long one has waited so far.
+    """The state of pacing for a replica: the pause between two deltas, and how long one has waited so far.
 
-    `is_measured` is False while too little is known of the replica as it is when nothing is applied.
+    `is_measured` is False until enough probes of the idle replica are known.
     """
 
     pause_s: float = 0.0
@@ -310,7 +311,9 @@ def next_action(
     new_version_at: float = -math.inf,
     paced: Paced = _UNPACED,
 ) -> Action:
-    """What to do for a replica; see the module's table. `new_version_at` is when the newest was published."""
+    """The next action for a replica; see the module's table. `new_version_at`: when the newest version was
+    seen.
+    """
     if observed.failures and now < observed.retry_at:
         return Wait(observed.retry_at)
     if observed.seen_at is None:
@@ -374,7 +377,7 @@ def _advance(
     chain = log.reach(version.position, without=refused)
     if not chain:
         return None
-    # The graph plans by itself and knows of no refusal: only step by step is a refused delta gone around.
+    # The graph plans by itself and does not know refusals: only single steps can bypass a refused delta.
     is_paced = policy.longest_delay_s is not None and paced.waited_s < policy.longest_delay_s
     has_refused = any(span.accepts(version.position) for span in refused)
     if policy.step_s is not None or is_paced or has_refused:
@@ -384,22 +387,22 @@ def _advance(
 
 
 def smallest_step(log: PublishedLog, position: int, without: Collection[Span] = ()) -> Span:
-    """The delta that leads on from a position least far; the graph takes it if it is asked for its end.
+    """The delta that leads least far beyond a position; a call to its end makes the graph take it.
 
     Raises:
-        ValueError: none leads on.
+        ValueError: no delta leads further.
     """
     return min(log.fitting(position, without), key=lambda span: (span.end, -span.start))
 
 
 def behind(version: Version, published: PublishedLogs) -> tuple[Span, ...]:
-    """The deltas that a version has yet to take within the limit, as far as they lead."""
+    """The deltas within the limit that a version has not applied yet."""
     log = published.logs.get(version.lineage)
     return () if log is None or version.position is None else log.reach(version.position)
 
 
 class Quarantined(Struct, frozen=True):
-    """A delta that no replica takes, and the reason that the last of them gave."""
+    """A delta that every replica refuses, and the last reason."""
 
     lineage: str
     delta: Span
@@ -407,10 +410,10 @@ class Quarantined(Struct, frozen=True):
 
 
 def quarantined(replicas: Iterable[Observed], published: PublishedLogs) -> tuple[Quarantined, ...]:
-    """The deltas that every replica refused that answers and stands before them.
+    """The deltas that every responding replica before them has refused.
 
-    Such a delta is damaged or does not fit; trying it elsewhere helps nobody. Where no other leads past it,
-    a new base has to be published.
+    Such a delta is damaged or does not fit, so other replicas would refuse it, too. If no other delta leads
+    past it, a new base has to be published.
     """
     answering = [replica for replica in replicas if replica.versions]
     found: dict[tuple[str, Span], Quarantined] = {}
@@ -433,7 +436,7 @@ def _refused_or_past(replica: Observed, refusal: Refusal) -> bool:
 
 
 def needs_base(replicas: Iterable[Observed], published: PublishedLogs) -> bool:
-    """True if a quarantined delta keeps a replica from what is published, and no other leads past it."""
+    """True if a quarantined delta stops a replica, and no other delta leads past it."""
     replicas = tuple(replicas)
     for found in quarantined(replicas, published):
         log = published.logs[found.lineage]
@@ -449,15 +452,15 @@ def needs_base(replicas: Iterable[Observed], published: PublishedLogs) -> bool:
 
 
 def differences(before: Sequence[Version], now: Sequence[Version]) -> tuple[tuple[Version, str, str], ...]:
-    """What an observer wants to tell of two looks at a replica: (version, kind of event, text)."""
+    """The events between two observations of a replica: (version, kind of event, text)."""
     known = {version.number: version for version in before}
-    told = []
+    events = []
     for version in now:
         old = known.get(version.number)
         if old is None or old.state is not version.state:
             text = f"version {version.number} is {version.state.name}"
-            told.append((version, "version", f"{text}: {version.message}" if version.message else text))
+            events.append((version, "version", f"{text}: {version.message}" if version.message else text))
         elif version.position is not None and old.position is not None and version.position < old.position:
-            text = f"version {version.number} is back at position {version.position}, from {old.position}"
-            told.append((version, "restarted", text))
-    return tuple(told)
+            text = f"version {version.number} went back to position {version.position}, from {old.position}"
+            events.append((version, "restarted", text))
+    return tuple(events)

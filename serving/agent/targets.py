@@ -1,4 +1,4 @@
-"""Which servers there are: addresses as they are, and names that stand for many."""
+"""The servers of a fleet: fixed addresses, and names that resolve to many addresses."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from exporter.errors import UsageError
 from serving.address import GRPC_PORT, with_port
 
 MANY = "dns:///"
-"""A target of this form, as gRPC writes it, stands for every address that the name has."""
+"""The prefix of a target that means every address of a name, in gRPC's notation."""
 
 
 class Resolved(Struct, frozen=True):
-    """The servers' addresses, each once; `problems` are the names that nobody knows now."""
+    """The servers' addresses, each once; `problems` lists the names that did not resolve."""
 
     addresses: tuple[str, ...]
     problems: tuple[str, ...] = ()
 
 
 class Targets:
-    """What was given with --target. A name that cannot be resolved now keeps the addresses it had."""
+    """The values of --target. A name that does not resolve keeps its last addresses."""
 
     def __init__(self, targets: Sequence[str]) -> None:
-        """Check what was given.
+        """Check the targets.
 
         Raises:
-            UsageError: there is none, or one is no address.
+            UsageError: there is none, or one is not an address.
         """
         if not targets:
             raise UsageError("there is no server to keep fresh", hint="name each: --target HOST:PORT")
@@ -41,7 +41,7 @@ class Targets:
         self._known: dict[str, tuple[str, ...]] = {}
 
     def resolve(self) -> Resolved:
-        """Who is there now."""
+        """Resolve all names now."""
         addresses: dict[str, None] = {}
         problems = []
         for target in self._targets:
@@ -50,14 +50,14 @@ class Targets:
                 continue
             try:
                 self._known[target] = _all_addresses(target)
-            except (OSError, UnicodeError) as error:  # a label of more than 63 letters is no name at all
+            except (OSError, UnicodeError) as error:  # UnicodeError: a label of more than 63 letters
                 problems.append(f"{target}: {getattr(error, 'strerror', None) or error}")
             addresses.update(dict.fromkeys(self._known.get(target, ())))
         return Resolved(tuple(addresses), tuple(problems))
 
 
 def _all_addresses(target: str) -> tuple[str, ...]:
-    """IPv4 addresses if the name has any, else IPv6: a replica with both is one replica."""
+    """IPv4 addresses if the name has any, else IPv6: a replica that has both must not count twice."""
     host, port = _host_and_port(target)
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for family, form in ((socket.AF_INET, "{}:{}"), (socket.AF_INET6, "[{}]:{}")):
@@ -75,7 +75,7 @@ def _host_and_port(target: str) -> tuple[str, int]:
     if not host or not port.isdecimal():
         raise UsageError(
             f"--target {target} is not an address",
-            cause=f"after {MANY} a name is expected, and a port if it is not {GRPC_PORT}",
+            cause=f"expected {MANY}NAME, with a port unless it is {GRPC_PORT}",
             hint=f"write {MANY}model-servers:8500",
         )
     return host.strip("[]"), int(port)

@@ -1,4 +1,4 @@
-"""How the fleet stands at a moment: values for metrics, readiness, the status page and JSON."""
+"""The state of the fleet at one time: values for metrics, readiness, the status page and JSON."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from serving.status import VersionState
 class VersionView(Struct, frozen=True):
     """A version on a replica.
 
-    `served_age_s`: since what it serves was published. `event_age_s`: since the newest event happened that it
-    was trained on, None if the trainer does not tell. `stale_s`: since the oldest delta was published that
-    it has yet to take, 0 if there is none. `superseded_s`: since a log was begun that goes on instead of this
-    version's, so that only another version can be fresh; 0 if it is of the log that goes on. `unsettled`: its
-    responses of no one position since it was loaded. None where a version takes no deltas, or nobody knows.
+    Times are seconds. `served_age_s`: since the publication of the values that it serves. `event_age_s`:
+    since the newest event that they were trained on, None if the trainer does not record it. `stale_s`: since
+    the publication of the oldest delta that it has not applied, 0 if there is none. `superseded_s`: since the
+    start of a newer log, so that only another version can become fresh; 0 if the version belongs to the
+    newest log. `unsettled`: its responses since loading that may mix positions. A field is None if the
+    version takes no deltas, or if it is unknown.
     """
 
     number: int
@@ -47,7 +48,7 @@ class VersionView(Struct, frozen=True):
 
 
 class PaceView(Struct, frozen=True):
-    """The pause between two deltas, and the p99 of probes; None where there were too few of them."""
+    """The pause between two deltas, and the p99 of probes; None with too few probes."""
 
     pause_s: float
     idle_p99_s: float | None
@@ -55,8 +56,8 @@ class PaceView(Struct, frozen=True):
 
 
 class ReplicaView(Struct, frozen=True):
-    """One model of one server. `is_answering` is False after a call that had no answer; `audited` is what
-    the last comparison with what is published found; `pace` is None where nothing is paced.
+    """One model of one server. `is_answering` is False after a call without a response; `audited` is the
+    result of the last audit; `pace` is None without pacing.
     """
 
     model: str
@@ -69,7 +70,7 @@ class ReplicaView(Struct, frozen=True):
 
     @property
     def trouble(self) -> str:
-        """Why nothing is known of it now; empty if it answers."""
+        """Why its state is unknown; empty if it responds."""
         if self.is_answering:
             return ""
         what = "does not serve this model" if self.error.startswith("NOT_FOUND") else "does not answer"
@@ -77,15 +78,15 @@ class ReplicaView(Struct, frozen=True):
 
     @property
     def served(self) -> VersionView | None:
-        """The version that a request gets which names none: the newest that is available."""
+        """The version that requests without a version get: the newest available one."""
         available = [version for version in self.versions if version.state == VersionState.AVAILABLE.name]
         return max(available, key=lambda version: version.number, default=None)
 
 
 class CanaryView(Struct, frozen=True):
-    """Where a model's canary is: `approved` is how far the others go, `waiting_s` for how long the oldest
-    delta waits that it has yet to approve, 0 if none does. `doing` is told in words; `failing`, too: what
-    the answers at the approved position do not pass, empty if they do or nobody knows.
+    """The state of a model's canary: `approved` is the limit of the other replicas, `waiting_s` is how long
+    the oldest unapproved delta has waited, 0 if there is none. `doing` describes its current action;
+    `failing` lists the gates that the answers at the approved position fail, empty if none or unknown.
     """
 
     approved: int | None
@@ -96,9 +97,10 @@ class CanaryView(Struct, frozen=True):
 
 
 class StoreView(Struct, frozen=True):
-    """The store that a model's directory is fetched from. `age_s`: since the directory last held all that was
-    there; what is published meanwhile, nobody here knows of. `problem` is why the last look into the store
-    failed, empty if it did not; `waiting` what may not be fetched after a canary's rollback.
+    """The store of a model's directory. `age_s`: seconds since the directory last held everything in the
+    store; the agent does not know what was published since then. `problem` says why the last look into the
+    store failed, empty if it succeeded; `waiting` lists publications that do not fit after a canary's
+    rollback.
     """
 
     url: str
@@ -108,10 +110,10 @@ class StoreView(Struct, frozen=True):
 
 
 class ModelView(Struct, frozen=True):
-    """A model: what is published, and each replica of it.
+    """A model: what is published, and its replicas.
 
-    `position` is the newest published position that the hold allows, `hold` the hold itself. `rollback` is
-    the one that the model is held at. `store` is None where nothing is fetched.
+    `position` is the newest published position that the hold allows, `hold` the position of the hold.
+    `rollback` is the rollback at which the model is held. `store` is None without `--pull`.
     """
 
     name: str
@@ -129,17 +131,17 @@ class ModelView(Struct, frozen=True):
 
     @property
     def stale_s(self) -> float | None:
-        """The greatest among its replicas; None if nobody knows of any."""
+        """The largest value of its replicas; None if unknown for all."""
         return self._worst(lambda served: served.stale_s)
 
     @property
     def served_age_s(self) -> float | None:
-        """The greatest among its replicas; None if nobody knows of any."""
+        """The largest value of its replicas; None if unknown for all."""
         return self._worst(lambda served: served.served_age_s)
 
     @property
     def event_age_s(self) -> float | None:
-        """The greatest among its replicas; None if nobody knows of any."""
+        """The largest value of its replicas; None if unknown for all."""
         return self._worst(lambda served: served.event_age_s)
 
     def _worst(self, seconds: Callable[[VersionView], float | None]) -> float | None:
@@ -148,16 +150,17 @@ class ModelView(Struct, frozen=True):
 
 
 class FleetView(Struct, frozen=True):
-    """All models at one time."""
+    """The state of all models at one time."""
 
     at: datetime
     models: tuple[ModelView, ...]
 
     def why_not_ready(self, fresh_within_s: float) -> tuple[str, ...]:
-        """What keeps this agent's replicas from being called fresh; nothing if they are.
+        """The reasons why this agent's replicas are not fresh; empty if they are.
 
-        A replica must answer, serve a version, and not have been without a published delta for longer than
-        `fresh_within_s`. A store that cannot be read keeps nobody from serving what was fetched.
+        A fresh replica responds, serves a version, and has not lacked a published delta for longer than
+        `fresh_within_s`. A store that cannot be read is not a reason, because replicas serve what was
+        fetched.
         """
         reasons = [*self.wrong()]
         for model in self.models:
@@ -165,7 +168,7 @@ class FleetView(Struct, frozen=True):
                 reasons.append(model.problem)
                 if model.store is not None and model.store.problem:
                     reasons.append(model.store.problem)
-            if not model.replicas:  # a name may stand for none, or for none yet
+            if not model.replicas:  # a name may resolve to no address, or not yet
                 reasons.append(f"no replica of {model.name} is known")
             for replica in model.replicas:
                 where = f"{model.name} on {replica.address}"
@@ -178,7 +181,7 @@ class FleetView(Struct, frozen=True):
         return tuple(reasons)
 
     def wrong(self) -> tuple[str, ...]:
-        """The replicas that hold something else than what was published, which only a restart mends."""
+        """The replicas whose values differ from what was published, which only a restart repairs."""
         return tuple(
             f"{model.name} on {replica.address} does not hold what was published"
             for model in self.models
@@ -187,7 +190,7 @@ class FleetView(Struct, frozen=True):
         )
 
     def document(self) -> dict[str, Any]:
-        """For JSON."""
+        """The document of `/status.json`."""
         return {
             "at": self.at.isoformat(timespec="milliseconds"),
             "models": [
@@ -203,7 +206,7 @@ class FleetView(Struct, frozen=True):
 
 
 def view(fleet: Fleet, canaries: Canaries, pullers: Mapping[str, Puller]) -> FleetView:
-    """How the fleet stands now; `pullers` are those who fetch, by the model's name."""
+    """The state of the fleet now; `pullers` by model."""
     now = datetime.now(timezone.utc)
     models = [
         replace(_model(fleet, each, canaries, now), store=_store(pullers.get(each.model.name)))
@@ -242,7 +245,7 @@ def _model(fleet: Fleet, publications: Publications, canaries: Canaries, now: da
 
 
 def stands_at(log: rollout.PublishedLog) -> int:
-    """Where somebody is who loads the newest base of a log, and takes what the hold allows."""
+    """The position of a server that loads the newest base of a log and applies what the hold allows."""
     return max(log.newest, log.base)
 
 
@@ -268,7 +271,7 @@ def _canary(canaries: Canaries, publications: Publications, now: datetime) -> Ca
 
 
 def _doing(action: Action | None) -> tuple[str | None, str]:
-    """Which replica goes first now, and what is done."""
+    """The replica that goes first now, and a description of the action."""
     match action:
         case Go(address, target):
             return address, f"goes first, to {target}"
@@ -352,5 +355,5 @@ def superseded_s(
 
 
 def _since(created: datetime, now: datetime) -> float:
-    """Seconds; never below 0, whatever the clocks say."""
+    """Seconds since a time; never negative, even if the clocks of two machines differ."""
     return max(0.0, (now - created).total_seconds())

@@ -10,7 +10,7 @@ import pytest
 
 from exporter.terminal.output import Output, OutputMode
 from serving.agent.journal import EventKind, FleetEvent
-from serving.agent_command import _Teller
+from serving.agent_command import _EventPrinter
 from serving.cli import app
 from serving.documents import AgentStarted
 from tests.support.commands import run_app
@@ -20,7 +20,7 @@ from tests.support.printed_documents import checked
 def test_each_event_is_one_document_on_a_line() -> None:
     out = io.StringIO()
     sink = Output(OutputMode.JSON, json_lines=True, stdout=out)
-    tell = _Teller(sink)
+    tell = _EventPrinter(sink)
     sink.result(AgentStarted("started", "127.0.0.1", 8600))
     tell(FleetEvent(EventKind.APPLIED, "2 deltas", "ranker", "10.0.0.7:8500", 7, 40, 400, 12, 2, 0.01, 0.25))
     tell(FleetEvent(EventKind.TARGETS, "no name is known"))

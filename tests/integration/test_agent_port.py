@@ -164,7 +164,7 @@ def test_deltas_that_vanish_are_not_taken_for_none(published: Published, server:
         wait(lambda: running.get("/readyz")[0] == 200)
         deltas.rename(away)
         try:
-            wait(lambda: "was there and is not: is its volume mounted?" in running.get("/readyz")[1])
+            wait(lambda: "has vanished: is its volume mounted?" in running.get("/readyz")[1])
         finally:
             away.rename(deltas)
         wait(lambda: running.of("seen"))

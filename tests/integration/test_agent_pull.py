@@ -64,7 +64,7 @@ def store(running: Agent) -> dict[str, Any]:
     ("options", "message"),
     [
         (("--pull", "models/ranker"), "expected s3://"),
-        (("--pull", "other=s3://models/ranker"), "names no model"),
+        (("--pull", "other=s3://models/ranker"), "does not name a model"),
         (("--pull", "s3://models/a", "--pull", "ranker=s3://models/a"), "twice"),
     ],
 )
