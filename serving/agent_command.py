@@ -50,7 +50,8 @@ class PortFlags(Struct, frozen=True):
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Require `Authorization: Bearer` with this file's content on its port; not for probes.",
+            help="Require `Authorization: Bearer` with this file's content on the agent's port; not for "
+            "probes.",
         ),
     ] = None
     tls_cert: Annotated[

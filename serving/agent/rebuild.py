@@ -144,7 +144,7 @@ def _problem_of(model: Path) -> str:
         log = read_log(model)
         log.state().check(variable.name for variable in log.schema.variables)
     except (OSError, ExportError) as error:
-        return f"what is published is damaged: {error}"
+        return f"the published files are damaged: {error}"
     return ""
 
 

@@ -137,4 +137,4 @@ def test_a_server_of_another_log_under_the_same_number_is_not_compared(tmp_path:
     status = VersionStatus(10, VersionState.AVAILABLE)
     own, other = (VersionStanding(status, 10, 10, lineage) for lineage in (published.log.lineage, "another"))
     assert [found.behind_deltas for found in compare([own, other], published)] == [1, None]
-    assert "of another log" in compare([other], published)[0].problem
+    assert "belongs to another log" in compare([other], published)[0].problem
