@@ -101,6 +101,7 @@ class ModelServer:
         self._metrics = ServerMetrics(self.models)
         self._health = Health()
         self._http: HttpPort | None = None
+        # A port that is in use must fail before a model is loaded, and calls must find the models' managers.
         self._server, self.port = self._bind()
         self._configure(wanted)
         self._server.start()

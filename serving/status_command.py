@@ -35,7 +35,7 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
     """Ask the server, compare with what is published, and print.
 
     Raises:
-        ServerError: the server does not answer, or no version is available.
+        ServerError: the server does not respond, or no version is available.
         NotUpdatable, ManifestError, CheckpointError: the published versions cannot be read.
     """
     statuses = client.status()
