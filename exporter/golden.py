@@ -6,8 +6,9 @@
                    "expect": {"score": {"min": 0, "max": 1},
                               "logits": {"near": [[0.2, 1.4]], "tolerance": 0.5, "drift": 0.1}}}]}
 
-A request is what TF Serving's REST interface takes for Predict: `instances` or `inputs`. Whatever a delta is
-judged by is compared with the answers before it: what was wrong there already is not the delta's fault.
+A request is what TF Serving's REST interface takes for Predict: `instances` or `inputs`. A delta is judged by
+the answers after it against the answers before it: a gate that failed before is not counted against the
+delta.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Answer(Struct, frozen=True):
     refused: str = ""
 
 
-class Failure(Struct, frozen=True):
+class GateFailure(Struct, frozen=True):
     """A gate that an answer did not pass; two of one `kind` are about the same."""
 
     request: str
@@ -105,18 +106,18 @@ class Gates(Struct, frozen=True):
     requests: tuple[GoldenRequest, ...]
     drift: float | None = None
 
-    def failures(self, answers: Sequence[Answer], before: Sequence[Answer] | None) -> tuple[Failure, ...]:
+    def failures(self, answers: Sequence[Answer], before: Sequence[Answer] | None) -> tuple[GateFailure, ...]:
         """What the answers do not pass that those before did; None if nobody knows those."""
         known = set() if before is None else {failure.kind for failure in self.wrong(before)}
         new = tuple(failure for failure in self.wrong(answers) if failure.kind not in known)
         return new if before is None else new + self.drifted(answers, before)
 
-    def wrong(self, answers: Sequence[Answer]) -> tuple[Failure, ...]:
+    def wrong(self, answers: Sequence[Answer]) -> tuple[GateFailure, ...]:
         """What the answers do not pass by themselves."""
         pairs = zip(self.requests, answers, strict=True)
         return tuple(failure for request, answer in pairs for failure in _wrong(request, answer))
 
-    def drifted(self, answers: Sequence[Answer], before: Sequence[Answer]) -> tuple[Failure, ...]:
+    def drifted(self, answers: Sequence[Answer], before: Sequence[Answer]) -> tuple[GateFailure, ...]:
         """How the answers moved further than they may."""
         triples = zip(self.requests, answers, before, strict=True)
         return tuple(
@@ -126,7 +127,7 @@ class Gates(Struct, frozen=True):
         )
 
 
-def told(failures: Sequence[Failure]) -> str:
+def told(failures: Sequence[GateFailure]) -> str:
     """The first of them, for people."""
     left = len(failures) - _SHOWN
     return "; ".join(map(str, failures[:_SHOWN])) + (f"; and {left} more" if left > 0 else "")
@@ -225,11 +226,11 @@ def _check(request: GoldenRequest) -> None:
             raise ValueError(f"{where}: 'min' is above 'max'")
 
 
-def _wrong(request: GoldenRequest, answer: Answer) -> Iterator[Failure]:
+def _wrong(request: GoldenRequest, answer: Answer) -> Iterator[GateFailure]:
     """What is wrong with an answer, whatever was answered before."""
 
-    def failure(gate: str, output: str, text: str) -> Failure:
-        return Failure(request.name, gate, output, text)
+    def failure(gate: str, output: str, text: str) -> GateFailure:
+        return GateFailure(request.name, gate, output, text)
 
     if answer.refused:
         yield failure("answer", "", answer.refused)
@@ -268,7 +269,9 @@ def _out_of_range(numbers: NDArray[np.float64], expected: Expectation) -> str:
     return f"{_value(worst)} away from what is expected, {_value(expected.tolerance)} is allowed"
 
 
-def _drifted(request: GoldenRequest, now: Outputs, before: Outputs, drift: float | None) -> Iterator[Failure]:
+def _drifted(
+    request: GoldenRequest, now: Outputs, before: Outputs, drift: float | None
+) -> Iterator[GateFailure]:
     for name, values in now.items():
         expected = request.expect.get(name)
         allowed = drift if expected is None or expected.drift is None else expected.drift
@@ -277,12 +280,12 @@ def _drifted(request: GoldenRequest, now: Outputs, before: Outputs, drift: float
             continue
         if numbers.shape != old.shape:
             text = f"its shape is {list(numbers.shape)}, it was {list(old.shape)}"
-            yield Failure(request.name, "drift", name, text)
+            yield GateFailure(request.name, "drift", name, text)
             continue
         size = float(np.mean(np.abs(old))) if old.size else 0.0
         if size and (found := float(np.mean(np.abs(numbers - old))) / size) > allowed:
             text = f"scores moved by {_value(found)} of their size, {_value(allowed)} is allowed"
-            yield Failure(request.name, "drift", name, text)
+            yield GateFailure(request.name, "drift", name, text)
 
 
 def _floats(values: NDArray[Any]) -> NDArray[np.float64] | None:

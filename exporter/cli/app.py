@@ -1,7 +1,4 @@
-"""The command `export-model`: parse options, call the pipeline, print. Heavy imports come late.
-
-Refuse options of an export that stand before a subcommand, where they have no effect.
-"""
+"""The command `export-model`: parse options, call the pipeline, print. Heavy imports come late."""
 
 from __future__ import annotations
 

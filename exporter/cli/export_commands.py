@@ -1,9 +1,4 @@
-"""`export-model --incr`: publish the next delta, once or while training goes on, and print the result.
-
-`export-model` without `--incr`: export once, or follow training, and print the result.
-
-Print that this node of a cluster leaves the export to its chief.
-"""
+"""`export-model` with and without `--incr`: export once, or follow training, and print the result."""
 
 from __future__ import annotations
 

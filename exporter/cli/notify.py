@@ -1,8 +1,8 @@
-"""`--notify`: ask model servers to apply what was just published, and say what each of them did.
+"""`--notify`: ask model servers to apply what was just published, and report what each of them did.
 
 For teams that run no agent. A server that does not answer is a warning: what is published stays published,
-and the next notification, or a server's own start, catches up. Each is asked for a sign of life before it is
-waited for, and one that gives none is left out for a while: it must not hold up a watch.
+and the next notification, or a server's own start, catches up. Each server is asked for its status before it
+is waited for. One that does not answer is left out for a while, so that it does not hold up a watch.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from exporter.cli.documents.logs import Merge, Rebase, Rollback
 from exporter.cli.documents.values import Status
 from exporter.errors import ExportError
 from exporter.local_paths import quoted
-from exporter.pipeline.comparison import Differences, Side
+from exporter.pipeline.comparison import ComparedState, Differences
 from exporter.pipeline.log_maintenance import Merged, Merging, RollbackPlan, RollbackResult
 from exporter.pipeline.rebase import Rebased, Rebasing
 from exporter.progress import count, human_bytes
@@ -263,7 +263,7 @@ def _positions(known: tuple[int, ...]) -> str:
     return shown if len(known) <= 10 else f"{len(known)}, the last {shown}"
 
 
-def _side(side: Side) -> documents.Side:
+def _side(side: ComparedState) -> documents.Side:
     at = side.at
     position = at.position if at and side.log is not None else None
     return documents.Side(side.label, position, at.step if at else None)
@@ -274,7 +274,7 @@ def _if_finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _side_text(side: Side) -> str:
+def _side_text(side: ComparedState) -> str:
     if side.at is None:
         return side.label
     return f"{side.label}, " + (f"position {side.at}" if side.log is not None else f"step {side.at.step}")

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from exporter.checkpoint.families import is_archive
+from exporter.checkpoint.families import describes_model, is_archive
 from exporter.errors import UsageError
 from exporter.files import nearest
 from exporter.graph.clean import clean
@@ -115,9 +115,13 @@ def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
     from exporter.graph.builder import load_builder
     from exporter.graph.sources import importable
 
+    if path.exists() and not describes_model(path):
+        raise UsageError(
+            f"--model {path} holds weights and no model",
+            hint="name what builds the model: --model pkg.mod:fn; weights are what --ckpt-dir takes",
+        )
     if request.model_args:
         raise UsageError("--model-arg is for builders", cause=f"{path} describes its model itself")
-
     with importable():
         make = archive_builder(
             path, allow_code=request.allow_code, custom_objects=request.custom_objects, trust=request.trust

@@ -111,10 +111,6 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
             return None
         return digests(path, _graph_file_digest)
 
-    def is_archive(self, request: GraphRequest) -> bool:
-        """True if the request names a Keras archive."""
-        return isinstance(request.model, str) and is_archive(Path(request.model))
-
 
 def graph_options(request: GraphRequest) -> dict[str, Any]:
     """The options about the graph that a request gives, by name; a file is represented by its contents."""

@@ -1,14 +1,7 @@
-"""Build the Mapping: which tensor each variable is restored from, and which tensors are left over.
+"""Build the mapping: which tensor each variable is restored from, and which tensors are left over.
 
-Find moving averages in an object-based checkpoint: which tensor averages which.
-
-A Keras optimizer with `use_ema=True` has a list `_model_variables_moving_average`: in Keras 3 in the order of
-its `_trainable_variables`, in Keras 2 each called `<optimizer>/average/<variable>`, or `average/<variable>`
-if the loss is scaled. TensorFlow's own averages are called as their variables, the slot's name behind.
-
-Find the two tensors, keys and values, that each lookup table is restored from.
-
-Sort the tensors that inference does not need by kind, for reports.
+The parts below: moving averages in object-based checkpoints, keys and values of lookup tables, the mapping
+itself, and the kinds of tensors that inference does not need.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Match values that have no names of their own: Keras' layers by class and number, numpy's lists.
+"""Match values that have no names of their own (Keras' layers by class and number, numpy's lists), and check
+by names.
 
 A match is taken only where nothing else would fit: by the layer's name and then by the only values in it that
 fit, by the order that Keras' own layers keep, by the whole list's shapes. What fits in two ways is refused.
 
-Check a match that was found in another way against the variables' names.
-
-An object-based checkpoint is matched by its objects' edges: `layers/2` is restored into `layers/2`. A program
-that makes its layers in another order than the trainer did has the same edges, and every shape may fit. The
-names tell: two names agree if they are equal but for the numbers that a framework puts behind a name in use
-(`dense_4` for `dense`) and for scopes that one of them has in addition (`dense/kernel`, `net/dense/kernel`).
-Numbers are not compared, since they count what a process made before; but they must grow in the same order.
+Names check a match that was found in another way. An object-based checkpoint is matched by its objects'
+edges: `layers/2` is restored into `layers/2`. A program that makes its layers in another order than the
+trainer has the same edges, and every shape may fit. Two names agree if they are equal but for the numbers
+that a framework appends to a name in use (`dense_4` for `dense`) and for scopes that one of them has in
+addition (`dense/kernel`, `net/dense/kernel`). Numbers are not compared, since they count what a process made
+before; but they must grow in the same order.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""The rules that variables are mapped to tensors by, and how they are parsed.
-
-Keep the row order of partitioned tables, so that a lookup in other partitions finds the same row.
+"""The rules that variables are mapped to tensors by: renames, a table of names, casts, and the row order of
+partitions.
 
 TF1's `embedding_lookup` on a partitioned variable defaults to `mod`: row i is row i // n of part i % n, while
 the parts lie on disk as contiguous boxes. Served with another number of parts, or whole, the table would give
-silently wrong rows. Nothing in a checkpoint tells; the trainer's graph does.
+wrong rows without an error. Nothing in a checkpoint says which strategy training used; the trainer's graph
+does.
 
-Read the table of names for `--rename-file`, written by hand or begun by `inspect --unmatched`.
+A table of names (`--rename-file`) is written by hand, or begun by `inspect --unmatched`: two columns
+separated by blanks, `#` begins a comment at the beginning of a line or behind a blank.
 
     # variable            tensor
     ranker/hidden/kernel  model/dense_1/w
-
-Two columns separated by blanks; `#` begins a comment at the beginning of a line or behind a blank.
 """
 
 from __future__ import annotations

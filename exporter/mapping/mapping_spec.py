@@ -1,7 +1,7 @@
 """Keep how served variables come from a trainer's checkpoint, so that deltas need no graph.
 
-A mapping spec holds what the mapping was made from (the graph's variables, how their parts are looked up, the
-rules) so that the same mapping can be made of the next checkpoint, also if that partitions its tensors in
+A mapping spec holds what the mapping was made from: the graph's variables, how their parts are looked up, the
+rules. From it the same mapping is made for the next checkpoint, also if that partitions its tensors in
 another way, without TensorFlow and without the user's code.
 """
 

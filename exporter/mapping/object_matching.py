@@ -1,13 +1,13 @@
 """Match served variables to the tensors of an object-based checkpoint, object by object.
 
 Tensors' names spell one of many paths through the trainer's objects and cannot be compared. So both graphs of
-objects are walked side by side, from a pair of objects that correspond, along edges of equal names: so does
-TensorFlow restore. It restores what it finds and leaves the rest; here every variable that is served must be
-found, at one place, with a name that does not speak against it (see `name_evidence`), or nothing is.
+objects are walked side by side, from a pair of objects that correspond, along edges of equal names, as
+TensorFlow's restore does. TensorFlow restores what it finds and leaves the rest; here every served variable
+must be found, at one place, with a name that does not contradict it (see `by_layer`), or nothing is.
 
-Which objects correspond is said by `--object-path`, or found out: the served model is compared with every
-object near the checkpoint's root, and exactly one set of tensors may fit. A graph without objects (a builder
-that returns tensors) is matched by the names that its variables had in the trainer's program.
+`--object-path` says which objects correspond. Without it the served model is compared with every object near
+the checkpoint's root, and exactly one set of tensors may fit. A graph without objects (a builder that returns
+tensors) is matched by the names that its variables had in the trainer's program.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Match what fits of another model's checkpoint, for warm starts; not for serving.
 
-Where everything fits, `build_mapping` says how. Else each variable is looked up by its name, one by one; for
-archives of Keras that is its layer's name and its number in the layer. Names that a framework gives by class
-and number (`dense_1`) say which layer is meant only if both sides have as many of a shape: they are taken in
-their order then, and not at all otherwise. Variables without a name are found by their objects' edges.
-Whatever does not fit is left out, with the reason.
+Where everything fits, `build_mapping` decides. Otherwise each variable is looked up by its name, one by one;
+for archives of Keras that is its layer's name and its number in the layer. Names that a framework gives by
+class and number (`dense_1`) say which layer is meant only if both sides have as many of a shape: they are
+taken in their order then, and not at all otherwise. Variables without a name are found by their objects'
+edges. The rest is left out, with the reason.
 """
 
 from __future__ import annotations

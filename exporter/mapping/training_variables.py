@@ -1,11 +1,10 @@
-"""Add what a kept training graph restores, beside what is served, to one bundle.
-
-Refuse batch normalisation in training mode, which moving statistics in the checkpoint reveal.
+"""What training adds to an export: variables of a kept training graph, and the check for batch normalisation
+in training mode.
 
 A model in inference mode normalises by statistics that the trainer averaged over its batches. If those are in
 the checkpoint and gamma or beta beside them are served while they are not, the graph normalises each request
-by its own batch: the answers depend on what else is in a request. Normalisation that knows no moving
-statistics (by instance, by layer, by group) leaves nothing behind in the checkpoint.
+by its own batch: the answers depend on what else is in a request. Normalisation without moving statistics (by
+instance, by layer, by group) leaves nothing of the kind in the checkpoint.
 """
 
 from __future__ import annotations

@@ -1,18 +1,8 @@
-"""`diff A B`: compare two states, checkpoints or published positions, by variables and rows.
+"""`diff A B`: compare two states, checkpoints or published positions, by variables, rows and keys.
 
-A side is a checkpoint (directory or prefix), a published version, or a model with a position: `MODEL` for the
-newest, `MODEL@POSITION` for another.
-
-Align two checkpoints that store a table in different partitions, so that equal rows are compared.
-
-A table lies whole, in slices of one tensor, or in tensors of its own that are called `<table>/part_<n>`.
-Under `mod`, row i is row i // n of slice i % n: if the trainer's graph beside a checkpoint says so, rows are
-read in the order of their ids.
-
-Compare tables by keys for `diff`: which keys came or went, and whose rows differ.
-
-A side's tables are the dynamic tables of a log at a position, or the embedding variables of a checkpoint,
-wherever in them the keys stand.
+A state is a checkpoint (directory or prefix), a published version, or a model with a position: `MODEL` for
+the newest, `MODEL@POSITION` for another. Three parts follow each other below: tables that two checkpoints
+partition in different ways, tables by keys, and the comparison itself.
 """
 
 from __future__ import annotations
@@ -302,7 +292,7 @@ def _compare_keys(name: str, a: Keyed, b: Keyed) -> TableDifference:
 _HASHER = BlockHasher(0)  # nobody keeps the hashes, and the tasks of one comparison are always the same
 
 
-class Side(Struct, frozen=True):
+class ComparedState(Struct, frozen=True):
     """One of two states. `log` is the one that it is a position of; `catalog` the checkpoint that it is."""
 
     label: str
@@ -329,8 +319,8 @@ class Differences(Struct, frozen=True):
     otherwise. `tables` are compared by their keys.
     """
 
-    a: Side
-    b: Side
+    a: ComparedState
+    b: ComparedState
     variables: tuple[VariableDifference, ...]
     compared: int
     only_a: tuple[str, ...]
@@ -343,7 +333,7 @@ class Differences(Struct, frozen=True):
         return not (self.variables or self.tables or self.only_a or self.only_b)
 
 
-def parse_side(text: str) -> Side:
+def parse_side(text: str) -> ComparedState:
     """What an argument of `diff` names.
 
     Raises:
@@ -367,7 +357,7 @@ def parse_side(text: str) -> Side:
     return _of_catalog(open_checkpoint(path), text)
 
 
-def compare(a: Side, b: Side, runner: Runner | None = None) -> Differences:
+def compare(a: ComparedState, b: ComparedState, runner: Runner | None = None) -> Differences:
     """Compare two states bit for bit; with a `runner`, tables by its tasks.
 
     Raises:
@@ -378,7 +368,7 @@ def compare(a: Side, b: Side, runner: Runner | None = None) -> Differences:
         return _compare(*sides, Comparison(Path(scratch), hasher=_HASHER, runner=runner, changes=True))
 
 
-def _as_bundle(side: Side, directory: Path) -> Side:
+def _as_bundle(side: ComparedState, directory: Path) -> ComparedState:
     """A side whose rows can be read where they lie: an archive is streamed into a tensor bundle first."""
     if side.catalog is None or side.catalog.is_bundle:
         return side
@@ -386,7 +376,7 @@ def _as_bundle(side: Side, directory: Path) -> Side:
     return replace(side, catalog=catalog)
 
 
-def _compare(a: Side, b: Side, how: Comparison) -> Differences:
+def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences:
     tables, apart = _compared_tables(a, b)
     old, new = _variables(a, b, apart), _variables(b, a, apart)
     contents = _lookups(a) | _lookups(b)
@@ -422,7 +412,7 @@ def _compare(a: Side, b: Side, how: Comparison) -> Differences:
     )
 
 
-def _compared_tables(a: Side, b: Side) -> tuple[tuple[TableDifference, ...], set[str]]:
+def _compared_tables(a: ComparedState, b: ComparedState) -> tuple[tuple[TableDifference, ...], set[str]]:
     """The tables that both sides have, compared by keys, and the variables that these are made of."""
     if a.log is None and b.log is None:
         assert a.catalog is not None
@@ -436,7 +426,7 @@ def _compared_tables(a: Side, b: Side) -> tuple[tuple[TableDifference, ...], set
     return found, {key for table in dynamic if table.name in names for key in table.keys}
 
 
-def _tables(side: Side, other: Side) -> dict[str, Keyed]:
+def _tables(side: ComparedState, other: ComparedState) -> dict[str, Keyed]:
     if side.log is not None and side.at is not None:
         return tables_of_log(side.log, side.at.position)
     assert side.catalog is not None
@@ -444,7 +434,7 @@ def _tables(side: Side, other: Side) -> dict[str, Keyed]:
     return tables_as_served(side.catalog, other.log)
 
 
-def _of_model(model: Path, position: int | None, label: str) -> Side:
+def _of_model(model: Path, position: int | None, label: str) -> ComparedState:
     """What is published at a position, or the newest; of versions that take no deltas, one of them."""
     try:
         log = read_log(model)
@@ -457,18 +447,18 @@ def _of_model(model: Path, position: int | None, label: str) -> Side:
     return _of_log(log, log.at.position if position is None else position, label)
 
 
-def _of_log(log: DeltaLog, position: int, label: str) -> Side:
+def _of_log(log: DeltaLog, position: int, label: str) -> ComparedState:
     _, step = log.trained_at(position)
-    return Side(label, Position(position, step), log=log)
+    return ComparedState(label, Position(position, step), log=log)
 
 
-def _of_catalog(catalog: Catalog, label: str) -> Side:
-    return Side(
+def _of_catalog(catalog: Catalog, label: str) -> ComparedState:
+    return ComparedState(
         label, None if catalog.step is None else Position(catalog.step, catalog.step), catalog=catalog
     )
 
 
-def _variables(side: Side, other: Side, apart: Collection[str]) -> dict[str, RowReader]:
+def _variables(side: ComparedState, other: ComparedState, apart: Collection[str]) -> dict[str, RowReader]:
     """The variables of a side: as they are served if either is a position of a log, else by tensor.
 
     Those that are compared apart are left out.
@@ -489,7 +479,7 @@ def _without(catalog: Catalog, names: Collection[str]) -> Catalog:
     return replace(catalog, tensors={n: ref for n, ref in catalog.tensors.items() if n not in names})
 
 
-def _lookups(side: Side) -> dict[str, dict[str, ServedVariable]]:
+def _lookups(side: ComparedState) -> dict[str, dict[str, ServedVariable]]:
     """For the keys and for the values of each lookup table both, by their names.
 
     They are compared whole: they are as long as they are at a position, not as in the base.
@@ -498,7 +488,7 @@ def _lookups(side: Side) -> dict[str, dict[str, ServedVariable]]:
     return {half.name: {each.name: each for each in pair} for pair in pairs for half in pair}
 
 
-def _state(side: Side, variables: dict[str, RowReader]) -> Snapshot:
+def _state(side: ComparedState, variables: dict[str, RowReader]) -> Snapshot:
     if side.log is not None and side.at is not None:
         return side.log.state(side.at.position)
     return Snapshot(variables)

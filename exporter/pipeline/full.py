@@ -1,15 +1,8 @@
-"""Full exports: what was planned is written, verified and published.
+"""Full exports: plan, stage, verify, publish.
 
-What is checked of a staged version: `--verify`.
-
-Full exports, planned: what is read and decided before anything is written.
-
-Digest a plan: everything but the checkpoint's values that decides what a version is.
-
-Two exports of one checkpoint by plans of one digest publish the same version. Whoever changes an option, a
-graph, a vocabulary or a file of warm-up requests gets another digest.
-
-Check what is published under the model base path, and what may be published over it.
+`plan` reads the checkpoint and the graph, and decides everything before anything is written. `execute` stages
+what was planned, checks it as `--verify` says, and publishes it. `export` does both, again where a trainer
+pruned the checkpoint meanwhile.
 """
 
 from __future__ import annotations
@@ -93,114 +86,10 @@ from exporter.publish.manifest import BaseEntry, ManifestDraft, Origin, tensor_e
 from exporter.publish.permission import Permission
 from exporter.publish.versions import newest_version, require_base_path
 from exporter.tables.lay_out import TableLayout
-from exporter.verify.outputs import Difference, Request, compare_outputs, require_golden
+from exporter.verify.outputs import Difference, Probe, compare_outputs, require_golden
 from exporter.verify.table_index import verify_tables
 from exporter.verify.version_files import verify_bytes, verify_files
 from exporter.version import __version__
-
-
-def require_new(request: ExportRequest, checkpoint: Identity, digest: str) -> None:
-    """Refuse to publish a checkpoint a second time, by the same plan (of this digest).
-
-    Raises:
-        PublishedAlready: the newest version that was made from it was made so.
-    """
-    made = newest_made_from(request.out, checkpoint.digest)
-    choice = VersionRule.parse(request.version).choice
-    number = choice if isinstance(choice, int) else None
-    takes_deltas = request.updates is not None
-    if made is not None and made.is_by(digest, takes_deltas=takes_deltas, number=number):
-        raise PublishedAlready(made)
-
-
-def check_permission(request: ExportRequest) -> None:
-    """Refuse what a hold or a log forbids.
-
-    Raises:
-        ModelHeld, ChainEnds: see `Permission.check`.
-    """
-    permission(request).check(request.out, takes_deltas=request.updates is not None)
-
-
-def require_own_directory(model: Path, catalog: Catalog) -> None:
-    """Keep versions out of the trainer's directory: it is pruned, copied and removed by other rules.
-
-    Raises:
-        UsageError: checkpoints are saved in `model` itself.
-    """
-    directory = catalog.prefix.parent
-    if catalog.is_bundle and model.is_dir() and model.samefile(directory):
-        raise UsageError(
-            f"--out {model} is the directory of the checkpoint",
-            cause="versions, deltas and unfinished work would lie among the trainer's files",
-            hint=f"name a directory of the model's own: --out {quoted(model / 'served')}",
-        )
-
-
-def permission(request: ExportRequest) -> Permission:
-    """What the request may do that goes against what is published."""
-    return Permission(request.despite_hold, request.plain)
-
-
-def target_notes(model: Path) -> tuple[str, ...]:
-    """A plain version over one that takes deltas ends the freshness of every server that loads it."""
-    newest = newest_version(model)
-    if newest is None:
-        return ()
-    with suppress(NotUpdatable, ManifestError):
-        LogBase.read(newest.path)
-        return (
-            f"{newest.path} takes deltas, what replaces it does not: --updatable publishes one that does",
-        )
-    return ()
-
-
-def plan_digest(
-    request: ExportRequest,
-    graph: InferenceGraph,
-    mapping: VariableMapping,
-    warmup: Iterable[WarmupRequest],
-    training: TrainingGraph | None,
-) -> str:
-    """A lower-case SHA-256.
-
-    Raises:
-        MissingAsset: a file of the graph's tables is gone.
-    """
-    told: dict[str, object] = told_in_digest(request) | {
-        "graph": _graph(graph),
-        "assets": [[asset.file_name, _file(asset.source)] for asset in graph.assets],
-        "variables": [
-            [s.key, s.tensor.name, s.dtype.label, s.gather_parts, s.scatter_parts] for s in mapping.sources
-        ],
-        "training": None if training is None else [training.tag, _proto(training.meta_graph)],
-        "warmup": [hashlib.sha256(line.record).hexdigest() for line in warmup],
-    }
-    if request.min_freq or request.max_age_steps is not None:  # so spelt since the first release
-        told["admission"] = [request.min_freq, request.max_age_steps]
-    if graph.dynamic_tables:
-        tables = {variable.key for table in graph.dynamic_tables for variable in table.variables}
-        told["tables"] = [[s.key, s.tensor.shape] for s in mapping.sources if s.key in tables]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
-
-
-def _graph(graph: InferenceGraph) -> str:
-    """Functions are called otherwise each time that a builder runs; without any, the bytes tell."""
-    if graph.meta_graph.graph_def.library.function:
-        return graph_digest(graph)
-    return _proto(graph.meta_graph)
-
-
-def _proto(message: Any) -> str:
-    return hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
-
-
-def _file(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return sha256_of(file)
-    except OSError as error:
-        raise MissingAsset(f"{path} cannot be read", cause=error.strerror or str(error)) from error
 
 
 class Plan(Struct, frozen=True, dict=True):
@@ -305,6 +194,22 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
     return planned
 
 
+def _require_consistent(request: ExportRequest) -> None:
+    """Refuse options that contradict each other."""
+    if request.plain and request.updates:
+        raise UsageError(
+            "--plain: this version takes deltas", hint="leave out --plain, or --incr and --updatable"
+        )
+    if request.updates and request.version:
+        raise UsageError("a base that takes deltas is named by its position", hint="leave --version out")
+    if request.updates and request.format is not ExportFormat.SAVED_MODEL:
+        raise UsageError(f"--format {request.format.value}: only a SavedModel takes deltas")
+    if request.golden and request.format is ExportFormat.METAGRAPH:
+        raise UsageError("--golden asks a SavedModel", hint="leave out --golden, or --format metagraph")
+    if request.warmup and request.no_warmup:
+        raise UsageError("--warmup and --no-warmup: requests, or none", hint="leave one out")
+
+
 def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
     """Refuse what this process would have to run, where it lacks operations, or may not run them."""
     has_state = bool(graph.state.importing)
@@ -326,20 +231,32 @@ def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
         )
 
 
-def _require_consistent(request: ExportRequest) -> None:
-    """Refuse options that contradict each other."""
-    if request.plain and request.updates:
+def require_own_directory(model: Path, catalog: Catalog) -> None:
+    """Keep versions out of the trainer's directory: it is pruned, copied and removed by other rules.
+
+    Raises:
+        UsageError: checkpoints are saved in `model` itself.
+    """
+    directory = catalog.prefix.parent
+    if catalog.is_bundle and model.is_dir() and model.samefile(directory):
         raise UsageError(
-            "--plain: this version takes deltas", hint="leave out --plain, or --incr and --updatable"
+            f"--out {model} is the directory of the checkpoint",
+            cause="versions, deltas and unfinished work would lie among the trainer's files",
+            hint=f"name a directory of the model's own: --out {quoted(model / 'served')}",
         )
-    if request.updates and request.version:
-        raise UsageError("a base that takes deltas is named by its position", hint="leave --version out")
-    if request.updates and request.format is not ExportFormat.SAVED_MODEL:
-        raise UsageError(f"--format {request.format.value}: only a SavedModel takes deltas")
-    if request.golden and request.format is ExportFormat.METAGRAPH:
-        raise UsageError("--golden asks a SavedModel", hint="leave out --golden, or --format metagraph")
-    if request.warmup and request.no_warmup:
-        raise UsageError("--warmup and --no-warmup: requests, or none", hint="leave one out")
+
+
+def target_notes(model: Path) -> tuple[str, ...]:
+    """A plain version over one that takes deltas ends the freshness of every server that loads it."""
+    newest = newest_version(model)
+    if newest is None:
+        return ()
+    with suppress(NotUpdatable, ManifestError):
+        LogBase.read(newest.path)
+        return (
+            f"{newest.path} takes deltas, what replaces it does not: --updatable publishes one that does",
+        )
+    return ()
 
 
 def _base_notes(request: ExportRequest, graph: InferenceGraph, mapping: VariableMapping) -> tuple[str, ...]:
@@ -349,36 +266,80 @@ def _base_notes(request: ExportRequest, graph: InferenceGraph, mapping: Variable
     return notes
 
 
-def check_staged(
-    planned: Plan, bundle: Path, variables: VariablesReport, progress: ProgressFactory
-) -> tuple[Difference, ...]:
-    """Check as much as was asked for; how far outputs differ, if they were compared.
+def require_new(request: ExportRequest, checkpoint: Identity, digest: str) -> None:
+    """Refuse to publish a checkpoint a second time, by the same plan (of this digest).
 
     Raises:
-        VerificationError, CheckpointError: what is wrong.
+        PublishedAlready: the newest version that was made from it was made so.
     """
-    request = planned.request
-    if request.verify.includes(Verify.FILES):
-        verify_files(bundle, tensor_entries(variables.catalog))
-    if request.verify.includes(Verify.BYTES):
-        with progress("verify", variables.catalog.bytes_) as bar:
-            runner = Runner.of(request.jobs)
-            verify_bytes(variables.catalog, runner=runner, progress=bar)
-    if planned.layout is not None and request.verify is not Verify.NONE:
-        is_filtered = not planned.rules.admission.is_everyone
-        verify_tables(planned.layout, variables.catalog, is_filtered=is_filtered)
-    if not request.verify.includes(Verify.OUTPUTS):
-        return ()
-    probes = [Request(probe.signature, probe.inputs) for probe in planned.probes or planned.warmup]
-    return compare_outputs(
-        planned.source,
-        planned.mapping,
-        bundle,
-        requests=probes,
-        tolerance=request.tolerance,
-        traced_rows=planned.graph.traced_rows,
-        tables=planned.layout.geometries if planned.layout else None,
-    )
+    made = newest_made_from(request.out, checkpoint.digest)
+    choice = VersionRule.parse(request.version).choice
+    number = choice if isinstance(choice, int) else None
+    takes_deltas = request.updates is not None
+    if made is not None and made.is_by(digest, takes_deltas=takes_deltas, number=number):
+        raise PublishedAlready(made)
+
+
+def check_permission(request: ExportRequest) -> None:
+    """Refuse what a hold or a log forbids.
+
+    Raises:
+        ModelHeld, ChainEnds: see `Permission.check`.
+    """
+    permission(request).check(request.out, takes_deltas=request.updates is not None)
+
+
+def permission(request: ExportRequest) -> Permission:
+    """What the request may do that goes against what is published."""
+    return Permission(request.despite_hold, request.plain)
+
+
+def plan_digest(
+    request: ExportRequest,
+    graph: InferenceGraph,
+    mapping: VariableMapping,
+    warmup: Iterable[WarmupRequest],
+    training: TrainingGraph | None,
+) -> str:
+    """A lower-case SHA-256.
+
+    Raises:
+        MissingAsset: a file of the graph's tables is gone.
+    """
+    told: dict[str, object] = told_in_digest(request) | {
+        "graph": _graph(graph),
+        "assets": [[asset.file_name, _file(asset.source)] for asset in graph.assets],
+        "variables": [
+            [s.key, s.tensor.name, s.dtype.label, s.gather_parts, s.scatter_parts] for s in mapping.sources
+        ],
+        "training": None if training is None else [training.tag, _proto(training.meta_graph)],
+        "warmup": [hashlib.sha256(line.record).hexdigest() for line in warmup],
+    }
+    if request.min_freq or request.max_age_steps is not None:  # so spelt since the first release
+        told["admission"] = [request.min_freq, request.max_age_steps]
+    if graph.dynamic_tables:
+        tables = {variable.key for table in graph.dynamic_tables for variable in table.variables}
+        told["tables"] = [[s.key, s.tensor.shape] for s in mapping.sources if s.key in tables]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def _graph(graph: InferenceGraph) -> str:
+    """Functions are called otherwise each time that a builder runs; without any, the bytes tell."""
+    if graph.meta_graph.graph_def.library.function:
+        return graph_digest(graph)
+    return _proto(graph.meta_graph)
+
+
+def _proto(message: Any) -> str:
+    return hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
+
+
+def _file(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return sha256_of(file)
+    except OSError as error:
+        raise MissingAsset(f"{path} cannot be read", cause=error.strerror or str(error)) from error
 
 
 _ATTEMPTS = 3
@@ -393,6 +354,28 @@ class Exported(Struct, frozen=True):
     variables: VariablesReport
     differences: tuple[Difference, ...]
     seconds: float
+
+
+def export(
+    request: ExportRequest,
+    progress: ProgressFactory = no_progress,
+    load: GraphSource | None = None,
+    *,
+    not_backwards: bool = False,
+) -> Exported:
+    """Plan and execute; when a trainer prunes the checkpoint meanwhile, take the next newest.
+
+    Raises:
+        ExportError: any of errors.py.
+    """
+    load = load or run_builders_once()
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return execute(plan(request, load), progress, not_backwards=not_backwards)
+        except CheckpointChanged:
+            if attempt == _ATTEMPTS or candidates(request.ckpt_dir) == [request.ckpt_dir]:
+                raise
+    raise AssertionError("the loop returns or raises")
 
 
 def execute(
@@ -457,28 +440,6 @@ def execute(
     return Exported(planned, published, variables, differences, time.monotonic() - started)
 
 
-def export(
-    request: ExportRequest,
-    progress: ProgressFactory = no_progress,
-    load: GraphSource | None = None,
-    *,
-    not_backwards: bool = False,
-) -> Exported:
-    """Plan and execute; when a trainer prunes the checkpoint meanwhile, take the next newest.
-
-    Raises:
-        ExportError: any of errors.py.
-    """
-    load = load or run_builders_once()
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            return execute(plan(request, load), progress, not_backwards=not_backwards)
-        except CheckpointChanged:
-            if attempt == _ATTEMPTS or candidates(request.ckpt_dir) == [request.ckpt_dir]:
-                raise
-    raise AssertionError("the loop returns or raises")
-
-
 def _write_variables(
     planned: Plan, staging: Staging, jobs: ExitStack, progress: ProgressFactory
 ) -> tuple[Plan, VariablesReport]:
@@ -533,25 +494,6 @@ def _in_bundle(planned: Plan, directory: Path, progress: ProgressFactory) -> Pla
     return replace(planned, mapping=replace(mapping, catalog=catalog, sources=sources), layout=layout)
 
 
-def _updatable(planned: Plan, staging: Staging, state: BaseState) -> UpdatableBase:
-    """The planned graph as it takes deltas, at the position that it will be published at."""
-    updates = planned.request.updates
-    assert updates is not None
-    scratch = staging.path.with_name("scratch")
-    scratch.mkdir()
-    return make_base(
-        planned.graph,
-        planned.mapping,
-        MappingSpec.of(planned.graph, planned.rules, planned.mapping),
-        state.trained,
-        state.step,
-        reserve_position(planned.request.out, state.step),
-        updates,
-        scratch,
-        planned.warmup if planned.request.warmup or planned.request.no_warmup else None,
-    )
-
-
 def _state(planned: Plan, *, not_backwards: bool) -> BaseState:
     """The trainer's state that is published: the checkpoint's, or that of the increments since."""
     full = BaseState(_trained(planned), planned.catalog.step)
@@ -572,6 +514,25 @@ def _trained(planned: Plan) -> TrainerVersion:
     return TrainerVersion.of(checkpoint, None, event_time)
 
 
+def _updatable(planned: Plan, staging: Staging, state: BaseState) -> UpdatableBase:
+    """The planned graph as it takes deltas, at the position that it will be published at."""
+    updates = planned.request.updates
+    assert updates is not None
+    scratch = staging.path.with_name("scratch")
+    scratch.mkdir()
+    return make_base(
+        planned.graph,
+        planned.mapping,
+        MappingSpec.of(planned.graph, planned.rules, planned.mapping),
+        state.trained,
+        state.step,
+        reserve_position(planned.request.out, state.step),
+        updates,
+        scratch,
+        planned.warmup if planned.request.warmup or planned.request.no_warmup else None,
+    )
+
+
 def _with_origin(entry: BaseEntry, planned: Plan, bundle: Path) -> BaseEntry:
     """The entry with what the base was made from; of its tables' files, what was copied into it counts."""
     if planned.origin is None:
@@ -579,3 +540,35 @@ def _with_origin(entry: BaseEntry, planned: Plan, bundle: Path) -> BaseEntry:
     assets = {asset.file_name: bundle / ASSETS_DIRECTORY / asset.file_name for asset in planned.graph.assets}
     with writing(bundle):
         return replace(entry, origin=planned.origin.with_graph(planned.graph, assets))
+
+
+def check_staged(
+    planned: Plan, bundle: Path, variables: VariablesReport, progress: ProgressFactory
+) -> tuple[Difference, ...]:
+    """Check as much as was asked for; how far outputs differ, if they were compared.
+
+    Raises:
+        VerificationError, CheckpointError: what is wrong.
+    """
+    request = planned.request
+    if request.verify.includes(Verify.FILES):
+        verify_files(bundle, tensor_entries(variables.catalog))
+    if request.verify.includes(Verify.BYTES):
+        with progress("verify", variables.catalog.bytes_) as bar:
+            runner = Runner.of(request.jobs)
+            verify_bytes(variables.catalog, runner=runner, progress=bar)
+    if planned.layout is not None and request.verify is not Verify.NONE:
+        is_filtered = not planned.rules.admission.is_everyone
+        verify_tables(planned.layout, variables.catalog, is_filtered=is_filtered)
+    if not request.verify.includes(Verify.OUTPUTS):
+        return ()
+    probes = [Probe(probe.signature, probe.inputs) for probe in planned.probes or planned.warmup]
+    return compare_outputs(
+        planned.source,
+        planned.mapping,
+        bundle,
+        requests=probes,
+        tolerance=request.tolerance,
+        traced_rows=planned.graph.traced_rows,
+        tables=planned.layout.geometries if planned.layout else None,
+    )

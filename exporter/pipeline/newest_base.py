@@ -1,12 +1,8 @@
-"""Begin a new log at the newest of the trainer's increments, where a full checkpoint would lead servers back.
+"""Make a base that takes deltas, and where needed begin its log at the newest of the trainer's increments.
 
-A base is of a full checkpoint, whose bytes are linked, and its first delta brings the increments. But servers
-answer by a base before that delta is there, and where the log before led them further than the checkpoint,
-they would go back to it. There the increments are laid over the staged variables, which are written anew.
-
-Write the variables of a base anew, with a trainer's increments laid over them.
-
-Make a base that takes deltas: a graph with the incremental subgraph, a lineage, a new log.
+A base links the bytes of a full checkpoint, and its first delta brings the increments since. Servers answer
+by the base until they have applied that delta. Where they already serve more than the checkpoint holds, that
+would be a step back: there the increments are applied on top of the staged variables, which are rewritten.
 """
 
 from __future__ import annotations

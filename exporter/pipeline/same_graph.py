@@ -1,8 +1,8 @@
 """Check that graph and table files are still those that the base was made from.
 
-<model>/deltas/<log>/.state/sources.json     where these files are, and digests that need not be taken again
+<model>/deltas/<log>/.state/sources.json     paths of these files, and digests that need not be computed again
 
-The paths of a trainer's files are beside what is published, not in it.
+Paths of a trainer's files are kept beside what is published, not in it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog
+from exporter.checkpoint.families import is_archive
 from exporter.errors import CheckpointError, GraphError, PublishError, SchemaChanged, UsageError
 from exporter.files import make_directories
 from exporter.graph.graph_digest import FileDigests
@@ -158,7 +159,7 @@ def _compare_finished(
     origin: GraphOrigin, asked: GraphRequest, files: SourceFiles
 ) -> tuple[SourceFiles, list[str]]:
     """Other bytes may hold the same inference graph: read it, which needs no TensorFlow."""
-    if origin.is_archive(asked):
+    if is_archive(Path(str(asked.model))):
         return files, [f"{asked.model} describes another model"]
     try:
         return _compare_built(origin, asked, files)

@@ -1,4 +1,4 @@
-"""What changed of a log's dynamic tables: told by increments, or found by comparing keys and rows."""
+"""What changed in a log's dynamic tables: as increments report it, or found by comparing keys and rows."""
 
 from __future__ import annotations
 

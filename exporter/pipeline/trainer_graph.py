@@ -1,6 +1,4 @@
-"""Find the trainer's graph beside a checkpoint: to serve it, to keep it, or to read how it looks tables
-up.
-"""
+"""The trainer's graph beside a checkpoint: to serve it, to keep it, or to read how it looks tables up."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Follow training: export each new checkpoint once.
 
-What was exported is known from what is published: a version's manifest has the digests of its checkpoint and
-of the plan that it was made by. So a watch that was killed, and a second one beside it, go on where the first
-one was; other options make another version of the newest checkpoint.
+What is published says what was exported: a version's manifest has the digests of its checkpoint and of the
+plan that it was made by. So re-running a watch that was killed resumes it, and a second one beside it does
+nothing twice; other options publish the newest checkpoint again.
 """
 
 from __future__ import annotations

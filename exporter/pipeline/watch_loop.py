@@ -1,15 +1,9 @@
 """Repeat an export while training goes on: when to look, which errors to outlive, when to stop.
 
-An error that another checkpoint or time may mend is reported once, and the watch goes on, ever more slowly
+An error that another checkpoint or time may mend is reported once, and the watch goes on, with longer pauses
 while nothing changes. An error that only a person can mend (the graph, its mapping, options, permissions, a
-log that does not go on) ends the watch, as it would end every further try. A hold is said once and waited
-out: who lifts it need not know of the watch.
-
-Sleep until a trainer has finished writing something, or until the time is over.
-
-The kernel tells at once of what is renamed into a directory on a local disk, which is how trainers finish
-increments and checkpoints. It tells nothing of network file systems: there, and where it cannot be asked, the
-time is what counts.
+log that ends) ends the watch, as it would end every further try. A hold is reported once and waited out:
+lifting it needs no command to the watch.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from exporter.publish.permission import held_at
 from exporter.publish.versions import VersionDir, nothing_published, read_manifest, version_dirs
 
 
-class What(StrEnum):
+class PublicationKind(StrEnum):
     """What an event is; a `version` takes no deltas, a `rebase` is a base in the middle of its log."""
 
     VERSION = "version"
@@ -40,7 +40,7 @@ class What(StrEnum):
 class Event(Struct, frozen=True):
     """Something that was published; what is damaged has only a name."""
 
-    what: What
+    what: PublicationKind
     """`version` (takes no deltas), `base`, `rebase`, `delta`, `merge`, `rollback`, `resume` or `damaged`."""
     path: Path
     """Its directory."""
@@ -118,7 +118,9 @@ def read_timeline(model: Path) -> Timeline:
     for directory in _logs(model):
         events += _deltas(known[directory] if directory in known else list_deltas(directory))
     # What is damaged and gone, retention has removed meanwhile.
-    there = (event for event in events if event.what is not What.DAMAGED or not is_gone(event.path))
+    there = (
+        event for event in events if event.what is not PublicationKind.DAMAGED or not is_gone(event.path)
+    )
     number = None if log is None else log.number
     events = [_placed(event, number, hold) for event in there]
     return Timeline(model, tuple(sorted(events, key=_order)), at, log, hold)
@@ -144,18 +146,18 @@ def _version(child: VersionDir) -> Event:
     try:
         manifest = read_manifest(child.path)
     except ManifestError as error:
-        return Event(What.DAMAGED, child.path, child.version, problem=error.message)
-    what, back_to, log, reason = What.VERSION, None, None, ""
+        return Event(PublicationKind.DAMAGED, child.path, child.version, problem=error.message)
+    what, back_to, log, reason = PublicationKind.VERSION, None, None, ""
     if isinstance(manifest.incremental, BaseEntry):
         log = manifest.incremental.log
-        what = What.BASE if log == manifest.position else What.REBASE
+        what = PublicationKind.BASE if log == manifest.position else PublicationKind.REBASE
     if manifest.taken_back is not None:
-        what, back_to = What(manifest.taken_back.made), manifest.taken_back.back_to
+        what, back_to = PublicationKind(manifest.taken_back.made), manifest.taken_back.back_to
         reason = manifest.taken_back.reason or ""
     return replace(_event(what, child.path, manifest), log=log, back_to=back_to, reason=reason)
 
 
-def _event(what: What, path: Path, manifest: Manifest) -> Event:
+def _event(what: PublicationKind, path: Path, manifest: Manifest) -> Event:
     return Event(
         what,
         path,
@@ -171,8 +173,12 @@ def _event(what: What, path: Path, manifest: Manifest) -> Event:
 def _deltas(deltas: Sequence[LogDelta]) -> Iterator[Event]:
     events = [_delta(delta) for delta in deltas]
     for event in events:
-        if event.what is What.MERGE:
-            inside = [other for other in events if other.what is not What.MERGE and _leads_past(event, other)]
+        if event.what is PublicationKind.MERGE:
+            inside = [
+                other
+                for other in events
+                if other.what is not PublicationKind.MERGE and _leads_past(event, other)
+            ]
             away = max(0, event.parts - sum(other.parts for other in inside))
             yield replace(event, merged_away=away, merged_into=_merger(events, event))
         else:
@@ -187,7 +193,7 @@ def _leads_past(merger: Event, other: Event) -> bool:
 
 def _merger(events: Iterable[Event], part: Event) -> str | None:
     """The name of the longest merger that holds a delta."""
-    found = [event for event in events if event.what is What.MERGE and _leads_past(event, part)]
+    found = [event for event in events if event.what is PublicationKind.MERGE and _leads_past(event, part)]
     longest = max(found, key=lambda event: event.position - (event.from_position or 0), default=None)
     return None if longest is None else f"{longest.from_position}-{longest.position}"
 
@@ -197,7 +203,9 @@ def _delta(delta: LogDelta) -> Event:
         manifest, entry = delta.manifest, delta.entry
     except ManifestError as error:
         log = int(delta.path.parent.name) if delta.path.parent.name.isdecimal() else None
-        return Event(What.DAMAGED, delta.path, delta.end, delta.start, log=log, problem=error.message)
+        return Event(
+            PublicationKind.DAMAGED, delta.path, delta.end, delta.start, log=log, problem=error.message
+        )
     return replace(
         _event(_kind(entry), delta.path, manifest),
         log=entry.log,
@@ -209,9 +217,9 @@ def _delta(delta: LogDelta) -> Event:
     )
 
 
-def _kind(entry: DeltaEntry) -> What:
+def _kind(entry: DeltaEntry) -> PublicationKind:
     return {
-        DeltaOrigin.MERGE: What.MERGE,
-        DeltaOrigin.ROLLBACK: What.ROLLBACK,
-        DeltaOrigin.RESUME: What.RESUME,
-    }.get(entry.made, What.DELTA)
+        DeltaOrigin.MERGE: PublicationKind.MERGE,
+        DeltaOrigin.ROLLBACK: PublicationKind.ROLLBACK,
+        DeltaOrigin.RESUME: PublicationKind.RESUME,
+    }.get(entry.made, PublicationKind.DELTA)

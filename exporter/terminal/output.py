@@ -2,12 +2,9 @@
 
 stdout carries results, stderr talk. Colour is decided for each stream: NO_COLOR > FORCE_COLOR > isatty.
 
-Styled words in lines: `[bold]label[/] text`, for a stream with colours or without.
-
-A backslash makes the next character plain text. Nothing else in a line is obeyed by a terminal.
-
-Lines are most of what is printed. rich, which takes longer to import than many a command to run, is left for
-tables and progress bars.
+Lines hold styled words, `[bold]label[/] text`, for a stream with colours or without. A backslash makes the
+next character plain text. All other control characters are escaped. rich takes longer to import than many a
+command to run: it is left for tables and progress bars.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Silence TensorFlow's messages at import, for the command lines.
 
-TensorFlow's C++ side writes some lines straight to file descriptor 2 before any of its log settings apply.
-A finder on `sys.meta_path` turns that descriptor away while the package is imported, whoever imports it, and
-gives back what was caught if the import fails.
+TensorFlow's C++ side writes some lines straight to file descriptor 2 before any of its log settings apply. A
+finder on `sys.meta_path` redirects that descriptor while the package is imported, and prints what was caught
+if the import fails.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from exporter.training.chief import is_chief as is_chief_of
 
 log = logging.getLogger(__name__)
 
-What = ExportRequest | Sequence[str | os.PathLike[str]]
+ToExport = ExportRequest | Sequence[str | os.PathLike[str]]
 """What to export: a request, or arguments of `export-model`."""
 
 WAIT_SECONDS = 600.0
@@ -74,7 +74,7 @@ class ExportHook:
 
     def __init__(
         self,
-        what: What,
+        what: ToExport,
         every_checkpoints: int | None = None,
         *,
         is_chief: bool | None = None,
@@ -118,7 +118,7 @@ class ExportHook:
 
 
 def ExportCallback(
-    what: What,
+    what: ToExport,
     every_checkpoints: int | None = None,
     *,
     is_chief: bool | None = None,
@@ -172,7 +172,7 @@ class ExportSchedule:
     """
 
     def __init__(
-        self, what: What, every_checkpoints: int | None, wait_seconds: float, raise_on_failure: bool
+        self, what: ToExport, every_checkpoints: int | None, wait_seconds: float, raise_on_failure: bool
     ) -> None:
         if every_checkpoints is not None and every_checkpoints < 1:
             raise UsageError(f"every_checkpoints is {every_checkpoints}", hint="1 exports every checkpoint")
@@ -262,7 +262,7 @@ class Exports:
         UsageError: `what` is an incomplete request.
     """
 
-    def __init__(self, what: What) -> None:
+    def __init__(self, what: ToExport) -> None:
         self._arguments = ExportArguments.of(what)
         self._directory = Path.cwd()  # relative paths stay relative to it if the trainer changes its own
         self._changed = threading.Condition()
@@ -435,7 +435,7 @@ class ExportArguments(Struct, frozen=True):
     rest: tuple[str, ...]
 
     @classmethod
-    def of(cls, what: What) -> ExportArguments:
+    def of(cls, what: ToExport) -> ExportArguments:
         """Split a request, or a list of arguments with `--ckpt-dir DIR`.
 
         Raises:

@@ -102,7 +102,7 @@ _BATCHES = (3, 5)
 _SEED = 20_240_501
 
 
-class Request(Struct, frozen=True):
+class Probe(Struct, frozen=True):
     """Inputs for one signature, by input name; `rows` of them if they were generated."""
 
     signature: str
@@ -123,7 +123,7 @@ def compare_outputs(
     mapping: TensorMapping,
     bundle: Path,
     *,
-    requests: Iterable[Request] = (),
+    requests: Iterable[Probe] = (),
     tolerance: float,
     traced_rows: int | None = None,
     tables: Mapping[str, TableGeometry] | None = None,
@@ -174,7 +174,7 @@ def _has_open_batch(signature: Proto) -> bool:
     return any(dims and dims[0].size < 0 for dims in shapes)
 
 
-def generated(name: str, signature: Proto, rows: int = _BATCHES[0]) -> Request:
+def generated(name: str, signature: Proto, rows: int = _BATCHES[0]) -> Probe:
     """Inputs that fit a signature: floats in [0, 1), integers 0 and 1, empty strings.
 
     Raises:
@@ -196,7 +196,7 @@ def generated(name: str, signature: Proto, rows: int = _BATCHES[0]) -> Request:
             inputs[alias] = random.integers(0, 2, shape).astype(dtype.numpy)
         else:
             inputs[alias] = random.random(shape).astype(dtype.numpy)
-    return Request(name, inputs, rows)
+    return Probe(name, inputs, rows)
 
 
 def _served_signatures(bundle: Path) -> Mapping[str, Proto]:
@@ -238,7 +238,7 @@ class _Tables(Struct, frozen=True):
 
 
 def _run_source(
-    source: SourceGraph, mapping: TensorMapping, requests: list[Request], rows: int | None, tables: _Tables
+    source: SourceGraph, mapping: TensorMapping, requests: list[Probe], rows: int | None, tables: _Tables
 ) -> list[Feeds]:
     import tensorflow as tf
 
@@ -259,7 +259,7 @@ def _run_source(
         return [_in_parts(session, signatures, request, fixed, rows) for request in requests]
 
 
-def _require_harmless(source: SourceGraph, runnable: Proto, requests: list[Request]) -> None:
+def _require_harmless(source: SourceGraph, runnable: Proto, requests: list[Probe]) -> None:
     """Refuse a source graph that does more than compute and read, in its outputs or in its init op.
 
     Raises:
@@ -273,7 +273,7 @@ def _require_harmless(source: SourceGraph, runnable: Proto, requests: list[Reque
     require_harmless(running_outside(runnable, runs), "--verify outputs", is_allowed=source.trust.code)
 
 
-def _in_parts(session: Any, signatures: Any, request: Request, fixed: Feeds, rows: int | None) -> Feeds:
+def _in_parts(session: Any, signatures: Any, request: Probe, fixed: Feeds, rows: int | None) -> Feeds:
     """The answers to a request, of a graph that takes `rows` rows and no other number, if that is given."""
     parts = [*_parts(request, rows)]
     answers = [_answer(session, signatures, part, fixed) for part in parts]
@@ -283,7 +283,7 @@ def _in_parts(session: Any, signatures: Any, request: Request, fixed: Feeds, row
     return {alias: np.concatenate([answer[alias] for answer in answers])[:asked] for alias in answers[0]}
 
 
-def _parts(request: Request, rows: int | None) -> Iterator[Request]:
+def _parts(request: Probe, rows: int | None) -> Iterator[Probe]:
     """A request as one, or in parts of so many rows, the last one filled up with the last row."""
     asked = _rows_of(request)
     if rows is None or not asked or asked == rows:
@@ -294,7 +294,7 @@ def _parts(request: Request, rows: int | None) -> Iterator[Request]:
         yield replace(request, inputs={alias: value[places] for alias, value in request.inputs.items()})
 
 
-def _rows_of(request: Request) -> int:
+def _rows_of(request: Probe) -> int:
     """How many rows all inputs of a request have; 0 if they do not say."""
     counts = {len(value) if np.ndim(value) else 0 for value in request.inputs.values()}
     return counts.pop() if len(counts) == 1 else 0
@@ -358,7 +358,7 @@ def _moved_rows(prefix: str, item: TensorSource) -> NDArray[Any]:
     return np.asarray(rows)
 
 
-def _run_bundle(bundle: Path, requests: list[Request]) -> list[Feeds]:
+def _run_bundle(bundle: Path, requests: list[Probe]) -> list[Feeds]:
     import tensorflow as tf
 
     with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
@@ -366,7 +366,7 @@ def _run_bundle(bundle: Path, requests: list[Request]) -> list[Feeds]:
         return [_answer(session, loaded.signature_def, request, {}) for request in requests]
 
 
-def _answer(session: Any, signatures: Any, request: Request, fixed: Feeds) -> Feeds:
+def _answer(session: Any, signatures: Any, request: Probe, fixed: Feeds) -> Feeds:
     import tensorflow as tf
 
     if request.signature not in signatures:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,6 +125,15 @@ def test_usage_errors(arguments: list[str], message: str) -> None:
     assert message in ran.err
     assert "hint:" in ran.err
     assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize("options", [(), ("--model-arg", "a=b")])
+def test_a_file_of_weights_is_no_model(tmp_path: Path, options: tuple[str, ...]) -> None:
+    np.savez(tmp_path / "w.npz", a=np.ones((2, 3), np.float32))
+    file = tmp_path / "w.npz"
+    ran = export_model("--ckpt-dir", file, "--out", tmp_path / "m", "--model", file, *options)
+    assert (ran.code, f"--model {file} holds weights and no model" in ran.err) == (2, True), ran.err
+    assert "--model pkg.mod:fn" in ran.err
 
 
 def test_an_error_is_an_object_with_json_and_a_traceback_with_debug(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_cat
 from exporter.errors import CheckpointChanged, VerificationError
 from exporter.options import ExportRequest, Verify
 from exporter.pipeline.full import execute, export, plan
-from exporter.verify.outputs import Request, compare_outputs
+from exporter.verify.outputs import Probe, compare_outputs
 from tests.support.commands import export_model
 
 
@@ -106,7 +106,7 @@ def test_answers_that_are_no_numbers_are_found(train: Path, ranker_graph: Path, 
 
 def test_inputs_that_the_graph_refuses_are_reported(train: Path, ranker_graph: Path, tmp_path: Path) -> None:
     planned, bundle = changed_bundle(train, ranker_graph, tmp_path, 1.0)
-    outside = Request("serving_default", {"user": np.array([1 << 40]), "item": np.array([0])})
+    outside = Probe("serving_default", {"user": np.array([1 << 40]), "item": np.array([0])})
     with pytest.raises(VerificationError, match="could not be run") as caught:
         compare_outputs(planned.source, planned.mapping, bundle, requests=[outside], tolerance=1e-6)
     assert "--verify-inputs" in caught.value.hint

@@ -1,6 +1,4 @@
-"""The table of rooms in docs/architecture.md: their order from the test that holds it, their purpose from the
-code.
-"""
+"""The table of rooms in docs/architecture.md: their order from its test, their purpose from the code."""
 
 from __future__ import annotations
 
