@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from msgspec import NODEFAULT, Struct, field
 from msgspec.structs import fields, force_setattr
@@ -341,18 +341,20 @@ class Updates(Struct, frozen=True):
     ] = False
 
 
-class GraphOptions(Struct, frozen=True, kw_only=True):
-    """What to serve: the options about the graph."""
+Model: TypeAlias = Annotated[
+    str | Callable[..., Any] | None,
+    _served(
+        "What to serve: pkg.mod:fn, path/file.py:fn, a .meta file or a SavedModel directory.",
+        metavar="WHAT",
+        typed=str | None,
+    ),
+]
+"""A name, or a builder itself; None: what lies beside the checkpoint."""
 
-    model: Annotated[
-        str | Callable[..., Any] | None,
-        _served(
-            "What to serve: pkg.mod:fn, path/file.py:fn, a .meta file or a SavedModel directory.",
-            metavar="WHAT",
-            typed=str | None,
-        ),
-    ] = None
-    """A name, or a builder itself; None: what lies beside the checkpoint."""
+
+class GraphOptions(Struct, frozen=True, kw_only=True):
+    """How to serve a model: the options about its graph."""
+
     model_args: Annotated[
         Mapping[str, str],
         _served("Builder's argument. Repeatable.", name="--model-arg", metavar="NAME=VALUE"),
@@ -408,13 +410,9 @@ class GraphOptions(Struct, frozen=True, kw_only=True):
     ] = False
 
 
-class ExportRequest(GraphOptions, frozen=True):
-    """Everything an export is told; the fields are the options of `export-model`."""
+class ExportOptions(GraphOptions, frozen=True, kw_only=True):
+    """All options of an export."""
 
-    ckpt_dir: Path
-    """A checkpoint, or a directory of which the newest one is exported."""
-    out: Path
-    """The model base path."""
     format: Annotated[
         ExportFormat, _places("Write a SavedModel, Cloud ML's pair, or both.", digest="always")
     ] = ExportFormat.SAVED_MODEL
@@ -521,6 +519,16 @@ class ExportRequest(GraphOptions, frozen=True):
     ] = False
     jobs: Jobs = LOCALLY
     """Where values are cast, moved and compared."""
+
+
+class ExportRequest(ExportOptions, frozen=True):
+    """Everything an export is told; what follows the model is given by name."""
+
+    ckpt_dir: Path
+    """A checkpoint, or a directory of which the newest one is exported."""
+    out: Path
+    """The model base path."""
+    model: Model = None
 
     def __post_init__(self) -> None:
         """Take `file://` as a path, and refuse other URLs where a path is expected.

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph
@@ -15,7 +14,7 @@ from exporter.errors import AccessRefused
 from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.graph.sources import SourceFile
 from exporter.local_paths import quoted
-from exporter.options import GraphOptions
+from exporter.options import ExportRequest, GraphOptions, Model
 from exporter.wire.protos import Proto
 
 
@@ -53,21 +52,22 @@ ANY_FILES = Trust()
 
 
 class GraphRequest(GraphOptions, frozen=True):
-    """The request to the graph stage: the options about the graph, and whether they name one.
+    """The request to the graph stage: a model, the options about its graph, and where it was found.
 
     `inputs` and `outputs` map signature names to tensor names and make the signature `serving_default`;
     `signatures` is JSON with several (see `exporter.graph.signatures`).
     """
 
+    model: Model = None
     is_found: bool = False
-    """The options name no graph: it lay beside the checkpoint."""
+    """The request named no graph: it lay beside the checkpoint."""
 
     @classmethod
-    def of(cls, options: GraphOptions, beside: str | None = None) -> GraphRequest:
-        """The request for the graph that options name, else for the one `beside` the checkpoint."""
-        asked = cls(**{name: getattr(options, name) for name in GraphOptions.__struct_fields__})
-        is_found = options.model is None
-        return replace(asked, model=beside if is_found else options.model, is_found=is_found)
+    def of(cls, request: ExportRequest, beside: str | None = None) -> GraphRequest:
+        """The graph that a request names or, if it names none, the one that lies `beside` the checkpoint."""
+        options = {name: getattr(request, name) for name in GraphOptions.__struct_fields__}
+        is_found = request.model is None
+        return cls(beside if is_found else request.model, is_found, **options)
 
     @property
     def trust(self) -> Trust:

@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import UsageError
+from exporter.graph.source_graph import GraphRequest
 from exporter.options import (
     STORAGE,
     DataMode,
@@ -98,6 +99,15 @@ def test_digests_of_earlier_releases_are_told_the_same() -> None:
     assert told_in_digest(takes) == {**told, "updates": baked, "verify": "bytes"}
 
 
+def test_what_to_serve_may_be_given_by_position() -> None:
+    request = ExportRequest(Path("train"), Path("model"), "my_model.py:serving", verify=Verify.BYTES)
+    assert (request.model, request.verify) == ("my_model.py:serving", Verify.BYTES)
+    asked = GraphRequest.of(request, "beside.meta")
+    assert (asked.model, asked.is_found) == ("my_model.py:serving", False)
+    found = GraphRequest.of(PLAIN, "beside.meta")
+    assert (found.model, found.trust.is_found) == ("beside.meta", True)
+
+
 def test_no_two_options_have_one_name() -> None:
     names = [one.name for one in declared(ExportRequest)]
     assert len(set(names)) == len(names) > 45
@@ -105,13 +115,8 @@ def test_no_two_options_have_one_name() -> None:
 
 def test_options_say_what_a_request_says() -> None:
     request = replace(PLAIN, renames=("-a=b", "c=d"), inputs={"x": "X:0"}, data=DataMode.COPY, by_order=True)
-    assert [*arguments(request)] == [
-        "--rename=-a=b",
-        "--rename=c=d",
-        "--by-order",
-        "--data=copy",
-        "--input=x=X:0",
-    ]
+    said = ["--input=x=X:0", "--rename=-a=b", "--rename=c=d", "--by-order", "--data=copy"]
+    assert [*arguments(request)] == said
     assert [*arguments(Jobs(task_bytes=1 << 20))] == ["--task-size=1048576B"]
     assert option_of(Updates, "finite") == "--require-finite"
 

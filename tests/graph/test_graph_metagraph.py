@@ -329,7 +329,7 @@ def test_a_forks_version_keeps_nobody_from_loading(
     path = tmp_path / "fork.meta"
     path.write_bytes(meta_graph.SerializeToString())
     ends: Any = {"inputs": {"image": "cnn/image"}, "outputs": {"scores": "cnn/Softmax"}}
-    done = export(ExportRequest(trained.prefix, tmp_path / "model", str(path), **ends))
+    done = export(ExportRequest(trained.prefix, tmp_path / "model", model=str(path), **ends))
     (found,) = read_saved_model(done.published.path).meta_graphs
     assert found.meta_info_def.tensorflow_version == served
     assert found.meta_info_def.tensorflow_git_version == ("" if served == written else written)
