@@ -135,7 +135,7 @@ def test_bases_are_what_they_were(release: Path, name: str) -> None:
         }
         assert base.entry.origin is not None
         assert base.entry.origin.files[0].path == "model.py"
-    assert log_of(release, name).held.read() == facts["hold"]
+    assert log_of(release, name).hold.read() == facts["hold"]
 
 
 def test_versions_without_deltas_are_what_they_were(release: Path) -> None:

@@ -287,14 +287,14 @@ def _told(one: Notified) -> str:
 def _hold(plan: IncrementalPlan) -> int | None:
     """The log's hold; a damaged file is not this command's to report: what it did is done."""
     with suppress(ManifestError):
-        return plan.log.hold()
+        return plan.log.hold.read()
     return None
 
 
 def _next_lines(plan: IncrementalPlan) -> Iterator[str]:
     """What makes the delta served; behind a hold it waits until that is lifted."""
     hold = _hold(plan)
-    if plan.log.held.is_canary:
+    if plan.log.hold.is_canary:
         yield labelled("hold", f"at {hold}: the agent's canary decides about what lies beyond")
     elif hold is not None:
         yield labelled("hold", f"at {hold}: servers go no further until it is lifted")

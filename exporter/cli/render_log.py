@@ -312,7 +312,7 @@ def _history_lines(found: Timeline, shown: int) -> Iterator[str]:
     yield labelled("position", f"{found.at or 'unknown'}{began}")
     if found.hold is not None:
         waiting = sum(event.is_past_hold for event in found.events)
-        is_canary = found.log is not None and found.log.held.is_canary
+        is_canary = found.log is not None and found.log.hold.is_canary
         who = ", by the agent's canary" if is_canary else ""
         yield labelled("hold", f"at {found.hold}{who}; {waiting or 'nothing'} published beyond it")
         more = " --lift-canary" if is_canary else ""

@@ -1,14 +1,9 @@
-"""Run every check of a model on disk, in the order in which problems should be repaired.
+"""Examine a model on disk and its servers' answers; each finding names its cause and the command that helps.
 
-Check the surroundings: left-overs, permissions, clocks, checkpoints and links to them.
-
-Check what is published: damage, gaps, holds, orphaned and foreign files, times.
-
-A finding of an examination: what is wrong, why, and the command that helps.
-
-Judge a model server's answers: does it run, does it serve the newest version, how far behind is it?
-
-Nothing here calls a server: answers in, findings out.
+`examine` runs the checks in the order in which problems should be repaired: what is published (damage, gaps,
+holds, orphaned and foreign files, times), then its surroundings (left-overs, permissions, clocks, checkpoints
+and links to them). `judge` decides about a model server by its answers: does it run, does it serve the newest
+version, how far behind is it? Nothing here calls a server.
 """
 
 from __future__ import annotations
@@ -195,7 +190,7 @@ def _behind(
     assert found.log is not None
     log, where = found.log, f"{replica.name} on {replica.address}"
     update = command("serve-model", "update", replica.address, "--model", replica.name)
-    if found.hold is not None and position > found.hold and not log.held.is_canary:
+    if found.hold is not None and position > found.hold and not log.hold.is_canary:
         yield Finding(
             Check.REPLICAS,
             Level.WARNING,
@@ -457,7 +452,7 @@ def not_finite(model: Path, found: VerifiedModel) -> Iterator[Finding]:
     log = found.log
     if log is None or found.damage or not log.base.entry.updates.finite:
         return
-    limit = log.hold() if log.held.binds else None
+    limit = log.hold.read() if log.hold.binds else None
     deltas = [delta for delta in log.deltas if limit is None or delta.end <= limit]
     bad = [delta for delta in deltas if refused(log, delta)]
     if not bad:
@@ -505,7 +500,7 @@ def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
                 "are refused",
                 command("export-model", "resume", model),
             )
-    if found.log is not None and found.log.held.is_canary:
+    if found.log is not None and found.log.hold.is_canary:
         yield from _unapproved(model, found.log, now)
 
 

@@ -1,4 +1,4 @@
-"""Tables by keys in increments: which keys have other rows, and which are gone.
+"""Tables by keys in increments: which keys have other rows, and which are gone since the full checkpoint.
 
 In an increment's bundle a table `<name>` that is trained with stock TensorFlow has
 
@@ -9,8 +9,6 @@ In an increment's bundle a table `<name>` that is trained with stock TensorFlow 
 
 The numbers of the rows are the trainer's: optimizers' slots go by them. Keys that are removed go first: one
 that is among `keys`, too, was given a row again.
-
-A dynamic table as the trainer has it: its full checkpoint with what increments touched since.
 """
 
 from __future__ import annotations

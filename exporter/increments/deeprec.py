@@ -1,4 +1,4 @@
-"""Read DeepRec's incremental checkpoints, full checkpoint + increment = the trainer's state.
+"""Read DeepRec's incremental checkpoints: full checkpoint + increment = the trainer's state.
 
     <ckpt-dir>/.incremental_checkpoint/incremental_model.ckpt-<step>.{index,data-*}
 
@@ -9,13 +9,12 @@ with the option for ordinary tables, rows of `<var>` or of its part p are in
     <var>[/part_<p>]-sparse_incr_keys    int64|int32 [n]    row numbers, local to the part
     <var>[/part_<p>]-sparse_incr_values  dtype [n, ...]
 
-and a table that nobody touched is absent. None says which full save it builds on: one that lies beyond
+and a table without touched rows is absent. None says which full save it builds on: one that lies beyond
 another full checkpoint's step builds on that one, if any. A trainer that was set back leaves what it wrote
 before, so what was published is led on from only if all of its rows are in the newest increment, too.
 Source: DeepRec's incremental_saver and its documentation.
-Embedding variables, whose keys are no row numbers, have the same suffixes: see `deeprec_tables`.
 
-Read rows of embedding variables from DeepRec's incremental checkpoints.
+Rows of embedding variables, whose keys are not row numbers, are in
 
     <ev>[/part_<p>]-sparse_incr_keys        int64|int32 [n]   touched since the last full save
     <ev>[/part_<p>]-sparse_incr_values      float [n, dim]

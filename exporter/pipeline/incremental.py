@@ -1,10 +1,8 @@
 """Incremental exports: publish what changed since the newest position as a delta; the first time, a base.
 
-TensorFlow is not imported unless a base has to be made.
-
-Begin a log: a base that takes deltas, made by a full export.
-
-Incremental exports, planned: what is published, what the trainer has, and what leads there.
+A plan tells what is published, what the trainer has, and what leads from one to the other; executing it
+publishes a delta. A log begins with a base that takes deltas, which a full export makes: TensorFlow is
+imported for that alone.
 """
 
 from __future__ import annotations
@@ -426,7 +424,7 @@ def _tidied(log: DeltaLog, published: PublishedDelta) -> tuple[ExportError, ...]
             times = (log.newest.manifest.created, published.manifest.created)
             before, now = (int(time.timestamp() // _REMOVE_EVERY_S) for time in times)
             tidy(log.model, published.log, removes=before != now)
-            log.hold()
+            log.hold.read()
     except ExportError as error:
         return (error,)
     return ()

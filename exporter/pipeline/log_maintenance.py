@@ -196,7 +196,7 @@ def _require_on_way(log: DeltaLog, span: Span) -> None:
         ModelHeld: it would.
     """
     try:
-        hold = log.hold()
+        hold = log.hold.read()
     except ManifestError:
         return  # nobody moves
     if hold is None or not span.end <= hold:
@@ -239,7 +239,7 @@ def tidy(
     """
     done: list[Merged] = []
     log = read_log(model) if log is None else log
-    if log.held.binds:  # what is held may still be taken back, delta by delta
+    if log.hold.binds:  # what is held may still be taken back, delta by delta
         return (), RetiredDeltas()
     while run := merge_due(_approved(log)):
         try:
@@ -259,9 +259,9 @@ def tidy(
     with model_lock(model):
         # Again: a hold, a rollback or a base that came meanwhile needs deltas that were spare before.
         log, now = read_log(model), clock()
-        if log.held.binds:
+        if log.hold.binds:
             return tuple(done), RetiredDeltas()
-        log.held.sweep()
+        log.hold.sweep()
         retired = retire_deltas(log, now=now) + retire_logs(log, now=now)
     for trash in retired.trash:
         remove_tree(trash)

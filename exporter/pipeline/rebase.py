@@ -1,9 +1,8 @@
 """Merge a base and its deltas into a new base of the same log.
 
-The graph stays; only the position that its variables begin with is another. Servers load the new base
-beside the old one; deltas that lead on from its position fit both.
-
-Write the variables of a base anew with deltas laid over them, by tasks that read each byte once.
+Tasks write the base's variables with the deltas applied on top, and read each byte once. The graph stays, but
+for the position that its variables begin with. Servers load the new base beside the old one; deltas that lead
+on from its position fit both.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class DeltaRestorer(Restorer):
     noun = "position"
 
     def __init__(self, log: DeltaLog) -> None:
-        super().__init__(log.at, log.number, log.held)
+        super().__init__(log.at, log.number, log.hold)
         self.published = log
 
     def _require_judged(self, to: int) -> bool:
@@ -289,10 +289,10 @@ class DeltaRestorer(Restorer):
 
 def is_canaried(log: DeltaLog) -> bool:
     """True if a canary's hold stands, or stood when the log was rolled back to where it is held."""
-    if log.held.is_canary or not log.held.binds:
-        return log.held.is_canary
+    if log.hold.is_canary or not log.hold.binds:
+        return log.hold.is_canary
     try:
-        held = log.standing(log.held.read() or 0)
+        held = log.standing(log.hold.read() or 0)
     except (ManifestError, PositionUnknown):  # the hold says nothing, or no rollback set it
         return False
     return isinstance(held, LogDelta) and held.entry.canary
@@ -304,7 +304,7 @@ def approved_by_canary(log: DeltaLog) -> int | None:
     Raises:
         ManifestError: the hold does not say a position.
     """
-    return log.held.read() if is_canaried(log) else None
+    return log.hold.read() if is_canaried(log) else None
 
 
 def packing_of(headers: Iterable[DeltaHeader]) -> DeltaDtype | None:

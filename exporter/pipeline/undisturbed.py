@@ -1,12 +1,9 @@
-"""Work with a log while others publish to it and tidy it.
+"""Work with a log while other processes publish to it and tidy it.
 
-Go on where a publication to a store was begun and given up.
-
-Nothing else may ever be published at the path of an upload that was given up: its process may only be slow,
-and still write there (see `exporter.transfer.head`). Exports take another number. A merger has its place: so
-the log goes on by a delta of no changes, and the merger is made where that leads.
-
-How mergers are run.
+`undisturbed` does a command's work again if other processes removed what it was reading. `past_given_up`
+leads past an abandoned upload to a store: nothing else may ever be published at its path, because its process
+may only be slow, and still write there (see `exporter.transfer.head`). Exports take another number. A merged
+delta has its place: so the log goes on by a delta without changes, and the merged delta ends behind that.
 """
 
 from __future__ import annotations

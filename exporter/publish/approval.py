@@ -1,9 +1,9 @@
 """How far a canary has approved a log: its hold, moved on by compare-and-set under the model's lock.
 
-The agent's canary lets one server pass the hold, and moves it on when that server answers as it should. What
-it expects to find tells it whether others decided meanwhile: a person, a rollback, or another agent.
+The agent's canary lets one server pass the hold, and moves the hold on when that server answers as it should.
+The hold that it expects to find tells it whether a person, a rollback or another agent decided meanwhile.
 
-What a canary failed is never approved unasked. Its rollbacks stay in the log and say so
+What a canary failed is never approved by itself. Its rollbacks stay in the log and say so
 (`DeltaEntry.failed`): a canary that begins without a hold begins no later than the newest of them, whatever
 is served by then.
 """

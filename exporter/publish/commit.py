@@ -1,11 +1,9 @@
 """Publish a staged directory as a version or a delta: durable, immutable, visible whole or not at all.
 
 seal      modes, sizes, checksums; wait until our bytes are on disk     no lock: this may take long (`seal`)
-number    survey what is published, choose version and position        under <model>/.lock
+number    read what is published, choose version and position          under <model>/.lock
 commit    write manifest.json, rename the bundle, sync the directory    under <model>/.lock
 retire    move old versions out of sight                                under <model>/.lock, deleted after
-
-Make a staged directory readable and durable, and compute its files' sizes and checksums.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ def seal(bundle: Path) -> tuple[FileEntry, ...]:
     mode = stat.S_IMODE(bundle.stat().st_mode)
     files: list[FileEntry] = []
     for name, directories, names in os.walk(bundle, topdown=False, onerror=_raise):
-        directory = Path(name)
+        directory = Path(name)  # after all that it holds: its sync makes their names durable
         links = [child for child in directories if (directory / child).is_symlink()]
         files += [_seal_file(bundle, directory / child, mode) for child in names + links]
         _set_mode(directory, mode)
@@ -77,7 +75,7 @@ def _seal_file(bundle: Path, path: Path, mode: int) -> FileEntry:
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         raise VerificationError(f"the staged {path} is not a regular file")
-    if found.st_nlink == 1:
+    if found.st_nlink == 1:  # a file with a second link is the trainer's: its mode and its bytes are not ours
         _set_mode(path, mode & 0o666)
         sync(path)
     crc = None if _DATA_SHARD.fullmatch(path.name) else _masked_crc(path)
@@ -330,7 +328,7 @@ def publish_version(
                     warnings.append(error)
                 except OSError as error:
                     warnings.append(os_error(error, staging.model))
-    for trash in retired.trash:
+    for trash in retired.trash:  # without the lock: deleting many gigabytes takes seconds
         remove_tree(trash)
     return replace(published, removed=retired.removed, kept=retired.kept, warnings=tuple(warnings))
 
@@ -356,7 +354,7 @@ def publish_delta(
     with writing(staging.model):
         held = None
         if under_lock.holds:
-            held = log.held.prepare(position, staging)
+            held = log.hold.prepare(position, staging)
             shutil.copyfile(held, staging.path / HOLD_FILE)
         files = seal(staging.path)
         with _locked(staging.model, is_ours=under_lock.is_ours):
@@ -369,11 +367,13 @@ def publish_delta(
             if target.exists():
                 raise PositionMoved(f"{target} is published already")
             manifest = _complete(staging, draft, files, position, time.time())
+            # A link into the delta: with one rename the delta is seen and the hold is read. A hold that came
+            # first would let servers go on to what is rolled back (`exporter.pipeline.restoration`).
             if held is not None and not under_lock.follows_canary:
-                log.held.promise(target.name, held, staging)
+                log.hold.promise(target.name, held, staging)
             warnings = _install(staging, target)
             if held is not None:
-                log.held.settle(held)
+                log.hold.settle(held)
     now = now.followed_by(delta) if now.path == log.path else now  # a merger may come after its log's end
     return PublishedDelta(target, manifest, now, warnings)
 
@@ -432,6 +432,7 @@ def _complete(
         position=position, created=datetime.fromtimestamp(now, timezone.utc), files=files
     )
     write_durably(staging.path / MANIFEST_FILE, to_json(manifest).encode("ascii"))
+    # Before the rename: a power cut must not keep the new name of the directory and lose a name inside it.
     sync(staging.path)
     return manifest
 

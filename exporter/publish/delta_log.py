@@ -287,14 +287,14 @@ class DeltaLog(Struct, frozen=True, dict=True):
         return found.entry.trained, found.at.step
 
     @property
-    def held(self) -> Hold:
+    def hold(self) -> Hold:
         """The log's hold."""
         return Hold(self.path)
 
     @property
     def approved(self) -> int | None:
         """The position up to which a canary has approved the log; None if no canary's hold stands."""
-        return self.held.approved()
+        return self.hold.approved()
 
     def standing(self, position: int) -> LogBase | LogDelta:
         """What leads to, or is, a position.
@@ -313,14 +313,6 @@ class DeltaLog(Struct, frozen=True, dict=True):
             f"nothing published stands at position {position}",
             cause=f"there are {', '.join(map(str, known[-20:]))}",
         )
-
-    def hold(self) -> int | None:
-        """The position that readers do not pass by themselves.
-
-        Raises:
-            ManifestError: the file is there and does not say.
-        """
-        return self.held.read()
 
 
 @contextmanager

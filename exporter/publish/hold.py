@@ -1,16 +1,17 @@
-"""The hold: a position that servers do not pass by themselves. Two kinds differ in whom else they bind.
+"""The hold: a position that servers do not pass by themselves. A person's hold binds publishers, too.
 
     <model>/deltas/<log>/hold      of a log: `up_to = -1` does not go beyond it
     <model>/hold                   of versions that take no deltas: it binds publishers alone
 
-The file holds a position in digits. A person's hold, or a rollback's, binds everybody who publishes, too. A
-*canary's* hold does not: it is how far the agent's canary has approved the log, it moves on with it, and the
-trainer goes on publishing behind it. It is written with 18 digits or more, the first of them a zero: the
-served graph and earlier releases read the same position, and these take it for a hold of the first kind.
+The file holds a position in digits. A person's hold, or a rollback's, also keeps exporters from publishing
+versions. A *canary's* hold does not: it is how far the agent's canary has approved the log. The agent moves
+it on, and the trainer goes on publishing behind it. It is written with 18 digits or more, the first of them a
+zero: the served graph and earlier releases read the same position, and earlier releases take it for a
+person's hold.
 
-What cannot be read binds as well: readers then do not move at all by themselves. While a rollback is
+A hold that cannot be read binds as well: servers then do not move by themselves. While a rollback is
 published the file is, for an instant, a symbolic link into the delta that is about to appear
-(`exporter.pipeline.log_maintenance` has the argument).
+(`exporter.pipeline.restoration` has the argument).
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class Hold(Struct, frozen=True):
                 Path(path).unlink()
 
     def _replace(self, file: Path) -> None:
-        file.replace(self.path)
+        file.replace(self.path)  # in one step: a server never finds no hold, or half of one
         sync(self.directory)
 
 

@@ -9,14 +9,13 @@ trust.
      "files": [{"path": "saved_model.pb", "bytes": 812, "crc32c": "00c0ffee"}]}
 
 A delta has `from_position` too; a base that takes deltas, and a delta, have `incremental`: what they are in
-their log (`log_entries`). A version that a rollback or resumption published again has `taken_back`.
+their log, and of which of the trainer's states. A version that a rollback or resumption published again has
+`taken_back`.
 A version made from a checkpoint has `plan_digest`: what it was made by (`exporter.pipeline.full`).
 Every `crc32c` is TensorFlow's masked one, as in the bundle's index, in eight hex digits; a tensor has one for
 each of its slices; a data shard has none, because its tensors have theirs.
 Integers are integers below 2**63, digests and ids strings, times RFC 3339 in UTC. Readers ignore fields that
 they do not know and refuse a `format_version` that they do not know.
-
-What a manifest says about its log: where a base or delta stands in it, and which trainer state it is.
 """
 
 from __future__ import annotations

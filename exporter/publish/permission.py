@@ -1,7 +1,7 @@
 """Decide what may be published: a hold binds, and a log does not end by accident.
 
-Whoever publishes a version asks twice: before the work, to refuse at once, and under the model's lock, where
-nothing can come in between. Deltas need no permission: servers do not follow them past a hold.
+A command that publishes a version asks twice: before the work, to refuse at once, and under the model's lock,
+where nothing can come in between. Deltas need no permission: servers do not follow them past a hold.
 """
 
 from __future__ import annotations

@@ -215,6 +215,8 @@ def move_away(published: Path, model: Path) -> Path:
     trash = model / f"{TRASH_PREFIX}{published.name}-{os.urandom(4).hex()}"
     manifest = open_lock(published / MANIFEST_FILE, flags=0)
     try:
+        # A reader that has the lease looks whether the manifest is still at its path: so a lease comes before
+        # the rename and prevents it, or after it and fails.
         if not try_lock(manifest):
             raise BlockingIOError
         os.rename(published, trash)  # noqa: PTH104  as in publish: the one call that matters, in plain sight

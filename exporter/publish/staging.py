@@ -77,6 +77,7 @@ class Staging:
         if not try_lock(lock) or not still_at(lock, root / _LOCK):
             close_lock(lock)
             return False
+        # Only now: before it has a locked file, another process may remove it as a left-over.
         self._root, self._lock = root, lock
         self.path.mkdir()
         return True

@@ -1,6 +1,6 @@
 """List what was published for a model, in order: versions and deltas of every log that is still there.
 
-Read from the manifests alone. What retention removed is gone, except that a merger tells how many
+Everything is read from manifests. Retention may have removed some of it; a merged delta tells how many
 publications it holds.
 """
 

@@ -1,6 +1,7 @@
-"""Read a model base path: its versions, the last position, and leases for readers of a version.
+"""Read a model base path: its versions and their manifests, deltas by their names, the last position.
 
-Explain that nothing is published at a path: a mistyped name, or a level too high or too low.
+Readers of a version take a lease, which keeps retention from removing it. Errors about a path under which
+nothing is published name the model that was probably meant.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
 """The head of a model in a store: what was published there last, and what is being published now.
 
 Readers follow manifests and holds, which a store cannot change together. The head is one object, replaced
-only if nobody else has replaced it since it was read, and decides what is published:
+only if it is still the one that was read, and decides what is published:
 
     1. reserve    the head names what is being uploaded
     2. upload     files, and the manifest under another name
     3. commit     the head names it as published, with the holds of then: from here on it is
     4. reveal     holds that keep readers back; `manifest.json`, copied from that name; the other holds
 
-Whoever is killed before 3 has published nothing, and cannot do so later, once another one has replaced the
-head. Whoever is killed in 4 has published: the next command reveals it. Whoever is suspended in 4 while
-others reveal, go on, and remove it again, brings nothing back: the manifest's other name is gone by then, and
-the store does not copy what is not there. What was given up may still be written to by a process that was
-only slow: so nothing else is ever published at its path, unless every byte that readers read is the same.
+A process that is killed before 3 has published nothing, and cannot do so later, once another one has replaced
+the head. A process that is killed in 4 has published: the next command reveals it. If a process is suspended
+in 4 while others reveal, go on, and remove what it published, it brings nothing back: the manifest's other
+name is gone by then, and the store does not copy what is not there. A process that was only slow may still
+write to an abandoned path: so nothing else is ever published there, unless every byte that readers read is
+the same.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 Both places have the same names (see `exporter.layout`). In a store there is no rename: a version or a delta
 is there once its manifest is, which is therefore written last, and removed first.
 
-Check a version or delta while it goes somewhere: what its manifest does not say stays back.
-
-Every file but the data shards has a checksum in the manifest, so the index, too, which has one for each run
-of a shard's bytes. All are taken while the bytes go by; only what an earlier pull has fetched is read again.
+A version or delta is checked while it is copied. Every file but the data shards has a checksum in the
+manifest; so has the index, which has one for each run of a shard's bytes. All are computed while the bytes go
+by; only what an earlier pull has fetched is read again.
 """
 
 from __future__ import annotations

@@ -9,16 +9,15 @@ What was published here since the last push is never mixed with what another mac
 it nor its hold is changed. A rollback by an agent's canary is a decision about the servers of this copy: it
 stays, and the copy goes on with what leads on from it (see `exporter.transfer.push`).
 
-What a pulled copy can do without: the store has no more, and servers have no use for either.
-
-Servers list the directory and then take, and load, what they saw there. So what came a moment ago, or lies
-beyond a hold, counts for nothing here: only what is settled does. What the store has no more goes
+A pull removes from the copy what the store no longer has, if servers have no use for it either. Servers list
+the directory and then load what they saw there. So what came a moment ago, or lies beyond a hold, does not
+count yet: only what is settled does. What the store no longer has is removed
 
 - if it is replaced: a merger that has all its rows, or a base, is settled and leads at least as far;
 - if the copy is quiet: everything of the store is here and settled, a base among it, so servers take whatever
   they find. A rollback and its resumption stay, which a canary may have made here.
 
-So the last base stays, whatever somebody removes from the store.
+So the last base stays, whatever is removed from the store.
 """
 
 from __future__ import annotations

@@ -4,14 +4,13 @@ A push that is killed is finished by the next one from the same directory. One f
 lead on from what is in the store is refused: a model has one history (see `head`). Holds go before what they
 hold back, and are lifted after everything else.
 
-Rollbacks that were made in a pulled copy: an agent's canary decides for its servers, not for the store.
-
+A rollback by an agent's canary in a pulled copy is a decision about the copy's servers, not about the store.
 A copy at position B whose canary found fault goes back to the values of G by a delta to R, which the store
 does not have. Its servers stand at R then, and of what the store publishes from now on
 
 - a delta that begins at G or before holds all rows since G: it leads on from R, to the right values;
 - one that begins behind G and not behind R would be taken by a server at R, and holds too few rows: it waits,
-  as does a base in between. So does nothing else.
+  and so does a base in between. Nothing else waits.
 
 So the copy goes on with the next merger that begins at G or before, or with the next base: the store's own,
 or that which `export-model merge URL` makes.

@@ -1,12 +1,13 @@
 """A model in an object store, opened as a private local directory for one command or watch.
 
 Every published file stands locally with its size, and its bytes are fetched when they are read; manifests and
-holds are there at once. What a command publishes, removes or holds back under that path
-is then the difference to what was shown, and exactly that is carried to the store. Locks, leases and
-retention work on the local path as ever; between machines the head decides (see `exporter.transfer.head`).
+holds are there at once. What a command publishes, removes or holds back under that path is then the
+difference to what was there, and exactly that is carried to the store. Locks, leases and retention work on
+the local path as ever; between machines the head decides (see `exporter.transfer.head`).
 
 Two caches of the exporter travel with a model, because without them every row would be compared: the values
-of rows that were held back, and the hashes of rows. All else that is private to a directory is made anew.
+of rows that were held back, and the hashes of rows. Everything else that is private to a directory is made
+again.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
     if any(is_gone(path) for path in (log.base.path, *(delta.path for delta in log.deltas))):
         log = read_log(model)  # what took the place of what retention removed was there before
     damage += _gaps(log)
-    hold = _read_hold(log.held, damage)
+    hold = _read_hold(log.hold, damage)
     return VerifiedModel(len(versions), log, hold, tuple(damage))
 
 

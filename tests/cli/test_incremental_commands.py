@@ -406,9 +406,9 @@ def test_commands_on_nothing_say_so(tmp_path: Path) -> None:
 def test_a_hold_is_read_back(setting: Log) -> None:
     log = read_log(setting.model)
     set_hold(log, 20)
-    assert log.hold() == 20
+    assert log.hold.read() == 20
     set_hold(log, None)
-    assert log.hold() is None
+    assert log.hold.read() is None
 
 
 def test_a_forgotten_incr_does_not_end_the_log(setting: Log, ranker: Path, ranker_graph: Path) -> None:

@@ -207,7 +207,7 @@ class World:
 
     def rebase(self) -> None:
         """Base and deltas become a new base, unless the log is held."""
-        held = self.log.held.is_set
+        held = self.log.hold.is_set
         ran = self.command("merge", self.model, "--rebase")
         assert ran.code == 0 or held, ran.err
         self.account()
@@ -235,21 +235,21 @@ class World:
         ran = self.command(*target)
         self.account()
         if ran.code == 0:
-            assert self.log.hold() == self.log.at.position
+            assert self.log.hold.read() == self.log.at.position
             self.assert_newest_is(self.at[int(str(target[-1]))])
 
     def resume(self) -> None:
         """Lift the hold; afterwards the trainer's newest published values are served again."""
-        held = self.log.held.is_set
+        held = self.log.hold.is_set
         ran = self.command("resume", self.model)
         self.account()
         assert ran.code == 0 or (not held and "was accepted" in ran.err), ran.err
         if held:
             self.assert_newest_is(self.trained)
-        if self.log.held.is_canary:  # it is to approve what came back, until it is done without
+        if self.log.hold.is_canary:  # it is to approve what came back, until it is done without
             assert self.command("resume", self.model, "--lift-canary").code == 0
             self.account()
-        assert self.log.hold() is None
+        assert self.log.hold.read() is None
 
     def sicken(self) -> None:
         """Some rows are no numbers, until they are trained again."""
@@ -318,7 +318,7 @@ class World:
             shutil.rmtree(copy)
             assert self.command("pull", url, copy).code == 0
         assert_same_bits(values_at(read_log(copy)), self.at[self.log.at.position])
-        assert read_log(copy).hold() == self.log.hold()
+        assert read_log(copy).hold.read() == self.log.hold.read()
         assert verify_model(copy, bytes_=True).problems == ()
 
     def _another_place(self) -> Path:
@@ -339,7 +339,7 @@ class World:
         known = {log.base.at.position, *(delta.end for delta in log.deltas)}
         position = self.dice.choice(sorted(at for at in known if approved is None or at >= approved))
         done = approve(log.path, self.model, expected=approved, position=position)
-        assert (done is None) is log.held.binds
+        assert (done is None) is log.hold.binds
         assert self.log.approved == done
         assert done in (None, position)
 
@@ -383,7 +383,7 @@ class World:
             options += ["--golden", self.golden]
         ran = self.command(*[o for o in self._export() if o != "--incr"], *options)
         is_sick = is_golden and not all(np.isfinite(value).all() for value in self.saved.values())
-        assert ran.code == (6 if is_sick else 0) or self.log.held.is_set, ran.err
+        assert ran.code == (6 if is_sick else 0) or self.log.hold.is_set, ran.err
         self.account()
 
     def update(self, *, damaged: bool = False) -> None:
@@ -394,7 +394,7 @@ class World:
         hold = None
         if not damaged and replica.log == self.log.base.entry.log:
             with suppress(ExportError):
-                hold = self.log.hold()
+                hold = self.log.hold.read()
         with suppress(tf.errors.OpError):
             status = replica.server.update(target, timeout_ms=timeout_ms)["status"]
             replica.answers.add(status.partition(":")[0])
@@ -488,7 +488,7 @@ class World:
 
     def finish(self) -> None:
         """In the end all replicas of the newest log have the trainer's values, and nothing is damaged."""
-        if self.log.held.is_set:
+        if self.log.hold.is_set:
             self.resume()
         self.end()
         self.increment()

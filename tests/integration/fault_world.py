@@ -521,7 +521,7 @@ class World:
         """Somebody rolls back, resumes, merges, publishes a base or pushes to a store; calls may fail."""
         with suppress(OSError, ExportError):
             log = read_log(self.model)
-            if log.held.is_set or self.held.now:
+            if log.hold.is_set or self.held.now:
                 return None
             positions = [delta.end for delta in log.deltas[-8:-1]]
             choices = [("merge", self.model), ("merge", self.model, "--rebase")]
@@ -544,7 +544,7 @@ class World:
     def _resume(self) -> None:
         """Lift the hold, if there is one; while a file is damaged that fails, and `finish` does it."""
         with suppress(OSError, ExportError):
-            if read_log(self.model).held.is_set:
+            if read_log(self.model).hold.is_set:
                 self._command("resume", self.model)
 
     def _command(self, *arguments: object, limit_s: float | None = None) -> str:
@@ -567,7 +567,7 @@ class World:
     def _tend_commands(self, now: float) -> None:
         """Kill those that take too long; those that have ended must have said why in words of their own."""
         with suppress(OSError, ExportError):
-            if self.held.now and not self.commands and not read_log(self.model).held.is_set:
+            if self.held.now and not self.commands and not read_log(self.model).hold.is_set:
                 self.held.end()
         for command in list(self.commands):
             until, program = command
@@ -627,10 +627,10 @@ class World:
         self.say("everything is mended")
         self._restart()
         self._wait("the end of every command", self._is_idle)
-        if read_log(self.model).held.is_set:
+        if read_log(self.model).hold.is_set:
             self.say(self._command("resume", self.model, limit_s=SETTLED_WITHIN_S))
             self._wait(
-                "the end of the hold", lambda: self._is_idle() and not read_log(self.model).held.is_set
+                "the end of the hold", lambda: self._is_idle() and not read_log(self.model).hold.is_set
             )
         self.until.touch()
         self._wait("the end of training", self.final.exists)

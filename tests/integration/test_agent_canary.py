@@ -188,7 +188,7 @@ def test_a_bad_delta_is_met_by_one_replica_and_rolled_back_by_itself(
         wait(lambda: positions(servers, published) == {good})
         with Clients(servers) as clients:
             bad = publish(published, change)
-            wait(lambda: read_log(published.model).held.binds)
+            wait(lambda: read_log(published.model).hold.binds)
             back = published.position
             wait(lambda: positions(servers, published) == {back})
             wait(lambda: all(back in seen for seen in clients.seen.values()))
@@ -228,7 +228,7 @@ def test_an_agent_that_is_killed_while_it_judges_comes_to_the_same_end(
         client.predict({"up_to": [bad]}, signature="incremental_update", version=version)
     assert read_log(published.model).approved == good
     with canary(published, servers, golden) as one, canary(published, servers, golden) as other:
-        wait(lambda: read_log(published.model).held.binds)
+        wait(lambda: read_log(published.model).hold.binds)
         wait(lambda: positions(servers, published) == {published.position})
         rolled_back = wait(lambda: [agent_ for agent_ in (one, other) if agent_.of("rolled_back")])
         assert len(rolled_back) == 1
@@ -356,7 +356,7 @@ def test_a_new_base_of_the_log_holds_what_is_approved(
         assert int(read_log(published.model).base.path.name) == good
         wait(lambda: positions(servers, published) == {good})
         with canary(published, servers, golden):
-            wait(lambda: read_log(published.model).held.binds)
+            wait(lambda: read_log(published.model).hold.binds)
             wait(lambda: positions(servers, published) == {published.position})
     assert {address for address, seen in clients.seen.items() if bad in seen} <= {servers[0].address}
     publish(published, normal)
@@ -428,7 +428,7 @@ def test_agents_that_see_one_replica_each_have_one_canary_together(
         assert len(deciding) == 1
         with Clients(servers) as clients:
             bad = publish(published, all_nan)
-            wait(lambda: read_log(published.model).held.binds)
+            wait(lambda: read_log(published.model).hold.binds)
             wait(lambda: positions(servers, published) == {published.position})
         assert sum(bad in seen for seen in clients.seen.values()) <= 1
         assert export_model("resume", published.model, "--lift-only").code == 0
@@ -478,7 +478,7 @@ def test_whoever_is_killed_no_two_replicas_serve_what_is_bad(
                 server = servers[0 if killed == "first" else 1]
                 server.kill()
                 server.start()
-            wait(lambda: read_log(published.model).held.binds)
+            wait(lambda: read_log(published.model).hold.binds)
             wait(lambda: positions(servers, published) == {published.position})
             log = read_log(published.model)
             assert log.newest.entry.back_to == good

@@ -85,7 +85,7 @@ def test_a_canary_behind_certificates_that_is_told_by_others_and_restarted(
     servers[0].kill()
     servers[0].start()
     stack.enter_context(agent(published.model, *(one.address for one in servers), more=more))
-    wait(lambda: read_log(published.model).held.binds)
+    wait(lambda: read_log(published.model).hold.binds)
     wait(lambda: positions() == [published.position] * 2)
     newest = read_log(published.model).newest
     assert newest.entry.back_to == good

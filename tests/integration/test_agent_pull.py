@@ -35,7 +35,7 @@ def test_servers_follow_a_bucket(bucket: Bucket, tmp_path: Path) -> None:
         before = read_log(copy).deltas[-2].end
         assert export_model("rollback", url, "--to", before).code == 0
         wait(lambda: server.position(version) == newest + 1)
-        assert read_log(copy).hold() == newest + 1
+        assert read_log(copy).hold.read() == newest + 1
         assert store(running)["problem"] == ""
         assert 'export_model_agent_store_visible{model="ranker"} 1.0' in running.get("/metrics")[1]
         head = bucket.keys("models/ranker/head.json")
@@ -99,11 +99,11 @@ def test_a_canarys_hold_on_the_copy_stays(bucket: Bucket, tmp_path: Path) -> Non
     pull(url, copy)
     log = read_log(copy)
     with Staging(copy) as staging:
-        log.held.put(log.at.position, staging, canary=True)
+        log.hold.put(log.at.position, staging, canary=True)
     published.publish()
     assert export_model("push", published.model, url).code == 0
     pull(url, copy)
     assert read_log(copy).approved == log.at.position
     assert export_model("rollback", url, "--to", log.at.position).code == 0
     pull(url, copy)
-    assert (read_log(copy).approved, read_log(copy).hold()) == (None, read_log(copy).at.position)
+    assert (read_log(copy).approved, read_log(copy).hold.read()) == (None, read_log(copy).at.position)

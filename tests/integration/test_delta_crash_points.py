@@ -67,13 +67,13 @@ ROLLBACKS = {rollback: 10, rollback_to_20: 20}
 
 def is_about_to_appear(model: Path) -> bool:
     """True in the instant before a rollback's delta is there: the hold leads into it, and nobody moves."""
-    hold = read_log(model).held.path
+    hold = read_log(model).hold.path
     return hold.is_symlink() and not hold.exists()
 
 
 def route(log: DeltaLog, position: int) -> list[int]:
     """Where a server at `position` goes by itself."""
-    content = log.held.content()
+    content = log.hold.content()
     limit = math.inf if content is None else int(content) if content.strip().isdigit() else -1
     found = []
     while fitting := [d for d in log.deltas if d.end <= limit and d.accepts(position) and d.end > position]:
@@ -103,7 +103,7 @@ def check_what_servers_do(model: Path, to: int, *, is_published: bool) -> None:
                         else jumped.rows(variable.name, 0, variable.shape[0])
                     )
                     assert found.tobytes() == good[variable.name].tobytes()
-        elif log.held.is_set:
+        elif log.hold.is_set:
             assert all(stop <= to for stop in way), "nobody moves towards the bad position"
 
 
@@ -179,7 +179,7 @@ def test_a_kill_at_any_step_leaves_whole_deltas_and_a_next_run_that_works(
             case.action(model)
         except UsageError:
             assert case.action is resume
-            assert not read_log(model).held.is_set
+            assert not read_log(model).hold.is_set
         assert verify_model(model).problems == ()
         with Staging(model):  # a next run that had nothing to do has staged nothing
             pass

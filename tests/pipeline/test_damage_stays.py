@@ -103,13 +103,13 @@ def test_a_flipped_bit_of_the_base_is_published_by_nothing(
     if again is resumed:
         rolled_back(world)
     before = world.published()
-    hold = read_log(world.model).hold()
+    hold = read_log(world.model).hold.read()
     damage_tensor(world.base, "s/users")
     with pytest.raises(CorruptFile, match="damaged at 's/users'") as caught:
         again(world)
     assert caught.value.hint == BROKEN_LOG_HINT
     assert world.published() == before
-    assert read_log(world.model).hold() == hold
+    assert read_log(world.model).hold.read() == hold
 
 
 @pytest.mark.parametrize("again", [rolled_back, compared, left_out])

@@ -94,7 +94,7 @@ class World:
                 older = [position for position in self.history if position < log.at.position]
                 if older:
                     self.take_back(int(rng.choice(older)))
-            case "resume" if log.hold() is not None:
+            case "resume" if log.hold.read() is not None:
                 done = log_maintenance.resume(self.model)
                 after = read_log(self.model)
                 if done.published is not None:
@@ -150,7 +150,7 @@ class World:
         done = log_maintenance.rollback(self.model, to)
         assert done.published is not None
         log = read_log(self.model)
-        assert log.hold() == log.at.position == done.published.manifest.position
+        assert log.hold.read() == log.at.position == done.published.manifest.position
         assert_same_bits(values_at(log), self.history[to])
         self.history[log.at.position] = self.history[to]
 

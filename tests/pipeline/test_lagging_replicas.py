@@ -106,7 +106,7 @@ class World:
                 log_maintenance.rollback(
                     self.model, int(rng.choice(sorted(self.known() - {log.at.position})))
                 )
-            case "resume" if log.hold() is not None:
+            case "resume" if log.hold.read() is not None:
                 log_maintenance.resume(self.model)
             case "rebase":
                 with refused_if_held(log):
@@ -151,7 +151,7 @@ def refused_if_held(log: DeltaLog) -> Iterator[None]:
     try:
         yield
     except ModelHeld:
-        assert log.hold() is not None
+        assert log.hold.read() is not None
 
 
 HAPPENINGS = ["exact", "bound", "bound", "round", "both", "merge", "tidy", "tidy"]

@@ -106,7 +106,7 @@ def test_resume_can_leave_the_values_as_they_are(model: Path, known: dict[int, V
     log_maintenance.rollback(model, 10)
     done = log_maintenance.resume(model, lift_only=True)
     assert (done.published, done.values_of.position) == (None, 31)
-    assert not read_log(model).held.is_set
+    assert not read_log(model).hold.is_set
     is_at(read_log(model), known[10])
 
 
@@ -138,24 +138,24 @@ def test_a_damaged_hold_hinders_nobody_who_sets_it_or_lifts_it(
     model: Path, known: dict[int, Values], content: str
 ) -> None:
     log = read_log(model)
-    log.held.path.write_text(content)
+    log.hold.path.write_text(content)
     with pytest.raises(ManifestError, match="expected a position") as caught:
-        log.hold()
+        log.hold.read()
     assert "resume" in caught.value.hint
     log_maintenance.tidy(model, clock=lambda: 1e12)
     assert log_maintenance.rollback(model, 20).hold == 31
-    assert log.hold() == 31
-    log.held.path.write_text(content)
+    assert log.hold.read() == 31
+    log.hold.path.write_text(content)
     log_maintenance.resume(model)
-    assert not log.held.is_set
+    assert not log.hold.is_set
     is_at(read_log(model), known[30])
 
 
 def test_a_hold_that_is_a_pipe_does_not_block(model: Path) -> None:
     log = read_log(model)
-    os.mkfifo(log.held.path)
+    os.mkfifo(log.hold.path)
     with pytest.raises(ManifestError):
-        log.hold()
+        log.hold.read()
     assert log_maintenance.rollback(model, 20).hold == 31
 
 
@@ -164,8 +164,8 @@ def test_a_lower_hold_stays_until_the_rollback_is_there(model: Path) -> None:
     set_hold(log, 10)
     with pytest.raises(UsageError):
         log_maintenance.rollback(model, 30)
-    assert log.hold() == 10
-    assert log_maintenance.rollback(model, 20).hold == log.hold() == 31
+    assert log.hold.read() == 10
+    assert log_maintenance.rollback(model, 20).hold == log.hold.read() == 31
 
 
 def test_what_killed_rollbacks_of_earlier_releases_left_is_removed(model: Path) -> None:
@@ -217,7 +217,7 @@ def test_two_operators_at_once_are_one_after_the_other(model: Path, known: dict[
         done = [each.result(60) for each in rollbacks]
     log = read_log(model)
     last = max(done, key=lambda each: each.hold or 0)
-    assert log.hold() == last.hold == log.at.position == 34
+    assert log.hold.read() == last.hold == log.at.position == 34
     is_at(log, known[last.values_of.position])
     assert log_maintenance.resume(model).values_of.position == 30
     is_at(read_log(model), known[30])
@@ -243,12 +243,12 @@ def test_a_full_disk_leaves_log_and_hold_as_they_were(
     for bytes_ in (0, 2, 3, 40, 200, 1000):
         with pytest.raises(DiskFull), no_file_longer_than(bytes_):
             log_maintenance.rollback(model, 20)
-        assert (log.hold(), read_log(model).at.position) == (held, 30)
+        assert (log.hold.read(), read_log(model).at.position) == (held, 30)
     log_maintenance.rollback(model, 20)
     for bytes_ in (0, 100, 1000):
         with pytest.raises(DiskFull), no_file_longer_than(bytes_):
             log_maintenance.resume(model)
-        assert (log.hold(), read_log(model).at.position) == (31, 31)
+        assert (log.hold.read(), read_log(model).at.position) == (31, 31)
     log_maintenance.resume(model)
     is_at(read_log(model), known[30])
 
@@ -258,7 +258,7 @@ def test_resume_needs_no_space_to_lift_a_hold(model: Path) -> None:
     set_hold(log, 20)
     with no_file_longer_than(0):
         log_maintenance.resume(model)
-    assert not log.held.is_set
+    assert not log.hold.is_set
 
 
 def test_a_merger_does_not_lead_servers_past_a_rollback_again(model: Path) -> None:
@@ -284,7 +284,7 @@ def test_what_comes_after_the_delta_is_there_does_not_undo_its_hold(
     with pytest.raises(KeyboardInterrupt):
         log_maintenance.rollback(model, 10)
     log = read_log(model)
-    assert log.at.position == log.hold() == 31
+    assert log.at.position == log.hold.read() == 31
     is_at(log, known[10])
 
 
@@ -296,13 +296,13 @@ def test_a_rollback_lets_nobody_past_a_lower_hold_while_it_works(
     publish = restoration.publish_changes
 
     def noting(log: DeltaLog, *more: Any, **options: Any) -> PublishedDelta:
-        held.append(log.hold())
+        held.append(log.hold.read())
         return publish(log, *more, **options)
 
     monkeypatch.setattr(restoration, "publish_changes", noting)
     log_maintenance.rollback(model, 20)
     assert held == [10]
-    assert read_log(model).hold() == 31
+    assert read_log(model).hold.read() == 31
 
 
 def test_nothing_is_removed_of_a_log_that_is_held_while_it_is_tidied(
@@ -324,7 +324,7 @@ def test_a_hold_beyond_every_position_is_none(model: Path) -> None:
     """Positions have 18 digits: a server reads more of them as what nobody can publish."""
     log = read_log(model)
     set_hold(log, 10**18 - 1)
-    assert log.hold() == 10**18 - 1
+    assert log.hold.read() == 10**18 - 1
     set_hold(log, 10**18)
     with pytest.raises(ManifestError, match="expected a position"):
-        log.hold()
+        log.hold.read()

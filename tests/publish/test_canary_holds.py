@@ -79,10 +79,10 @@ def test_approval_is_refused_where_others_decided(request_: ExportRequest) -> No
     assert log.approved == 20
     set_hold(log, 20)
     assert not approve(log.path, request_.out, expected=20, position=30), "a person holds it"
-    assert log.hold() == 20
+    assert log.hold.read() == 20
     set_hold(log, None)
     assert not approve(log.path, request_.out, expected=20, position=30), "a person lifted it"
-    assert log.hold() is None
+    assert log.hold.read() is None
 
 
 def test_publishers_go_on_behind_it(request_: ExportRequest) -> None:
@@ -133,7 +133,7 @@ def test_the_rollback_of_a_canary_keeps_its_reason_and_binds(request_: ExportReq
     before = values_at(log_of(request_), 20)
     done = log_maintenance.rollback(request_.out, 20, reason="scores: NaN", if_canary=True)
     log = log_of(request_)
-    assert (done.position, log.hold(), log.held.is_canary) == (31, 31, False)
+    assert (done.position, log.hold.read(), log.hold.is_canary) == (31, 31, False)
     assert log.newest.entry.reason == "scores: NaN"
     after = values_at(log, 31)
     assert all((after[name] == before[name]).all() for name in before)
@@ -174,7 +174,7 @@ def test_the_rollback_of_a_canary_gives_way_to_whoever_decided_before(
     done = export_model("rollback", request_.out, "--to", 20, "--if-canary", "--json")
     assert (done.code, done.error["error"]) == (5, PositionMoved.__name__)
     assert log_of(request_).at.position == 30
-    assert log_of(request_).hold() == held
+    assert log_of(request_).hold.read() == held
     dry = export_model("rollback", request_.out, "--to", 20, "--if-canary", "--dry-run")
     assert dry.code == 5
 
@@ -190,7 +190,7 @@ def test_a_person_rolls_back_past_a_canary_and_resumes(request_: ExportRequest) 
     """The hold is the rollback's then; what is resumed is to be approved anew."""
     log_maintenance.rollback(request_.out, 10)
     log = log_of(request_)
-    assert (log.hold(), log.held.binds) == (31, True)
+    assert (log.hold.read(), log.hold.binds) == (31, True)
     log_maintenance.rollback(request_.out, 20)
     done = log_maintenance.resume(request_.out)
     assert (done.hold, log_of(request_).approved) == (32, 32), "not for an instant may servers pass it"
@@ -198,10 +198,10 @@ def test_a_person_rolls_back_past_a_canary_and_resumes(request_: ExportRequest) 
     with loaded(request_.out / "10") as server:
         assert server.update(-1)["position"] == 32
     log_maintenance.resume(request_.out, lift_canary=True)
-    assert log_of(request_).hold() is None
+    assert log_of(request_).hold.read() is None
     log_maintenance.rollback(request_.out, 32)
     log_maintenance.resume(request_.out)
-    assert log_of(request_).hold() is None, "there is no canary any more"
+    assert log_of(request_).hold.read() is None, "there is no canary any more"
 
 
 def test_only_a_flag_of_its_own_lifts_a_canarys_hold_and_it_changes_nothing_else(
@@ -223,7 +223,7 @@ def test_only_a_flag_of_its_own_lifts_a_canarys_hold_and_it_changes_nothing_else
     done = export_model(*lift)
     assert (done.code, done.document["status"]) == (0, "hold_lifted")
     assert log_of(request_).at.position == 31
-    assert log_of(request_).hold() is None
+    assert log_of(request_).hold.read() is None
     again = export_model("resume", request_.out, "--lift-only", "--json")
     assert (again.code, again.document["status"]) == (0, "nothing_to_do")
     refused = export_model("resume", request_.out)
@@ -257,10 +257,10 @@ def test_a_canary_that_begins_again_approves_nothing_that_one_failed(request_: E
     log_maintenance.resume(request_.out, lift_canary=True)
     log = log_of(request_)
     for position in (32, 40, 50):
-        log.held.lift()
+        log.hold.lift()
         assert approve(log.path, request_.out, expected=None, position=position) == 31
         assert log.approved == 31
-        log.held.lift()
+        log.hold.lift()
         if position == 32:
             publish(request_, 40)
             assert log_maintenance.merge(request_.out) is not None
@@ -286,7 +286,7 @@ def test_nobody_rolls_back_to_what_a_canary_failed(request_: ExportRequest) -> N
         log_maintenance.resume(request_.out)
     approve(log_of(request_).path, request_.out, expected=31, position=32)
     log_maintenance.rollback(request_.out, 32)  # a canary passed it at last
-    assert log_of(request_).hold() == 41
+    assert log_of(request_).hold.read() == 41
 
 
 def test_no_base_is_merged_from_what_a_canary_failed_despite_the_hold(request_: ExportRequest) -> None:
@@ -307,7 +307,7 @@ def test_the_hold_of_a_canary_at_work_is_not_lifted(request_: ExportRequest) -> 
         assert log_of(request_).approved == 20
         assert export_model("resume", request_.out).code == 0
     assert export_model("resume", request_.out, "--lift-canary").code == 0
-    assert log_of(request_).hold() is None
+    assert log_of(request_).hold.read() is None
 
 
 def test_an_accepted_rollback_is_not_what_a_later_one_leads_back_to(request_: ExportRequest) -> None:

@@ -66,7 +66,7 @@ def test_no_publisher_passes_a_hold_unless_it_is_told_to(request_: ExportRequest
 
 @pytest.mark.parametrize("name", PUBLISHERS)
 def test_a_hold_that_cannot_be_read_binds_too(request_: ExportRequest, name: str) -> None:
-    read_log(request_.out).held.path.write_text("soon")
+    read_log(request_.out).hold.path.write_text("soon")
     with pytest.raises(ModelHeld, match="cannot be read"):
         PUBLISHERS[name](request_)
 

@@ -98,7 +98,7 @@ class World:
                     assert isinstance(log.newest, LogDelta)
                     log_maintenance.rollback(self.model, log.newest.start)
                     assert_same_bits(values_at(read_log(self.model)), before_)
-            case "resume" if log.hold() is not None:
+            case "resume" if log.hold.read() is not None:
                 log_maintenance.resume(self.model)
 
     def export(self, bound: float) -> None:

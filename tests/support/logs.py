@@ -306,10 +306,10 @@ def assert_same_bits(found: Values, expected: Values) -> None:
 def set_hold(log: DeltaLog, position: int | None) -> None:
     """Hold the log at a position, or with None no more, as a person would with an editor."""
     if position is None:
-        log.held.path.unlink(missing_ok=True)
+        log.hold.path.unlink(missing_ok=True)
     else:
         log.path.mkdir(parents=True, exist_ok=True)
-        log.held.path.write_text(f"{position}\n")
+        log.hold.path.write_text(f"{position}\n")
 
 
 def save_increment(trainer: Trainer, *, keys: type = np.int64) -> Path:

@@ -380,7 +380,7 @@ def test_any_history_serves_what_a_dict_holds(
             if target:
                 log_maintenance.rollback(model, target)
                 states[read_log(model).at.position] = states[target]
-        elif what == "resume" and log.held.is_set:
+        elif what == "resume" and log.hold.is_set:
             done = log_maintenance.resume(model)
             states[read_log(model).at.position] = states[done.values_of.position]
         elif what == "merge":

@@ -142,7 +142,7 @@ def test_a_canarys_rollback_stays_when_the_store_has_merged(
     pushed(machine.model, url)
     pull(url, copy)
     with Staging(copy) as staging:
-        read_log(copy).held.put(20, staging, canary=True)
+        read_log(copy).hold.put(20, staging, canary=True)
     assert export_model("rollback", copy, "--to", 20, "--if-canary", "--reason", "canary: NaN").code == 0
     grow_old(copy)
     assert pull(url, copy, prune=True).removed == ()
@@ -155,7 +155,7 @@ def test_a_canarys_rollback_stays_when_the_store_has_merged(
         done = pull(url, copy, prune=True)
         grow_old(copy)
         assert (done.waiting, done.removed) == ((), ())
-        assert read_log(copy).hold() == 31
+        assert read_log(copy).hold.read() == 31
         assert {delta(20, 31), delta(10, 40)} <= deltas(copy)
     assert export_model("resume", copy, "--lift-only", "--lift-canary").code == 0
     assert pull(url, copy, prune=True).removed == (delta(10, 20), delta(20, 30), delta(20, 31))
@@ -172,7 +172,7 @@ def test_what_a_canary_took_back_stays_while_its_merger_has_to_wait(
     pushed(machine.model, url)
     pull(url, copy)
     with Staging(copy) as staging:
-        read_log(copy).held.put(20, staging, canary=True)
+        read_log(copy).hold.put(20, staging, canary=True)
     assert export_model("rollback", copy, "--to", 20, "--if-canary", "--reason", "canary: NaN").code == 0
     merge(machine.model, start=30)
     forget(machine, url, delta(30, 35), delta(35, 40))

@@ -134,7 +134,7 @@ def test_every_command_of_the_log(followed_there: Trainer, url: str, bucket: Buc
     taken_back = export_model("rollback", url, "--to", 20, "--reason", "scores fell", "--json")
     assert (taken_back.code, taken_back.document["hold"]) == (0, 31), taken_back.err
     model = pulled(url, tmp_path / "held")
-    assert read_log(model).hold() == 31
+    assert read_log(model).hold.read() == 31
     assert_same_bits(values_at(read_log(model)), values_at(read_log(model), 20))
     went_on(trainer, 40)
     assert incr(trainer, url).document["hold"] == 31
@@ -143,7 +143,7 @@ def test_every_command_of_the_log(followed_there: Trainer, url: str, bucket: Buc
     lifted = export_model("resume", url, "--json")
     assert (lifted.code, lifted.document["hold"]) == (0, None), lifted.err
     model = pulled(url, tmp_path / "held")
-    assert read_log(model).hold() is None
+    assert read_log(model).hold.read() is None
     assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))
     assert_same_bits(values_at(read_log(model), 30), values)
     assert export_model("verify", url, "--bytes").code == 0

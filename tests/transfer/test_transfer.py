@@ -164,13 +164,13 @@ def test_a_rollback_and_its_hold(machine: Machine, bucket: Bucket, url: str, tmp
     assert export_model("rollback", machine.model, "--to", "20").code == 0
     pushed(machine.model, url)
     done = pull(url, here)
-    assert (done.position, read_log(here).hold()) == (31, 31)
+    assert (done.position, read_log(here).hold.read()) == (31, 31)
     assert files(here) == files(machine.model)
     assert_same_bits(values_at(read_log(here)), values_at(read_log(here), 20))
     assert export_model("resume", machine.model).code == 0
     pushed(machine.model, url)
     pull(url, here)
-    assert read_log(here).hold() is None
+    assert read_log(here).hold.read() is None
     assert files(here) == files(machine.model)
 
 
@@ -181,14 +181,14 @@ def test_while_a_rollback_is_pushed_nobody_moves(
     assert export_model("rollback", machine.model, "--to", "20").code == 0
     with killed_at(monkeypatch, ObjectWriter, ("upload",), 1), pytest.raises(Killed):
         pushed(machine.model, url)
-    assert (pull(url, tmp_path / "here").position, read_log(tmp_path / "here").hold()) == (30, None)
+    assert (pull(url, tmp_path / "here").position, read_log(tmp_path / "here").hold.read()) == (30, None)
     with killed_at(monkeypatch, ObjectWriter, ("copy_if_there",), 0), pytest.raises(Killed):
         pushed(machine.model, url)  # what did not come is the manifest
     pull(url, tmp_path / "here")
-    assert not read_log(tmp_path / "here").held.content()[:1].isdigit()  # type: ignore[index]
+    assert not read_log(tmp_path / "here").hold.content()[:1].isdigit()  # type: ignore[index]
     pushed(machine.model, url)
     pull(url, tmp_path / "here")
-    assert read_log(tmp_path / "here").hold() == 31
+    assert read_log(tmp_path / "here").hold.read() == 31
 
 
 def test_what_is_not_whole_yet_is_waited_for(
@@ -572,7 +572,7 @@ def test_a_canarys_rollback_in_a_copy_is_a_decision_about_its_servers(
 ) -> None:
     """The store knows nothing of it; the copy goes on with what leads its servers to the right values."""
     copy = _taken_back_by_canary(machine, url, tmp_path / "copy")
-    assert read_log(copy).hold() == 31
+    assert read_log(copy).hold.read() == 31
     machine.go_on(40)
     pushed(machine.model, url)
     before = files(copy)
@@ -586,7 +586,7 @@ def test_a_canarys_rollback_in_a_copy_is_a_decision_about_its_servers(
 
     assert export_model("merge", url).code == 0
     assert pull(url, copy).fetched == (f"deltas/{10:020d}/{10:020d}-{40:020d}",)
-    assert read_log(copy).hold() == 31, "until a person lifts it"
+    assert read_log(copy).hold.read() == 31, "until a person lifts it"
     assert export_model("resume", copy).code == 0
     log = read_log(copy)
     assert log.approved == 31, "the canary is to approve what comes"
@@ -603,7 +603,7 @@ def test_a_rollback_of_the_store_is_that_which_a_canary_made_in_a_copy(
         assert pull(url, copy).waiting == ()
     assert export_model("resume", url).code == 0
     assert len(pull(url, copy).fetched) == 1
-    assert read_log(copy).hold() is None
+    assert read_log(copy).hold.read() is None
     assert_same_bits(values_at(read_log(copy)), served_now(machine.trainer, Serving()))
 
 
@@ -619,12 +619,12 @@ def test_a_hold_that_another_machine_lifted_is_not_set_again(
     assert "hold" in ran.error["message"]
     assert export_model("resume", machine.model, "--lift-only").code == 0
     assert export_model("push", machine.model, url).code == 0
-    assert read_log(_pulled(url, tmp_path / "here")).hold() is None
+    assert read_log(_pulled(url, tmp_path / "here")).hold.read() is None
 
 
 def _held_by_canary(model: Path, position: int) -> None:
     with Staging(model) as staging:
-        read_log(model).held.put(position, staging, canary=True)
+        read_log(model).hold.put(position, staging, canary=True)
 
 
 @pytest.mark.parametrize("own", [None, 20], ids=["the store's", "the copy's"])
@@ -650,7 +650,7 @@ def _taken_back_by_canary(machine: Machine, url: str, copy: Path) -> Path:
     pushed(machine.model, url)
     pull(url, copy)
     with Staging(copy) as staging:
-        read_log(copy).held.put(20, staging, canary=True)
+        read_log(copy).hold.put(20, staging, canary=True)
     assert export_model("rollback", copy, "--to", 20, "--if-canary", "--reason", "canary: NaN").code == 0
     return copy
 
