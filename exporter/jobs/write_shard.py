@@ -100,8 +100,9 @@ class WrittenRun:
 
     def skip(self, size: int) -> None:
         """Leave a hole, which is read as zeros and takes no space on disk."""
-        self.crc = crc32c.combine(self.crc, crc32c.zeros_crc(size), size)
-        self.done += size
+        if size:
+            self.crc = crc32c.combine(self.crc, crc32c.zeros_crc(size), size)
+            self.done += size
 
     def put(self, data: Array) -> None:
         """Append bytes, whose checksum is the caller's to take."""
