@@ -100,14 +100,14 @@ class Gates(Struct, frozen=True):
     """What a canary's answers must pass. `drift`: how far scores may move, as a part of their size.
 
     An output of floats drifts by the mean distance of its values from those before, over the mean of their
-    absolute values. An output that was all zeros tells nothing.
+    absolute values. An output that was all zeros is not compared.
     """
 
     requests: tuple[GoldenRequest, ...]
     drift: float | None = None
 
     def failures(self, answers: Sequence[Answer], before: Sequence[Answer] | None) -> tuple[GateFailure, ...]:
-        """What the answers do not pass that those before did; None if nobody knows those."""
+        """What the answers do not pass that those before did; `before` is None if those are not known."""
         known = set() if before is None else {failure.kind for failure in self.wrong(before)}
         new = tuple(failure for failure in self.wrong(answers) if failure.kind not in known)
         return new if before is None else new + self.drifted(answers, before)
@@ -216,7 +216,7 @@ def _check(request: GoldenRequest) -> None:
             try:
                 near = np.asarray(expected.near, np.float64)
             except (TypeError, ValueError, OverflowError):
-                raise ValueError(f"{where}: 'near' is no number, and no list of them") from None
+                raise ValueError(f"{where}: 'near' is not a number or a list of numbers") from None
             if not np.isfinite(near).all():
                 raise ValueError(f"{where}: 'near' is not finite")
         for limit in (expected.tolerance, expected.drift):
@@ -246,7 +246,7 @@ def _wrong(request: GoldenRequest, answer: Answer) -> Iterator[GateFailure]:
             continue
         numbers = _numbers(answer.outputs[name])
         if numbers is None:
-            yield failure("range", name, "its values are no numbers")
+            yield failure("range", name, "its values are not numbers")
             continue
         text = _out_of_range(numbers, expected)
         if text:

@@ -2,7 +2,7 @@
 
 A field that is annotated with an `Option` is an option of each command that takes the field's struct. From
 that declaration come its parameter, help and completion (`exporter.terminal.parameters`), its line in
-docs/reference, what a plan's digest tells of it, and the argument that says the same to another process.
+docs/reference, its part in a plan's digest, and the argument that says the same to another process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Option(Struct, frozen=True):
     least: float | None = None
     """The smallest number that is accepted."""
     default: str = ""
-    """What `--help` says of the default, if that is not its value."""
+    """What `--help` shows as the default, if that is not its value."""
     typed: Any = None
     """The type of what is typed, if it is not the field's."""
     parse: Callable[[str, str], Any] | None = None
@@ -46,8 +46,8 @@ class Option(Struct, frozen=True):
     goes_with: str = ""
     """Options without one of which it has no effect, and is refused: `--incr and --updatable`."""
     digest: Literal["", "always", "if given"] = ""
-    """Whether a plan's digest tells of it: it decides what a version is, and shows neither in its graph nor
-    in its tensors. `always` is for what the first release told of, given or not; a new option is `if given`,
+    """Whether it is part of a plan's digest: it decides what a version is, and shows neither in its graph nor
+    in its tensors. `always` is for what was part of it in the first release; a new option is `if given`,
     so that what was published before it is recognised.
     """
 
@@ -126,7 +126,7 @@ def arguments(values: Struct) -> Iterator[str]:
 
 
 def told_in_digest(values: Struct) -> dict[str, Any]:
-    """The options that a plan's digest tells of, by their fields; a part that is not there is None."""
+    """The options that are part of a plan's digest, by their fields; a part that is not there is None."""
     told: dict[str, Any] = {}
     for one in declared(type(values)):
         if not one.option.digest:
@@ -522,7 +522,7 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
 
 
 class ExportRequest(ExportOptions, frozen=True):
-    """Everything an export is told; what follows the model is given by name."""
+    """A whole export: from where, to where, and all options, which are given by name."""
 
     ckpt_dir: Path
     """A checkpoint, or a directory of which the newest one is exported."""
@@ -558,7 +558,7 @@ _FOR_DELTAS = "export(request, save_incr_model=True), or export_incremental(requ
 
 
 def require_exact(request: ExportRequest, hint: str = _FOR_DELTAS) -> None:
-    """Refuse what only deltas can be told, where a version is asked for.
+    """Refuse options of deltas where a version is asked for.
 
     Raises:
         UsageError: `min_change`, `delta_dtype` or `check_graph` is set: a version is exact, and its own.

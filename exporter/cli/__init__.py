@@ -13,7 +13,7 @@ def main() -> None:
     """The console script."""
     interrupt_at_once()
     collect_rarely()
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else numpy begins as many, which nobody here uses
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else numpy starts a thread for each core
     from exporter.cli import app
 
     app.main()

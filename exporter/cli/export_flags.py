@@ -1,4 +1,4 @@
-"""The options of `export-model` that are no field of a request: what to do, and how often; and its help."""
+"""The options of `export-model` that are not fields of a request: what to do, and how often; and its help."""
 
 from __future__ import annotations
 

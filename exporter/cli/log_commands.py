@@ -97,7 +97,7 @@ def rollback(
     ],
     reason: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="Why, to be kept with it: `export-model history` tells it."),
+        typer.Option(metavar="TEXT", help="Why, to be kept with it: `export-model history` shows it."),
     ] = None,
     if_canary: Annotated[
         bool,

@@ -36,7 +36,7 @@ class Notified(Struct, frozen=True):
 
 
 class Servers(Struct, frozen=True):
-    """The model servers that are told: `host:port` of gRPC ports, and how to reach them."""
+    """The model servers that are asked: `host:port` of gRPC ports, and how to reach them."""
 
     addresses: tuple[str, ...] = ()
     access: ServerAccess = WITHOUT_TLS
@@ -46,7 +46,7 @@ class Servers(Struct, frozen=True):
         """Look at the files for TLS before anything is published.
 
         Raises:
-            UsageError: one of them cannot be used, or nobody is to be reached by them.
+            UsageError: one of them cannot be used, or no server is named.
         """
         if self.access == WITHOUT_TLS:
             return

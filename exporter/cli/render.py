@@ -29,7 +29,7 @@ from exporter.terminal.output import Output, escape
 
 
 def checkpoint_document(catalog: Catalog) -> values.Checkpoint:
-    """What is told of a checkpoint."""
+    """A checkpoint as a document."""
     return values.Checkpoint(
         catalog.family,
         str(catalog.prefix),

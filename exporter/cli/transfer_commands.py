@@ -148,7 +148,7 @@ def _pulled(done: Pulled, model: Path, sink: Output) -> None:
     if done.incomplete:
         lines.append(labelled("not whole yet", ", ".join(done.incomplete)))
     if done.waiting:
-        why = "the canary rolled back here; for a merger or a base: export-model merge URL"
+        why = "the canary rolled back here; for a merged delta or a base: export-model merge URL"
         lines.append(labelled("waiting", f"{', '.join(done.waiting)}: {why}"))
     if done.position is not None:
         lines.append(labelled("position", done.position))

@@ -107,7 +107,7 @@ _ORDERS = {
 """The order in which Keras' layers keep values that may be of one shape, by the layer's class."""
 
 _NO_LAYER = re.compile(r"^metrics/|(^|/)(optimizer|optimizer_weights|seed_generator(_[0-9]+)?)/")
-"""What is no layer's value, or is not there in the files of each version of Keras."""
+"""Names that are not values of a layer, or that files of some versions of Keras lack."""
 
 _LAYERS_VALUE = re.compile(r"(^|/)vars/[^/]+$")
 """What is a layer's value: tables by keys, which some layers store, have names of their own."""
@@ -163,7 +163,7 @@ def _by_owner(
 
     Keras named variables in its own ways over time: `conv2d_1_1/kernel` in the layer `conv2d_1`,
     `lstm_1/kernel` or `lstm_1/lstm_cell_4/kernel` in `lstm_1`, in Keras 3.0 `kernel` alone. The owner of what
-    an inner model holds is that model, as `places` tell. None if layers differ, or a layer has several
+    an inner model holds is that model, as `places` say. None if layers differ, or a layer has several
     tensors of one last name and shape (of which those of a Bidirectional layer say their direction).
     """
     owners = {key: place.owner.partition("/")[0] for key, place in places.items() if place.owner}
@@ -365,7 +365,7 @@ def _within(scope: str, variables: list[GraphVariable], refs: list[TensorRef]) -
     ordered = [leaves[leaf] for leaf in order]
     if len(order) != len(refs) or list(map(_kind, ordered)) != list(map(_kind, refs)):
         raise NoCertainMatch(
-            f"the layer {scope!r} has values of one shape, and nothing tells which is which",
+            f"the layer {scope!r} has values of one shape, and nothing says which is which",
             cause=f"graph: {_listed(variables)}; checkpoint: {', '.join(map(_described, refs))}",
         )
     return {variable.key: ref.name for variable, ref in zip(ordered, refs, strict=True)}

@@ -263,7 +263,7 @@ class MappingRules(Struct, frozen=True):
     `average` is the slot name of moving averages to serve in place of raw weights, "ema" standing for
     TensorFlow's own. `by_order` says that a list of values without names is in the order of the graph's
     variables. `strategies` says how tables were looked up in training where the user knows it;
-    `trained` what the trainer's own graph tells. `object_path` leads to the served model in an object-based
+    `trained` what the trainer's own graph says. `object_path` leads to the served model in an object-based
     checkpoint; `tensors` names the tensor of a variable by its key where that was found out before, among the
     objects of another checkpoint of the same trainer. `admission` says which keys of tables are served.
     """

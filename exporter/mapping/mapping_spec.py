@@ -139,7 +139,7 @@ class MappingSpec(Struct, frozen=True):
         """Compare the rules with those of a later command line, which may leave all of them out.
 
         Raises:
-            SchemaChanged: they differ, which would change the values of rows that nobody touched.
+            SchemaChanged: they differ, which would change the values of rows that training left as they are.
         """
         given = replace(given, trained={}, tensors={})
         if given == MappingRules():
@@ -167,7 +167,7 @@ class MappingSpec(Struct, frozen=True):
 
     @classmethod
     def read(cls, document: MappingSpecDocument) -> MappingSpec:
-        """The recipe that a manifest tells of.
+        """The recipe that a manifest holds.
 
         Raises:
             DocumentError: a rule or a part of a variable is malformed.

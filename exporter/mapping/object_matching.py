@@ -353,7 +353,7 @@ class _Search(Struct, frozen=True):
             return next(iter(fitting.values()))[1]
         fits, walk, tensors, problems = max(refused, key=lambda entry: (entry[0], -len(entry[3])))
         if not problems:
-            return tensors  # a shape or a dtype is wrong: whoever compares them says which
+            return tensors  # a shape or a dtype is wrong: the comparison that follows reports which
         raise ObjectMismatch(
             f"the model and the checkpoint's object {walk.label!r} do not correspond",
             cause=lines_of(problems[:_SHOWN]),

@@ -30,7 +30,7 @@ Parts = tuple[GraphVariable, ...]
 
 
 class Fit(Struct, frozen=True):
-    """A variable (all of its parts) and the tensor that it can be given; `via` tells how that was found."""
+    """A variable (all of its parts) and the tensor that it can be given; `via` says how it was found."""
 
     variables: Parts
     tensor: TensorRef
@@ -158,7 +158,7 @@ class _Partial(Struct, frozen=True):
             names = stored[group]
             if not names:
                 for key in keys:
-                    self._take(key, self.served[key], "name", taken)  # of another shape, which is told then
+                    self._take(key, self.served[key], "name", taken)  # of another shape, which is reported
             elif len(names) != len(keys) or len({*names}) != len(names):
                 reason = (
                     f"the checkpoint has {len(names)} of its kind and the model {len(keys)}: numbered names "

@@ -44,7 +44,7 @@ def read_both(
     checkpoint: Identity,
     load: GraphSource = load_source,
 ) -> Both:
-    """Read the graph, and complete the rules by what both sides tell.
+    """Read the graph, and complete the rules from both sides.
 
     Raises:
         UsageError, CheckpointError, GraphError, MappingError: see errors.py.

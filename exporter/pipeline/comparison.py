@@ -289,7 +289,7 @@ def _compare_keys(name: str, a: Keyed, b: Keyed) -> TableDifference:
     return TableDifference(name, len(places_a), gone, come, changed, math.sqrt(squares), largest)
 
 
-_HASHER = BlockHasher(0)  # nobody keeps the hashes, and the tasks of one comparison are always the same
+_HASHER = BlockHasher(0)  # the hashes are not kept, and the tasks of one comparison are always the same
 
 
 class ComparedState(Struct, frozen=True):
@@ -304,7 +304,7 @@ class ComparedState(Struct, frozen=True):
 class VariableDifference(Struct, frozen=True):
     """How a variable differs: rows of `rows`, the Euclidean norm and the largest element of the difference.
 
-    The norms are None for values that are no numbers, and for lookup tables.
+    The norms are None for values that are not numbers, and for lookup tables.
     """
 
     name: str

@@ -30,7 +30,7 @@ def export(
 ) -> Exported | ExportedDelta:
     """Publish a version; with `save_incr_model`, what changed since the newest position as a delta.
 
-    What changed is told by the trainer's increments, DeepRec's among them, or found by comparing its newest
+    The trainer's increments (DeepRec's, too) say what changed, or it is found by comparing its newest
     checkpoint with what is published. A checkpoint that is new counts, even if every value is as it was.
     `export_incremental` does the same, but begins with a base and takes it for no error if nothing changed.
 

@@ -324,7 +324,7 @@ def plan_digest(
 
 
 def _graph(graph: InferenceGraph) -> str:
-    """Functions are called otherwise each time that a builder runs; without any, the bytes tell."""
+    """Each run of a builder gives functions other names; without functions, the bytes decide."""
     if graph.meta_graph.graph_def.library.function:
         return graph_digest(graph)
     return _proto(graph.meta_graph)
@@ -388,14 +388,15 @@ def execute(
 
     Raises:
         CheckpointChanged: the trainer removed or replaced files since the plan was made.
-        PublishedAlready: somebody else published the same meanwhile, and `again` is not asked for.
+        PublishedAlready: another process published the same meanwhile, and `again` is not asked for.
         PublishError, VerificationError: see errors.py; nothing was published.
     """
     started, request = time.monotonic(), planned.request
-    digest = planned.digest
+    digest = planned.digest  # before an archive becomes a bundle, which is another mapping
     permit = partial(require_new, request, planned.checkpoint, digest)
     with Staging(request.out) as staging, ExitStack() as jobs:
         planned, variables = _write_variables(planned, staging, jobs, progress)
+        # After the last read: a shard that was replaced while it was linked or copied is not published.
         planned.checkpoint.require_same_files()
         state = _state(planned, not_backwards=not_backwards)
         base = _updatable(planned, staging, state) if request.updates else None
@@ -413,7 +414,7 @@ def execute(
             variables = lay_increments_over(base.entry, state.increments, staging.path, scratch)
         if request.updates and request.updates.finite and request.verify.includes(Verify.BYTES):
             require_base_finite(variables.catalog)
-        require_golden(staging.path, planned.golden)
+        require_golden(staging.path, planned.golden)  # of the values that are published: increments, too
         draft = ManifestDraft(
             tensors=tensor_entries(variables.catalog),
             # With increments no checkpoint has these contents.
@@ -451,12 +452,12 @@ def _write_variables(
     runner, index_work = Runner.of(planned.request.jobs, planned.request.out), (0, 0)
     if not catalog.is_bundle:
         if data is DataMode.LINK:
-            raise LinkRefused(f"{catalog.prefix} is not a tensor bundle: its bytes are written anew")
+            raise LinkRefused(f"{catalog.prefix} is not a tensor bundle: its bytes have to be rewritten")
         planned, data = _in_bundle(planned, staging.path.with_name("source"), progress), DataMode.AUTO
     if planned.layout is not None:
         admission, scratch = planned.rules.admission, staging.path.with_name("tables")
         index_work = planned.layout.index_job(admission, runner.task_bytes).size_of_work
-        # The bundle that an archive became is here, and nobody else's: so is the index of its keys then.
+        # The bundle made from an archive is on this machine alone, so its keys are indexed here, too.
         indexer = runner if catalog.is_bundle else Runner(task_bytes=runner.task_bytes)
         with progress("indexes", index_work[1]) as bar:
             tables = write_tables(planned.layout, planned.mapping, admission, scratch, indexer, bar)
@@ -505,11 +506,11 @@ def _state(planned: Plan, *, not_backwards: bool) -> BaseState:
 
 
 def _trained(planned: Plan) -> TrainerVersion:
-    """The state that is exported; increments beside the checkpoint may tell how new its events are."""
+    """The state that is exported; increments beside the checkpoint may say how new its events are."""
     prefix = planned.catalog.prefix
     checkpoint = CheckpointId(prefix.name, planned.catalog.step or 0, planned.checkpoint.digest)
     event_time = None
-    with suppress(CheckpointError):  # whoever needs the increments says what is wrong with them
+    with suppress(CheckpointError):  # the stage that reads increments reports damage
         event_time = read_history(prefix.parent).newest_event(checkpoint)
     return TrainerVersion.of(checkpoint, None, event_time)
 

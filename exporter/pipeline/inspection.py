@@ -77,7 +77,7 @@ class Signature(Struct, frozen=True):
 class CheckpointView(Struct, frozen=True):
     """A checkpoint: all its tensors, with what each is probably for, and its tables by keys.
 
-    `problem` says why these cannot be told.
+    `problem` says why they cannot be read.
     """
 
     catalog: Catalog
@@ -127,7 +127,7 @@ class BundleView(Struct, frozen=True):
 class ModelView(Struct, frozen=True):
     """A model base path with its versions, newest first.
 
-    `at` is the newest position, which deltas lead to; None if it cannot be told. `tables` are the dynamic
+    `at` is the newest position, which deltas lead to; None if it is not known. `tables` are the dynamic
     tables of its log, as they are then.
     """
 

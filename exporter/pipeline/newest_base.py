@@ -67,7 +67,7 @@ def make_base(
     """The base of a new log that begins at `place`.
 
     Its warm-up catches up with the log before a server lets the version answer, first and last: the requests
-    between, `warmup` or without any made-up ones, may take seconds in which more is published.
+    between, `warmup` or without any generated ones, may take seconds in which more is published.
 
     Raises:
         NotServable: the graph cannot take deltas.
@@ -222,7 +222,7 @@ def newest_state(
 def lay_increments_over(
     entry: BaseEntry, trainer: TrainerState, bundle: Path, scratch: Path
 ) -> VariablesReport:
-    """Write the staged variables of a base once more, with the trainer's increments laid over them.
+    """Write the staged variables of a base once more, with the trainer's increments applied on top.
 
     Memory is bounded; what was staged goes to `scratch`.
 
@@ -247,7 +247,7 @@ def lay_increments_over(
 
 
 def _report(written: Catalog) -> VariablesReport:
-    why = "increments laid over the checkpoint"
+    why = "increments applied on top of the checkpoint"
     sizes = zip(written.shards, written.shard_sizes, strict=True)
     shards = (ShardReport(path, None, ShardOrigin.REWRITTEN, why, size) for path, size in sizes)
     return VariablesReport(written, tuple(shards))

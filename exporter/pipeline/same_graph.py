@@ -34,7 +34,7 @@ from exporter.publish.delta_log import DeltaLog
 class SourceFiles(Struct):
     """What is known of the files behind a log's graph; losing it costs time, or a note.
 
-    `places` tells where the file of each asset is. `graph` is the digest of a finished graph's file that
+    `places` says where the file of each asset is. `graph` is the digest of a finished graph's file that
     differs from the base's, and was found to hold the same inference graph.
     """
 
@@ -66,7 +66,7 @@ class SourceFiles(Struct):
 
 
 class SameGraph(Struct, frozen=True):
-    """What a comparison told: `said` for a person; `files` are to be saved where a delta is published."""
+    """What a comparison found: `said` for a person; `files` are to be saved where a delta is published."""
 
     said: str = ""
     files: SourceFiles | None = None

@@ -38,7 +38,7 @@ def ordinary(schema: Schema, mapping_spec: MappingSpec) -> Schema:
 
 
 def without_index(changes: Mapping[str, Change], mapping_spec: MappingSpec) -> dict[str, Change]:
-    """The changes but for those of dynamic tables' indexes, which are no rows to a person."""
+    """The changes but for those of dynamic tables' indexes, which a person does not count as rows."""
     index = {key for table in mapping_spec.dynamic for key in table.keys[:-1]}
     return {name: change for name, change in changes.items() if name not in index}
 
@@ -46,7 +46,7 @@ def without_index(changes: Mapping[str, Change], mapping_spec: MappingSpec) -> d
 def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChanges:
     """What leads the log's dynamic tables to the trainer's state.
 
-    DeepRec's increments tell of no deletions: these come with a comparison, when there is another full
+    DeepRec's increments do not report deletions: these come with a comparison, when there is another full
     checkpoint. What is published is checked before anything is placed by it.
 
     Raises:
@@ -116,7 +116,7 @@ def _told(log: DeltaLog, trainer: TrainerState) -> dict[str, Change]:
 def told_changes(
     spec: MappingSpec, schema: Schema, published: Snapshot, trainer: TrainerState, since: str | None
 ) -> dict[str, Change]:
-    """What increments tell of the dynamic tables, but for rows that the one that `since` names held too.
+    """What increments report of the dynamic tables, but for rows that the one that `since` names held too.
 
     `published` is read at any places, so it must have been checked.
 
@@ -144,7 +144,7 @@ def told_changes(
 
 
 def _told_of(trainer: TrainerState, tables: Iterable[_Table]) -> dict[str, KeyedChange]:
-    """What the trainer's increments tell of tables, by the checkpoint's names.
+    """What the trainer's increments report of tables, by the checkpoint's names.
 
     Raises:
         CorruptFile: an increment is damaged.

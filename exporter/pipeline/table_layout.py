@@ -44,7 +44,7 @@ def lay_out_tables(
 
     Raises:
         UsageError: keys are to be filtered, or to have room, and there are none, or nothing that tells of
-            them; or the room is no number.
+            them; or the room is not a number.
         MissingTensors: the checkpoint lacks a table.
         ShapeMismatch: one has rows of another length or type.
         CorruptFile, UnsupportedFormat: see `embedding_variables`.

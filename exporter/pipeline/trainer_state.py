@@ -57,7 +57,7 @@ class TrainerState(Struct, frozen=True):
         return Snapshot({variable.name: variable for variable in stored}, layers)
 
     def changed_lookups(self, log: DeltaLog) -> Changes:
-        """What changed of lookup tables where increments tell of everything else.
+        """What changed of lookup tables where increments report everything else.
 
         Increments say nothing of lookup tables: at each position they are as in the full checkpoint that was
         published. They are compared where that is another one, and nothing else is read for it.

@@ -246,7 +246,7 @@ def follow(
 ) -> Iterator[T]:
     """What each look publishes, until the watch ends; `tell` gets errors that it outlives, each once.
 
-    `ended` is told why the watch ends, unless an error ends it.
+    `ended` gets the reason why the watch ends, unless an error ends it.
 
     When the time is over, one last look is taken.
 

@@ -106,7 +106,7 @@ class Output(Struct):
 
         `document` is one of `exporter.cli.documents` or `serving.documents`.
 
-        `is_done`: it tells of something that has happened, so that a failure to print it is a warning.
+        `is_done`: it reports something that has happened, so that a failure to print it is a warning.
 
         Raises:
             BrokenPipeError: the reader of stdout has gone.

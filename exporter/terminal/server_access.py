@@ -45,7 +45,7 @@ class ServerAccess(Struct, frozen=True):
         str | None,
         _Option(
             metavar="FILE",
-            help="Send this file's content as a bearer token with each call; it is read anew each time.",
+            help="Send this file's content as a bearer token with each call; it is read again each time.",
         ),
     ] = None
 

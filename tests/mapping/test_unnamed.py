@@ -146,7 +146,7 @@ def test_values_of_one_shape_in_one_layer_follow_keras_order() -> None:
 def test_values_of_one_shape_in_an_unknown_layer() -> None:
     names = ["layers/mine/vars/0", "layers/mine/vars/1"]
     catalog = of({name: replace(tensor(name, 4), owner="mine") for name in names})
-    with pytest.raises(NoCertainMatch, match="nothing tells which is which"):
+    with pytest.raises(NoCertainMatch, match="nothing says which is which"):
         match_unnamed(graph(variable("mine/a", 4), variable("mine/b", 4)), catalog)
 
 

@@ -30,7 +30,7 @@ class Variable(Struct, frozen=True):
     bytes: int
     """Its size as served."""
     rewritten: str | None
-    """Why its bytes are written anew; null if they are taken as they are."""
+    """Why its bytes are rewritten; null if they are taken as they are."""
 
 
 class TrainingGraph(Struct, frozen=True):
@@ -87,7 +87,7 @@ class Export(ExportPlan, frozen=True, kw_only=True):
     bytes_copied: int
     """Bytes that were copied as they are."""
     bytes_rewritten: int
-    """Bytes that were written anew: casts, merged partitions, compacted data."""
+    """Bytes that were rewritten: casts, merged partitions, compacted data."""
     verified: str
     """What was checked before publishing, as `--verify` names it."""
     max_errors: Mapping[str, float]
@@ -133,7 +133,7 @@ class StandBy(Struct, frozen=True):
     role: str
     """What the node is: `worker`, `ps`, `evaluator`, ..."""
     index: int | None
-    """Its number among those, where the environment tells."""
+    """Its number among those, where the environment says so."""
     role_source: str
     """The environment variable that says so."""
 
@@ -160,7 +160,7 @@ class DeltaPlan(Struct, frozen=True, kw_only=True):
     increments: Sequence[str]
     """The trainer's increments that it is made of."""
     compares: bool
-    """True if every row of two checkpoints is compared, because nothing tells what changed."""
+    """True if every row of two checkpoints is compared, because nothing says what changed."""
     why: str
     """Why it has to compare; empty if it has not."""
     graph: str

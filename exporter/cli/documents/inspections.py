@@ -17,7 +17,7 @@ class UnmatchedTensor(Tensor, frozen=True):
     """A stored tensor that no variable of the graph takes."""
 
     owner: str | None
-    """The layer or object that it belongs to, where the checkpoint tells."""
+    """The layer or object that it belongs to, where the checkpoint says so."""
 
 
 class CheckpointInspection(Checkpoint, frozen=True):

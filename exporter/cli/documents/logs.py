@@ -142,9 +142,9 @@ class VariableDifference(Struct, frozen=True):
     rows: int
     """How many rows it has."""
     norm: float | None
-    """The Euclidean norm of the difference; null if it is no finite number."""
+    """The Euclidean norm of the difference; null if it is not finite."""
     largest: float | None
-    """The largest absolute difference of an element; null if it is no finite number."""
+    """The largest absolute difference of an element; null if it is not finite."""
 
 
 class TableDifference(Struct, frozen=True):
@@ -161,9 +161,9 @@ class TableDifference(Struct, frozen=True):
     changed_rows: int
     """How many keys of both have other rows."""
     norm: float | None
-    """The Euclidean norm of these rows' difference; null if it is no finite number."""
+    """The Euclidean norm of these rows' difference; null if it is not finite."""
     largest: float | None
-    """The largest absolute difference of an element; null if it is no finite number."""
+    """The largest absolute difference of an element; null if it is not finite."""
 
 
 class Differences(Struct, frozen=True):
