@@ -25,6 +25,7 @@ from exporter.mapping.build import VariableMapping
 from exporter.mapping.mapping_rules import CastRule, MappingRules
 from exporter.options import DataMode
 from exporter.wire.dtypes import DType
+from tests.support.budget import times
 from tests.support.trained import (
     answers_eagerly,
     answers_in_session,
@@ -201,7 +202,7 @@ def test_partitioned_strings_cannot_be_laid_out_anew(tmp_path: Path) -> None:
         write_variables(mapping_of(read_catalog(tmp_path / "model.ckpt")), tmp_path / "1")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=times(60), deadline=None)
 @given(
     rows=st.integers(0, 40),
     width=st.integers(0, 5),

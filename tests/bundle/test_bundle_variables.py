@@ -31,6 +31,7 @@ from exporter.graph.inference_graph import GraphVariable
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.options import DataMode
 from exporter.progress import NoProgress
+from tests.support.budget import times
 
 RNG = np.random.default_rng(7)
 
@@ -383,7 +384,7 @@ class TestKernelCopy:
         st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30)), max_size=12).map(sorted),
         st.integers(1, 16),
     )
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=times(60), deadline=None)
     def test_ranges_are_packed_and_hold_every_extent(
         self, extents: list[tuple[int, int]], batch: int
     ) -> None:

@@ -23,6 +23,7 @@ from exporter.errors import (
     UnsupportedFormat,
 )
 from exporter.wire.dtypes import DType
+from tests.support.budget import times
 from tests.support.bundles import block, entry, header, table, write, write_index
 
 PATH = Path("model.ckpt-7.index")
@@ -213,7 +214,7 @@ BASE = read_table(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=times(400))
 @given(st.data())
 def test_damage_under_right_checksums_is_read_or_refused(data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(BASE) - 1))
@@ -234,7 +235,7 @@ def test_damage_under_right_checksums_is_read_or_refused(data: st.DataObject) ->
             assert ref.extent.size == ref.elements * ref.dtype.itemsize
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=times(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 5), st.binary(min_size=1, max_size=30))
 def test_damaged_values_are_found(tmp_path: Path, at: int, junk: bytes) -> None:
     """Strings are the hard ones: lengths, their checksum and bytes must all agree."""

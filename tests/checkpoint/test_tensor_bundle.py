@@ -26,6 +26,7 @@ from exporter.checkpoint.tensor_bundle import (
 )
 from exporter.errors import CheckpointChanged, CorruptFile, UnsupportedFormat
 from exporter.wire.dtypes import DType
+from tests.support.budget import times
 from tests.support.bundles import entry, header, restore, save, save_parts, write, write_index
 
 Array = np.ndarray[Any, Any]
@@ -40,7 +41,7 @@ SMALL_RANGE = {
 }
 
 quick = settings(
-    max_examples=40,
+    max_examples=times(40),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30)

@@ -25,6 +25,7 @@ from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.manifest import BaseDocument, DeltaEntry, DeltaOrigin
 from exporter.wire.json_documents import DocumentError, decode, encode
+from tests.support.budget import times
 from tests.support.commands import export_model
 from tests.support.drifting import World, drift, servings
 from tests.support.logs import (
@@ -145,7 +146,7 @@ class RoundedWorld(World):
 HAPPENINGS = ["train", "train", "save", "increment", "int8", "int8", "bfloat16", "exact", "merge", "tidy"]
 
 
-@settings(max_examples=25)
+@settings(max_examples=times(25))
 @given(
     servings,
     st.lists(st.sampled_from([*HAPPENINGS, "rollback", "resume"]), min_size=4, max_size=20),

@@ -28,6 +28,7 @@ from exporter.delta.spans import Span
 from exporter.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from exporter.options import DeltaDtype
 from exporter.wire.dtypes import DType
+from tests.support.budget import times
 
 SCHEMA = Schema.of(
     [
@@ -85,7 +86,7 @@ def deltas(draw: st.DrawFn) -> tuple[Schema, DeltaHeader, dict[str, Change]]:
     return schema, DeltaHeader(draw(names), schema.digest, start, end, step, exact_base), changes
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=times(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(deltas())
 def test_what_was_written_is_read(
     tmp_path_factory: pytest.TempPathFactory, case: tuple[Schema, DeltaHeader, dict[str, Change]]

@@ -16,6 +16,7 @@ from exporter.delta.tolerance import LeftOut, load_residual
 from exporter.layout import CACHES_DIRECTORY
 from exporter.publish.delta_log import read_log
 from exporter.wire.json_documents import DocumentError, decode, encode
+from tests.support.budget import times
 from tests.support.commands import export_model
 from tests.support.drifting import World, behind, drift, export, servings
 from tests.support.logs import (
@@ -30,7 +31,7 @@ from tests.support.logs import (
 HAPPENINGS = ["train", "drift", "drift", "save", "increment", "export", "export", "merge", "tidy"]
 
 
-@settings(max_examples=40)
+@settings(max_examples=times(40))
 @given(
     servings,
     st.lists(st.sampled_from([*HAPPENINGS, "rollback", "resume"]), min_size=4, max_size=25),

@@ -24,6 +24,7 @@ from exporter.graph.saved_model import read_saved_model
 from exporter.options import ExportRequest
 from exporter.pipeline.full import export
 from exporter.wire import protos
+from tests.support.budget import times
 from tests.support.graph_runs import Trained, serve, train
 
 
@@ -216,7 +217,7 @@ def test_files_that_hold_no_graph(tmp_path: Path, content: bytes) -> None:
         load_graph(GraphRequest(model=str(path), outputs={"y": "y"}))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=times(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damage_ends_in_a_named_error_or_in_a_graph(
     trained: Trained, tmp_path: Path, data: st.DataObject

@@ -18,6 +18,7 @@ from exporter.layout import DEEPREC_INCREMENTS_DIRECTORY
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import DeltaOrigin
+from tests.support.budget import times
 from tests.support.logs import (
     Serving,
     Trainer,
@@ -30,7 +31,7 @@ from tests.support.logs import (
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=times(25))
 @given(
     st.integers(1, 3), st.integers(1, 3), st.sampled_from([np.int32, np.int64]), st.integers(0, 99), st.data()
 )

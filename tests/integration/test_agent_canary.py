@@ -72,7 +72,8 @@ def golden(tmp_path: Path) -> Path:
 
 @contextmanager
 def canary(published: Published, servers: list[Server], golden: Path, *more: str) -> Iterator[Agent]:
-    options = ("--canary", str(golden), *more)
+    # An agent waits so long for a replica to compare with, wherever the test before rolled one back.
+    options = ("--canary", str(golden), "--canary-seconds", "10", *more)
     with agent(published.model, *(server.address for server in servers), more=options) as running:
         yield running
 

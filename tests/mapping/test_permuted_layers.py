@@ -25,6 +25,7 @@ from exporter.mapping.build import build_mapping
 from exporter.mapping.mapping_rules import MappingRules
 from exporter.wire.dtypes import DType
 from tests.support.archives import keras_archive, legacy_file, weights_file
+from tests.support.budget import times
 from tests.support.bundles import write
 from tests.support.object_graphs import Var, graph_of, message_of
 from tests.support.values import graph, variable
@@ -169,7 +170,7 @@ def read(catalog: Catalog, ref: TensorRef) -> np.ndarray[Any, Any]:
 @given(
     trained=st.permutations(NAMES), built=st.permutations(NAMES), counts=st.tuples(*[st.integers(1, 5)] * 2)
 )
-@settings(max_examples=40)
+@settings(max_examples=times(40))
 def test_no_variable_gets_another_s_value(
     tmp_path_factory: pytest.TempPathFactory,
     save: Callable[[Values, Path], Path],
@@ -195,7 +196,7 @@ def test_no_variable_gets_another_s_value(
 @given(
     trained=st.permutations(NAMES), built=st.permutations(NAMES), counts=st.tuples(*[st.integers(2, 5)] * 2)
 )
-@settings(max_examples=20)
+@settings(max_examples=times(20))
 def test_a_list_that_only_its_order_tells_apart_is_refused(
     tmp_path_factory: pytest.TempPathFactory, trained: list[str], built: list[str], counts: tuple[int, int]
 ) -> None:

@@ -18,6 +18,7 @@ from exporter.increments.history import identify, read_history
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import read_log
+from tests.support.budget import times
 from tests.support.logs import (
     Serving,
     Trainer,
@@ -168,7 +169,7 @@ class World:
         assert reached >= min(16, len(self.history))
 
 
-@settings(max_examples=40)
+@settings(max_examples=times(40))
 @given(servings, st.integers(1, 4), happenings, st.integers(0, 1000))
 def test_every_position_holds_what_a_full_export_of_its_moment_holds(
     serving: Serving, parts: int, what: list[str], seed: int
@@ -184,7 +185,7 @@ def test_every_position_holds_what_a_full_export_of_its_moment_holds(
         world.check()
 
 
-@settings(max_examples=40)
+@settings(max_examples=times(40))
 @given(st.lists(st.sampled_from(["train", "save", "increment", "watch"]), min_size=8, max_size=40), servings)
 def test_who_watches_has_the_state_of_an_increment_and_compares_nothing_while_the_next_is_awaited(
     what: list[str], serving: Serving

@@ -25,6 +25,7 @@ from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import DeltaLog, list_deltas, read_log
 from exporter.publish.retention import GRACE_SECONDS, ROLLBACK_POSITIONS, retire_deltas
+from tests.support.budget import times
 from tests.support.drifting import drift
 from tests.support.logs import Serving, Trainer, Values, assert_same_bits, publish_base, request, values_at
 
@@ -158,7 +159,7 @@ HAPPENINGS = ["exact", "bound", "bound", "round", "both", "merge", "tidy", "tidy
 SELDOM = ["burst", "rollback", "resume", "rebase", "forget base", "follow"]
 
 
-@settings(max_examples=12)
+@settings(max_examples=times(12))
 @given(st.lists(st.sampled_from(HAPPENINGS + SELDOM), min_size=5, max_size=20), st.integers(0, 1000))
 def test_every_base_and_every_position_finds_its_way_to_the_newest(what: list[str], seed: int) -> None:
     with tempfile.TemporaryDirectory() as directory:

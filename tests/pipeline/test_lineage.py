@@ -22,6 +22,7 @@ from exporter.layout import INCREMENTS_DIRECTORY, SESSION_FILE
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import read_log
+from tests.support.budget import times
 from tests.support.logs import Serving, publish_base, request, values_at
 from tests.support.numpy_trainer import TABLES, NumpyTrainer, Values, as_any
 
@@ -143,7 +144,7 @@ class World:
             self.trainer.assert_same(found, self.served(self.trainer.states[target.increment]))
 
 
-@settings(max_examples=60)
+@settings(max_examples=times(60))
 @given(st.lists(st.sampled_from(HAPPENINGS), min_size=5, max_size=30), st.integers(0, 1000))
 def test_what_is_served_is_what_the_trainer_would_restore(what: list[str], seed: int) -> None:
     with tempfile.TemporaryDirectory() as directory:

@@ -30,6 +30,7 @@ from serving.http_port import HttpRequest
 from serving.model_config import ModelConfig
 from serving.server import ModelServer
 from serving.server_options import NetworkOptions, ServerOptions
+from tests.support.budget import times
 from tests.support.serving_models import write_saved_model
 from tests.support.updatable import random_changes, updatable_model
 from tools.reference.rest import HTTP_OUTCOMES, HttpOutcome
@@ -717,7 +718,7 @@ PATHS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=times(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(["POST", "POST", "POST", "GET", "OPTIONS", "PUT"]), PATHS, DOCUMENTS)
 def test_whatever_is_sent_is_answered_in_good_order(
     server: ModelServer, method: str, path: str, body: bytes

@@ -24,6 +24,7 @@ from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import DeltaOrigin
 from exporter.tables.geometry import TableGeometry
+from tests.support.budget import times
 from tests.support.commands import export_model
 from tests.support.deeprec import Ev, write_full
 from tests.support.deeprec_logs import DeepRecTrainer, publish_base, request, served
@@ -341,7 +342,7 @@ OPERATIONS = (
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=times(30))
 @given(st.integers(0, 99), st.lists(st.sampled_from(OPERATIONS), max_size=14))
 def test_any_history_serves_what_a_dict_holds(
     tmp_path_factory: pytest.TempPathFactory, seed: int, operations: list[str]

@@ -22,6 +22,7 @@ from exporter.publish.commit import Staging, publish_version
 from exporter.publish.manifest import ManifestDraft, Origin, TensorEntry, tensor_entries
 from exporter.verify.version_files import verify_bytes, verify_files, verify_published
 from exporter.wire.crc32c import combine, extend
+from tests.support.budget import times
 from tests.support.commands import export_model
 from tests.support.remote_models import published_log
 
@@ -205,7 +206,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
     return write_bundle(tmp_path_factory.mktemp("bundle"))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=times(60), deadline=None)
 @given(data=st.data())
 def test_any_flipped_bit_is_found_and_its_tensor_named(
     intact: Catalog, runner: Runner, data: st.DataObject

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.tensor_proto import dtype_of, fill, to_array
+from tests.support.budget import times
 
 LABELS = [
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "bool"),
@@ -48,7 +49,7 @@ def same(left: NDArray[Any], right: NDArray[Any]) -> bool:
 
 
 @given(arrays(), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=times(300), deadline=None)
 def test_arrays_come_back(array: NDArray[Any], as_fields: bool) -> None:
     proto = protos.TensorProto()
     fill(proto, array, as_fields=as_fields)
@@ -56,7 +57,7 @@ def test_arrays_come_back(array: NDArray[Any], as_fields: bool) -> None:
 
 
 @given(arrays(), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=times(100), deadline=None)
 def test_tensorflow_reads_what_is_written(array: NDArray[Any], as_fields: bool) -> None:
     import tensorflow as tf
 
@@ -68,7 +69,7 @@ def test_tensorflow_reads_what_is_written(array: NDArray[Any], as_fields: bool) 
 
 
 @given(arrays())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=times(100), deadline=None)
 def test_what_tensorflow_writes_is_read(array: NDArray[Any]) -> None:
     import tensorflow as tf
 
