@@ -184,7 +184,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
 def _with_constants(
     index: GraphIndex, source: SourceGraph, signatures: Iterable[SignatureEnds]
 ) -> dict[str, Proto]:
-    """The nodes, with constants for what `--feed` fixes and for the paths of assets."""
+    """The nodes, with constants for placeholders that `--feed` fixes and for the paths of assets."""
     both = source.feeds.keys() & {tensor.node for ends in signatures for tensor in ends.inputs}
     if both:
         raise UsageError(

@@ -544,9 +544,9 @@ def default_rows(
     known = [one for one in found if one is not None]
     if not known:
         raise NotServable(
-            f"nothing in the graph tells what a key reads that {name!r} does not hold",
+            f"the graph does not say what a key reads that {name!r} does not hold",
             cause="the nodes that initialise the embedding variable are not in the graph",
-            hint=f"say it: --absent-key '{name}=0'",
+            hint=f"give it: --absent-key '{name}=0'",
         )
     first = known[0]
     if any(not np.array_equal(other.rows, first.rows, equal_nan=True) for other in known[1:]):
@@ -604,7 +604,7 @@ def _part_defaults(index: GraphIndex, handle: Proto, dtype: DType, dim: int) -> 
         shown = f"{float(constant[0, 0]):g}"
         return Defaults(
             constant,
-            f"{shown}: {why}, so that nothing stored tells what DeepRec reads there (another: --absent-key)",
+            f"{shown}: {why}, so no file holds the value that DeepRec reads there (another: --absent-key)",
         )
     if value.dtype.kind == "O" or value.size % dim or not value.size:
         raise NotServable(

@@ -132,7 +132,7 @@ class GraphEditor(Struct):
         It returns tensors. Functions of the graph may be called in it by the names that
         `privately_named` gives.
 
-        With `as_written` TensorFlow's graph optimizers pass over it: what they do to a large function at its
+        With `as_written` TensorFlow's graph optimizers pass over it: optimizing a large function at its
         first call costs seconds, and gains nothing where the work is reading files and writing rows.
         """
         import tensorflow as tf
@@ -206,7 +206,7 @@ def _keep_as_written(function: Proto) -> None:
     """Let graph optimizers pass over a function: when the model is loaded, and when the function is called.
 
     Source: tensorflow/core/grappler/optimizers/meta_optimizer.cc, which leaves functions of tf.data alone;
-    the `config_proto` of a call is what its function is optimized by.
+    the `config_proto` of a call decides how its function is optimized.
     """
     function.attr["_tf_data_function"].b = True
     for node in function.node_def:

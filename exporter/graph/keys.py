@@ -112,7 +112,7 @@ def _gathered_ids(index: GraphIndex, variable: str) -> list[Endpoint]:
 
 
 def _is_passed_on(index: GraphIndex, variable: str) -> bool:
-    """True if the variable goes into a function, where nothing here sees what is done with it."""
+    """True if a function takes the variable: its uses there are not followed."""
     readers = {reader for reader, _ in index.consumers.get(variable, ())}
     return any(len(called_functions(index.nodes[reader])) > 1 for reader in readers)
 

@@ -142,7 +142,7 @@ def require_inside(found: Iterable[Outside], *, is_allowed: bool) -> None:
     python = [each for each in found if each.op in _PYTHON]
     if python:
         raise NotServable(
-            f"what fills the tables needs {python[0].op} {python[0].node!r}, which calls Python",
+            f"an initialiser of the tables needs {python[0].op} {python[0].node!r}, which calls Python",
             cause="a server does not have it",
         )
     if found and not is_allowed:

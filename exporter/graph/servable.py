@@ -83,7 +83,7 @@ def refusal(found: Mapping[str, str], where: str, cause: str) -> ForeignOperatio
     libraries = sorted({library for op in ops if (library := library_of(op))})
     whose = f" ({', '.join(libraries)})" if libraries else ""
     return ForeignOperations(
-        f"{where} needs what stock TensorFlow does not have: {shown}{whose}",
+        f"{where} needs operations that stock TensorFlow lacks: {shown}{whose}",
         cause=cause,
         hint=_what_to_do(ops, libraries),
     )
@@ -234,7 +234,7 @@ def check_known(nodes: Iterable[Proto], function: str, library: Collection[str])
     nodes = [*nodes]
     if foreign := foreign_ops(nodes, library):
         found = {node.name: node.op for node in nodes if node.op in foreign}
-        raise refusal(found, f"function {function!r}", "an output, or what fills its tables, calls it")
+        raise refusal(found, f"function {function!r}", "an output, or an initialiser of its tables, calls it")
 
 
 def check_body(nodes: Iterable[Proto], function: str) -> None:
@@ -274,7 +274,7 @@ def check_reads(
             mutates = changes_state(changing.op) or called_functions(changing) & mutating_functions
             if mutates and cause not in allowed and sources[0] in changing.input:
                 raise NotServable(
-                    f"{node.op} {name!r} reads what {changing.op} {cause!r} has just changed{where}",
+                    f"{node.op} {name!r} reads a value that {changing.op} {cause!r} has just changed{where}",
                     cause="a served model does not change its own variables",
                     hint="choose an output that does not depend on the change",
                 )

@@ -78,9 +78,9 @@ def check_tables(nodes: Mapping[str, Proto], needed: Iterable[str]) -> None:
 def initialisers(index: GraphIndex, needed: Collection[str], init_op: str | None) -> list[str]:
     """The nodes that fill the needed tables, in the graph's order.
 
-    These are the operations that take the table's handle, and in a SavedModel also the function calls under
-    its init op that take or make a needed table, or take no resource at all. Assignments of variables under
-    an init op are left out: variables get their values from the checkpoint.
+    These are InitializeTable and LookupTableImport operations, and in a SavedModel also the function calls
+    under its init op that take or make a needed table, or take no resource at all. Assignments of variables
+    under an init op are left out: variables get their values from the checkpoint.
     """
     tables = _Tables(index)
     wanted = tables.behind(needed)
@@ -276,7 +276,7 @@ def _file_name_node(nodes: Mapping[str, Proto], node: Proto) -> str:
 
 def _existing(source: SourceGraph, name: str, node: Proto) -> Path:
     path = _named_file(source, name, node)
-    # A SavedModel's own asset is a whole path already; what a constant says is relative to the graph.
+    # A SavedModel's own asset is a whole path already; a path in a constant may be relative to the graph.
     for candidate in (path,) if name in source.assets else _places(source, path):
         if _is_there(source, name, candidate):
             return candidate

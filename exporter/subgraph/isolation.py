@@ -247,6 +247,7 @@ class _Retry(Struct, frozen=True):
             # An odd `before` means that patience with a dead update has ended: it would end again.
             unfinished = tf.logical_not(clean | _is_odd(before) | (tries >= _MOST_TRIES))
             times = tf.pow(tf.constant(_QUIET, tf.float64), tf.cast(tries, tf.float64))
+            # A try that was the last asks for 0.0, which changes nothing.
             asked = _assign_greater(quiet, tf.where(unfinished, ended + times * (ended - began), 0.0))
             with tf.control_dependencies([asked]):
                 return [tf.ensure_shape(unfinished, []), tries + 1, clean, *outputs]
@@ -259,6 +260,8 @@ class _Retry(Struct, frozen=True):
             parallel_iterations=1,
         )
         missed = tf.cast(tf.logical_not(clean), tf.int64)
+        # Every output waits for the assignments: a server runs only what outputs need, so a write that no
+        # output depends on would not run.
         with tf.control_dependencies(outputs):
             done = [assign(handle, tf.constant(True)) for handle in warm]
             done.append(tf.raw_ops.AssignAddVariableOp(resource=unsettled, value=missed))
@@ -269,6 +272,7 @@ class _Retry(Struct, frozen=True):
         """The forward pass over handles that depend on the read of the sequence."""
         import tensorflow as tf
 
+        # An identity on the handle, not on a value: each read through it comes after the sequence was read.
         with tf.control_dependencies([before]):
             inputs = {
                 name: tf.identity(tensor)

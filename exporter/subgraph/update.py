@@ -99,6 +99,7 @@ class Outlook(Struct, frozen=True):
         position = state.read_position()
         explicit = tf.not_equal(wanted, NO_LIMIT)
         published, is_step = _list(wanted, position, state, rules, may_step & explicit)
+        # The hold binds only a call for the newest position: a caller that names a target may go beyond it.
         limit = tf.where(explicit, wanted, published.hold)
         refused = tf.zeros_like(published.ends, tf.bool)
         zero = tf.zeros([], tf.int64)
@@ -242,6 +243,8 @@ def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: U
         at_once = delta.rows + delta.entries <= rules.snapshot_max_rows
 
         def write() -> Tensor:
+            # The next position depends on the last write, and the call's results on the position: a server
+            # runs only what outputs need, so a write that no output depends on would not run.
             under_way = position_vector(before.position[0], before.position[1], end)
             done = position_vector(end, delta.step)
             written = tf.cond(

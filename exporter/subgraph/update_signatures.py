@@ -60,7 +60,7 @@ def add_status(editor: GraphEditor, state: StateNodes, lineage: str) -> Proto:
     def build(probe: Tensor, position: Tensor, unsettled: Tensor) -> list[Tensor]:
         import tensorflow as tf
 
-        vector = read(position, DType.INT64, (3,))
+        vector = read(position, DType.INT64, (3,))  # once: position and step are of one moment
         values = vector[0], vector[1], read(unsettled, DType.INT64, ()), tf.constant(lineage)
         return [tf.fill(tf.shape(probe), value) for value in values]
 

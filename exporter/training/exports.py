@@ -43,7 +43,7 @@ from exporter.training.chief import is_chief as is_chief_of
 log = logging.getLogger(__name__)
 
 ToExport = ExportRequest | Sequence[str | os.PathLike[str]]
-"""What to export: a request, or arguments of `export-model`."""
+"""A request to export, or arguments of `export-model`."""
 
 WAIT_SECONDS = 600.0
 """How long the end of a training waits for its last export."""

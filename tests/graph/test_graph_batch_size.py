@@ -200,7 +200,7 @@ OPENED = [
 def test_a_baked_batch_is_opened(build: Any, shapes: bool, tmp_path: Path) -> None:
     trained, graph = trained_and_loaded(tmp_path, build, shapes=shapes)
     assert signature_rows(graph) == {-1}, graph.notes
-    assert any("training's batch of 32 was taken out of" in note for note in graph.notes), graph.notes
+    assert any("training's batch of 32 was made dynamic in" in note for note in graph.notes), graph.notes
     for rows in ROWS:
         x = np.random.default_rng(rows).normal(size=(rows, STEPS, WIDTH)).astype(np.float32)
         served = serve(graph, trained.value, {"x": x})["scores"]

@@ -488,7 +488,7 @@ def test_nothing_tells_what_an_absent_key_reads(tmp_path: Path) -> None:
     bare.graph_def.node.extend(kept)
     meta = tmp_path / "m.meta"
     meta.write_bytes(bare.SerializeToString())
-    with pytest.raises(NotServable, match="nothing in the graph tells") as caught:
+    with pytest.raises(NotServable, match="the graph does not say what a key reads") as caught:
         load_graph(GraphRequest(model=str(meta), inputs=IDS["inputs"], outputs=IDS["outputs"]))
     assert "--absent-key" in caught.value.hint
 

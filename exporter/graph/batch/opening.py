@@ -222,8 +222,8 @@ def _only(nodes: Mapping[str, Proto], batch: int, where: Sequence[str], verb: st
     return BatchSize(
         batch,
         (
-            f"only requests of {rows} are answered, and the signatures say so: the batch of training {verb} "
-            f"baked into {listed}{more}; for any size, write the .meta of a graph without a fixed batch "
+            f"only requests of {rows} are answered, and the signatures say so: training's batch size {verb} "
+            f"fixed in {listed}{more}; for any size, write the .meta of a graph without a fixed batch "
             "(no drop_remainder), or use a builder",
         ),
         batch,
@@ -234,7 +234,8 @@ def _opened_note(batch: int, opened: Sequence[str]) -> str:
     listed = ", ".join(opened[:_MOST_LISTED])
     more = f" and {len(opened) - _MOST_LISTED} more" if len(opened) > _MOST_LISTED else ""
     return (
-        f"requests may have any number of rows: training's batch of {batch} was taken out of {listed}{more}"
+        "requests may have any number of rows: "
+        f"training's batch of {batch} was made dynamic in {listed}{more}"
     )
 
 
