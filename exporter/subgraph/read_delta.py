@@ -68,7 +68,7 @@ class ReadDelta(Struct, frozen=True):
     tensors: Tensor
 
 
-class Refusal(Struct, frozen=True):
+class DeltaRefusal(Struct, frozen=True):
     """A reason to refuse a delta if `fails`, bool []; `word` and `text` stand before and after its name."""
 
     fails: Tensor
@@ -107,7 +107,7 @@ def _read_header(prefix: Tensor) -> Sequence[Tensor]:
 def _read_body(
     prefix: Tensor, name: Tensor, flags: Tensor, rows: Tensor, expected: Expected
 ) -> Sequence[Tensor]:
-    """Refusal, `changed`, the number of entries, and the tensors of the schema's keys as one.
+    """The refusal, `changed`, the number of entries, and the tensors of the schema's keys as one.
 
     The checks run in the function that reads, apart from the writes: grappler's shape inference carries the
     shape that a *later* operation demands back to where it is compared, and replaces the comparison by true.
@@ -122,7 +122,7 @@ def _read_body(
         lengths = Lengths.of(schema, tensors)
         found = dict(by_variable(schema, tensors))
         entries = [tf.size(found[keys][0], tf.int64) for keys, _ in schema.lookups]
-        checks = [Refusal(tf.not_equal(fault, ""), UpdateStatus.ROWS, fault)]
+        checks = [DeltaRefusal(tf.not_equal(fault, ""), UpdateStatus.ROWS, fault)]
         checks += _checks_of_rows(count, tensors, schema, lengths)
         if expected.finite:
             checks += _checks_of_values(tensors, schema)
@@ -135,7 +135,7 @@ def _read_body(
     return attempt((prefix, name, flags, rows), read, fallback)
 
 
-def _first_of(name: Tensor, checks: Sequence[Refusal]) -> Tensor:
+def _first_of(name: Tensor, checks: Sequence[DeltaRefusal]) -> Tensor:
     """`<word>: <name> <text>` of the first check that fails, or an empty string."""
     import tensorflow as tf
 
@@ -171,7 +171,7 @@ def first_success(
 
 def _checks_of_header(
     name: Tensor, position: Tensor, fields: Tensor, lineage: Tensor, digest: Tensor, expected: Expected
-) -> list[Refusal]:
+) -> list[DeltaRefusal]:
     import tensorflow as tf
 
     version, start, end, flags = fields[0], fields[1], fields[2], fields[4]
@@ -186,16 +186,16 @@ def _checks_of_header(
         ["has format ", tf.strings.as_string(version), ", flags ", tf.strings.as_string(flags)]
     )
     return [
-        Refusal(tf.equal(version, 0), UpdateStatus.DAMAGED, "cannot be read"),
-        Refusal(tf.not_equal(version, FORMAT_VERSION) | unknown, UpdateStatus.FORMAT, form),
-        Refusal(tf.not_equal(lineage, expected.lineage), UpdateStatus.LINEAGE, "belongs to another log"),
-        Refusal(
+        DeltaRefusal(tf.equal(version, 0), UpdateStatus.DAMAGED, "cannot be read"),
+        DeltaRefusal(tf.not_equal(version, FORMAT_VERSION) | unknown, UpdateStatus.FORMAT, form),
+        DeltaRefusal(tf.not_equal(lineage, expected.lineage), UpdateStatus.LINEAGE, "belongs to another log"),
+        DeltaRefusal(
             tf.not_equal(digest, expected.schema.digest), UpdateStatus.SCHEMA, "was made for other variables"
         ),
-        Refusal(
+        DeltaRefusal(
             tf.not_equal(leads, name), UpdateStatus.RANGE, tf.strings.join(["says that it leads ", leads])
         ),
-        Refusal(
+        DeltaRefusal(
             exact_base & tf.not_equal(start, position),
             UpdateStatus.ONLY_FROM,
             "fits its first position alone",
@@ -239,7 +239,7 @@ class Lengths(Struct, frozen=True):
 
 def _checks_of_rows(
     rows: Tensor, tensors: Sequence[Tensor], schema: Schema, lengths: Lengths
-) -> list[Refusal]:
+) -> list[DeltaRefusal]:
     """Row numbers increase within their table and have a row each; a dense variable has one value or none.
 
     All tables are checked together: a server prepares every node before the first call, and nodes for each of
@@ -263,9 +263,11 @@ def _checks_of_rows(
     first = tf.gather(names, tf.argmax(tf.cast(wrong, tf.int32)))
     said = tf.equal(rows, tf.reduce_sum(of_tables))
     return [
-        Refusal(tf.reduce_any(wrong), UpdateStatus.ROWS, tf.strings.join(["has wrong rows for ", first])),
+        DeltaRefusal(
+            tf.reduce_any(wrong), UpdateStatus.ROWS, tf.strings.join(["has wrong rows for ", first])
+        ),
         *_checks_of_lookups(tensors, schema),
-        Refusal(tf.logical_not(said), UpdateStatus.ROWS, "holds another number of rows than it says"),
+        DeltaRefusal(tf.logical_not(said), UpdateStatus.ROWS, "holds another number of rows than it says"),
     ]
 
 
@@ -286,7 +288,7 @@ def _are_no_rows(ids: Sequence[Tensor], counts: Tensor, limits: Array) -> Tensor
     return disorder | tf.logical_not(inside)
 
 
-def _checks_of_lookups(tensors: Sequence[Tensor], schema: Schema) -> list[Refusal]:
+def _checks_of_lookups(tensors: Sequence[Tensor], schema: Schema) -> list[DeltaRefusal]:
     """Each key of a lookup table has a value; a table stored with its buckets has a power of two of them."""
     import tensorflow as tf
 
@@ -299,15 +301,17 @@ def _checks_of_lookups(tensors: Sequence[Tensor], schema: Schema) -> list[Refusa
             count = tf.shape(pair[0])[1]
             power = (count > 0) & tf.equal(tf.bitwise.bitwise_and(count, count - 1), 0)
             right &= power | tf.equal(tf.shape(pair[0])[0], 0)
-        checks.append(Refusal(tf.logical_not(right), UpdateStatus.ROWS, f"has wrong entries for {keys.name}"))
+        checks.append(
+            DeltaRefusal(tf.logical_not(right), UpdateStatus.ROWS, f"has wrong entries for {keys.name}")
+        )
     return checks
 
 
-def _checks_of_values(tensors: Sequence[Tensor], schema: Schema) -> list[Refusal]:
+def _checks_of_values(tensors: Sequence[Tensor], schema: Schema) -> list[DeltaRefusal]:
     import tensorflow as tf
 
     return [
-        Refusal(
+        DeltaRefusal(
             tf.logical_not(tf.reduce_all(tf.math.is_finite(found[-1]))),
             UpdateStatus.FINITE,
             f"has NaN or infinity in {variable.name}",

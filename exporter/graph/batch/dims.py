@@ -1,7 +1,7 @@
 """Shapes in which one dimension counts the rows of a request: the values that `rules` computes with.
 
-A dimension is a number, a number of rows (`Rows`), or None if it is unknown. A number from a constant of the
-graph is `Baked`: it remembers the constant, which is opened (made dynamic) if the number meets rows.
+A dimension is a number, a number of rows (`RowCount`), or None if it is unknown. A number from a constant of
+the graph is `Baked`: it remembers the constant, which is opened (made dynamic) if the number meets rows.
 
 `Call` is one node with what is known of its inputs; the functions after it are shared by the rules.
 """
@@ -29,7 +29,7 @@ class Slot(NamedTuple):
     at: int
 
 
-class Rows(NamedTuple):
+class RowCount(NamedTuple):
     """A dimension of `outer * rows * inner` elements, the rows of a request in between.
 
     Batch-major tensors flattened have an `inner` (`[rows * time, units]`), time-major ones an `outer`.
@@ -63,7 +63,7 @@ class Times(NamedTuple):
     each: int
 
 
-Dim: TypeAlias = int | Rows | None
+Dim: TypeAlias = int | RowCount | None
 Number: TypeAlias = int | Times | None
 
 
@@ -80,7 +80,7 @@ class Known(Struct, frozen=True):
     @property
     def rows_at(self) -> int | None:
         """Which dimension counts rows, if one does."""
-        return next((at for at, dim in enumerate(self.shape) if isinstance(dim, Rows)), None)
+        return next((at for at, dim in enumerate(self.shape) if isinstance(dim, RowCount)), None)
 
 
 class Unclear(Exception):
@@ -101,8 +101,8 @@ class Meeting(Struct):
 
     batch: int | None
     is_recorded: bool
-    opened: dict[Slot, Rows] = field(default_factory=dict)
-    asked: dict[Slot, Rows] = field(default_factory=dict)
+    opened: dict[Slot, RowCount] = field(default_factory=dict)
+    asked: dict[Slot, RowCount] = field(default_factory=dict)
 
     def equal(self, left: Dim, right: Dim) -> Dim:
         """The dimension that two must both have for the graph to run.
@@ -113,9 +113,9 @@ class Meeting(Struct):
         """
         if left is None or right is None:
             return left if right is None else right
-        if isinstance(right, Rows) and not isinstance(left, Rows):
+        if isinstance(right, RowCount) and not isinstance(left, RowCount):
             left, right = right, left
-        if isinstance(left, Rows) and not isinstance(right, Rows):
+        if isinstance(left, RowCount) and not isinstance(right, RowCount):
             return self._with_number(left, right)
         if left != right:
             raise Unclear
@@ -132,18 +132,18 @@ class Meeting(Struct):
         return tuple(self._broadcast_dims(dims) for dims in zip(*padded, strict=True))
 
     def _broadcast_dims(self, dims: tuple[Dim, ...]) -> Dim:
-        wide = [dim for dim in dims if isinstance(dim, Rows) or dim != 1]
+        wide = [dim for dim in dims if isinstance(dim, RowCount) or dim != 1]
         if None in wide and not all(dim is None for dim in wide):
             raise Unclear
         result: Dim = wide[0] if wide else dims[0]
-        kinds = {isinstance(dim, Rows) for dim in wide}
+        kinds = {isinstance(dim, RowCount) for dim in wide}
         if len(kinds) > 1 and not self.is_recorded:
             raise Unclear  # a request of one row may be meant, to be compared with many of the model's
         for dim in wide[1:]:
             result = self.equal(result, dim)
         return result
 
-    def _with_number(self, rows: Rows, size: int) -> Dim:
+    def _with_number(self, rows: RowCount, size: int) -> Dim:
         if not self.is_all_rows(size, rows.each):
             raise Unclear
         if not isinstance(size, Baked):
@@ -160,7 +160,7 @@ class Meeting(Struct):
     def dim(self, number: Number, slot: Slot) -> Dim:
         """A dimension that an operation makes from a number it is given."""
         if isinstance(number, Times):
-            return Rows(1, number.each)
+            return RowCount(1, number.each)
         if number is None:
             return None
         return self.opened.get(slot) or Baked.of(number, slot)
@@ -186,11 +186,11 @@ def reshape(shape: Sequence[Dim], target: Sequence[Number], meeting: Meeting) ->
     if None in shape or None in target:
         raise Unclear
     total = math.prod(_count(dim) for dim in shape)
-    at = next((at for at, dim in enumerate(shape) if isinstance(dim, Rows)), None)
+    at = next((at for at, dim in enumerate(shape) if isinstance(dim, RowCount)), None)
     if at is None:
         return Reshaped(_without_rows(total, target))
     rows = shape[at]
-    assert isinstance(rows, Rows)
+    assert isinstance(rows, RowCount)
     before = math.prod(map(_count, shape[:at])) * rows.outer
     literal = next(_as_written(before, total, target), None)
     baked = next(_as_traced(before, total, target, meeting), None)
@@ -207,7 +207,7 @@ def reshape(shape: Sequence[Dim], target: Sequence[Number], meeting: Meeting) ->
 
 def _count(dim: Dim) -> int:
     assert dim is not None
-    return dim.each if isinstance(dim, Rows) else int(dim)
+    return dim.each if isinstance(dim, RowCount) else int(dim)
 
 
 def _without_rows(total: int, target: Sequence[Number]) -> tuple[Dim, ...]:
@@ -266,13 +266,13 @@ def _number(number: Number) -> int:
     return number.each if isinstance(number, Times) else int(number or 0)
 
 
-def _split(before: int, total: int, counts: Sequence[int], at: int) -> Rows | None:
+def _split(before: int, total: int, counts: Sequence[int], at: int) -> RowCount | None:
     """The rows at `at`, if with these elements for each row they have as many before them as they had."""
     ahead, behind = math.prod(counts[:at]), math.prod(counts[at + 1 :])
     after = total // before if before else 0
     if not ahead or not behind or not after or before % ahead or after % behind:
         return None
-    rows = Rows(before // ahead, after // behind)
+    rows = RowCount(before // ahead, after // behind)
     return rows if rows.each == counts[at] else None
 
 
@@ -372,14 +372,14 @@ def axis_of(axis: int, rank: int) -> int:
 
 def output(shape: Sequence[Dim], numbers: tuple[Number, ...] | None = None) -> Outputs:
     """The one output of a node. Two dimensions of rows are one too many."""
-    if sum(isinstance(dim, Rows) for dim in shape) > 1:
+    if sum(isinstance(dim, RowCount) for dim in shape) > 1:
         raise Unclear
     return [Known(tuple(shape), numbers)]
 
 
 def require_whole(dim: Dim) -> None:
     """Refuse to work along the rows."""
-    if isinstance(dim, Rows) or dim is None:
+    if isinstance(dim, RowCount) or dim is None:
         raise Unclear
 
 
@@ -405,13 +405,13 @@ def computed(op: str, left: Number, right: Number) -> Number:
 
 def stop_if_traced(call: Call, dim: Dim, size: int) -> None:
     """Refuse rows where only `size` elements are taken, which are those that the graph was traced with."""
-    if isinstance(dim, Rows):
+    if isinstance(dim, RowCount):
         raise Stuck if call.meeting.is_all_rows(size, dim.each) else Unclear
 
 
 def as_number(dim: Dim) -> Number:
     """A dimension as an element of a shape."""
-    return Times(dim.each) if isinstance(dim, Rows) else None if dim is None else int(dim)
+    return Times(dim.each) if isinstance(dim, RowCount) else None if dim is None else int(dim)
 
 
 def rules(rule: Rule, names: str) -> Mapping[str, Rule]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from exporter.graph.batch.dims import Dim, Rows
+from exporter.graph.batch.dims import Dim, RowCount
 from exporter.graph.batch.trace import Trace, trace
 from exporter.graph.functions import reachable
 from exporter.graph.nodes import (
@@ -210,7 +210,7 @@ def _shapes(ends: Iterable[Ends]) -> dict[Endpoint, tuple[Dim, ...]]:
             if shape is not None:
                 sizes: list[Dim] = [None if size < 0 else size for size in shape]
                 if shape and shape[0] < 0:
-                    sizes[0] = Rows()
+                    sizes[0] = RowCount()
                 found[tensor] = tuple(sizes)
     return found
 
@@ -255,7 +255,7 @@ class _Opening:
         Raises:
             _CannotOpen: a node cannot be opened; with its name.
         """
-        slots: dict[tuple[str, str], dict[int, Rows]] = {}
+        slots: dict[tuple[str, str], dict[int, RowCount]] = {}
         for slot, rows in self._traced.opened.items():
             slots.setdefault((slot.node, slot.what), {})[slot.at] = rows
         for (name, what), opened in slots.items():
@@ -286,12 +286,12 @@ class _Opening:
         target.input.append(f"^{endpoint(node.input[0]).node}")  # the same branch, and the same iteration
         node.input[at] = target.name
 
-    def _forget_declared(self, name: str, what: str, opened: Mapping[int, Rows]) -> None:
+    def _forget_declared(self, name: str, what: str, opened: Mapping[int, RowCount]) -> None:
         node = self._change(name)
         for at in opened:
             node.attr[what].shape.dim[at].size = -1
 
-    def _follow_request(self, name: str, at: int, opened: Mapping[int, Rows]) -> None:
+    def _follow_request(self, name: str, at: int, opened: Mapping[int, RowCount]) -> None:
         """Replace a shape input by one whose opened numbers are computed at each request."""
         node = self._change(name)
         source = endpoint(node.input[at])
@@ -303,7 +303,7 @@ class _Opening:
         node.input[at] = self._packed(name, numbers, dtype)
         node.input.append(f"^{source.node}")
 
-    def _widen_constant(self, name: str, opened: Mapping[int, Rows]) -> None:
+    def _widen_constant(self, name: str, opened: Mapping[int, RowCount]) -> None:
         """Replace a constant of equal rows by one row, repeated for each row of the request."""
         old = self._nodes[name]
         dtype, value = attr_dtype(old, "dtype"), equal_row(old, opened)
@@ -320,7 +320,7 @@ class _Opening:
         """Add a node with a shape, made of numbers and the rows of the request."""
         parts = []
         for number in numbers:
-            if isinstance(number, Rows):
+            if isinstance(number, RowCount):
                 parts.append(self._count(name, number.each, dtype))
             elif isinstance(number, int):
                 parts.append(self._constant(f"{name}/size", np.array(number, dtype.numpy), dtype).name)

@@ -18,7 +18,7 @@ from exporter.graph.batch.dims import (
     Known,
     Number,
     Outputs,
-    Rows,
+    RowCount,
     Rule,
     Slot,
     Times,
@@ -98,7 +98,7 @@ def _reduced(call: Call) -> Outputs:
     known = call.input(0)
     axes = {axis_of(axis, len(known.shape)) for axis in call.integers(1)}
     for at in axes:
-        if isinstance(known.shape[at], Rows):
+        if isinstance(known.shape[at], RowCount):
             raise Unclear
     if call.attr_bool("keep_dims"):
         return output([1 if at in axes else dim for at, dim in enumerate(known.shape)])
@@ -151,7 +151,7 @@ def _einsum(call: Call) -> Outputs:
             raise Unclear
         for label, dim in zip(term, shape, strict=True):
             sizes[label] = call.meeting.equal(sizes[label], dim) if label in sizes else dim
-    if any(isinstance(dim, Rows) and label not in made for label, dim in sizes.items()):
+    if any(isinstance(dim, RowCount) and label not in made for label, dim in sizes.items()):
         raise Unclear
     return output([sizes[label] for label in made])
 
@@ -168,7 +168,7 @@ def _bias(call: Call) -> Outputs:
 def _gather(call: Call) -> Outputs:
     table, ids = call.shape(0), call.shape(1)
     at = call.axis(2, len(table)) if len(call.inputs) > 2 else 0
-    if call.attr_int("batch_dims") or isinstance(table[at], Rows):
+    if call.attr_int("batch_dims") or isinstance(table[at], RowCount):
         raise Unclear
     known = call.input(0).numbers
     numbers = None
@@ -382,7 +382,7 @@ def _concat(call: Call) -> Outputs:
         require_whole(shape[axis])
         rest = equal_shapes(call, joined[:axis] + joined[axis + 1 :], shape[:axis] + shape[axis + 1 :])
         joined = [*rest[:axis], 0, *rest[axis:]]
-    joined[axis] = sum(int(dim) for shape in shapes if not isinstance(dim := shape[axis], Rows) and dim)
+    joined[axis] = sum(int(dim) for shape in shapes if not isinstance(dim := shape[axis], RowCount) and dim)
     numbers: list[Number] = []
     if len(joined) == 1:
         for at in places:
@@ -413,7 +413,7 @@ def _split(call: Call) -> Outputs:
     shape, count = call.shape(1), call.attr_int("num_split")
     at = call.axis(0, len(shape))
     size = shape[at]
-    if isinstance(size, Rows) or size is None or not 0 < count <= MAX_NUMBERS or size % count:
+    if isinstance(size, RowCount) or size is None or not 0 < count <= MAX_NUMBERS or size % count:
         raise Unclear
     return output((*shape[:at], size // count, *shape[at + 1 :])) * count
 
@@ -422,7 +422,7 @@ def _split_sizes(call: Call) -> Outputs:
     shape, sizes = call.shape(0), [*call.integers(1)]
     at = call.axis(2, len(shape))
     whole = shape[at]
-    if isinstance(whole, Rows) or whole is None:
+    if isinstance(whole, RowCount) or whole is None:
         raise Unclear
     if -1 in sizes:
         sizes[sizes.index(-1)] = int(whole) - sum(size for size in sizes if size >= 0)
@@ -437,7 +437,7 @@ def _slice(call: Call) -> Outputs:
     target: list[int] = []
     is_open = False
     for dim, begin, size in zip(shape, begins, sizes, strict=True):
-        if isinstance(dim, Rows):
+        if isinstance(dim, RowCount):
             traced = isinstance(size, int) and size >= 0 and call.meeting.is_all_rows(size, dim.each)
             if begin or not (size in (-1, Times(dim.each)) or traced):
                 raise Unclear
@@ -480,7 +480,7 @@ def _strided_slice(call: Call) -> Outputs:
         dim = known.shape[at]
         at += 1
         from_start = bool(masks["begin"] & bit) or begin == 0
-        if isinstance(dim, Rows):
+        if isinstance(dim, RowCount):
             found.append(_sliced_rows(call, dim, end, bit, is_plain=from_start and stride == 1))
             continue
         if dim is None and masks["shrink_axis"] & bit:
@@ -497,7 +497,7 @@ def _strided_slice(call: Call) -> Outputs:
     return output(found, _picked(known, slices))
 
 
-def _sliced_rows(call: Call, rows: Rows, end: Number, bit: int, *, is_plain: bool) -> Rows:
+def _sliced_rows(call: Call, rows: RowCount, end: Number, bit: int, *, is_plain: bool) -> RowCount:
     """All rows, whether or not their number is given as the end."""
     if not is_plain or call.attr_int("shrink_axis_mask") & bit:
         raise Unclear
@@ -532,12 +532,12 @@ def _tiled(dim: Dim, multiple: Dim) -> Dim:
     if dim == 1:
         return multiple
     if isinstance(multiple, int):
-        if isinstance(dim, Rows):
-            return Rows(multiple * dim.outer, dim.inner)
+        if isinstance(dim, RowCount):
+            return RowCount(multiple * dim.outer, dim.inner)
         return dim if multiple == 1 else int(dim) * int(multiple)
-    if isinstance(dim, Rows) or multiple.inner > 1:
+    if isinstance(dim, RowCount) or multiple.inner > 1:
         raise Unclear
-    return Rows(multiple.outer, int(dim))
+    return RowCount(multiple.outer, int(dim))
 
 
 def _filled(call: Call) -> Outputs:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from exporter.graph.batch.dims import Call, Dim, Findings, Known, Meeting, Rows, Slot, Stuck, Unclear
+from exporter.graph.batch.dims import Call, Dim, Findings, Known, Meeting, RowCount, Slot, Stuck, Unclear
 from exporter.graph.batch.rules import RULES
 from exporter.graph.nodes import (
     MERGES,
@@ -45,7 +45,7 @@ class Trace(Struct, frozen=True):
 
     batch: int | None
     values: Mapping[Endpoint, Known | None]
-    opened: Mapping[Slot, Rows]
+    opened: Mapping[Slot, RowCount]
     targets: Mapping[str, tuple[int, ...]]
     stuck: tuple[str, ...]
     unclear: tuple[str, ...]
@@ -171,7 +171,9 @@ class _Pass(Struct):
         if len(recorded) != len(known.shape):
             return None
         for size, dim in zip(recorded, known.shape, strict=True):
-            traced = self.meeting.batch and dim.each * self.meeting.batch if isinstance(dim, Rows) else dim
+            traced = (
+                self.meeting.batch and dim.each * self.meeting.batch if isinstance(dim, RowCount) else dim
+            )
             if size >= 0 and traced is not None and traced != size:
                 return None
         return known
