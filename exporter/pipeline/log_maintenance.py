@@ -17,13 +17,11 @@ from msgspec.structs import replace
 
 from exporter.delta.format import span_name
 from exporter.delta.merge_deltas import DeltaMerger
-from exporter.delta.spans import Position, Span, SpanLike, merge_due, merged, plan_chain
+from exporter.delta.spans import Position, Span, merge_due, merged, plan_chain
 from exporter.errors import (
-    ManifestError,
     ModelHeld,
     NotFinite,
     NotUpdatable,
-    PositionError,
     PositionMoved,
     PublishError,
     TargetBusy,
@@ -42,7 +40,7 @@ from exporter.publish.delta_publication import Publication, header_of, publish_w
 from exporter.publish.finite import require_merger_finite, unchecked
 from exporter.publish.hold import Hold
 from exporter.publish.manifest import DeltaOrigin
-from exporter.publish.permission import binding
+from exporter.publish.permission import binding, judged, require_on_way
 from exporter.publish.retention import RetiredDeltas, retire_deltas, retire_logs
 from exporter.publish.versions import newest_of, newest_version, nothing_published, version_dirs
 
@@ -125,7 +123,7 @@ def plan_merge(
         for delta in run:
             log.open(delta)
         span = merged(run)
-        _require_on_way(log, span)
+        require_on_way(log, span)
         path = delta_path(log, span)
         if path.exists():
             return None
@@ -155,7 +153,7 @@ def merge_run(
         merger, what = _merger(log, run, staging.path, jobs)
         with progress("merging", merger.bytes_) as bar:
             rows = merger.write(stack, runner_for(jobs, log.model, merger.tasks), bar)
-        how = UnderLock(permit=lambda now: _require_on_way(now, what.span))
+        how = UnderLock(permit=lambda now: require_on_way(now, what.span))
         try:
             published = publish_written(log, staging, rows, what, last=None, under_lock=how)
         except PositionMoved:
@@ -189,33 +187,6 @@ def _require_finite(log: DeltaLog, run: Sequence[LogDelta]) -> None:
     require_merger_finite(log, run, merged(run), hint)
 
 
-def _require_on_way(log: DeltaLog, span: Span) -> None:
-    """Refuse a merger that would lead servers to a position which a hold and a rollback lead them past.
-
-    Raises:
-        ModelHeld: it would.
-    """
-    try:
-        hold = log.hold.read()
-    except ManifestError:
-        return  # nobody moves
-    if hold is None or not span.end <= hold:
-        return
-    known: list[SpanLike] = [delta for delta in log.deltas if delta.end <= hold]
-    passed, then = (_passed(spans, span.start) for spans in (known, [*known, span]))
-    if span.end in then - passed:
-        raise ModelHeld(
-            f"{log.path} is held at {hold}: a delta {span} would lead servers to {span.end} again"
-        )
-
-
-def _passed(spans: Sequence[SpanLike], start: int) -> set[int]:
-    try:
-        return {span.end for span in plan_chain(spans, start)}
-    except PositionError:
-        return set()
-
-
 def tidy(
     model: Path,
     log: DeltaLog | None = None,
@@ -241,7 +212,7 @@ def tidy(
     log = read_log(model) if log is None else log
     if log.hold.binds:  # what is held may still be taken back, delta by delta
         return (), RetiredDeltas()
-    while run := merge_due(_approved(log)):
+    while run := merge_due(judged(log)):
         try:
             merger = merge_run(log, run)
         except ModelHeld:
@@ -272,15 +243,9 @@ def _past_unchecked(log: DeltaLog) -> tuple[LogDelta, ...]:
     """The deltas that lead from before the first that its model may refuse to the newest position."""
     if not log.base.entry.updates.finite:
         return ()
-    deltas = _approved(log)
+    deltas = judged(log)
     start = min((delta.start for delta in unchecked(deltas)), default=None)
     return () if start is None else plan_chain(deltas, start)
-
-
-def _approved(log: DeltaLog) -> tuple[LogDelta, ...]:
-    """The deltas that no canary has yet to approve."""
-    approved = log.approved
-    return tuple(delta for delta in log.deltas if approved is None or delta.end <= approved)
 
 
 class RollbackPlan(Struct, frozen=True):

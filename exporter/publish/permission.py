@@ -1,7 +1,8 @@
 """Decide what may be published: a hold binds, and a log does not end by accident.
 
 A command that publishes a version asks twice: before the work, to refuse at once, and under the model's lock,
-where nothing can come in between. Deltas need no permission: servers do not follow them past a hold.
+where nothing can come in between. Deltas need no permission: servers do not follow them past a hold. A merged
+delta does, which could lead servers past a rollback (`require_on_way`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from exporter.errors import ChainEnds, ManifestError, ModelHeld
+from exporter.delta.spans import Span, SpanLike, plan_chain
+from exporter.errors import ChainEnds, ManifestError, ModelHeld, PositionError
 from exporter.local_paths import quoted
-from exporter.publish.delta_log import log_path
+from exporter.publish.delta_log import DeltaLog, LogDelta, log_path
 from exporter.publish.hold import Hold
 from exporter.publish.versions import VersionDir, newest_of, read_head, version_dirs
 
@@ -73,6 +75,39 @@ def held_at(model: Path, versions: Sequence[VersionDir] | None = None) -> int | 
         for hold in _holds(model, None if newest is None else _log_of(newest)):
             return hold.read()
     return None
+
+
+def require_on_way(log: DeltaLog, span: Span) -> None:
+    """Refuse a merged delta that would lead servers to a position which a hold and a rollback lead them past.
+
+    Raises:
+        ModelHeld: it would.
+    """
+    try:
+        hold = log.hold.read()
+    except ManifestError:
+        return  # no server moves
+    if hold is None or not span.end <= hold:
+        return
+    known: list[SpanLike] = [delta for delta in log.deltas if delta.end <= hold]
+    passed, then = (_passed(spans, span.start) for spans in (known, [*known, span]))
+    if span.end in then - passed:
+        raise ModelHeld(
+            f"{log.path} is held at {hold}: a delta {span} would lead servers to {span.end} again"
+        )
+
+
+def _passed(spans: Sequence[SpanLike], start: int) -> set[int]:
+    try:
+        return {span.end for span in plan_chain(spans, start)}
+    except PositionError:
+        return set()
+
+
+def judged(log: DeltaLog) -> tuple[LogDelta, ...]:
+    """The deltas that no canary has yet to approve: these alone may be merged without being asked for."""
+    approved = log.approved
+    return tuple(delta for delta in log.deltas if approved is None or delta.end <= approved)
 
 
 def _holds(model: Path, log: int | None) -> list[Hold]:
