@@ -71,7 +71,7 @@ CASES: dict[str, tuple[GoldenRequest, Answer, Answer | None, float | None, list[
         ["drift"],
     ),
     "drift from zeros says nothing": (request(), answer(1), answer(0), 0.1, []),
-    "drift from what is no number": (request(), answer(1), answer(NAN), 0.1, []),
+    "drift from what is not a number": (request(), answer(1), answer(NAN), 0.1, []),
     "drift of a range that was wrong before": (
         request(y=Expectation(max=0)),
         answer(9),
