@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # By all cores, where pip takes one; and once, where PYTHONDONTWRITEBYTECODE has each process compile for itself.
 COMPILE = $(BIN)/python -m compileall -q -j 0
 
-.PHONY: help demo test lint unit thorough stores docs soak pictures fuzz chaos faults bench release clean
+.PHONY: help demo test lint unit thorough stores docs soak pictures fuzz chaos faults bench release matrix clean
 help:
 	@echo "make demo    train on a loopback cluster, export, serve, predict; then keep a running model fresh"
 	@echo "make test    lint, types and all tests"
@@ -20,6 +20,7 @@ help:
 	@echo "make chaos   all that trainers, exporters, operators and accidents do, in random order; half an hour"
 	@echo "make faults  processes killed and paused, networks cut, disks full, clocks set, beside an agent: MINUTES=10"
 	@echo "make release a wheel, an sdist, checksums and a bill of materials in dist/, tried in an empty environment"
+	@echo "make matrix  every supported TensorFlow makes a base, and every one serves it; half an hour, 10 GB"
 	@echo "make bench   the speed suite, as ratios against stock TensorFlow"
 
 $(STAMP): pyproject.toml
@@ -91,6 +92,9 @@ build/release/.installed:
 
 release: build/release/.installed
 	@build/release/bin/python -m tools.release
+
+matrix: $(STAMP)
+	$(BIN)/python -m tests.matrix
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -51,6 +51,7 @@
     ├── Unreachable                  1   the operating system refuses a file or directory that is looked for
     ├── ExportFailed                 1   an export in a process of its own, beside a training, failed
     ├── NoNewBase                    1   a delta is published, and the new base asked for with it is not
+    ├── TensorFlowNeeded             1   what is asked for runs in TensorFlow, and none that fits is installed
     ├── EngineFailed                 1   the engine that runs a job cannot be had, or gave up
     └── ServerError                  7   a server refused, failed to load or was late
         ├── ModelPathNotFound            the model base path to serve is not there
@@ -428,6 +429,12 @@ class Unreachable(ExportError):
     """The operating system refuses a file or a directory that has to be looked at."""
 
     default_hint = "make it readable for this user, with every directory above it, or name another place"
+
+
+class TensorFlowNeeded(ExportError):
+    """What is asked for runs in TensorFlow, and there is none, or one that does not fit."""
+
+    default_hint = "install one that fits: python3 -m pip install 'tensorflow>=2.15,<2.22'"
 
 
 class EngineFailed(ExportError):

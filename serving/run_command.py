@@ -13,6 +13,7 @@ from exporter.errors import Exit, UsageError
 from exporter.local_paths import path_parser
 from exporter.terminal.edge import AS_TEXT, NOTES, OutputFlags, VersionFlag, command
 from exporter.terminal.output import Output, escape
+from exporter.terminal.tensorflow_import import require_tensorflow
 from serving.documents import ServedModel, Serving
 from serving.server_options import GRPC_ALONE, NetworkOptions, ServerOptions
 from serving.signals import sleep_until_a_signal, stop_on_sigterm
@@ -114,6 +115,7 @@ def run_server(
 def _serve(
     sink: Output, base_path: Path | None, name: str | None, options: ServerOptions, wait: float
 ) -> None:
+    require_tensorflow("serve-model run")
     from serving.server import ModelServer
 
     printer = _StatusPrinter(sink)

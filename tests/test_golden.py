@@ -297,5 +297,6 @@ def comparable(path: Path) -> bytes:
     content = path.read_bytes()
     if path.name == "manifest.json":
         content = re.sub(rb'(?<="path":"saved_model.pb","bytes":)\d+,"crc32c":"\w+"', b"", content)
+        content = re.sub(rb'"tensorflow": "[^"]*",\n ', b"", content)
         content = re.sub(rb'"(code|graph|plan_digest)": ?"\w*"', b"", content)
     return content

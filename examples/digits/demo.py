@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from exporter.terminal.quiet_import import quiet_tensorflow
+
 from examples.cluster import ClusterError, run_cluster
 from examples.commands import run, serve, show, workspace
-from exporter.terminal.quiet_import import quiet_tensorflow
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-6

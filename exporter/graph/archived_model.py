@@ -60,7 +60,12 @@ def _walk(model: Any) -> Iterator[tuple[str, str, Any]]:
     """(path in a weights file, names of the layers on the way, the value); nothing for other objects."""
     keras, tf_keras = sys.modules.get("keras"), sys.modules.get("tf_keras")
     store = _Recorder()
-    if keras is not None and isinstance(model, keras.Model):
+    if keras is not None and isinstance(model, keras.Model) and not hasattr(keras, "Variable"):
+        from keras.src.saving import saving_lib  # Keras 2, beside TensorFlow 2.15
+
+        with _symbols_saved(keras.layers.Layer):
+            saving_lib._save_state(model, store, None, "", set())
+    elif keras is not None and isinstance(model, keras.Model):
         from keras.src.saving import saving_lib
 
         store_class = type("Recorder", (_Recorder, saving_lib.H5IOStore), {})  # it asks for its own class

@@ -116,6 +116,8 @@ def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
             "--input, --output and --signatures name tensors of a .meta file or a SavedModel",
             cause="a builder returns its signatures itself",
         )
+    import tensorflow  # noqa: F401  # a builder runs in it: that it is missing is not the builder's error
+
     code = code_behind(request.model)
     with importable():
         builder, name = resolve(request.model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
@@ -424,6 +425,7 @@ def execute(
             lineage=base.lineage if base else None,
             incremental=_with_origin(base.entry, planned, staging.path) if base else None,
             plan_digest=digest,
+            tensorflow=_running_tensorflow(),
         )
         published = publish_version(
             staging,
@@ -532,6 +534,12 @@ def _updatable(planned: Plan, staging: Staging, state: BaseState) -> UpdatableBa
         scratch,
         planned.warmup if planned.request.warmup or planned.request.no_warmup else None,
     )
+
+
+def _running_tensorflow() -> str | None:
+    """The version of the TensorFlow that runs in this process; None if none does."""
+    tensorflow = sys.modules.get("tensorflow")
+    return getattr(tensorflow, "__version__", None)
 
 
 def _with_origin(entry: BaseEntry, planned: Plan, bundle: Path) -> BaseEntry:

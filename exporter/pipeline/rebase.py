@@ -328,6 +328,7 @@ def _rebase(
             step=at.step,
             lineage=log.lineage,
             incremental=replace(base.entry, trained=trained, state=newest.manifest.state_id),
+            tensorflow=base.manifest.tensorflow,
         )
         place = ReservedPosition(at.position, last=at.position, is_passed=True)
         published = publish_version(staging, draft, place, keep=keep, permission=permission)

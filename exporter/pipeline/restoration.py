@@ -364,6 +364,7 @@ class VersionRestorer(Restorer):
             step=manifest.step,
             taken_back=told,
             plan_digest=manifest.plan_digest,
+            tensorflow=manifest.tensorflow,
         )
         return publish_version(staging, draft, permission=Permission(despite_hold=True), is_locked=True)
 

@@ -240,6 +240,7 @@ class ManifestDraft(Struct, frozen=True, kw_only=True):
     incremental: BaseEntry | DeltaEntry | None = None
     taken_back: RestoredValues | None = None
     plan_digest: str | None = None
+    tensorflow: str | None = None
 
     def complete(self, *, position: int, created: datetime, files: tuple[FileEntry, ...]) -> Manifest:
         """The manifest to publish."""
@@ -301,6 +302,7 @@ class VersionDocument(_Document, frozen=True, kw_only=True, tag="base"):
 
     incremental: Annotated[BaseDocument | None, doc("how it takes deltas; absent: it takes none")] = None
     taken_back: Annotated[RestoredValues | None, doc("why it was published again")] = None
+    tensorflow: Annotated[Text | None, doc("the TensorFlow that ran to make it; absent: none did")] = None
 
 
 class DeltaDocument(_Document, frozen=True, kw_only=True, tag="delta"):
@@ -312,7 +314,7 @@ class DeltaDocument(_Document, frozen=True, kw_only=True, tag="delta"):
 
 Document: TypeAlias = VersionDocument | DeltaDocument
 _HEAD = ("from_position", "position", "step", "lineage", "schema_digest", "source", "created", "exporter")
-_IF_THERE = ("incremental", "taken_back", "plan_digest")
+_IF_THERE = ("incremental", "taken_back", "plan_digest", "tensorflow")
 
 
 class ManifestHead(Struct, frozen=True):

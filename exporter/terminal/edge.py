@@ -17,7 +17,7 @@ from exporter.printable import in_lines
 from exporter.terminal import interrupt_by_exception
 from exporter.terminal.output import Output, OutputMode, silence
 from exporter.terminal.parameters import help_of
-from exporter.terminal.quiet_import import quiet_tensorflow
+from exporter.terminal.tensorflow_import import needed, on_import_of_tensorflow
 from exporter.version import __version__
 
 
@@ -73,7 +73,7 @@ def command(flags: OutputFlags) -> Iterator[Output]:
     SIGTERM is treated as SIGINT is: the body is unwound, so that staging is removed.
     """
     sink = Output(flags.mode)
-    quiet_tensorflow()
+    on_import_of_tensorflow()
     interrupt_by_exception()
     try:
         yield sink
@@ -84,6 +84,8 @@ def command(flags: OutputFlags) -> Iterator[Output]:
     except BrokenPipeError:  # the reader of stdout has gone (`| head`): nothing is left to say
         silence(sys.stdout)
         raise typer.Exit(Exit.FAILURE) from None
+    except ModuleNotFoundError as error:
+        _finish(sink, needed(error), flags.debug)
     except OSError as error:  # of some look at a path: whether it is there, or a file
         _finish(sink, unreachable(error), flags.debug)
     except Exception as error:  # noqa: BLE001 - the edge of the program: no traceback without --debug

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from exporter.cli import collect_rarely
-from exporter.terminal.quiet_import import quiet_tensorflow
+from exporter.terminal.tensorflow_import import on_import_of_tensorflow
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,7 +49,7 @@ def _written() -> int:
 
 def main(name: str, *arguments: str) -> None:
     """Run the job and print its measurements as the last line of stdout."""
-    quiet_tensorflow()
+    on_import_of_tensorflow()
     collect_rarely()  # as the command does, whose pieces jobs measure
     module, _, function = name.partition(":")
     timer = Timer()

@@ -289,6 +289,12 @@ ADVICE: dict[type[ExportError], Advice] = {
         "The training's log has the export's own error. The checkpoint is there: run the same export by "
         "hand.",
     ),
+    errors.TensorFlowNeeded: Advice(
+        "Builders, bases that take deltas, `--verify outputs` and `serve-model run` run in TensorFlow. It is "
+        "not installed in this environment, or older or newer than what this program is tested with.",
+        "Install a TensorFlow that fits, or run the command where there is one: see "
+        "[Which TensorFlow](../which-tensorflow.md).",
+    ),
     errors.EngineFailed: Advice(
         "The engine that `--engine` names cannot be reached, lost its workers too often, or is silent.",
         "What was done has its receipts: run the same command again, on this engine or another one "

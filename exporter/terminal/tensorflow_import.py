@@ -1,4 +1,4 @@
-"""Silence TensorFlow's messages at import, for the command lines.
+"""TensorFlow at the command lines: which one fits, and its messages at import silenced.
 
 TensorFlow's C++ side writes some lines straight to file descriptor 2 before any of its log settings apply. A
 finder on `sys.meta_path` redirects that descriptor while the package is imported, and prints what was caught
@@ -8,6 +8,7 @@ if the import fails.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,14 +16,60 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
+from exporter.errors import ExportError, TensorFlowNeeded
+
 if TYPE_CHECKING:  # importing it takes as long as a small command
     from importlib.abc import Loader
 
 _PACKAGE = "tensorflow"
+_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tf-nightly", "tensorflow-rocm", "tensorflow-macos")
+"""Names under which the package is installed."""
 
 
-def quiet_tensorflow() -> None:
-    """From now on importing TensorFlow says nothing; settings that the user made in the environment win."""
+OLDEST, NEWEST = (2, 15), (2, 21)
+"""The releases of TensorFlow that every part of this package is tested with: tests/matrix."""
+
+
+def require_tensorflow(purpose: str) -> None:
+    """Make sure, before anything is begun, that the TensorFlow that is needed is there.
+
+    Raises:
+        TensorFlowNeeded: there is none, or one that does not fit.
+    """
+    if PathFinder.find_spec(_PACKAGE) is None:
+        raise TensorFlowNeeded(f"{purpose} runs in TensorFlow, which is not installed")
+    _require_fitting()
+
+
+def needed(error: ModuleNotFoundError) -> ExportError:
+    """The named error for an import that failed."""
+    if (error.name or "").partition(".")[0] not in (_PACKAGE, "keras"):
+        return ExportError(f"unexpected {type(error).__name__}: {error}")
+    return TensorFlowNeeded("this runs in TensorFlow, which is not installed", cause=str(error))
+
+
+def _require_fitting() -> None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    for distribution in _DISTRIBUTIONS:
+        try:
+            found = version(distribution)
+        except PackageNotFoundError:
+            continue
+        numbers = re.findall(r"[0-9]+", found)[:2]
+        release = tuple(map(int, numbers))
+        if not OLDEST <= release <= NEWEST:
+            fitting = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+            which = "old" if release < OLDEST else "new"
+            raise TensorFlowNeeded(f"TensorFlow {'.'.join(numbers)} is too {which}: {fitting}")
+        return
+
+
+def on_import_of_tensorflow() -> None:
+    """From now on importing TensorFlow says nothing, and one that does not fit is an error.
+
+    Settings that the user made in the environment win.
+    """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # an export computes nothing that a device would help
     if _PACKAGE not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -36,6 +83,8 @@ class _Finder:
         if name != _PACKAGE:
             return None
         spec = PathFinder.find_spec(name, path, target)
+        if spec is not None:
+            _require_fitting()
         if spec is not None and spec.loader is not None:
             spec.loader = cast("Loader", _QuietLoader(spec.loader))
         return spec

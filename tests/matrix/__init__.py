@@ -1,0 +1,1 @@
+"""Bases made, updated and served by every supported TensorFlow: see `__main__`."""

@@ -1,0 +1,85 @@
+"""A trainer of the matrix: runs in an environment with any TensorFlow.
+
+`python tests/matrix/trainer.py KIND CKPT_DIR STEPS ANSWERS.npz`: trains on to that step, writes a full
+checkpoint and increments, and what the trained model answers. KIND is `session` (TF1 style, IncrementHook) or
+`keras` (IncrementCallback; Keras 2 in TensorFlow 2.15, Keras 3 later).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from exporter.training import IncrementCallback, IncrementHook
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from examples.ranker.model import ITEMS, USERS, Batch, click_logit
+
+v1 = tf.compat.v1
+EVERY = 10
+ASKED = 500
+
+
+def session(directory: str, steps: int, answers: str) -> None:
+    """The ranker of the examples."""
+    random = np.random.default_rng(steps)
+    some = np.arange(ASKED)
+    asked = {"user": some**2 % USERS, "item": some * 5 % ITEMS}
+    with tf.Graph().as_default():
+        step = v1.train.create_global_step()
+        user, item = v1.placeholder(tf.int64, [None]), v1.placeholder(tf.int64, [None])
+        logit = click_logit(Batch(user, item))
+        labels = tf.cast(tf.equal(user % 5, item % 5), tf.float32)
+        loss = tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels=labels, logits=logit))
+        train = v1.train.AdagradOptimizer(0.3).minimize(loss, global_step=step)
+        click = tf.sigmoid(logit)
+        hook = IncrementHook(directory, save_increment_steps=EVERY)
+        scaffold = v1.train.Scaffold(saver=v1.train.Saver(sharded=True, save_relative_paths=True))
+        with v1.train.MonitoredTrainingSession(
+            checkpoint_dir=directory,
+            hooks=[hook],
+            scaffold=scaffold,
+            save_checkpoint_steps=1 << 30,
+            save_summaries_steps=None,
+            save_summaries_secs=None,
+            log_step_count_steps=None,
+        ) as running:
+            begun = running.run_step_fn(lambda step_context: step_context.session.run(step))
+            for _ in range(begun, steps):
+                running.run(train, {user: random.integers(0, USERS, 64), item: random.integers(0, ITEMS, 64)})
+            feeds = {user: asked["user"], item: asked["item"]}
+            found = running.run_step_fn(lambda step_context: step_context.session.run(click, feeds))
+        np.savez(answers, **{f"in_{name}": value for name, value in asked.items()}, out_click=found)
+
+
+def tower() -> Any:
+    """A builder for `export-model --model`, too."""
+    keras = tf.keras
+    things = keras.Input([3], dtype="int64", name="things")
+    rows = keras.layers.Embedding(1000, 8, name="table")(things)
+    hidden = keras.layers.Dense(8, activation="relu", name="hidden")(keras.layers.Flatten()(rows))
+    return keras.Model(things, keras.layers.Dense(3, activation="softmax", name="scores")(hidden))
+
+
+def keras(directory: str, steps: int, answers: str) -> None:
+    """A tower of dense layers over an embedding."""
+    random = np.random.default_rng(steps)
+    model = tower()
+    model.compile(tf.keras.optimizers.SGD(0.5), "sparse_categorical_crossentropy")
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    manager = tf.train.CheckpointManager(checkpoint, directory, max_to_keep=5)
+    callback = IncrementCallback(manager, save_increment_steps=EVERY, incremental_save_restore=True)
+    trained = 0 if manager.latest_checkpoint is None else EVERY
+    things = random.integers(0, 1000, ((steps - trained) * 16, 3))
+    model.fit(things, things[:, 0] % 3, batch_size=16, verbose=0, callbacks=[callback])
+    asked = np.arange(3 * ASKED).reshape(ASKED, 3) % 1000
+    np.savez(answers, in_things=asked, out_scores=np.asarray(model(asked)))
+
+
+if __name__ == "__main__":
+    kind, directory, steps, answers = sys.argv[1:]
+    {"session": session, "keras": keras}[kind](directory, int(steps), answers)

@@ -1,0 +1,220 @@
+"""An environment as deploy/requirements-slim.txt installs it, and what works there without TensorFlow.
+
+The environment has the libraries of that file and what they need, linked from this one, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from exporter.terminal.tensorflow_import import needed, require_tensorflow
+from tests.support.object_stores import Bucket
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests/golden/0.1.1"
+SLIM = ROOT / "deploy/requirements-slim.txt"
+TENSORFLOW = "'tensorflow>=2.15,<2.22'"
+
+
+def slim() -> list[str]:
+    return [line for line in SLIM.read_text().splitlines() if line and not line.startswith("#")]
+
+
+def test_the_file_has_what_the_package_needs_but_tensorflow() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+
+    def listed(name: str) -> list[str]:
+        block = re.search(rf"^{name} = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+        assert block is not None
+        return re.findall(r'^ +"([^"]+)"', block[1], re.MULTILINE)
+
+    wanted = [*listed("dependencies"), *listed("agent"), *listed("stores")]
+    assert slim() == [each for each in wanted if not each.startswith("tensorflow")]
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory like `site-packages`, with links to what the requirements lead to."""
+    place = tmp_path_factory.mktemp("slim")
+    pending, seen = [Requirement(each) for each in slim()], set[str]()
+    while pending:
+        wanted = pending.pop()
+        if wanted.name.lower() in seen or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(wanted.name.lower())
+        found = distribution(wanted.name)
+        pending += [Requirement(each) for each in found.requires or ()]
+        for top in {
+            file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")
+        }:
+            source, link = Path(str(found.locate_file(top))), place / top
+            if source.exists() and source.is_dir() and top == "google":  # a namespace of several
+                link.mkdir(exist_ok=True)
+                for each in source.iterdir():
+                    if not (link / each.name).exists():
+                        (link / each.name).symlink_to(each)
+            elif source.exists() and not link.exists():
+                link.symlink_to(source)
+    assert not (place / "tensorflow").exists() and (place / "numpy").exists()
+    return place
+
+
+class Machine:
+    """Commands in the environment."""
+
+    def __init__(self, libraries: Path, directory: Path) -> None:
+        self.directory = directory
+        self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(libraries)])}
+
+    def start(self, program: str, *words: object) -> subprocess.Popen[str]:
+        module = {"export-model": "exporter", "serve-model": "serving"}[program]
+        command = [sys.executable, "-S", "-m", module, *map(str, words)]
+        return subprocess.Popen(
+            command,
+            cwd=self.directory,
+            env=self.environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def run(self, program: str, *words: object, code: int = 0) -> str:
+        """What a command prints; on stderr if it fails as it should."""
+        process = self.start(program, *words)
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == code, f"{words}: {out}{err}"
+        return err if code else out
+
+
+@pytest.fixture
+def machine(libraries: Path, tmp_path: Path) -> Machine:
+    shutil.copytree(GOLDEN / "train", tmp_path / "train")
+    shutil.copytree(GOLDEN / "models", tmp_path / "models")
+    return Machine(libraries, tmp_path)
+
+
+def test_the_environment_has_no_tensorflow(machine: Machine) -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import numpy, grpc, h5py, typer; import tensorflow"],
+        env=machine.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "No module named 'tensorflow'" in done.stderr
+
+
+def test_what_does_not_run_tensorflow(machine: Machine) -> None:
+    run = machine.run
+    for what in ("train", "models/ranker"):
+        assert json.loads(run("export-model", "inspect", what, "--json"))
+    run("export-model", "diff", "train/model.ckpt-10", "train/model.ckpt-40")
+    export = ("export-model", "--ckpt-dir", "train")
+    run(*export, "--model", "models/plain/40", "--out", "models/pair", "--format", "metagraph")
+    run(*export, "--model", "models/plain/40", "--out", "models/saved")
+    meta = next((machine.directory / "models/pair").rglob("*.meta"))
+    shutil.copy(meta, machine.directory / "train/model.ckpt-40.meta")
+    run(*export, "--out", "models/from-meta")
+    for delta in (machine.directory / "models/ranker/deltas").glob("*/*-*"):
+        if int(delta.name.partition("-")[2]) > 60:
+            shutil.rmtree(delta)
+    assert json.loads(run(*export, "--out", "models/ranker", "--incr", "--json"))["status"] == "published"
+    run("export-model", "merge", "models/ranker")
+    run("export-model", "rollback", "models/ranker", "--to", "10")
+    run("export-model", "history", "models/ranker")
+    run("export-model", "verify", "models/ranker", "--bytes")
+    run("export-model", "doctor", "models/ranker")
+    run("export-model", "resume", "models/ranker")
+
+
+def test_stores(machine: Machine, bucket: Bucket) -> None:
+    machine.environment |= bucket.environment
+    url = bucket.url("models/ranker")
+    machine.run("export-model", "push", "models/ranker", url)
+    machine.run("export-model", "pull", url, "pulled/ranker")
+    machine.run("export-model", "verify", "pulled/ranker")
+
+
+def test_clients_and_the_agent(machine: Machine) -> None:
+    from serving.server import ModelServer
+
+    base = machine.directory / "models/ranker"
+    deltas = base.rename(machine.directory / "there") / "deltas"
+    base.mkdir()
+    shutil.copytree(machine.directory / "there/10", base / "10")
+    with ModelServer(base) as server:
+        server.wait_available(120)
+        asked = json.dumps({"instances": [{"user": 1, "item": 2, "word": "red"}]})
+        (machine.directory / "asked.json").write_text(asked)
+        told = ("--model", "ranker")
+        machine.run("serve-model", "predict", server.address, *told, "--input", "asked.json")
+        shutil.copytree(deltas, base / "deltas")
+        assert "82" in machine.run("serve-model", "update", server.address, *told)
+        machine.run("serve-model", "status", server.address, *told)
+        agent = machine.start(
+            *("serve-model", "agent", "--model-base-path", base, "--target", server.address),
+            *("--port", "0", "--json"),
+        )
+        assert agent.stdout is not None
+        assert json.loads(agent.stdout.readline())
+        agent.send_signal(signal.SIGTERM)
+        assert agent.communicate(timeout=60)[1] == "" and agent.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "export-model --ckpt-dir train --model builder.py:serving --out models/built",
+        "export-model --ckpt-dir train --model models/plain/40 --out models/new --incr",
+        "export-model --ckpt-dir train --model models/plain/40 --out models/new --verify outputs",
+        "serve-model run models/ranker",
+    ],
+)
+def test_what_runs_tensorflow_says_so(machine: Machine, command: str) -> None:
+    (machine.directory / "builder.py").write_text("import tensorflow as tf\ndef serving():\n    pass\n")
+    said = machine.run(*command.split(), "--json", code=1)
+    error = json.loads(said.splitlines()[-1])
+    assert error["error"] == "TensorFlowNeeded"
+    assert "runs in TensorFlow" in error["message"] and TENSORFLOW in error["hint"]
+
+
+@pytest.mark.parametrize(
+    "version, said",
+    [
+        ("2.14.1", "TensorFlow 2.14 is too old: 2.15 to 2.21"),
+        ("2.22.0rc1", "TensorFlow 2.22 is too new: 2.15 to 2.21"),
+    ],
+)
+def test_a_tensorflow_that_does_not_fit(machine: Machine, tmp_path: Path, version: str, said: str) -> None:
+    other = tmp_path / "other"
+    (other / "tensorflow").mkdir(parents=True)
+    (other / "tensorflow/__init__.py").write_text("raise RuntimeError('it was imported')")
+    info = other / f"tensorflow-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tensorflow\nVersion: {version}\n")
+    machine.environment["PYTHONPATH"] += f"{os.pathsep}{other}"
+    for command in (
+        "export-model --ckpt-dir train --model models/plain/40 --out models/new --incr",
+        "serve-model run models/ranker",
+    ):
+        assert said in machine.run(*command.split(), code=1)
+
+
+def test_the_tensorflow_of_this_environment_fits() -> None:
+    require_tensorflow("this test")
+
+
+def test_other_libraries_are_not_taken_for_tensorflow() -> None:
+    error = needed(ModuleNotFoundError("No module named 'mine'", name="mine"))
+    assert "unexpected" in error.message
