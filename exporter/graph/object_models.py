@@ -160,8 +160,8 @@ def unchanged_classes() -> Iterator[None]:
     tf-keras gives a subclass of Model other bases while there is no eager execution, and models that exist
     already would lose theirs. (Source: tf_keras/src/utils/version_utils.py, swap_class.)
     """
-    loaded = (sys.modules.get(name) for name in ("keras", "tf_keras"))
-    kerases_2 = [each for each in loaded if is_keras_2(each)]
+    loaded: list[Any] = [sys.modules.get(name) for name in ("keras", "tf_keras")]
+    kerases_2 = [each for each in loaded if _is_keras_2(each)]
     before = {c: c.__bases__ for each in kerases_2 for c in _subclasses(each.layers.Layer)}
     try:
         yield
@@ -171,7 +171,7 @@ def unchanged_classes() -> Iterator[None]:
                 changed.__bases__ = bases
 
 
-def is_keras_2(keras: Any) -> bool:
+def _is_keras_2(keras: Any) -> bool:
     """True for tf-keras, and for what `keras` is beside TensorFlow 2.15."""
     return keras is not None and not hasattr(keras, "Variable") and hasattr(keras, "layers")
 
@@ -201,7 +201,7 @@ def _value_of(item: Any) -> Any:
     """The TensorFlow variable that an object is or wraps; None for other objects."""
     import tensorflow as tf
 
-    keras = sys.modules.get("keras")
+    keras: Any = sys.modules.get("keras")
     if isinstance(item, getattr(keras, "Variable", ())):  # Keras 2, in TensorFlow 2.15, has none
         item = item.value
     return item if isinstance(item, tf.Variable) and hasattr(item, "handle") else None
