@@ -201,8 +201,8 @@ def _value_of(item: Any) -> Any:
     """The TensorFlow variable that an object is or wraps; None for other objects."""
     import tensorflow as tf
 
-    keras: Any = sys.modules.get("keras")
-    if isinstance(item, getattr(keras, "Variable", ())):  # Keras 2, in TensorFlow 2.15, has none
+    kind: Any = getattr(sys.modules.get("keras"), "Variable", None)  # Keras 2 has none
+    if kind is not None and isinstance(item, kind):
         item = item.value
     return item if isinstance(item, tf.Variable) and hasattr(item, "handle") else None
 

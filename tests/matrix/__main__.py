@@ -135,7 +135,16 @@ class Environment:
     @contextmanager
     def served(self, config: Path) -> Iterator[str]:
         """The address of a server of the environment."""
-        command = [self.directory / "bin/serve-model", "run", "--model-config-file", config, "--port", "0"]
+        command = [
+            self.directory / "bin/serve-model",
+            "run",
+            "--model-config-file",
+            config,
+            "--port",
+            "0",
+            "--wait",
+            "inf",
+        ]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         said: list[str] = []
         found = threading.Event()
