@@ -250,6 +250,8 @@ def _path_or_url(option: str, text: str) -> str:
 _places, _served, _names, _storage, _keyed, _checks, _deltas, _following, _work = (
     partial(Option, heading=heading) for heading in HEADINGS
 )
+# `always`: these options were in the first release. A new option of a base overrides it by "if given", or the
+# digest of every base that is published would change.
 _base = partial(_deltas, goes_with="--incr and --updatable", digest="always")
 
 

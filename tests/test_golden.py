@@ -111,7 +111,7 @@ def test_deltas_are_what_they_were(release: Path, name: str) -> None:
             "rows": entry.rows,
             "parts": entry.parts if entry.parts > 1 else None,
             "rounded": entry.trained.rounded and entry.trained.rounded.dtype.value,
-            "only_from": entry.exact_base or None,
+            "only_from": entry.only_from or None,
             "left_out": entry.trained.left_out and entry.trained.left_out.rows,
             "back_to": entry.back_to,
             "before": entry.before,

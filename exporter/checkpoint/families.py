@@ -121,7 +121,7 @@ class SavedModelAlone:
 class Archives(Struct, frozen=True):
     """Files that hold a whole checkpoint each, recognised by how their names end.
 
-    `shards` matches the name of a file that another one lists, whose name is then made by `listed_by`.
+    `shards` matches the name of one file of several; `listed_by` expands that match to their list's name.
     `latest` is the name that a framework keeps for the newest of a directory.
     """
 

@@ -39,7 +39,7 @@ from exporter.pipeline.watch import watch
 from exporter.pipeline.watch_loop import Arrivals, Poll, Watching, follow, is_for_a_person
 from exporter.progress import count, human_bytes
 from exporter.publish.made_from import PublishedAlready
-from exporter.publish.permission import Permission, held_at
+from exporter.publish.permission import Permission, held_at, hold_in_force
 from exporter.roles import Role
 from exporter.terminal.edge import outlived, watch_ended
 from exporter.terminal.output import Output, labelled
@@ -85,7 +85,8 @@ def published_already(
 ) -> None:
     """Print that the checkpoint is published already, by the same plan."""
     made = error.made
-    hold, is_newest = held_at(request.out), made.version == made.newest
+    hold, is_newest = hold_in_force(request.out), made.version == made.newest
+    at = held_at(request.out)
     document = documents.PublishedAlready(
         dry_run=dry_run,
         status="nothing_to_do",
@@ -93,14 +94,16 @@ def published_already(
         version=made.version,
         position=made.head.position,
         newest_version=made.newest,
-        hold=hold,
+        hold=at,
         message=error.message,
     )
     lines = [labelled("nothing to do", error.message)]
     if not is_newest:
         lines.append(labelled("newest", f"version {made.newest}; to publish this one again: --again"))
-    if hold is not None:
-        lines.append(labelled("hold", f"at {hold}, until export-model resume {quoted(request.out)}"))
+    if hold is not None and at is not None:
+        until = f"until export-model resume {quoted(request.out)}"
+        ends = "as far as its canary has approved" if hold.is_canary else until
+        lines.append(labelled("hold", f"at {at}, {ends}"))
     sink.result(document, lines, is_done=True)
 
 

@@ -134,7 +134,7 @@ def _check_nothing_else(catalog: Catalog, schema: Schema, packing: DeltaDtype | 
 
 def header_tensors(header: DeltaHeader, rows: int) -> dict[str, Array]:
     """The tensors that say what a delta is, whose tables have so many rows together."""
-    flags = Flag.EXACT_BASE if header.exact_base else Flag(0)
+    flags = Flag.ONLY_FROM if header.only_from else Flag(0)
     flags |= PACKINGS[header.packing] if header.packing else Flag(0)
     fields = (FORMAT_VERSION, header.from_position, header.to_position, header.step, flags, rows)
     return {
@@ -151,15 +151,15 @@ def _header(catalog: Catalog) -> tuple[DeltaHeader, int]:
     if version != FORMAT_VERSION or flags & ~sum(Flag) or len(packings) > 1:
         raise UnsupportedFormat(
             f"{catalog.prefix} has delta format {version} with flags {flags}; "
-            f"this program reads format {FORMAT_VERSION} with flags {Flag.EXACT_BASE} and one of "
+            f"this program reads format {FORMAT_VERSION} with flags {Flag.ONLY_FROM} and one of "
             f"{', '.join(str(int(flag)) for flag in PACKINGS.values())}",
             hint="use the export-model that published it, or a newer one",
         )
     lineage = _read(catalog, LINEAGE_KEY, DType.STRING, ()).item().decode(errors="replace")
     digest = _read(catalog, SCHEMA_KEY, DType.STRING, ()).item().decode(errors="replace")
     try:
-        exact_base, packing = bool(flags & Flag.EXACT_BASE), packings[0] if packings else None
-        return DeltaHeader(lineage, digest, start, end, step, exact_base, packing), rows
+        only_from, packing = bool(flags & Flag.ONLY_FROM), packings[0] if packings else None
+        return DeltaHeader(lineage, digest, start, end, step, only_from, packing), rows
     except ValueError as exc:
         raise CorruptFile(f"{catalog.prefix} is damaged: {exc}") from exc
 

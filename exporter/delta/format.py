@@ -23,7 +23,7 @@ neither, and both of one length:
     <name of values>/value  dtype [k, n, ...]
 
 Values are absolute: a delta may be applied twice, and it fits every state of its log at a position `p` with
-`from <= p < to`. Flag 1 (`exact_base`) says that it fits `p = from` alone, because rows were left out or
+`from <= p < to`. Flag 1 (`only_from`) says that it fits `p = from` alone, because rows were left out or
 rounded; merged deltas of such fit every state inside (`exporter.delta.spans`). Flags that a reader does not
 know make a delta unreadable to it.
 
@@ -125,7 +125,7 @@ class TableContents(Struct, frozen=True, array_like=True):
 class Flag(IntFlag):
     """The flags in `delta/position`."""
 
-    EXACT_BASE = 1
+    ONLY_FROM = 1
     BFLOAT16 = 2
     INT8 = 4
 
@@ -307,7 +307,7 @@ class DeltaHeader(Struct, frozen=True):
     from_position: int
     to_position: int
     step: int
-    exact_base: bool = False
+    only_from: bool = False
     packing: DeltaDtype | None = None
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """Plan with deltas as ranges of positions: which fit a state, which lead on, which to merge or remove.
 
 A state of a log is a *position*. A delta is a *span* of positions, `start` to `end`: it fits every state `p`
-with `start <= p < end` and leads it to `end`. A delta that rounded or left out rows (`exact_base`) fits `p =
+with `start <= p < end` and leads it to `end`. A delta that rounded or left out rows (`only_from`) fits `p =
 start` alone. A merged delta of such deltas fits every state inside again: it holds each row that any of its
 parts changed, with the value that is served at its end, and rows that were left out differ in none of these
 states.
@@ -55,7 +55,7 @@ class SpanLike(Protocol):
         """Where it leads."""
 
     @property
-    def exact_base(self) -> bool:
+    def only_from(self) -> bool:
         """True if it fits `start` alone."""
 
     @property
@@ -67,13 +67,13 @@ class SpanLike(Protocol):
 
 
 class Reach:
-    """The one rule that says which states a delta fits, from its `start`, `end` and `exact_base`."""
+    """The one rule that says which states a delta fits, from its `start`, `end` and `only_from`."""
 
     __slots__ = ()
 
     def accepts(self: SpanLike, position: int) -> bool:
         """True if a state at `position`, of the same log and schema, may take the delta."""
-        return self.start <= position < self.end and (position == self.start or not self.exact_base)
+        return self.start <= position < self.end and (position == self.start or not self.only_from)
 
 
 class Span(Struct, Reach, frozen=True, order=True):
@@ -85,7 +85,7 @@ class Span(Struct, Reach, frozen=True, order=True):
 
     start: int
     end: int
-    exact_base: bool = False
+    only_from: bool = False
     merged_count: int = 1
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Span(Struct, Reach, frozen=True, order=True):
     @classmethod
     def of(cls, header: DeltaHeader) -> Span:
         """The span of a delta, by its own header."""
-        return cls(header.from_position, header.to_position, header.exact_base)
+        return cls(header.from_position, header.to_position, header.only_from)
 
     def __str__(self) -> str:
         return f"{self.start}-{self.end}"

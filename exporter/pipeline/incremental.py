@@ -298,7 +298,7 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         scratch.mkdir()
         found = _changes(planned, scratch, progress)
         made = DeltaOrigin.INCREMENTS if plan.is_known else DeltaOrigin.COMPARISON
-        span = replace(planned.span, exact_base=bool(found.left_out or found.rounded))
+        span = replace(planned.span, only_from=bool(found.left_out or found.rounded))
         rounded = _rounded_so_far(planned, found)
         trained = replace(plan.target, left_out=found.left_out, rounded=rounded)
         packing = planned.request.delta_dtype
@@ -433,7 +433,7 @@ def _tidied(log: DeltaLog, published: PublishedDelta) -> tuple[ExportError, ...]
 def _header(planned: IncrementalPlan) -> DeltaHeader:
     log, span = planned.log, planned.span
     step = planned.trainer.plan.step
-    return DeltaHeader(log.lineage, log.schema.digest, span.start, span.end, step, exact_base=True)
+    return DeltaHeader(log.lineage, log.schema.digest, span.start, span.end, step, only_from=True)
 
 
 class _Found(Struct, frozen=True):

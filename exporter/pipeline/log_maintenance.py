@@ -240,7 +240,7 @@ def tidy(
 
 
 def _past_unchecked(log: DeltaLog) -> tuple[LogDelta, ...]:
-    """The deltas that lead from before the first that its model may refuse to the newest position."""
+    """The deltas from the first one that was not checked for NaN to the newest position."""
     if not log.base.entry.updates.finite:
         return ()
     deltas = judged(log)

@@ -256,7 +256,10 @@ class DeltaRestorer(Restorer):
         return publish_changes(log, staging, changes, what, last=log.at.position, under_lock=how)
 
     def _span(self, restoration: Restoration) -> Span:
-        """What it leads from and to: all servers must jump that a merged delta would lead past the values."""
+        """The positions between which it leads.
+
+        A rollback's delta starts early enough that no server can take a merged delta past these values first.
+        """
         log, of = self.published, restoration.of
         start = log.at.position
         if restoration.is_rollback:

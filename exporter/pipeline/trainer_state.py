@@ -99,8 +99,8 @@ def read_trainer(
     marker_seconds: float = 0.0,
 ) -> TrainerState:
     """What is in a checkpoint directory (or at a prefix), seen from the state that was published last, of
-    which rows may stay behind by less than `within`. A watch waits for the increment that comes
-    after a new full checkpoint, and so long for the marker that says which one that will be.
+    which rows may stay behind by less than `within`. After a new full checkpoint a watch waits for the next
+    increment, and up to `marker_seconds` for the marker that says which one that will be.
 
     Raises:
         CheckpointError: it cannot be read, see errors.py.

@@ -125,9 +125,9 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
         return Position(self.end, self.manifest.step)
 
     @property
-    def exact_base(self) -> bool:
+    def only_from(self) -> bool:
         """True if it fits its first position alone."""
-        return self.entry.exact_base
+        return self.entry.only_from
 
     @property
     def merged_count(self) -> int:

@@ -55,7 +55,7 @@ def header_of(log: DeltaLog, what: Publication) -> DeltaHeader:
         span.start,
         span.end,
         what.step or 0,
-        exact_base=span.exact_base,
+        only_from=span.only_from,
         packing=what.packing,
     )
 
@@ -117,7 +117,7 @@ def publish_written(
             rows=rows,
             trained=trained,
             parts=span.merged_count,
-            exact_base=span.exact_base,
+            only_from=span.only_from,
             back_to=what.back_to,
             before=what.before,
             rounded=what.rounded,

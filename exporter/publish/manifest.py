@@ -141,10 +141,10 @@ class BaseEntry(Struct, frozen=True):
         )
 
 
-class DeltaEntry(Struct, frozen=True, kw_only=True, rename={"exact_base": "only_from"}):
+class DeltaEntry(Struct, frozen=True, kw_only=True):
     """A delta's place in its log.
 
-    `rounded` tells of the rows that this delta is about; those of all deltas so far are told of by `trained`.
+    `rounded` counts the rows of this delta; `trained.rounded` counts those of all deltas so far.
     Earlier releases wrote no `before`: it is where their delta begins. See `Manifest.state_id` for `state`.
     """
 
@@ -153,7 +153,7 @@ class DeltaEntry(Struct, frozen=True, kw_only=True, rename={"exact_base": "only_
     made: Annotated[DeltaOrigin, doc("how it came to be")]
     rows: Annotated[Count, doc("rows of all tables together")]
     parts: Annotated[Count, doc("how many publications it holds")] = 1
-    exact_base: Annotated[bool, doc("true: it fits the position that it begins at alone")] = False
+    only_from: Annotated[bool, doc("true: it fits the position that it begins at alone")] = False
     back_to: Annotated[Count | None, doc("the position whose values came back; null: none")] = None
     before: Annotated[Count | None, doc("of a rollback: the position that resuming leads back to")] = None
     state: Annotated[Id | None, doc("of a merger: the state that its newest part leads to")] = None

@@ -70,15 +70,22 @@ def held_at(model: Path, versions: Sequence[VersionDir] | None = None) -> int | 
 
     None if there is no hold, or it cannot be read. The model's `versions` are listed unless they are given.
     """
+    hold = hold_in_force(model, versions)
+    with suppress(ManifestError):
+        return None if hold is None else hold.read()
+    return None
+
+
+def hold_in_force(model: Path, versions: Sequence[VersionDir] | None = None) -> Hold | None:
+    """The hold that servers do not pass by themselves: a person's or a canary's; see `held_at`."""
     with suppress(ManifestError):
         newest = newest_of(version_dirs(model) if versions is None else versions)
-        for hold in _holds(model, None if newest is None else _log_of(newest)):
-            return hold.read()
+        return next(iter(_holds(model, None if newest is None else _log_of(newest))), None)
     return None
 
 
 def require_on_way(log: DeltaLog, span: Span) -> None:
-    """Refuse a merged delta that would lead servers to a position which a hold and a rollback lead them past.
+    """Refuse a merged delta that would lead servers to a position that was rolled back.
 
     Raises:
         ModelHeld: it would.

@@ -178,7 +178,7 @@ def _checks_of_header(
     leads = tf.strings.join(
         [tf.strings.as_string(p, width=20, fill="0") for p in (start, end)], separator="-"
     )
-    exact_base = tf.not_equal(tf.bitwise.bitwise_and(flags, int(Flag.EXACT_BASE)), 0)
+    only_from = tf.not_equal(tf.bitwise.bitwise_and(flags, int(Flag.ONLY_FROM)), 0)
     both = sum(PACKINGS.values())
     unknown = tf.not_equal(tf.bitwise.bitwise_and(flags, ~sum(Flag)), 0)
     unknown |= tf.equal(tf.bitwise.bitwise_and(flags, both), both)
@@ -196,7 +196,7 @@ def _checks_of_header(
             tf.not_equal(leads, name), UpdateStatus.RANGE, tf.strings.join(["says that it leads ", leads])
         ),
         DeltaRefusal(
-            exact_base & tf.not_equal(start, position),
+            only_from & tf.not_equal(start, position),
             UpdateStatus.ONLY_FROM,
             "fits its first position alone",
         ),

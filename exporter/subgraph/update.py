@@ -28,7 +28,7 @@ NEWEST = -1
 NO_LIMIT = (1 << 63) - 1
 
 _OCCUPIED = f"{ANOTHER_RUNS}; call again"
-"""Clients of 0.1.0 call again on `merged`, and take every word that they do not know for a refusal."""
+"""Clients of 0.1.0 call again on `merged` alone, so this status has to begin with that word."""
 
 _DELTA = "/00[0-9]{18}-00[0-9]{18}"
 _POSITION_DIGITS = 20

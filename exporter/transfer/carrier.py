@@ -26,7 +26,7 @@ from exporter.transfer.items import Item, Passage, StoredModel, item_of, stored_
 BEAT_SECONDS = 10.0
 """How often an upload says that it goes on."""
 LEASE_SECONDS = 60.0
-"""How long an upload may say nothing. That it is given up too early costs its work, not more."""
+"""How long an upload may be silent. Abandoning it too early costs only the work done so far."""
 WAIT_SECONDS = 75.0
 """How long to wait for another upload; longer than a lease, so that one which was killed is outlasted."""
 _FAREWELL_SECONDS = 1.0

@@ -182,7 +182,7 @@ def _verify_delta(log: DeltaLog, delta: LogDelta) -> None:
         raise
     found = log.open(delta)
     said, holds = delta.entry, found.header
-    if (said.rows, said.exact_base) != (found.rows, holds.exact_base):
+    if (said.rows, said.only_from) != (found.rows, holds.only_from):
         raise VerificationError(
             f"{delta.path}: its manifest and its header describe different deltas", hint=BROKEN_LOG_HINT
         )

@@ -14,7 +14,7 @@ class UpdateStatus(StrEnum):
     """The first word of a status, what it means, and what helps.
 
     With an explicit target everything but `reached`, `passed` and `merged` is an error that carries the
-    status, unless the call was merged with calls for something else: these are not to fail by it.
+    status, unless the call was merged with calls for other targets: these get the status, not the error.
     """
 
     meaning: str
@@ -62,7 +62,9 @@ class UpdateStatus(StrEnum):
     )
     UNLISTED = (
         "unlisted",
-        "The log's directory is gone or cannot be read, so that what is published is unknown.",
+        "Neither the log's directory nor the model's lists anything: the model was moved or unmounted, and "
+        "what is published is unknown. (An unreadable log below a readable model counts as an empty one: "
+        "`current`.)",
         "Mount the volume, or make the directory readable for the server's user: see "
         "`export-model doctor MODEL`.",
     )

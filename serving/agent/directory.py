@@ -156,9 +156,8 @@ class ModelDirectory:
 
     def _log(self, base: LogBase, lineage: str) -> PublishedLog:
         directory = log_path(self.path, base.entry.log)
-        limit, is_canary = _read_hold(
-            Hold(directory)
-        )  # before the listing, as the graph does: see `subgraph.list_deltas`
+        # The hold before the listing, as the graph reads them: see `_list_and_hold` in subgraph/update.py.
+        limit, is_canary = _read_hold(Hold(directory))
         known, listed = self._deltas.get(lineage, {}), {}
         for delta in list_deltas(directory):
             place = delta.start, delta.end
@@ -180,7 +179,7 @@ class ModelDirectory:
         self._remember(lineage, delta.end, commit)
         if entry.made is DeltaOrigin.ROLLBACK and entry.back_to is not None:
             self._rollbacks[lineage, delta.end] = Rollback(delta.end, entry.back_to, entry.reason or "")
-        return Span(delta.start, delta.end, entry.exact_base, entry.parts), commit
+        return Span(delta.start, delta.end, entry.only_from, entry.parts), commit
 
     def _remember(self, lineage: str, position: int, commit: Commit) -> None:
         known = self._commits.get((lineage, position))

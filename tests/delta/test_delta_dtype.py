@@ -187,7 +187,7 @@ def test_the_largest_error_is_the_true_one_and_the_exact_values_come_later(
         assert done.published is not None and done.rounded is not None
         assert (done.compared_bytes > 0) is (source == "save")
         entry = done.published.manifest.incremental
-        assert isinstance(entry, DeltaEntry) and entry.exact_base and entry.rounded == done.rounded
+        assert isinstance(entry, DeltaEntry) and entry.only_from and entry.rounded == done.rounded
         assert read_delta(done.published.path / "delta", log.schema).header.packing is dtype
         served = values_at(log)
         changed = log.open(log.deltas[-1]).changes
@@ -208,7 +208,7 @@ def test_the_largest_error_is_the_true_one_and_the_exact_values_come_later(
     exact = export(trainer, model)
     assert exact.plan.trainer.plan.reason == ROUNDED
     assert (exact.rounded, read_log(model).trained.rounded) == (None, None)
-    assert not read_log(model).deltas[-1].exact_base
+    assert not read_log(model).deltas[-1].only_from
     assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))
     assert export(trainer, model).published is None
 
@@ -255,7 +255,7 @@ def test_mergers_and_rollbacks_hold_every_bit_and_stay_small(
     merged = log_maintenance.merge(model)
     assert merged is not None
     header = read_delta(merged.published.path / "delta", log.schema).header
-    assert (header.packing, header.exact_base) == (dtype, False)
+    assert (header.packing, header.only_from) == (dtype, False)
     catalog = read_catalog(merged.published.path / "delta")
     assert catalog.tensors["s/users/packed"].shape[0] > 0
     assert_same_bits(values_at(read_log(model)), newest)

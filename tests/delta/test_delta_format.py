@@ -82,8 +82,8 @@ def deltas(draw: st.DrawFn) -> tuple[Schema, DeltaHeader, dict[str, Change]]:
             changes[variable.name] = Rows(np.array(sorted(ids), np.int64), values)
     start = draw(st.integers(0, POSITION_LIMIT - 2))
     end = draw(st.integers(start + 1, POSITION_LIMIT - 1))
-    step, exact_base = draw(st.integers(0, 2**62)), draw(st.booleans())
-    return schema, DeltaHeader(draw(names), schema.digest, start, end, step, exact_base), changes
+    step, only_from = draw(st.integers(0, 2**62)), draw(st.booleans())
+    return schema, DeltaHeader(draw(names), schema.digest, start, end, step, only_from), changes
 
 
 @settings(max_examples=times(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -162,12 +162,12 @@ def test_positions_that_make_no_delta(start: int, end: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("position", "whole", "exact_base"),
+    ("position", "whole", "only_from"),
     [(4, False, False), (5, True, True), (8, True, False), (9, False, False)],
 )
-def test_which_states_a_delta_fits(position: int, whole: bool, exact_base: bool) -> None:
+def test_which_states_a_delta_fits(position: int, whole: bool, only_from: bool) -> None:
     assert Span.of(HEADER).accepts(position) is whole
-    assert Span.of(replace(HEADER, exact_base=True)).accepts(position) is exact_base
+    assert Span.of(replace(HEADER, only_from=True)).accepts(position) is only_from
 
 
 BAD_CHANGES: dict[str, tuple[dict[str, Change], str]] = {

@@ -48,8 +48,8 @@ class Case:
         Case("stale", HEADER, 20, StaleDelta),
         Case("foreign", DeltaHeader("b", "digest", 10, 20, 200), 10, ForeignLineage),
         Case("schema", DeltaHeader("a", "other", 10, 20, 200), 10, SchemaChanged),
-        Case("only from", DeltaHeader("a", "digest", 10, 20, 200, exact_base=True), 10, None),
-        Case("rounded", DeltaHeader("a", "digest", 10, 20, 200, exact_base=True), 11, DeltaGap),
+        Case("only from", DeltaHeader("a", "digest", 10, 20, 200, only_from=True), 10, None),
+        Case("rounded", DeltaHeader("a", "digest", 10, 20, 200, only_from=True), 11, DeltaGap),
     ],
     ids=lambda case: case.name,
 )
@@ -85,12 +85,12 @@ def logs(draw: st.DrawFn) -> tuple[list[int], list[Span]]:
     Earlier releases published mergers that fit their first position alone.
     """
     found = draw(ends)
-    spans = [replace(span, exact_base=draw(st.booleans())) for span in chain_of(found)]
+    spans = [replace(span, only_from=draw(st.booleans())) for span in chain_of(found)]
     for _ in range(draw(st.integers(0, 8))):
         first = draw(st.integers(0, len(found) - 1))
         last = draw(st.integers(first, len(found) - 1))
         if first < last:
-            spans.append(replace(merged(spans[first : last + 1]), exact_base=draw(st.booleans())))
+            spans.append(replace(merged(spans[first : last + 1]), only_from=draw(st.booleans())))
     by_ends = {(span.start, span.end): span for span in spans}
     return found, list(by_ends.values())
 
@@ -132,7 +132,7 @@ def test_a_missing_delta_is_a_gap(positions: list[int], data: st.DataObject) -> 
 
 
 def test_a_rounded_delta_is_not_taken_from_inside() -> None:
-    rounded = Span(10, 40, exact_base=True)
+    rounded = Span(10, 40, only_from=True)
     assert plan_chain([rounded, Span(10, 20), Span(20, 40)], 10) == (rounded,)
     assert plan_chain([rounded, Span(10, 20), Span(20, 40)], 15) == (Span(10, 20), Span(20, 40))
 
@@ -140,7 +140,7 @@ def test_a_rounded_delta_is_not_taken_from_inside() -> None:
 def test_only_neighbours_merge_and_a_merger_fits_every_state_inside() -> None:
     assert merged([Span(1, 4), Span(4, 6)]) == Span(1, 6, merged_count=2)
     for inexact in ((True, False), (False, True), (True, True)):
-        parts = [Span(1, 4, exact_base=inexact[0]), Span(4, 6, exact_base=inexact[1])]
+        parts = [Span(1, 4, only_from=inexact[0]), Span(4, 6, only_from=inexact[1])]
         assert merged(parts) == Span(1, 6, merged_count=2)
     with pytest.raises(DeltaGap, match="1-4 and 5-6 do not follow each other"):
         merged([Span(1, 4), Span(5, 6)])
@@ -149,11 +149,11 @@ def test_only_neighbours_merge_and_a_merger_fits_every_state_inside() -> None:
 
 
 @given(st.integers(1, 700), st.booleans())
-def test_merging_as_it_becomes_due_keeps_chains_short_and_work_small(count: int, exact_base: bool) -> None:
+def test_merging_as_it_becomes_due_keeps_chains_short_and_work_small(count: int, only_from: bool) -> None:
     spans: list[Span] = []
     work = 0
     for end in range(1, count + 1):
-        spans.append(Span(end - 1, end, exact_base))
+        spans.append(Span(end - 1, end, only_from))
         while run := merge_due(spans):
             spans.append(merged(run))
             work += sum(span.merged_count for span in run)

@@ -124,7 +124,7 @@ def test_a_packed_delta_holds_every_bit(
     variable, rows = table
     schema = Schema.of([variable, ServedVariable("whole", DType.FLOAT, (3,), ChangeKind.DENSE)])
     whole = np.array([0.1, np.nan, 1e-40], np.float32)
-    header = DeltaHeader("l", schema.digest, 1, 2, 3, exact_base=True, packing=packing)
+    header = DeltaHeader("l", schema.digest, 1, 2, 3, only_from=True, packing=packing)
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing_module, "_ROWS_AT_ONCE", at_once)
         prefix = Path(directory) / "delta"

@@ -85,12 +85,12 @@ def test_a_delta_says_what_it_leaves_out(trainer: Trainer, tmp_path: Path) -> No
     done = export(trainer, model, 1.0)
     log = read_log(model)
     assert done.published is not None
-    assert log.deltas[-1].exact_base
-    assert read_delta(done.published.path / "delta", log.schema).header.exact_base
+    assert log.deltas[-1].only_from
+    assert read_delta(done.published.path / "delta", log.schema).header.only_from
     assert log.trained.left_out == done.left_out == LeftOut(1.0, 8, done.left_out.largest)
     assert 0 < done.left_out.largest < 0.1
     exact = export(trainer, model)
-    assert (exact.rows, exact.left_out, read_log(model).deltas[-1].exact_base) == (8, None, False)
+    assert (exact.rows, exact.left_out, read_log(model).deltas[-1].only_from) == (8, None, False)
 
 
 def test_rows_that_were_touched_and_did_not_move_are_no_change(trainer: Trainer, tmp_path: Path) -> None:

@@ -280,11 +280,11 @@ def test_a_lying_directory_name(server: Loaded, model: Model) -> None:
 
 
 def test_a_delta_for_its_first_position_alone(server: Loaded, model: Model) -> None:
-    model.publish(90, 110, random_changes(model.schema, seed=1), exact_base=True)
+    model.publish(90, 110, random_changes(model.schema, seed=1), only_from=True)
     assert server.update()["status"].startswith("only-from: ")
     assert_holds(server, model, 100)
     changes = random_changes(model.schema, seed=2)
-    model.publish(100, 105, changes, exact_base=True)
+    model.publish(100, 105, changes, only_from=True)
     assert server.update()["position"] == 105
 
 
@@ -451,8 +451,8 @@ def test_packed_rows_are_served_as_they_were_rounded_bit_for_bit(
 ) -> None:
     changes = rounded(random_changes(model.schema, seed=1), dtype, exact=exact)
     awkward = Rows(np.array([0, 2, 3, 29]), round_rows(AWKWARD, dtype))
-    model.publish(100, 110, changes, exact_base=True, packing=dtype)
-    model.publish(110, 120, {"items": awkward}, exact_base=True, packing=dtype)
+    model.publish(100, 110, changes, only_from=True, packing=dtype)
+    model.publish(110, 120, {"items": awkward}, only_from=True, packing=dtype)
     model.history[110] = applied(model.values, changes)
     model.history[120] = applied(model.history[110], {"items": awkward})
     for position in (110, 120):

@@ -213,7 +213,10 @@ def _processes() -> Iterator[tuple[int, int]]:
 
 
 def _works(silent: threading.Timer) -> Iterator[bytes]:
-    """The lines of stdin up to an empty one. Who asks for them has reached its cluster."""
+    """The lines of stdin up to an empty one.
+
+    An engine asks for the first one when it has reached its cluster: only then the timer of its start ends.
+    """
     lines: SimpleQueue[bytes] = SimpleQueue()
 
     def read() -> None:
