@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from exporter.terminal.quiet_import import quiet_tensorflow
-
 from examples.cluster import ClusterError, run_cluster
 from examples.commands import run, serve, show, workspace
+from exporter.terminal.tensorflow_import import on_import_of_tensorflow
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-6
@@ -31,7 +30,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="work in DIR and leave everything there")
     parser.add_argument("--steps", type=int, default=600, help="training steps of all nodes together")
     options = parser.parse_args()
-    quiet_tensorflow()
+    on_import_of_tensorflow()
     with workspace(options.keep) as directory:
         expected = train(directory, options.steps)
         export(directory / "checkpoints", directory / "models" / "digits")
