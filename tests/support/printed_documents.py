@@ -29,9 +29,18 @@ def checked(document: Any) -> Any:
             wrong.append(f"{kind.__name__}: {error}")
             continue
         again = json.loads(json.dumps(asdict(typed), default=to_json))
-        assert again == fields, "a field inside is not published"
-        return document
+        if _collapsed(again) == _collapsed(fields):
+            return document
+        odd = sorted(name for name in fields if again.get(name) != fields[name])
+        wrong.append(
+            f"{kind.__name__}: inside {odd} is what is not published: {[fields[name] for name in odd]}"
+        )
     raise AssertionError(wrong)
+
+
+def _collapsed(document: Any) -> str:
+    """As text, where a URL that a field declares as a path has one slash, as `Path` writes it."""
+    return json.dumps(document, sort_keys=True).replace("://", ":/")
 
 
 def checked_error(error: Any) -> Any:
