@@ -124,7 +124,7 @@ def test_saved_models_of_either_spelling_with_and_without_variables(
     foreign_models.v1_model(source, as_text=as_text, has_variables=has_variables)
     view = inspect(source)
     assert isinstance(view, BundleView)
-    assert {signature.name for signature in view.signatures} == {"serving_default", "lookup"}
+    assert set(view.signatures) == {"serving_default", "lookup"}
     for ckpt_dir in (source, source / "variables"):
         done = export(ExportRequest(ckpt_dir, tmp_path / "m", verify=Verify.OUTPUTS))
         for signature, feeds in (("serving_default", {"x": ROWS}), ("lookup", {"words": WORDS})):
