@@ -47,7 +47,7 @@ X: Node = ("x", "Placeholder", [])
         ([X, ("y", "Relu", [])], None),
         ([X, ("y", "ReadVariableOp", [])], None),
         ([X, ("v", "VarHandleOp", []), ("y", "ReadVariableOp", ["v"])], "no static shape"),
-        ([X, ("v", "KvVarHandleOp", []), ("y", "KvResourceGather", ["v", "x"])], "TensorFlow does not have"),
+        ([X, ("v", "KvVarHandleOp", []), ("y", "KvResourceGather", ["v", "x"])], "stock TensorFlow lacks"),
         ([X, ("t", "HashTableV2", []), ("y", "LookupTableFindV2", ["t", "x", "x"])], "nothing.*fills table"),
         ([X, ("t", "HashTableV2", []), ("i", "InitializeTableFromTextFileV2", ["t"]),
           ("y", "LookupTableFindV2", ["t", "x", "x"])], None),

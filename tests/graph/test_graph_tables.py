@@ -10,7 +10,6 @@ import pytest
 
 from exporter.errors import AccessRefused, MissingAsset, NotServable
 from exporter.graph.load import GraphRequest, load_graph, load_source
-from exporter.graph.source_graph import Trust
 from exporter.wire.protos import message_class
 from tests.support.graph_runs import names, ops, serve, train
 
@@ -130,7 +129,7 @@ def test_a_path_that_no_file_can_have_is_named(
             node.attr["value"].tensor.string_val[0] = path.encode()
     Path(trained.meta).write_bytes(meta.SerializeToString())
     with pytest.raises(MissingAsset if not is_found or path[0] != "/" else AccessRefused, match="file"):
-        load_graph(GraphRequest(trained.meta, **REQUEST, trust=Trust(is_found=is_found)))
+        load_graph(GraphRequest(trained.meta, **REQUEST, is_found=is_found))
 
 
 def test_a_table_that_no_checkpoint_holds_is_refused_and_not_served_empty(tmp_path: Path) -> None:
