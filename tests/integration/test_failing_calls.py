@@ -72,7 +72,10 @@ def check(directory: Path, failure: Failure, before: object, ran: Ran, words: li
     is_seen = newest_of(setting.model) != before
     if ran.code:
         assert is_half_said(ran) or not is_seen, f"was published, though it failed: {context}"
-    assert verify_model(setting.model).problems == (), context
+    # A disk that fails for good between a rollback's promise and its commit leaves the promise: an unreadable
+    # hold, by which no server moves. Running the command again heals it.
+    problems = verify_model(setting.model).problems
+    assert not problems or (failure.lasts and all("hold" in str(found) for found in problems)), context
     again = export_model(*words)
     assert again.code in {0, 2}, f"{context}, then {again.err}"  # 2: it is rolled back already
     assert verify_model(setting.model).problems == (), context
