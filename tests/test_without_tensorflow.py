@@ -158,7 +158,7 @@ def test_clients_and_the_agent(machine: Machine) -> None:
         asked = json.dumps({"instances": [{"user": 1, "item": 2, "word": "red"}]})
         (machine.directory / "asked.json").write_text(asked)
         told = ("--model", "ranker")
-        machine.run("serve-model", "predict", server.address, *told, "--input", "asked.json")
+        machine.run("serve-model", "predict", server.address, *told, "--json-input", "asked.json")
         shutil.copytree(deltas, base / "deltas")
         assert "82" in machine.run("serve-model", "update", server.address, *told)
         machine.run("serve-model", "status", server.address, *told)

@@ -19,8 +19,8 @@ from exporter.graph.saved_model import read_saved_model
 from exporter.options import Isolation
 from exporter.subgraph.state import sleep
 from tests.support.updatable import (
-    DIM,
-    ROWS,
+    WIDE,
+    WIDE_ROWS,
     Loaded,
     Model,
     constant_everywhere,
@@ -85,7 +85,7 @@ def while_running(read: Callable[[], None], write: Callable[[], None], readers: 
 
 
 def test_each_response_comes_from_one_position(server: Loaded, model: Model, mode: Isolation) -> None:
-    ids = np.random.default_rng(1).integers(0, ROWS, 200)
+    ids = np.random.default_rng(1).integers(0, WIDE_ROWS, 200)
     seen = set()
 
     def read() -> None:
@@ -103,7 +103,7 @@ def test_each_response_comes_from_one_position(server: Loaded, model: Model, mod
     def write() -> None:
         for position in range(101, 141):
             model.publish(position, position + 1, filled(model, position + 1))
-            assert server.update(position + 1)["rows"] == 2 * ROWS
+            assert server.update(position + 1)["rows"] == 2 * WIDE_ROWS
 
     while_running(read, write)
     assert len(seen) > 5
@@ -176,8 +176,8 @@ def test_a_dense_variable_is_written_before_the_position_also_where_mlir_rewrite
 def pause_between_tables() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Reads one table, and the other one a while after it."""
     ids = tf1.placeholder(tf.int64, [None], name="ids")
-    left = tf1.get_variable("left", [ROWS, DIM], use_resource=True)
-    right = tf1.get_variable("right", [ROWS, DIM], use_resource=True)
+    left = tf1.get_variable("left", [WIDE_ROWS, WIDE], use_resource=True)
+    right = tf1.get_variable("right", [WIDE_ROWS, WIDE], use_resource=True)
     first = tf.gather(left, ids)
     with tf.control_dependencies([first, sleep(25_000)]):
         later = tf.identity(ids)

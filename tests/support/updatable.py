@@ -205,15 +205,15 @@ def assert_holds(server: Loaded, model: Model, position: int) -> None:
 
 
 tf1 = tf.compat.v1
-ROWS, DIM = 20_000, 16
+WIDE_ROWS, WIDE = 20_000, 16
 
 
 def constant_everywhere() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The smallest and the largest value in what two tables and a dense variable give."""
     ids = tf1.placeholder(tf.int64, [None], name="ids")
-    left = tf1.get_variable("left", [ROWS, DIM], use_resource=True)
-    right = tf1.get_variable("right", [ROWS, DIM], use_resource=True)
-    bias = tf1.get_variable("bias", [DIM], use_resource=True)
+    left = tf1.get_variable("left", [WIDE_ROWS, WIDE], use_resource=True)
+    right = tf1.get_variable("right", [WIDE_ROWS, WIDE], use_resource=True)
+    bias = tf1.get_variable("bias", [WIDE], use_resource=True)
     read = tf.concat([tf.gather(left, ids), tf.gather(right, ids), tf.tile(bias[None], [tf.size(ids), 1])], 1)
     return {"ids": ids}, {"low": tf.reduce_min(read, 1), "high": tf.reduce_max(read, 1)}
 
@@ -222,5 +222,7 @@ def filled(model: Model, value: float) -> dict[str, Change]:
     changes: dict[str, Change] = {}
     for variable in model.schema.variables:
         full = np.full(variable.shape, value, np.float32)
-        changes[variable.name] = Rows(np.arange(ROWS), full) if variable.kind is ChangeKind.TABLE else full
+        changes[variable.name] = (
+            Rows(np.arange(WIDE_ROWS), full) if variable.kind is ChangeKind.TABLE else full
+        )
     return changes
