@@ -19,10 +19,10 @@ from msgspec import Struct
 
 from exporter.checkpoint.source_shard import check_size, open_shard, shard_status, vanished
 from exporter.errors import CheckpointChanged, os_error
-from exporter.files import FileIdentity
-from exporter.progress import Progress
 from exporter.storage import mirror
+from exporter.storage.files import FileIdentity
 from exporter.storage.open_files import write_at
+from exporter.terminal.progress import Progress
 
 BATCH_BYTES = 16 << 20
 """What one task copies: large enough to amortise the task, small enough to be interrupted soon."""

@@ -8,6 +8,7 @@ tensorflow/cc/saved_model/constants.h, loader_util.cc and core/protobuf/saved_mo
 
 - *Restoring* is what a stock `Saver` does: one RestoreV2 reads every variable (parts of a partitioned one by
   slice), an AssignVariableOp each takes its values, a LookupTableImportV2 the keys and values of each table.
+  Tables with files of their own are mapped if they can be (`exporter.bundle.mapped_tables`).
   A SaveV2 beside them makes `Saver(saver_def=...)` of the stock loaders complete. (Source:
   tensorflow/python/training/saver.py and core/protobuf/saver.proto.)
 - *Assets*, the files that a graph's tables read, are named in `asset_file_def`, which TF Serving and
@@ -24,7 +25,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,8 +33,8 @@ from pathlib import Path
 from google.protobuf.message import EncodeError
 from msgspec import Struct
 
+from exporter.bundle.mapped_tables import NOTHING_MAPPED, MappedTables, TriedTable, add_tries
 from exporter.errors import NotServable, os_error
-from exporter.files import below
 from exporter.graph.cast_variables import cast_variables
 from exporter.graph.inference_graph import (
     NO_STATE,
@@ -48,9 +49,16 @@ from exporter.graph.nodes import new_node
 from exporter.graph.saved_model import SERVE_TAG
 from exporter.graph.signatures import DEFAULT_SIGNATURE
 from exporter.graph.training_graph import TrainingGraph
-from exporter.layout import ASSETS_DIRECTORY, PAIR_NAME, SAVED_MODEL_FILE, VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.mapping.build import TensorSource, VariableMapping
-from exporter.progress import human_bytes
+from exporter.storage.files import below
+from exporter.storage.layout import (
+    ASSETS_DIRECTORY,
+    PAIR_NAME,
+    SAVED_MODEL_FILE,
+    VARIABLES_DIRECTORY,
+    VARIABLES_NAME,
+)
+from exporter.terminal.progress import human_bytes
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, all_nodes, message_class
 
@@ -144,7 +152,7 @@ class RestoredVariable(Struct, frozen=True):
 def served_variables(sources: Iterable[TensorSource]) -> tuple[RestoredVariable, ...]:
     """Every variable of every source, in the order of the sources."""
     return tuple(
-        RestoredVariable(variable, source.key, source.dtype)
+        RestoredVariable(source.as_stored(variable), source.key, source.dtype)
         for source in sources
         for variable in source.variables
     )
@@ -155,6 +163,7 @@ def add_restore(
     served: Sequence[RestoredVariable],
     tables: Sequence[GraphTable] = (),
     state: KeptState = NO_STATE,
+    mapped: MappedTables = NOTHING_MAPPED,
 ) -> None:
     """Add restore and save nodes, the `SaverDef` and the collection of variables to `meta_graph`.
 
@@ -165,9 +174,18 @@ def add_restore(
     graph_def = meta_graph.graph_def
     scope = _free_scope(graph_def)
     _add_file_name(graph_def, scope)
-    _add_reads(graph_def, scope, served, tables)
+    tried = [entry for entry in served if entry.variable.node in mapped.files]
+    read = [entry for entry in served if entry.variable.node not in mapped.files]
+    names = _add_names(graph_def, scope, served, tables)
+    if tried:
+        _add_reads(graph_def, scope, read, tables, _add_names(graph_def, f"{scope}/restored", read, tables))
+    else:
+        _add_reads(graph_def, scope, read, tables, names)
+    values = {entry.variable.node: _restored(scope, index) for index, entry in enumerate(read)}
+    values |= add_tries(graph_def, scope, f"{scope}/Const", map(_tried, tried), mapped)
     _add_save(graph_def, scope, served, tables)
-    _add_assignments(graph_def, scope, served, tables, state.importing)
+    contents = [_restored(scope, len(read) + index) for index in range(2 * len(tables))]
+    _add_assignments(graph_def, scope, served, values, tables, contents, state.importing)
     for node in graph_def.node:
         if node.name == state.prefix:
             node.CopyFrom(new_node(state.prefix, "Identity", [f"{scope}/Const"], T=DType.STRING))
@@ -183,6 +201,10 @@ def add_restore(
     )
     collection = meta_graph.collection_def[VARIABLES_COLLECTION].bytes_list.value
     collection.extend(_variable_def(scope, index, entry) for index, entry in enumerate(served))
+
+
+def _tried(entry: RestoredVariable) -> TriedTable:
+    return TriedTable(entry.variable, entry.dtype, entry.key, entry.slice_spec)
 
 
 def add_node(graph_def: Proto, name: str, op: str, inputs: Sequence[str] = (), **attrs: Proto) -> None:
@@ -216,19 +238,32 @@ def _add_file_name(graph_def: Proto, scope: str) -> None:
     add_node(graph_def, f"{scope}/Const", "PlaceholderWithDefault", inputs, dtype=string, shape=scalar)
 
 
-def _add_reads(
+def _add_names(
     graph_def: Proto, scope: str, served: Sequence[RestoredVariable], tables: Sequence[GraphTable]
-) -> None:
-    inputs = [f"{scope}/Const", f"{scope}/tensor_names", f"{scope}/shape_and_slices"]
-    string = type_attr(DType.STRING)
+) -> list[str]:
+    """Add what RestoreV2 and SaveV2 take: the names in the bundle, and slices."""
     contents = [name for table in tables for name in (table.keys, table.values)]
     if not served and not contents:
-        return
-    names = _string_vector([*(entry.key for entry in served), *contents])
-    slices = _string_vector([*(entry.slice_spec for entry in served), *("" for _ in contents)])
-    add_node(graph_def, inputs[1], "Const", dtype=string, value=names)
-    add_node(graph_def, inputs[2], "Const", dtype=string, value=slices)
-    add_node(graph_def, f"{scope}/RestoreV2", "RestoreV2", inputs, dtypes=_dtypes(served, tables))
+        return []
+    texts = {
+        f"{scope}/tensor_names": [*(entry.key for entry in served), *contents],
+        f"{scope}/shape_and_slices": [*(entry.slice_spec for entry in served), *("" for _ in contents)],
+    }
+    for name, values in texts.items():
+        add_node(graph_def, name, "Const", dtype=type_attr(DType.STRING), value=_string_vector(values))
+    return [*texts]
+
+
+def _add_reads(
+    graph_def: Proto,
+    scope: str,
+    served: Sequence[RestoredVariable],
+    tables: Sequence[GraphTable],
+    names: Sequence[str],
+) -> None:
+    if names:
+        inputs = [f"{scope}/Const", *names]
+        add_node(graph_def, f"{scope}/RestoreV2", "RestoreV2", inputs, dtypes=_dtypes(served, tables))
 
 
 def _add_save(
@@ -255,19 +290,21 @@ def _add_assignments(
     graph_def: Proto,
     scope: str,
     served: Sequence[RestoredVariable],
+    values: Mapping[str, str],
     tables: Sequence[GraphTable],
+    contents: Sequence[str],
     importing: Iterable[str],
 ) -> None:
+    """Assign `values`, by the variables' nodes, and import `contents`: keys and values of each table."""
     for index, entry in enumerate(served):
-        inputs = [entry.variable.node, _restored(scope, index)]
+        inputs = [entry.variable.node, values[entry.variable.node]]
         dtype = type_attr(entry.dtype)
         name = _assign_name(scope, index)
         add_node(graph_def, name, "AssignVariableOp", inputs, dtype=dtype)
     everything = [f"^{_assign_name(scope, index)}" for index in range(len(served))]
     for index, table in enumerate(tables):
-        first = len(served) + 2 * index
         name = f"{scope}/LookupTableImportV2_{index}"
-        inputs = [table.node, _restored(scope, first), _restored(scope, first + 1)]
+        inputs = [table.node, *contents[2 * index : 2 * index + 2]]
         types = {"Tin": type_attr(table.key_dtype), "Tout": type_attr(table.value_dtype)}
         add_node(graph_def, name, "LookupTableImportV2", inputs, **types)
         everything.append(f"^{name}")
@@ -323,12 +360,16 @@ _LARGEST_NAMED = 3
 
 
 def write_saved_model(
-    graph: InferenceGraph, mapping: VariableMapping, directory: Path, training: TrainingGraph | None = None
+    graph: InferenceGraph,
+    mapping: VariableMapping,
+    directory: Path,
+    training: TrainingGraph | None = None,
+    mapped: MappedTables = NOTHING_MAPPED,
 ) -> None:
     """Write `saved_model.pb` and the assets of `graph` into `directory` (made if it is not there).
 
     `training` is published beside it as it is, but for the machines that it was placed on. The same graph and
-    mapping give the same bytes.
+    mapping give the same bytes. The tables of `mapped` are mapped where servers see their files.
 
     Raises:
         MappingError: a variable that is to be cast is used in a way that forbids it.
@@ -337,7 +378,7 @@ def write_saved_model(
     """
     saved_model = message_class("SavedModel")(saved_model_schema_version=_SCHEMA_VERSION)
     meta_graph = saved_model.meta_graphs.add()
-    meta_graph.CopyFrom(restorable_graph(graph, mapping))
+    meta_graph.CopyFrom(restorable_graph(graph, mapping, mapped))
     if graph.init_op:
         meta_graph.collection_def[_MAIN_OP_COLLECTION].node_list.value.append(graph.init_op)
     placed: dict[Path, str] = {}
@@ -355,7 +396,9 @@ def write_saved_model(
         raise os_error(exc, target) from exc
 
 
-def restorable_graph(graph: InferenceGraph, mapping: VariableMapping) -> Proto:
+def restorable_graph(
+    graph: InferenceGraph, mapping: VariableMapping, mapped: MappedTables = NOTHING_MAPPED
+) -> Proto:
     """The MetaGraphDef of a graph with the nodes that restore its variables as they are stored.
 
     Raises:
@@ -366,7 +409,7 @@ def restorable_graph(graph: InferenceGraph, mapping: VariableMapping) -> Proto:
     _make_readable(meta_graph.meta_info_def)
     served = served_variables(mapping.sources)
     cast_variables(meta_graph.graph_def, {entry.variable.node: entry.dtype for entry in served})
-    add_restore(meta_graph, served, mapping.tables, graph.state)
+    add_restore(meta_graph, served, mapping.tables, graph.state, mapped)
     return meta_graph
 
 

@@ -3,21 +3,23 @@
 Each shard that holds a served tensor becomes one shard of the bundle: linked, copied or compacted. Their
 checksums come from the source's index. Tensors whose bytes change (casts, and rows that move between layouts
 of partitions) are written by the tasks of a `ShardJob`; so is everything in an object store. A large table is
-divided into ranges of rows, which become slices that RestoreV2 joins.
+divided into ranges of rows, which become slices that RestoreV2 joins. A table that servers are to map has a
+shard of its own for each of its variables: what one file cannot be is a range of another.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from exporter.bundle import link
@@ -25,20 +27,21 @@ from exporter.bundle.link import ByteRange, NewFile, link_shard
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_bundle import MAX_SHARDS, encode_index, index_path, shard_path
 from exporter.errors import LinkRefused, MappingError, UsageError
-from exporter.files import writing
 from exporter.jobs.runner import LOCAL, Job, Runner
 from exporter.jobs.shard_job import Place, Placed, ShardJob, Sources, Stored, stored_runs, tensors_of
 from exporter.jobs.task import Range, piece_bytes
-from exporter.jobs.write_shard import MovedRows, WriteShard
-from exporter.layout import VARIABLES_DIRECTORY, VARIABLES_NAME
+from exporter.jobs.write_shard import MovedRows, QuantisedRows, RowErrors, WriteShard
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.options import DataMode
-from exporter.progress import NoProgress, Progress, human_bytes
 from exporter.storage import mirror
+from exporter.storage.files import writing
+from exporter.storage.layout import VARIABLES_DIRECTORY, VARIABLES_NAME
+from exporter.terminal.progress import NoProgress, Progress, human_bytes
 from exporter.wire.dtypes import JOINABLE, DType
 
 _COPIES = 4  # at a time: they wait for disks more than for processors
 _WHY = "cast, or rows in another layout"
+_OWN_FILE = "tables to be mapped have files of their own"
 _IN_STORE = "the model is in an object store"
 
 
@@ -61,6 +64,15 @@ class ShardReport(Struct, frozen=True):
     bytes_: int
 
 
+class Rounding(Struct, frozen=True):
+    """By how much the values of a table that was stored in 8 bits differ from the checkpoint's."""
+
+    largest: float
+    """The largest difference of a value."""
+    mean: float
+    """The mean difference of all values."""
+
+
 class VariablesReport(Struct, frozen=True):
     """What `variables/` holds now, and how each shard got there. `catalog` is the bundle's own."""
 
@@ -70,6 +82,8 @@ class VariablesReport(Struct, frozen=True):
     """How many tasks wrote some of them, and how many bytes these read."""
     job: Job | None = None
     """What wrote some of them, to be left (it is a context manager) once they are published."""
+    rounded: Mapping[str, Rounding] = field(default_factory=dict)
+    """The tables that were stored in 8 bits, by key."""
 
     def bytes_of(self, *how: ShardOrigin) -> int:
         """Bytes of the shards that were made in one of these ways."""
@@ -162,11 +176,24 @@ def _divided(mapping: VariableMapping, target: Path) -> tuple[list[TensorSource]
     verbatim: list[TensorSource] = []
     moved: list[TensorSource] = []
     for source in mapping.sources:
-        (moved if is_in_store or is_needed(source) else verbatim).append(source)
+        is_joined = source.is_mapped and not _is_stored_as_served(source)
+        (moved if is_in_store or is_joined or is_needed(source) else verbatim).append(source)
     return verbatim, moved
 
 
 _FAMILY = "TensorFlow V2, name-based"
+
+
+class _Origin(NamedTuple):
+    """What a shard of the bundle is made of: a source shard, or of a mapped table one run of its bytes."""
+
+    shard: int
+    run: Extent | None = None
+
+    @classmethod
+    def of(cls, source: TensorSource, extent: Extent) -> _Origin:
+        """The origin of a run of a source's bytes."""
+        return cls(extent.shard, extent if source.is_mapped else None)
 
 
 class _Placed(Struct, frozen=True):
@@ -195,11 +222,14 @@ class _Writer:
         self._runner = runner
         self._made = made
         self._progress = progress
-        self._kept = _extents_by_shard(self._verbatim)
+        self._kept = _extents_by_origin(self._verbatim)
+        mapped = (source for source in mapping.sources if source.is_mapped)
+        self._split = {extent.shard for source in mapped for extent in source.tensor.extents}
         self._moves = _job(mapping.catalog, moved, runner.task_bytes)
         self._num_shards = len(self._kept) + self._moves.tasks
         _require_few(self._num_shards, runner.task_bytes)
         self._new_file = NewFile.in_directory(prefix.parent)
+        self._rounded: dict[str, Rounding] = {}
 
     def run(self) -> VariablesReport:
         placed = {old: self._place(old, new) for new, old in enumerate(self._kept)}
@@ -222,23 +252,27 @@ class _Writer:
             step=self._catalog.step,
         )
         work = self._moves.tasks, self._moves.bytes_
-        return VariablesReport(catalog, tuple(reports), work, self._moves.job)
+        return VariablesReport(catalog, tuple(reports), work, self._moves.job, self._rounded)
 
-    def _place(self, old: int, new: int) -> _Placed:
+    def _place(self, origin: _Origin, new: int) -> _Placed:
+        old, run = origin
         source, size = self._catalog.shards[old], self._catalog.shard_sizes[old]
         target = shard_path(self._prefix, new, self._num_shards)
         why = f"--data {self._data.value}"
-        if self._data in (DataMode.AUTO, DataMode.LINK):
+        is_part = old in self._split and (run is None or run.size != size)
+        if is_part:  # a link would hold the tables' bytes a second time
+            why = _OWN_FILE
+        elif self._data in (DataMode.AUTO, DataMode.LINK):
             why = link_shard(source, target, size=size, new_file=self._new_file)
             if not why:
                 self._progress.advance(size)
                 return _Placed(ShardReport(target, source, ShardOrigin.LINKED, "", size), _renumber(new))
             if self._data is DataMode.LINK:
                 raise LinkRefused(f"{source} cannot be linked to {target.parent}", cause=why)
-        if self._data is DataMode.COPY:
+        if self._data is DataMode.COPY and not is_part:
             self._copy(source, target, [ByteRange(0, 0, size)], size)
             return _Placed(ShardReport(target, source, ShardOrigin.COPIED, why, size), _renumber(new))
-        ranges = link.coalesce((extent.offset, extent.size) for extent in self._kept[old])
+        ranges = link.coalesce((extent.offset, extent.size) for extent in self._kept[origin])
         self._copy(source, target, ranges, size)
         kept = sum(piece.size for piece in ranges)
         return _Placed(ShardReport(target, source, ShardOrigin.COMPACTED, why, kept), _relocate(new, ranges))
@@ -259,21 +293,22 @@ class _Writer:
             is_copied = is_verbatim and mirror.is_remote(target)
             how, why = (ShardOrigin.COMPACTED, _IN_STORE) if is_copied else (ShardOrigin.REWRITTEN, _WHY)
             reports.append(ShardReport(target, None, how, why, receipt.written))
+        self._rounded = _rounded(shards.placed)
         boxes = (box for placed in shards.placed for box in boxes_written(placed))
         return list(tensors_of(boxes)), reports
 
 
-def _extents_by_shard(sources: Iterable[TensorSource]) -> dict[int, list[Extent]]:
-    found: dict[int, list[Extent]] = {}
+def _extents_by_origin(sources: Iterable[TensorSource]) -> dict[_Origin, list[Extent]]:
+    found: dict[_Origin, list[Extent]] = {}
     for source in sources:
         for extent in source.tensor.extents:
-            found.setdefault(extent.shard, []).append(extent)
-    return dict(sorted(found.items()))
+            found.setdefault(_Origin.of(source, extent), []).append(extent)
+    return dict(sorted(found.items(), key=lambda item: (item[0].shard, item[1][0].offset)))
 
 
-def _moved(source: TensorSource, placed: dict[int, _Placed]) -> TensorRef:
+def _moved(source: TensorSource, placed: dict[_Origin, _Placed]) -> TensorRef:
     def move(extent: Extent | None) -> Extent | None:
-        return extent and placed[extent.shard].moved(extent)
+        return extent and placed[_Origin.of(source, extent)].moved(extent)
 
     tensor = source.tensor
     slices = tuple([SliceRef(part.spec, move(part.extent)) for part in tensor.slices])
@@ -310,7 +345,7 @@ class Move(WriteShard, frozen=True, kw_only=True):
 
     operation: ClassVar[str] = "move"
 
-    sections: tuple[MovedRows, ...]
+    sections: tuple[MovedRows | QuantisedRows, ...]
 
 
 class Moved(Struct, frozen=True):
@@ -324,12 +359,14 @@ def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: i
     """What is to be written of a source: in one piece, or a large table in several.
 
     Moved rows are written in the boxes that the graph restores; a cast alone keeps those that are stored.
+    Each box of a mapped table is one place, however large: a variable is mapped from one file.
 
     Raises:
         MappingError: values would have to move out of, or into, parts that are not ranges of whole rows.
     """
     tensor = source.tensor
-    outputs = _boxes_served(source) if _moves_rows(source) else _boxes_stored(tensor)
+    is_served_so = source.is_mapped or source.is_in_8_bits or _moves_rows(source)
+    outputs = _boxes_served(source) if is_served_so else _boxes_stored(tensor)
     stored = [(box, files.range_of(run), run) for box, run in stored_runs(catalog, tensor)]
     has_rows = tensor.is_complete and tensor.dtype.itemsize is not None
     if not has_rows or any(box.lengths[1:] != box.full_shape[1:] for box in outputs):
@@ -346,6 +383,10 @@ def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: i
         row_bytes = max(1, tensor.bytes_ // max(1, count))
         step = max(1, most // row_bytes // turn) * turn
     ranges = [whole for _, whole, _ in stored]
+    if source.is_mapped:
+        for rows in map(_rows_of, outputs):
+            yield replace(_rows(source, reads, ranges, writes, rows.start, rows.stop), alone=True)
+        return
     for start in range(0, max(1, count), step):
         yield _rows(source, reads, ranges, writes, start, min(start + step, count))
 
@@ -356,7 +397,22 @@ def boxes_written(written: Placed[Moved]) -> Iterator[tuple[str, DType, SliceRef
     assert isinstance(section, MovedRows)
     for box, count, extent in zip(moved.boxes, section.counts, written.extents, strict=True):
         if count or not math.prod(box.full_shape):
-            yield moved.source.key, moved.source.dtype, SliceRef(box, extent)
+            yield moved.source.key, moved.source.dtype, SliceRef(moved.source.stored(box), extent)
+
+
+def _rounded(written: Iterable[Placed[Moved]]) -> dict[str, Rounding]:
+    """How much each table in 8 bits differs, by what its tasks counted."""
+    errors: dict[str, RowErrors] = defaultdict(RowErrors)
+    sources = {}
+    for each in written:
+        if isinstance(each.place.section, QuantisedRows):
+            source = each.place.what.source
+            sources[source.key] = source
+            errors[source.key].join(RowErrors.of(each.counts))
+    return {
+        key: Rounding(errors[key].largest, errors[key].sum / max(1, source.tensor.elements))
+        for key, source in sources.items()
+    }
 
 
 def _as_stored(source: TensorSource, box: SliceSpec, whole: Range, run: Stored) -> Place[Moved]:
@@ -387,7 +443,8 @@ def _rows(
     for number, first, last in writes.shares(start, stop):
         boxes.append(_cut(writes.boxes[number], first, last))
         counts.append(last - first)
-    section = MovedRows(
+    kind = QuantisedRows if source.is_in_8_bits else MovedRows
+    section = kind(
         source.key,
         tensor.dtype,
         source.dtype,
@@ -473,4 +530,35 @@ def _boxes_stored(tensor: TensorRef) -> list[SliceSpec]:
 
 
 def _boxes_served(source: TensorSource) -> list[SliceSpec]:
-    return sorted((variable.box for variable in source.variables), key=lambda box: box.starts)
+    return sorted({variable.box for variable in source.variables}, key=lambda box: box.starts)
+
+
+def why_not_by_rows(source: TensorSource) -> str:
+    """Why the values of a source are not rows that can be written one by one, in words; "" if they are."""
+    if source.tensor.dtype.itemsize is None or not source.tensor.shape:
+        return "it is not an array of rows"
+    return "" if _has_whole_rows(source) else "its parts are not ranges of whole rows"
+
+
+def why_not_mapped(source: TensorSource) -> str:
+    """Why the variables of a source cannot each have a file of their own, in words; "" if they can."""
+    if why := why_not_by_rows(source):
+        return why
+    if source.scatter_parts or (source.gather_parts and len(_boxes_served(source)) > 1):
+        return "its rows take turns in its parts (mod)"
+    return ""
+
+
+def mapped_files(mapping: VariableMapping, written: Catalog) -> dict[str, str]:
+    """The file that is each mapped variable (by node), as it lies in `variables/`."""
+    found = {}
+    for source in mapping.sources:
+        if not source.is_mapped:
+            continue
+        runs = {box: run.extent for box, run in stored_runs(written, written.tensors[source.key])}
+        for variable in source.variables:
+            extent = runs[source.as_stored(variable).box]
+            size = written.shard_sizes[extent.shard]
+            assert (extent.offset, extent.size) == (0, size), f"{source.key} has no file of its own"
+            found[variable.node] = written.path_of(extent).name
+    return found

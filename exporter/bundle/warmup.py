@@ -29,13 +29,13 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from exporter.errors import UsageError, os_error
-from exporter.files import read_regular
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
 from exporter.graph.nodes import input_names
 from exporter.graph.signatures import canonical, tensors_of
 from exporter.graph.variable_uses import read_rows_only
-from exporter.layout import WARMUP_FILE
-from exporter.local_paths import quoted
+from exporter.storage.files import read_regular
+from exporter.storage.layout import WARMUP_FILE
+from exporter.storage.local_paths import quoted
 from exporter.wire import rest_json, tensor_proto
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class

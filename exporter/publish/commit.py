@@ -36,7 +36,13 @@ from exporter.errors import (
     VersionExists,
     os_error,
 )
-from exporter.files import (
+from exporter.publish.delta_log import DeltaLog, LogDelta, log_of
+from exporter.publish.manifest import FileEntry, Manifest, ManifestDraft, to_json
+from exporter.publish.permission import REFUSING, Permission
+from exporter.publish.retention import GRACE_SECONDS, KeptVersion, Retired, retire
+from exporter.publish.staging import Staging
+from exporter.publish.versions import VersionDir, greatest, last_position, taken, version_dirs
+from exporter.storage.files import (
     close_lock,
     lock_within,
     make_directories,
@@ -46,13 +52,7 @@ from exporter.files import (
     write_durably,
     writing,
 )
-from exporter.layout import HOLD_FILE, LOCK_FILE, MANIFEST_FILE
-from exporter.publish.delta_log import DeltaLog, LogDelta, log_of
-from exporter.publish.manifest import FileEntry, Manifest, ManifestDraft, to_json
-from exporter.publish.permission import REFUSING, Permission
-from exporter.publish.retention import GRACE_SECONDS, KeptVersion, Retired, retire
-from exporter.publish.staging import Staging
-from exporter.publish.versions import VersionDir, greatest, last_position, taken, version_dirs
+from exporter.storage.layout import HOLD_FILE, LOCK_FILE, MANIFEST_FILE
 from exporter.wire.crc32c import crc_of, mask
 
 _DATA_SHARD = re.compile(r".*\.data-[0-9]{5}-of-[0-9]{5}")
@@ -128,14 +128,15 @@ class VersionRule(Struct, frozen=True):
     choice: int | Literal["position", "time"] = "position"
 
     @classmethod
-    def parse(cls, text: str | None) -> VersionRule:
+    def parse(cls, asked: str | int | None) -> VersionRule:
         """The rule that `--version` names.
 
         Raises:
             UsageError: neither `time` nor an integer in [0, 2**62).
         """
-        if text is None:
+        if asked is None:
             return cls()
+        text = str(asked)
         if text == "time":
             return cls("time")
         if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= LARGEST_ASKED):

@@ -26,7 +26,6 @@ from exporter.delta.snapshot import Snapshot
 from exporter.delta.spans import Position, Reach, check_fits, nearest_base, plan_chain
 from exporter.errors import CheckpointError, CorruptFile, ManifestError, NotUpdatable, PositionUnknown
 from exporter.increments.trained import TrainerVersion
-from exporter.layout import DELTA_NAME, DELTAS_DIRECTORY, MANIFEST_FILE, VARIABLES_PREFIX
 from exporter.publish.hold import Hold
 from exporter.publish.manifest import BaseEntry, DeltaEntry, Manifest, tensor_entries
 from exporter.publish.versions import (
@@ -39,6 +38,8 @@ from exporter.publish.versions import (
     read_manifest,
     version_dirs,
 )
+from exporter.storage.layout import DELTA_NAME, DELTAS_DIRECTORY, MANIFEST_FILE, VARIABLES_PREFIX
+from exporter.storage.local_paths import quoted
 
 BROKEN_LOG_HINT = "publish a new base, which leaves this log behind: the same export with --updatable --again"
 
@@ -312,6 +313,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         raise PositionUnknown(
             f"nothing published stands at position {position}",
             cause=f"there are {', '.join(map(str, known[-20:]))}",
+            hint=f"list the positions: export-model history {quoted(self.model)}",
         )
 
 

@@ -12,14 +12,14 @@ from exporter.delta.delta_files import write_delta
 from exporter.delta.format import Change, DeltaHeader, Rows
 from exporter.delta.spans import Span
 from exporter.delta.tolerance import Rounded
-from exporter.files import writing
 from exporter.increments.trained import TrainerVersion
-from exporter.layout import DELTA_NAME
 from exporter.options import DeltaDtype
 from exporter.publish.commit import TAKING_THE_LOCK, PublishedDelta, Staging, UnderLock, publish_delta
 from exporter.publish.delta_log import DeltaLog
 from exporter.publish.finite import require_finite
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin, ManifestDraft, Origin, tensor_entries
+from exporter.storage.files import writing
+from exporter.storage.layout import DELTA_NAME
 from exporter.version import __version__
 
 

@@ -19,8 +19,8 @@ from exporter.delta.packing import RowValues
 from exporter.delta.row_spill import ROWS_AT_ONCE
 from exporter.delta.spans import Span
 from exporter.errors import NotFinite
-from exporter.integer_sets import among, distinct
 from exporter.publish.delta_log import DeltaLog, LogDelta
+from exporter.tables.integer_sets import among, distinct
 from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]

@@ -25,11 +25,13 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.errors import ManifestError, PublishError
-from exporter.files import make_directories, read_regular, sync, write_durably, writing
-from exporter.layout import HOLD_FILE
 from exporter.publish.staging import Staging
+from exporter.storage.files import make_directories, read_regular, sync, write_durably, writing
+from exporter.storage.layout import HOLD_FILE
 
-_LONGEST = 64
+LONGEST_HOLD = 64
+"""Bytes that are read of a hold: a position has 20 at the most."""
+
 _CANARY = re.compile(rb"0[0-9]{17,18}\n?")
 _LEFT_OVER = re.compile(r"\.hold\.[0-9a-f]{8}", re.ASCII)
 """Names that earlier releases left behind when they were killed."""
@@ -68,6 +70,13 @@ class Hold(Struct, frozen=True):
         """
         return self._position(self.content())
 
+    @property
+    def position(self) -> int | None:
+        """The position; None without a hold, or with one that cannot be read."""
+        with suppress(ManifestError):
+            return self.read()
+        return None
+
     def approved(self) -> int | None:
         """The position up to which a canary has approved the log; None if no canary's hold stands."""
         content = self.content()
@@ -88,7 +97,7 @@ class Hold(Struct, frozen=True):
     def content(self) -> bytes | None:
         """The file's bytes, none of them if it cannot be read; None without a hold."""
         try:
-            return read_regular(self.path, _LONGEST)
+            return read_regular(self.path, LONGEST_HOLD)
         except OSError:
             return b"" if self.is_set else None
 

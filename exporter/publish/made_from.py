@@ -7,10 +7,10 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.errors import NothingChanged
-from exporter.files import read_regular
-from exporter.layout import MANIFEST_FILE
 from exporter.publish.manifest import ManifestHead
 from exporter.publish.versions import MAX_MANIFEST_BYTES, read_head, version_dirs
+from exporter.storage.files import read_regular
+from exporter.storage.layout import MANIFEST_FILE
 
 
 class MadeVersion(Struct, frozen=True):

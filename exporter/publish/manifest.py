@@ -10,7 +10,7 @@ trust.
 
 A delta has `from_position` too; a base that takes deltas, and a delta, have `incremental`: what they are in
 their log, and of which of the trainer's states. A version that a rollback or resumption published again has
-`taken_back`.
+`taken_back`; one whose tables servers map has `mapped`.
 A version made from a checkpoint has `plan_digest`: what it was made by (`exporter.pipeline.full`).
 Every `crc32c` is TensorFlow's masked one, as in the bundle's index, in eight hex digits; a tensor has one for
 each of its slices; a data shard has none, because its tensors have theirs.
@@ -37,10 +37,10 @@ from exporter.delta.tolerance import Rounded
 from exporter.errors import ManifestError, SchemaChanged
 from exporter.graph.origin import GraphOrigin
 from exporter.increments.trained import TrainerVersion
-from exporter.layout import MANIFEST_FILE, flaw_of
 from exporter.mapping.mapping_spec import MappingSpec, MappingSpecDocument
 from exporter.newer_python import StrEnum
 from exporter.options import Updates, option_of
+from exporter.storage.layout import MANIFEST_FILE, flaw_of
 from exporter.wire.json_documents import (
     Count,
     Crc,
@@ -225,6 +225,31 @@ class RestoredValues(Struct, frozen=True, omit_defaults=True):
     reason: Annotated[str | None, doc("why, in words; absent: nobody said")] = None
 
 
+class MappedTable(Struct, frozen=True, rename={"bytes_": "bytes"}):
+    """A variable that servers map."""
+
+    name: Annotated[Text, doc("its name as served, with its slice if it is a part")]
+    file: Annotated[Text, doc("the shard in `variables/` that holds it alone")]
+    bytes_: Annotated[Count, doc("its length")]
+
+
+class RestoredTable(Struct, frozen=True, rename={"bytes_": "bytes"}):
+    """A large variable that servers read, although tables were to be mapped."""
+
+    name: Annotated[Text, doc("its name in the bundle")]
+    bytes_: Annotated[Count, doc("how many bytes it has")]
+    why: Annotated[str, doc("why it is not mapped, in words")]
+
+
+class MappedRecord(Struct, frozen=True):
+    """What servers map of a version that was made with mapped tables, and from where."""
+
+    id: Annotated[str, doc("what `variables/mapped.id` holds; empty: no table is mapped")]
+    directory: Annotated[Text, doc("the version as servers see it, by the graph; elsewhere it is restored")]
+    tables: Annotated[tuple[MappedTable, ...], doc("what is mapped")]
+    restored: Annotated[tuple[RestoredTable, ...], doc("large variables that are not")] = ()
+
+
 class ManifestDraft(Struct, frozen=True, kw_only=True):
     """What is known of a version or delta before it has a position and before its files are final.
 
@@ -241,6 +266,7 @@ class ManifestDraft(Struct, frozen=True, kw_only=True):
     taken_back: RestoredValues | None = None
     plan_digest: str | None = None
     tensorflow: str | None = None
+    mapped: MappedRecord | None = None
 
     def complete(self, *, position: int, created: datetime, files: tuple[FileEntry, ...]) -> Manifest:
         """The manifest to publish."""
@@ -303,6 +329,7 @@ class VersionDocument(_Document, frozen=True, kw_only=True, tag="base"):
     incremental: Annotated[BaseDocument | None, doc("how it takes deltas; absent: it takes none")] = None
     taken_back: Annotated[RestoredValues | None, doc("why it was published again")] = None
     tensorflow: Annotated[Text | None, doc("the TensorFlow that ran to make it; absent: none did")] = None
+    mapped: Annotated[MappedRecord | None, doc("the tables that servers map; absent: none were to be")] = None
 
 
 class DeltaDocument(_Document, frozen=True, kw_only=True, tag="delta"):
@@ -314,7 +341,7 @@ class DeltaDocument(_Document, frozen=True, kw_only=True, tag="delta"):
 
 Document: TypeAlias = VersionDocument | DeltaDocument
 _HEAD = ("from_position", "position", "step", "lineage", "schema_digest", "source", "created", "exporter")
-_IF_THERE = ("incremental", "taken_back", "plan_digest", "tensorflow")
+_IF_THERE = ("incremental", "taken_back", "plan_digest", "tensorflow", "mapped")
 
 
 class ManifestHead(Struct, frozen=True):

@@ -15,10 +15,10 @@ from msgspec import Struct
 
 from exporter.delta.spans import Span, SpanLike, plan_chain
 from exporter.errors import ChainEnds, ManifestError, ModelHeld, PositionError
-from exporter.local_paths import quoted
 from exporter.publish.delta_log import DeltaLog, LogDelta, log_path
 from exporter.publish.hold import Hold
 from exporter.publish.versions import VersionDir, newest_of, read_head, version_dirs
+from exporter.storage.local_paths import quoted
 
 
 class Permission(Struct, frozen=True):
@@ -71,9 +71,7 @@ def held_at(model: Path, versions: Sequence[VersionDir] | None = None) -> int | 
     None if there is no hold, or it cannot be read. The model's `versions` are listed unless they are given.
     """
     hold = hold_in_force(model, versions)
-    with suppress(ManifestError):
-        return None if hold is None else hold.read()
-    return None
+    return None if hold is None else hold.position
 
 
 def hold_in_force(model: Path, versions: Sequence[VersionDir] | None = None) -> Hold | None:

@@ -14,11 +14,11 @@ from msgspec import Struct
 from exporter.delta.format import log_name
 from exporter.delta.spans import expendable
 from exporter.errors import ManifestError, PositionMoved
-from exporter.files import close_lock, open_lock, try_lock
-from exporter.layout import DELTAS_DIRECTORY, MANIFEST_FILE, TRASH_PREFIX
 from exporter.publish.delta_log import DeltaLog, LogDelta, list_deltas
 from exporter.publish.manifest import BaseEntry
 from exporter.publish.versions import VersionDir, published_versions, read_head, read_manifest
+from exporter.storage.files import close_lock, open_lock, try_lock
+from exporter.storage.layout import DELTAS_DIRECTORY, MANIFEST_FILE, TRASH_PREFIX
 
 GRACE_SECONDS = 300.0
 """How long a superseded version stays: a server polls each second but loads for minutes, and one that began

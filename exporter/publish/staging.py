@@ -18,9 +18,17 @@ from pathlib import Path
 from types import TracebackType
 
 from exporter.errors import ExportError
-from exporter.files import close_lock, make_directories, open_lock, remove_tree, still_at, try_lock, writing
 from exporter.jobs.runner import abandoned_jobs, remove_abandoned_jobs
-from exporter.layout import JOBS_DIRECTORY, STAGING_PREFIX, TRASH_PREFIX
+from exporter.storage.files import (
+    close_lock,
+    make_directories,
+    open_lock,
+    remove_tree,
+    still_at,
+    try_lock,
+    writing,
+)
+from exporter.storage.layout import JOBS_DIRECTORY, STAGING_PREFIX, TRASH_PREFIX
 
 _LOCK = "lock"
 _YOUNG_SECONDS = 10.0
@@ -34,7 +42,7 @@ class Staging:
     false. Whatever was not published when the block ends is removed.
 
     Raises:
-        TargetNotWritable, DiskFull, PublishError: on entry, see `exporter.files.writing`.
+        TargetNotWritable, DiskFull, PublishError: on entry, see `exporter.storage.files.writing`.
     """
 
     def __init__(self, model: Path, *, sweeps: bool = True) -> None:

@@ -15,13 +15,13 @@ from msgspec.structs import replace
 
 from exporter.delta.spans import Position
 from exporter.errors import ManifestError, NotUpdatable
-from exporter.files import is_gone
-from exporter.layout import DELTAS_DIRECTORY
 from exporter.newer_python import StrEnum
 from exporter.publish.delta_log import DeltaLog, LogDelta, list_deltas, log_of
 from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin, Manifest
 from exporter.publish.permission import held_at
 from exporter.publish.versions import VersionDir, nothing_published, read_manifest, version_dirs
+from exporter.storage.files import is_gone
+from exporter.storage.layout import DELTAS_DIRECTORY
 
 
 class PublicationKind(StrEnum):

@@ -20,10 +20,16 @@ from msgspec import Struct
 
 from exporter.delta.format import POSITION_LIMIT, log_name, span_name
 from exporter.errors import ExportError, ManifestError, NotUpdatable, TargetNotWritable, UsageError
-from exporter.files import Unchanged, nearest, open_regular, still_at, try_lock
-from exporter.layout import DELTAS_DIRECTORY, MANIFEST_FILE, SAVED_MODEL_FILES, TAKEN_FILE
-from exporter.local_paths import quoted
 from exporter.publish.manifest import Manifest, ManifestHead, from_json, head_from_json
+from exporter.storage.files import Unchanged, nearest, open_regular, still_at, try_lock
+from exporter.storage.layout import (
+    CHECKPOINT_STATE_FILE,
+    DELTAS_DIRECTORY,
+    MANIFEST_FILE,
+    SAVED_MODEL_FILES,
+    TAKEN_FILE,
+)
+from exporter.storage.local_paths import quoted
 
 
 def nothing_published(model: Path) -> NotUpdatable:
@@ -31,6 +37,8 @@ def nothing_published(model: Path) -> NotUpdatable:
     what = f"nothing is published under {model}" if model.exists() else f"there is no model {model}"
     if found := likely_model(model):
         return NotUpdatable(what, hint=f"did you mean {quoted(found)}?")
+    if (model / CHECKPOINT_STATE_FILE).exists():
+        return NotUpdatable(what, hint=f"it holds checkpoints: export-model inspect {quoted(model)}")
     return NotUpdatable(what)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.errors import TableFull
-from exporter.integer_sets import among, distinct
 from exporter.tables.geometry import WINDOW, TableGeometry
+from exporter.tables.integer_sets import among, distinct
 from exporter.tables.spread import Crowded, spread, table_full
 
 Array = np.ndarray[Any, Any]

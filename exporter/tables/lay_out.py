@@ -34,13 +34,12 @@ from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding
 from exporter.checkpoint.source_shard import open_shard
 from exporter.checkpoint.tensor_values import compare_checksum
 from exporter.errors import CheckpointChanged, CorruptFile
-from exporter.files import writing
 from exporter.jobs.range_checksums import RangeChecksums
 from exporter.jobs.runner import LOCAL, Job, Runner
 from exporter.jobs.task import ZEROS, Input, Receipt, Task, batches
 from exporter.jobs.write_shard import NewShard, WrittenRun
-from exporter.progress import Progress
 from exporter.storage import mirror
+from exporter.storage.files import writing
 from exporter.storage.open_files import write_at
 from exporter.storage.output_directory import Directory, LocalDirectory, new_file, open_directory
 from exporter.tables.geometry import (
@@ -55,6 +54,7 @@ from exporter.tables.geometry import (
     row_box,
 )
 from exporter.tables.place_keys import KEY_BYTES, KeyRanges, KeyRun, Partition, Place, RangeRun, Section
+from exporter.terminal.progress import Progress
 from exporter.wire.crc32c import chunks_of, combine, extend, mask, zeros_crc
 
 Array = np.ndarray[Any, Any]

@@ -30,8 +30,8 @@ from exporter.checkpoint.admission import Admission
 from exporter.checkpoint.embedding_variables import check_buckets, read_offsets
 from exporter.checkpoint.source_shard import open_shard
 from exporter.errors import CheckpointChanged, CheckpointError, CorruptFile, TableFull
-from exporter.files import writing
 from exporter.jobs.task import Range, Receipt, Task
+from exporter.storage.files import writing
 from exporter.storage.open_files import read_at, write_at
 from exporter.storage.output_directory import Directory, new_file
 from exporter.storage.waiting import workers

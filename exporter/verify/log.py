@@ -25,9 +25,7 @@ from exporter.errors import (
     VerificationError,
     unreachable,
 )
-from exporter.files import is_gone
 from exporter.jobs.runner import LOCAL, Runner
-from exporter.layout import DELTA_NAME, VARIABLES_PREFIX
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogDelta, read_log
 from exporter.publish.hold import Hold
 from exporter.publish.manifest import Manifest
@@ -40,6 +38,8 @@ from exporter.publish.versions import (
     read_manifest,
 )
 from exporter.storage import mirror
+from exporter.storage.files import is_gone
+from exporter.storage.layout import DELTA_NAME, VARIABLES_PREFIX
 from exporter.verify.version_files import verify_bytes, verify_files
 
 

@@ -23,18 +23,18 @@ from numpy.typing import NDArray
 
 from exporter.checkpoint.source_shard import fetch_tensors
 from exporter.errors import VerificationError
-from exporter.golden import Answer, Gates, GoldenRequest, told
 from exporter.graph.nodes import all_before, endpoint
 from exporter.graph.outside import require_harmless, runnable_graph, running_outside
 from exporter.graph.signatures import SignatureEnds, tensor_names
 from exporter.graph.source_graph import SourceGraph
 from exporter.graph.tables import files_to_feed
-from exporter.layout import SAVED_MODEL_FILE, VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.mapping.build import TensorSource
 from exporter.mapping.build import VariableMapping as TensorMapping
 from exporter.storage import mirror
+from exporter.storage.layout import SAVED_MODEL_FILE, VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.tables.geometry import PARTS, TableGeometry
 from exporter.tables.lookup import set_sizes
+from exporter.verify.golden import Answer, Gates, GoldenRequest, told
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto

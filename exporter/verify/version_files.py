@@ -21,17 +21,17 @@ from exporter.catalog import Catalog, Extent
 from exporter.checkpoint.bundle_writer import shard_path
 from exporter.checkpoint.tensor_bundle import Index, check_values, read_catalog
 from exporter.errors import CheckpointError, VerificationError
-from exporter.files import open_regular
 from exporter.jobs.range_checksums import RangeChecksums
 from exporter.jobs.runner import LOCAL, Runner
 from exporter.jobs.shard_job import Stored, stored_runs
 from exporter.jobs.task import Input, Range, Receipt, Task
 from exporter.jobs.write_shard import renumbered
-from exporter.layout import MANIFEST_FILE, PAIR_NAME, SAVED_MODEL_FILE, VARIABLES_PREFIX
-from exporter.progress import NoProgress, Progress
 from exporter.publish.manifest import FileEntry, TensorEntry
 from exporter.publish.versions import read_manifest
+from exporter.storage.files import open_regular
+from exporter.storage.layout import MANIFEST_FILE, PAIR_NAME, SAVED_MODEL_FILE, VARIABLES_PREFIX
 from exporter.storage.output_directory import Directory
+from exporter.terminal.progress import NoProgress, Progress
 from exporter.wire.crc32c import combine, crc_of, extend, mask
 from exporter.wire.dtypes import DType
 

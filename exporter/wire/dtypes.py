@@ -56,7 +56,8 @@ class DType(IntEnum):
         """The numpy type of the stored bytes (little endian).
 
         Raises:
-            TypeError: strings, resources and variants have no fixed-size numpy type.
+            TypeError: strings, resources and variants have no fixed-size numpy type; or the installed
+                ml-dtypes is older than the type.
         """
         return _numpy(self)
 
@@ -92,6 +93,8 @@ def _numpy(dtype: DType) -> np.dtype[Any]:
     except TypeError:
         import ml_dtypes
 
+        if not hasattr(ml_dtypes, name):
+            raise TypeError(f"ml-dtypes {ml_dtypes.__version__} has no {name}") from None
         dtype_ = np.dtype(getattr(ml_dtypes, name))
     return dtype_
 

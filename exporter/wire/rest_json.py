@@ -322,7 +322,7 @@ def predict_inputs(
 
 
 def _long_rows(rows: LongList, signature: Proto, check_shapes: bool) -> dict[str, NDArray[Any]]:
-    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in signature.inputs}
+    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in sorted(signature.inputs)}
     first, is_named = 0, None
     for block in rows.blocks():
         for name, values in _rows(block, signature, first, is_named).items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from exporter.progress import count
+from exporter.terminal.progress import count
 from tests.benchmarks.harness import Benchmark, Lab, job
 from tests.benchmarks.rows import Quantity, Row, bounded, cost, seconds, share
 

@@ -19,10 +19,10 @@ from exporter.delta.delta_files import write_delta
 from exporter.delta.format import Change, ChangeKind, DeltaHeader, Rows, ServedVariable
 from exporter.increments.history import identify
 from exporter.increments.increment import Changed, Contents, Increment
-from exporter.layout import DELTA_NAME
 from exporter.options import Updates
 from exporter.pipeline.full import export as run_export
 from exporter.publish.delta_log import DeltaLog, read_log
+from exporter.storage.layout import DELTA_NAME
 from exporter.training.store import Store
 from exporter.wire.dtypes import DType
 from tests.benchmarks import data

@@ -15,12 +15,12 @@ import numpy as np
 from exporter.bundle.variables import ShardOrigin, write_variables
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.layout import VARIABLES_PREFIX
 from exporter.mapping.build import build_mapping
 from exporter.mapping.mapping_rules import MappingRules
 from exporter.options import DataMode, ExportRequest
 from exporter.pipeline.full import export as run_export
 from exporter.pipeline.full import plan
+from exporter.storage.layout import VARIABLES_PREFIX
 from exporter.verify.version_files import verify_bytes
 from exporter.wire.crc32c import chunks_of, extend
 from tests.benchmarks.job import Timer

@@ -27,10 +27,10 @@ from exporter.delta.format import ChangeKind
 from exporter.delta.row_hashes import BlockHasher, HashIndex
 from exporter.delta.row_reader import row_readers
 from exporter.delta.snapshot import Snapshot
-from exporter.layout import DELTA_NAME
 from exporter.options import ExportRequest
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import DeltaLog, read_log
+from exporter.storage.layout import DELTA_NAME
 from tests.benchmarks.followed import BASE, publish, published_deltas
 from tests.benchmarks.job import Timer
 from tests.benchmarks.jobs_full_export import requests, restore_and_save

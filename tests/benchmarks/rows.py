@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from exporter.progress import human_bytes
+from exporter.terminal.progress import human_bytes
 
 
 class Unit(Enum):

@@ -30,7 +30,7 @@ from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused, Pub
 from exporter.graph.inference_graph import GraphVariable
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.options import DataMode
-from exporter.progress import NoProgress
+from exporter.terminal.progress import NoProgress
 from tests.support.budget import times
 
 RNG = np.random.default_rng(7)

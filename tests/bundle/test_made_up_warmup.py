@@ -13,8 +13,8 @@ import tensorflow as tf
 from exporter import ExportRequest, export
 from exporter.bundle.warmup import MAX_RECORDS, made_up_requests
 from exporter.errors import UsageError
-from exporter.layout import WARMUP_FILE
 from exporter.options import Updates
+from exporter.storage.layout import WARMUP_FILE
 from exporter.wire import protos
 from tests.support.trained import inference_graph, train
 from tests.support.updatable import loaded, two_tables_and_dense, updatable_model

@@ -1,0 +1,244 @@
+"""Tables that a server maps instead of reading: which they are, and the nodes that do it at load.
+
+`AssignVariableOp(handle, ImmutableConst(memory_region_name=FILE))` makes the mapping of FILE the buffer of a
+variable: nothing is read or copied, and all versions and servers of a host share the pages. Both are stock
+kernels (tensorflow/core/kernels/immutable_constant_op.cc). A mapped table is a shard of the SavedModel's
+bundle that holds nothing else, from offset 0, so that it can be restored, too.
+
+- *The memory is read-only*: a scatter into it kills the process. So only variables are mapped that the graph
+  provably gathers from and does nothing else with (`variable_uses.readings`). A variable that is read whole
+  would be copied at once, so it is restored, too.
+- *The path is an attribute*, fixed when the model is exported: where servers see the version. It is used if
+  the file `variables/mapped.id` beside the tables holds the id that is baked into the graph. The nodes *try*
+  it: a dataset of that file, filtered by the id, mapped to the table, its errors ignored, and behind it the
+  table restored; the first element is taken. So a directory that was moved or copied is restored, and one in
+  which a file is missing, too short or may not be read.
+- *Constant folding* evaluates ImmutableConst and copies the table, in functions and datasets, too, with the
+  default options of a session (tensorflow/core/common_runtime/constant_folding.cc). It leaves nodes alone
+  that have the attribute `_scoped_allocator`; an empty list means nothing to the executor.
+- *A published file never changes.* One that is unlinked is served on; one that was truncated in place would
+  kill its readers (SIGBUS).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from exporter.bundle.variables import why_not_mapped
+from exporter.graph.inference_graph import GraphVariable, InferenceGraph
+from exporter.graph.nodes import Body, constant, free_name, new_node, shape_proto
+from exporter.graph.signatures import signature_nodes
+from exporter.graph.variable_uses import Use, read_rows_only, readings
+from exporter.mapping.build import TensorSource, VariableMapping
+from exporter.storage.layout import MAPPED_ID_FILE, VARIABLES_DIRECTORY
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto, message_class
+
+LEAST_BYTES = 1 << 20
+"""A smaller variable is read in less time than a file of its own is opened in."""
+
+_NAME = (DType.STRING, ())
+_GLOB = re.compile(rb"[*?\[\\]")
+
+
+class Unmapped(Struct, frozen=True):
+    """A large variable that is restored, and why."""
+
+    key: str
+    bytes_: int
+    why: str
+
+
+class MappedChoice(Struct, frozen=True):
+    """Which variables are mapped: the graph that reads them by rows, and the mapping that says so."""
+
+    graph: InferenceGraph
+    mapping: VariableMapping
+    unmapped: tuple[Unmapped, ...]
+
+
+def choose_mapped(graph: InferenceGraph, mapping: VariableMapping) -> MappedChoice:
+    """Choose the variables of at least `LEAST_BYTES` that the graph does nothing with but gather rows."""
+    meta_graph = deepcopy(graph.meta_graph)
+    read_rows_only(meta_graph.graph_def, signature_nodes(meta_graph))
+    read = readings(meta_graph.graph_def)
+    sources: list[TensorSource] = []
+    unmapped = []
+    for source in mapping.sources:
+        smallest = min((_bytes(source, variable) for variable in source.variables), default=0)
+        if smallest >= LEAST_BYTES:
+            takers = (each.taken_by for v in source.variables if Use.WHOLE in (each := read[v.node]).use)
+            why = next(takers, "") or why_not_mapped(source)
+            source = replace(source, is_mapped=not why)
+            if why:
+                unmapped.append(Unmapped(source.key, source.bytes_, why))
+        sources.append(source)
+    read_by_rows = replace(graph, meta_graph=meta_graph)
+    return MappedChoice(read_by_rows, replace(mapping, sources=tuple(sources)), tuple(unmapped))
+
+
+def _bytes(source: TensorSource, variable: GraphVariable) -> int:
+    shape = source.as_stored(variable).shape
+    return int(np.prod(shape, dtype=np.int64)) * (source.dtype.itemsize or 0)
+
+
+class MappedTables(Struct, frozen=True):
+    """Where the tables of a version lie: `directory` is the version as servers see it.
+
+    `files` are the names in `variables/` by the nodes of the variables.
+    """
+
+    directory: Path
+    id: str
+    files: Mapping[str, str]
+
+    @classmethod
+    def of(cls, directory: Path, files: Mapping[str, str]) -> MappedTables:
+        """With an id that no other version has."""
+        return cls(directory, secrets.token_hex(16), files)
+
+    def write_id(self, version: Path) -> None:
+        """Write the file that says that the tables beside it are those that the graph means."""
+        (version / MAPPED_ID_FILE).write_text(self.id)
+
+    def path(self, node: str) -> bytes:
+        """The file of a variable, as servers see it."""
+        return os.fsencode(self.directory / VARIABLES_DIRECTORY / self.files[node])
+
+
+NOTHING_MAPPED = MappedTables(Path(), "", {})
+
+
+class TriedTable(Struct, frozen=True):
+    """A variable whose file is tried, and what RestoreV2 reads if that fails."""
+
+    variable: GraphVariable
+    dtype: DType
+    key: str
+    slice_spec: str
+
+
+def add_tries(
+    graph_def: Proto, scope: str, prefix: str, tried: Iterable[TriedTable], tables: MappedTables
+) -> dict[str, str]:
+    """Add nodes that give each variable's values, mapped or restored; the tensors by the variables' nodes.
+
+    `prefix` is the tensor that holds the bundle's prefix while a model loads.
+    """
+    tried = [*tried]
+    if not tried:
+        return {}
+    body, library = Body(graph_def.node), graph_def.library.function
+    # TensorFlow has one function of a name in a process: the id keeps those of two models apart.
+    names, wish = {function.signature.name for function in library}, f"{scope}_mapped_{tables.id[:16]}"
+    library.append(_same_id(free_name(names, f"{wish}_is_there"), tables))
+    place = f"{scope}/mapped"
+    pattern = _GLOB.sub(rb"\\\g<0>", os.fsencode(tables.directory / MAPPED_ID_FILE))
+    matching = body.put(
+        new_node(f"{place}/found", "MatchingFiles", [body.put(_text(f"{place}/id", pattern)).name])
+    )
+    found = _dataset(body, f"{place}/files", "TensorSliceDataset", _NAME, matching.name, is_first=True)
+    same = _dataset(body, f"{place}/same", "FilterDataset", _NAME, found, does=library[-1])
+    here = _dataset(body, f"{place}/prefix", "TensorDataset", _NAME, prefix, is_first=True)
+    values = {}
+    for number, table in enumerate(tried):
+        place, kind = f"{scope}/mapped_{number}", (table.dtype, table.variable.shape)
+        library.append(_mapping(free_name(names, f"{wish}_{number}"), table, tables))
+        maps = _dataset(body, f"{place}/map", "MapDataset", kind, same, does=library[-1])
+        # No id file, or another id: no element. What is left are files that cannot be read or are too short.
+        tries = _dataset(body, f"{place}/try", "IgnoreErrorsDataset", kind, maps)
+        body.by_name[tries].attr["log_warning"].b = True
+        library.append(_restoring(free_name(names, f"{wish}_{number}_restored"), table))
+        restores = _dataset(body, f"{place}/restore", "MapDataset", kind, here, does=library[-1])
+        # Else the end of a shard that was cut short is taken for the end of the dataset.
+        body.by_name[restores].attr["preserve_cardinality"].b = True
+        either = _dataset(body, f"{place}/either", "ConcatenateDataset", kind, tries, restores)
+        one = body.put(constant(f"{place}/one", np.array(1, np.int64), DType.INT64))
+        first = _dataset(body, f"{place}/first", "TakeDataset", kind, either, one.name)
+        values[table.variable.node] = _dataset(body, f"{place}/values", "DatasetToSingleElement", kind, first)
+    return values
+
+
+def _dataset(
+    body: Body,
+    name: str,
+    op: str,
+    kind: tuple[DType, tuple[int, ...]],
+    *inputs: str,
+    does: Proto | None = None,
+    is_first: bool = False,
+) -> str:
+    """Add a node of a dataset, or over one, with elements of one dtype and shape; its name.
+
+    `does` is the function of a map or filter; `is_first` says that its input is no dataset.
+    """
+    node = body.put(new_node(name, op, inputs))
+    dtype, shape = kind
+    node.attr["Toutput_types" if is_first else "output_types"].list.type.append(int(dtype))
+    node.attr["output_shapes"].list.shape.append(shape_proto(shape))
+    if does is not None:
+        node.attr["predicate" if op == "FilterDataset" else "f"].func.name = does.signature.name
+        node.attr["Targuments"].list.SetInParent()
+    return str(node.name)
+
+
+def _same_id(name: str, tables: MappedTables) -> Proto:
+    """True if the file of this name holds the id of the tables."""
+    function = _function(name, DType.BOOL)
+    body = Body.of(function)
+    there = body.put(new_node("there", "ReadFile", ["given"]))
+    expected = body.put(_text("expected", tables.id.encode()))
+    inputs = [body.single(there, "contents"), body.single(expected, "output")]
+    same = body.put(new_node("same", "Equal", inputs, T=DType.STRING))
+    function.ret["result"] = body.single(same, "z")
+    return function
+
+
+def _mapping(name: str, table: TriedTable, tables: MappedTables) -> Proto:
+    """The table as its file is mapped."""
+    function = _function(name, table.dtype)
+    body = Body.of(function)
+    path = tables.path(table.variable.node)
+    shape = table.variable.shape
+    values = new_node("values", "ImmutableConst", dtype=table.dtype, shape=shape, memory_region_name=path)
+    values.attr["_scoped_allocator"].list.SetInParent()  # keeps constant folding from copying it
+    function.ret["result"] = body.single(body.put(values), "tensor")
+    return function
+
+
+def _restoring(name: str, table: TriedTable) -> Proto:
+    """The table as RestoreV2 reads it from the bundle of this prefix."""
+    function = _function(name, table.dtype)
+    body = Body.of(function)
+    names = body.put(_text("names", table.key.encode(), shape=(1,)))
+    slices = body.put(_text("slices", table.slice_spec.encode(), shape=(1,)))
+    inputs = ["given", body.single(names, "output"), body.single(slices, "output")]
+    values = body.put(new_node("RestoreV2", "RestoreV2", inputs, dtypes=(table.dtype,)))
+    function.ret["result"] = body.single(values, "tensors")
+    return function
+
+
+def _function(name: str, dtype: DType) -> Proto:
+    """A function of one text, without nodes."""
+    function = message_class("FunctionDef")()
+    function.signature.name = name
+    function.signature.is_stateful = True  # it reads files
+    function.signature.input_arg.add(name="given", type=int(DType.STRING))
+    function.signature.output_arg.add(name="result", type=int(dtype))
+    return function
+
+
+def _text(name: str, text: bytes, shape: tuple[int, ...] = ()) -> Proto:
+    """A constant of one text, of any bytes: a path need not be UTF-8."""
+    tensor = message_class("TensorProto")(dtype=int(DType.STRING), string_val=[text])
+    tensor.tensor_shape.CopyFrom(shape_proto(shape))
+    return new_node(name, "Const", dtype=DType.STRING, value=tensor)

