@@ -36,16 +36,16 @@ from exporter.graph.inference_graph import PartitionStrategy
 from exporter.graph.keys import trained_strategies
 from exporter.graph.metagraph import read_metagraph
 from exporter.increments.changed_tables import TrainedTable
-from exporter.integer_sets import among
 from exporter.jobs.runner import Runner
-from exporter.layout import VARIABLES_PREFIX
-from exporter.local_paths import local_name
 from exporter.mapping.mapping_rules import mod_lengths
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.versions import newest_version, published_versions
 from exporter.storage import mirror
+from exporter.storage.layout import VARIABLES_PREFIX
+from exporter.storage.local_paths import local_name
 from exporter.storage.url import Url
+from exporter.tables.integer_sets import among
 from exporter.wire.dtypes import DType
 
 _PART = re.compile(r"(.+)/part_([0-9]+)(/.+)?")

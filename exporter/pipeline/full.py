@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -20,8 +21,21 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from exporter.bundle.mapped_tables import (
+    NOTHING_MAPPED,
+    MappedTables,
+    Unmapped,
+    choose_mapped,
+)
 from exporter.bundle.saved_model_writer import keep_pair_alone, write_pair, write_saved_model
-from exporter.bundle.variables import VariablesReport, as_rewritten, size_of_work, write_variables
+from exporter.bundle.tables_in_8_bits import choose_for_8_bits
+from exporter.bundle.variables import (
+    VariablesReport,
+    as_rewritten,
+    mapped_files,
+    size_of_work,
+    write_variables,
+)
 from exporter.bundle.warmup import WarmupRequest, read_requests, write_warmup
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
@@ -37,8 +51,6 @@ from exporter.errors import (
     NotUpdatable,
     UsageError,
 )
-from exporter.files import writing
-from exporter.golden import GoldenRequest, read_golden
 from exporter.graph.feeds import mode_switches
 from exporter.graph.graph_digest import graph_digest
 from exporter.graph.inference_graph import InferenceGraph
@@ -51,14 +63,12 @@ from exporter.increments.history import read_history
 from exporter.increments.increment import CheckpointId
 from exporter.increments.trained import TrainerVersion
 from exporter.jobs.runner import Runner
-from exporter.layout import ASSETS_DIRECTORY
-from exporter.local_paths import quoted
-from exporter.mapping.build import Extra, VariableMapping, check_casts, classify_extras
-from exporter.mapping.mapping_rules import MappingRules, parse_rules
+from exporter.mapping.build import Extra, VariableMapping, check_casts, check_rules, classify_extras
+from exporter.mapping.mapping_rules import CastRule, MappingRules, parse_rules
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.mapping.training_variables import check_batch_statistics, with_training
 from exporter.newer_python import sha256_of
-from exporter.options import DataMode, ExportFormat, ExportRequest, Verify, told_in_digest
+from exporter.options import DataMode, ExportFormat, ExportRequest, Verify, require_local, told_in_digest
 from exporter.pipeline.both_sides import advised, read_both
 from exporter.pipeline.newest_base import (
     BaseState,
@@ -72,9 +82,9 @@ from exporter.pipeline.same_graph import SourceFiles
 from exporter.pipeline.table_deltas import note_index_written
 from exporter.pipeline.table_layout import lay_out_tables, map_laid_out, write_tables
 from exporter.pipeline.trainer_graph import training_graph
-from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import (
     PublishedVersion,
+    ReservedPosition,
     Staging,
     VersionRule,
     publish_version,
@@ -83,14 +93,29 @@ from exporter.publish.commit import (
 from exporter.publish.delta_log import LogBase, log_path
 from exporter.publish.finite import require_base_finite
 from exporter.publish.made_from import PublishedAlready, newest_made_from
-from exporter.publish.manifest import BaseEntry, ManifestDraft, Origin, tensor_entries
+from exporter.publish.manifest import (
+    BaseEntry,
+    ManifestDraft,
+    MappedRecord,
+    MappedTable,
+    Origin,
+    RestoredTable,
+    tensor_entries,
+)
 from exporter.publish.permission import Permission
-from exporter.publish.versions import newest_version, require_base_path
+from exporter.publish.versions import newest_version, read_manifest, require_base_path
+from exporter.storage import mirror
+from exporter.storage.files import writing
+from exporter.storage.layout import ASSETS_DIRECTORY
+from exporter.storage.local_paths import quoted
 from exporter.tables.lay_out import TableLayout
+from exporter.terminal.progress import ProgressFactory, no_progress
+from exporter.verify.golden import GoldenRequest, read_golden
 from exporter.verify.outputs import Difference, Probe, compare_outputs, require_golden
 from exporter.verify.table_index import verify_tables
 from exporter.verify.version_files import verify_bytes, verify_files
 from exporter.version import __version__
+from exporter.wire.dtypes import DType
 
 
 class Plan(Struct, frozen=True, dict=True):
@@ -111,6 +136,11 @@ class Plan(Struct, frozen=True, dict=True):
     origin: GraphOrigin | None = None
     layout: TableLayout | None = None
     golden: tuple[GoldenRequest, ...] = ()
+    unmapped: tuple[Unmapped, ...] = ()
+
+    def __repr__(self) -> str:
+        size = f"{len(self.mapping.sources)} variables"
+        return f"Plan({str(self.catalog.prefix)!r} to {str(self.request.out)!r}, {size})"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -150,6 +180,16 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
         PublishedAlready: the checkpoint is published by this plan, and `again` is not asked for.
         UsageError, CheckpointError, GraphError, MappingError: see errors.py.
     """
+    planned, is_known = _planned(request, load)
+    if is_known:
+        require_new(request, planned.checkpoint, planned.digest)
+        check_permission(request)
+    return planned
+
+
+def _planned(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
+    """The plan, and whether a version was made from the same checkpoint, perhaps by the same plan."""
+    require_local(request)
     version = VersionRule.parse(request.version)
     require_base_path(request.out)
     _require_consistent(request)
@@ -166,9 +206,16 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
     with advised(request, found.catalog):
         mapping = map_laid_out(graph, found.catalog, layout, found.rules)
     check_casts(mapping, found.rules.casts)
+    check_rules(request, graph, found.catalog, mapping)
     if not request.allow_batch_statistics:
         switches = mode_switches(graph.meta_graph.graph_def, found.source.feeds)
         check_batch_statistics(graph, found.catalog, mapping.sources, switches)
+    in_8_bits = choose_for_8_bits(graph, mapping)
+    graph, mapping = in_8_bits.graph, in_8_bits.mapping
+    unmapped: tuple[Unmapped, ...] = ()
+    if request.map_tables:
+        chosen = choose_mapped(graph, mapping)
+        graph, mapping, unmapped = chosen.graph, chosen.mapping, chosen.unmapped
     training = training_graph(request, found.catalog)
     if training is not None:
         mapping = with_training(mapping, training)
@@ -188,11 +235,9 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
         origin=found.origin,
         layout=layout,
         golden=read_golden(request.golden) if request.golden else (),
+        unmapped=unmapped,
     )
-    if is_known:
-        require_new(request, checkpoint, planned.digest)
-        check_permission(request)
-    return planned
+    return planned, is_known
 
 
 def _require_consistent(request: ExportRequest) -> None:
@@ -209,6 +254,48 @@ def _require_consistent(request: ExportRequest) -> None:
         raise UsageError("--golden asks a SavedModel", hint="leave out --golden, or --format metagraph")
     if request.warmup and request.no_warmup:
         raise UsageError("--warmup and --no-warmup: requests, or none", hint="leave one out")
+    if request.updates and any(CastRule.parse(text).dtype is DType.INT8 for text in request.casts):
+        raise UsageError(
+            "--cast int8: versions that take deltas are not stored in 8 bits",
+            hint="cast to bfloat16; --delta-dtype int8 sends rows of deltas in 8 bits",
+        )
+    if request.map_tables:
+        _require_mappable(request)
+
+
+def _require_mappable(request: ExportRequest) -> None:
+    """Refuse what does not go together with mapped tables: a path is baked into the graph."""
+    if request.updates:
+        raise UsageError(
+            "--map-tables: versions that take deltas are not mapped",
+            cause="a delta writes rows, and mapped memory cannot be written",
+            hint="leave out --map-tables, or publish full versions: without --incr and --updatable",
+        )
+    if request.format is not ExportFormat.SAVED_MODEL:
+        raise UsageError(
+            f"--map-tables --format {request.format.value}: only a SavedModel's tables are mapped"
+        )
+    if request.data is DataMode.LINK:
+        raise UsageError(
+            "--map-tables gives each table a file of its own, --data link copies nothing",
+            hint="leave --data out: what can be linked is",
+        )
+    if request.version == "time":
+        raise UsageError(
+            "--map-tables --version time: the version is part of a path that the graph holds",
+            hint="leave --version out, or name a number",
+        )
+    place = request.served_at
+    if place is None and mirror.is_remote(request.out):
+        raise UsageError(
+            f"--map-tables: servers do not map files of {request.out}",
+            hint="name the directory that they see after a pull: --served-at /models/NAME",
+        )
+    if place is not None and (not place.startswith("/") or "\0" in place):
+        raise UsageError(
+            f"--served-at {place!r}: expected an absolute path",
+            hint=f"name the model's directory as servers see it: --served-at /models/{request.out.name}",
+        )
 
 
 def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
@@ -348,13 +435,22 @@ _ATTEMPTS = 3
 
 
 class Exported(Struct, frozen=True):
-    """What an export did; `differences` is empty unless outputs were compared."""
+    """What an export did; `differences` is empty unless outputs were compared.
+
+    `is_new` is False if the checkpoint was published already, by the same plan: nothing was written, and
+    `published` is that version.
+    """
 
     plan: Plan
     published: PublishedVersion
     variables: VariablesReport
     differences: tuple[Difference, ...]
     seconds: float
+    is_new: bool = True
+
+    def __repr__(self) -> str:
+        path, step = str(self.published.path), self.published.manifest.step
+        return f"Exported({path!r}, step={step}, is_new={self.is_new})"
 
 
 def export(
@@ -377,6 +473,23 @@ def export(
             if attempt == _ATTEMPTS or candidates(request.ckpt_dir) == [request.ckpt_dir]:
                 raise
     raise AssertionError("the loop returns or raises")
+
+
+def export_unless_published(request: ExportRequest, progress: ProgressFactory = no_progress) -> Exported:
+    """As `export`; a checkpoint that is published already is no error: the result has that version.
+
+    Raises:
+        ExportError: any of errors.py.
+    """
+    started, load = time.monotonic(), run_builders_once()
+    try:
+        return export(request, progress, load)
+    except PublishedAlready as error:
+        made = error.made
+        planned, _ = _planned(request, load)
+        there = PublishedVersion(made.path, made.version, read_manifest(made.path))
+        variables = VariablesReport(planned.mapping.catalog, ())
+        return Exported(planned, there, variables, (), time.monotonic() - started, is_new=False)
 
 
 def execute(
@@ -402,7 +515,11 @@ def execute(
         state = _state(planned, not_backwards=not_backwards)
         base = _updatable(planned, staging, state) if request.updates else None
         graph, mapping = (base.graph, base.mapping) if base else (planned.graph, planned.mapping)
-        write_saved_model(graph, mapping, staging.path, planned.training)
+        place = base.place if base else _version_place(planned)
+        tables = _mapped_tables(planned, place, variables)
+        write_saved_model(graph, mapping, staging.path, planned.training, tables)
+        if tables.files:
+            tables.write_id(staging.path)
         if request.format is not ExportFormat.SAVED_MODEL:
             write_pair(graph, mapping, staging.path)
         if warmup := base.warmup if base else planned.warmup:
@@ -426,11 +543,12 @@ def execute(
             incremental=_with_origin(base.entry, planned, staging.path) if base else None,
             plan_digest=digest,
             tensorflow=_running_tensorflow(),
+            mapped=_mapped_record(planned, tables, variables),
         )
         published = publish_version(
             staging,
             draft,
-            base.place if base else planned.version,
+            place,
             keep=request.keep,
             permission=permission(request),
             permit=(lambda: None) if request.again else permit,
@@ -534,6 +652,45 @@ def _updatable(planned: Plan, staging: Staging, state: BaseState) -> UpdatableBa
         scratch,
         planned.warmup if planned.request.warmup or planned.request.no_warmup else None,
     )
+
+
+def _version_place(planned: Plan) -> VersionRule | ReservedPosition:
+    """What names a plain version; where its tables are mapped, the number is known before it is published."""
+    is_mapped = any(source.is_mapped for source in planned.mapping.sources)
+    if not is_mapped or planned.version.choice != "position":
+        return planned.version
+    return reserve_position(planned.request.out, planned.catalog.step)
+
+
+def _mapped_tables(
+    planned: Plan, place: VersionRule | ReservedPosition, variables: VariablesReport
+) -> MappedTables:
+    """The files that servers map of the version that will be published."""
+    files = mapped_files(planned.mapping, variables.catalog)
+    if not files:
+        return NOTHING_MAPPED
+    number = place.position if isinstance(place, ReservedPosition) else place.choice
+    return MappedTables.of(served_at(planned.request) / str(number), files)
+
+
+def served_at(request: ExportRequest) -> Path:
+    """Where servers see the model, as far as the request says."""
+    return Path(request.served_at) if request.served_at is not None else request.out.absolute()
+
+
+def _mapped_record(planned: Plan, tables: MappedTables, variables: VariablesReport) -> MappedRecord | None:
+    if not planned.request.map_tables:
+        return None
+    written = {shard.path.name: shard.bytes_ for shard in variables.shards}
+    mapped = [
+        MappedTable(source.as_stored(variable).served_name, file, written[file])
+        for source in planned.mapping.sources
+        for variable in source.variables
+        if (file := tables.files.get(variable.node)) is not None
+    ]
+    restored = [RestoredTable(each.key, each.bytes_, each.why) for each in planned.unmapped]
+    place = os.fsencode(tables.directory).decode(errors="backslashreplace")  # a path need not be UTF-8
+    return MappedRecord(tables.id, place if mapped else "", tuple(mapped), tuple(restored))
 
 
 def _running_tensorflow() -> str | None:

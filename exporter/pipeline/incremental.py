@@ -51,23 +51,23 @@ from exporter.errors import (
     PublishError,
     TableFull,
 )
-from exporter.files import writing
 from exporter.increments.trained import TrainerVersion
-from exporter.layout import CACHES_DIRECTORY, CHECKED_DIRECTORY, HASHES_DIRECTORY
 from exporter.mapping.mapping_rules import MappingRules, parse_rules, read_renames
-from exporter.options import ExportRequest, Updates, Verify
+from exporter.options import ExportRequest, Updates, Verify, require_local
 from exporter.pipeline.log_maintenance import tidy
 from exporter.pipeline.same_graph import SameGraph, check_same_graph
 from exporter.pipeline.table_deltas import has_room, ordinary, table_changes, without_index
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
 from exporter.pipeline.watch_loop import Arrivals
-from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
 from exporter.publish.delta_log import DeltaLog, log_of, read_log
 from exporter.publish.delta_publication import Publication, count_rows, publish_changes
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from exporter.publish.versions import VersionDir, newest_of, newest_version, version_dirs
 from exporter.storage import mirror
+from exporter.storage.files import writing
+from exporter.storage.layout import CACHES_DIRECTORY, CHECKED_DIRECTORY, HASHES_DIRECTORY
+from exporter.terminal.progress import ProgressFactory, no_progress
 
 if TYPE_CHECKING:
     from exporter.jobs.runner import Runner
@@ -178,6 +178,7 @@ def plan_incremental(
         SchemaChanged: the checkpoint, or the rules of the request, do not fit what is published.
         CheckpointError, ManifestError: see errors.py.
     """
+    require_local(request)
     log = read_log(request.out) if versions is None else log_of(request.out, versions)
     entry = log.base.entry
     entry.mapping_spec.check_rules(_rules(request))
@@ -254,6 +255,10 @@ class ExportedDelta(Struct, frozen=True):
     compared_bytes: int
     seconds: float
     warnings: tuple[ExportError, ...] = ()
+
+    def __repr__(self) -> str:
+        what = "nothing new" if self.published is None else repr(str(self.published.path))
+        return f"ExportedDelta({what}, position={self.at.position}, rows={self.rows})"
 
     @property
     def left_out(self) -> LeftOut | None:

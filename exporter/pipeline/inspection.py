@@ -13,13 +13,11 @@ from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.delta.spans import Position
 from exporter.errors import CheckpointError, ExportError, ManifestError, NotUpdatable
-from exporter.files import is_gone
 from exporter.graph.deeprec_conversion import looked_up
 from exporter.graph.feeds import hands_over_batches
 from exporter.graph.metagraph import input_placeholders, likely_outputs, read_metagraph
 from exporter.graph.nodes import Endpoint, GraphIndex
 from exporter.graph.saved_model import SERVE_TAG, is_saved_model, read_saved_model
-from exporter.layout import MANIFEST_FILE, SAVED_MODEL_FILES, VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.mapping.build import Extra, classify_extras
 from exporter.pipeline.table_views import (
     EmbeddingTable,
@@ -33,6 +31,8 @@ from exporter.publish.manifest import Manifest
 from exporter.publish.permission import held_at
 from exporter.publish.versions import read_manifest, version_dirs
 from exporter.storage import mirror
+from exporter.storage.files import is_gone
+from exporter.storage.layout import MANIFEST_FILE, SAVED_MODEL_FILES, VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -217,7 +217,7 @@ def _bundle(path: Path) -> BundleView:
     catalog = read_catalog(prefix) if index_path(prefix).exists() else None
     return BundleView(
         path,
-        {name: one for graph in graphs for name, one in signatures_of(graph).items()},
+        dict(sorted({name: one for graph in graphs for name, one in signatures_of(graph).items()}.items())),
         catalog,
         read_manifest(path) if (path / MANIFEST_FILE).exists() else None,
         () if catalog is None else tuple(tables_of_bundle(catalog, graphs)),

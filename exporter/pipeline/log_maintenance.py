@@ -27,13 +27,9 @@ from exporter.errors import (
     TargetBusy,
     UsageError,
 )
-from exporter.files import remove_tree, writing
-from exporter.layout import CANARY_LOCK_FILE, DELTA_NAME
-from exporter.local_paths import quoted
 from exporter.options import LOCALLY, Jobs
 from exporter.pipeline.restoration import DeltaRestorer, Restoration, Restorer, VersionRestorer, packing_of
 from exporter.pipeline.undisturbed import past_given_up, position_of_merger, runner_for, undisturbed
-from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import PublishedDelta, PublishedVersion, Staging, UnderLock, model_lock
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogDelta, log_of, read_log
 from exporter.publish.delta_publication import Publication, header_of, publish_written
@@ -43,6 +39,10 @@ from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.permission import binding, judged, require_on_way
 from exporter.publish.retention import RetiredDeltas, retire_deltas, retire_logs
 from exporter.publish.versions import newest_of, newest_version, nothing_published, version_dirs
+from exporter.storage.files import remove_tree, writing
+from exporter.storage.layout import CANARY_LOCK_FILE, DELTA_NAME
+from exporter.storage.local_paths import quoted
+from exporter.terminal.progress import ProgressFactory, no_progress
 
 
 def delta_path(log: DeltaLog, span: Span) -> Path:
@@ -137,6 +137,15 @@ def plan_merge(
 
 
 def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, ...]:
+    """The deltas from `start` to `end`, where something published has to stand."""
+    for position in (start, end):
+        if position is not None:
+            log.standing(position)
+    if start is not None and end is not None and start >= end:
+        raise UsageError(
+            f"--from {start} does not come before --to {end}",
+            hint=f"export-model merge {quoted(log.model)} --from {end} --to {start}",
+        )
     return log.chain(log.base.at.position if start is None else start, end)
 
 

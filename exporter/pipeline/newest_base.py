@@ -25,11 +25,9 @@ from exporter.delta.format import ChangeKind, Schema, ServedVariable
 from exporter.delta.row_reader import served_in
 from exporter.delta.snapshot import Array, Snapshot
 from exporter.errors import CheckpointError, ManifestError, NotServable, NotUpdatable, UsageError
-from exporter.files import writing
 from exporter.graph.cast_variables import cast_variables
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
 from exporter.increments.trained import TrainerVersion
-from exporter.layout import VARIABLES_DIRECTORY, VARIABLES_PREFIX
 from exporter.mapping.build import VariableMapping
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.options import Updates
@@ -38,6 +36,8 @@ from exporter.pipeline.trainer_state import TrainerState, read_trainer
 from exporter.publish.commit import ReservedPosition
 from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import BaseEntry
+from exporter.storage.files import writing
+from exporter.storage.layout import VARIABLES_DIRECTORY, VARIABLES_PREFIX
 from exporter.subgraph.make_updatable import CATCH_UP_REQUEST, IncrementalOptions, make_updatable, schema_of
 from exporter.verify.version_files import verify_bytes
 

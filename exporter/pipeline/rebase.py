@@ -28,12 +28,22 @@ from exporter.delta.row_reader import RowReader, SliceOrder
 from exporter.delta.snapshot import Snapshot
 from exporter.delta.spans import Position, Span
 from exporter.errors import CorruptFile, ManifestError
-from exporter.files import copy_file, writing
 from exporter.graph.saved_model import read_saved_model
 from exporter.jobs.runner import Runner
 from exporter.jobs.shard_job import Place, Placed, ShardJob, Sources, Stored, stored_runs, tensors_of
 from exporter.jobs.task import Range
-from exporter.layout import (
+from exporter.mapping.mapping_spec import MappingSpec
+from exporter.options import LOCALLY, Jobs
+from exporter.pipeline.newest_base import row_blocks
+from exporter.pipeline.restoration import approved_by_canary
+from exporter.pipeline.undisturbed import past_given_up, position_of_merger, runner_for, undisturbed
+from exporter.publish.commit import PublishedVersion, ReservedPosition, Staging, publish_version
+from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogBase, LogDelta
+from exporter.publish.finite import require_merger_finite
+from exporter.publish.manifest import ManifestDraft, tensor_entries
+from exporter.publish.permission import Permission
+from exporter.storage.files import copy_file, writing
+from exporter.storage.layout import (
     ASSETS_DIRECTORY,
     EXTRA_DIRECTORY,
     SAVED_MODEL_FILE,
@@ -41,18 +51,8 @@ from exporter.layout import (
     VARIABLES_DIRECTORY,
     VARIABLES_PREFIX,
 )
-from exporter.mapping.mapping_spec import MappingSpec
-from exporter.options import LOCALLY, Jobs
-from exporter.pipeline.newest_base import row_blocks
-from exporter.pipeline.restoration import approved_by_canary
-from exporter.pipeline.undisturbed import past_given_up, position_of_merger, runner_for, undisturbed
-from exporter.progress import Progress, ProgressFactory, no_progress
-from exporter.publish.commit import PublishedVersion, ReservedPosition, Staging, publish_version
-from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogBase, LogDelta
-from exporter.publish.finite import require_merger_finite
-from exporter.publish.manifest import ManifestDraft, tensor_entries
-from exporter.publish.permission import Permission
 from exporter.subgraph.make_updatable import UPDATE_SIGNATURE
+from exporter.terminal.progress import Progress, ProgressFactory, no_progress
 from exporter.verify.version_files import verify_bytes, verify_file, verify_files
 from exporter.version import __version__
 from exporter.wire import tensor_proto

@@ -52,8 +52,6 @@ from exporter.delta.format import DeltaHeader
 from exporter.delta.newest_rows import restoring
 from exporter.delta.spans import Position, Span
 from exporter.errors import ManifestError, ModelHeld, PositionUnknown, UsageError
-from exporter.layout import PAIR_NAME, VARIABLES_PREFIX
-from exporter.local_paths import quoted
 from exporter.options import DeltaDtype
 from exporter.publish.approval import did_fail
 from exporter.publish.commit import (
@@ -73,6 +71,8 @@ from exporter.publish.manifest import DeltaOrigin, Manifest, ManifestDraft, Rest
 from exporter.publish.permission import Permission
 from exporter.publish.versions import VersionDir, greatest, last_position, newest_of, read_manifest, taken
 from exporter.storage import mirror
+from exporter.storage.layout import PAIR_NAME, VARIABLES_PREFIX
+from exporter.storage.local_paths import quoted
 from exporter.verify.version_files import verify_bytes, verify_published
 from exporter.version import __version__
 
@@ -368,6 +368,7 @@ class VersionRestorer(Restorer):
             taken_back=told,
             plan_digest=manifest.plan_digest,
             tensorflow=manifest.tensorflow,
+            mapped=manifest.mapped,
         )
         return publish_version(staging, draft, permission=Permission(despite_hold=True), is_locked=True)
 
@@ -386,7 +387,7 @@ class VersionRestorer(Restorer):
             raise PositionUnknown(
                 f"there is no version {number}",
                 cause=f"there are {known}",
-                hint="name one of these; to leave the values as they are: "
+                hint="list them: export-model history MODEL; to leave the values as they are: "
                 "export-model resume MODEL --lift-only",
             )
         manifest = read_manifest(found.path)

@@ -21,14 +21,14 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog
 from exporter.checkpoint.families import is_archive
 from exporter.errors import CheckpointError, GraphError, PublishError, SchemaChanged, UsageError
-from exporter.files import make_directories
 from exporter.graph.graph_digest import FileDigests
 from exporter.graph.origin import GraphOrigin, changed_assets
 from exporter.graph.source_graph import GraphRequest
-from exporter.layout import ASSETS_DIRECTORY, CACHES_DIRECTORY, SOURCES_FILE
 from exporter.options import ExportRequest, Verify
 from exporter.pipeline.trainer_graph import model_beside
 from exporter.publish.delta_log import DeltaLog
+from exporter.storage.files import make_directories
+from exporter.storage.layout import ASSETS_DIRECTORY, CACHES_DIRECTORY, SOURCES_FILE
 
 
 class SourceFiles(Struct):
@@ -88,7 +88,7 @@ def check_same_graph(log: DeltaLog, request: ExportRequest, catalog: Catalog) ->
     if request.verify is Verify.OUTPUTS:
         raise UsageError(
             "--verify outputs compares a whole model, a delta has no answers of its own",
-            hint="give --verify files or bytes; compare values by export-model diff MODEL CHECKPOINT",
+            hint="give --verify files or bytes; compare values by export-model diff MODEL DIR",
         )
     base, origin = f"of base {log.base.at.position}", log.base.entry.origin
     is_beside = origin is not None and origin.is_beside

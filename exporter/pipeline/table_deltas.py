@@ -16,10 +16,10 @@ from exporter.delta.table_changes import KeyedChange, ServedTable, compared, ups
 from exporter.errors import CheckpointError, SchemaChanged
 from exporter.increments.changed_tables import TrainedTable, in_dtype
 from exporter.increments.told_tables import keyed_changes_of, keys_to_come, published_before
-from exporter.layout import CHECKED_DIRECTORY
 from exporter.mapping.mapping_spec import DynamicTable, MappingSpec
 from exporter.pipeline.trainer_state import TrainerState
 from exporter.publish.delta_log import DeltaLog, LogBase
+from exporter.storage.layout import CHECKED_DIRECTORY
 
 
 class TableChanges(Struct, frozen=True):

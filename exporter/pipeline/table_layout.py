@@ -15,7 +15,6 @@ from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.admission import Admission
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, meant
 from exporter.errors import CheckpointError, MissingTensors, ShapeMismatch, UsageError
-from exporter.files import writing
 from exporter.graph.inference_graph import GraphDynamicTable, GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.graph.tables import with_table_shapes
 from exporter.increments.told_tables import keys_to_come
@@ -23,9 +22,10 @@ from exporter.jobs.runner import Job, Runner
 from exporter.mapping.build import VariableMapping, build_mapping
 from exporter.mapping.mapping_rules import MappingRules
 from exporter.mapping.unmatched import Leftover, Unmatched, find_unmatched
-from exporter.progress import Progress
+from exporter.storage.files import writing
 from exporter.tables.geometry import TablePlan
 from exporter.tables.lay_out import TableLayout, lay_out
+from exporter.terminal.progress import Progress
 
 DEFAULT_HEAD_ROOM = 0.25
 

@@ -17,9 +17,9 @@ from exporter.graph.nodes import GraphIndex
 from exporter.graph.saved_model import SERVE_TAG, is_saved_model, load_training_graph, read_saved_model
 from exporter.graph.source_graph import GraphRequest, SourceGraph
 from exporter.graph.training_graph import TrainingGraph
-from exporter.layout import VARIABLES_DIRECTORY
 from exporter.mapping.mapping_rules import MappingRules
 from exporter.options import ExportFormat, ExportRequest
+from exporter.storage.layout import VARIABLES_DIRECTORY
 from exporter.wire.protos import Proto
 
 

@@ -18,17 +18,17 @@ from msgspec.structs import replace
 from exporter.checkpoint import candidates, open_checkpoint
 from exporter.checkpoint.identity import Identity, Looks, look
 from exporter.errors import CheckpointChanged, ExportError, TargetBusy, UsageError
-from exporter.files import make_directories, writing
 from exporter.graph.load import GraphSource, run_builders_once
 from exporter.graph.origin import check_named
-from exporter.layout import WATCH_LOCK_FILE
-from exporter.options import ExportRequest, require_exact
+from exporter.options import ExportRequest, require_exact, require_local
 from exporter.pipeline.full import Exported, export
 from exporter.pipeline.trainer_graph import require_graph
 from exporter.pipeline.watch_loop import EVERY_SECOND, Arrivals, Poll, Watching, follow
-from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.commit import model_lock
 from exporter.publish.made_from import PublishedAlready
+from exporter.storage.files import make_directories, writing
+from exporter.storage.layout import WATCH_LOCK_FILE
+from exporter.terminal.progress import ProgressFactory, no_progress
 
 T = TypeVar("T")
 
@@ -59,6 +59,7 @@ def watch(
         UsageError: the request names one version's number, or says how exact deltas are.
         ExportError: an error that only a person can mend; or, when the watch ends, that of its last look.
     """
+    require_local(request)
     require_exact(request)
     if request.version not in (None, "time"):
         raise UsageError(

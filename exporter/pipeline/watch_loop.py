@@ -35,8 +35,9 @@ from exporter.errors import (
     UsageError,
     VersionExists,
 )
-from exporter.layout import DEEPREC_INCREMENTS_DIRECTORY, INCREMENTS_DIRECTORY
-from exporter.options import FOLLOWING, Option
+from exporter.options import FOLLOWING, Option, given
+from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY, INCREMENTS_DIRECTORY
+from exporter.terminal.progress import count
 
 _MOVED_TO = 0x80  # IN_MOVED_TO of <sys/inotify.h>
 _QUIET_S = 0.003
@@ -139,7 +140,7 @@ def parse_duration(option: str, text: str) -> float:
 _stops = partial(Option, heading=FOLLOWING, goes_with="--watch")
 
 
-class StopWhen(Struct, frozen=True):
+class StopWhen(Struct, frozen=True, repr_omit_defaults=True):
     """When a watch ends; whatever comes first, never if nothing is said.
 
     After a time; after a number of publications; once a step is published, which is where training was told
@@ -175,6 +176,14 @@ class StopWhen(Struct, frozen=True):
         ),
     ] = math.inf
 
+    def __post_init__(self) -> None:
+        """Refuse what is no number.
+
+        Raises:
+            UsageError: a value is none.
+        """
+        given.take(self)
+
     def is_met(self, progress: WatchProgress) -> bool:
         """True if the watch ends here."""
         is_at_step = progress.step is not None and progress.step >= self.step
@@ -183,7 +192,7 @@ class StopWhen(Struct, frozen=True):
     def why(self, progress: WatchProgress) -> str:
         """What ended a watch, for people."""
         if progress.count >= self.count:
-            return f"{progress.count} publications, as --stop-count says"
+            return f"{count(progress.count, 'publication')}, as --stop-count says"
         if progress.step is not None and progress.step >= self.step:
             return f"step {progress.step} is published, as --stop-step says"
         if progress.idle_seconds >= self.idle_seconds:
@@ -195,7 +204,7 @@ class StopWhen(Struct, frozen=True):
         return min(self.after_seconds - progress.seconds, self.idle_seconds - progress.idle_seconds)
 
 
-class Watching(Struct, frozen=True):
+class Watching(Struct, frozen=True, repr_omit_defaults=True):
     """How to watch: look every `interval_seconds`, until `stop`."""
 
     interval_seconds: Annotated[
@@ -206,9 +215,18 @@ class Watching(Struct, frozen=True):
             name="--interval",
             metavar="SECONDS",
             least=0.05,
+            goes_with="--watch",
         ),
     ] = 1.0
     stop: StopWhen = StopWhen()
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number, and no `StopWhen`.
+
+        Raises:
+            UsageError: a value is none.
+        """
+        given.take(self)
 
     def pause_seconds(self, progress: WatchProgress, failures: int) -> float:
         """Until the next look; longer after each of several failures in a row, and never past the end."""

@@ -1,1 +1,1 @@
-"""Object stores: checkpoints under `s3://`, `gs://` and `az://` URLs, read through local mirrors."""
+"""Files, paths, names on disk; object stores (`s3://`, `gs://`, `az://`), read through local mirrors."""

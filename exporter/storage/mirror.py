@@ -1,9 +1,9 @@
 """Mirror a directory of an object store: a local directory of files that are empty until they are read.
 
 Every object becomes a sparse file of its size, name and time. Opening one fetches it first: all of it, or of
-a shard the ranges that are needed (`exporter.files.open_regular`). So the same code reads a checkpoint in a
-store and a local one, and of a terabyte only the index and what is exported crosses the network. A read is
-pinned to the object that was listed: an object that is replaced meanwhile is `CheckpointChanged`.
+a shard the ranges that are needed (`exporter.storage.files.open_regular`). So the same code reads a
+checkpoint in a store and a local one; of a terabyte only the index and what is exported crosses the network.
+A read is pinned to the object that was listed: an object that is replaced meanwhile is `CheckpointChanged`.
 
 A path below a mirror is a path like any other. Other rooms ask the functions at the end of this module what
 a path stands for (`is_remote`, `pinned`) and have its bytes fetched (`fetch`), copied (`copy_ranges`) or read
@@ -38,7 +38,13 @@ from typing import IO, TypeVar
 from msgspec.structs import replace
 
 from exporter.errors import CheckpointChanged, CheckpointError, os_error
-from exporter.layout import CHECKPOINT_STATE_FILE, CHECKPOINT_SUFFIX, LOCK_FILE, SAVED_MODEL_FILES, flaw_of
+from exporter.storage.layout import (
+    CHECKPOINT_STATE_FILE,
+    CHECKPOINT_SUFFIX,
+    LOCK_FILE,
+    SAVED_MODEL_FILES,
+    flaw_of,
+)
 from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.requests import GAP_BYTES, near
 from exporter.storage.url import Url

@@ -7,6 +7,7 @@ Each name is imported when first used.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -45,5 +46,11 @@ __all__ = sorted(_HOMES)
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'exporter.training' has no attribute {name!r}")
+        raise AttributeError(
+            f"module 'exporter.training' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
     return getattr(import_module(f"exporter.training.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -21,10 +21,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from exporter import roles
 from exporter.checkpoint.locate import WORKER_PREFIX
-from exporter.files import make_directories, remove_tree, writing
-from exporter.local_paths import local_path
+from exporter.options import given
+from exporter.storage.files import make_directories, remove_tree, writing
+from exporter.storage.local_paths import trained_path
+from exporter.training import roles
 
 Strategy = Any
 
@@ -34,8 +35,8 @@ def is_chief(strategy: Strategy | None = None) -> bool:
 
     The cluster resolver of a MultiWorkerMirroredStrategy names the chief. Any other strategy runs in one
     process that directs all others, as a ParameterServerStrategy's coordinator does. Without a strategy the
-    environment decides: `TF_CONFIG`, or the variables of other launchers (`exporter.roles`). An evaluator is
-    not a chief.
+    environment decides: `TF_CONFIG`, or the variables of other launchers (`exporter.training.roles`).
+    An evaluator is not a chief.
 
     Raises:
         RoleUnknown: the environment contradicts itself.
@@ -55,7 +56,7 @@ def checkpoint_dir(directory: Path | str, strategy: Strategy | None = None) -> I
         RoleUnknown: as `is_chief`.
         TargetNotWritable, DiskFull, PublishError: the directory cannot be made.
     """
-    shared = local_path("directory", directory)
+    shared = given.place("directory", directory, trained_path)
     role = _role(strategy)
     with writing(shared):
         make_directories(shared)

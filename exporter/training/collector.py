@@ -17,7 +17,7 @@ from exporter.delta.compare_rows import differing_rows
 from exporter.delta.format import ChangeKind, Rows, ServedVariable
 from exporter.increments.changed_tables import ChangedTable
 from exporter.increments.increment import Changed, Contents, StoredIncrement, rows_of
-from exporter.integer_sets import among, distinct
+from exporter.tables.integer_sets import among, distinct
 from exporter.training.access import CHUNK_BYTES, Access, KeyedAccess, PartAccess, Recording, RowGroup, access
 from exporter.training.change_tracking import TrackingMode, VariablePart, VariableTracking
 
@@ -184,6 +184,15 @@ class Collector:
         self._take_none()
         self._written.clear()
         self._digests.clear()
+
+    def remember(self, session: Session) -> None:
+        """Compare with the present values from now on: nothing has changed yet.
+
+        For a process that alone writes the variables; others may have written some of them already.
+        """
+        for entry in self.tracked:
+            if entry.mode is TrackingMode.COMPARED:
+                self._moved(self.source(session), entry)
 
     def collect(self, session: Session) -> None:
         """Take the touched rows of every group, and the given rows and removed keys of every table."""

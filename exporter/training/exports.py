@@ -29,14 +29,14 @@ from typing import IO, Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter import roles
 from exporter.checkpoint.locate import candidates
 from exporter.checkpoint.tensor_bundle import index_path
 from exporter.errors import CheckpointError, Exit, ExportFailed, UsageError
-from exporter.files import FileIdentity, identity_of
-from exporter.layout import CHECKPOINT_STATE_FILE
-from exporter.local_paths import checkpoint_path, local_path
-from exporter.options import ExportRequest, arguments, require_exact
+from exporter.options import ExportRequest, arguments, given, require_exact
+from exporter.storage.files import FileIdentity, identity_of
+from exporter.storage.layout import CHECKPOINT_STATE_FILE
+from exporter.storage.local_paths import checkpoint_path, trained_path
+from exporter.training import roles
 from exporter.training.chief import callback_base, is_multi_worker
 from exporter.training.chief import is_chief as is_chief_of
 
@@ -49,6 +49,8 @@ WAIT_SECONDS = 600.0
 """How long the end of a training waits for its last export."""
 
 _CKPT_DIR, _OUT, _WATCH = "--ckpt-dir", "--out", "--watch"
+
+_OPTIONS = "EXPORT_MODEL_"
 
 _ATTEMPTS = 3
 """How many checkpoints an export tries if the trainer prunes each of them before it is read."""
@@ -174,9 +176,10 @@ class ExportSchedule:
     def __init__(
         self, what: ToExport, every_checkpoints: int | None, wait_seconds: float, raise_on_failure: bool
     ) -> None:
-        if every_checkpoints is not None and every_checkpoints < 1:
-            raise UsageError(f"every_checkpoints is {every_checkpoints}", hint="1 exports every checkpoint")
-        if not wait_seconds > 0:
+        every = "every_checkpoints=1 exports every checkpoint"
+        if every_checkpoints is not None and given.whole("every_checkpoints", every_checkpoints, every) < 1:
+            raise UsageError(f"every_checkpoints is {every_checkpoints}", hint=every)
+        if not given.number("wait_seconds", wait_seconds, "wait_seconds=600") > 0:
             raise UsageError(f"wait_seconds is {wait_seconds}", hint="600 waits ten minutes at most")
         self.exports = Exports(what)
         self._every = every_checkpoints
@@ -376,11 +379,16 @@ class Exports:
 
 
 def export_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The trainer's environment for an export: without a role in a cluster, and without GPUs.
+    """The trainer's environment for an export: without a role in a cluster, without GPUs, and without options
+    of `export-model`: a request says all of them.
 
     The trainer holds the GPUs' memory. Python finds the modules that the trainer finds.
     """
-    kept = {name: value for name, value in environ.items() if name not in roles.VARIABLES}
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name not in roles.VARIABLES and not name.startswith(_OPTIONS)
+    }
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     return kept | {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1", "PYTHONPATH": path}
 
@@ -444,20 +452,20 @@ class ExportArguments(Struct, frozen=True):
         """
         if isinstance(what, ExportRequest):
             require_exact(what, 'pass arguments with "--incr": ["--ckpt-dir", "train", "--incr", ...]')
-            return cls(local_path(_CKPT_DIR, what.ckpt_dir), tuple(_options(what)))
-        given = [] if isinstance(what, str) else [os.fspath(argument) for argument in what]
-        if _WATCH in given:
+            return cls(trained_path(_CKPT_DIR, what.ckpt_dir), tuple(_options(what)))
+        typed = _typed(what)
+        if _WATCH in typed:
             raise UsageError(
                 f"{_WATCH} never ends, so the export would not end with the training",
                 hint="leave it out: the hook notices each checkpoint",
             )
-        for at, text in enumerate(given):
+        for at, text in enumerate(typed):
             name, equals, value = text.partition("=")
-            if name == _CKPT_DIR and (equals or at + 1 < len(given)):
+            if name == _CKPT_DIR and (equals or at + 1 < len(typed)):
                 after = at + (1 if equals else 2)
-                _check_out(given)
-                place = local_path(_CKPT_DIR, value or given[at + 1])
-                return cls(place, (*given[:at], *given[after:]))
+                _check_out(typed)
+                place = trained_path(_CKPT_DIR, value or typed[at + 1])
+                return cls(place, (*typed[:at], *typed[after:]))
         raise UsageError(
             f"expected an ExportRequest, or arguments with {_CKPT_DIR} DIR; found {what!r}",
             hint='["--ckpt-dir", "train", "--model", "my_model.py:serving", "--out", "models/ranker"]',
@@ -472,11 +480,17 @@ class ExportArguments(Struct, frozen=True):
         return (_CKPT_DIR, str(checkpoint), *own, *self.rest)
 
 
-def _check_out(given: Sequence[str]) -> None:
+def _typed(what: Any) -> list[str]:
+    """The arguments; none of what is no list of them."""
+    texts = what if isinstance(what, tuple | list) else ()
+    return [os.fspath(text) for text in texts if isinstance(text, str | os.PathLike)]
+
+
+def _check_out(typed: Sequence[str]) -> None:
     """Fail before the training if `--out` is missing or not a path, not at the first checkpoint."""
     places = [
         text.partition("=")[2] or following
-        for text, following in pairwise((*given, ""))
+        for text, following in pairwise((*typed, ""))
         if text.partition("=")[0] == _OUT
     ]
     if not places:
@@ -488,13 +502,19 @@ def _check_out(given: Sequence[str]) -> None:
 def _options(request: ExportRequest) -> Iterator[str]:
     if request.model is not None and not isinstance(request.model, str):
         raise UsageError(
-            "an export in a process of its own needs the builder's name, found a function",
+            f"an export in a process of its own needs the builder's name, found {_what(request.model)}",
             hint='model="my_model.py:serving", or "package.module:serving"',
         )
     yield f"{_OUT}={request.out}"
+    if request.again:
+        yield "--again"
     if request.updates is not None:
         yield "--updatable"
     yield from arguments(request)
+
+
+def _what(model: Any) -> str:
+    return "a function" if hasattr(model, "__qualname__") else f"an object, {type(model).__name__}"
 
 
 class NewCheckpoints:

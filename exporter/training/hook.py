@@ -18,9 +18,10 @@ from typing import Any
 from msgspec import Struct
 
 from exporter.errors import UsageError
-from exporter.local_paths import local_path
-from exporter.progress import human_bytes
+from exporter.options import given
+from exporter.storage.local_paths import trained_path
 from exporter.tables.trainable_table import is_trainable_table, trainable_tables
+from exporter.terminal.progress import human_bytes
 from exporter.training.access import Recording, TableAccess, counts_every_step, record, table_access
 from exporter.training.change_tracking import TrackingMode, VariableTracking, plan_tracking
 from exporter.training.collector import Collector
@@ -78,14 +79,14 @@ class IncrementHook:
         incremental_save_secs: float | None = None,
         event_time: EventTime | None = None,
     ) -> None:
-        given = (save_increment_secs, save_incremental_checkpoint_secs, incremental_save_secs)
-        self._secs, self._steps = schedule(*given, steps=save_increment_steps)
+        secs = (save_increment_secs, save_incremental_checkpoint_secs, incremental_save_secs)
+        self._secs, self._steps = schedule(*secs, steps=save_increment_steps)
         if not ckpt_dir:
             raise UsageError(
                 "increments need the directory of the full checkpoints",
                 hint="IncrementHook(ckpt_dir, save_increment_secs=60)",
             )
-        self._ckpt_dir = local_path("ckpt_dir", ckpt_dir)
+        self._ckpt_dir = given.place("ckpt_dir", ckpt_dir, trained_path)
         self._is_chief = is_chief
         self._restores = incremental_save_restore
         self._clock = EventClock(event_time)
@@ -227,13 +228,16 @@ def schedule(*secs: float | None, steps: int | None) -> tuple[float | None, int 
     Raises:
         UsageError: none or several of them are given, or the interval is not positive.
     """
-    given = [value for value in (*secs, steps) if value is not None]
-    if len(given) != 1 or not given[0] > 0:
+    found, hint = [value for value in (*secs, steps) if value is not None], _INTERVALS
+    if len(found) != 1 or not given.number("the interval of increments", found[0], hint) > 0:
         raise UsageError(
-            f"give one positive interval for increments, in seconds or in steps; found {given or 'none'}",
-            hint="save_increment_secs=60, or save_increment_steps=1000",
+            f"give one positive interval for increments, in seconds or in steps; found {found or 'none'}",
+            hint=hint,
         )
-    return (None, steps) if steps is not None else (given[0], None)
+    return (None, steps) if steps is not None else (found[0], None)
+
+
+_INTERVALS = "save_increment_secs=60, or save_increment_steps=1000"
 
 
 def _operation_name(fetch: Any) -> str:
@@ -290,9 +294,9 @@ def MonitoredTrainingSession(
     import tensorflow as tf
 
     every_hook = list(hooks or ())
-    given = (save_increment_secs, save_incremental_checkpoint_secs)
-    if any(value is not None for value in (*given, save_increment_steps)):
-        secs, steps = schedule(*given, steps=save_increment_steps)
+    intervals = (save_increment_secs, save_incremental_checkpoint_secs)
+    if any(value is not None for value in (*intervals, save_increment_steps)):
+        secs, steps = schedule(*intervals, steps=save_increment_steps)
         _check_full_checkpoints(checkpoint_dir, stock, every_hook)
         every_hook.append(
             IncrementHook(
@@ -319,9 +323,9 @@ def _check_full_checkpoints(checkpoint_dir: str | None, stock: dict[str, Any], h
 
     if not checkpoint_dir:
         raise UsageError("increments need a checkpoint_dir", hint="give MonitoredTrainingSession one")
-    given = [stock[name] for name in ("save_checkpoint_secs", "save_checkpoint_steps") if name in stock]
+    saves = [stock[name] for name in ("save_checkpoint_secs", "save_checkpoint_steps") if name in stock]
     savers = (*hooks, *(stock.get("chief_only_hooks") or ()))
-    is_off = bool(given) and not any(given)  # the stock session saves unless both are None or 0
+    is_off = bool(saves) and not any(saves)  # the stock session saves unless both are None or 0
     if is_off and not any(isinstance(hook, tf.compat.v1.train.CheckpointSaverHook) for hook in savers):
         raise UsageError(
             "increments need full checkpoints, which are turned off",

@@ -22,15 +22,16 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, read_array
 from exporter.errors import UsageError
 from exporter.increments.changed_tables import TableRows
-from exporter.local_paths import local_path
-from exporter.progress import human_bytes
+from exporter.options import given
+from exporter.storage.local_paths import trained_path
+from exporter.terminal.progress import human_bytes
 from exporter.training.change_tracking import TrackingMode, VariablePart, VariableTracking
 from exporter.training.chief import callback_base
 from exporter.training.collector import Collector
 from exporter.training.event_time import EventClock, EventTime
 from exporter.training.hook import schedule
 from exporter.training.publisher import Publisher
-from exporter.training.store import Store
+from exporter.training.store import FullCheckpoint, Store
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 
@@ -51,9 +52,13 @@ def IncrementCallback(
     """A Keras callback (Keras 3 or tf-keras).
 
     It saves full checkpoints by `manager` (`tf.train.CheckpointManager`) when `fit` begins and ends, and
-    every `save_checkpoint_steps` if given, and increments in between. With `incremental_save_restore`, `fit`
-    continues where the last increment ended. The step is the optimizer's `iterations`. `event_time` gives the
-    time of the newest event that was trained on (`exporter.training.event_time`).
+    every `save_checkpoint_steps` if given, and increments in between. The step is the optimizer's
+    `iterations`. `event_time` gives the time of the newest event that was trained on
+    (`exporter.training.event_time`).
+
+    With `incremental_save_restore`, `fit` itself restores the newest full checkpoint and the increments after
+    it, and continues where the last increment ended. Without it, `fit` continues with the values that the
+    model has: if the program has restored the newest full checkpoint, increments go on from that one.
 
     Raises:
         UsageError: the arguments contradict each other; later, from `fit`: the model is not built, or its
@@ -63,6 +68,9 @@ def IncrementCallback(
     import tensorflow as tf
 
     secs, steps = schedule(save_increment_secs, steps=save_increment_steps)
+    if not hasattr(manager, "directory") or not hasattr(manager, "checkpoint"):
+        hint = "IncrementCallback(tf.train.CheckpointManager(checkpoint, ckpt_dir, max_to_keep=3), ...)"
+        raise given.wrong("manager", manager, "a tf.train.CheckpointManager", hint)
     timer = tf.compat.v1.train.SecondOrStepTimer(every_secs=secs, every_steps=steps)
     clock = EventClock(event_time)
     increments = _Fit(manager, timer, save_checkpoint_steps, incremental_save_restore, clock)
@@ -93,29 +101,31 @@ class _Fit:
         self._save_checkpoint_steps = save_checkpoint_steps
         self._restores = restores
         self._clock = clock
-        self._store = Store(local_path("the CheckpointManager's directory", manager.directory))
+        self._store = Store(trained_path("the CheckpointManager's directory", manager.directory))
         self._last_full = 0
 
     def begin(self, model: Any) -> None:
-        """Restore if that is asked for; save a full checkpoint if nothing was restored."""
+        """Restore if that is asked for; save a full checkpoint unless the newest one holds these values."""
         _check(model)
         self._iterations = model.optimizer.iterations
-        full = self._store.newest_full() if self._restores else None
-        if full is not None:
+        full = self._store.newest_full()
+        if full is not None and self._restores:
             self._manager.checkpoint.restore(str(full.prefix)).assert_existing_objects_matched()
-        else:
+        elif full is None or not self._is_at(full):
             self._save_full()
         newest = self._store.newest_full()
         if newest is None:
             raise UsageError(f"{self._manager.directory} holds no full checkpoint with a step in its name")
+        collector = _collector(self._manager.checkpoint, newest.catalog())
         self._publisher = Publisher(
             self._store,
-            _collector(self._manager.checkpoint, newest.catalog()),
+            collector,
             self._timer,
             restores=self._restores,
             clock=self._clock,
         )
         self._publisher.begin_session(None, self._step)
+        collector.remember(None)
         self._last_full = newest.id.step
 
     def after_batch(self) -> None:
@@ -134,6 +144,23 @@ class _Fit:
         self._publisher.notice(self._step)
         self._publisher.finish(None, self._step)
 
+    def _is_at(self, full: FullCheckpoint) -> bool:
+        """True if all variables have a checkpoint's values, as after the program has restored it.
+
+        To save it again would give it another identity, and cut it from the increments that lead to it.
+        """
+        import tensorflow as tf
+
+        if full.id.step != self._step:
+            return False
+        catalog, checkpoint = full.catalog(), self._manager.checkpoint
+        objects = tf.train.TrackableView(checkpoint).descendants()
+        try:
+            variables = [*_by_key(checkpoint, catalog, objects)]
+        except ValueError:  # other objects than the checkpoint has
+            return False
+        return all(_is_equal(catalog, name, variable) for name, variable in variables)
+
     @property
     def _step(self) -> int:
         return int(self._iterations.numpy())
@@ -141,6 +168,16 @@ class _Fit:
     def _save_full(self) -> None:
         self._last_full = self._step
         self._manager.save(checkpoint_number=self._last_full)
+
+
+def _is_equal(catalog: Catalog, name: str, variable: Any) -> bool:
+    """True if a variable has a checkpoint's value, bit by bit."""
+    if name not in catalog.tensors:
+        return False
+    stored, value = read_array(catalog, catalog.tensors[name]), np.asarray(variable.numpy())
+    if (stored.shape, stored.dtype) != (value.shape, value.dtype):
+        return False
+    return stored.tobytes() == value.tobytes() if stored.dtype != object else bool((stored == value).all())
 
 
 def _check(model: Any) -> None:

@@ -30,7 +30,8 @@ from exporter.delta.format import Change, Rows
 from exporter.errors import MissingTensors, PublishError, ShapeMismatch, UsageError
 from exporter.increments.history import CheckpointMarker, History
 from exporter.increments.increment import Changed, CheckpointId, Increment, StoredIncrement
-from exporter.local_paths import local_path
+from exporter.options import given
+from exporter.storage.local_paths import trained_path
 from exporter.tables.trainable_table import trainable_tables
 from exporter.training.access import Access, KeyedAccess, access, check_tables, overlay_tables, table_access
 from exporter.training.change_tracking import VariableTracking, plan_tracking
@@ -339,7 +340,7 @@ def restore_increments(session: Session, ckpt_dir: Path | str) -> int | None:
     """
     import tensorflow as tf
 
-    store = Store(local_path("ckpt_dir", ckpt_dir))
+    store = Store(given.place("ckpt_dir", ckpt_dir, trained_path))
     newest = store.newest_full()
     chain = store.history().after(newest.id) if newest else ()
     if not chain:

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from exporter.errors import UsageError
+from exporter.options import given
 from exporter.training.chief import callback_base, is_multi_worker
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ def StopAfterCallback(seconds: float) -> Any:
 
 
 def _deadline(seconds: float) -> float:
-    if not seconds > 0:
+    if not given.number("seconds", seconds, "StopAfterHook(3600)") > 0:
         raise UsageError(f"training cannot stop after {seconds} s", hint="StopAfterHook(3600)")
     return time.monotonic() + seconds
 

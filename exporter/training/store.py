@@ -14,7 +14,10 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.locate import candidates
 from exporter.checkpoint.tensor_bundle import BundleWriter, index_path, read_catalog, step_in_name
 from exporter.errors import CheckpointError, UsageError
-from exporter.files import (
+from exporter.increments.history import CheckpointMarker, History, identify, read_history
+from exporter.increments.increment import CheckpointId, Contents, Increment, StoredIncrement, to_json
+from exporter.publish.staging import Staging
+from exporter.storage.files import (
     FileIdentity,
     identity_of,
     make_directories,
@@ -24,9 +27,7 @@ from exporter.files import (
     write_durably,
     writing,
 )
-from exporter.increments.history import CheckpointMarker, History, identify, read_history
-from exporter.increments.increment import CheckpointId, Contents, Increment, StoredIncrement, to_json
-from exporter.layout import (
+from exporter.storage.layout import (
     CHECKPOINT_STATE_FILE,
     DELTA_NAME,
     INCREMENTS_DIRECTORY,
@@ -35,7 +36,6 @@ from exporter.layout import (
     TRASH_PREFIX,
     UNFINISHED_MARKER_PREFIX,
 )
-from exporter.publish.staging import Staging
 
 IndexSignature: TypeAlias = tuple[str, FileIdentity]
 """A full checkpoint's name, and its index's inode and modification time in nanoseconds."""

@@ -24,14 +24,14 @@ from exporter.catalog import Catalog, SliceSpec
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.object_graph import TrackedVariable
 from exporter.checkpoint.tensor_values import read_array
-from exporter.errors import MissingTensors, UsageError
+from exporter.errors import MissingTensors, UsageError, lines_of
 from exporter.graph.archived_model import keras_places
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
 from exporter.graph.object_models import view_objects
-from exporter.local_paths import local_path
 from exporter.mapping.mapping_rules import MappingRules, RenameRule
 from exporter.mapping.partial import Fit, PartialMapping, fit_partly
-from exporter.printable import lines_of
+from exporter.options import given
+from exporter.storage.local_paths import checkpoint_path
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 
@@ -104,7 +104,7 @@ def load_checkpoint(
         CheckpointError: the checkpoint cannot be read. In each of these cases nothing was loaded, except if
             a tensor's bytes are damaged: that is found when it is loaded, after others.
     """
-    catalog = open_checkpoint(local_path("checkpoint", checkpoint))
+    catalog = open_checkpoint(given.place("checkpoint", checkpoint, checkpoint_path))
     rules = MappingRules(renames=tuple(map(RenameRule.parse, renames)), object_path=object_path)
     found = _eager_target(target) if session is None else _graph_target(target, session.graph)
     if not found.variables:

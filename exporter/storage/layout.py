@@ -1,6 +1,7 @@
 """Every name on disk, in one place: of SavedModels, of what is published, and of what trainers leave.
 
-<model>/<version>/saved_model.pb  variables/variables.*  assets/  assets.extra/  manifest.json
+<model>/<version>/saved_model.pb  variables/variables.*  variables/mapped.id  assets/  assets.extra/
+<model>/<version>/manifest.json
 <model>/deltas/<log>/<from>-<to>/delta.*  manifest.json
 <model>/deltas/<log>/hold                        a position that readers do not pass by themselves
 <model>/deltas/<log>/.state/                     caches of the exporter
@@ -29,6 +30,9 @@ SAVED_MODEL_PARTS_FILE = "saved_model.cpb"
 VARIABLES_DIRECTORY = "variables"
 VARIABLES_NAME = "variables"
 VARIABLES_PREFIX = Path(VARIABLES_DIRECTORY, VARIABLES_NAME)
+MAPPED_ID_FILE = Path(VARIABLES_DIRECTORY, "mapped.id")
+"""Beside tables that servers map: the id that the graph knows them by."""
+
 ASSETS_DIRECTORY = "assets"
 EXTRA_DIRECTORY = "assets.extra"
 WARMUP_FILE = Path(EXTRA_DIRECTORY, "tf_serving_warmup_requests")

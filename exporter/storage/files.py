@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from exporter.errors import ExportError, ManifestError, os_error
-from exporter.layout import flaw_of
 from exporter.storage import mirror
+from exporter.storage.layout import flaw_of
 
 T = TypeVar("T")
 

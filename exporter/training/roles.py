@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from exporter.errors import RoleUnknown
 from exporter.newer_python import StrEnum
+from exporter.options import given
 
 _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
 _HOSTS = ("JOB_NAME", "TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS", "MASTER_HOST")
@@ -108,11 +109,11 @@ class Task(Struct, frozen=True):
         return replace(role, type=NodeType.EVALUATOR, index=0, is_chief=False) if is_last else role
 
 
-def node_role(environ: Mapping[str, str] = os.environ, *, last_worker_evaluates: bool = False) -> Role:
+def node_role(environ: Mapping[str, str] | None = None, *, last_worker_evaluates: bool = False) -> Role:
     """The role of this node.
 
     Args:
-        environ: the environment variables to read it from.
+        environ: the environment variables to read it from; None: this process's.
         last_worker_evaluates: the cluster's last worker is no worker but the evaluator. A node alone has
             no cluster, and stays what it is.
 
@@ -120,6 +121,10 @@ def node_role(environ: Mapping[str, str] = os.environ, *, last_worker_evaluates:
         RoleUnknown: what the environment says is malformed or contradicts itself; or the last worker shall
             evaluate, and there is none to spare, or the launcher (AutoDist, Horovod, Open MPI) lists none.
     """
+    environ = os.environ if environ is None else environ
+    if not isinstance(environ, Mapping):
+        hint = "is_chief() reads this process's own"
+        raise given.wrong("environ", environ, "environment variables by name, as os.environ", hint)
     task = _task(environ)
     if task is not None:
         return task.last_worker_evaluates() if last_worker_evaluates else task.role()
@@ -143,7 +148,7 @@ def _without_list(environ: Mapping[str, str]) -> Role:
     return SINGLE
 
 
-def is_chief(environ: Mapping[str, str] = os.environ) -> bool:
+def is_chief(environ: Mapping[str, str] | None = None) -> bool:
     """True if this node is the one that saves and exports: the chief of its cluster, or a node alone.
 
     Raises:

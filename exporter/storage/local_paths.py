@@ -46,9 +46,11 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
     """The local path that an option, or an argument called `what`, names.
 
     Raises:
-        UsageError: a URL of another scheme than `file`, or a `file://` URL of another machine.
+        UsageError: nothing, a URL of another scheme than `file`, or a `file://` URL of another machine.
     """
     text = os.fspath(place)
+    if not text:  # a variable of the shell that is not set; pathlib takes it for the working directory
+        raise UsageError(f"{what} is empty: expected a path", hint="the working directory is .")
     found = (_URL if isinstance(place, str) else _URL_AS_PATH).match(text)
     if found is None:
         return Path(place)
@@ -62,8 +64,8 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
     if what == "--out" and Url.parse(text) is not None:
         raise UsageError(
             f"{what} {url}: only local paths are read and written here",
-            cause="the command line takes URLs of object stores; in Python such a model is opened first",
-            hint="with exporter.opened(URL) as model: model.carry(lambda: export(... out=model.path ...))",
+            cause="the commands and exporter.export take URLs of models, a plan is made for a local path",
+            hint="export(..., out=URL), or export_incremental(..., out=URL)",
         )
     hint = _copy(scheme, url, writes=what == "--out")
     if what == "MODEL":
@@ -141,6 +143,21 @@ def checkpoint_path(what: str, place: str | os.PathLike[str]) -> Path:
             f"{what} {without_secrets(text)}: only local paths, s3://, gs:// and az:// are read and written",
             hint=f"write {without_secrets(known)}"
             + (", and set AZURE_STORAGE_ACCOUNT_NAME" if known.startswith("az") else ""),
+        )
+    return local_path(what, place)
+
+
+def trained_path(what: str, place: str | os.PathLike[str]) -> Path:
+    """The local directory that a trainer writes into.
+
+    Raises:
+        UsageError: as `local_path`; of a URL of an object store, how it gets there.
+    """
+    if (url := Url.parse(os.fspath(place))) is not None:
+        raise UsageError(
+            f"{what} {url}: only local paths are written by a training",
+            cause="its files are renamed and locked, which stores cannot do",
+            hint="name a directory here; what is exported from it may go to a store: out=URL",
         )
     return local_path(what, place)
 

@@ -9,19 +9,36 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from msgspec import NODEFAULT, Struct, field
 from msgspec.structs import fields, force_setattr
 
 from exporter.errors import UsageError
-from exporter.local_paths import checkpoint_path, local_name, local_path
 from exporter.newer_python import StrEnum
+from exporter.options import given
+from exporter.storage.local_paths import checkpoint_path, local_name, local_path
 from exporter.storage.url import Url
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from exporter.options.given import StrPath
+    from exporter.options.keywords import ExportKeywords, JobsKeywords, UpdatesKeywords
 
 
 class Option(Struct, frozen=True):
@@ -32,6 +49,8 @@ class Option(Struct, frozen=True):
     """Where it stands in `--help`."""
     name: str = ""
     """`--name`; empty: the field's own name."""
+    letter: str = ""
+    """`-n`, a short name."""
     metavar: str | None = None
     least: float | None = None
     """The smallest number that is accepted."""
@@ -44,7 +63,9 @@ class Option(Struct, frozen=True):
     text: Callable[[Any], str] = str
     """What is typed for a value: the other way round."""
     goes_with: str = ""
-    """Options without one of which it has no effect, and is refused: `--incr and --updatable`."""
+    """Options without one of which it has no effect, and is refused: `--incr or --updatable`; or an option
+    with its value: `--verify outputs`.
+    """
     digest: Literal["", "always", "if given"] = ""
     """Whether it is part of a plan's digest: it decides what a version is, and shows neither in its graph nor
     in its tensors. `always` is for what was part of it in the first release; a new option is `if given`,
@@ -149,14 +170,41 @@ def require_company(given: Iterable[Struct]) -> None:
     Raises:
         UsageError: there is such an option.
     """
-    found = [(one, values) for values in given for one in declared(type(values))]
-    there = {one.name for one, values in found if one.is_given(values)}
+    found = [(one, one.value(values)) for values in given for one in declared(type(values))]
+    for alone in without_company(found):
+        needs = alone.option.goes_with
+        *others, last = (one.name for one, _ in found if one.option.goes_with == needs)
+        several = f"{', '.join(others)} and {last} go" if others else f"{last} goes"
+        raise UsageError(f"{several} with {needs}", hint=f"add {needs}, or leave out {alone.name}")
+
+
+def without_company(found: Sequence[tuple[DeclaredOption, Any]]) -> Iterator[DeclaredOption]:
+    """Options that are given without one that they go with, of all options and their values.
+
+    What goes with an option that is not among them is not judged.
+    """
+    known = {one.name for one, _ in found}
+    given = {one.name: one.option.text(value) for one, value in found if value != one.default}
+    there = {*given, *(f"{name} {text}" for name, text in given.items())}
     for one, _ in found:
-        needs = one.option.goes_with
-        if one.name in there and needs and not there.intersection(needs.split(" and ")):
-            *others, last = (one.name for one, _ in found if one.option.goes_with == needs)
-            several = f"{', '.join(others)} and {last} go" if others else f"{last} goes"
-            raise UsageError(f"{several} with {needs}")
+        company = one.option.goes_with.split(" or ") if one.option.goes_with else []
+        is_known = any(text.partition(" ")[0] in known for text in company)
+        if one.name in given and is_known and not there.intersection(company):
+            yield one
+
+
+def _take(values: Struct, own: Iterable[str] = ()) -> None:
+    """Make the values of a struct those of its fields' types, within their limits.
+
+    Raises:
+        UsageError: one does not fit.
+    """
+    given.take(values, tuple(own))
+    for one in declared(type(values)):
+        if one.option.least is not None and len(one.path) == 1:
+            value = one.value(values)
+            if value is not None and not value >= one.option.least:
+                raise given.wrong(one.path[0], value, f"{one.option.least:g} or more")
 
 
 class DataMode(StrEnum):
@@ -226,8 +274,18 @@ CHECKS = "Checks"
 DELTAS = "Deltas"
 FOLLOWING = "Following training"
 WORK = "Work on many bytes"
-HEADINGS = (PLACES, SERVED, NAMES, STORAGE, KEYED, CHECKS, DELTAS, FOLLOWING, WORK)
-"""In the order of `--help`."""
+HEADINGS = {
+    PLACES: "places",
+    SERVED: "model",
+    NAMES: "names",
+    STORAGE: "storage",
+    KEYED: "tables",
+    CHECKS: "checks",
+    DELTAS: "deltas",
+    FOLLOWING: "watch",
+    WORK: "jobs",
+}
+"""In the order of `--help-all`; each with its topic, by which `export-model help` knows it."""
 
 DEFAULT_TASK_BYTES = 64 << 20
 """What a task reads: a second's work for a slow disk, and a million of them for 64 TB."""
@@ -252,10 +310,10 @@ _places, _served, _names, _storage, _keyed, _checks, _deltas, _following, _work 
 )
 # `always`: these options were in the first release. A new option of a base overrides it by "if given", or the
 # digest of every base that is published would change.
-_base = partial(_deltas, goes_with="--incr and --updatable", digest="always")
+_base = partial(_deltas, goes_with="--incr or --updatable", digest="always")
 
 
-class Jobs(Struct, frozen=True):
+class Jobs(Struct, frozen=True, repr_omit_defaults=True):
     """How work on many bytes is run.
 
     With an `engine` jobs are kept beside what they make, or in `directory` (a path that all workers see, or a
@@ -311,12 +369,24 @@ class Jobs(Struct, frozen=True):
         ),
     ] = ""
 
+    if TYPE_CHECKING:
+
+        def __init__(self, **options: Unpack[JobsKeywords]) -> None: ...
+
+    def __post_init__(self) -> None:
+        """Take strings where a field is an enum.
+
+        Raises:
+            UsageError: a value does not fit its field.
+        """
+        _take(self)
+
 
 LOCALLY = Jobs()
 """By threads of this process, and nothing is kept."""
 
 
-class Updates(Struct, frozen=True):
+class Updates(Struct, frozen=True, repr_omit_defaults=True):
     """How a base takes deltas; see `exporter.subgraph.make_updatable`."""
 
     isolation: Annotated[
@@ -342,6 +412,18 @@ class Updates(Struct, frozen=True):
         ),
     ] = False
 
+    if TYPE_CHECKING:
+
+        def __init__(self, **options: Unpack[UpdatesKeywords]) -> None: ...
+
+    def __post_init__(self) -> None:
+        """Take strings where a field is an enum.
+
+        Raises:
+            UsageError: a value does not fit its field.
+        """
+        _take(self)
+
 
 Model: TypeAlias = Annotated[
     str | Callable[..., Any] | None,
@@ -351,10 +433,10 @@ Model: TypeAlias = Annotated[
         typed=str | None,
     ),
 ]
-"""A name, or a builder itself; None: what lies beside the checkpoint."""
+"""A name, a builder itself, or a Keras model; None: what lies beside the checkpoint."""
 
 
-class GraphOptions(Struct, frozen=True, kw_only=True):
+class GraphOptions(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """How to serve a model: the options about its graph."""
 
     model_args: Annotated[
@@ -419,19 +501,20 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
         ExportFormat, _places("Write a SavedModel, Cloud ML's pair, or both.", digest="always")
     ] = ExportFormat.SAVED_MODEL
     version: Annotated[
-        str | None,
+        str | int | None,
         _places(
             "Version number, or time (seconds since 1970).",
             metavar="N|time",
             default="the training step while it grows",
+            typed=str | None,
         ),
     ] = None
     plain: Annotated[
         bool, _places("Publish a version that takes no deltas, although the newest one does.")
     ] = False
     despite_hold: Annotated[bool, _places("Publish a version although the model is held.")] = False
-    again: bool = True
-    """Whether to publish what is published already by the same plan; else that is `PublishedAlready`."""
+    again: bool = False
+    """Publish once more what is published already by the same plan."""
     renames: Annotated[
         tuple[str, ...],
         _names(
@@ -461,22 +544,41 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     casts: Annotated[
         tuple[str, ...],
         _storage(
-            "Store matching variables in 16 bits. Repeatable.",
+            "Store matching variables in 16 bits, or tables in 8. Repeatable.",
             name="--cast",
-            metavar="[PATTERN=]bfloat16|float16",
+            metavar="[PATTERN=]bfloat16|float16|int8",
         ),
     ] = ()
     data: Annotated[
         DataMode,
         _storage("How values reach the version; compact copies the needed bytes alone.", digest="always"),
     ] = DataMode.AUTO
+    map_tables: Annotated[
+        bool,
+        _storage("Let servers map large tables instead of reading them when they load.", digest="if given"),
+    ] = False
+    served_at: Annotated[
+        str | None,
+        _storage(
+            "Where servers see the model: mapped tables are there.",
+            metavar="DIR",
+            default="--out",
+            goes_with="--map-tables",
+            digest="if given",
+        ),
+    ] = None
     warmup: Annotated[
         Path | None,
         _storage("Warm-up requests: one request in REST's JSON on each line.", metavar="FILE"),
     ] = None
     """Without them a base that takes deltas brings generated ones."""
     no_warmup: Annotated[
-        bool, _storage("Make no warm-up requests for a base that takes deltas.", digest="always")
+        bool,
+        _storage(
+            "Make no warm-up requests for a base that takes deltas.",
+            goes_with="--incr or --updatable",
+            digest="always",
+        ),
     ] = False
     keep: Annotated[int | None, _storage("Keep only the newest N versions.", metavar="N", least=1)] = None
     table_head_room: Annotated[
@@ -489,10 +591,19 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     verify: Annotated[Verify, _checks("What to check before publishing.", digest="always")] = Verify.FILES
     verify_inputs: Annotated[
         Path | None,
-        _checks("Requests for --verify outputs, in the form of --warmup.", metavar="FILE"),
+        _checks(
+            "Requests for --verify outputs, in the form of --warmup.",
+            metavar="FILE",
+            goes_with="--verify outputs",
+        ),
     ] = None
     tolerance: Annotated[
-        float, _checks("Largest absolute difference that --verify outputs accepts.", metavar="X")
+        float,
+        _checks(
+            "Largest absolute difference that --verify outputs accepts.",
+            metavar="X",
+            goes_with="--verify outputs",
+        ),
     ] = 1e-6
     golden: Annotated[
         Path | None, _checks("Golden requests that a version or base must pass.", metavar="FILE")
@@ -527,33 +638,72 @@ class ExportRequest(ExportOptions, frozen=True):
     """A whole export: from where, to where, and all options, which are given by name."""
 
     ckpt_dir: Path
-    """A checkpoint, or a directory of which the newest one is exported."""
+    """A checkpoint, or a directory of which the newest one is exported; a path, or the URL of a store."""
     out: Path
-    """The model base path."""
+    """The model base path; a path or, for functions of `exporter`, the URL of a store."""
     model: Model = None
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            ckpt_dir: StrPath,
+            out: StrPath,
+            model: StrPath | Callable[..., Any] | None = None,
+            **options: Unpack[ExportKeywords],
+        ) -> None: ...
+
     def __post_init__(self) -> None:
-        """Take `file://` as a path, and refuse other URLs where a path is expected.
+        """Take strings for paths and enums, `file://` as a path, and refuse URLs where nothing reads them.
 
         Raises:
-            UsageError: there is such a URL, or `min_change` is not a distance.
+            UsageError: there is such a URL, a value does not fit its field, or an option has no effect.
         """
+        force_setattr(self, "ckpt_dir", given.place("ckpt_dir", self.ckpt_dir, _checkpoint("--ckpt-dir")))
+        force_setattr(self, "out", given.place("out", self.out, _checkpoint("--out")))
+        force_setattr(self, "model", _model(self.model))
+        if isinstance(self.version, bool) or not isinstance(self.version, str | int | None):
+            raise given.wrong("version", self.version, 'a number, "time" or None')
+        _take(self, own=("ckpt_dir", "out", "model", "version"))
+        require_company([self])
         if not math.isfinite(self.min_change):
             raise UsageError(
                 f"--min-change {self.min_change} is not a distance", hint="as in --min-change 0.001"
             )
-        force_setattr(self, "ckpt_dir", checkpoint_path("--ckpt-dir", self.ckpt_dir))
-        force_setattr(self, "out", local_path("--out", self.out))
-        for one in declared(ExportRequest):
-            (name, *inner), value = one.path, one.value(self)
-            if isinstance(value, Path) and not inner:
-                force_setattr(self, name, local_path(one.name, value))
-        if isinstance(self.model, str):
-            force_setattr(self, "model", local_name("--model", self.model))
-        directories = tuple(local_path("--allow-files", place) for place in self.allow_files)
-        force_setattr(self, "allow_files", directories)
         modules = tuple(local_name("--custom-objects", name) for name in self.custom_objects)
         force_setattr(self, "custom_objects", modules)
+
+
+def _checkpoint(option: str) -> Callable[[str, StrPath], Path]:
+    return lambda _, place: checkpoint_path(option, place)
+
+
+def _model(what: Any) -> Any:
+    if isinstance(what, Path | str) and str(what):
+        return local_name("--model", str(what))
+    if what is None or callable(what):
+        return what
+    expected = '"pkg.mod:fn", "file.py:fn", a path, a function or a Keras model'
+    raise given.wrong("model", what, expected, 'model="my_model.py:serving", or model=serving')
+
+
+def _describe(kind: type[Struct], intro: str = "") -> None:
+    """Add what each option does to a class's docstring, where `help` and `?` show it."""
+    lines = [f"    {'.'.join(one.path)}: {one.option.help}" for one in declared(kind)]
+    kind.__doc__ = "\n".join([kind.__doc__ or "", "", "    By name:", "", *intro.splitlines(), *lines])
+
+
+for _kind in (Updates, Jobs, ExportRequest):
+    _describe(_kind)
+
+
+def require_local(request: ExportRequest) -> None:
+    """Refuse the URL of a model where it is not opened; the functions of `exporter` open it.
+
+    Raises:
+        UsageError: it is one.
+    """
+    local_path("--out", request.out)
 
 
 _FOR_DELTAS = "export(request, save_incr_model=True), or export_incremental(request)"

@@ -1,0 +1,457 @@
+"""The functions of `exporter`: they take strings, paths and URLs, and call what the commands call.
+
+    done = export("train", "models/ranker", model="my_model.py:serving")
+    done = export(ExportRequest("train", "models/ranker", model="my_model.py:serving"))
+
+A model in an object store is named by its URL, and is brought there by the function that publishes.
+"""
+
+from __future__ import annotations
+
+import inspect as inspection_of
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
+
+from msgspec.structs import fields, replace
+
+from exporter import checkpoint
+from exporter.catalog import Catalog
+from exporter.errors import ExportError, NothingChanged, UsageError
+from exporter.options import LOCALLY, ExportRequest, Jobs, given, require_exact
+from exporter.options.given import StrPath
+from exporter.pipeline.watch_loop import EVERY_SECOND, Watching
+from exporter.storage.local_paths import checkpoint_path, quoted
+from exporter.terminal.progress import ProgressFactory, no_progress
+from exporter.transfer.opened import LocalModel, OpenModel, data_mode, opened, opened_if_model, require_apart
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from exporter.options.keywords import ExportKeywords
+    from exporter.pipeline import inspection
+    from exporter.pipeline.full import Exported, Plan
+    from exporter.pipeline.incremental import ExportedDelta, Incremental
+    from exporter.pipeline.log_maintenance import Merged, RollbackResult
+    from exporter.pipeline.rebase import Rebased
+    from exporter.verify.log import VerifiedModel
+
+T = TypeVar("T")
+Served: TypeAlias = "StrPath | Callable[..., Any] | None"
+
+
+@overload
+def export(
+    ckpt_dir: ExportRequest, /, *, save_incr_model: Literal[False] = False, progress: ProgressFactory = ...
+) -> Exported: ...
+@overload
+def export(
+    ckpt_dir: ExportRequest, /, *, save_incr_model: Literal[True], progress: ProgressFactory = ...
+) -> ExportedDelta: ...
+@overload
+def export(
+    ckpt_dir: StrPath,
+    out: StrPath,
+    model: Served = None,
+    *,
+    save_incr_model: Literal[False] = False,
+    progress: ProgressFactory = ...,
+    **options: Unpack[ExportKeywords],
+) -> Exported: ...
+@overload
+def export(
+    ckpt_dir: StrPath,
+    out: StrPath,
+    model: Served = None,
+    *,
+    save_incr_model: Literal[True],
+    progress: ProgressFactory = ...,
+    **options: Unpack[ExportKeywords],
+) -> ExportedDelta: ...
+def export(
+    ckpt_dir: Any,
+    out: Any = None,
+    model: Any = None,
+    *,
+    save_incr_model: bool = False,
+    progress: ProgressFactory = no_progress,
+    **options: Any,
+) -> Exported | ExportedDelta:
+    """Publish a version; with `save_incr_model`, what changed since the newest position as a delta.
+
+    Of `ckpt_dir` the newest checkpoint is published under `out`; both are paths or URLs. `model` says what to
+    serve: "pkg.mod:fn", "file.py:fn", a path, a function, or a Keras model, of which the architecture counts:
+    values come from the checkpoint. An `ExportRequest` takes the place of all of these, and of the options.
+
+    A checkpoint that is published already, by the same graph and options, is not published again: the result
+    has that version, and `is_new` is False. `again=True` publishes it once more.
+
+    For a delta, the trainer's increments (DeepRec's, too) say what changed, or its newest checkpoint is
+    compared with what is published. `export_incremental` does the same, but begins with a base, and nothing
+    new is no error.
+
+    Raises:
+        UsageError: an argument is not what it should be; or options of deltas without `save_incr_model`.
+        NotUpdatable: `save_incr_model`, and nothing is published that a delta could continue.
+        NothingChanged: `save_incr_model`, and the trainer has saved nothing that is not published.
+        ExportError: any other of exporter.errors; nothing was published.
+    """
+    request = _request("export", ckpt_dir, out, model, options, progress)
+    if not given.flag("save_incr_model", save_incr_model):
+        from exporter.pipeline import full
+
+        require_exact(request)
+        return _publish(request, lambda local: full.export_unless_published(local, progress))
+    return _publish(request, lambda local: _delta(local, progress))
+
+
+def _delta(request: ExportRequest, progress: ProgressFactory) -> ExportedDelta:
+    from exporter.pipeline import incremental
+    from exporter.publish.delta_log import read_log
+
+    at = read_log(request.out).at
+    done = incremental.export_incremental(request, progress)
+    if not isinstance(done, incremental.ExportedDelta) or done.published is None:
+        raise NothingChanged(f"{request.ckpt_dir} holds nothing beyond position {at}, which is published")
+    return done
+
+
+@overload
+def export_incremental(
+    ckpt_dir: ExportRequest,
+    /,
+    *,
+    full_on_mismatch: bool = False,
+    progress: ProgressFactory = ...,
+) -> Incremental: ...
+@overload
+def export_incremental(
+    ckpt_dir: StrPath,
+    out: StrPath,
+    model: Served = None,
+    *,
+    full_on_mismatch: bool = False,
+    progress: ProgressFactory = ...,
+    **options: Unpack[ExportKeywords],
+) -> Incremental: ...
+def export_incremental(
+    ckpt_dir: Any,
+    out: Any = None,
+    model: Any = None,
+    *,
+    full_on_mismatch: bool = False,
+    progress: ProgressFactory = no_progress,
+    **options: Any,
+) -> Incremental:
+    """Publish what changed as a delta; a base if there is none; nothing if nothing is new.
+
+    Takes the arguments of `export`. With `full_on_mismatch` a new base is published where no delta fits.
+
+    Raises:
+        ExportError: any of exporter.errors; nothing was published.
+    """
+    from exporter.pipeline import incremental
+
+    request = _request("export_incremental", ckpt_dir, out, model, options, progress)
+    given.flag("full_on_mismatch", full_on_mismatch)
+    return _publish(
+        request,
+        lambda local: incremental.export_incremental(local, progress, full_on_mismatch=full_on_mismatch),
+    )
+
+
+@overload
+def plan(ckpt_dir: ExportRequest, /) -> Plan: ...
+@overload
+def plan(
+    ckpt_dir: StrPath, out: StrPath, model: Served = None, **options: Unpack[ExportKeywords]
+) -> Plan: ...
+def plan(ckpt_dir: Any, out: Any = None, model: Any = None, **options: Any) -> Plan:
+    """What `export` would do, as a value that `execute` does; `out` is a local path here.
+
+    Raises:
+        PublishedAlready: the checkpoint is published by this plan, and `again` is not asked for.
+        ExportError: any other of exporter.errors.
+    """
+    from exporter.pipeline import full
+
+    return full.plan(_request("plan", ckpt_dir, out, model, options))
+
+
+def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
+    """Stage, verify and publish what was planned.
+
+    Raises:
+        CheckpointChanged: the trainer removed or replaced files since the plan was made.
+        PublishedAlready: another process published the same meanwhile, and `again` is not asked for.
+        PublishError, VerificationError: see exporter.errors; nothing was published.
+    """
+    from exporter.pipeline import full
+
+    if not isinstance(planned, full.Plan):
+        raise given.wrong("planned", planned, "what plan(...) returns", "execute(plan(...)), or export(...)")
+    return full.execute(planned, progress)
+
+
+@overload
+def watch(
+    ckpt_dir: ExportRequest,
+    /,
+    *,
+    watching: Watching = EVERY_SECOND,
+    tell: Callable[[ExportError], None] = ...,
+    ended: Callable[[str], None] = ...,
+    progress: ProgressFactory = ...,
+) -> Iterator[Exported]: ...
+@overload
+def watch(
+    ckpt_dir: StrPath,
+    out: StrPath,
+    model: Served = None,
+    *,
+    watching: Watching = EVERY_SECOND,
+    tell: Callable[[ExportError], None] = ...,
+    ended: Callable[[str], None] = ...,
+    progress: ProgressFactory = ...,
+    **options: Unpack[ExportKeywords],
+) -> Iterator[Exported]: ...
+def watch(
+    ckpt_dir: Any,
+    out: Any = None,
+    model: Any = None,
+    *,
+    watching: Watching = EVERY_SECOND,
+    tell: Callable[[ExportError], None] = lambda error: None,
+    ended: Callable[[str], None] = lambda why: None,
+    progress: ProgressFactory = no_progress,
+    **options: Any,
+) -> Iterator[Exported]:
+    """Export the newest complete checkpoint whenever there is another one; yields what was exported.
+
+    Takes the arguments of `export`. `watching` says how often to look and when to end: `Watching(
+    stop=StopWhen(count=3))`. `tell` gets errors that the watch outlives, `ended` why it ends.
+
+    Raises:
+        UsageError: an argument is not what it should be; the request names one version's number, or says how
+            exact deltas are.
+        ExportError: an error that only a person can mend; or, when the watch ends, that of its last look.
+    """
+    request = _request("watch", ckpt_dir, out, model, options, progress)
+    if not isinstance(watching, Watching):
+        raise given.wrong(
+            "watching", watching, "exporter.Watching(...)", "watching=Watching(stop=StopWhen(count=3))"
+        )
+    return _watch(request, watching, tell, progress, ended)
+
+
+def _watch(
+    request: ExportRequest,
+    watching: Watching,
+    tell: Callable[[ExportError], None],
+    progress: ProgressFactory,
+    ended: Callable[[str], None],
+) -> Iterator[Exported]:
+    from exporter.pipeline import watch as watches
+
+    with opened(request.out) as target:
+        yield from watches.watch(_at(request, target), watching, tell, progress, ended, target.carry)
+
+
+def merge(
+    model: StrPath,
+    start: int | None = None,
+    end: int | None = None,
+    jobs: Jobs = LOCALLY,
+    progress: ProgressFactory = no_progress,
+) -> Merged | None:
+    """Merge the deltas that lead from `start` (by default the newest base) to `end` (by default the newest).
+
+    None if a single delta, or none, leads there. `model` is a model base path, or its URL.
+
+    Raises:
+        DeltaGap, StaleDelta: no deltas lead so.
+        ExportError: any other of exporter.errors.
+    """
+    from exporter.pipeline import log_maintenance
+
+    for name, position in (("start", start), ("end", end)):
+        if position is not None:
+            given.whole(name, position, _positions(model))
+    return _with_model(model, lambda path: log_maintenance.merge(path, start, end, jobs, progress))
+
+
+def rebase(
+    model: StrPath,
+    *,
+    keep: int | None = None,
+    despite_hold: bool = False,
+    jobs: Jobs = LOCALLY,
+    progress: ProgressFactory = no_progress,
+) -> Rebased | None:
+    """Publish a new base: the newest one, with all its deltas; None if the newest base stands there.
+
+    `keep` removes all but the newest versions. `model` is a model base path, or its URL.
+
+    Raises:
+        ModelHeld: the model is held, and not `despite_hold`.
+        ExportError: any other of exporter.errors.
+    """
+    from exporter.pipeline import rebase as bases
+
+    if keep is not None:
+        given.whole("keep", keep, "keep=2")
+    return _with_model(
+        model,
+        lambda path: bases.rebase(path, keep=keep, despite_hold=despite_hold, jobs=jobs, progress=progress),
+    )
+
+
+def rollback(
+    model: StrPath, to: int, *, reason: str | None = None, if_canary: bool = False
+) -> RollbackResult:
+    """Publish the values of position `to` as the next position, and hold the model there.
+
+    Where the newest version takes no deltas, `to` is a version, which is published again as the newest. The
+    `reason` is kept with it, and `export-model history` shows it. `if_canary`: only if a canary's hold stands
+    at `to`. `model` is a model base path, or its URL.
+
+    Raises:
+        PositionUnknown: nothing published stands at `to`, or its values are gone.
+        UsageError: `to` is the newest position, or a version that takes deltas.
+        ModelHeld: a canary decides about the log, and the values of `to` did not pass.
+        ExportError: any other of exporter.errors.
+    """
+    from exporter.pipeline import log_maintenance
+
+    given.whole("to", to, _positions(model))
+    return _with_model(
+        model, lambda path: log_maintenance.rollback(path, to, reason=reason, if_canary=if_canary)
+    )
+
+
+def resume(model: StrPath, *, lift_only: bool = False, lift_canary: bool = False) -> RollbackResult:
+    """Lift the hold; after a rollback that nothing was published on, publish the values of before it again.
+
+    With `lift_only` the values stay those of the rollback; `lift_canary` lifts a canary's hold, too. `model`
+    is a model base path, or its URL.
+
+    Raises:
+        UsageError: the rollback was accepted by a resumption with `lift_only`.
+        PositionUnknown: the values of before the rollback are gone.
+        ExportError: any other of exporter.errors.
+    """
+    from exporter.pipeline import log_maintenance
+
+    return _with_model(
+        model, lambda path: log_maintenance.resume(path, lift_only=lift_only, lift_canary=lift_canary)
+    )
+
+
+def inspect(path: StrPath) -> inspection.Inspection:
+    """What lies at a path or URL: a checkpoint, a graph, a published version, or a model with its versions.
+
+    Raises:
+        CheckpointNotFound: none of these.
+        ExportError: what is there is damaged, or cannot be read.
+    """
+    from exporter.pipeline import inspection
+
+    place = given.place("path", path, checkpoint_path)
+    with opened_if_model(os.fspath(place)) as stored:
+        target: OpenModel = stored or LocalModel(place)
+        return target.carry(lambda: inspection.inspect(target.path))
+
+
+def verify_model(model: StrPath, *, bytes_: bool = False) -> VerifiedModel:
+    """What is published of a model, and what is wrong with it; with `bytes_` all values are read, too.
+
+    Raises:
+        ExportError: nothing is published there, or it cannot be read.
+    """
+    from exporter.verify import log as verify_log
+
+    return _with_model(model, lambda path: verify_log.verify_model(path, bytes_=bytes_), read_only=True)
+
+
+def open_checkpoint(path: StrPath) -> Catalog:
+    """The catalog of the checkpoint at a path or URL; of a directory, the newest one that is complete.
+
+    Raises:
+        CheckpointNotFound: nothing there; the message says what was found instead.
+        CheckpointError: it is damaged, or was changed while it was read.
+    """
+    return checkpoint.open_checkpoint(given.place("path", path, checkpoint_path))
+
+
+def _request(
+    function: str,
+    ckpt_dir: Any,
+    out: Any,
+    model: Any,
+    options: dict[str, Any],
+    progress: ProgressFactory = no_progress,
+) -> ExportRequest:
+    """The request that a call stands for."""
+    if not callable(progress):
+        raise given.wrong("progress", progress, "a function of a title and a total", "leave progress= out")
+    if isinstance(ckpt_dir, ExportRequest):
+        if out is not None or model is not None or options:
+            more = next(iter(options), "out" if out is not None else "model")
+            raise UsageError(
+                f"{function}(request, {more}=...): a request has all options in itself",
+                hint=f"{function}(msgspec.structs.replace(request, {more}=...))",
+            )
+        return ckpt_dir
+    given.require_names(function, options, (*_OPTIONS, *_FLAGS.get(function, ())))
+    if out is None:
+        raise UsageError(
+            f"{function} needs two places: the checkpoint and the model to publish",
+            hint=f'{function}("train", "models/ranker", model="my_model.py:serving")',
+        )
+    return ExportRequest(ckpt_dir, out, model, **options)
+
+
+_OPTIONS = tuple(one.name for one in fields(ExportRequest) if one.name not in ("ckpt_dir", "out", "model"))
+_FLAGS = {"export": ("model", "save_incr_model", "progress"), "watch": ("watching", "tell", "ended")}
+
+
+def _positions(model: object) -> str:
+    return f"positions are listed by: export-model history {quoted(model)}"
+
+
+def _at(request: ExportRequest, target: OpenModel) -> ExportRequest:
+    require_apart(request.ckpt_dir, request.out)
+    return replace(request, out=target.path, data=data_mode(request.out, request.data))
+
+
+def _publish(request: ExportRequest, work: Callable[[ExportRequest], T]) -> T:
+    """Do what publishes; a model that is named by a URL is opened for it."""
+    with opened(request.out) as target:
+        local = _at(request, target)
+        return target.carry(lambda: work(local))
+
+
+def _with_model(model: StrPath, work: Callable[..., T], *, read_only: bool = False) -> T:
+    with opened(given.place("model", model, checkpoint_path), read_only=read_only) as target:
+        return target.carry(lambda: work(target.path))
+
+
+def _show_options(function: Any) -> None:
+    """Name each option where `help`, `?` and completion look for arguments."""
+    options = inspection_of.signature(ExportRequest).parameters
+    own = inspection_of.signature(function).parameters.values()
+    named = [
+        options[name].replace(
+            kind=inspection_of.Parameter.KEYWORD_ONLY, annotation=inspection_of.Parameter.empty
+        )
+        for name in _OPTIONS
+    ]
+    function.__signature__ = inspection_of.Signature(
+        [*(one for one in own if one.kind is not one.VAR_KEYWORD), *named]
+    )
+    described = (ExportRequest.__doc__ or "").partition("By name:")[2]
+    function.__doc__ = f"{function.__doc__}\n    Options, by name:{described}\n"
+
+
+for _function in (export, export_incremental, plan, watch):
+    _show_options(_function)

@@ -1,0 +1,207 @@
+"""Take the values that a Python program gives for fields: strings for enums and paths, lists for tuples.
+
+A value that fits no field ends here, with the field's name, what was found and what is expected, and not as
+an AttributeError of a stage that uses it later.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
+from functools import cache
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
+
+from exporter.errors import UsageError
+from exporter.newer_python import StrEnum
+from exporter.storage.local_paths import local_path, without_secrets
+
+StrPath: TypeAlias = "str | os.PathLike[str]"
+"""A local path or, where a URL is taken, a URL."""
+
+_SHOWN = 80
+
+
+def take(values: Struct, own: Collection[str] = ()) -> None:
+    """Make the value of each field one of the field's type; a struct takes care of those in `own` itself.
+
+    Raises:
+        UsageError: a value is none, and does not become one.
+    """
+    for name, kind in _kinds(type(values)).items():
+        if name not in own:
+            given = getattr(values, name)
+            taken = _taken(name, kind, given)
+            if taken is not given:
+                force_setattr(values, name, taken)
+
+
+def place(name: str, given: Any, parse: Callable[[str, StrPath], Path] = local_path) -> Path:
+    """A path, from a string or a path.
+
+    Raises:
+        UsageError: it is neither, it is empty, or `parse` refuses it.
+    """
+    if isinstance(given, os.PathLike) and isinstance(text := os.fspath(given), str):
+        return parse(name, given if isinstance(given, Path) else text)
+    if not isinstance(given, str):
+        raise wrong(name, given, "a path: a string or a Path", f'as in {name}="some/directory"')
+    if not given:
+        raise UsageError(f"{name} is empty: expected a path", hint=f'{name}="." is the working directory')
+    return parse(name, given)
+
+
+def wrong(name: str, given: Any, expected: str, hint: str = "") -> UsageError:
+    """The error for a value of a wrong type."""
+    text = without_secrets(repr(given))
+    shown = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    return UsageError(
+        f"{name}={shown}: expected {expected}", hint=hint or "help(exporter.ExportRequest) has each argument"
+    )
+
+
+def flag(name: str, given: Any) -> bool:
+    """True or False.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if not isinstance(given, bool):
+        raise wrong(name, given, "True or False", f"{name}=True")
+    return given
+
+
+def whole(name: str, given: Any, example: str) -> int:
+    """A whole number.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if isinstance(given, bool) or not isinstance(given, Integral):
+        raise wrong(name, given, "a whole number", example)
+    return int(given)
+
+
+def number(name: str, given: Any, example: str) -> float:
+    """A number.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if isinstance(given, bool) or not isinstance(given, Real):
+        raise wrong(name, given, "a number", example)
+    return float(given)
+
+
+def require_names(function: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse an argument that a function does not have.
+
+    Raises:
+        UsageError: there is one; the hint has the nearest name.
+    """
+    for name in given:
+        if name not in known:
+            raise UsageError(f"{function} has no argument {name!r}", hint=_nearest(name, known))
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """The name that was probably meant; None if none is near."""
+    folded = {each.casefold().replace("-", "_"): each for each in known}
+    found = get_close_matches(name.casefold().lstrip("-").replace("-", "_"), folded, 1)
+    return folded[found[0]] if found else None
+
+
+_SAID_OTHERWISE = {
+    "incr": "export(..., save_incr_model=True), or export_incremental(...)",
+    "updatable": "updates=Updates()",
+    "dry_run": "plan(...) says what would be done",
+    "watch": "watch(...) follows the training",
+    "notify": "serve-model agent, or serve-model update, tells servers",
+    "rebase": "rebase(model)",
+    "any_role": "is_chief() says whether this node exports: export on any",
+}
+"""What options of the command are in Python, if they are no arguments."""
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    if name in _SAID_OTHERWISE:
+        return _SAID_OTHERWISE[name]
+    found = nearest_name(name, known)
+    return "help(exporter.export) lists them" if found is None else f"did you mean {found}?"
+
+
+@cache
+def _kinds(struct: type[Struct]) -> Mapping[str, Any]:
+    hints = get_type_hints(struct)
+    return {name: hints[name] for name in struct.__struct_fields__}
+
+
+def _taken(name: str, kind: Any, given: Any) -> Any:
+    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    if given is None and NoneType in members:
+        return None
+    (kind, *_) = (member for member in members if member is not NoneType)
+    if get_origin(kind) is tuple:
+        return _several(name, get_args(kind)[0], given)
+    if isinstance(origin := get_origin(kind), type) and issubclass(origin, Mapping):
+        return _pairs(name, given)
+    if kind is Path:
+        return place(name, given)
+    if get_origin(kind) or not isinstance(kind, type):  # Python 3.10 takes frozenset[str] for a type
+        return given  # a field of a struct that is made from another one, and never of what a program gives
+    if issubclass(kind, StrEnum):
+        return _member(name, kind, given)
+    if issubclass(kind, Struct):
+        if not isinstance(given, kind):
+            raise wrong(name, given, f"exporter.{kind.__name__}(...)", f"{name}={kind.__name__}()")
+        return given
+    return _plain(name, kind, given)
+
+
+def _plain(name: str, kind: type, given: Any) -> Any:
+    """A flag, a number or a text. True is no number here, and 1 no flag."""
+    if kind is bool:
+        return flag(name, given)
+    if kind is int:
+        return whole(name, given, f"{name}=1")
+    if kind is float:
+        return number(name, given, f"{name}=0.5")
+    if not isinstance(given, str):
+        raise wrong(name, given, "a string")
+    return given
+
+
+def _member(name: str, kind: type[StrEnum], given: Any) -> StrEnum:
+    names = [member.value for member in kind]
+    if isinstance(given, str) and given in names:
+        return kind(given)
+    *others, last = map(repr, names)
+    near = nearest_name(given, names) if isinstance(given, str) else None
+    raise wrong(
+        name, given, f"{', '.join(others)} or {last}", f'did you mean {name}="{near}"?' if near else ""
+    )
+
+
+def _several(name: str, kind: type, given: Any) -> tuple[Any, ...]:
+    """Values in their order; a single one need not stand in a list."""
+    alone = isinstance(given, str | os.PathLike)
+    if not alone and not isinstance(given, tuple | list):
+        raise wrong(name, given, "a list of paths" if kind is Path else "a list of strings")
+    values = (given,) if alone else given
+    return tuple(_taken(f"{name}[{number}]", kind, value) for number, value in enumerate(values))
+
+
+def _pairs(name: str, given: Any) -> dict[str, str]:
+    """Texts by name, as the command line has them: of numbers and flags, what would be typed."""
+    if not isinstance(given, Mapping):
+        raise wrong(name, given, 'a dict: {"name": value}')
+    for key, value in given.items():
+        if not isinstance(key, str) or not isinstance(value, str | Real):
+            raise wrong(f"{name}[{key!r}]", value, "a string, a number, True or False, by a name")
+    return {key: str(value) for key, value in given.items()}

@@ -1,0 +1,137 @@
+"""The options of `exporter.options` as keyword arguments, with the values that each takes.
+
+Made from the code by `python -m tools.reference`; edit `exporter/options/__init__.py` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypedDict
+
+from exporter.options import DataMode, DeltaDtype, EngineName, ExportFormat, Isolation, Jobs, Updates, Verify
+from exporter.options.given import StrPath
+
+
+class UpdatesKeywords(TypedDict, total=False):
+    """Keyword arguments of `Updates`."""
+
+    isolation: Isolation | Literal["snapshot", "row"]
+    """Consistency during an update: snapshot never mixes two positions; row may."""
+    snapshot_max_rows: int
+    """Apply larger deltas in visible pieces."""
+    stamp: bool
+    """Add model_position and model_step to predict responses."""
+    digest: bool
+    """Add a signature that returns checksums of the served values."""
+    finite: bool
+    """Refuse deltas with NaN or infinity; new bases, too, by --verify bytes."""
+
+
+class JobsKeywords(TypedDict, total=False):
+    """Keyword arguments of `Jobs`."""
+
+    engine: EngineName | Literal["local", "ray", "beam", "dask"] | None
+    """Move, cast, compare and check as tasks of this engine; resumes a job that ended half-way."""
+    workers: int
+    """Tasks that run at once; 0: as many as there are processors."""
+    address: str
+    """The cluster of the engine: ray://HOST:10001, tcp://HOST:8786."""
+    settings: Mapping[str, str | float]
+    """An option of the engine's own."""
+    task_bytes: int
+    """How many bytes one task reads."""
+    directory: str
+    """Keep tasks' results here, where all workers see them; an export's lie below the model."""
+
+
+class ExportKeywords(TypedDict, total=False):
+    """Keyword arguments of `ExportRequest`."""
+
+    model_args: Mapping[str, str | float]
+    """Builder's argument."""
+    inputs: Mapping[str, str | float]
+    """Input, by tensor name."""
+    outputs: Mapping[str, str | float]
+    """Output, by tensor name."""
+    signatures: StrPath | None
+    """JSON file that defines several signatures."""
+    tag: str | None
+    """Serve a SavedModel's graph with these tags."""
+    feeds: Mapping[str, str | float]
+    """Fix a placeholder: keep_prob=1.0."""
+    absent_keys: Mapping[str, str | float]
+    """What keys read that a table lacks."""
+    allow_code: bool
+    """Trust the model: run code of an archive, and here whatever its graph does."""
+    allow_files: Sequence[StrPath]
+    """Let a graph that is not named take files from here, too."""
+    allow_file_ops: bool
+    """Serve operations that read or write files, or call out."""
+    allow_foreign_ops: bool
+    """Serve operations that stock TensorFlow lacks, with all that they need."""
+    custom_objects: Sequence[str]
+    """Module with classes that a Keras archive may use."""
+    train_tag: str | None
+    """Also keep the SavedModel's training graph of this tag."""
+    allow_batch_statistics: bool
+    """Serve batch normalisation by each request's own batch, although moving statistics exist."""
+    format: ExportFormat | Literal["saved_model", "metagraph", "both"]
+    """Write a SavedModel, Cloud ML's pair, or both."""
+    version: str | int | None
+    """Version number, or time (seconds since 1970)."""
+    plain: bool
+    """Publish a version that takes no deltas, although the newest one does."""
+    despite_hold: bool
+    """Publish a version although the model is held."""
+    again: bool
+    """Publish a checkpoint again that is already published."""
+    renames: Sequence[str]
+    """Map variables (regular expression) to tensor names."""
+    rename_file: StrPath | None
+    """File with lines 'variable tensor'; # begins a comment."""
+    by_order: bool
+    """Match arrays without names to variables by the graph's order."""
+    average: str | None
+    """Serve moving averages instead of raw weights."""
+    partition_strategies: Mapping[str, str | float]
+    """How training looked up a table."""
+    object_path: str | None
+    """Path to the served model in a TF2 checkpoint: net/tower."""
+    casts: Sequence[str]
+    """Store matching variables in 16 bits, or tables in 8."""
+    data: DataMode | Literal["auto", "link", "copy", "compact"]
+    """How values reach the version; compact copies the needed bytes alone."""
+    map_tables: bool
+    """Let servers map large tables instead of reading them when they load."""
+    served_at: str | None
+    """Where servers see the model: mapped tables are there."""
+    warmup: StrPath | None
+    """Warm-up requests: one request in REST's JSON on each line."""
+    no_warmup: bool
+    """Make no warm-up requests for a base that takes deltas."""
+    keep: int | None
+    """Keep only the newest N versions."""
+    table_head_room: float | None
+    """Room for X times more keys in tables."""
+    min_freq: int
+    """Serve keys that were seen N times or more."""
+    max_age_steps: int | None
+    """Serve keys that were updated in the last N steps."""
+    verify: Verify | Literal["none", "files", "bytes", "outputs"]
+    """What to check before publishing."""
+    verify_inputs: StrPath | None
+    """Requests for --verify outputs, in the form of --warmup."""
+    tolerance: float
+    """Largest absolute difference that --verify outputs accepts."""
+    golden: StrPath | None
+    """Golden requests that a version or base must pass."""
+    updates: Updates | None
+    """How the version takes deltas; None: it takes none."""
+    min_change: float
+    """With --incr: hold back rows that are less than X (Euclidean norm) from what is published."""
+    delta_dtype: DeltaDtype | Literal["bfloat16", "int8"] | None
+    """With --incr: send table rows as bfloat16 or int8; reports the largest error."""
+    check_graph: bool
+    """With --incr: build the graph again and compare it with the base's."""
+    jobs: Jobs
+    """Where values are cast, moved and compared."""
