@@ -8,18 +8,21 @@ from pathlib import Path
 import typer
 from msgspec.structs import replace
 
-from exporter.cli import doctor_command, inspect_command, log_commands, transfer_commands
+from exporter.cli import doctor_command, help_command, inspect_command, log_commands, transfer_commands
 from exporter.cli.export_flags import HELP, PlaceFlags, RunFlags, check_places
+from exporter.cli.help_command import HelpAllFlag, HelpFlag
 from exporter.cli.notify import Servers
 from exporter.errors import UsageError
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.watch_loop import EVERY_SECOND, Watching
-from exporter.roles import node_role
 from exporter.terminal.edge import AS_TEXT, OutputFlags, VersionFlag, application, command, run
 from exporter.terminal.parameters import with_structs
 from exporter.terminal.server_access import ServerAccess
+from exporter.training.roles import node_role
 from exporter.transfer.opened import data_mode, opened, require_apart
 
+VARIABLES = "EXPORT_MODEL"
+"""Begins the names of variables for options, of `export` as of the command without a name."""
 NOTHING_TYPED = ExportRequest(Path(), Path(), updates=Updates())
 
 
@@ -42,11 +45,6 @@ def refuse_root_options(context: typer.Context) -> None:
         )
 
 
-app = application(HELP, invoke_without_command=True)
-
-
-@app.callback()
-@with_structs
 def export(
     context: typer.Context,
     places: PlaceFlags,
@@ -56,8 +54,10 @@ def export(
     watching: Watching = EVERY_SECOND,
     printing: OutputFlags = AS_TEXT,
     own_version: VersionFlag = False,
+    help_: HelpFlag = False,
+    help_all: HelpAllFlag = False,
 ) -> None:
-    """Export (the root command)."""
+    """Export the newest checkpoint: the same as export-model without a command."""
     if context.invoked_subcommand is not None:
         with command(printing):
             refuse_root_options(context)
@@ -76,7 +76,7 @@ def export(
             updates=request.updates if flags.takes_deltas else None,
         )
         watch = watching if flags.watch else None
-        sink.json_lines = flags.watch
+        sink.json_lines, sink.is_brief = flags.watch, flags.watch and not flags.verbose
         from exporter.cli import export_commands  # late: refused options need none of this
 
         if not places.any_role and not (role := node_role()).is_chief:
@@ -91,6 +91,9 @@ def export(
         export_commands.run_full(request, sink, target, watch, dry_run=flags.dry_run)
 
 
+app = application(HELP, invoke_without_command=True)
+app.callback()(with_structs(export))
+app.command(add_help_option=False, context_settings={"auto_envvar_prefix": VARIABLES})(with_structs(export))
 for function in (
     inspect_command.inspect,
     log_commands.history,
@@ -102,10 +105,11 @@ for function in (
     transfer_commands.push,
     transfer_commands.pull,
     doctor_command.doctor,
+    help_command.help,
 ):
     app.command()(with_structs(function))
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The console script."""
-    run(app, "export-model", arguments)
+    run(app, "export-model", arguments, takes=("--ckpt-dir", "--out", "--model"))

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from msgspec import Struct
 
 from exporter.cli.log_commands import ModelArgument
-from exporter.local_paths import checkpoint_parser
+from exporter.options import Option
+from exporter.storage.local_paths import checkpoint_parser
 from exporter.storage.url import Url
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.output import Output, escape, labelled
@@ -22,7 +25,32 @@ from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.transfer.opened import opened
 
 if TYPE_CHECKING:
-    from exporter.doctor.examination import Examination, Finding, Replica
+    from exporter.cli.examination import Examination, Finding, Replica
+
+
+_of_target = partial(Option, goes_with="--target")
+
+
+class ServerFlags(Struct, frozen=True):
+    """The model servers that are asked."""
+
+    target: Annotated[
+        tuple[str, ...], Option("Also check this model server. Repeatable.", metavar="HOST[:PORT]")
+    ] = ()
+    model_name: Annotated[
+        str | None,
+        _of_target("The model's name there.", metavar="NAME", default="MODEL's last part"),
+    ] = None
+    patience: Annotated[
+        float,
+        _of_target("How long a server may take to serve what is published.", metavar="SECONDS", least=0),
+    ] = 60.0
+    deadline: Annotated[
+        float, _of_target("How long to wait for a server's answer.", metavar="SECONDS", least=0.001)
+    ] = 5.0
+
+
+NO_SERVER = ServerFlags()
 
 
 def doctor(
@@ -35,21 +63,7 @@ def doctor(
             help="Also check the checkpoints that the next export would read.",
         ),
     ] = None,
-    target: Annotated[
-        list[str] | None,
-        typer.Option(metavar="HOST[:PORT]", help="Also check this model server. Repeatable."),
-    ] = None,
-    model_name: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The model's name there.", show_default="MODEL's last part"),
-    ] = None,
-    patience: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=0, help="How long a server may take to serve what is published."),
-    ] = 60.0,
-    deadline: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.001, help="How long to wait for a server's answer.")
-    ] = 5.0,
+    servers: ServerFlags = NO_SERVER,
     access: ServerAccess = WITHOUT_TLS,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
@@ -66,15 +80,17 @@ def doctor(
       export-model doctor models/ranker --ckpt-dir train/ --target localhost:8500 --target 10.0.0.7
     """
     with command(printing) as sink, opened(model, read_only=True) as opened_model:
-        from exporter.doctor.examination import diagnosis, examine, judge
+        from exporter.cli.examination import diagnosis, examine, judge
 
         model, now = opened_model.path, time.time()
-        name = model_name or model.resolve().name
-        replicas = [_ask(address, name, deadline, access) for address in target or ()]
+        name = servers.model_name or model.resolve().name
+        replicas = [_ask(address, name, servers.deadline, access) for address in servers.target]
 
         def look() -> tuple[Examination, list[Finding]]:
             seen = examine(model, ckpt_dir, now=now, is_remote=opened_model.is_remote)
-            judged = (judge(model, seen.found, replica, now=now, patience=patience) for replica in replicas)
+            judged = (
+                judge(model, seen.found, replica, now=now, patience=servers.patience) for replica in replicas
+            )
             return seen, [*seen.findings, *chain.from_iterable(judged)]
 
         seen, findings = opened_model.carry(look)
@@ -85,7 +101,7 @@ def doctor(
 
 
 def _ask(address: str, name: str, deadline: float, access: ServerAccess) -> Replica:
-    from exporter.doctor.examination import AVAILABLE, Answer, Replica
+    from exporter.cli.examination import AVAILABLE, Answer, Replica
     from exporter.errors import CallFailed
     from serving.client import ModelClient
     from serving.updates import read_incremental_status
@@ -143,7 +159,7 @@ def _report(
 def _lines(
     seen: Examination, findings: list[Finding], replicas: list[Replica], ckpt_dir: Path | None
 ) -> Iterator[str]:
-    from exporter.progress import count
+    from exporter.terminal.progress import count
 
     found = seen.found
     deltas = f", {count(len(found.log.deltas), 'delta')}" if found.log else ", which takes no deltas"
@@ -165,4 +181,5 @@ def _lines(
         yield f"{level} [bold]{finding.check.value}[/]: {escape(finding.message)}"
         if finding.cause:
             yield f"{'':<9}cause: {escape(finding.cause)}"
-        yield f"{'':<9}$ {escape(finding.command)}"
+        is_command = finding.command.startswith(("export-model ", "serve-model "))
+        yield f"{'':<9}{'$' if is_command else 'hint:'} {escape(finding.command)}"

@@ -30,19 +30,20 @@ from exporter.errors import (
 )
 from exporter.graph.load import run_builders_once
 from exporter.graph.origin import check_named
-from exporter.local_paths import quoted
 from exporter.options import ExportRequest
 from exporter.pipeline import full, incremental
 from exporter.pipeline.incremental import ExportedDelta, Incremental, IncrementalPlan, plan_incremental
 from exporter.pipeline.trainer_state import MARKER_SECONDS
 from exporter.pipeline.watch import watch
 from exporter.pipeline.watch_loop import Arrivals, Poll, Watching, follow, is_for_a_person
-from exporter.progress import count, human_bytes
 from exporter.publish.made_from import PublishedAlready
-from exporter.publish.permission import Permission, held_at, hold_in_force
-from exporter.roles import Role
-from exporter.terminal.edge import outlived, watch_ended
-from exporter.terminal.output import Output, labelled
+from exporter.publish.permission import Permission, hold_in_force
+from exporter.storage.local_paths import quoted
+from exporter.terminal.edge import outlived, until_interrupted, watch_ended
+from exporter.terminal.output import Output, escape, labelled
+from exporter.terminal.progress import count, human_bytes
+from exporter.terminal.untyped import TAKEN
+from exporter.training.roles import Role
 from exporter.transfer.opened import OpenModel
 
 if TYPE_CHECKING:
@@ -66,8 +67,10 @@ def run_full(
     """
     if watching is not None and not dry_run:
         tell, ended = partial(outlived, sink), partial(watch_ended, sink)
-        for done in watch(request, watching, tell, sink.progress, ended, target.carry):
-            render.exported(done, sink)
+        with until_interrupted(sink) as published:
+            for done in watch(request, watching, tell, sink.progress, ended, target.carry):
+                published.add(done.published.path)
+                render.exported(done, sink)
         return
     try:
         if dry_run:
@@ -86,7 +89,7 @@ def published_already(
     """Print that the checkpoint is published already, by the same plan."""
     made = error.made
     hold, is_newest = hold_in_force(request.out), made.version == made.newest
-    at = held_at(request.out)
+    at = None if hold is None else hold.position
     document = documents.PublishedAlready(
         dry_run=dry_run,
         status="nothing_to_do",
@@ -141,10 +144,14 @@ def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dr
         check_named(request.model)
         tell, ended = partial(outlived, sink), partial(watch_ended, sink)
         sleep = Arrivals.of_trainer(request.ckpt_dir).sleep
-        for done in follow(lambda: _look(request, sink, how), how.watching, tell, ended=ended, sleep=sleep):
-            _report(done, sink, how)
-            if how.rebase:
-                _rebase_or_tell(request, done, sink, how)
+        with until_interrupted(sink) as published:
+            look = partial(_look, request, sink, how)
+            for done in follow(look, how.watching, tell, ended=ended, sleep=sleep):
+                if done.published is not None:
+                    published.add(done.published.path)
+                _report(done, sink, how)
+                if how.rebase:
+                    _rebase_or_tell(request, done, sink, how)
 
 
 def _once(request: ExportRequest, sink: Output, how: RunOptions) -> None:
@@ -252,34 +259,39 @@ def exported(
         bytes_compared=done.compared_bytes,
         seconds=round(done.seconds, 4),
         warnings=[warning.message for warning in done.warnings],
-        notified=[] if done.published is None else servers.notify(plan.log.model.name, done.at.position),
+        # Where nothing is new, too: the servers of a run before may have been down, or named wrongly.
+        notified=servers.notify(plan.log.model.name, done.at.position),
         new_base=None if based is None else str(based.published.path),
     )
-    lines = list(_plan_lines(plan))
+    lines, brief = list(_plan_lines(plan)), ""
     if done.published is None:
         lines.append(labelled("nothing to do", f"position {done.at} is published already"))
     else:
         size = sum(file.bytes_ for file in done.published.manifest.files)
-        lines.append(
-            labelled("delta", f"{done.rows} rows in {done.variables} variables, {human_bytes(size)}")
-        )
+        what = f"{render.changed(done.rows, done.variables)}, {human_bytes(size)}"
+        lines.append(labelled("delta", what))
+        brief = f"{done.published.path} (step {done.at.step}): {what}, in {done.seconds:.2f} s"
         if left_out is not None:
             near = f"less than {left_out.bound:g}, {left_out.largest:.3g} at most"
-            lines.append(labelled("left out", f"{left_out.rows} rows that moved {near}"))
+            lines.append(labelled("left out", f"{count(left_out.rows, 'row')} that moved {near}"))
         if rounded is not None:
             off = f"to {rounded.dtype.value}, off by {rounded.largest:.3g} at most"
-            lines.append(labelled("rounded", f"{rounded.rows} rows {off}"))
+            lines.append(labelled("rounded", f"{count(rounded.rows, 'row')} {off}"))
         lines.append(labelled("published", f"{done.published.path} in {done.seconds:.2f} s"))
-        lines += [labelled("notified", _told(one)) for one in document.notified] or _next_lines(plan)
+    lines += [labelled("notified", _told(one)) for one in document.notified]
+    if done.published is not None:
+        lines += _next_lines(plan, is_told=bool(document.notified))
     if based is not None:
         holds = f"the base and {count(based.deltas, 'delta')}"
         lines.append(labelled("new base", f"{based.published.path}: {holds}"))
-    sink.result(document, lines, is_done=True)
+    sink.result(document, lines, brief=escape(brief), is_done=True)
     for warning in done.warnings:
         sink.warn(f"the delta is published; {warning.message} (hint: {warning.hint})")
     for one in document.notified:
         if one.problem is not None:
-            sink.warn(f"the delta is published; {one.address} did not take it: {one.problem}")
+            what = "the delta is published" if done.published is not None else "nothing new was published"
+            again = f"serve-model update {one.address} --model {quoted(plan.log.model.name)}"
+            sink.warn(f"{what}; {one.address} did not take it: {one.problem} (hint: {again})")
 
 
 def _told(one: Notified) -> str:
@@ -294,15 +306,15 @@ def _hold(plan: IncrementalPlan) -> int | None:
     return None
 
 
-def _next_lines(plan: IncrementalPlan) -> Iterator[str]:
-    """What makes the delta served; behind a hold it waits until that is lifted."""
+def _next_lines(plan: IncrementalPlan, *, is_told: bool) -> Iterator[str]:
+    """What makes the delta served, unless servers were told; behind a hold it waits until that is lifted."""
     hold = _hold(plan)
     if plan.log.hold.is_canary:
         yield labelled("hold", f"at {hold}: the agent's canary decides about what lies beyond")
     elif hold is not None:
         yield labelled("hold", f"at {hold}: servers go no further until it is lifted")
         yield labelled("next", f"export-model resume {quoted(plan.log.model)}")
-    else:
+    elif not is_told:
         yield labelled("next", f"serve-model update HOST:PORT --model {quoted(plan.log.model.name)}")
 
 
@@ -354,6 +366,7 @@ def _document(planned: IncrementalPlan, status: Status, *, dry_run: bool = False
         why=plan.reason,
         graph=planned.graph.said,
         notes=planned.notes,
+        taken=TAKEN.get(),
     )
 
 

@@ -9,8 +9,8 @@ from typing import Annotated
 from msgspec import Struct
 
 from exporter.errors import UsageError
-from exporter.local_paths import checkpoint_path
 from exporter.options import CHECKS, DELTAS, FOLLOWING, PLACES, Option
+from exporter.storage.local_paths import checkpoint_path
 from exporter.terminal.edge import EXIT_CODES
 
 HELP = f"""Export a distributed TensorFlow checkpoint as a SavedModel that TensorFlow Serving can serve.
@@ -28,6 +28,8 @@ Examples:
   export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker --watch --stop-idle 2h
   export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker --incr
   export-model inspect train/
+
+Each option has an environment variable: EXPORT_MODEL_KEEP is --keep, EXPORT_MODEL_MERGE_KEEP that of merge.
 
 {EXIT_CODES}"""
 
@@ -50,13 +52,17 @@ class PlaceFlags(Struct, frozen=True):
     out: Annotated[
         Path | None,
         _place(
-            "Model base path: the directory of the versions; also s3://, gs://, az://.",
+            "The model's directory or its URL: s3://, gs://, az://.",
             metavar="MODEL",
             parse=checkpoint_path,
         ),
     ] = None
     again: Annotated[bool, _place("Publish a checkpoint again that is already published.")] = False
     any_role: Annotated[bool, _place("Export even if this node of a cluster is not the chief.")] = False
+    options: Annotated[
+        Path | None,
+        _place('Take options that are not typed from this JSON file: {"keep": 3}.', metavar="FILE"),
+    ] = None
 
     def both(self) -> tuple[Path, Path]:
         """The checkpoint and the model.
@@ -67,7 +73,7 @@ class PlaceFlags(Struct, frozen=True):
         if self.ckpt_dir is None or self.out is None:
             missing = "--ckpt-dir" if self.ckpt_dir is None else "--out"
             raise UsageError(
-                f"{missing} is missing", hint="export-model --ckpt-dir DIR --out MODEL; see --help"
+                f"{missing} is missing", hint="export-model --ckpt-dir DIR --out MODEL --model WHAT"
             )
         return self.ckpt_dir, self.out
 
@@ -76,7 +82,7 @@ class RunFlags(Struct, frozen=True):
     """What to do with a request."""
 
     dry_run: Annotated[bool, Option("Print the plan and write nothing.", CHECKS)] = False
-    incr: Annotated[bool, _delta("Publish what changed as a delta; the first time, publish a base.")] = False
+    incr: Annotated[bool, _delta("Publish what changed, as a delta; first a base.")] = False
     updatable: Annotated[bool, _delta("Publish a new base that takes deltas.")] = False
     full_on_mismatch: Annotated[bool, _of_incr("With --incr: publish a new base if no delta fits.")] = False
     rebase: Annotated[bool, _of_incr("With --incr: also publish a new base that includes all deltas.")] = (
@@ -91,6 +97,11 @@ class RunFlags(Struct, frozen=True):
     ] = ()
     watch: Annotated[
         bool, Option("Keep running: export each new checkpoint or, with --incr, each change.", FOLLOWING)
+    ] = False
+
+    verbose: Annotated[
+        bool,
+        Option("With --watch: print each publication in full.", FOLLOWING, letter="-v", goes_with="--watch"),
     ] = False
 
     @property
@@ -111,8 +122,11 @@ def check_places(places: PlaceFlags, run: RunFlags, *, plain: bool) -> None:
         UsageError: there is such an option.
     """
     if places.again and (run.watch or run.publishes_deltas):
-        raise UsageError("--again publishes one version: it does not go with --watch and --incr")
+        raise UsageError(
+            "--again publishes one version: it does not go with --watch and --incr", hint="leave out --again"
+        )
     if plain and run.takes_deltas:
         raise UsageError(
-            "--plain publishes a version that takes no deltas: it does not go with --incr and --updatable"
+            "--plain publishes a version that takes no deltas: it does not go with --incr and --updatable",
+            hint="leave out --plain",
         )

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from msgspec import Struct, field
 
-from exporter.local_paths import checkpoint_parser
 from exporter.options import ExportRequest, Option
+from exporter.storage.local_paths import checkpoint_parser
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.transfer.opened import LocalModel, OpenModel, opened_if_model
 

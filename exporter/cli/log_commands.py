@@ -6,20 +6,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from msgspec import Struct
 
+from exporter.cli.completion import positions, states
 from exporter.errors import Exit, UsageError
-from exporter.local_paths import checkpoint_parser
-from exporter.options import LOCALLY, Jobs
+from exporter.options import LOCALLY, Jobs, Option
+from exporter.storage.local_paths import checkpoint_parser, quoted
 from exporter.storage.url import Url
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.transfer.opened import OpenModel, opened, opened_if_model
-
-if TYPE_CHECKING:
-    pass
-
 
 DryRunFlag = Annotated[bool, typer.Option("--dry-run", help="Print what would be done and write nothing.")]
 ModelArgument = Annotated[
@@ -32,25 +30,42 @@ ModelArgument = Annotated[
 ]
 
 
+_of_rebase = partial(Option, goes_with="--rebase")
+
+
+class RebaseFlags(Struct, frozen=True):
+    """Whether to merge the base, too."""
+
+    rebase: Annotated[bool, Option("Merge base and deltas into a new base instead.")] = False
+    keep: Annotated[
+        int | None, _of_rebase("With --rebase: keep the newest N versions.", metavar="N", least=1)
+    ] = None
+    despite_hold: Annotated[
+        bool, _of_rebase("With --rebase: publish the base although the model is held.")
+    ] = False
+
+
+DELTAS_ALONE = RebaseFlags()
+
+
 def merge(
     model: ModelArgument,
     from_: Annotated[
         int | None,
-        typer.Option("--from", metavar="POSITION", help="Position at which the first delta begins."),
+        typer.Option(
+            "--from",
+            metavar="POSITION",
+            help="Position at which the first delta begins.",
+            autocompletion=positions,
+        ),
     ] = None,
     to: Annotated[
-        int | None, typer.Option(metavar="POSITION", help="Position at which the last delta ends.")
+        int | None,
+        typer.Option(
+            metavar="POSITION", help="Position at which the last delta ends.", autocompletion=positions
+        ),
     ] = None,
-    rebase: Annotated[
-        bool, typer.Option("--rebase", help="Merge base and deltas into a new base instead.")
-    ] = False,
-    keep: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="With --rebase: keep the newest N versions.")
-    ] = None,
-    despite_hold: Annotated[
-        bool,
-        typer.Option("--despite-hold", help="With --rebase: publish the base although the model is held."),
-    ] = False,
+    base: RebaseFlags = DELTAS_ALONE,
     jobs: Jobs = LOCALLY,
     dry_run: DryRunFlag = False,
     printing: OutputFlags = AS_TEXT,
@@ -70,15 +85,17 @@ def merge(
         from exporter.pipeline import log_maintenance
         from exporter.pipeline import rebase as bases
 
-        if not rebase and (keep is not None or despite_hold):
-            raise UsageError("--keep and --despite-hold go with --rebase: a merged delta replaces no version")
-        if rebase and (from_ is not None or to is not None):
-            raise UsageError("--from and --to choose deltas: --rebase merges all of them with the base")
+        if base.rebase and (from_ is not None or to is not None):
+            raise UsageError(
+                "--from and --to choose deltas: --rebase merges all of them with the base",
+                hint=f"export-model merge {quoted(model)} --rebase",
+            )
         path, bar = target.path, sink.progress
-        if rebase and dry_run:
+        keep, despite_hold = base.keep, base.despite_hold
+        if base.rebase and dry_run:
             planned = target.carry(lambda: bases.plan_rebase(path, despite_hold=despite_hold, jobs=jobs))
             render_log.rebasing(planned, sink)
-        elif rebase:
+        elif base.rebase:
             based = target.carry(
                 lambda: bases.rebase(path, keep=keep, despite_hold=despite_hold, jobs=jobs, progress=bar)
             )
@@ -93,7 +110,12 @@ def merge(
 def rollback(
     model: ModelArgument,
     to: Annotated[
-        int, typer.Option(metavar="POSITION", help="Position (or plain version) whose values to restore.")
+        int,
+        typer.Option(
+            metavar="POSITION",
+            help="Position (or plain version) whose values to restore.",
+            autocompletion=positions,
+        ),
     ],
     reason: Annotated[
         str | None,
@@ -174,8 +196,13 @@ def resume(
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint, version, MODEL or MODEL@POSITION.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="What to compare A with.")],
+    a: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="Checkpoint, version, MODEL or MODEL@POSITION.", autocompletion=states
+        ),
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="What to compare A with.", autocompletion=states)],
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 10 if A and B differ.")] = False,
     jobs: Jobs = LOCALLY,
     printing: OutputFlags = AS_TEXT,
@@ -244,6 +271,8 @@ def verify(
         from exporter.jobs.runner import Runner
         from exporter.verify import log as verify_log
 
+        if jobs.engine and not bytes_:
+            raise UsageError("--engine goes with --bytes", hint="add --bytes, or leave out --engine")
         runner = Runner.of(jobs)
         found = target.carry(lambda: verify_log.verify_model(target.path, bytes_=bytes_, runner=runner))
         render_log.verified(found, sink)

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec.structs import asdict
 
+from exporter.bundle.mapped_tables import LEAST_BYTES
 from exporter.bundle.variables import ShardOrigin
 from exporter.catalog import Catalog, TensorRef
 from exporter.cli.documents import exported as documents
@@ -18,14 +20,18 @@ from exporter.cli.documents import values
 from exporter.cli.documents.exported import Export, ExportPlan, Variable
 from exporter.cli.documents.values import Status
 from exporter.graph.training_graph import TrainingGraph
-from exporter.local_paths import quoted
 from exporter.mapping.build import Extra, ExtraKind, TensorSource
 from exporter.options import Verify
-from exporter.pipeline.full import Exported, Plan
+from exporter.pipeline.full import Exported, Plan, served_at
 from exporter.pipeline.inspection import signatures_of
-from exporter.progress import count, human_bytes
 from exporter.storage import mirror
+from exporter.storage.local_paths import quoted
 from exporter.terminal.output import Output, escape
+from exporter.terminal.progress import count, human_bytes
+from exporter.terminal.untyped import TAKEN
+
+_PART = re.compile(r"(.*)\[((?:[0-9]+ )+)([0-9]+,[0-9]+(?::[0-9]+,[0-9]+)*)\]", re.DOTALL)
+_BOX = re.compile(r"([0-9]+),([0-9]+)")
 
 
 def checkpoint_document(catalog: Catalog) -> values.Checkpoint:
@@ -71,6 +77,25 @@ def by_kind(extras: Iterable[Extra]) -> dict[ExtraKind, list[TensorRef]]:
     return {kind: found[kind] for kind in ExtraKind if kind in found}
 
 
+def in_rows(name: str) -> str:
+    """The name of a part of a variable as people write it: `items[0:4]` of `items[7 16 0,4:0,16]`."""
+    found = _PART.fullmatch(name)
+    if found is None:
+        return name
+    boxes = [(int(start), int(length)) for start, length in _BOX.findall(found[3])]
+    sizes = [int(size) for size in found[2].split()]
+    while boxes and boxes[-1] == (0, sizes[len(boxes) - 1]):  # what follows is whole
+        boxes.pop()
+    return f"{found[1]}[{','.join(f'{start}:{start + length}' for start, length in boxes)}]"
+
+
+def changed(rows: int, variables: int) -> str:
+    """What a delta holds: rows of tables, or variables that are sent whole."""
+    if rows:
+        return f"{count(rows, 'row')} in {count(variables, 'variable')}"
+    return f"{count(variables, 'variable')}, whole" if variables else "no change"
+
+
 def line(label: str, text: str) -> str:
     """A line of a result: what it is, and in a column of its own what was found."""
     return f"[bold]{label:<12}[/]{escape(text)}"
@@ -103,6 +128,7 @@ def exported(done: Exported, sink: Output) -> None:
         bytes_linked=variables.bytes_linked,
         bytes_copied=variables.bytes_copied,
         bytes_rewritten=variables.bytes_rewritten,
+        rounded=variables.rounded,
         verified=done.plan.request.verify.value,
         max_errors={f"{found.signature}/{found.output}": found.max_error for found in done.differences},
         versions_removed=published.removed,
@@ -113,6 +139,10 @@ def exported(done: Exported, sink: Output) -> None:
     lines = [
         *_plan_lines(done.plan),
         line("data", "; ".join(_data(done)) or "no variables"),
+        *(
+            line("rounded", f"{key} to 8 bits: largest error {found.largest:.3g}, mean {found.mean:.3g}")
+            for key, found in variables.rounded.items()
+        ),
         line("verified", _verified(done)),
         *(line("removed", f"version {number}") for number in published.removed),
         *(line("kept", f"version {kept.version}, too: {kept.reason}") for kept in published.kept),
@@ -120,7 +150,9 @@ def exported(done: Exported, sink: Output) -> None:
         line("next", _next(published.path.parent)),
     ]
     _warn(done.plan, sink)
-    sink.result(document, lines, is_done=True)
+    size = human_bytes(done.plan.mapping.bytes_)
+    brief = f"{published.path}: {count(len(document.variables), 'variable')}, {size}, in {done.seconds:.2f} s"
+    sink.result(document, lines, brief=escape(brief), is_done=True)
     for warning in published.warnings:
         sink.warn(warning.message)
 
@@ -132,19 +164,23 @@ def _next(model: Path) -> str:
 
 
 def _plan(planned: Plan, status: Status, work: tuple[int, int]) -> ExportPlan:
+    unmapped = {each.key: each.why for each in planned.unmapped}
     return ExportPlan(
         dry_run=status is Status.PLANNED,
         status=status,
         checkpoint=checkpoint_document(planned.catalog),
         graph=planned.graph.source,
         signatures=signatures_of(planned.graph.meta_graph),
-        variables=list(map(_variable, planned.mapping.sources)),
+        variables=[_variable(source, unmapped) for source in planned.mapping.sources],
         bytes=planned.mapping.bytes_,
         tasks=work[0],
         task_bytes=work[1],
         ignored=tensor_groups(planned.ignored),
         training=_training(planned.training),
+        bytes_mapped=sum(source.bytes_ for source in planned.mapping.sources if source.is_mapped),
+        served_at=str(served_at(planned.request)) if planned.request.map_tables else None,
         notes=planned.notes,
+        taken=TAKEN.get(),
     )
 
 
@@ -160,6 +196,8 @@ def _plan_lines(planned: Plan) -> Iterator[str]:
     for source in mapping.sources:
         if not source.is_verbatim:
             yield line("", f"{source.key}: {_rewrite_text(source)}")
+    if planned.request.map_tables:
+        yield from _mapped_lines(planned)
     if (training := planned.training) is not None:
         yield line(
             "training", f"graph {training.tag!r} of {training.source}: {len(training.tensors)} tensors"
@@ -167,6 +205,17 @@ def _plan_lines(planned: Plan) -> Iterator[str]:
     ignored = "; ".join(kind_texts(planned.ignored))
     if ignored:
         yield line("ignored", ignored)
+
+
+def _mapped_lines(planned: Plan) -> Iterator[str]:
+    mapped = [source for source in planned.mapping.sources if source.is_mapped]
+    size = human_bytes(sum(source.bytes_ for source in mapped))
+    what = f"{count(len(mapped), 'variable')}, {size}, where servers see {served_at(planned.request)}"
+    yield line(
+        "mapped", what if mapped else f"nothing: no table of {human_bytes(LEAST_BYTES)} or more can be"
+    )
+    for each in planned.unmapped:
+        yield line("", f"{each.key} ({human_bytes(each.bytes_)}) is restored: {each.why}")
 
 
 def _training(training: TrainingGraph | None) -> documents.TrainingGraph | None:
@@ -207,7 +256,7 @@ def _warn(planned: Plan, sink: Output) -> None:
         sink.note(f"note: {note}")
 
 
-def _variable(source: TensorSource) -> Variable:
+def _variable(source: TensorSource, unmapped: Mapping[str, str]) -> Variable:
     return Variable(
         name=source.key,
         tensor=source.tensor.name,
@@ -216,4 +265,6 @@ def _variable(source: TensorSource) -> Variable:
         shape=source.tensor.shape,
         bytes=source.bytes_,
         rewritten=_rewrite_text(source) or None,
+        mapped=source.is_mapped,
+        not_mapped=unmapped.get(source.key),
     )

@@ -21,8 +21,8 @@ from exporter.mapping.unmatched import Unmatched
 from exporter.pipeline.both_sides import Unmatchable
 from exporter.pipeline.inspection import BundleView, CheckpointView, GraphView, Inspection, ModelView
 from exporter.pipeline.table_views import EmbeddingTable, ServedTableView
-from exporter.progress import count, human_bytes
 from exporter.terminal.output import Output, escape
+from exporter.terminal.progress import count, human_bytes
 from exporter.wire.dtypes import DType
 
 

@@ -10,14 +10,15 @@ from typing import Any
 from exporter.cli.documents import logs as documents
 from exporter.cli.documents.logs import Merge, Rebase, Rollback
 from exporter.cli.documents.values import Status
+from exporter.cli.render import in_rows
 from exporter.errors import ExportError
-from exporter.local_paths import quoted
 from exporter.pipeline.comparison import ComparedState, Differences
 from exporter.pipeline.log_maintenance import Merged, Merging, RollbackPlan, RollbackResult
 from exporter.pipeline.rebase import Rebased, Rebasing
-from exporter.progress import count, human_bytes
 from exporter.publish.timeline import Event, Timeline
+from exporter.storage.local_paths import quoted
 from exporter.terminal.output import Output, labelled
+from exporter.terminal.progress import count, human_bytes
 from exporter.verify.log import VerifiedModel
 
 
@@ -210,7 +211,8 @@ def differences(found: Differences, sink: Output) -> None:
     if found.variables:
         columns = {"variable": "left", "rows": "right", "of": "right", "norm": "right", "largest": "right"}
         rows = (
-            (v.name, v.changed_rows, v.rows, _number(v.norm), _number(v.largest)) for v in found.variables
+            (in_rows(v.name), v.changed_rows, v.rows, _number(v.norm), _number(v.largest))
+            for v in found.variables
         )
         sink.table("", columns, rows)
     if found.tables:
@@ -343,7 +345,9 @@ def _notes(event: Event) -> Iterator[str]:
         away = f", {event.merged_away} of them merged away" if event.merged_away else ""
         yield f"{event.parts} publications in one{away}"
     elif event.rows is not None:
-        yield f"{event.rows} rows" + (", found by comparison" if event.compared else "")
+        yield (count(event.rows, "row") if event.rows else "whole variables") + (
+            ", found by comparison" if event.compared else ""
+        )
     if event.event_time is not None:
         yield f"trained on events up to {event.event_time.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S}"
     if event.merged_into is not None:

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from msgspec import Struct
 
 from exporter.cli.documents.values import Status
 from exporter.cli.log_commands import DryRunFlag
 from exporter.errors import CheckpointError, ExportError, PublishError, UsageError, VerificationError
-from exporter.local_paths import path_parser, quoted
-from exporter.progress import count, human_bytes
-from exporter.terminal.edge import AS_TEXT, OutputFlags, command, outlived
+from exporter.options import Option
+from exporter.storage.local_paths import checkpoint_parser, local_path, quoted
+from exporter.storage.url import Url
+from exporter.terminal.edge import AS_TEXT, OutputFlags, command, outlived, until_interrupted
 from exporter.terminal.output import Output, labelled
+from exporter.terminal.progress import count, human_bytes
 
 if TYPE_CHECKING:
     from exporter.transfer.pull import Pulled
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 def push(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="Model base path.", parser=path_parser("MODEL"))
+        Path, typer.Argument(metavar="MODEL", help="Model base path.", parser=checkpoint_parser("MODEL"))
     ],
     url: Annotated[
         str,
@@ -45,10 +48,28 @@ def push(
     with command(printing) as sink:
         from exporter.transfer import push as transfer
 
+        _require_order("push", model, url)
         plan = transfer.plan_push(model, url, prune=prune)
         if not dry_run:
             plan = transfer.push(plan, sink.progress)
         _told(plan, sink, dry_run=dry_run)
+
+
+def _require_order(command: str, model: Path, url: str) -> None:
+    """Refuse a model and a URL that stand in each other's place, and two URLs.
+
+    Raises:
+        UsageError: they do.
+    """
+    stored = Url.parse(str(model))
+    if stored is None:
+        return
+    if Url.parse(url) is not None:
+        local_path("MODEL", str(stored))
+    order = "model, then the URL" if command == "push" else "URL, then the model"
+    first, second = (url, stored) if command == "push" else (stored, url)
+    hint = f"export-model {command} {quoted(first)} {quoted(second)}"
+    raise UsageError(f"{command} takes the {order}", hint=hint)
 
 
 def _told(plan: PushPlan, sink: Output, *, dry_run: bool) -> None:
@@ -75,21 +96,33 @@ def _told(plan: PushPlan, sink: Output, *, dry_run: bool) -> None:
     sink.result(document, lines, is_done=not dry_run)
 
 
+class LookFlags(Struct, frozen=True):
+    """How often `pull` looks into the store."""
+
+    watch: Annotated[bool, Option("Go on: fetch what appears in the store.")] = False
+    interval: Annotated[
+        float,
+        Option("With --watch: how often to look.", metavar="SECONDS", least=0.05, goes_with="--watch"),
+    ] = 1.0
+
+
+ONCE = LookFlags()
+
+
 def pull(
     url: Annotated[str, typer.Argument(metavar="URL", help="Where a model was pushed to.")],
     model: Annotated[
         Path,
         typer.Argument(
-            metavar="MODEL", help="Model base path, for servers that read files.", parser=path_parser("MODEL")
+            metavar="MODEL",
+            help="Model base path, for servers that read files.",
+            parser=checkpoint_parser("MODEL"),
         ),
     ],
     prune: Annotated[
         bool, typer.Option("--prune", help="Remove here what is not in the store any more.")
     ] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Go on: fetch what appears in the store.")] = False,
-    interval: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.05, help="With --watch: how often to look.")
-    ] = 1.0,
+    looks: LookFlags = ONCE,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Fetch what is published in an object store into a local directory, checked, in order of positions.
@@ -102,24 +135,26 @@ def pull(
     with command(printing) as sink:
         from exporter.transfer import pull as transfer
 
-        if interval != 1.0 and not watch:
-            raise UsageError("--interval is for --watch", hint="add --watch")
+        _require_order("pull", model, url)
         copy = transfer.LocalCopy(url, model, prune=prune)
-        if not watch:
+        if not looks.watch:
             _pulled(copy.update(sink.progress), model, sink)
             return
         sink.json_lines = True
-        said = ""
-        while True:
-            try:
-                done = copy.update(sink.progress)
-            except (CheckpointError, PublishError, VerificationError) as error:
-                said = _tell_once(error, said, sink)
-            else:
-                said = ""
-                if done.fetched or done.removed:
-                    _pulled(done, model, sink)
-            time.sleep(interval)
+        with until_interrupted(sink) as published:
+            said = ""
+            while True:
+                try:
+                    done = copy.update(sink.progress)
+                except (CheckpointError, PublishError, VerificationError) as error:
+                    said = _tell_once(error, said, sink)
+                else:
+                    said = ""
+                    for fetched in done.fetched:
+                        published.add(model / fetched)
+                    if done.fetched or done.removed:
+                        _pulled(done, model, sink)
+                time.sleep(looks.interval)
 
 
 def _tell_once(error: ExportError, said: str, sink: Output) -> str:

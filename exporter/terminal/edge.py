@@ -5,30 +5,32 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
 from msgspec import Struct
 
-from exporter.errors import Exit, ExportError, UsageError, unreachable
-from exporter.printable import in_lines
+from exporter.errors import Exit, ExportError, UsageError, in_lines, unreachable
+from exporter.options import Option
 from exporter.terminal import interrupt_by_exception
 from exporter.terminal.output import Output, OutputMode, silence
-from exporter.terminal.parameters import help_of
+from exporter.terminal.parameters import COMMAND, help_of, with_names
+from exporter.terminal.progress import count
 from exporter.terminal.tensorflow_import import needed, on_import_of_tensorflow
+from exporter.terminal.untyped import TAKEN
 from exporter.version import __version__
 
 
 class OutputFlags(Struct, frozen=True):
     """How a command prints: the options that all of them have."""
 
-    json_: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout, and errors as JSON on stderr.")
-    ] = False
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False
+    json_: Annotated[bool, Option("Print JSON: one document on stdout, errors on stderr.", name="--json")] = (
+        False
+    )
+    quiet: Annotated[bool, Option("Print nothing but errors.", letter="-q")] = False
+    debug: Annotated[bool, Option("Show tracebacks.")] = False
 
     @property
     def mode(self) -> OutputMode:
@@ -73,10 +75,13 @@ def command(flags: OutputFlags) -> Iterator[Output]:
     SIGTERM is treated as SIGINT is: the body is unwound, so that staging is removed.
     """
     sink = Output(flags.mode)
+    if taken := TAKEN.get():
+        sink.note("not typed: " + ", ".join(f"{one.option} {one.value} ({one.source})" for one in taken))
     on_import_of_tensorflow()
     interrupt_by_exception()
     try:
-        yield sink
+        with sink.at_work(COMMAND.get()):
+            yield sink
     except ExportError as error:
         _finish(sink, error, flags.debug)
     except KeyboardInterrupt:
@@ -107,6 +112,30 @@ def watch_ended(sink: Output, why: str) -> None:
     sink.note(f"the watch has ended: {why}")
 
 
+class Published(Struct):
+    """What a watch has published so far."""
+
+    count: int = 0
+    newest: str = ""
+
+    def add(self, place: object) -> None:
+        """Count a publication."""
+        self.count, self.newest = self.count + 1, str(place)
+
+
+@contextmanager
+def until_interrupted(sink: Output) -> Iterator[Published]:
+    """Run a watch, which Ctrl-C and SIGTERM end as its own limits do: what is under way is unwound, and it is
+    no error. Its last line says what was published.
+    """
+    published = Published()
+    try:
+        yield published
+    except KeyboardInterrupt:
+        newest = f", the newest {published.newest}" if published.count else ""
+        watch_ended(sink, f"interrupted after {count(published.count, 'publication')}{newest}")
+
+
 class Interrupted(ExportError):
     """SIGINT or SIGTERM."""
 
@@ -120,7 +149,7 @@ def _finish(sink: Output, error: ExportError, debug: bool) -> NoReturn:
 
         for part in traceback.format_exception(*sys.exc_info()):
             sink.stderr.write(in_lines(part.rstrip("\n")) + "\n")
-    sink.error(error)
+    sink.error(with_names(error))
     raise typer.Exit(int(error.exit_code))
 
 
@@ -145,10 +174,14 @@ def _open_closed_streams() -> None:
 
 
 def application(help: str, *, invoke_without_command: bool = False) -> typer.Typer:
-    """A program of several commands. `help` is of the command without a name, which is its callback."""
+    """A program of several commands. `help` is of the command without a name, which is its callback.
+
+    A callback that runs without a command has options of its own for help.
+    """
     return typer.Typer(
         help=help_of(help),
         context_settings={"help_option_names": ["-h", "--help"]},
+        add_help_option=not invoke_without_command,
         no_args_is_help=not invoke_without_command,
         invoke_without_command=invoke_without_command,
         pretty_exceptions_enable=False,  # `command` has an exit code for every error
@@ -164,22 +197,43 @@ Rewrite = Callable[[list[str]], tuple[list[str], list[str]]]
 
 
 def run(
-    app: typer.Typer, name: str, arguments: list[str] | None = None, rewrite: Rewrite | None = None
+    app: typer.Typer,
+    name: str,
+    arguments: list[str] | None = None,
+    rewrite: Rewrite | None = None,
+    *,
+    takes: Sequence[str] = (),
 ) -> NoReturn:
-    """Run an application as a program; Typer's usage errors leave by the same door as all others."""
+    """Run an application as a program; Typer's usage errors leave by the same door as all others.
+
+    `takes` are options, or a command, for words that stand where a command is expected: see `wrong_use`.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     _open_closed_streams()
     _say_all_characters()
+    if arguments == ["--version"]:  # alone; an export's version number stands behind it
+        arguments = ["-V"]
+    program: Any = typer.main.get_command(app)
+    for each in (program, *program.commands.values()):
+        for one in each.params:  # their names follow one rule, and a help text is long enough
+            one.show_envvar = False
+    COMMAND.set(" ".join([name, *(each for each in arguments[:1] if each in program.commands)]))
     try:
         arguments, notes = rewrite(arguments) if rewrite else (arguments, [])
-        program = typer.main.get_command(app)
-        code = program.main(arguments, prog_name=name, standalone_mode=False, obj={NOTES: notes})
-    except UsageError as error:  # of an option's own parser
-        Output(OutputMode.JSON if "--json" in arguments else OutputMode.HUMAN).error(error)
-        sys.exit(Exit.USAGE)
-    except _ClickUsageError as error:
+        code = program.main(
+            arguments,
+            prog_name=name,
+            standalone_mode=False,
+            obj={NOTES: notes},
+            auto_envvar_prefix=name.replace("-", "_").upper(),
+        )
+    except (UsageError, _ClickUsageError) as error:  # a UsageError: of an option's own parser
         sink = Output(OutputMode.JSON if "--json" in arguments else OutputMode.HUMAN)
-        asked = error.ctx.command_path if error.ctx is not None else name
-        sink.error(UsageError(error.format_message(), hint=f"see {asked} --help"))
+        if isinstance(error, UsageError):
+            sink.error(with_names(error))
+        else:
+            from exporter.terminal.wrong_use import wrong_use
+
+            sink.error(wrong_use(error, program, name, arguments, takes))
         sys.exit(Exit.USAGE)
     sys.exit(code if isinstance(code, int) else Exit.DONE)

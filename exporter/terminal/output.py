@@ -20,15 +20,15 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
+from threading import Timer
 from typing import IO, TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 from msgspec.structs import asdict
 
-from exporter.errors import DiskFull, ExportError
-from exporter.printable import in_lines, printable
-from exporter.progress import NoProgress, Progress
+from exporter.errors import DiskFull, ExportError, in_lines, printable
 from exporter.storage.mirror import shown
+from exporter.terminal.progress import NoProgress, Progress, human_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,8 +62,11 @@ def rendered(line: str, *, coloured: bool) -> str:
     return _ESCAPED_OR_STYLE.sub(style, printable(line))
 
 
+_SILENCE_S = 2.0
+"""How long a command may say nothing on a terminal."""
+
 FORMAT_VERSION = 1
-"""Version of every JSON document on stdout; it comes first in each."""
+"""Version of every JSON document; it comes first in each."""
 
 
 class Failure(Struct, frozen=True):
@@ -94,15 +97,21 @@ class Output(Struct):
 
     With `json_lines` each document takes one line, and people read the time of each result and note: for a
     command that goes on and has many results. What cannot be written then is missed, and the next is tried.
+    With `is_brief` people read one line of each result that has one. `has_spoken` tells whether a person
+    has read anything yet.
     """
 
     mode: OutputMode = OutputMode.HUMAN
     json_lines: bool = False
+    is_brief: bool = False
+    has_spoken: bool = False
     stdout: IO[str] = field(default_factory=lambda: sys.stdout)
     stderr: IO[str] = field(default_factory=lambda: sys.stderr)
 
-    def result(self, document: Struct, lines: Iterable[str] = (), *, is_done: bool = False) -> None:
-        """The command's result: one JSON document, or lines for people. `lines` may hold markup.
+    def result(
+        self, document: Struct, lines: Iterable[str] = (), *, brief: str = "", is_done: bool = False
+    ) -> None:
+        """The command's result: one JSON document, or lines for people. `lines` and `brief` may hold markup.
 
         `document` is one of `exporter.cli.documents` or `serving.documents`.
 
@@ -119,8 +128,13 @@ class Output(Struct):
                 # In one call: other threads may print documents, too.
                 self.stdout.write(as_json(whole, indent=indent) + "\n")
             elif self.mode is OutputMode.HUMAN:
+                self.has_spoken = True
                 coloured = use_colour(self.stdout)
-                for line in [*self._time(), *lines]:
+                if self.is_brief and brief:
+                    lines = [" ".join([*self._time(), brief])]
+                else:
+                    lines = [*self._time(), *lines]
+                for line in lines:
                     self.stdout.write(shown(rendered(line, coloured=coloured), printable) + "\n")
             self.stdout.flush()
 
@@ -153,11 +167,18 @@ class Output(Struct):
         from rich.table import Table
         from rich.text import Text
 
+        cells = [[printable(shown(str(cell))) for cell in row] for row in rows]
+        widths = [max((len(row[at]) for row in cells), default=0) for at in range(len(columns))]
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading, justify in columns.items():
-            table.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(printable(shown(str(cell)))) for cell in row))
+        for at, (heading, justify) in enumerate(columns.items()):
+            table.add_column(
+                heading,
+                justify="right" if justify == "right" else "left",
+                overflow="fold",
+                no_wrap=at != widths.index(max(widths)),  # in a narrow terminal the longest gives way
+            )
+        for row in cells:
+            table.add_row(*map(Text, row))
         console = self._console(self.stdout)
         with self._writing_stdout(is_done=False):
             if title:
@@ -177,12 +198,32 @@ class Output(Struct):
 
     def _say(self, *lines: str) -> None:
         """Talk never fails a command, whatever became of stderr."""
+        self.has_spoken = True
         try:
             for line in lines:
                 self.stderr.write(shown(rendered(line, coloured=use_colour(self.stderr)), printable) + "\n")
             self.stderr.flush()
         except OSError:
             self._give_up(self.stderr)
+
+    @contextmanager
+    def at_work(self, what: str) -> Iterator[None]:
+        """Say on a terminal what is at work if nothing else is said for two seconds."""
+        if self.mode is not OutputMode.HUMAN or not self.stderr.isatty():
+            yield
+            return
+
+        def speak() -> None:
+            if not self.has_spoken:
+                self.note(f"{what} is at work")
+
+        timer = Timer(_SILENCE_S, speak)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def trouble(self, text: str) -> None:
         """Something that went wrong and is outlived, on stderr, also with --quiet."""
@@ -208,7 +249,8 @@ class Output(Struct):
                 type(error).__name__, error.message, error.cause, error.hint, int(error.exit_code)
             )
             with suppress(OSError):
-                self.stderr.write(as_json(asdict(failure)) + "\n")
+                whole = {"format_version": FORMAT_VERSION, **asdict(failure)}
+                self.stderr.write(as_json(whole) + "\n")
                 self.stderr.flush()
         else:
             self._say(f"[bold red]error:[/] {escape(error.message)}")
@@ -223,17 +265,22 @@ class Output(Struct):
         if self.mode is not OutputMode.HUMAN or not self.stderr.isatty():
             yield NoProgress()
             return
+        self.has_spoken = True
         from rich import progress as bars
+        from rich.text import Text
 
-        amount = (
-            (bars.DownloadColumn(), bars.TransferSpeedColumn())
-            if unit == "bytes"
-            else (bars.MofNCompleteColumn(),)
-        )
+        class Bytes(bars.ProgressColumn):
+            """rich's own have other units than what is printed at the end."""
+
+            def render(self, task: Any) -> Any:
+                speed = f", {human_bytes(task.speed)}/s" if task.speed else ""
+                return Text(f"{human_bytes(task.completed)} of {human_bytes(task.total)}{speed}")
+
+        amount = Bytes() if unit == "bytes" else bars.MofNCompleteColumn()
         columns = (
             bars.TextColumn("{task.description}", markup=False),
             bars.BarColumn(),
-            *amount,
+            amount,
             bars.TimeRemainingColumn(),
         )
         with bars.Progress(*columns, console=self._console(self.stderr), transient=True) as bar:

@@ -14,18 +14,42 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.errors import UsageError
-from exporter.local_paths import local_path
-from exporter.options import HEADINGS, DeclaredOption, declared, require_company
+from exporter.errors import ExportError, UsageError
+from exporter.newer_python import type_hints
+from exporter.options import HEADINGS, DeclaredOption, declared, require_company, without_company
+from exporter.storage.local_paths import local_path, quoted
+from exporter.terminal.untyped import TAKEN, Taken, untyped
+
+_TYPED: ContextVar[Mapping[str, str] | None] = ContextVar("_TYPED", default=None)
+"""What was typed for the words of hints."""
+_CONTEXT = "typer_context"
+COMMAND = ContextVar("COMMAND", default="export-model")
+"""The command that was typed: the program's name, and that of its subcommand."""
+_WORDS = {word: word for word in ("MODEL", "WHAT", "PATH", "MODEL_BASE_PATH")} | {"DIR|PREFIX": "DIR"}
+"""The word of hints that stands for a parameter, by its metavar."""
+
+
+def with_names(error: ExportError) -> ExportError:
+    """An error whose hint has what was typed in the place of words as MODEL, so that it can be run."""
+    typed = _TYPED.get() or {}
+    if error.hint == UsageError.default_hint:
+        error.hint = f"see {COMMAND.get()} --help"
+    error.hint = re.sub(
+        r"(?<!\S)([A-Z_]+)(?![\w/.@])", lambda found: typed.get(found[1], found[1]), error.hint
+    )
+    return error
 
 
 def with_structs(function: Callable[..., None]) -> Callable[..., None]:
@@ -38,7 +62,7 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
     """
     parameters: list[inspect.Parameter] = []
     structs: dict[str, tuple[Struct, list[str]]] = {}
-    hints = get_type_hints(function, include_extras=True)
+    hints = type_hints(function)
     for name, parameter in inspect.signature(function).parameters.items():
         hint = hints[name]
         if isinstance(hint, type) and issubclass(hint, Struct):
@@ -50,9 +74,27 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
     parameters.sort(key=_place)
 
+    context_name = next((name for name, hint in hints.items() if hint is typer.Context), "")
+    if not context_name:
+        parameters.append(
+            inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        )
+    words = {parameter.name: word for parameter in parameters if (word := _word(parameter))}
+
     def command(**given: Any) -> None:
+        context = given[context_name] if context_name else given.pop(_CONTEXT)
+        elsewhere = untyped(context, given)
+        typed_words = {word: given[name] for name, word in words.items() if given[name] is not None}
+        _TYPED.set({word: quoted(value) for word, value in typed_words.items()})
+        found = {
+            one.name: (one, name, given.pop(_field(one)))
+            for name, (values, _) in structs.items()
+            for one in declared(type(values))
+        }
+        _leave_out_alone(found, elsewhere)
+        TAKEN.set(tuple(elsewhere.values()))
         for name, (values, fields) in structs.items():
-            typed = {one.path: _value(one, given.pop(_field(one))) for one in declared(type(values))}
+            typed = {one.path: _value(one, value) for one, owner, value in found.values() if owner == name}
             given[name] = _filled(values, typed | {(field,): given.pop(field) for field in fields})
         require_company([given[name] for name in structs])
         function(**given)
@@ -63,12 +105,35 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def _leave_out_alone(found: dict[str, tuple[DeclaredOption, str, Any]], elsewhere: dict[str, Taken]) -> None:
+    """Take the defaults of options that were not typed, and would have no effect."""
+    while True:
+        values = [
+            (one, one.default if value is None else _value(one, value)) for one, _, value in found.values()
+        ]
+        alone = [one for one in without_company(values) if _field(one) in elsewhere]
+        if not alone:
+            return
+        for one in alone:
+            del elsewhere[_field(one)]
+            default = one.default
+            is_several = get_origin(one.type) is tuple or _is_mapping(one.type)
+            found[one.name] = one, found[one.name][1], [] if is_several else default
+
+
+def _word(parameter: inspect.Parameter) -> str:
+    """The word of hints that stands for a parameter's value; empty if none does."""
+    metavars = (getattr(one, "metavar", None) for one in getattr(parameter.annotation, "__metadata__", ()))
+    return next((_WORDS[one] for one in metavars if one in _WORDS), "")
+
+
 def _place(parameter: inspect.Parameter) -> int:
     """Where its heading stands; others, and parameters without one, stay in their order behind those."""
+    places = {heading: place for place, heading in enumerate(HEADINGS)}
     headings = (
         getattr(one, "rich_help_panel", None) for one in getattr(parameter.annotation, "__metadata__", ())
     )
-    return next((HEADINGS.index(one) for one in headings if one in HEADINGS), len(HEADINGS))
+    return next((places[one] for one in headings if one in places), len(places))
 
 
 def _parameter(one: DeclaredOption, default: Any) -> inspect.Parameter:
@@ -87,7 +152,7 @@ def _parameter(one: DeclaredOption, default: Any) -> inspect.Parameter:
     annotation = Annotated[
         kind,
         typer.Option(
-            one.name,
+            *filter(None, (one.name, option.letter)),
             help=option.help,
             rich_help_panel=option.heading,
             metavar=option.metavar,
@@ -115,13 +180,18 @@ def _field(one: DeclaredOption) -> str:
     return one.name.lstrip("-").replace("-", "_")
 
 
+def _enum(kind: Any) -> type[Enum] | None:
+    members = (kind, *get_args(kind))
+    return next((one for one in members if isinstance(one, type) and issubclass(one, Enum)), None)
+
+
 def _is_mapping(kind: Any) -> bool:
     return isinstance(origin := get_origin(kind), type) and issubclass(origin, Mapping)
 
 
 def _typers(values: Struct) -> list[inspect.Parameter]:
     """The fields of a struct that are annotated as Typer's own options, with its values as their defaults."""
-    hints = get_type_hints(type(values), include_extras=True)
+    hints = type_hints(type(values))
     kind = inspect.Parameter.KEYWORD_ONLY
     return [
         inspect.Parameter(field, kind, default=getattr(values, field), annotation=hints[field])
@@ -147,6 +217,8 @@ def _filled(values: Struct, typed: dict[tuple[str, ...], Any]) -> Struct:
 
 def _value(one: DeclaredOption, typed: Any) -> Any:
     """What is typed as the field's value."""
+    if isinstance(typed, str) and (kind := _enum(one.type)) is not None:
+        return kind(typed)  # of a file; Typer makes those that are typed
     if _is_mapping(one.type):
         return pairs(one.name, typed)
     if get_origin(one.type) is tuple:
@@ -164,7 +236,9 @@ def pairs(option: str, values: Iterable[str]) -> dict[str, str]:
     for text in values:
         name, _, value = text.partition("=")
         if not name or not value:
-            raise UsageError(f"{option} {text!r} is not of the form NAME=VALUE")
+            raise UsageError(
+                f"{option} {text!r} is not of the form NAME=VALUE", hint=f"as in {option} x={text or 'VALUE'}"
+            )
         if name in result:
             raise UsageError(f"{option} names {name!r} twice")
         result[name] = value

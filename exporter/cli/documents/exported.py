@@ -7,11 +7,13 @@ from typing import Literal
 
 from msgspec import Struct
 
+from exporter.bundle.variables import Rounding
 from exporter.cli.documents.values import Checkpoint, Status, TensorGroup
 from exporter.cli.notify import Notified
 from exporter.delta.tolerance import LeftOut, Rounded
 from exporter.pipeline.inspection import Signature
 from exporter.publish.retention import KeptVersion
+from exporter.terminal.untyped import Taken
 
 
 class Variable(Struct, frozen=True):
@@ -31,6 +33,10 @@ class Variable(Struct, frozen=True):
     """Its size as served."""
     rewritten: str | None
     """Why its bytes are rewritten; null if they are taken as they are."""
+    mapped: bool = False
+    """True if servers map it instead of reading it (`--map-tables`)."""
+    not_mapped: str | None = None
+    """Why servers read it, although it is large and tables were to be mapped; null otherwise."""
 
 
 class TrainingGraph(Struct, frozen=True):
@@ -69,8 +75,14 @@ class ExportPlan(Struct, frozen=True, kw_only=True):
     """Tensors that are not served, by kind: optimizer slots, averages, the global step, other."""
     training: TrainingGraph | None
     """The training graph that is kept, too."""
+    bytes_mapped: int
+    """Bytes that servers map (`--map-tables`)."""
+    served_at: str | None
+    """The model as servers see it: they map tables there, and read them elsewhere; null: none are mapped."""
     notes: Sequence[str]
     """What a person should know of it."""
+    taken: Sequence[Taken]
+    """Options that were not typed, and where they come from."""
 
 
 class Export(ExportPlan, frozen=True, kw_only=True):
@@ -88,6 +100,8 @@ class Export(ExportPlan, frozen=True, kw_only=True):
     """Bytes that were copied as they are."""
     bytes_rewritten: int
     """Bytes that were rewritten: casts, merged partitions, compacted data."""
+    rounded: Mapping[str, Rounding]
+    """Tables that were stored in 8 bits (`--cast int8`), by name: how much their values differ."""
     verified: str
     """What was checked before publishing, as `--verify` names it."""
     max_errors: Mapping[str, float]
@@ -167,6 +181,8 @@ class DeltaPlan(Struct, frozen=True, kw_only=True):
     """How it is known that graph and assets are those of the base."""
     notes: Sequence[str]
     """What a person should know of it."""
+    taken: Sequence[Taken]
+    """Options that were not typed, and where they come from."""
 
 
 class DeltaExport(DeltaPlan, frozen=True, kw_only=True):

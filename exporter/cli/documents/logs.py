@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec import Struct
 
 from exporter.cli.documents.values import Status
-from exporter.doctor.examination import Finding
+from exporter.cli.examination import Finding
 from exporter.publish.retention import KeptVersion
 from exporter.publish.timeline import Event
 

@@ -34,20 +34,28 @@ from exporter.errors import (
     VerificationError,
     unreachable,
 )
-from exporter.files import sync, writing
-from exporter.layout import DELTAS_DIRECTORY, LOCK_FILE, SAVED_MODEL_FILES
-from exporter.local_paths import quoted
 from exporter.newer_python import StrEnum
 from exporter.pipeline.table_views import tables_of_log
-from exporter.progress import count, human_bytes
 from exporter.publish.commit import NO_SYNC_HINT, cannot_sync
 from exporter.publish.delta_log import DeltaLog, LogDelta, read_log
 from exporter.publish.finite import lasting, refused
 from exporter.publish.hold import Hold
+from exporter.publish.mapped_state import network_file_system, why_restored
 from exporter.publish.permission import binding
 from exporter.publish.retention import logs_without_base
 from exporter.publish.staging import Staging, dead_leftovers
-from exporter.publish.versions import VersionDir, newest_version, published_versions, read_head, version_dirs
+from exporter.publish.versions import (
+    VersionDir,
+    newest_version,
+    published_versions,
+    read_head,
+    read_manifest,
+    version_dirs,
+)
+from exporter.storage.files import sync, writing
+from exporter.storage.layout import DELTAS_DIRECTORY, LOCK_FILE, SAVED_MODEL_FILES
+from exporter.storage.local_paths import quoted
+from exporter.terminal.progress import count, human_bytes
 from exporter.verify.log import Problem, VerifiedModel, verify_model
 
 
@@ -74,6 +82,7 @@ class Check(StrEnum):
     LINKS = "links"
     CHECKPOINT = "checkpoint"
     TABLES = "tables"
+    MAPPED = "mapped"
     REPLICAS = "replicas"
 
 
@@ -590,6 +599,29 @@ def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
             )
 
 
+def mapped(model: Path, ckpt_dir: Path | None) -> Iterator[Finding]:
+    """Find that servers here restore the newest version, made to be mapped, or map it where they may die."""
+    newest = newest_version(model)
+    record = read_manifest(newest.path).mapped if newest is not None and newest.has_manifest else None
+    if newest is None or record is None or not record.tables:
+        return
+    again = command(
+        "export-model", "--ckpt-dir", ckpt_dir or "CKPT_DIR", "--out", model, "--map-tables", "--again"
+    )
+    if why := why_restored(record):
+        message = f"a server on this machine restores the tables of version {newest.version}"
+        yield Finding(Check.MAPPED, Level.WARNING, message, f"{again} --served-at DIR", cause=why)
+    elif kind := network_file_system(Path(record.directory)):
+        yield Finding(
+            Check.MAPPED,
+            Level.WARNING,
+            f"version {newest.version} is mapped on a network file system ({kind})",
+            command("export-model", "push", model, "URL"),
+            cause="when its file server removes a file that is still mapped, the model server dies; "
+            "pull copies to a local disk, and map them there (--served-at)",
+        )
+
+
 def size_of(directory: Path) -> int:
     """Bytes of the files in a directory, as far as they can be looked at."""
     total = 0
@@ -678,6 +710,7 @@ def examine(model: Path, ckpt_dir: Path | None, *, now: float, is_remote: bool =
         (Check.CLOCK, lambda: clock_of_files(model, now)),
         (Check.DURABILITY, lambda: durability(model)),
         (Check.TABLES, lambda: tables(model, found, ckpt_dir)),
+        (Check.MAPPED, lambda: mapped(model, ckpt_dir)),
         (Check.ORPHANS, lambda: orphans(model, found)),
         (Check.LEFT_OVERS, lambda: left_overs(model)),
     ]
@@ -690,7 +723,13 @@ def examine(model: Path, ckpt_dir: Path | None, *, now: float, is_remote: bool =
     return Examination(model, found, tuple(findings))
 
 
-_OF_THIS_MACHINE = (Check.STRANGERS, Check.PERMISSIONS, Check.LEFT_OVERS, Check.DURABILITY)
+_OF_THIS_MACHINE = (
+    Check.STRANGERS,
+    Check.PERMISSIONS,
+    Check.LEFT_OVERS,
+    Check.DURABILITY,
+    Check.MAPPED,
+)
 
 
 def _each(check: Check, look: Callable[[], Iterator[Finding]]) -> list[Finding]:

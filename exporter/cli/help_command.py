@@ -1,0 +1,82 @@
+"""`export-model --help`, `--help-all` and `export-model help TOPIC`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+
+from exporter.options import HEADINGS
+from exporter.terminal.edge import AS_TEXT, command
+from exporter.terminal.help import Help
+from exporter.terminal.server_access import GROUP
+
+HELP = Help(
+    usage=("export-model --ckpt-dir DIR --out MODEL [OPTIONS]", "export-model COMMAND ..."),
+    examples=(
+        "export-model --ckpt-dir train/ --model my_model.py:serving --out models/m",
+        "export-model --ckpt-dir train/ --model my_model.py:serving --out m --incr",
+    ),
+    options=(
+        "--ckpt-dir",
+        "--out",
+        "--model",
+        "--input",
+        "--output",
+        "--incr",
+        "--watch",
+        "--verify",
+        "--dry-run",
+        "--keep",
+        "--json",
+        "--quiet",
+    ),
+    topics={**HEADINGS, GROUP: "tls"},
+)
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        typer.echo(line)
+
+
+def _short(context: typer.Context, is_asked: bool) -> None:
+    if is_asked:
+        _print(HELP.short(context))
+        raise typer.Exit
+
+
+def _all(context: typer.Context, is_asked: bool) -> None:
+    if is_asked:
+        _print([context.get_help()])
+        raise typer.Exit
+
+
+HelpFlag = Annotated[
+    bool,
+    typer.Option(
+        "--help", "-h", callback=_short, is_eager=True, help="Show the options that most runs need."
+    ),
+]
+HelpAllFlag = Annotated[
+    bool, typer.Option("--help-all", callback=_all, is_eager=True, help="Show all options.")
+]
+
+
+def help(
+    context: typer.Context,
+    topic: Annotated[
+        str | None,
+        typer.Argument(metavar="TOPIC", help="A topic or a command.", autocompletion=HELP.names),
+    ] = None,
+) -> None:
+    """Show the options of a topic, or the help of a command.
+
+    \b
+    Examples:
+      export-model help deltas
+      export-model help merge
+    """
+    with command(AS_TEXT):
+        _print(HELP.short(context) if topic is None else HELP.topic(context, topic))

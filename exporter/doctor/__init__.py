@@ -1,1 +1,0 @@
-"""Examine a published model: what is wrong with it or soon will be. Nothing is changed."""
