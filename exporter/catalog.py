@@ -146,6 +146,10 @@ class Catalog(Struct, frozen=True):
     naming: Naming = Naming.NAMES
     index_digest: str | None = None
 
+    def __repr__(self) -> str:
+        size = f"{len(self.tensors)} tensors in {len(self.shards)} files"
+        return f"Catalog({str(self.prefix)!r}, step={self.step}, {size})"
+
     @property
     def is_bundle(self) -> bool:
         """False if values must be written into a tensor bundle before they can be served."""

@@ -65,6 +65,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,6 +77,13 @@ if TYPE_CHECKING:
 def to_install(extra: str) -> str:
     """The hint that installs an extra of this package: from a clone, since no package index has it."""
     return f"in a clone of export-model: python3 -m pip install '.[{extra}]'"
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """The name that was probably meant by a word that is none of them; empty if none is like it."""
+    import difflib  # late: most commands need no suggestion
+
+    return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)), "")
 
 
 class Exit(IntEnum):
@@ -132,7 +140,7 @@ class UsageError(ExportError):
     """The command line, or an argument of the Python API, is wrong."""
 
     exit_code = Exit.USAGE
-    default_hint = "see export-model --help"
+    default_hint = "see --help"
 
 
 class RoleUnknown(UsageError):
@@ -151,6 +159,7 @@ class CheckpointError(ExportError):
 class CheckpointNotFound(CheckpointError):
     """No complete checkpoint where one was named."""
 
+    default_hint = "name a directory in which a trainer has saved; --watch waits for its first checkpoint"
     may_pass = True
 
 
@@ -250,7 +259,7 @@ class MappingError(ExportError):
     """The graph's variables and the checkpoint's tensors do not fit."""
 
     exit_code = Exit.MAPPING
-    default_hint = "compare both sides: export-model inspect CHECKPOINT --unmatched MODEL"
+    default_hint = "compare both sides: export-model inspect DIR --unmatched WHAT"
 
 
 class MissingTensors(MappingError):
@@ -287,9 +296,7 @@ class AmbiguousRename(MappingError):
 class NoCertainMatch(MappingError):
     """Values without names of their own fit the graph's variables in no way, or in several."""
 
-    default_hint = (
-        "write a table of names: export-model inspect CHECKPOINT --unmatched MODEL, then --rename-file"
-    )
+    default_hint = "write a table of names: export-model inspect DIR --unmatched WHAT, then --rename-file"
 
 
 class PartitionStrategyUnknown(MappingError):
@@ -344,7 +351,7 @@ class TableFull(PositionError):
 class PositionUnknown(PositionError):
     """Nothing published stands at the position that was named, or its values are gone."""
 
-    default_hint = "list the positions: export-model verify MODEL"
+    default_hint = "list the positions: export-model history MODEL"
 
 
 class ChainEnds(PositionError):
@@ -505,3 +512,30 @@ def unreachable(exc: OSError) -> ExportError:
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _NOT_WRITABLE |= {errno.ENOLCK, errno.EOPNOTSUPP}  # no file locks: two exporters could not be kept apart
+
+
+def printable(text: str) -> str:
+    r"""The text in one line: what is not to be seen is written as in Python, `\x1b`, `\n`, `\u202e`.
+
+    These are controls (C0, C1), marks of direction and of no width, separators but the space, and surrogates,
+    by which a path's bytes that are no UTF-8 are kept.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else _escaped(each) for each in text)
+
+
+def lines_of(parts: Iterable[str]) -> str:
+    """A cause of several lines: each part takes one, below the label, whatever is in it."""
+    return "\n  ".join(["", *map(printable, parts)])
+
+
+def in_lines(text: str) -> str:
+    """A text of several lines, each of them printable; all but the first are indented."""
+    first, *others = text.split("\n")
+    indented = (line if line.startswith(" ") else f"  {line}" for line in map(printable, others))
+    return "\n".join([printable(first), *indented])
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")

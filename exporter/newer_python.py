@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from typing import Any, BinaryIO
+from collections.abc import Callable
+from typing import Annotated, Any, BinaryIO, Union, get_args, get_origin, get_type_hints
 
 if sys.version_info >= (3, 11):
     from enum import StrEnum as StrEnum
@@ -73,3 +74,14 @@ class _Timeout:
         self._is_late = True
         if self._task is not None:
             self._task.cancel()
+
+
+def type_hints(annotated: Callable[..., Any]) -> dict[str, Any]:
+    """The hints of a function or class; `Annotated` stays outermost where the default is None, too."""
+    hints = get_type_hints(annotated, include_extras=True)
+    if sys.version_info < (3, 11):  # which makes it Optional[Annotated[...]]
+        for name, hint in hints.items():
+            for within in get_args(hint):
+                if get_origin(hint) is Union and get_origin(within) is Annotated:
+                    hints[name] = within
+    return hints

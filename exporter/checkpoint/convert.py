@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog, Content, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.errors import os_error
-from exporter.progress import NoProgress, Progress
+from exporter.terminal.progress import NoProgress, Progress
 from exporter.wire.dtypes import DType
 
 

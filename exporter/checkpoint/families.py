@@ -17,7 +17,7 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import index_path
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.checkpoint.trainers import recognise
-from exporter.layout import SAVED_MODEL_FILES, VARIABLES_NAME, VARIABLES_PREFIX
+from exporter.storage.layout import SAVED_MODEL_FILES, VARIABLES_NAME, VARIABLES_PREFIX
 
 V1_SHARD = re.compile(r"-([0-9]{5}|\?{5})-of-[0-9]{5}$")
 """Behind a prefix: which shard of how many, or, in a pattern, each of them."""

@@ -26,7 +26,7 @@ from exporter.errors import (
     TruncatedFile,
     UnsafeArchive,
 )
-from exporter.files import FileIdentity, below, open_regular
+from exporter.storage.files import FileIdentity, below, open_regular
 from exporter.storage.open_files import Window
 from exporter.wire.crc32c import chunks_of
 from exporter.wire.dtypes import DType

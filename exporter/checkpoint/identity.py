@@ -17,8 +17,8 @@ from exporter.checkpoint.bundle_writer import index_path
 from exporter.checkpoint.families import family_of
 from exporter.checkpoint.tensor_bundle import MAX_INDEX_BYTES
 from exporter.errors import CheckpointChanged, CheckpointNotFound
-from exporter.files import read_regular
 from exporter.storage import mirror
+from exporter.storage.files import read_regular
 
 Looks: TypeAlias = tuple[tuple[str, int, int, int], ...]
 """Names, sizes in bytes, modification times in nanoseconds and inodes of files, by name."""

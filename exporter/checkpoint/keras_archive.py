@@ -29,7 +29,7 @@ from exporter.checkpoint.file_range import FileRange, listed_shard
 from exporter.checkpoint.hdf5 import Dataset, FileContents, read_hdf5
 from exporter.checkpoint.zip_members import Member, read_members
 from exporter.errors import CheckpointError, CorruptFile, UnsafeArchive, UnsupportedFormat
-from exporter.files import below
+from exporter.storage.files import below
 from exporter.wire.dtypes import DType
 
 _CONFIG = "config.json"

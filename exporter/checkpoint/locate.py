@@ -40,10 +40,16 @@ from exporter.errors import (
     UnsafeArchive,
     UnsupportedFormat,
 )
-from exporter.files import nearest, read_regular
-from exporter.layout import CHECKPOINT_STATE_FILE, CHECKPOINT_SUFFIX, SAVED_MODEL_FILES, VARIABLES_NAME
-from exporter.local_paths import quoted
+from exporter.errors import nearest as nearest_name
 from exporter.storage import mirror
+from exporter.storage.files import nearest, read_regular
+from exporter.storage.layout import (
+    CHECKPOINT_STATE_FILE,
+    CHECKPOINT_SUFFIX,
+    SAVED_MODEL_FILES,
+    VARIABLES_NAME,
+)
+from exporter.storage.local_paths import quoted
 
 WORKER_PREFIX = "workertemp_"
 """Begins the name of a directory into which a worker saves what only the chief keeps, in that directory."""
@@ -225,8 +231,6 @@ def _mode(path: Path) -> int | None:
 
 
 def _no_index(prefix: Path) -> CheckpointError:
-    import difflib
-
     if not _exists(prefix.parent):
         return CheckpointNotFound(f"there is no directory {prefix.parent}", hint=_meant(prefix))
     if _exists(prefix.with_name(f"{prefix.name}.meta")):
@@ -238,14 +242,23 @@ def _no_index(prefix: Path) -> CheckpointError:
         there = [path.name for path in candidates(prefix.parent)]
     except CheckpointError:
         there = []
-    close_by = difflib.get_close_matches(prefix.name, [*there, *_names(prefix.parent)], 1)
+    close_by = _nearest_step(prefix.name, there)
+    close_by = close_by or nearest_name(prefix.name, [*there, *_names(prefix.parent)])
     return CheckpointNotFound(
         f"there is no {prefix}: no directory, no archive, and no {index_path(prefix).name}",
         cause=f"the directory holds {', '.join(there[:5])}" if there else "",
-        hint=f"name what is there: {quoted(prefix.with_name(close_by[0]))}"
+        hint=f"name what is there: {quoted(prefix.with_name(close_by))}"
         if close_by
         else "name a directory of checkpoints, a checkpoint's prefix, or an archive",
     )
+
+
+def _nearest_step(name: str, there: list[str]) -> str:
+    """The checkpoint of the nearest step; empty if a name has no step, or is of another model."""
+    step, stem = step_in_name(name), name.rpartition("-")[0]
+    alike = [other for other in there if other.rpartition("-")[0] == stem]
+    steps = {found: other for other in alike if (found := step_in_name(other)) is not None}
+    return "" if step is None or not steps else steps[min(steps, key=lambda found: abs(found - step))]
 
 
 def _meant(prefix: Path) -> str:
@@ -273,6 +286,10 @@ def _nothing_in(directory: Path, names: list[str], named: Path | None) -> Checkp
     found = f"found: {' and '.join(kinds)} but no .index" if kinds else "" if names else "it is empty"
     kept = [name for name in names if "_temp_" not in name and not name.startswith(WORKER_PREFIX)]
     below = [name for name in kept if any((directory / name).glob("*.index"))]
-    hint = f"there are checkpoints in {directory / below[0]}" if below else ""
+    hint = f"there are checkpoints in {quoted(directory / below[0])}" if below else ""
+    versions = [directory / name for name in kept if name.isdecimal()]
+    if any((version / file).exists() for version in versions for file in SAVED_MODEL_FILES):
+        state = state or "it is a published model, and not what a trainer saves"
+        hint = f"see what is published: export-model inspect {quoted(directory)}"
     cause = "; ".join(filter(None, (state, found)))
     return CheckpointNotFound(f"there is no complete checkpoint in {directory}", cause=cause, hint=hint)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from exporter.catalog import Catalog, Extent, TensorRef
 from exporter.errors import CheckpointChanged, CheckpointError
-from exporter.files import open_regular
 from exporter.storage import mirror
+from exporter.storage.files import open_regular
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from exporter.errors import (
     TruncatedFile,
     UnsupportedFormat,
 )
-from exporter.files import FileIdentity, read_regular
+from exporter.storage.files import FileIdentity, read_regular
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 
@@ -190,9 +190,12 @@ class _Parser:
         for key, value in table[1 + len(slices) :]:
             name = self._name(key)
             found[name] = self._tensor(name, key, value, slices)
-        for key, value in slices.items():  # what no tensor declares is a name that begins with NUL
-            name = self._name(key)
-            found[name] = self._tensor(name, key, value, {})
+        # What no tensor declares is a name that begins with NUL. It may have slices as well, and their keys
+        # stand among these, before or behind it.
+        for key in sorted(slices, key=lambda key: not self._parse(slices[key]).slices):
+            if key in slices:
+                name = self._name(key)
+                found[name] = self._tensor(name, key, slices.pop(key), slices)
         return found
 
     def _name(self, key: bytes) -> str:
@@ -256,9 +259,17 @@ class _Parser:
             self._corrupt(name, f"its shape {_brief(shape)} has 2^63 elements or more")
         if dtype is DType.STRING:
             return _Layout(dtype, shape, elements + _LEAST_STRING_BYTES, _MAX_BYTES)
-        if dtype.itemsize is None:
+        try:
+            itemsize = dtype.itemsize
+        except TypeError as error:
+            raise UnsupportedFormat(
+                f"{self._path}: {name[:99]!r} has the data type {dtype.label}",
+                cause=str(error),
+                hint="python3 -m pip install 'ml-dtypes>=0.5', which TensorFlow 2.18 and newer allow",
+            ) from None
+        if itemsize is None:
             return _Layout(dtype, shape, 0, _MAX_BYTES)
-        return _Layout(dtype, shape, elements * dtype.itemsize, elements * dtype.itemsize)
+        return _Layout(dtype, shape, elements * itemsize, elements * itemsize)
 
     def _extent(self, name: str, layout: _Layout, entry: protos.Proto) -> Extent:
         shard, offset, size = entry.shard_id, entry.offset, entry.size

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog
 from exporter.checkpoint.object_graph import ROOT, ObjectGraph, read_object_graph
 from exporter.checkpoint.tensor_values import read_array
-from exporter.files import open_regular
-from exporter.layout import CHECKPOINT_STATE_FILE, SAVED_MODEL_FILE, SAVED_MODEL_FILES
+from exporter.storage.files import open_regular
+from exporter.storage.layout import CHECKPOINT_STATE_FILE, SAVED_MODEL_FILE, SAVED_MODEL_FILES
 from exporter.wire.dtypes import DType
 
 _KERAS_3 = {"_operations", "_functional", "_trainable_variables_indices"}

@@ -24,6 +24,7 @@ from exporter.checkpoint.file_range import FileRange
 from exporter.checkpoint.sstable import read_first_block
 from exporter.checkpoint.tensor_bundle import GLOBAL_STEP, step_in_name
 from exporter.errors import CorruptFile, MissingShard
+from exporter.storage.local_paths import quoted
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
@@ -48,6 +49,13 @@ class V1Values(Struct, frozen=True):
         yield _restored(self.pattern, self.name, self.dtype, self.part).reshape(-1)
 
 
+def _what_else(path: Path) -> str:
+    """What to do with a file that is no checkpoint."""
+    if path.suffix == ".py":
+        return f"a file with a builder goes behind --model: --model {quoted(path)}:FUNCTION"
+    return "name a directory of checkpoints, a checkpoint's prefix, or an archive; or copy the file again"
+
+
 def read_v1(pattern: Path, files: list[Path]) -> Catalog:
     """The tensors of the checkpoint whose files are `files`; `pattern` is what TensorFlow calls it.
 
@@ -61,7 +69,11 @@ def read_v1(pattern: Path, files: list[Path]) -> Catalog:
         raise MissingShard(f"there are {len(ranges)} of {expected} shards of {pattern}")
     for file in ranges:
         if file.size < len(_TABLE_MAGIC) or file.part(file.size - 8, 8).read() != _TABLE_MAGIC:
-            raise CorruptFile(f"{file.path} is not a checkpoint", cause="its end is not that of format V1")
+            raise CorruptFile(
+                f"{file.path} is not a checkpoint",
+                cause="its end is not that of format V1",
+                hint=_what_else(file.path),
+            )
     tensors = {}
     parts = _parts(ranges)
     for name, (dtype, shape) in sorted(_listed(str(pattern)).items()):

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from exporter.checkpoint.file_range import FileRange
 from exporter.errors import CorruptFile, TruncatedFile, UnsafeArchive, UnsupportedFormat
-from exporter.files import below
+from exporter.storage.files import below
 from exporter.wire.crc32c import CHUNK
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")

@@ -40,11 +40,11 @@ from exporter.delta.row_hashes import BlockHasher, HashIndex
 from exporter.delta.row_reader import RowReader
 from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
 from exporter.delta.snapshot import Snapshot
-from exporter.integer_sets import distinct
 from exporter.jobs.task import Input, Task
-from exporter.progress import NoProgress, Progress
 from exporter.storage.requests import GAP_BYTES, PART_BYTES
 from exporter.storage.waiting import workers
+from exporter.tables.integer_sets import distinct
+from exporter.terminal.progress import NoProgress, Progress
 
 if TYPE_CHECKING:
     from exporter.delta.compare_rows import TaskComparison

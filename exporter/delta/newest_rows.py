@@ -27,7 +27,6 @@ from exporter.delta.packing import PackedRows, pack_rows
 from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
 from exporter.delta.snapshot import Changes, Snapshot
 from exporter.errors import CorruptFile
-from exporter.integer_sets import distinct
 from exporter.jobs.shard_job import Sources, Stored
 from exporter.jobs.task import Range, piece_bytes
 from exporter.jobs.write_shard import (
@@ -41,6 +40,7 @@ from exporter.jobs.write_shard import (
 )
 from exporter.options import DeltaDtype
 from exporter.storage.output_directory import new_file
+from exporter.tables.integer_sets import distinct
 from exporter.wire.crc32c import chunks_of
 from exporter.wire.dtypes import JOINABLE, DType
 

@@ -7,9 +7,7 @@ Two things are kept apart. *Rounding* changes values, and is what a user asks fo
 stored, and never changes a bit: a row is packed if it is read back as it is, and else stored exactly. Rows
 that were rounded always pack, also when they are merged or reverted later.
 
-A scale has 17 significant bits and is the least such that no code exceeds 127: so q * scale is exact in
-float32, on any machine and in any order, and what was unpacked packs into the same codes. Nothing
-subnormal is ever made: TensorFlow's kernels take it for zero, so it is rounded to zero here. A row that holds
+Codes are those of `exporter.wire.int8_codes`: what was unpacked packs into the same ones. A row that holds
 NaN or infinity, or would, is not rounded. Tables of 16 bits, and those whose rows would not shrink, are not
 rounded either.
 """
@@ -26,16 +24,14 @@ from msgspec.structs import replace
 
 from exporter.options import DeltaDtype
 from exporter.wire.dtypes import DType
+from exporter.wire.int8_codes import LARGEST_SCALE as LARGEST_SCALE
+from exporter.wire.int8_codes import SMALLEST_SCALE as SMALLEST_SCALE
+from exporter.wire.int8_codes import to_codes
 
 Array = np.ndarray[Any, Any]
 
-SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**120
-"""Times any code of eight bits but 0 they give float32 values that are normal and finite."""
-
 _SMALLEST_NORMAL = SMALLEST_SCALE
 _WIDE = {DType.FLOAT, DType.DOUBLE}
-_LARGEST_CODE = 127
-_SPARE_BITS = 7  # of a float32's 24: what a code of seven bits takes up in a product
 _ROWS_AT_ONCE = 1 << 14
 
 
@@ -57,7 +53,7 @@ class Codes(Struct, frozen=True):
 def encode(rows: Array, packing: DeltaDtype) -> Codes:
     """The nearest codes of rows [n, ...] in float32 or float64."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return _to_bfloat16(rows) if packing is DeltaDtype.BFLOAT16 else _to_int8(rows)
+        return _to_bfloat16(rows) if packing is DeltaDtype.BFLOAT16 else Codes(*to_codes(rows))
 
 
 def decode(codes: Array, scales: Array | None, dtype: np.dtype[Any]) -> Array:
@@ -212,23 +208,5 @@ def _to_bfloat16(rows: Array) -> Codes:
     return Codes(nearest.astype(bfloat16), None, fits)
 
 
-def _to_int8(rows: Array) -> Codes:
-    flat = _flat(rows).astype(np.float64)
-    largest = np.abs(flat).max(axis=1)
-    scales = _rounded_up((largest / _LARGEST_CODE).astype(np.float32))
-    fits = np.asarray(np.isfinite(largest) & (scales <= LARGEST_SCALE))
-    scales[~fits | (scales < SMALLEST_SCALE)] = 0
-    is_zero = scales == 0
-    codes = np.rint(flat / np.where(is_zero, 1, scales)[:, np.newaxis])
-    codes[is_zero] = 0
-    return Codes(codes.astype(np.int8).reshape(rows.shape), scales, fits)
-
-
 def _flat(rows: Array) -> Array:
     return rows.reshape(len(rows), math.prod(rows.shape[1:]))
-
-
-def _rounded_up(scales: Array) -> Array:
-    """Positive float32 values, rounded up to 17 significant bits."""
-    spare = np.uint32((1 << _SPARE_BITS) - 1)
-    return np.asarray(((scales.view(np.uint32) + spare) & ~spare).view(np.float32))

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from exporter.files import read_regular
-from exporter.integer_sets import distinct
+from exporter.storage.files import read_regular
+from exporter.tables.integer_sets import distinct
 from exporter.wire.crc32c import masked_crc
 
 Array = np.ndarray[Any, Any]

@@ -30,9 +30,9 @@ from msgspec import Struct, field
 from exporter.delta.format import Change, Rows
 from exporter.delta.row_reader import RowReader, StoredRun, check_stored
 from exporter.errors import CheckpointError
-from exporter.files import kept_identity
-from exporter.integer_sets import among, distinct
 from exporter.storage import mirror
+from exporter.storage.files import kept_identity
+from exporter.tables.integer_sets import among, distinct
 
 _Identity = list[int]
 _RunKey = tuple[str, int, int, int]

@@ -20,10 +20,10 @@ from exporter.delta.format import Change, Rows, Schema, ServedVariable
 from exporter.delta.row_spill import RowSpill
 from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile, TableFull
-from exporter.integer_sets import among, distinct
 from exporter.mapping.mapping_spec import DynamicTable
 from exporter.tables.change_index import IndexChange, change_index, find_rows, live_rows
 from exporter.tables.geometry import VALUES, TableGeometry
+from exporter.tables.integer_sets import among, distinct
 
 Array = np.ndarray[Any, Any]
 

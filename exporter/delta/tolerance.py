@@ -23,8 +23,8 @@ from exporter.delta.packing import round_rows, shrinks
 from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
 from exporter.delta.snapshot import Changes, Snapshot
 from exporter.errors import CheckpointError
-from exporter.layout import RESIDUAL_PREFIX
 from exporter.options import DeltaDtype
+from exporter.storage.layout import RESIDUAL_PREFIX
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import Count, Measure, doc
 

@@ -18,6 +18,7 @@ import inspect
 import json
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 from exporter.catalog import TensorRef
 from exporter.checkpoint.keras_archive import ModelConfig, read_config, unpack_assets
 from exporter.errors import BuilderError, CodeRefused, UsageError
+from exporter.graph.object_models import keras_of
 from exporter.graph.source_graph import ANY_FILES, Trust
 from exporter.graph.sources import import_code
 from exporter.graph.user_errors import error_line, keras_choice, way_out
@@ -139,6 +141,7 @@ _TRAINED_TABLE, _SERVED_TABLE = "exporter>TrainableEmbedding", "exporter>ServedE
 _FILES = ("vocabulary", "merges", "proto")
 """Keys of a layer's config whose value is a file's path if it is a string: lookups, KerasHub's tokenizers."""
 
+_MAKER = "give the function that makes it: model=make_model, which takes no arguments"
 _CUSTOM_OBJECTS = "--custom-objects pkg.mod, or path/file.py"
 _MAX_DEPTH = 200
 
@@ -165,9 +168,7 @@ def archive_builder(
     config = _parsed(path, described)
     for file in _named_files(config):
         trust.require_file(Path(file), path.parent)
-    for _, entry in _entries(config, "", 0):
-        if entry.get("registered_name") == _TRAINED_TABLE:  # by its name, as what is registered comes first
-            entry |= {"registered_name": _SERVED_TABLE, "class_name": ServedEmbedding.__name__}
+    _serve_tables(config)
     if allow_code:
         known |= dict(_public_objects(_named_modules(config)))
     else:
@@ -200,6 +201,56 @@ def archive_builder(
     return build
 
 
+def model_builder(model: Any) -> Builder:
+    """A function that makes a Keras model of this program once more, in the graph it is called in.
+
+    Its config says how, as in an archive; its classes and functions are the program's own. Weights are left
+    behind, vocabularies are taken along.
+
+    Raises:
+        BuilderError: the model cannot be described.
+    """
+    keras, label = keras_of(model), f"the Keras model {model.name!r}"
+    try:
+        config = keras.saving.serialize_keras_object(model)
+    except Exception as error:
+        raise BuilderError(
+            f"Keras cannot describe {label}",
+            cause=error_line(error),
+            hint=_MAKER,
+        ) from error
+    config.pop("compile_config", None)
+    _serve_tables(config)
+    layers = {type(layer).__name__: type(layer) for layer in (model, *model._flatten_layers())}
+    own = {name: kind for name, kind in layers.items() if kind.__module__.partition(".")[0] != keras.__name__}
+    saving_lib = importlib.import_module(f"{keras.__name__}.src.saving.saving_lib")
+    store = saving_lib.DiskIOStore("assets", mode="w")
+    saving_lib._save_state(model, None, store, "", set())
+
+    def build() -> Any:
+        try:
+            with keras.utils.custom_object_scope(own | {_SERVED_TABLE: ServedEmbedding}):
+                made = keras.saving.deserialize_keras_object(config, safe_mode=False)
+        except Exception as error:
+            raise BuilderError(
+                f"Keras cannot make {label} once more",
+                cause=error_line(error),
+                hint=_MAKER,
+            ) from error
+        _load_vocabularies(label, made, keras, Path(store.working_dir))
+        return made
+
+    weakref.finalize(build, store.close)
+    return build
+
+
+def _serve_tables(config: Any) -> None:
+    """Have a config's tables by keys made as they are served."""
+    for _, entry in _entries(config, "", 0):
+        if entry.get("registered_name") == _TRAINED_TABLE:  # by its name, as what is registered comes first
+            entry |= {"registered_name": _SERVED_TABLE, "class_name": ServedEmbedding.__name__}
+
+
 def _load_assets(path: Path, model: Any, keras: Any) -> None:
     """Load the vocabularies that layers keep beside their weights, by Keras' own walk.
 
@@ -208,18 +259,21 @@ def _load_assets(path: Path, model: Any, keras: Any) -> None:
         CheckpointError: the archive is damaged or hostile.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        if not unpack_assets(path, Path(scratch)):
-            return
-        saving_lib = importlib.import_module(f"{keras.__name__}.src.saving.saving_lib")
-        store = saving_lib.DiskIOStore(scratch, mode="r")
-        try:
-            saving_lib._load_state(model, None, store, "", False, set())
-        except Exception as error:
-            raise BuilderError(
-                f"a layer of {path} cannot be given its vocabulary",
-                cause=error_line(error),
-                hint="name a builder that makes the model with it: --model pkg.mod:fn",
-            ) from error
+        if unpack_assets(path, Path(scratch)):
+            _load_vocabularies(str(path), model, keras, Path(scratch))
+
+
+def _load_vocabularies(label: str, model: Any, keras: Any, directory: Path) -> None:
+    saving_lib = importlib.import_module(f"{keras.__name__}.src.saving.saving_lib")
+    store = saving_lib.DiskIOStore(str(directory), mode="r")
+    try:
+        saving_lib._load_state(model, None, store, "", False, set())
+    except Exception as error:
+        raise BuilderError(
+            f"a layer of {label} cannot be given its vocabulary",
+            cause=error_line(error),
+            hint="name a builder that makes the model with it: --model pkg.mod:fn",
+        ) from error
 
 
 def _keras(described: ModelConfig) -> Any:

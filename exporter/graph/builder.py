@@ -26,7 +26,6 @@ from msgspec.structs import replace
 
 from exporter.catalog import TensorRef
 from exporter.errors import BuilderError, UsageError
-from exporter.files import nearest
 from exporter.graph.archived_model import keras_places
 from exporter.graph.metagraph import with_signatures
 from exporter.graph.nodes import GraphIndex
@@ -43,7 +42,8 @@ from exporter.graph.source_graph import GraphRequest, SourceGraph, TableKey, Var
 from exporter.graph.sources import code_behind, import_code, importable, no_function
 from exporter.graph.tables import table_keys
 from exporter.graph.user_errors import error_line, failures, way_out
-from exporter.local_paths import quoted
+from exporter.storage.files import nearest
+from exporter.storage.local_paths import quoted
 from exporter.wire import protos
 from exporter.wire.protos import Proto
 

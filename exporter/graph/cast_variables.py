@@ -3,6 +3,9 @@
 A `ReadVariableOp` or `ResourceGather` of such a variable yields the stored dtype, and a `Cast` takes its
 name, so nothing that consumes it changes. Gathers cast only the gathered rows. Handles are followed through
 forwarding nodes and into functions, of which specialised copies are made.
+
+A table in int8 has scales behind its codes (`exporter.wire.int8_codes`): a gather yields rows of both, which
+are split, and multiplied.
 """
 
 from __future__ import annotations
@@ -11,11 +14,24 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from itertools import count
 
+import numpy as np
 from msgspec import Struct
 
 from exporter.errors import MappingError
-from exporter.graph.nodes import CALLS, LOOPS, Body, called, input_names
+from exporter.graph.nodes import (
+    CALLS,
+    LOOPS,
+    Body,
+    attr,
+    attr_dtype,
+    attr_shape,
+    called,
+    constant,
+    free_name,
+    input_names,
+)
 from exporter.wire.dtypes import DType
+from exporter.wire.int8_codes import SCALE_BYTES
 from exporter.wire.protos import Proto
 
 _READS = {"ReadVariableOp": "value", "ResourceGather": "output", "ResourceGatherNd": "output"}
@@ -29,6 +45,15 @@ class _Cast(Struct, frozen=True):
     variable: str
     wanted: DType
     stored: DType
+    shape: tuple[int, ...] = ()
+
+    @property
+    def is_in_8_bits(self) -> bool:
+        """True if it is stored as codes and scales, in another shape than the graph's."""
+        return self.stored is DType.INT8
+
+
+_NO_CAST = _Cast("", DType.FLOAT, DType.FLOAT)
 
 
 def cast_variables(graph_def: Proto, stored: Mapping[str, DType]) -> None:
@@ -43,8 +68,11 @@ def cast_variables(graph_def: Proto, stored: Mapping[str, DType]) -> None:
     for node in graph_def.node:
         wanted = DType(node.attr["dtype"].type) if node.op == "VarHandleOp" else None
         if wanted is not None and wanted != stored.get(node.name, wanted):
-            handles[f"{node.name}:0"] = _Cast(node.name, wanted, stored[node.name])
-            node.attr["dtype"].type = int(stored[node.name])
+            cast = _Cast(node.name, wanted, stored[node.name], attr_shape(node) or ())
+            handles[f"{node.name}:0"] = cast
+            node.attr["dtype"].type = int(cast.stored)
+            if cast.is_in_8_bits:
+                node.attr["shape"].shape.dim[-1].size += SCALE_BYTES
     if handles:
         library = _Library(graph_def.library)
         _rewrite(Body(graph_def.node), handles, library)
@@ -80,9 +108,14 @@ def _rewrite(body: Body, handles: dict[str, _Cast], library: _Library) -> None:
     for node in list(body.nodes):
         inputs = map(body.canonical, input_names(node))
         casts = {i: handles[tensor] for i, tensor in enumerate(inputs) if tensor in handles}
+        if casts and casts.get(0, _NO_CAST).is_in_8_bits and node.op == "VariableShape":
+            _become_shape(body, node, casts[0].shape)
+            continue
         if not casts or node.op in _INDIFFERENT or node.op in _FORWARDS:
             continue
-        if node.op in _READS:
+        if casts.get(0, _NO_CAST).is_in_8_bits and node.op in _READS:
+            _multiply_rows(body, node, casts[0])
+        elif node.op in _READS:
             _cast_read(body, node, casts[0])
         elif node.op in CALLS:
             _cast_call(node, casts, library)
@@ -125,6 +158,62 @@ def _cast_read(body: Body, node: Proto, cast: _Cast) -> None:
     body.add(output_name, "Cast", stored, device=node.device, SrcT=cast.stored, DstT=cast.wanted)
     if body.function is not None:
         _rename_output(body.function, f"{output_name}:{output}:", f"{output_name}:y:")
+
+
+def _become_shape(body: Body, node: Proto, shape: tuple[int, ...]) -> None:
+    """Turn a read of the shape into the shape that the graph knows; its only output has the same name."""
+    handle = body.producer(node.input[0])
+    out_type = attr_dtype(node, "out_type") or DType.INT32
+    known = constant(node.name, np.array(shape, out_type.numpy), out_type)
+    known.device = node.device
+    if handle is not None:  # in a loop of Enter and Exit a constant belongs to the frame of what it waits for
+        known.input.append(f"^{handle.name}")
+    known.input.extend(text for text in node.input if text.startswith("^"))
+    node.CopyFrom(known)
+
+
+def _multiply_rows(body: Body, node: Proto, cast: _Cast) -> None:
+    """Let a gather yield codes and scales under a new name; their product takes its old name."""
+    if node.op != "ResourceGather" or attr(node, "batch_dims").i or len(cast.shape) != 2:
+        raise _refusal(cast, node)
+    name, output, device = node.name, _READS[node.op], node.device
+    del body.by_name[name]
+    node.name = free_name(body.by_name, f"{name}/stored")
+    body.by_name[node.name] = node
+    node.attr["dtype"].type = int(DType.INT8)
+    node.attr.pop("_output_shapes", None)
+    sizes, axis = (
+        body.put(constant(free_name(body.by_name, f"{name}/{what}"), np.array(value, np.int32), DType.INT32))
+        for what, value in (("sizes", [cast.shape[-1], SCALE_BYTES]), ("axis", -1))
+    )
+    for known in (sizes, axis):  # in the frame of the gather, if it is in a loop of Enter and Exit
+        known.input.append(f"^{node.name}")
+    inputs = [body.single(node, output), body.single(sizes, "output"), body.single(axis, "output")]
+    parts = body.add(
+        f"{name}/parts", "SplitV", *inputs, device=device, T=DType.INT8, Tlen=DType.INT32, num_split=2
+    )
+    codes, bits = (body.output(parts, number) for number in range(2))
+    scale = body.add(f"{name}/scale", "Bitcast", bits, device=device, T=DType.INT8, type=DType.FLOAT)
+    column = body.add(
+        f"{name}/column",
+        "ExpandDims",
+        body.single(scale, "output"),
+        body.single(axis, "output"),
+        device=device,
+        T=DType.FLOAT,
+        Tdim=DType.INT32,
+    )
+    values = body.add(f"{name}/codes", "Cast", codes, device=device, SrcT=DType.INT8, DstT=DType.FLOAT)
+    factors = body.single(values, "y"), body.single(column, "output")
+    if cast.wanted is DType.FLOAT:
+        body.add(name, "Mul", *factors, device=device, T=DType.FLOAT)
+        last = "z"
+    else:
+        product = body.add(f"{name}/rows", "Mul", *factors, device=device, T=DType.FLOAT)
+        body.add(name, "Cast", body.single(product, "z"), device=device, SrcT=DType.FLOAT, DstT=cast.wanted)
+        last = "y"
+    if body.function is not None:
+        _rename_output(body.function, f"{name}:{output}:", f"{name}:{last}:")
 
 
 def _rename_output(function: Proto, before: str, after: str) -> None:

@@ -23,10 +23,10 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from exporter.files import SETTLED_NS, kept_identity, open_regular
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.nodes import called
 from exporter.newer_python import sha256_of
+from exporter.storage.files import SETTLED_NS, kept_identity, open_regular
 from exporter.tables.lookup import SIZE
 from exporter.wire.protos import Proto
 

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from exporter.checkpoint.families import describes_model, is_archive
 from exporter.errors import UsageError
-from exporter.files import nearest
 from exporter.graph.clean import clean
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.metagraph import load_metagraph
@@ -24,7 +23,8 @@ from exporter.graph.own_signatures import keep_servable
 from exporter.graph.saved_model import is_saved_model, load_saved_model
 from exporter.graph.signatures import requested_specs
 from exporter.graph.source_graph import GraphRequest, SourceGraph
-from exporter.local_paths import quoted
+from exporter.storage.files import nearest
+from exporter.storage.local_paths import quoted
 
 __all__ = [
     "GraphRequest",
@@ -86,7 +86,10 @@ def load_source(request: GraphRequest) -> SourceGraph:
             hint=_meant(path) or "name a builder by file and function: --model path/file.py:fn",
         )
     from exporter.graph.builder import load_builder
+    from exporter.graph.object_models import keras_of
 
+    if keras_of(request.model) is not None:
+        return _load_model(request)
     source = load_builder(request)
     return keep_servable(source) if len(source.meta_graph.signature_def) > 1 else source
 
@@ -129,6 +132,17 @@ def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
         return load_builder(replace(request, model=make), label=str(path))
 
 
+def _load_model(request: GraphRequest) -> SourceGraph:
+    """The graph of a Keras model of this program."""
+    from exporter.graph.archived_model import model_builder
+    from exporter.graph.builder import load_builder
+
+    if request.model_args:
+        raise UsageError("model_args are for builders", cause="a Keras model is finished")
+    make = model_builder(request.model)
+    return load_builder(replace(request, model=make), label="the Keras model")
+
+
 def _load_path(path: Path, request: GraphRequest) -> SourceGraph:
     if not path.is_dir():
         return load_metagraph(path, request)
@@ -144,6 +158,8 @@ def _load_path(path: Path, request: GraphRequest) -> SourceGraph:
 def _meant(path: Path) -> str:
     """A hint with the model that the user probably meant; "" if it cannot be guessed."""
     found = path if path.exists() else nearest(path)
+    if found is None and path.name.isdecimal() and path.parent.is_dir():
+        found = path.parent  # a version that is not there, or no longer
     if found is None:
         return ""
     if found.suffix == ".py":

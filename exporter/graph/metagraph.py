@@ -22,7 +22,6 @@ from google.protobuf.message import DecodeError
 from exporter.checkpoint.recommenders_addons import table_in_graph
 from exporter.checkpoint.trainers import AUTODIST_SCOPE
 from exporter.errors import CorruptFile, GraphError, NotServable, UsageError
-from exporter.files import read_regular
 from exporter.graph.deeprec_conversion import convert_deeprec
 from exporter.graph.deeprec_ops import HANDLE
 from exporter.graph.feeds import hands_over_batches, parse_feeds
@@ -43,7 +42,8 @@ from exporter.graph.signatures import (
 )
 from exporter.graph.source_graph import GraphRequest, SourceGraph
 from exporter.graph.tables import add_init_op, table_keys
-from exporter.local_paths import quoted
+from exporter.storage.files import read_regular
+from exporter.storage.local_paths import quoted
 from exporter.tables.geometry import PARTS
 from exporter.tables.lookup import DEFAULTS, PART, TABLE
 from exporter.wire import protos

@@ -183,9 +183,14 @@ def _subclasses(root: type) -> Iterator[type]:
         yield from _subclasses(child)
 
 
-def _is_keras_model(value: Any) -> bool:
+def keras_of(value: Any) -> Any:
+    """The Keras of a model of this program, Keras 3 or tf-keras; None if the value is no Keras model."""
     kerases = (sys.modules.get(name) for name in ("keras", "tf_keras"))
-    return any(keras is not None and isinstance(value, keras.Model) for keras in kerases)
+    return next((keras for keras in kerases if keras is not None and isinstance(value, keras.Model)), None)
+
+
+def _is_keras_model(value: Any) -> bool:
+    return keras_of(value) is not None
 
 
 def _variable(item: Any) -> TrackedVariable | None:

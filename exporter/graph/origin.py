@@ -22,7 +22,6 @@ from msgspec.structs import replace
 
 from exporter.checkpoint.families import is_archive
 from exporter.errors import BuilderError, UsageError
-from exporter.files import read_regular, require_size
 from exporter.graph.graph_digest import FileDigests, file_digest, graph_digest
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.metagraph import MAX_GRAPH_BYTES
@@ -36,7 +35,8 @@ from exporter.graph.sources import (
     read_sources,
     require_function,
 )
-from exporter.layout import SAVED_MODEL_FILE, SAVED_MODEL_TEXT_FILE
+from exporter.storage.files import read_regular, require_size
+from exporter.storage.layout import SAVED_MODEL_FILE, SAVED_MODEL_TEXT_FILE
 from exporter.wire.json_documents import Sha256, Text, doc
 
 _MAX_SIGNATURES_BYTES = 64 << 20

@@ -8,7 +8,6 @@ from google.protobuf.message import DecodeError
 from msgspec.structs import replace
 
 from exporter.errors import CorruptFile, MissingAsset, UnsupportedFormat, UsageError
-from exporter.files import below
 from exporter.graph.feeds import parse_feeds
 from exporter.graph.functions import drop_refills
 from exporter.graph.keys import saved_objects
@@ -17,7 +16,8 @@ from exporter.graph.nodes import GraphIndex, endpoint
 from exporter.graph.signatures import collection_spec, drop_internal, requested_specs
 from exporter.graph.source_graph import ANY_FILES, GraphRequest, SourceGraph, Trust
 from exporter.graph.training_graph import TrainingGraph, drop_training_signatures
-from exporter.layout import (
+from exporter.storage.files import below
+from exporter.storage.layout import (
     ASSETS_DIRECTORY,
     SAVED_MODEL_FILE,
     SAVED_MODEL_FILES,
@@ -31,6 +31,10 @@ SERVE_TAG = "serve"
 _SCHEMA_VERSION = 1
 _INIT_SIGNATURE = "__saved_model_init_op"
 _INIT_COLLECTIONS = ("saved_model_main_op", "legacy_init_op")
+
+
+_UPDATE = "incremental_update"
+"""The signature that applies deltas, as the subgraph adds it."""
 
 
 def is_saved_model(path: Path) -> bool:
@@ -52,6 +56,11 @@ def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
         MissingAsset: an asset that it names does not exist.
     """
     meta_graph = choose_graph(read_saved_model(path), path, request.tag)
+    if _UPDATE in meta_graph.signature_def:
+        raise UsageError(
+            f"--model {path} is a base that takes deltas: its graph holds what applies them, too",
+            hint="name what it was made from: a builder, a .meta file or the trainer's SavedModel",
+        )
     init_op = _init_op(meta_graph)
     drop_refills(meta_graph, init_op)
     assets = _assets(meta_graph, path, request.trust)

@@ -23,10 +23,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import GraphError, UsageError
-from exporter.files import read_regular
 from exporter.graph.examples import Feature, add_parser, read_features
 from exporter.graph.nodes import Endpoint, GraphIndex, base_dtype, endpoint, shape_proto
 from exporter.graph.source_graph import GraphRequest
+from exporter.storage.files import read_regular
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
@@ -48,6 +48,15 @@ def tensors_of(infos: Mapping[str, Proto]) -> list[SignatureTensor]:
     """The tensors of a signature's inputs or outputs, each once, in the order of their keys."""
     found = (tensor for key in sorted(infos) for tensor in _tensors(infos[key]))
     return list({tensor.name: tensor for tensor in found}.values())
+
+
+def signature_nodes(meta_graph: Proto) -> set[str]:
+    """The nodes of all signatures' inputs and outputs."""
+    return {
+        tensor.name.partition(":")[0]
+        for signature in meta_graph.signature_def.values()
+        for tensor in (*tensors_of(signature.inputs), *tensors_of(signature.outputs))
+    }
 
 
 class SignatureEnds(Struct, frozen=True):

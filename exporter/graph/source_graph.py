@@ -13,8 +13,8 @@ from exporter.checkpoint.object_graph import ObjectGraph
 from exporter.errors import AccessRefused
 from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.graph.sources import SourceFile
-from exporter.local_paths import quoted
 from exporter.options import ExportRequest, GraphOptions, Model
+from exporter.storage.local_paths import quoted
 from exporter.wire.protos import Proto
 
 

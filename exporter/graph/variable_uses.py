@@ -4,7 +4,7 @@ The first scatter into a variable puts it in copy-on-read mode: from then on eac
 whole table. A cleaned graph gathers by handle where it can (`graph.functions`). Here the other cases follow,
 in the graph and in its functions: gathers after a cast, as Keras' mixed precision exports them, gathers by
 several indices, sums over segments, as `embedding_lookup_sparse` makes them, and reads of the shape. The
-operations that still read a variable whole are found by following its handle.
+operations that still read a variable whole are found by following its handle, in whatever function makes it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from collections.abc import Iterable
 from enum import Flag, auto
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.graph.nodes import (
     CALLS,
     LOOPS,
     Body,
     attr_dtype,
+    attr_text,
     bodies,
     called,
     constant,
@@ -48,6 +50,17 @@ class Use(Flag):
     WHOLE = auto()
 
 
+class Reading(Struct, frozen=True):
+    """How a graph uses a variable, and the first node that reads it whole or might change it, in words."""
+
+    use: Use = Use.NOTHING
+    taken_by: str = ""
+
+    def __or__(self, other: Reading) -> Reading:
+        """Both uses."""
+        return Reading(self.use | other.use, self.taken_by or other.taken_by)
+
+
 def read_rows_only(graph_def: Proto, fetched: Iterable[str]) -> None:
     """Make gathers, and reads of the shape, use the variable's handle; nodes in `fetched` are kept.
 
@@ -64,7 +77,31 @@ def read_rows_only(graph_def: Proto, fetched: Iterable[str]) -> None:
 def uses(graph_def: Proto) -> dict[str, Use]:
     """How the graph, with all its functions, uses each VarHandleOp (by node name)."""
     tracker = _Tracker(graph_def)
-    return {node.name: tracker.uses_of(node.name) for node in graph_def.node if node.op == "VarHandleOp"}
+    return {
+        node.name: tracker.follow("", f"{node.name}:0").use
+        for node in graph_def.node
+        if node.op == "VarHandleOp"
+    }
+
+
+def readings(graph_def: Proto) -> dict[str, Reading]:
+    """As `uses`, with what takes it, over all handles of one variable.
+
+    A variable is known by its shared name: another VarHandleOp of that name, also one inside a function,
+    leads to the same memory.
+    """
+    tracker = _Tracker(graph_def)
+    found: dict[tuple[str, str], Reading] = defaultdict(Reading)
+    named: dict[str, tuple[str, str]] = {}
+    for body in bodies(graph_def):
+        scope = "" if body.function is None else body.function.signature.name
+        for node in body.nodes:
+            if node.op == "VarHandleOp":
+                name = attr_text(node, "container"), attr_text(node, "shared_name") or node.name
+                found[name] |= tracker.follow(scope, body.canonical(body.single(node, "resource")))
+                if not scope:
+                    named[node.name] = name
+    return {node: found[name] for node, name in named.items()}
 
 
 def _rewrite(body: Body, node: Proto) -> set[str]:
@@ -209,11 +246,11 @@ class _Tracker:
         self._functions = {f.signature.name: f for f in graph_def.library.function}
         self._bodies: dict[str, _Consumers] = {}
 
-    def uses_of(self, variable: str) -> Use:
-        """The uses of the handle of one variable."""
-        found = Use.NOTHING
+    def follow(self, scope: str, handle: str) -> Reading:
+        """The uses of a handle, which is a tensor of the graph ("") or of a function."""
+        found = Reading()
         seen = set()
-        pending = [("", f"{variable}:0")]
+        pending = [(scope, handle)]
         while pending:
             place = pending.pop()
             if place in seen:
@@ -223,7 +260,7 @@ class _Tracker:
             consumers = self._consumers(scope)
             for node, index in consumers.of(tensor):
                 use, further = self._consume(consumers.body, scope, node, index)
-                found |= use
+                found |= Reading(use, _taker(scope, node) if Use.WHOLE in use else "")
                 pending += further
         return found
 
@@ -247,9 +284,24 @@ class _Tracker:
             return Use.WHOLE, []
         further = [(scope, body.output(node, index))] if node.op in LOOPS else []
         for name in names:
-            argument = self._functions[name].signature.input_arg[index - CALLS[node.op]]
-            further.append((name, argument.name))
+            signature = self._functions[name].signature
+            further.append((name, signature.input_arg[index - CALLS[node.op]].name))
+            if node.op not in LOOPS:  # a handle that comes back may be this one
+                returned = enumerate(signature.output_arg)
+                further += [
+                    (scope, body.output(node, number))
+                    for number, result in returned
+                    if result.type == DType.RESOURCE
+                ]
         return Use.NOTHING, further
+
+
+def _taker(scope: str, node: Proto) -> str:
+    """What a node does with a whole variable, in words."""
+    where = f" in function {scope!r}" if scope else ""
+    if node.op != "ReadVariableOp":
+        return f"{node.op} {node.name!r}{where} takes it"
+    return f"read whole by {node.name.removesuffix('/ReadVariableOp')}{where}"
 
 
 class _Consumers:

@@ -25,7 +25,7 @@ from exporter.checkpoint.tensor_bundle import read_array
 from exporter.checkpoint.tensor_values import cast_values, checked_map
 from exporter.delta.table_changes import KeyedRows
 from exporter.errors import CorruptFile
-from exporter.integer_sets import among, distinct
+from exporter.tables.integer_sets import among, distinct
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import Count, DtypeLabel, Text, doc
 

@@ -56,12 +56,12 @@ from exporter.checkpoint.tensor_bundle import (
 from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
 from exporter.delta.table_changes import KeyedRows
 from exporter.errors import CheckpointChanged, CheckpointError, CheckpointNotFound, CorruptFile, MissingShard
-from exporter.files import read_regular
 from exporter.increments.increment import Changed, CheckpointId
 from exporter.increments.plan import LEFT_OUT, ROUNDED, ChangePlan
 from exporter.increments.trained import TrainerVersion
-from exporter.integer_sets import among
-from exporter.layout import DEEPREC_INCREMENTS_DIRECTORY
+from exporter.storage.files import read_regular
+from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY
+from exporter.tables.integer_sets import among
 from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]

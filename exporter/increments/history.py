@@ -40,7 +40,6 @@ from msgspec import UNSET, Struct, UnsetType
 
 from exporter.checkpoint.identity import index_digest
 from exporter.errors import CheckpointError, CorruptFile
-from exporter.files import Unchanged, below, open_regular
 from exporter.increments.increment import (
     FORMAT_VERSION,
     CheckpointId,
@@ -49,7 +48,8 @@ from exporter.increments.increment import (
     from_json,
     read_document,
 )
-from exporter.layout import INCREMENTS_DIRECTORY, MANIFEST_FILE
+from exporter.storage.files import Unchanged, below, open_regular
+from exporter.storage.layout import INCREMENTS_DIRECTORY, MANIFEST_FILE
 from exporter.wire.json_documents import Count, Id, Moment, doc, encode_indented
 
 _MAX_MANIFEST_BYTES = 256 << 20

@@ -39,7 +39,7 @@ from exporter.increments.changed_tables import (
     read_listed,
     read_table,
 )
-from exporter.layout import DELTA_NAME
+from exporter.storage.layout import DELTA_NAME
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import (
     Count,

@@ -19,7 +19,7 @@ from msgspec import Struct
 from exporter import errors
 from exporter.errors import ExportError, UsageError
 from exporter.jobs.task import Receipt, Task
-from exporter.layout import RECEIPTS_DIRECTORY
+from exporter.storage.layout import RECEIPTS_DIRECTORY
 from exporter.storage.output_directory import Directory, open_directory
 from exporter.storage.url import Url
 from exporter.version import __version__

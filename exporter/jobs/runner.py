@@ -29,19 +29,19 @@ import msgspec
 from msgspec import Struct, field
 
 from exporter.errors import CorruptFile, EngineFailed, ExportError, NothingChanged, VerificationError
-from exporter.files import close_lock, open_lock, remove_tree, still_at, try_lock, writing
 from exporter.jobs.engines import Engine
 from exporter.jobs.engines.choose import LocalEngine
 from exporter.jobs.execute import decode, encode, kept_receipt
 from exporter.jobs.task import Receipt, Task
-from exporter.layout import JOBS_DIRECTORY, LOCK_FILE, RECEIPTS_DIRECTORY
 from exporter.options import DEFAULT_TASK_BYTES, EngineName, Jobs
-from exporter.progress import NoProgress, Progress
 from exporter.storage import mirror
+from exporter.storage.files import close_lock, open_lock, remove_tree, still_at, try_lock, writing
+from exporter.storage.layout import JOBS_DIRECTORY, LOCK_FILE, RECEIPTS_DIRECTORY
 from exporter.storage.objects import ObjectWriter
 from exporter.storage.output_directory import Directory, StoreDirectory, open_directory
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
+from exporter.terminal.progress import NoProgress, Progress
 from exporter.version import __version__
 
 ABANDONED_SECONDS = 7 * 86400.0

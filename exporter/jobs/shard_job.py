@@ -31,10 +31,10 @@ from exporter.jobs.range_checksums import RangeChecksums
 from exporter.jobs.runner import Job, Runner
 from exporter.jobs.task import Input, Range, Receipt, Task, batches
 from exporter.jobs.write_shard import Section, WriteShard
-from exporter.layout import INPUTS_DIRECTORY
 from exporter.newer_python import sha256_of
-from exporter.progress import Progress
+from exporter.storage.layout import INPUTS_DIRECTORY
 from exporter.storage.output_directory import Directory, new_file
+from exporter.terminal.progress import Progress
 from exporter.wire.crc32c import mask
 from exporter.wire.dtypes import DType
 
@@ -139,11 +139,15 @@ class Sources:
 
 
 class Place(Struct, Generic[T], frozen=True):
-    """A section of some shard, and `what` it is to the planner; `copied` is the stored run that it copies."""
+    """A section of some shard, and `what` it is to the planner; `copied` is the stored run that it copies.
+
+    One that stands `alone` has a shard of its own, of whatever size: its bytes begin at offset 0.
+    """
 
     section: Section
     what: T
     copied: Stored | None = None
+    alone: bool = False
 
 
 class Placed(Struct, Generic[T], frozen=True):
@@ -171,7 +175,14 @@ class ShardJob(Generic[T]):
         self, operation: type[WriteShard], sources: Sources, places: Iterable[Place[T]], task_bytes: int
     ) -> None:
         self._operation, self._sources = operation, sources
-        self._batches = list(batches(places, task_bytes, lambda place: place.section.bytes_))
+        together: list[Place[T]] = []
+        alone: list[list[Place[T]]] = []
+        for place in places:
+            if place.alone:
+                alone.append([place])
+            else:
+                together.append(place)
+        self._batches = [*batches(together, task_bytes, lambda place: place.section.bytes_), *alone]
         self.job: Job | None = None
         """The job that ran, to be left (it is a context manager) once its shards are published."""
 

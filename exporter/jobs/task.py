@@ -20,8 +20,8 @@ from msgspec import Struct
 
 from exporter.checkpoint.source_shard import open_shard, shard_status
 from exporter.errors import CheckpointChanged, CheckpointError
-from exporter.files import writing
 from exporter.storage import mirror
+from exporter.storage.files import writing
 from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.output_directory import Directory, new_path
 from exporter.storage.requests import MOST_COPIED

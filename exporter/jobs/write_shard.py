@@ -7,7 +7,9 @@ of everything written: a flipped bit never gets a new checksum that calls it rig
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,13 +18,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.checkpoint.tensor_values import cast_values
-from exporter.errors import CheckpointChanged
-from exporter.files import writing
+from exporter.errors import CheckpointChanged, MappingError
 from exporter.jobs.task import FewFiles, Range, Receipt, Task
+from exporter.storage.files import writing
 from exporter.storage.open_files import read_at, write_at
 from exporter.storage.output_directory import Directory, new_file
 from exporter.wire import crc32c
 from exporter.wire.dtypes import DType
+from exporter.wire.int8_codes import SCALE_BYTES, beside_codes, to_codes, values_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -270,7 +273,7 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
         if self.is_verbatim:
             self._copy(sources, runs)
         else:
-            self._deal(self._blocks(sources), runs)
+            self._deal(self._blocks(sources), runs, self._converted)
         return ()
 
     def _copy(self, sources: Sequence[ReadRun], runs: Sequence[WrittenRun]) -> None:
@@ -312,7 +315,9 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
                 into[...] = source.take(into.shape, self.dtype.numpy)
             yield block
 
-    def _deal(self, blocks: Iterable[Array], runs: Sequence[WrittenRun]) -> None:
+    def _deal(
+        self, blocks: Iterable[Array], runs: Sequence[WrittenRun], converted: Callable[[Array], Array]
+    ) -> None:
         first = 0
         ends = np.cumsum([0, *self.counts])
         for block in blocks:
@@ -322,8 +327,78 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
                 else:
                     start, stop = ends[part : part + 2] - first
                     rows = block[max(0, start) : max(0, stop)]
-                run.write(cast_values(rows, self.to, self.name))
+                run.write(converted(rows))
             first += len(block)
+
+    def _converted(self, rows: Array) -> Array:
+        return cast_values(rows, self.to, self.name)
+
+
+class QuantisedRows(MovedRows, frozen=True, array_like=True, tag="rows8"):
+    """Rows of a table [n, width] in 8 bits, each with its scale: see `exporter.wire.int8_codes`.
+
+    It counts by how much values differ: the largest difference and the sum of all, as the bits of float64.
+
+    Raises:
+        MappingError: a row holds NaN or infinity, or is too large for a scale.
+    """
+
+    counted: ClassVar[int] = 2
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row as it is written."""
+        return self.width + SCALE_BYTES
+
+    def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
+        """See `Section`."""
+        runs = [shard.reserve(count * self.row_bytes) for count in self.counts]
+        errors = RowErrors()
+        self._deal(self._blocks(sources), runs, partial(self._quantised, errors))
+        return errors.bits
+
+    def _quantised(self, errors: RowErrors, rows: Array) -> Array:
+        codes, scales, fits = to_codes(rows)
+        if not fits.all():
+            values = rows[~fits][0]
+            worst = values[np.abs(values).argmax()]
+            raise MappingError(
+                f"table {self.name!r} cannot be stored in 8 bits: it holds {worst:g}",
+                cause="a row has one scale, by which it is finite",
+                hint="leave that table out of --cast, or train it without NaN and infinity",
+            )
+        served = beside_codes(codes, scales)
+        errors.add(np.abs(values_of(served) - rows))
+        return served
+
+
+class RowErrors:
+    """By how much rows that were rounded differ: the largest difference, and the sum of all."""
+
+    def __init__(self) -> None:
+        self.largest = self.sum = 0.0
+
+    def add(self, differences: Array) -> None:
+        """Count some more."""
+        self.largest = max(self.largest, float(differences.max(initial=0)))
+        self.sum += float(differences.sum(dtype=np.float64))
+
+    @property
+    def bits(self) -> tuple[int, int]:
+        """As numbers of a receipt."""
+        largest, total = struct.unpack("<qq", struct.pack("<dd", self.largest, self.sum))
+        return largest, total
+
+    @classmethod
+    def of(cls, bits: Sequence[int]) -> RowErrors:
+        """What a receipt says."""
+        found = cls()
+        found.largest, found.sum = struct.unpack("<dd", struct.pack("<qq", *bits))
+        return found
+
+    def join(self, other: RowErrors) -> None:
+        """Count those of other rows, too."""
+        self.largest, self.sum = max(self.largest, other.largest), self.sum + other.sum
 
 
 def _followed(crc: int, by: int, done: int, size: int) -> int:

@@ -7,9 +7,10 @@ itself, and the kinds of tensors that inference does not need.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from collections.abc import Mapping as MappingOf
 from enum import Enum
 from functools import cached_property
@@ -17,17 +18,26 @@ from functools import cached_property
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog, Naming, TensorRef
+from exporter.catalog import Catalog, Naming, SliceSpec, TensorRef
 from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.checkpoint.object_graph import SUFFIX, read_object_graph
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
-from exporter.errors import AmbiguousRename, CheckpointError, MissingTensors, ShapeMismatch, UsageError
+from exporter.errors import (
+    AmbiguousRename,
+    CheckpointError,
+    MissingTensors,
+    ShapeMismatch,
+    UsageError,
+    lines_of,
+    nearest,
+)
 from exporter.graph.inference_graph import GraphTable, GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.mapping.by_layer import left_over_twins, match_unnamed
-from exporter.mapping.mapping_rules import CastRule, MappingRules, row_order
+from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule, row_order
 from exporter.mapping.object_matching import Matched, TrainedObjects, match_objects
-from exporter.printable import lines_of
+from exporter.options import ExportRequest
 from exporter.wire.dtypes import DType
+from exporter.wire.int8_codes import SCALE_BYTES
 
 _AVERAGES = "_model_variables_moving_average"
 _VARIABLES = "_trainable_variables"
@@ -232,7 +242,8 @@ class TensorSource(Struct, frozen=True):
     parts of a partitioned one; none for a table's contents. `cast` is the dtype to store instead of the
     tensor's. `gather_parts` > 0 says that the tensor's n slices hold rows in `mod` order (row i in slice
     i % n) and must be put in order; `scatter_parts` > 0 that the graph looks its n parts up by `mod`, so rows
-    must be laid out so.
+    must be laid out so. `is_mapped` asks for a file of its own for each variable, from which servers map it.
+    A table that is cast to int8 is stored as `exporter.wire.int8_codes` says.
     """
 
     key: str
@@ -242,6 +253,7 @@ class TensorSource(Struct, frozen=True):
     cast: DType | None = None
     gather_parts: int = 0
     scatter_parts: int = 0
+    is_mapped: bool = False
 
     @property
     def dtype(self) -> DType:
@@ -252,7 +264,28 @@ class TensorSource(Struct, frozen=True):
     def bytes_(self) -> int:
         """Bytes in the published bundle."""
         itemsize = self.dtype.itemsize
-        return self.tensor.bytes_ if itemsize is None else self.tensor.elements * itemsize
+        if itemsize is None:
+            return self.tensor.bytes_
+        return math.prod(self.stored(SliceSpec.whole(self.tensor.shape)).lengths) * itemsize
+
+    @property
+    def is_in_8_bits(self) -> bool:
+        """True if each row is stored as codes with its scale behind them."""
+        return self.cast is DType.INT8
+
+    def stored(self, box: SliceSpec) -> SliceSpec:
+        """A box of whole rows as it is stored."""
+        if not self.is_in_8_bits:
+            return box
+        full, lengths = ((*shape[:-1], shape[-1] + SCALE_BYTES) for shape in (box.full_shape, box.lengths))
+        return SliceSpec(full, box.starts, lengths)
+
+    def as_stored(self, variable: GraphVariable) -> GraphVariable:
+        """One of its variables with the shape in which it is stored."""
+        if not self.is_in_8_bits:
+            return variable
+        box = self.stored(variable.box)
+        return replace(variable, shape=box.lengths, part=variable.part and box)
 
     @property
     def is_verbatim(self) -> bool:
@@ -456,6 +489,50 @@ def check_casts(mapping: VariableMapping, casts: Iterable[CastRule]) -> None:
                 cause=f"the pattern is for a whole name; there are {found or 'none'}",
                 hint=f"match the beginning, too: --cast '.*{rule.pattern.pattern}={rule.dtype.label}'",
             )
+
+
+def check_rules(
+    request: ExportRequest, graph: InferenceGraph, catalog: Catalog, mapping: VariableMapping
+) -> None:
+    """Refuse options about names that no variable was matched by.
+
+    Raises:
+        UsageError: there is such an option.
+    """
+    if request.object_path is not None and read_object_graph(catalog) is None:
+        raise UsageError(
+            f"--object-path {request.object_path}: the checkpoint holds no objects",
+            cause=f"{catalog.prefix.name} ({catalog.family}) is matched by names",
+            hint="leave out --object-path; map names with --rename 'pattern=replacement'",
+        )
+    if request.by_order and not any(source.via == _VIA[Naming.ORDER] for source in mapping.sources):
+        raise UsageError(
+            "--by-order: the checkpoint's arrays have names, and are matched by them",
+            hint="leave out --by-order",
+        )
+    keys = [source.key for source in mapping.sources]
+    for name in request.partition_strategies:
+        if name not in keys:
+            raise UsageError(
+                f"--partition-strategy {name}: no served variable is called so",
+                hint=_meant("--partition-strategy", name, keys),
+            )
+    tables = [name for table in graph.tables for name in (table.keys, table.values)]
+    renamed = [*keys, *tables, *(table.name for table in graph.dynamic_tables)]
+    for text in request.renames:
+        rule = RenameRule.parse(text)
+        if not any(map(rule.pattern.fullmatch, renamed)):
+            raise UsageError(
+                f"--rename {text}: no served variable is called so",
+                cause="the pattern is for a whole name",
+                hint=_meant("--rename", rule.pattern.pattern, keys),
+            )
+
+
+def _meant(option: str, name: str, keys: Sequence[str]) -> str:
+    close = nearest(name, keys)
+    named = f"{close}, for example" if close else ", ".join(keys[:5])
+    return f"leave out {option} {name}, or name a variable: {named}"
 
 
 def _missing_error(

@@ -23,9 +23,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog, Naming, TensorRef
-from exporter.errors import NoCertainMatch
+from exporter.errors import NoCertainMatch, lines_of
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
-from exporter.printable import lines_of
 from exporter.wire.dtypes import DType
 
 _NUMBER = re.compile(r"_([0-9]+)$")

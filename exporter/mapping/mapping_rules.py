@@ -26,9 +26,9 @@ from exporter.catalog import Catalog, SliceSpec, TensorRef
 from exporter.checkpoint.admission import Admission
 from exporter.checkpoint.embedding_variables import embedding_variables, meant
 from exporter.errors import AmbiguousRename, PartitionStrategyUnknown, UsageError
-from exporter.files import read_regular
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.options import ExportRequest
+from exporter.storage.files import read_regular
 from exporter.wire.dtypes import DType
 
 
@@ -156,7 +156,7 @@ class RenameTable(Struct, frozen=True):
     def _error(self, line: int, what: str) -> UsageError:
         return UsageError(
             f"{self.path}, line {line}: {what}",
-            hint="list both sides: export-model inspect CHECKPOINT --unmatched MODEL",
+            hint="list both sides: export-model inspect DIR --unmatched WHAT",
         )
 
 
@@ -240,15 +240,15 @@ class CastRule(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> CastRule:
-        """Read `pattern=bfloat16`, or `bfloat16` for every floating variable.
+        """Read `pattern=bfloat16`, or `bfloat16` for every floating variable; or float16, or int8.
 
         Raises:
             UsageError: another dtype, or the pattern is not a regular expression.
         """
         pattern, _, label = text.rpartition("=")
-        if label not in ("bfloat16", "float16"):
+        if label not in ("bfloat16", "float16", "int8"):
             raise UsageError(
-                f"--cast {text!r}: expected bfloat16 or float16, found {label!r}",
+                f"--cast {text!r}: expected bfloat16, float16 or int8, found {label!r}",
                 hint="--cast 'embedding.*=bfloat16'",
             )
         try:

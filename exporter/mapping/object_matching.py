@@ -22,10 +22,9 @@ from msgspec import Struct, field
 
 from exporter.catalog import TensorRef
 from exporter.checkpoint.object_graph import ROOT, SUFFIX, ObjectGraph, TrackedObject, TrackedVariable
-from exporter.errors import AmbiguousRename, MissingTensors, ObjectMismatch, UsageError
+from exporter.errors import AmbiguousRename, MissingTensors, ObjectMismatch, UsageError, lines_of
 from exporter.graph.inference_graph import GraphVariable
 from exporter.mapping.by_layer import NamedPair, conflicts
-from exporter.printable import lines_of
 
 _SEARCH_DEPTH = 3  # edges between a checkpoint's root and the model in it
 _WRAPPER_DEPTH = 2  # edges between what a builder returned and the model in it

@@ -25,11 +25,11 @@ from exporter.delta.format import OPEN, ChangeKind, Schema, ServedVariable, Tabl
 from exporter.errors import NotServable
 from exporter.graph.editor import GraphEditor
 from exporter.graph.inference_graph import Asset, GraphVariable, InferenceGraph
-from exporter.graph.signatures import rename_tensors, tensors_of
+from exporter.graph.signatures import rename_tensors, signature_nodes, tensors_of
 from exporter.graph.tables import makers
 from exporter.graph.variable_uses import Use, read_rows_only, uses
-from exporter.layout import UPDATABLE_NAME
 from exporter.options import Isolation, Updates
+from exporter.storage.layout import UPDATABLE_NAME
 from exporter.subgraph.isolation import isolate, order_handles
 from exporter.subgraph.read_delta import Expected
 from exporter.subgraph.state import StateNodes
@@ -102,7 +102,7 @@ def make_updatable(graph: InferenceGraph, options: IncrementalOptions, scratch: 
     meta_graph = deepcopy(graph.meta_graph)
     graph_def, signatures = meta_graph.graph_def, meta_graph.signature_def
     _refuse_reserved_names(signatures, options)
-    read_rows_only(graph_def, _fetched(meta_graph))
+    read_rows_only(graph_def, signature_nodes(meta_graph))
     served = _served(graph, uses(graph_def))
     schema = Schema.of(served.keys())
     editor = GraphEditor.onto(graph_def, "incremental", f"{options.lineage}/{options.position}")
@@ -135,7 +135,7 @@ def schema_of(graph: InferenceGraph) -> Schema:
         NotServable: as `make_updatable`.
     """
     graph_def = deepcopy(graph.meta_graph.graph_def)
-    read_rows_only(graph_def, _fetched(graph.meta_graph))
+    read_rows_only(graph_def, signature_nodes(graph.meta_graph))
     return Schema.of(_served(graph, uses(graph_def)).keys())
 
 
@@ -173,15 +173,6 @@ def _refuse_reserved_names(signatures: Mapping[str, Proto], options: Incremental
                 f"signature {name!r} has an output {taken[0]!r} of its own",
                 hint="rename it, or leave out --stamp",
             )
-
-
-def _fetched(meta_graph: Proto) -> set[str]:
-    """The nodes of the signatures' inputs and outputs."""
-    return {
-        tensor.name.partition(":")[0]
-        for signature in meta_graph.signature_def.values()
-        for tensor in (*tensors_of(signature.inputs), *tensors_of(signature.outputs))
-    }
 
 
 def _served(graph: InferenceGraph, found: Mapping[str, Use]) -> Served:

@@ -32,8 +32,8 @@ from exporter.delta.format import (
     ServedVariable,
 )
 from exporter.delta.packing import LARGEST_SCALE, SMALLEST_SCALE
-from exporter.layout import DELTA_NAME
 from exporter.options import DeltaDtype
+from exporter.storage.layout import DELTA_NAME
 from exporter.subgraph.state import Tensor
 from exporter.wire.dtypes import DType
 from exporter.wire.update_status import UpdateStatus

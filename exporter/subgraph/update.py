@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from exporter.layout import DELTAS_DIRECTORY, HOLD_FILE, MANIFEST_FILE
+from exporter.storage.layout import DELTAS_DIRECTORY, HOLD_FILE, MANIFEST_FILE
 from exporter.subgraph.read_delta import Expected, attempt, first_success, read_delta
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign
 from exporter.subgraph.write_delta import UpdateTarget, position_vector, write_rows, write_snapshot

@@ -12,14 +12,14 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from exporter.errors import CheckpointError, ExportError, ManifestError, PositionMoved, PublishError
-from exporter.layout import HEAD_FILE, MANIFEST_FILE
-from exporter.progress import Progress
 from exporter.publish.manifest import FileEntry
 from exporter.publish.versions import MAX_MANIFEST_BYTES, lease
 from exporter.storage import mirror
+from exporter.storage.layout import HEAD_FILE, MANIFEST_FILE
 from exporter.storage.objects import ObjectWriter, RemoteObject, Tag, require_conditions
 from exporter.storage.requests import MOST_COPIED
 from exporter.storage.waiting import GivenUp, setting_if_interrupted, until, within, workers
+from exporter.terminal.progress import Progress
 from exporter.transfer.head import Head, Upload, as_bytes, as_text, fetch_head, files_digest
 from exporter.transfer.items import Item, Passage, StoredModel, item_of, stored_model
 

@@ -28,9 +28,10 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from exporter.errors import ManifestError
-from exporter.files import read_regular, writing
-from exporter.layout import DELTAS_DIRECTORY, HEAD_FILE, HOLD_FILE, PUSHED_FILE
+from exporter.publish.hold import LONGEST_HOLD
 from exporter.publish.manifest import Manifest
+from exporter.storage.files import read_regular, writing
+from exporter.storage.layout import DELTAS_DIRECTORY, HEAD_FILE, HOLD_FILE, PUSHED_FILE
 from exporter.storage.objects import ObjectWriter, Tag
 from exporter.storage.url import Url
 from exporter.wire.json_documents import DocumentError, decode, format_version
@@ -40,7 +41,6 @@ ITEM = rf"[0-9]{{1,19}}|{DELTAS_DIRECTORY}/[0-9]{{20}}/[0-9]{{20}}-[0-9]{{20}}"
 """The path of a version or a delta below its model, as a regular expression."""
 HOLD = rf"(?:{DELTAS_DIRECTORY}/[0-9]{{20}}/)?{HOLD_FILE}"
 """The path of a hold."""
-LONGEST_HOLD = 64
 _LONGEST = 1 << 20
 _Item = Annotated[str, Meta(pattern=rf"^(?:{ITEM})$(?!\n)")]
 _ItemOrNone = Annotated[str, Meta(pattern=rf"^(?:{ITEM})?$(?!\n)")]

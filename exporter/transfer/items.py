@@ -1,7 +1,7 @@
 """What is published for a model, in a local directory or in a store: versions and deltas by their manifests.
 
-Both places have the same names (see `exporter.layout`). In a store there is no rename: a version or a delta
-is there once its manifest is, which is therefore written last, and removed first.
+Both places have the same names (see `exporter.storage.layout`). In a store there is no rename: a version or
+a delta is there once its manifest is, which is therefore written last, and removed first.
 
 A version or delta is checked while it is copied. Every file but the data shards has a checksum in the
 manifest; so has the index, which has one for each run of a shard's bytes. All are computed while the bytes go
@@ -24,17 +24,7 @@ from msgspec.structs import replace
 
 from exporter.checkpoint.tensor_bundle import index_path, parse_index, read_catalog
 from exporter.errors import CheckpointChanged, ManifestError, VerificationError
-from exporter.files import Unchanged, is_gone, open_regular, read_regular
-from exporter.layout import (
-    DELTA_NAME,
-    DELTAS_DIRECTORY,
-    HEAD_FILE,
-    HOLD_FILE,
-    JOBS_DIRECTORY,
-    MANIFEST_FILE,
-    PAIR_NAME,
-    VARIABLES_PREFIX,
-)
+from exporter.publish.hold import LONGEST_HOLD
 from exporter.publish.manifest import FileEntry, Manifest, from_json
 from exporter.publish.versions import (
     MAX_MANIFEST_BYTES,
@@ -48,10 +38,21 @@ from exporter.publish.versions import (
     originals,
     published_versions,
 )
+from exporter.storage.files import Unchanged, is_gone, open_regular, read_regular
+from exporter.storage.layout import (
+    DELTA_NAME,
+    DELTAS_DIRECTORY,
+    HEAD_FILE,
+    HOLD_FILE,
+    JOBS_DIRECTORY,
+    MANIFEST_FILE,
+    PAIR_NAME,
+    VARIABLES_PREFIX,
+)
 from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
-from exporter.transfer.head import HOLD, ITEM, LONGEST_HOLD
+from exporter.transfer.head import HOLD, ITEM
 from exporter.verify.version_files import Passed, cuts_of, verify_bytes, verify_file, verify_files
 
 _ITEM = re.compile(rf"({ITEM})/(.+)")

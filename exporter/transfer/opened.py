@@ -10,8 +10,8 @@ from typing import Protocol, TypeVar
 
 from exporter.errors import UsageError
 from exporter.options import DataMode
-from exporter.progress import ProgressFactory, no_progress
 from exporter.storage.url import Url
+from exporter.terminal.progress import ProgressFactory, no_progress
 
 T = TypeVar("T")
 

@@ -45,25 +45,25 @@ from exporter.errors import (
     UsageError,
     VerificationError,
 )
-from exporter.files import below, make_directories, remove_tree, sync, write_durably, writing
-from exporter.layout import (
+from exporter.publish.commit import model_lock
+from exporter.publish.hold import Hold
+from exporter.publish.retention import GRACE_SECONDS, move_away
+from exporter.publish.staging import Staging
+from exporter.publish.versions import require_base_path
+from exporter.storage.files import below, make_directories, remove_tree, sync, write_durably, writing
+from exporter.storage.layout import (
     CHECKPOINT_STATE_FILE,
     HOLD_FILE,
     MANIFEST_FILE,
     PULL_LOCK_FILE,
     PULL_PREFIX,
 )
-from exporter.local_paths import quoted
-from exporter.progress import Progress, ProgressFactory, human_bytes, no_progress
-from exporter.publish.commit import model_lock
-from exporter.publish.hold import Hold
-from exporter.publish.retention import GRACE_SECONDS, move_away
-from exporter.publish.staging import Staging
-from exporter.publish.versions import require_base_path
+from exporter.storage.local_paths import quoted
 from exporter.storage.objects import ObjectWriter, RemoteObject, Tag
 from exporter.storage.requests import PART_BYTES
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
+from exporter.terminal.progress import Progress, ProgressFactory, human_bytes, no_progress
 from exporter.transfer.head import Head, Upload, as_bytes, fetch_head, files_digest, recall, remember
 from exporter.transfer.items import (
     Item,
@@ -220,7 +220,7 @@ class LocalCopy:
         if not stored.items:
             raise CheckpointNotFound(
                 f"there is no model at {self.url}",
-                hint=f"publish one: export-model push MODEL {quoted(self.url)}",
+                hint=f"publish one: export-model push MODEL_BASE_PATH {quoted(self.url)}",
             )
         _require_own_directory(model)
         require_base_path(model)

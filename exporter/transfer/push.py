@@ -33,13 +33,13 @@ from exporter.errors import (
     TargetNotWritable,
     UsageError,
 )
-from exporter.layout import MANIFEST_FILE
-from exporter.local_paths import in_store, quoted, without_secrets
-from exporter.progress import ProgressFactory, no_progress
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from exporter.publish.versions import require_base_path
+from exporter.storage.layout import MANIFEST_FILE
+from exporter.storage.local_paths import in_store, quoted, without_secrets
 from exporter.storage.objects import ObjectWriter
 from exporter.storage.url import Url
+from exporter.terminal.progress import ProgressFactory, no_progress
 from exporter.transfer.carrier import Carrier
 from exporter.transfer.head import ITEM, Head, as_bytes, fetch_head, recall, remember
 from exporter.transfer.items import (
@@ -226,12 +226,10 @@ def parse(url: str) -> Url:
     """
     found = Url.parse(url)
     if found is None:
-        known = in_store(url)
+        known = in_store(url) or (None if "://" in url else f"s3://{url}")
         raise UsageError(
             f"{without_secrets(url)}: expected s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL",
-            hint="credentials come from the environment, and other stores are mounted or copied to"
-            if known is None
-            else f"write {without_secrets(known)}",
+            hint=f"write {without_secrets(known)}" if known else "name a bucket and a model in it",
         )
     if not found.path:
         raise UsageError(

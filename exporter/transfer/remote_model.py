@@ -21,9 +21,10 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from exporter.errors import CheckpointChanged, ExportError, NothingChanged, PositionMoved, PublishError
-from exporter.files import below, make_directories, remove_tree, writing
 from exporter.jobs.runner import StoredJob, remove_abandoned
-from exporter.layout import (
+from exporter.storage import mirror
+from exporter.storage.files import below, make_directories, remove_tree, writing
+from exporter.storage.layout import (
     CACHES_DIRECTORY,
     DELTAS_DIRECTORY,
     HASHES_DIRECTORY,
@@ -32,11 +33,10 @@ from exporter.layout import (
     RESIDUAL_PREFIX,
     TAKEN_FILE,
 )
-from exporter.progress import ProgressFactory, no_progress
-from exporter.storage import mirror
 from exporter.storage.mirror import Mirror
 from exporter.storage.objects import ObjectWriter, RemoteObject
 from exporter.storage.url import Url
+from exporter.terminal.progress import ProgressFactory, no_progress
 from exporter.transfer.carrier import Carrier
 from exporter.transfer.items import (
     StoredModel,

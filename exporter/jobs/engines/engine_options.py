@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from exporter.errors import EngineFailed, UsageError
-from exporter.local_paths import local_name
-from exporter.progress import human_bytes
+from exporter.storage.local_paths import local_name
 from exporter.storage.url import Url
+from exporter.terminal.progress import human_bytes
 
 _LACKS = ("ModuleNotFoundError:", "ImportError:", "AttributeError: Can't get attribute")
 
