@@ -17,6 +17,8 @@ _WITHOUT_PORT = re.compile(_HOST)
 _WITH_PORT = re.compile(rf"(?:{_HOST}):([0-9]+)")
 _OF_GRPC = re.compile(r"(?:dns|unix|unix-abstract|vsock|ipv4|ipv6|xds|passthrough|google-c2p):.+")
 _LARGEST_PORT = 65535
+_REST_PORT = 8501
+_THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")
 
 
 def with_port(address: str) -> str:
@@ -38,9 +40,25 @@ def with_port(address: str) -> str:
         raise UsageError(
             f"{address!r} is not the address of a model server",
             cause="a host is expected, or HOST:PORT with a port up to 65535",
-            hint="write 127.0.0.1:8500, or [::1]:8500",
+            hint=f"write {_meant(address)}",
         )
     return address
+
+
+def _meant(address: str) -> str:
+    """The address in a URL; else what one looks like."""
+    found = re.match(rf"https?://((?:{_HOST})(?::[0-9]+)?)(?:/|$)", address)
+    return found[1] if found else f"127.0.0.1:{GRPC_PORT}, or [::1]:{GRPC_PORT}; --model names the model"
+
+
+def to_reach(address: str) -> str:
+    """A hint for an address at which no server answers."""
+    host, _, port = address.rpartition(":")
+    if port == str(_REST_PORT):
+        return f"{port} is usually the port of REST; gRPC's is {GRPC_PORT}: {host}:{GRPC_PORT}"
+    if host in _THIS_MACHINE:
+        return f"start a server: serve-model run MODEL_BASE_PATH --port {port}"
+    return "compare host and port with those that the server printed when it started"
 
 
 Address = Annotated[

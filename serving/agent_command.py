@@ -16,8 +16,9 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from exporter.errors import Exit, ExportError, UsageError
-from exporter.files import read_regular
-from exporter.local_paths import local_path, path_parser
+from exporter.options import Option
+from exporter.storage.files import read_regular
+from exporter.storage.local_paths import local_path, path_parser
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.output import Output, OutputMode
 from exporter.terminal.server_access import ServerAccess
@@ -111,6 +112,10 @@ class PortFlags(Struct, frozen=True):
         return text
 
 
+_of_pace = partial(Option, goes_with="--pace-factor")
+_of_canary = partial(Option, goes_with="--canary")
+
+
 class PaceFlags(Struct, frozen=True):
     """How fast deltas are applied."""
 
@@ -125,24 +130,24 @@ class PaceFlags(Struct, frozen=True):
     ] = None
     pace_factor: Annotated[
         float | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Protect predictions: apply deltas one by one, with pauses while the p99 of probes is more "
+        Option(
+            "Protect predictions: apply deltas one by one, with pauses while the p99 of probes is more "
             "than N times that of an idle replica. A probe is the first request of the version's warm-up.",
-            show_default="no probes, no pauses",
+            metavar="N",
+            least=1,
+            default="no probes, no pauses",
         ),
     ] = None
     pace_max_delay: Annotated[
         float,
-        typer.Option(metavar="SECONDS", min=0, help="With --pace-factor, a delta waits at most this long."),
+        _of_pace("With --pace-factor, a delta waits at most this long.", metavar="SECONDS", least=0),
     ] = 5.0
     probe_seconds: Annotated[
         float,
-        typer.Option(
+        _of_pace(
+            "Time between two probes while deltas are applied; ten times as long otherwise.",
             metavar="SECONDS",
-            min=0.001,
-            help="Time between two probes while deltas are applied; ten times as long otherwise.",
+            least=0.001,
         ),
     ] = 0.02
 
@@ -203,29 +208,29 @@ class CanaryFlags(Struct, frozen=True):
     """Which golden requests a canary has to pass before the other replicas follow."""
 
     canary: Annotated[
-        list[str],
-        typer.Option(
-            metavar="[NAME=]FILE",
-            help="Let one replica go first, send it the golden requests of this file, and let the others "
+        tuple[str, ...],
+        Option(
+            "Let one replica go first, send it the golden requests of this file, and let the others "
             "follow, or roll back.",
+            metavar="[NAME=]FILE",
         ),
-    ] = []
+    ] = ()
     canary_drift: Annotated[
         float | None,
-        typer.Option(
-            metavar="FACTOR",
-            min=0,
-            help="How far a canary's scores may move from the scores before, as a fraction of their mean "
+        _of_canary(
+            "How far a canary's scores may move from the scores before, as a fraction of their mean "
             "absolute value; `drift` in the file overrides it.",
-            show_default="no limit",
+            metavar="FACTOR",
+            least=0,
+            default="no limit",
         ),
     ] = None
     canary_seconds: Annotated[
         float,
-        typer.Option(
+        _of_canary(
+            "How long a canary may take, plus the time for its bytes, before another goes first.",
             metavar="SECONDS",
-            min=0.1,
-            help="How long a canary may take, plus the time for its bytes, before another goes first.",
+            least=0.1,
         ),
     ] = 30.0
 

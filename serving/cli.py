@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from exporter.errors import ServerError, UsageError
-from exporter.local_paths import checkpoint_parser, local_path
-from exporter.progress import count
+from exporter.storage.local_paths import checkpoint_parser, local_path
 from exporter.terminal.edge import (
     AS_TEXT,
     EXIT_CODES,
@@ -22,6 +21,7 @@ from exporter.terminal.edge import (
 )
 from exporter.terminal.output import Output, as_json, escape
 from exporter.terminal.parameters import with_structs
+from exporter.terminal.progress import count
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from serving import agent_command, reload_command, run_command
 from serving.address import Address, Deadline, ModelName
@@ -212,24 +212,27 @@ def update(
             raise ServerError(
                 f"{model} stays at position {done.position}: it does not apply the deltas after that",
                 cause=done.status,
-                hint="see what is wrong with it: export-model verify MODEL",
+                hint=f"see what is wrong with it: export-model doctor MODEL --target {address}",
             )
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """The entry point."""
-    run(app, "serve-model", arguments, run_command.from_stock)
+    run(app, "serve-model", arguments, run_command.from_stock, takes=("run",))
 
 
 def _print(sink: Output, document: Struct, line: str, *, is_done: bool = False) -> None:
     sink.result(document, [escape(line)], is_done=is_done)
 
 
+_FROM_STDIN = "the request itself goes to standard input: echo '...' | serve-model predict ... --json-input -"
+
+
 def _request(source: str) -> dict[str, Any]:
     """The JSON object in a file, or on standard input."""
     import json
 
-    from exporter.files import read_regular
+    from exporter.storage.files import read_regular
 
     try:
         text = sys.stdin.read() if source == "-" else read_regular(local_path("--json-input", source))
@@ -238,7 +241,7 @@ def _request(source: str) -> dict[str, Any]:
         raise UsageError(
             f"{source} cannot be read",
             cause=error.strerror or str(error),
-            hint="name a file: --json-input FILE",
+            hint=_FROM_STDIN if source.lstrip().startswith("{") else "name a file: --json-input FILE",
         ) from error
     except (ValueError, RecursionError) as error:
         raise _bad_request(source, error) from error

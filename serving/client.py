@@ -19,11 +19,11 @@ from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
 from exporter.errors import CallFailed, UsageError
-from exporter.local_paths import quoted
+from exporter.storage.local_paths import quoted
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.wire.protos import Proto, message_class
 from exporter.wire.tensor_proto import fill, to_array
-from serving.address import with_port
+from serving.address import to_reach, with_port
 from serving.credentials import identity, open_channel
 from serving.status import Code, VersionState, VersionStatus
 
@@ -48,7 +48,6 @@ _NO_GRPC_CAUSE = "the port answers, but does not speak gRPC"
 _LONGEST_RECONNECT_MS = 1000
 """gRPC's own back-off grows to 2 minutes; a server that comes back has to be found within a second."""
 _HINTS = {
-    "UNAVAILABLE": "start a server: serve-model run MODEL_BASE_PATH",
     "DEADLINE_EXCEEDED": "give it more time with --deadline SECONDS",
     "INVALID_ARGUMENT": "compare the request with the signatures: export-model inspect MODEL_VERSION",
     "UNAUTHENTICATED": "send the token that the server expects with --grpc-token-file FILE",
@@ -337,6 +336,8 @@ class ModelClient:
         if code == "UNAVAILABLE":
             if _CUT_OFF in details:
                 hint = "if it expects TLS: --grpc-ca FILE; if it needs a certificate: --grpc-cert, --grpc-key"
+            else:
+                hint = to_reach(self.address)
             return CallFailed(code, f"no model server answers at {self.address}", cause=cause, hint=hint)
         if code == "DEADLINE_EXCEEDED":
             message = f"{self.address} did not answer {method} in {self.deadline_s:g} s"

@@ -7,8 +7,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exporter.errors import UsageError
-from exporter.printable import printable
+from exporter.errors import UsageError, printable
 from serving.model_config import ModelConfig, listed_models, read_config_file
 from serving.status import Code, StatusError
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from exporter.errors import UsageError
-from exporter.files import identity_of, read_regular
-from exporter.local_paths import local_path
+from exporter.storage.files import identity_of, read_regular
+from exporter.storage.local_paths import local_path
 from exporter.terminal.server_access import SYSTEM_CA, ServerAccess
 from serving.text_config import read_text_config
 

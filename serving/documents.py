@@ -16,6 +16,8 @@ class ServedModel(Struct, frozen=True):
     """Its name in requests."""
     version: int
     """Its newest available version."""
+    tables: str | None = None
+    """`mapped`, or `restored: ` and why; null: the version was not made to be mapped."""
 
 
 class Serving(Struct, frozen=True):
@@ -211,3 +213,31 @@ class AgentEvent(Struct, frozen=True):
     """Seconds from the newest event that the delta was trained on until the replica served it."""
     at: datetime
     """When it happened."""
+
+
+class FleetFinding(Struct, frozen=True):
+    """Something to say about a model, or about one of its replicas."""
+
+    model: str
+    """The model's name."""
+    level: str
+    """How bad it is."""
+    state: str
+    """What it is, in a word or two."""
+    text: str
+    """What there is to say."""
+    details: str
+    """More of it; may be empty."""
+    command: str
+    """The command that helps; may be empty."""
+
+
+class AgentStatus(Struct, frozen=True):
+    """What the agent's port serves as `/status.json`."""
+
+    at: str
+    """When this was so, in ISO 8601."""
+    models: Sequence[Mapping[str, Any]]
+    """Each model with what is published, its replicas and their versions, its canary and its store."""
+    findings: Sequence[FleetFinding]
+    """What there is to say, the worst first; empty if all is well."""

@@ -35,8 +35,8 @@ import h11
 from msgspec import Struct
 
 from exporter.errors import ServerError, UsageError
-from exporter.local_paths import local_path
 from exporter.newer_python import timeout
+from exporter.storage.local_paths import local_path
 from serving.credentials import require_key_pair
 
 _log = logging.getLogger(__name__)

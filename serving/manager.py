@@ -17,9 +17,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import ModelPathNotFound, ServerError
-from exporter.files import open_regular
-from exporter.layout import SAVED_MODEL_FILE, WARMUP_FILE
-from exporter.local_paths import quoted
+from exporter.storage.files import open_regular
+from exporter.storage.layout import SAVED_MODEL_FILE, WARMUP_FILE
+from exporter.storage.local_paths import quoted
 from exporter.wire.protos import Proto, message_class
 from serving.inference import DEFAULT_INFERENCE, Inference, Model, classify, multi_inference, predict, regress
 from serving.loader import DEFAULT_LOADING, LoadedModel, Loading, has_saved_model, load

@@ -14,8 +14,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.errors import UsageError
-from exporter.local_paths import local_path
 from exporter.publish.versions import version_dirs
+from exporter.storage.local_paths import local_path
 from exporter.wire.protos import Proto
 from serving.status import StatusError, VersionState, invalid
 from serving.text_config import read_text_config

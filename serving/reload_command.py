@@ -12,8 +12,8 @@ import typer
 from msgspec import Struct
 
 from exporter.errors import UsageError
-from exporter.files import sync, write_durably
-from exporter.local_paths import path_parser
+from exporter.storage.files import sync, write_durably
+from exporter.storage.local_paths import path_parser
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.output import escape
 from exporter.terminal.parameters import pairs

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from msgspec.structs import replace
 
-from exporter.errors import Exit, UsageError
-from exporter.local_paths import path_parser
+from exporter.errors import Exit, ManifestError, UsageError
+from exporter.storage.local_paths import path_parser, quoted
 from exporter.terminal.edge import AS_TEXT, NOTES, OutputFlags, VersionFlag, command
 from exporter.terminal.output import Output, escape
 from exporter.terminal.tensorflow_import import require_tensorflow
@@ -129,7 +130,7 @@ def _serve(
             # every few thousand rows, and these took longer than all other work.
             gc.freeze()
             _announce(sink, server)
-            printer.begin()
+            printer.begin(server)
             sleep_until_a_signal()
     except KeyboardInterrupt:
         raise SystemExit(int(Exit.INTERRUPTED)) from None
@@ -137,7 +138,9 @@ def _serve(
 
 def _announce(sink: Output, server: ModelServer) -> None:
     models = [
-        ServedModel(name, max(model.available())) for name, model in sorted(server.models.served().items())
+        ServedModel(name, version, _tables(model.base_path / str(version)))
+        for name, model in sorted(server.models.served().items())
+        for version in (max(model.available()),)
     ]
     first = models[0] if models else None
     document = Serving(
@@ -153,6 +156,20 @@ def _announce(sink: Output, server: ModelServer) -> None:
     if server.rest_port is not None:
         lines.append(f"REST on {server.rest_url}")
     sink.result(document, [escape(line) for line in lines], is_done=True)
+    for model in models:
+        if model.tables is not None:
+            sink.note(f"{model.model} version {model.version}: tables {model.tables}")
+
+
+def _tables(version: Path) -> str | None:
+    """Whether the tables of a version that is loaded are mapped; None if they were not to be."""
+    from exporter.publish.mapped_state import tables_state
+    from exporter.publish.versions import read_manifest
+
+    with suppress(ManifestError):  # a version of another program has none
+        record = read_manifest(version).mapped
+        return None if record is None else tables_state(record)
+    return None
 
 
 def _the_model(
@@ -173,7 +190,32 @@ def _the_model(
             cause="neither a model base path nor a configuration file is given",
             hint="serve-model run MODEL_BASE_PATH, or serve-model run --model-config-file FILE",
         )
-    return argument or option, name or (_DEFAULT_NAME if option else None)
+    path = argument or option
+    if path is not None:
+        _require_no_neighbour(sink, path)
+    return path, name or (_DEFAULT_NAME if option else None)
+
+
+def _require_no_neighbour(sink: Output, path: Path) -> None:
+    """Refuse at once a path beside the model that was meant; one without a version yet is waited for.
+
+    Raises:
+        UsageError: it is a file, one version, or the directory of several models.
+    """
+    from exporter.publish.versions import likely_model
+
+    if path.is_file():
+        found = likely_model(path.parent)
+        raise UsageError(
+            f"{path} is a file: the directory is expected that holds a model's versions",
+            hint=f"serve-model run {quoted(found)}" if found else "name that directory",
+        )
+    if not path.is_dir() or any(child.name.isdecimal() for child in path.iterdir()):
+        return
+    if (found := likely_model(path)) is not None:
+        what = "is one version of a model" if found == path.parent else "is not a model"
+        raise UsageError(f"{path} {what}: it holds no versions", hint=f"serve-model run {quoted(found)}")
+    sink.note(f"{path} holds no version yet: the server waits for one")
 
 
 class _StatusPrinter:
@@ -181,15 +223,17 @@ class _StatusPrinter:
 
     def __init__(self, sink: Output) -> None:
         self._sink = sink
-        self._began = False
+        self._server: ModelServer | None = None
 
-    def begin(self) -> None:
-        """From now on, print versions that become available, too."""
-        self._began = True
+    def begin(self, server: ModelServer) -> None:
+        """From now on, print versions of the server that become available, too."""
+        self._server = server
 
     def __call__(self, model: str, status: VersionStatus) -> None:
         text = f"{model} version {status.version}: {status.state.name}"
         if status.code:
             self._sink.warn(f"{text}, {error_text(status)}")
-        elif self._began and status.state is VersionState.AVAILABLE:
-            self._sink.note(text)
+        elif self._server is not None and status.state is VersionState.AVAILABLE:
+            served = self._server.models.served().get(model)
+            tables = served and _tables(served.base_path / str(status.version))
+            self._sink.note(f"{text}, tables {tables}" if tables else text)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from exporter.errors import ServerError, UsageError
-from exporter.local_paths import local_path
+from exporter.storage.local_paths import local_path
 from exporter.wire.protos import Proto, class_of, service_methods
 from serving.calls import Calls
 from serving.models import ServedModels
@@ -85,7 +85,10 @@ class ModelServer:
             ServerError: the server cannot listen on the address.
         """
         from serving.config_file import ConfigFile
+        from serving.optional_libraries import require_libraries
 
+        if options.network.rest_api_port is not None:  # before anything runs that would have to be ended
+            require_libraries("server", "--rest-api-port", "h11", "prometheus_client")
         self.host = options.host
         self._options = options
         self._stopped = False
@@ -208,10 +211,7 @@ class ModelServer:
         network = self._options.network
         if network.rest_api_port is None:
             return None
-        from serving.optional_libraries import require_libraries
-
         try:
-            require_libraries("server", "the REST interface", "h11", "prometheus_client")
             from serving.http_port import HttpPort
             from serving.rest import MAX_BODY_BYTES, RestInterface, metrics_path
 

@@ -10,7 +10,7 @@ import typer
 from msgspec import Struct
 
 from exporter.errors import UsageError
-from exporter.local_paths import path_parser
+from exporter.storage.local_paths import path_parser
 from serving.status import MAX_FILLED_BYTES
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from exporter.errors import UsageError
-from exporter.files import read_regular
+from exporter.storage.files import read_regular
 from exporter.wire.protos import Proto, class_of, message_class
 
 _LARGEST = 16 << 20

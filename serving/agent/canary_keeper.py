@@ -21,14 +21,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import CallFailed, ExportError, TargetBusy, UsageError
-from exporter.golden import Answer, Gates, GoldenRequest, check_signatures, read_golden, told
-from exporter.layout import CANARY_LOCK_FILE
-from exporter.local_paths import local_path
-from exporter.progress import count
 from exporter.publish.approval import approve
 from exporter.publish.commit import model_lock
 from exporter.publish.versions import newest_version
+from exporter.storage.layout import CANARY_LOCK_FILE
+from exporter.storage.local_paths import local_path
+from exporter.terminal.progress import count
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
+from exporter.verify.golden import Answer, Gates, GoldenRequest, check_signatures, read_golden, told
 from exporter.wire.rest_json import predict_inputs
 from serving.agent.canary import (
     Action,

@@ -14,12 +14,12 @@ from msgspec import Struct
 
 from exporter.delta.spans import Span
 from exporter.errors import ExportError, ManifestError, NotUpdatable
-from exporter.files import FileIdentity
-from exporter.layout import DELTAS_DIRECTORY, MANIFEST_FILE
 from exporter.publish.delta_log import LogBase, LogDelta, list_deltas, log_path
 from exporter.publish.hold import Hold
 from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.versions import published_versions
+from exporter.storage.files import FileIdentity
+from exporter.storage.layout import DELTAS_DIRECTORY, MANIFEST_FILE
 from serving.agent.rollout import PublishedLog, PublishedLogs, Rollback
 
 _UNREADABLE_HOLD = -1

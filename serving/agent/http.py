@@ -1,10 +1,13 @@
 """The agent's own port: /metrics, /healthz, /readyz, /livez, /status.json and the status page at /.
 
-The status page is one HTML document without scripts or external resources.
+The status page is one HTML document without external resources. Its script fetches the page again and puts
+in what changed; without JavaScript the browser reloads it.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import hmac
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -15,18 +18,23 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, to_builtins
 
+from serving.agent import standing
+from serving.agent.event_lines import lines
 from serving.agent.journal import Journal
 from serving.agent.metrics import Metrics
 from serving.agent.recorder import PERIOD_S, Recorder
+from serving.agent.standing import assess
 from serving.agent.view import FleetView
 from serving.http_port import HttpPort, HttpRequest, HttpResponse, HttpTls
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from markupsafe import Markup
 
 
-_EVENTS, _REASONS = 30, 12
+_EVENTS = 30
 _WIDTH, _HEIGHT = 600, 48
+_HERE = Path(__file__).parent
 _OPEN = frozenset({"/healthz", "/livez", "/readyz"})
 """Paths for an orchestrator's probes: they need no token, and their responses reveal nothing of the model."""
 _THREADS = 8
@@ -40,11 +48,13 @@ def page(view: Callable[[], FleetView], recorder: Recorder, journal: Journal, fr
     now = view()
     return _template().render(
         view=now,
-        reasons=now.why_not_ready(fresh_within_s),
-        most_reasons=_REASONS,
-        events=journal.last()[:_EVENTS],
+        standing=assess(now, fresh_within_s),
+        lines=lines(journal.last(), _EVENTS, seconds),
         plot=lambda replica: plot(recorder.series(replica.model, replica.address)),
+        span=seconds(_WIDTH * PERIOD_S),
+        serving=standing.serving,
         seconds=seconds,
+        script=_script(),
     )
 
 
@@ -79,15 +89,32 @@ def plot(series: Sequence[float | None]) -> dict[str, object]:
         "top": top,
         "width": _WIDTH,
         "height": _HEIGHT,
-        "span": seconds(_WIDTH * PERIOD_S),
     }
+
+
+@cache
+def _script() -> Markup:
+    """The page's script; the template does not escape it."""
+    from markupsafe import Markup
+
+    return Markup((_HERE / "page.js").read_text())
+
+
+@cache
+def _allowed_content() -> str:
+    """The Content-Security-Policy: of scripts the page's own, byte for byte, and no other."""
+    digest = base64.b64encode(hashlib.sha256(_script().encode()).digest()).decode()
+    return (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; "
+        f"connect-src 'self'; script-src 'sha256-{digest}'"
+    )
 
 
 @cache
 def _template() -> Template:
     from jinja2 import Environment, FileSystemLoader
 
-    loader = FileSystemLoader(Path(__file__).parent)
+    loader = FileSystemLoader(_HERE)
     return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(
         "page.html"
     )
@@ -120,7 +147,7 @@ class Site(Struct, frozen=True):
             ("Content-Type", f"{kind}; charset=utf-8"),
             ("Cache-Control", "no-store"),
             ("X-Content-Type-Options", "nosniff"),
-            ("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'"),
+            ("Content-Security-Policy", _allowed_content()),
         ]
         if status.startswith("401"):
             headers.append(("WWW-Authenticate", "Bearer"))
@@ -144,8 +171,10 @@ class Site(Struct, frozen=True):
             case "/livez":
                 return self._probe(self.view().wrong(), "replicas have to be restarted")
             case "/status.json":
-                document = to_builtins(self.view().document())
-                body = json.dumps({"format_version": 1, **document}, indent=2)
+                now = self.view()
+                findings = [finding.document() for finding in assess(now, self.fresh_within_s).findings]
+                document = {"format_version": 1, **now.document(), "findings": findings}
+                body = json.dumps(to_builtins(document), indent=2)
                 return "200 OK", "application/json", body.encode()
             case _:
                 return (

@@ -12,8 +12,8 @@ from msgspec import Struct, field
 
 from exporter.newer_python import StrEnum
 
-_KEPT = 200
-"""How many events are kept for the status page."""
+_KEPT, _KEPT_APPLIED = 100, 2000
+"""How many events of a kind are kept for the status page: each replica tells of each delta."""
 
 
 class EventKind(StrEnum):
@@ -89,7 +89,10 @@ class Journal:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._events: deque[FleetEvent] = deque(maxlen=_KEPT)
+        self._events = {
+            kind: deque[FleetEvent](maxlen=_KEPT_APPLIED if kind is EventKind.APPLIED else _KEPT)
+            for kind in EventKind
+        }
         self._readers: list[Callable[[FleetEvent], None]] = []
 
     def read_by(self, reader: Callable[[FleetEvent], None]) -> None:
@@ -101,12 +104,13 @@ class Journal:
         it.
         """
         with self._lock:
-            self._events.append(event)
+            self._events[event.what].append(event)
             for reader in self._readers:
                 with suppress(Exception):
                     reader(event)
 
     def last(self) -> list[FleetEvent]:
-        """The last events, the newest first."""
+        """The last events of each kind, the newest first."""
         with self._lock:
-            return list(self._events)[::-1]
+            events = [event for kept in self._events.values() for event in kept]
+        return sorted(events, key=lambda event: event.at, reverse=True)

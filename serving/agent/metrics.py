@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar
 
+from msgspec import Struct
+
 from serving.agent.audit import Audited
 from serving.agent.journal import EventKind, FleetEvent
+from serving.agent.standing import State, standing
 from serving.agent.view import CanaryView, FleetView, ModelView, PaceView, ReplicaView, StoreView, VersionView
 
 PREFIX = "export_model_agent"
@@ -23,7 +27,19 @@ None."""
 
 _OF_MODEL: _Gauges[ModelView] = {
     "published_visible": ("1 if the model base path can be read.", lambda model: not model.problem),
-    "published_position": ("The newest position that replicas should serve.", lambda model: model.position),
+    "published_position": (
+        "The newest published position, whatever keeps replicas from it.",
+        lambda model: model.published,
+    ),
+    "released_position": (
+        "The newest published position that a hold or a canary allows replicas to serve.",
+        lambda model: model.position,
+    ),
+    "waiting_publications": (
+        "Publications that a hold or a canary keeps from replicas.",
+        lambda model: model.waiting,
+    ),
+    "held": ("1 while an operator's hold or a rollback stops the model.", lambda model: model.is_held),
     "base_wanted": ("1 if replicas need a new base to get further.", lambda model: model.base_wanted),
     "quarantined_deltas": ("Deltas that every replica refuses.", lambda model: len(model.quarantined)),
     "worst_stale_seconds": ("The largest stale_seconds of all replicas.", lambda model: model.stale_s),
@@ -61,6 +77,12 @@ _OF_STORE: _Gauges[StoreView] = {
 }
 _OF_REPLICA: _Gauges[ReplicaView] = {
     "replica_up": ("1 if the replica responded to the last call.", lambda replica: replica.is_answering),
+}
+_OF_STATE: _Gauges[State] = {
+    "replica_fresh": (
+        "1 if the replica answers from the newest publication; absent if it is unknown what is published.",
+        lambda state: None if state is State.UNKNOWN else state is State.FRESH,
+    ),
 }
 _OF_AUDIT: _Gauges[Audited] = {
     "replica_right": (
@@ -105,6 +127,56 @@ _OF_PROBES: _Gauges[float | None] = {
         lambda p99: p99,
     ),
 }
+_BY_MODEL, _BY_REPLICA = ("model",), ("model", "replica")
+_BY_VERSION, _BY_STATE = (*_BY_REPLICA, "version"), (*_BY_REPLICA, "state")
+_GAUGES: tuple[tuple[tuple[str, ...], _Gauges[Any]], ...] = (
+    (_BY_MODEL, _OF_MODEL),
+    (_BY_MODEL, _OF_CANARY),
+    (_BY_MODEL, _OF_STORE),
+    (_BY_REPLICA, _OF_REPLICA),
+    (_BY_REPLICA, _OF_STATE),
+    (_BY_REPLICA, _OF_AUDIT),
+    (_BY_REPLICA, _OF_SERVED),
+    (_BY_VERSION, _OF_VERSION),
+    (_BY_REPLICA, _OF_PACE),
+    (_BY_STATE, _OF_PROBES),
+)
+_COUNTERS = {
+    "events_total": ((*_BY_REPLICA, "kind"), "Events, by kind."),
+    "rows_total": (_BY_REPLICA, "Rows of tables that were applied."),
+    "deltas_total": (_BY_REPLICA, "Deltas that were applied."),
+}
+_HISTOGRAMS = {
+    "apply_seconds": ("Duration of calls that applied deltas.", _APPLY_BUCKETS_S),
+    "commit_to_served_seconds": (
+        "From the publication of a delta until a replica served it.",
+        _FRESHNESS_BUCKETS_S,
+    ),
+    "event_to_served_seconds": (
+        "From the newest event that a delta was trained on until a replica served it.",
+        _EVENT_BUCKETS_S,
+    ),
+}
+
+
+class Described(Struct, frozen=True):
+    """A metric: its full name, its kind in Prometheus' words, its labels, and its help text."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+
+
+def described() -> Iterator[Described]:
+    """Every metric of the agent."""
+    for labels, table in _GAUGES:
+        for name, (text, _) in table.items():
+            yield Described(f"{PREFIX}_{name}", "gauge", labels, text)
+    for name, (labels, text) in _COUNTERS.items():
+        yield Described(f"{PREFIX}_{name}", "counter", labels, text)
+    for name, (text, _) in _HISTOGRAMS.items():
+        yield Described(f"{PREFIX}_{name}", "histogram", _BY_REPLICA, text)
 
 
 class Metrics:
@@ -114,29 +186,21 @@ class Metrics:
         from prometheus_client import CollectorRegistry, Counter, Histogram
 
         self.registry = CollectorRegistry()
-        by_replica = ("model", "replica")
 
-        def counter(name: str, text: str, labels: tuple[str, ...] = by_replica) -> Any:
+        def counter(name: str) -> Any:
+            labels, text = _COUNTERS[name]
             return Counter(f"{PREFIX}_{name}", text, labels, registry=self.registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
-            full = f"{PREFIX}_{name}_seconds"
-            return Histogram(full, text, by_replica, buckets=buckets, registry=self.registry)
+        def histogram(name: str) -> Any:
+            text, buckets = _HISTOGRAMS[name]
+            return Histogram(f"{PREFIX}_{name}", text, _BY_REPLICA, buckets=buckets, registry=self.registry)
 
-        self._events = counter("events_total", "Events, by kind.", ("model", "replica", "kind"))
-        self._rows = counter("rows_total", "Rows of tables that were applied.")
-        self._deltas = counter("deltas_total", "Deltas that were applied.")
-        self._apply = histogram("apply", "Duration of calls that applied deltas.", _APPLY_BUCKETS_S)
-        self._served = histogram(
-            "commit_to_served",
-            "From the publication of a delta until a replica served it.",
-            _FRESHNESS_BUCKETS_S,
-        )
-        self._event_served = histogram(
-            "event_to_served",
-            "From the newest event that a delta was trained on until a replica served it.",
-            _EVENT_BUCKETS_S,
-        )
+        self._events = counter("events_total")
+        self._rows = counter("rows_total")
+        self._deltas = counter("deltas_total")
+        self._apply = histogram("apply_seconds")
+        self._served = histogram("commit_to_served_seconds")
+        self._event_served = histogram("event_to_served_seconds")
         self.registry.register(_Standing(view))
         self._view = view
         self._lock = threading.Lock()
@@ -201,15 +265,25 @@ class _Standing:
         stores = [(labels, model.store) for labels, model in models if model.store is not None]
         audits = [(labels, each.audited) for labels, each in replicas if each.audited is not None]
         served = [(labels, each.served) for labels, each in replicas if each.served is not None]
-        yield from _gauges(_OF_MODEL, ("model",), models)
-        yield from _gauges(_OF_CANARY, ("model",), canaries)
-        yield from _gauges(_OF_STORE, ("model",), stores)
-        yield from _gauges(_OF_REPLICA, ("model", "replica"), replicas)
-        yield from _gauges(_OF_AUDIT, ("model", "replica"), audits)
-        yield from _gauges(_OF_SERVED, ("model", "replica"), served)
-        yield from _gauges(_OF_VERSION, ("model", "replica", "version"), versions)
-        yield from _gauges(_OF_PACE, ("model", "replica"), paces)
-        yield from _gauges(_OF_PROBES, ("model", "replica", "state"), probes)
+        states = [
+            ((model.name, each.address), standing(model, each, math.inf).state)
+            for _, model in models
+            for each in model.replicas
+        ]
+        items: tuple[Collection[tuple[tuple[str, ...], Any]], ...] = (
+            models,
+            canaries,
+            stores,
+            replicas,
+            states,
+            audits,
+            served,
+            versions,
+            paces,
+            probes,
+        )
+        for (names, table), found in zip(_GAUGES, items, strict=True):
+            yield from _gauges(table, names, found)
 
 
 def _gauges(

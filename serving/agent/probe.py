@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from exporter.errors import CallFailed
-from exporter.files import open_regular
-from exporter.layout import WARMUP_FILE
+from exporter.storage.files import open_regular
+from exporter.storage.layout import WARMUP_FILE
 from exporter.terminal.server_access import ServerAccess
 from exporter.wire.protos import Proto, message_class
 from exporter.wire.tfrecord import DamagedRecord, read_records

@@ -17,7 +17,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from exporter.errors import CallFailed, ServerError
-from exporter.progress import count
+from exporter.terminal.progress import count
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.wire.protos import Proto
 from serving.agent import rollout

@@ -99,6 +99,16 @@ class PublishedLog(Struct, frozen=True, dict=True):
         """The furthest position that the limit allows; -1 if there are no deltas within it."""
         return next((span.end for span in reversed(self._by_end) if self._allows(span.end)), -1)
 
+    @property
+    def released(self) -> int:
+        """The position of a server that loads the newest base and applies what the limit allows."""
+        return max(self.newest, self.base)
+
+    @property
+    def waiting(self) -> int:
+        """How many publications lie beyond that; a merged delta is none of its own."""
+        return len({span.end for span in self.beyond(self.released)})
+
     def _allows(self, position: int) -> bool:
         return self.limit is None or position <= self.limit
 
@@ -114,6 +124,15 @@ class PublishedLogs(Struct, frozen=True):
     def newest_log(self) -> PublishedLog | None:
         """The log of the newest base, which the exporter continues."""
         return next(iter(self.logs.values()), None)
+
+    @property
+    def newest_position(self) -> int | None:
+        """The newest position, whatever keeps replicas from it; a version's number is its position."""
+        log = self.newest_log
+        ends = [] if log is None else [log.base, *(span.end for span in log.deltas)]
+        if self.newest_version is not None:
+            ends.append(self.newest_version)
+        return max(ends, default=None)
 
     def decided(self) -> PublishedLogs:
         """The same logs, as if the canary had approved them to their ends."""

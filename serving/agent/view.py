@@ -112,8 +112,10 @@ class StoreView(Struct, frozen=True):
 class ModelView(Struct, frozen=True):
     """A model: what is published, and its replicas.
 
-    `position` is the newest published position that the hold allows, `hold` the position of the hold.
-    `rollback` is the rollback at which the model is held. `store` is None without `--pull`.
+    `published` is the newest published position, whatever keeps replicas from it; `position` is the newest
+    one that the hold allows, and `waiting` counts the publications between them. `hold` is the position of
+    the hold, `is_held` is True unless only a canary set it. `rollback` is the rollback at which the model is
+    held. `store` is None without `--pull`.
     """
 
     name: str
@@ -128,6 +130,9 @@ class ModelView(Struct, frozen=True):
     canary: CanaryView | None = None
     rollback: Rollback | None = None
     store: StoreView | None = None
+    published: int | None = None
+    waiting: int = 0
+    is_held: bool = False
 
     @property
     def stale_s(self) -> float | None:
@@ -234,19 +239,17 @@ def _model(fleet: Fleet, publications: Publications, canaries: Canaries, now: da
         str(publications.model.path),
         published.problem,
         published.newest_version,
-        None if log is None else stands_at(log),
+        None if log is None else log.released,
         None if log is None else log.limit,
         rollout.quarantined(observed, decided),
         rollout.needs_base(observed, decided),
         tuple(_replica(replica, publications.directory, now) for replica in replicas),
         _canary(canaries, publications, now),
         None if log is None else log.rollback,
+        published=published.newest_position,
+        waiting=0 if log is None else log.waiting,
+        is_held=log is not None and log.limit is not None and not log.is_canary,
     )
-
-
-def stands_at(log: rollout.PublishedLog) -> int:
-    """The position of a server that loads the newest base of a log and applies what the hold allows."""
-    return max(log.newest, log.base)
 
 
 def _canary(canaries: Canaries, publications: Publications, now: datetime) -> CanaryView | None:
