@@ -1,4 +1,4 @@
-# Two commands do everything on a machine with Python 3.11, git and make: `make demo` and `make test`.
+# Two commands do everything on a machine with Python 3.10 or newer, git and make: `make demo` and `make test`.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -6,21 +6,23 @@ STAMP  := $(VENV)/.installed
 # By all cores, where pip takes one; and once, where PYTHONDONTWRITEBYTECODE has each process compile for itself.
 COMPILE = $(BIN)/python -m compileall -q -j 0
 
-.PHONY: help demo test lint unit thorough stores docs soak pictures fuzz chaos faults bench release matrix clean
+.PHONY: help demo test lint unit thorough stores docs soak pictures fuzz chaos faults bench release lock matrix matrix-short clean
 help:
 	@echo "make demo    train on a loopback cluster, export, serve, predict; then keep a running model fresh"
 	@echo "make test    lint, types and all tests"
 	@echo "make thorough  all tests, and ten times as much of what they leave to chance"
 	@echo "make stores  the tests of object stores, Azure's too; installs Azurite by npm"
 	@echo "make docs    the documentation as a site, in build/site; fails on a broken link"
-	@echo "make pictures  the guide's pictures of the status page anew, by Chromium"
+	@echo "make pictures  pictures of the status page for the guide, and of each incident in build/pictures, by Chromium"
 	@echo "make engines  jobs on two nodes of Ray, and over all engines in any order; some minutes"
 	@echo "make soak    hundreds of increments of a cluster whose processes die at random; some minutes"
 	@echo "make fuzz    thousands of damaged files of every kind; some minutes"
 	@echo "make chaos   all that trainers, exporters, operators and accidents do, in random order; half an hour"
 	@echo "make faults  processes killed and paused, networks cut, disks full, clocks set, beside an agent: MINUTES=10"
 	@echo "make release a wheel, an sdist, checksums and a bill of materials in dist/, tried in an empty environment"
-	@echo "make matrix  every supported TensorFlow makes a base, and every one serves it; half an hour, 10 GB"
+	@echo "make lock    the versions that deploy/Dockerfile installs, anew"
+	@echo "make matrix  every supported TensorFlow makes a base, and every one serves it; a quarter of an hour, 10 GB"
+	@echo "make matrix-short  the oldest TensorFlow with the oldest libraries, and the newest Python; some minutes, 4 GB"
 	@echo "make bench   the speed suite, as ratios against stock TensorFlow"
 
 $(STAMP): pyproject.toml
@@ -60,10 +62,10 @@ stores: $(STAMP) build/azurite
 
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
-	@echo "build/site/index.html"
+	@echo "build/site/index.html; with search: $(PYTHON) -m http.server -b 127.0.0.1 -d build/site"
 
 pictures: $(STAMP)
-	$(BIN)/python -m tests.support.status_pages docs/assets
+	$(BIN)/python -m tests.support.status_pages docs/assets build/pictures
 
 engines: $(STAMP)
 	$(BIN)/python -m pytest -s tests/integration/engines.py
@@ -93,8 +95,22 @@ build/release/.installed:
 release: build/release/.installed
 	@build/release/bin/python -m tools.release
 
+build/lock/.installed:
+	@$(PYTHON) -m venv build/lock
+	@build/lock/bin/python -m pip install --quiet 'uv>=0.9,<1'
+	@touch $@
+
+# The image's Python and C library. Hashes are of all files of a version, so that arm64 installs by the same lock.
+LOCK = build/lock/bin/uv pip compile --quiet --upgrade --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28
+lock: build/lock/.installed
+	$(LOCK) pyproject.toml --extra agent --extra stores --output-file deploy/requirements.lock
+	$(LOCK) deploy/requirements-slim.txt --constraints deploy/requirements.lock --output-file deploy/requirements-slim.lock
+
 matrix: $(STAMP)
 	$(BIN)/python -m tests.matrix
+
+matrix-short: $(STAMP)
+	$(BIN)/python -m tests.matrix --short
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ PRINTED_BY: Mapping[str, Sequence[type[Struct]]] = {
     "serve-model predict": (served.RowPrediction, served.ColumnPrediction, served.ExampleResults),
     "serve-model update": (served.Update,),
     "serve-model agent": (served.AgentStarted, served.AgentEvent),
+    "/status.json of the agent": (served.AgentStatus,),
 }
 """Which documents a command prints on stdout. A command with `--watch` prints one a line."""
 
@@ -56,9 +57,9 @@ you do not know) and never change what a field means without another `format_ver
 [{schema_file}]({schema_file}) has all of this as JSON Schema (2020-12), one definition for each document.
 """
 _ERROR = """\
-If a command fails, the last line of stderr is this object, and the [exit code](exit-codes.md) is not 0. Some
-commands print their document, too, before they fail: `verify`, `doctor`, `serve-model status` and
-`serve-model update`.
+If a command fails, the last line of stderr is this object, with `format_version` first, and the
+[exit code](exit-codes.md) is not 0. Some commands print their document, too, before they fail: `verify`,
+`doctor`, `serve-model status` and `serve-model update`.
 """
 
 
@@ -88,7 +89,9 @@ def schema() -> str:
         for field, found in definition["properties"].items():
             definition["properties"][field] = {"description": told[field], **_without(found, "default")}
         definition["required"] = list(definition["properties"])
-    for document in printed:
+    _stand_apart(definitions, {document.__name__ for document in printed})
+    with_version: list[type[Struct]] = [*printed, Failure]
+    for document in with_version:
         definition = definitions[document.__name__]
         version = {"description": "Version of the documents' format.", "const": FORMAT_VERSION}
         definition["properties"] = {"format_version": version, **definition["properties"]}
@@ -101,6 +104,20 @@ def schema() -> str:
         "$defs": {name: definitions[name] for name in sorted(definitions)},
     }
     return json.dumps(whole, indent=2) + "\n"
+
+
+def _stand_apart(definitions: dict[str, Any], printed: Set[str]) -> None:
+    """Give what is printed by itself, and is part of another document, too, a definition as a part: it has no
+    `format_version` of its own there.
+    """
+    refs = {name: f'"#/$defs/{name}"' for name in printed}
+    inside = {name for name, ref in refs.items() if ref in json.dumps(definitions)}
+    for name in inside:
+        definitions[f"{name}Part"] = definitions[name]
+    text = json.dumps(definitions)
+    for name in inside:
+        text = text.replace(refs[name], f'"#/$defs/{name}Part"')
+    definitions |= json.loads(text)
 
 
 def every_document() -> Iterator[type[Struct]]:

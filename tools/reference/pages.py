@@ -8,7 +8,7 @@ from pathlib import Path
 
 from exporter.cli.app import app as export_model
 from serving.cli import app as serve_model
-from tools.reference import commands, documents, failures, files, rooms, tf_serving
+from tools.reference import commands, documents, failures, files, keywords, metrics, rooms, tf_serving
 
 ROOT = Path(__file__).parent.parent.parent
 NOTE = "<!-- Made from the code by `python -m tools.reference`; edit the code instead. -->\n\n"
@@ -20,6 +20,7 @@ _REFERENCE: dict[str, Callable[[], str]] = {
     "tensorflow-serving.md": tf_serving.page,
     "documents.md": documents.page,
     "exit-codes.md": failures.exit_codes,
+    "metrics.md": metrics.page,
     "troubleshooting.md": failures.troubleshooting,
 }
 _WHOLE: dict[str, Callable[[], str]] = {
@@ -27,6 +28,7 @@ _WHOLE: dict[str, Callable[[], str]] = {
     f"docs/reference/{files.SCHEMA_FILE}": files.schema,
     "docs/reference/formats.md": files.page,
     "docs/architecture.md": rooms.page,
+    "exporter/options/keywords.py": keywords.module,
 }
 PATHS = [*(f"docs/reference/{name}" for name in _REFERENCE), *_WHOLE]
 """Where the pages lie."""
