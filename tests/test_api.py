@@ -1,15 +1,26 @@
-"""The public names: each resolves, none is missing for type checkers, and importing the package is cheap."""
+"""The Python API as it is used: names, help, types, strings for paths and enums, and errors of wrong uses."""
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import exporter
+from exporter import DataMode, ExportRequest, Jobs, StopWhen, Updates, Verify, Watching, export
+from exporter.errors import ExportError, NothingChanged, UsageError
+from exporter.options import Isolation, declared
+from exporter.pipeline.inspection import ModelView
+from exporter.training import ExportHook, IncrementCallback, IncrementHook, StopAfterHook
+from tests.support.directory_store import BUCKET, reached
+from tests.support.step_models import MODEL, save, versions
 
 
 @pytest.mark.parametrize("name", exporter.__all__)
@@ -34,3 +45,278 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
     assert done.stdout.strip() == "0"
+
+
+def test_dir_lists_the_api_and_a_near_name_is_proposed() -> None:
+    import exporter.training
+
+    assert set(exporter.__all__) < {*dir(exporter)} < {*exporter.__all__, "__version__"} | {"__doc__"}
+    assert dir(exporter.training) == exporter.training.__all__
+    code = "import exporter\nexporter.exprot"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert "no attribute 'exprot'" in done.stderr
+    if sys.version_info >= (3, 12):
+        assert "Did you mean: 'export'" in done.stderr
+
+
+def test_type_checkers_know_every_argument() -> None:
+    """A script of uses passes, and each of its mistakes is found: without its `type: ignore` it fails."""
+    script = Path(__file__).parent / "support" / "typed_uses.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=script.parent.parent.parent,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["export", "export_incremental", "plan", "watch", "ExportRequest"])
+def test_help_and_completion_have_every_option(name: str) -> None:
+    function = getattr(exporter, name)
+    text, named = inspect.getdoc(function) or "", inspect.signature(function).parameters
+    for one in declared(ExportRequest):
+        assert f"{'.'.join(one.path)}: {one.option.help}" in text
+        assert one.path[0] in named
+    assert "options" not in named
+
+
+def test_no_help_holds_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import exporter, exporter.training.roles as roles; [help(x) for x in (exporter.is_chief, roles)]"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "MY_SECRET": "s3cr3t-value"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert "is_chief" in done.stdout
+    assert "s3cr3t-value" not in done.stdout
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(MODEL)
+    save(Path("train"), 10)
+    return tmp_path
+
+
+def test_strings_do_what_paths_and_enums_do(here: Path) -> None:
+    given = ExportRequest("train", f"file://{here}/m", "model.py:build", data="copy", verify="bytes", keep=2)
+    assert given == ExportRequest(
+        Path("train"),
+        here / "m",
+        model="model.py:build",
+        data=DataMode.COPY,
+        verify=Verify.BYTES,
+        keep=2,
+    )
+    several = ExportRequest(
+        "train", "m", model_args={"depth": 3, "on": True}, renames=["a=b"], casts="bfloat16"
+    )
+    assert several.model_args == {"depth": "3", "on": "True"}
+    assert (several.renames, several.casts) == (("a=b",), ("bfloat16",))
+    assert ExportRequest("train", "m", model=Path("models/m/3")).model == "models/m/3"
+    assert Updates(isolation="row").isolation is Isolation.ROW
+    assert repr(given) == (
+        f"ExportRequest(ckpt_dir={Path('train')!r}, out={here / 'm'!r}, model='model.py:build', "
+        f"data={DataMode.COPY!r}, keep=2, verify={Verify.BYTES!r})"
+    )
+
+
+def test_a_retried_export_publishes_once(here: Path) -> None:
+    first = export("train", "models/m", model="model.py:build")
+    second = export("train", "models/m", model="model.py:build")
+    assert (first.is_new, second.is_new) == (True, False)
+    assert second.published.path == first.published.path == Path("models/m/10")
+    assert second.published.manifest == first.published.manifest
+    assert second.variables.bytes_copied == 0
+    assert repr(second) == "Exported('models/m/10', step=10, is_new=False)"
+    third = export(ExportRequest("train", "models/m", model="model.py:build", again=True))
+    assert (third.is_new, versions(Path("models/m"))) == (True, [11, 10])
+
+
+def test_bases_deltas_and_maintenance_by_strings(here: Path) -> None:
+    asked: Any = {"model": "model.py:build", "updates": Updates()}
+    base = export("train", "models/m", **asked)
+    save(Path("train"), 20)
+    delta = export("train", "models/m", save_incr_model=True)
+    assert re.fullmatch(r"ExportedDelta\('models/m/deltas/.*', position=20, rows=6\)", repr(delta))
+    with pytest.raises(NothingChanged):
+        export("train", "models/m", save_incr_model=True)
+    nothing = exporter.export_incremental("train", "models/m")
+    assert isinstance(nothing, exporter.ExportedDelta)
+    assert (nothing.published, base.is_new) == (None, True)
+    assert exporter.rollback("models/m", 10, reason="scores fell").hold == 21
+    assert exporter.resume("models/m").published is not None
+    assert exporter.merge("models/m") is not None
+    assert exporter.rebase("models/m", keep=1) is not None
+    assert exporter.verify_model("models/m").problems == ()
+    assert exporter.open_checkpoint("train").step == 20
+    assert len(repr(exporter.open_checkpoint("train"))) < 200
+    assert isinstance(exporter.inspect("models/m"), ModelView)
+
+
+def test_a_watch_and_a_plan_by_strings(here: Path) -> None:
+    once = Watching(0.05, StopWhen(count=1))
+    (done,) = exporter.watch("train", "models/m", "model.py:build", watching=once)
+    assert done.published.path == Path("models/m/10")
+    planned = exporter.plan("train", "models/other", "model.py:build")
+    assert len(repr(planned)) < 200
+    assert exporter.execute(planned).published.path == Path("models/other/10")
+
+
+def test_a_function_is_the_builder_itself(here: Path) -> None:
+    scope: dict[str, Any] = {}
+    exec(MODEL, scope)  # as a notebook defines it
+    done = export("train", "models/m", scope["build"], verify="outputs")
+    assert done.published.path == Path("models/m/10")
+
+
+def test_models_in_stores_by_their_urls(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"s3://{BUCKET}/m"
+    with reached(here / "store", monkeypatch):
+        first = export("train", url, model="model.py:build", updates=Updates())
+        assert first.is_new
+        assert not export(ExportRequest("train", url, model="model.py:build", updates=Updates())).is_new
+        save(Path("train"), 20)
+        assert export("train", url, save_incr_model=True).at.position == 20
+        assert exporter.verify_model(url).problems == ()
+        assert isinstance(exporter.inspect(url), ModelView)
+        assert not Path("s3:").exists()
+        with pytest.raises(UsageError, match="only local paths"):
+            exporter.plan("train", url, model="model.py:build")
+
+
+WRONG: dict[str, tuple[Callable[[], object], str, str]] = {
+    "an enum's name": (
+        lambda: export("train", "m", data=_any("compct")),
+        "data='compct': expected 'auto', 'link', 'copy' or 'compact'",
+        'did you mean data="compact"?',
+    ),
+    "an enum in capitals": (
+        lambda: export("train", "m", verify=_any("OUTPUTS")),
+        "verify='OUTPUTS': expected",
+        'verify="outputs"',
+    ),
+    "a flag for an enum": (lambda: export("train", "m", verify=_any(True)), "verify=True: expected", ""),
+    "a number for a path": (lambda: export(_any(3), "m"), "ckpt_dir=3: expected a path", "ckpt_dir="),
+    "bytes for a path": (lambda: export(_any(b"train"), "m"), "expected a path", "ckpt_dir="),
+    "a list for a path": (lambda: export(_any(["train"]), "m"), "expected a path", "ckpt_dir="),
+    "an empty path": (lambda: export("", "m"), "ckpt_dir is empty", 'ckpt_dir="."'),
+    "no model to publish": (lambda: export(_any("train")), "needs two places", 'export("train"'),
+    "a dict for a request": (lambda: export(_any({"out": "m"})), "needs two places", 'export("train"'),
+    "no model": (lambda: export("train", "m"), "nothing says what to serve", "--model"),
+    "a tuple for a model": (lambda: export("train", "m", _any(("a", "b"))), "a Keras model", "model="),
+    "a model's typo": (lambda: export("train", "m", "modle.py:build"), "no file modle.py", "model.py:build"),
+    "a function's typo": (lambda: export("train", "m", "model.py:biuld"), "'biuld'", "model.py:build"),
+    "an argument's typo": (
+        lambda: _any(export)("train", "m", modle="model.py:build"),
+        "export has no argument 'modle'",
+        "did you mean model?",
+    ),
+    "an argument of the command": (
+        lambda: _any(export)("train", "m", updatable=True),
+        "no argument 'updatable'",
+        "updates=Updates()",
+    ),
+    "another of the command": (
+        lambda: _any(export)("train", "m", incr=True),
+        "no argument 'incr'",
+        "save_incr_model=True",
+    ),
+    "a third of the command": (lambda: _any(export)("train", "m", dry_run=True), "'dry_run'", "plan("),
+    "options beside a request": (
+        lambda: _any(export)(ExportRequest("train", "m"), keep=3),
+        "a request has all options",
+        "replace(request, keep=...)",
+    ),
+    "a text for a number": (lambda: export("train", "m", keep=_any("3")), "keep='3': expected a whole", ""),
+    "a fraction": (lambda: export("train", "m", keep=_any(1.5)), "keep=1.5: expected a whole number", ""),
+    "a flag for a number": (lambda: export("train", "m", keep=_any(True)), "keep=True", ""),
+    "a number too small": (lambda: export("train", "m", keep=0), "keep=0: expected 1 or more", ""),
+    "no distance": (lambda: export("train", "m", min_change=float("nan")), "min_change=nan", ""),
+    "a text for a fraction": (lambda: export("train", "m", tolerance=_any("1e-3")), "tolerance='1e-3'", ""),
+    "a flag for deltas": (
+        lambda: export("train", "m", updates=_any(True)),
+        "updates=True: expected exporter.Updates(...)",
+        "updates=Updates()",
+    ),
+    "an engine for jobs": (lambda: export("train", "m", jobs=_any("ray")), "exporter.Jobs", "jobs=Jobs()"),
+    "no engine": (lambda: Jobs(engine=_any("rey")), "engine='rey'", 'engine="ray"'),
+    "fewer than no workers": (lambda: Jobs(workers=-1), "workers=-1: expected 0 or more", ""),
+    "a list of arguments": (lambda: export("train", "m", model_args=_any(["a=b"])), "expected a dict", ""),
+    "a list as argument": (lambda: export("train", "m", model_args=_any({"a": [1]})), "model_args['a']", ""),
+    "a dict of renames": (lambda: export("train", "m", renames=_any({"a": "b"})), "expected a list", ""),
+    "a version's name": (
+        lambda: export("train", "m", "model.py:build", version="v1"),
+        "'v1'",
+        "leave it out",
+    ),
+    "half a version": (lambda: export("train", "m", version=_any(1.5)), "version=1.5", ""),
+    "a text for a flag": (
+        lambda: _any(export)("train", "m", save_incr_model="yes"),
+        "save_incr_model='yes': expected True or False",
+        "",
+    ),
+    "no bar": (lambda: export("train", "m", progress=_any(True)), "progress=True", "leave progress= out"),
+    "how often to watch": (lambda: exporter.watch("train", "m", watching=_any(3)), "watching=3", "Watching("),
+    "when to stop": (lambda: Watching(stop=_any(3)), "stop=3: expected exporter.StopWhen", "StopWhen()"),
+    "a duration": (lambda: StopWhen(after_seconds=_any("2h")), "after_seconds='2h': expected a number", ""),
+    "a request for a plan": (
+        lambda: exporter.execute(_any(ExportRequest("train", "m"))),
+        "what plan(...) returns",
+        "execute(plan(...))",
+    ),
+    "a text for a position": (
+        lambda: exporter.rollback("models/m", _any("10")),
+        "to='10': expected a whole number",
+        "export-model history models/m",
+    ),
+    "a number for a model": (lambda: exporter.resume(_any(3)), "model=3: expected a path", "model="),
+    "nothing to inspect": (lambda: exporter.inspect(_any(None)), "path=None: expected a path", "path="),
+    "a checkpoint's typo": (lambda: exporter.open_checkpoint("trian"), "there is no trian", "train"),
+    "another store": (lambda: export("hdfs://n/train", "m"), "only local paths", "hdfs dfs -get"),
+    "exports without a model": (lambda: ExportHook(_any("train")), "expected an ExportRequest", "--ckpt-dir"),
+    "exports of a function": (
+        lambda: ExportHook(ExportRequest("train", "m", lambda: 0)),
+        "found a function",
+        'model="my_model.py:serving"',
+    ),
+    "exports now and then": (
+        lambda: ExportHook(ExportRequest("train", "m"), every_checkpoints=_any("3")),
+        "every_checkpoints='3'",
+        "every_checkpoints=1",
+    ),
+    "increments nowhere": (lambda: IncrementHook(_any(3), 1), "ckpt_dir=3: expected a path", "ckpt_dir="),
+    "increments in a store": (lambda: IncrementHook("s3://b/t", 1), "only local paths", "out=URL"),
+    "increments at a text": (lambda: IncrementHook("train", _any("10")), "expected a number", "secs=60"),
+    "a directory for a manager": (
+        lambda: IncrementCallback("train", 1),
+        "manager='train': expected a tf.train.CheckpointManager",
+        "CheckpointManager(",
+    ),
+    "a variable's name": (lambda: exporter.is_chief(_any("TF_CONFIG")), "environ='TF_CONFIG'", "is_chief()"),
+    "an end at a text": (lambda: StopAfterHook(_any("5")), "seconds='5'", "StopAfterHook(3600)"),
+}
+
+
+def _any(value: Any) -> Any:
+    """What a type checker would refuse."""
+    return value
+
+
+@pytest.mark.parametrize("case", WRONG, ids=[name.replace(" ", "-") for name in WRONG])
+def test_a_wrong_use_is_a_named_error_with_what_to_write(case: str, here: Path) -> None:
+    use, found, hint = WRONG[case]
+    with pytest.raises(ExportError) as caught:
+        use()
+    assert found in caught.value.message
+    assert hint in caught.value.hint
+    assert caught.value.hint
+    assert {path.name for path in here.iterdir()} <= {"model.py", "train", "__pycache__"}, (
+        "nothing is written"
+    )

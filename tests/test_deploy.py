@@ -17,11 +17,13 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from exporter.version import __version__
 from serving.agent.audit import Audited
 from serving.agent.journal import EventKind, FleetEvent
-from serving.agent.metrics import PREFIX, Metrics
+from serving.agent.metrics import PREFIX, Metrics, described
 from serving.agent.view import (
     CanaryView,
     FleetView,
@@ -34,6 +36,7 @@ from serving.agent.view import (
 from serving.cli import app as serving_app
 from tests.support.commands import export_model, run_app
 from tests.support.forks import run_warm
+from tests.support.project import requirements
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 KUBERNETES = sorted(path for path in DEPLOY.glob("kubernetes*/*.yaml") if path.stem != "kustomization")
@@ -109,7 +112,33 @@ def test_images_have_versions_and_ours_is_this_one() -> None:
     text = "".join(path.read_text() for path in DEPLOY.rglob("*.yaml"))
     images = set(re.findall(r"image: (\S+)", text))
     assert images == {"tensorflow/serving:2.19.1", f"export-model:{__version__}"}
+    for name in ("Dockerfile", "README.md"):
+        assert set(re.findall(r"-t export-model\S*:(\S+)", (DEPLOY / name).read_text())) == {__version__}
     assert set(re.findall(r"export_model-([0-9.]+)-py3", text)) == {__version__}
+
+
+def locked(name: str) -> dict[str, str]:
+    """The pinned version of each library of a lock file; each has hashes."""
+    text = (DEPLOY / name).read_text()
+    assert "uv pip compile" in text.partition("\n\n")[0]
+    pins = re.findall(r"^(\S+)==(\S+) \\\n +--hash=sha256:[0-9a-f]{64}", text, re.MULTILINE)
+    assert len(pins) == len(re.findall(r"^[^\s#]", text, re.MULTILINE))
+    return dict(pins)
+
+
+def test_the_image_installs_what_the_package_allows() -> None:
+    everything, slim = locked("requirements.lock"), locked("requirements-slim.lock")
+    for found, wanted in [
+        (everything, requirements("agent", "stores")),
+        (
+            slim,
+            map(Requirement, re.findall(r"^[a-z].*", (DEPLOY / "requirements-slim.txt").read_text(), re.M)),
+        ),
+    ]:
+        for each in wanted:
+            assert each.specifier.contains(found[canonicalize_name(each.name)]), f"{each}: make lock"
+    assert slim.items() < everything.items()
+    assert "tensorflow" in everything and "tensorflow" not in slim
 
 
 def commands() -> Iterator[list[str]]:
@@ -128,7 +157,7 @@ def test_commands_take_the_options_that_they_are_given() -> None:
     for line in ours:
         words = [word for word in line[1:] if not word.startswith("-")]
         run = export_model if line[0] == "export-model" else lambda *given: run_app(serving_app, *given)
-        options = set(re.findall(r"--[a-z-]+", run(*words, "--help").out))
+        options = set(re.findall(r"--[a-z-]+", run(*words, "--help" if words else "--help-all").out))
         given = {word.partition("=")[0] for word in line if word.startswith("--")}
         assert given <= options, f"{line[0]} has no {given - options}"
 
@@ -187,10 +216,12 @@ def test_the_workflow_exports_what_it_has_tried(tmp_path: Path) -> None:
 
 
 def test_rules_and_dashboard_name_metrics_that_exist() -> None:
-    known = set(re.findall(rf"^{PREFIX}_[a-z_]+", every_metric(), re.MULTILINE))
-    assert len(known) > 15
+    known = set(re.findall(rf"^{PREFIX}_[a-z0-9_]+", every_metric(), re.MULTILINE))
+    assert {metric.name for metric in described()} == {
+        re.sub("_(bucket|count|sum)$", "", name) for name in known if not name.endswith("_created")
+    }, "the page of metrics has them all"
     for path in (DEPLOY / "prometheus/alerts.yaml", DEPLOY / "grafana/export-model.json"):
-        named = set(re.findall(rf"{PREFIX}_[a-z_]+", path.read_text()))
+        named = set(re.findall(rf"{PREFIX}_[a-z0-9_]+", path.read_text()))
         assert len(named) > 5
         assert named <= known, f"{path.name} names {named - known}"
 
@@ -200,6 +231,16 @@ def test_the_dashboard_is_one() -> None:
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     kinds = set(re.search(r'kind=~"([^"]+)"', json.dumps(board).replace('\\"', '"'))[1].split("|"))  # type: ignore[index]
     assert kinds <= set(EventKind)
+    first = [panel for panel in board["panels"] if panel["gridPos"]["y"] == 0]
+    assert [panel["type"] for panel in first] == ["stat"] * 4, "a row of single numbers"
+    covered = [
+        (x, y)
+        for panel in board["panels"]
+        for at in [panel["gridPos"]]
+        for x in range(at["x"], at["x"] + at["w"])
+        for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(set(covered)) == len(covered), "no panel covers another"
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
@@ -209,13 +250,45 @@ def test_prometheus_takes_the_rules() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+SERIES = """
+rule_files: [{rules}]
+tests:
+  - interval: 1m
+    input_series:
+      - {{series: 'export_model_agent_replica_fresh{{model="late", replica="r1"}}', values: '0x30'}}
+      - {{series: 'export_model_agent_replica_up{{model="late", replica="r1"}}', values: '1x30'}}
+      - {{series: 'export_model_agent_waiting_publications{{model="late"}}', values: '0x30'}}
+      - {{series: 'export_model_agent_replica_fresh{{model="held", replica="r1"}}', values: '0x30'}}
+      - {{series: 'export_model_agent_replica_up{{model="held", replica="r1"}}', values: '1x30'}}
+      - {{series: 'export_model_agent_waiting_publications{{model="held"}}', values: '3x30'}}
+      - {{series: 'export_model_agent_replica_fresh{{model="down", replica="r1"}}', values: '0x30'}}
+      - {{series: 'export_model_agent_replica_up{{model="down", replica="r1"}}', values: '0x30'}}
+    promql_expr_test:
+      - expr: count by (alertname, model) (ALERTS{{alertstate="firing"}})
+        eval_time: 20m
+        exp_samples:
+          - {{labels: '{{alertname="ReplicaNotUpdatable", model="late"}}', value: 1}}
+          - {{labels: '{{alertname="PublicationsWait", model="held"}}', value: 1}}
+          - {{labels: '{{alertname="ReplicaDown", model="down"}}', value: 1}}
+"""
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_each_incident_has_one_alert(tmp_path: Path) -> None:
+    """A replica that is held back or down is not also called one that cannot be updated."""
+    series = tmp_path / "series.yaml"
+    series.write_text(SERIES.format(rules=DEPLOY / "prometheus/alerts.yaml"))
+    done = subprocess.run(["promtool", "test", "rules", series], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def every_metric() -> str:
     """The text of a fleet about which everything is known."""
-    version = VersionView(1, "AVAILABLE", 5, 5, 0, 0.0, 1.0, 2.0, "", 0.0)
+    version = VersionView(1, "AVAILABLE", 5, 5, 0, 0.0, 1.0, 2.0, "", 0.0, 0)
     replica = ReplicaView("m", "h:1", True, "", (version,), Audited(5, 1), PaceView(0.1, 0.01, 0.02))
     canary = CanaryView(5, 0.0, None, "")
     store = StoreView("s3://b/m", 0.0, "", ())
-    model = ModelView("m", "/m", "", 1, 5, None, (), False, (replica,), canary, store=store)
+    model = ModelView("m", "/m", "", 1, 5, None, (), False, (replica,), canary, store=store, published=5)
     metrics = Metrics(lambda: FleetView(datetime.now(timezone.utc), (model,)))
     applied = FleetEvent(
         EventKind.APPLIED,

@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,14 @@ from exporter.increments.history import CheckpointMarker, read_history
 from exporter.increments.increment import Changed, Contents, Increment
 from exporter.increments.increment import from_json as increment_from_json
 from exporter.increments.increment import to_json as increment_to_json
-from exporter.layout import CACHES_DIRECTORY, HASHES_DIRECTORY
 from exporter.publish.delta_log import DeltaLog, LogBase, list_deltas, read_log
 from exporter.publish.hold import Hold
 from exporter.publish.manifest import DeltaEntry, from_json, to_json
 from exporter.publish.timeline import read_timeline as read_publications
 from exporter.publish.versions import read_manifest
+from exporter.storage.layout import CACHES_DIRECTORY, HASHES_DIRECTORY
 from exporter.training.store import Store
+from exporter.version import __version__
 from exporter.wire.dtypes import DType
 from tests.golden.trainer import given_id
 from tests.support.commands import export_model
@@ -41,7 +41,7 @@ from tests.support.logs import assert_same_bits, values_at
 
 GOLDEN = Path(__file__).parent / "golden"
 RELEASES = sorted(path.parent for path in GOLDEN.glob("*/expected.json"))
-OWN = GOLDEN / version("export-model")
+OWN = GOLDEN / __version__
 LOGS = ["ranker", "deeprec"]
 
 

@@ -22,15 +22,15 @@ from exporter.bundle.saved_model_writer import place_assets
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.keras_archive import unpack_assets
 from exporter.errors import ExportError, ManifestError, NotServable
-from exporter.files import below
 from exporter.graph.inference_graph import Asset
 from exporter.graph.saved_model import load_saved_model
 from exporter.graph.source_graph import GraphRequest
 from exporter.graph.sources import SourceFile, changed_sources
 from exporter.increments.history import read_history
 from exporter.jobs.execute import kept_receipt
-from exporter.layout import LONGEST_PATH, PUSHED_FILE, flaw_of
 from exporter.publish.manifest import from_json
+from exporter.storage.files import below
+from exporter.storage.layout import LONGEST_PATH, PUSHED_FILE, flaw_of
 from exporter.storage.output_directory import open_directory
 from exporter.training.store import Store
 from exporter.wire import protos

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from exporter.files import nearest
-from exporter.local_paths import quoted
+from exporter.storage import local_paths
+from exporter.storage.files import nearest
+from exporter.storage.local_paths import quoted
 from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, publish_base
 
@@ -110,5 +111,5 @@ def test_what_is_proposed_can_be_pasted(place: Path) -> None:
 
 
 def test_a_path_that_stands_for_a_url_is_quoted_as_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exporter.local_paths.shown", lambda text: text.replace("/tmp/m", "s3://b/a model"))
+    monkeypatch.setattr(local_paths, "shown", lambda text: text.replace("/tmp/m", "s3://b/a model"))
     assert quoted(Path("/tmp/m/20")) == "'s3://b/a model/20'"

@@ -10,7 +10,8 @@ import typer
 from exporter import ExportRequest
 from exporter.cli import app as cli
 from exporter.errors import UsageError
-from exporter.local_paths import local_path
+from exporter.pipeline import full, incremental
+from exporter.storage.local_paths import local_path
 from exporter.training.chief import checkpoint_dir
 from exporter.training.exports import ExportArguments
 from exporter.training.hook import IncrementHook
@@ -25,6 +26,7 @@ IN_STORES = {
     ("doctor", "ckpt_dir"),
     ("status", "published"),
     *((command, "model") for command in ("merge", "rollback", "resume", "verify", "history", "doctor")),
+    *((command, "model") for command in ("push", "pull")),  # which refuse it, and know what was meant
 }
 """What checkpoints and published models are named by."""
 
@@ -190,9 +192,13 @@ def test_requests_take_file_urls_and_refuse_others() -> None:
     )
     assert ExportRequest(Path("a"), Path("b"), model="my.mod:fn").model == "my.mod:fn"
     assert ExportRequest(Path("gs://b/train"), Path("m")).ckpt_dir == Path("gs:/b/train")
-    for paths in ((Path("hdfs://b/train"), Path("m")), (Path("train"), Path("gs://b/m"))):
+    assert ExportRequest("train", "gs://b/m").out == Path("gs:/b/m"), "the functions of exporter open it"
+    for paths in ((Path("hdfs://b/train"), Path("m")), (Path("train"), Path("hdfs://b/m"))):
         with pytest.raises(UsageError, match=r"://b/(train|m): only local paths"):
             ExportRequest(*paths)
+    for refuses in (full.plan, incremental.plan_incremental):
+        with pytest.raises(UsageError, match=r"gs://b/m: only local paths"):
+            refuses(ExportRequest("train", "gs://b/m", model="my.mod:fn"))
 
 
 @pytest.mark.parametrize("url", ["file://", "file://host/a", "file://models"])
@@ -204,6 +210,26 @@ def test_file_urls_of_elsewhere_are_refused(url: str) -> None:
 @pytest.mark.parametrize("text", ["a:b", "C:/x", "./gs:", "models/ranker", "a.py:fn", "-", "x://y"])
 def test_what_is_no_url_stays_as_it_is(text: str) -> None:
     assert local_path("--out", text) == Path(text)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--ckpt-dir", "train", "--model", "m.py:f", "--out="],
+        ["--ckpt-dir=", "--model", "m.py:f", "--out", "m"],
+        ["inspect", ""],
+        ["history", ""],
+        ["push", "", "s3://bucket/m"],
+    ],
+)
+def test_an_empty_path_is_not_the_working_directory(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell's variable that is not set."""
+    monkeypatch.chdir(tmp_path)
+    ran = export_model(*words, "--json")
+    assert (ran.code, "is empty: expected a path" in ran.error["message"]) == (2, True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_trainers_refuse_stores_before_they_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-import tomllib
 
+from tests.support.project import PROJECT
 from tools.release import normalised
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +41,7 @@ def test_package_data_names_every_file_that_is_not_code() -> None:
     )
     if listed.returncode:
         pytest.skip("not a clone")
-    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    data = PROJECT["tool"]["setuptools"]["package-data"]
     patterns = [f"{package}/{pattern}" for package, found in data.items() for pattern in found]
     others = [name for name in listed.stdout.splitlines() if not name.endswith(".py")]
     assert len(others) >= 3

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from exporter.layout import DELTAS_DIRECTORY
 from exporter.pipeline import incremental
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.log_maintenance import merge, plan_rollback, resume, rollback
 from exporter.publish.delta_log import read_log
 from exporter.publish.timeline import read_timeline
+from exporter.storage.layout import DELTAS_DIRECTORY
 from tests.support.logs import Serving, Trainer, publish_base, request
 from tests.support.scans import counted_scans
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from packaging.requirements import Requirement
 from exporter.publish.delta_log import read_log
 from exporter.terminal.tensorflow_import import needed, require_tensorflow
 from tests.support.object_stores import Bucket
+from tests.support.project import requirements
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests/golden/0.1.1"
@@ -33,15 +33,8 @@ def slim() -> list[str]:
 
 
 def test_the_file_has_what_the_package_needs_but_tensorflow() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-
-    def listed(name: str) -> list[str]:
-        block = re.search(rf"^{name} = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
-        assert block is not None
-        return re.findall(r'^ +"([^"]+)"', block[1], re.MULTILINE)
-
-    wanted = [*listed("dependencies"), *listed("agent"), *listed("stores")]
-    assert slim() == [each for each in wanted if not each.startswith("tensorflow")]
+    wanted = requirements("agent", "stores")
+    assert [*map(Requirement, slim())] == [each for each in wanted if each.name != "tensorflow"]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from serving.agent import directory
 from serving.agent.directory import ModelDirectory
 from serving.agent.publications import changes
 from serving.agent.rollout import Version
-from serving.agent.view import stands_at, superseded_s
+from serving.agent.view import superseded_s
 from serving.status import VersionState
 from tests.support.logs import Serving, publish_base
 from tests.support.setting import FIRST, Setting, followed
@@ -71,9 +71,7 @@ def test_another_model_without_deltas_lacks_none(tmp_path: Path) -> None:
     found = known.read()
     assert not found.problem
     assert found.newest_log is not None
-    assert stands_at(found.newest_log) == found.newest_log.base > found.newest_log.newest, (
-        "nothing but a base"
-    )
+    assert found.newest_log.released == found.newest_log.base > found.newest_log.newest, "nothing but a base"
 
 
 def test_a_log_that_was_begun_supersedes_versions_of_others(tmp_path: Path) -> None:

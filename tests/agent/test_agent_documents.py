@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from exporter.terminal.output import Output, OutputMode
 from serving.agent.journal import EventKind, FleetEvent
+from serving.agent.view import FleetView
 from serving.agent_command import _EventPrinter
 from serving.cli import app
 from serving.documents import AgentStarted
 from tests.support.commands import run_app
 from tests.support.printed_documents import checked
+from tests.support.status_pages import NOON, shown, usual
 
 
 def test_each_event_is_one_document_on_a_line() -> None:
@@ -28,6 +31,12 @@ def test_each_event_is_one_document_on_a_line() -> None:
     assert (started["what"], started["port"]) == ("started", 8600)
     assert (applied["replica"], applied["behind_seconds"]) == ("10.0.0.7:8500", 0.25)
     assert (targets["what"], targets["model"], targets["position"]) == ("targets", "", None)
+
+
+def test_the_status_fits_its_schema() -> None:
+    for fleet in (usual(), FleetView(NOON, ())):
+        with shown(fleet) as address, urllib.request.urlopen(f"{address}status.json", timeout=60) as answer:
+            assert len(checked(json.load(answer))["models"]) == len(fleet.models)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from exporter.errors import UsageError
-from exporter.golden import Answer, Expectation, Gates, GoldenRequest, check_signatures, read_golden
 from exporter.terminal.server_access import WITHOUT_TLS
+from exporter.verify.golden import Answer, Expectation, Gates, GoldenRequest, check_signatures, read_golden
 from exporter.wire.dtypes import DType
 from serving.agent.canary_keeper import canary_rules
 from tests.support.updatable import Model, updatable_model

@@ -296,3 +296,14 @@ def served(log_: PublishedLog, position: int, up_to: int, damaged: set[Span]) ->
             return position, span
         position = span.end
     return position, None
+
+
+def test_what_waits_lies_beyond_what_is_released() -> None:
+    chain = ((0, 1), (1, 2), (2, 3), (0, 3))
+    for limit, released, waiting in ((None, 3, 0), (3, 3, 0), (2, 2, 1), (1, 1, 2), (-1, 0, 3)):
+        published = log(*chain, limit=limit)
+        found = published.logs[LINE]
+        assert (found.released, found.waiting) == (released, waiting), "the merged delta is none of its own"
+        assert published.newest_position == 3, "a hold does not change what is published"
+    assert PublishedLogs().newest_position is None
+    assert PublishedLogs(newest_version=7).newest_position == 7

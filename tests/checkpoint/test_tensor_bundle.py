@@ -1,5 +1,7 @@
 """Both directions against TensorFlow's own kernels, bit for bit."""
 
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +33,14 @@ from tests.support.bundles import entry, header, restore, save, save_parts, writ
 
 Array = np.ndarray[Any, Any]
 
-NUMERIC = [dtype for dtype in DType if dtype.itemsize and not dtype.name.startswith("Q")]
+LATER = ("int2", "uint2", "float4_e2m1fn")
+"""What an ml-dtypes of TensorFlow 2.15's years lacks."""
+NUMERIC = [
+    dtype
+    for dtype in DType
+    if (dtype.label not in LATER or hasattr(ml_dtypes, dtype.label))
+    if dtype.itemsize and not dtype.name.startswith("Q")
+]
 SMALL_RANGE = {
     DType.INT4: (-8, 8),
     DType.UINT4: (0, 16),
@@ -83,9 +92,18 @@ def test_our_numbers_of_the_data_types_are_tensorflows() -> None:
     from tensorflow.core.framework import types_pb2
 
     theirs = {name.removeprefix("DT_"): number for name, number in types_pb2.DataType.items()}
-    assert {name: n for name, n in theirs.items() if not name.endswith("_REF") and n} == dict(
-        DType.__members__
-    )
+    found = {name: n for name, n in theirs.items() if not name.endswith("_REF") and n}
+    assert found.items() <= DType.__members__.items()  # an older TensorFlow has fewer
+
+
+def test_a_type_that_ml_dtypes_lacks_is_an_error_by_name(tmp_path: Path) -> None:
+    write_index(tmp_path / "m", [header(), entry("few bits", dtype=DType.INT2)])
+    older = "import ml_dtypes, numpy; vars(ml_dtypes).pop('int2', None); numpy.sctypeDict.pop('int2', None)"
+    read = "from pathlib import Path; from exporter.checkpoint.tensor_bundle import read_catalog"
+    read += f"; read_catalog(Path({str(tmp_path / 'm')!r}))"
+    done = subprocess.run([sys.executable, "-c", f"{older}; {read}"], capture_output=True, text=True)
+    assert "UnsupportedFormat" in done.stderr
+    assert "'few bits' has the data type int2" in done.stderr
 
 
 def test_our_numpy_types_are_tensorflows() -> None:
@@ -164,6 +182,18 @@ def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[SliceSpec]]:
         boxes = [[*box, (start, end - start)] for box in boxes for start, end in ranges]
     specs = [SliceSpec(shape, *zip(*box, strict=True)) for box in boxes]
     return shape, draw(st.permutations(specs))
+
+
+@pytest.mark.parametrize("name", ["\0", "\0x", "\0\xff"])
+def test_a_partitioned_tensor_whose_name_begins_with_nul(tmp_path: Path, name: str) -> None:
+    """Its key stands among those of slices, whose first byte is a NUL, too."""
+    whole = np.arange(6, dtype=np.int32).reshape(2, 3)
+    specs = [SliceSpec((2, 3), (row, 0), (1, 3)) for row in range(2)]
+    parts = [spec.restore_spec for spec in specs]
+    save_parts(tmp_path / "theirs", [name, name, "x"], [whole[:1], whole[1:], whole], [*parts, ""])
+    catalog = read_catalog(tmp_path / "theirs")
+    assert_same(read_array(catalog, catalog.tensors[name]), whole)
+    assert_same(read_array(catalog, catalog.tensors["x"]), whole)
 
 
 @quick

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exporter import errors
-from exporter.errors import ExportError
-from exporter.printable import printable
+from exporter.errors import ExportError, printable
 from exporter.terminal.output import escape, rendered
 from tests.support.commands import export_model
 
@@ -26,7 +25,7 @@ def tree(path: Path) -> list[str]:
 
 
 def test_help_names_every_option_with_examples_and_exit_codes() -> None:
-    ran = export_model("--help")
+    ran = export_model("--help-all")
     assert ran.code == 0
     for word in ("--ckpt-dir", "--dry-run", "Examples:", "Exit codes:", "inspect"):
         assert word in ran.out
@@ -47,6 +46,12 @@ def test_export_says_what_it_did_and_what_comes_next(
     )
     assert lines["published"].startswith(str(tmp_path / "m/20"))
     assert lines["next"] == f"serve-model run {tmp_path / 'm'}"
+
+
+def test_export_is_a_command_too(ranker: Path, ranker_graph: Path, tmp_path: Path) -> None:
+    options = ["--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path / "m", "--json"]
+    assert export_model("export", *options, "--version", "7").document["version"] == 7
+    assert export_model(*options).document["status"] == "nothing_to_do"
 
 
 def test_json_is_one_document_with_its_version_first(
@@ -113,7 +118,7 @@ def test_inspect_lists_tensors(ranker: Path) -> None:
         (["--ckpt-dir", "x", "--out", "y", "--input", "a"], "--input 'a' is not of the form NAME=VALUE"),
         (["--ckpt-dir", "x", "--out", "y", "--feed", "a=1", "--feed", "a=2"], "--feed names 'a' twice"),
         (["--ckpt-dir", "x", "--out", "y", "--version", "-1"], "neither `time` nor an integer"),
-        (["--ckpt-dir", "x", "--out", "y", "--cast", "int3"], "expected bfloat16 or float16"),
+        (["--ckpt-dir", "x", "--out", "y", "--cast", "int3"], "expected bfloat16, float16 or int8"),
         (["--ckpt-dir", "x", "--out", "y", "--partition-strategy", "a=up"], "expected mod or div"),
         (["--ckpt-dir", "x", "--out", "y", "--keep", "0"], "is not in the range x>=1"),
     ],

@@ -123,7 +123,7 @@ def test_options_say_what_a_request_says() -> None:
 
 class Twin(Struct, frozen=True):
     alone: Annotated[bool, Option("Alone.")] = False
-    either: Annotated[bool, Option("Either.", goes_with="--alone and --other")] = False
+    either: Annotated[bool, Option("Either.", goes_with="--alone or --other")] = False
     other: Annotated[bool, Option("Other.")] = False
 
 
@@ -133,5 +133,5 @@ def test_company_is_what_one_of_several_options_gives(given: Twin) -> None:
 
 
 def test_an_option_without_company_is_refused() -> None:
-    with pytest.raises(UsageError, match="--either goes with --alone and --other"):
+    with pytest.raises(UsageError, match="--either goes with --alone or --other"):
         require_company([Twin(either=True)])

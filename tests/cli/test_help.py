@@ -7,16 +7,19 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import typer
 
 from exporter.cli.app import app
+from exporter.cli.help_command import HELP
+from exporter.options import HEADINGS
+from exporter.version import __version__
 from serving import cli as serving_cli
 from tests.support.commands import export_model, run_app
 
+GOLDEN = Path(__file__).parents[1] / "golden/0.1.1"
 BIN = Path(sys.executable).parent
 
 
@@ -32,11 +35,42 @@ def panels(text: str) -> dict[str, set[str]]:
     return found
 
 
+def test_help_is_short() -> None:
+    ran = export_model("--help")
+    assert (ran.code, ran.err) == (0, "")
+    lines = ran.out.splitlines()
+    assert len(lines) < 45
+    assert max(map(len, lines)) <= 80
+    for word in ("--ckpt-dir", "--out", "--model", "--incr", "--watch", "--verify", "--dry-run", "--keep"):
+        assert f"  {word}" in ran.out
+    assert "--help-all" in ran.out
+    assert all(topic in lines[-2] + lines[-1] for topic in HEADINGS.values())
+    for arguments in (["export", "--help"], ["help"], ["-h"]):
+        assert export_model(*arguments).out == ran.out
+
+
+def test_every_option_has_a_topic() -> None:
+    root = typer.main.get_command(app)
+    told = [export_model("help", topic).out for topic in HELP.names()]
+    for option in root.params:
+        for name in option.opts:
+            assert any(re.search(rf"{name}[ ,\n]", text) for text in told), name
+    assert "130  interrupted" in export_model("help", "exit-codes").out
+    assert "Usage: export-model merge" in export_model("help", "merge").out
+
+
+def test_a_topic_that_is_not_there() -> None:
+    ran = export_model("help", "delts")
+    assert (ran.code, "there is no topic 'delts'" in ran.err) == (2, True)
+    assert "hint:  export-model help deltas" in ran.err
+    assert "export-model --help lists the topics" in export_model("help", "xyzzy").err
+
+
 def test_every_option_stands_in_its_group() -> None:
-    found = panels(export_model("--help").out)
+    found = panels(export_model("--help-all").out)
     names = {max(option.opts, key=len).lstrip("-") for option in typer.main.get_command(app).params}
-    assert set().union(*found.values()) == names - {"V"} | {"help"}
-    own = {"json", "quiet", "debug", "help", "install-completion", "show-completion"}
+    assert set().union(*found.values()) == names - {"V"}
+    own = {"json", "quiet", "debug", "help", "help-all", "install-completion", "show-completion"}
     assert found["Options"] == own, "a new option needs a group"
     assert found["Checks"] == {"verify", "verify-inputs", "tolerance", "golden", "dry-run"}
 
@@ -51,8 +85,8 @@ def test_a_flag_has_one_name(application: typer.Typer) -> None:
 
 
 def test_the_programs_own_version() -> None:
-    for ran in (export_model("-V"), run_app(serving_cli.app, "-V")):
-        assert (ran.code, ran.out.strip()) == (0, f"export-model {version('export-model')}")
+    for ran in (run_app(one, flag) for one in (app, serving_cli.app) for flag in ("-V", "--version")):
+        assert (ran.code, ran.out.strip()) == (0, f"export-model {__version__}")
 
 
 def completed(directory: Path, program: str, line: str) -> list[str]:
@@ -61,12 +95,18 @@ def completed(directory: Path, program: str, line: str) -> list[str]:
     asked = {**path, f"_{program.replace('-', '_').upper()}_COMPLETE": "source_bash"}
     script = subprocess.run([BIN / program], capture_output=True, text=True, check=True, env=asked)
     (directory / "script").write_text(script.stdout)
+    assert "complete -o default " in script.stdout, "bash completes paths where the program offers nothing"
     words = line.split(" ")
+    files = f"COMPREPLY=( $(compgen -f -- '{words[-1]}') )"
     ask = (
         f"source {directory / 'script'}; COMP_WORDS=({' '.join(words)!s} ); COMP_CWORD={len(words) - 1}; "
-        f"_{program.replace('-', '_')}_completion {program}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+        f"_{program.replace('-', '_')}_completion {program}; "
+        f"[[ ${{#COMPREPLY[@]}} -gt 0 || '{words[-1]}' == '' ]] || {files}; "
+        "printf '%s\\n' \"${COMPREPLY[@]}\""
     )
-    done = subprocess.run(["bash", "--norc", "-c", ask], capture_output=True, text=True, check=True, env=path)
+    done = subprocess.run(
+        ["bash", "--norc", "-c", ask], capture_output=True, text=True, check=True, env=path, cwd=directory
+    )
     return done.stdout.split()
 
 
@@ -77,9 +117,22 @@ def completed(directory: Path, program: str, line: str) -> list[str]:
         ("export-model", "export-model ro", ["rollback"]),
         ("export-model", "export-model --stop-i", ["--stop-idle"]),
         ("export-model", "export-model rollback --t", ["--to"]),
+        ("export-model", "export-model rollback models/ranker --to 8", ["80", "81", "82", "83"]),
+        ("export-model", "export-model rollback models/plain --to ", ["10", "40", "41"]),
+        ("export-model", "export-model rollback nothere --to ", []),
+        ("export-model", "export-model merge models/ranker --from 1", ["10"]),
+        ("export-model", "export-model diff models/ranker@3", ["models/ranker@30"]),
+        ("export-model", "export-model help del", ["deltas"]),
+        ("export-model", "export-model --ckpt-dir tr", ["train"]),
+        ("export-model", "export-model inspect models/r", ["models/ranker"]),
+        ("export-model", "export-model --model gr", ["graph.meta"]),
+        ("serve-model", "serve-model run models/pl", ["models/plain"]),
         ("export-model", "export-model --verify o", ["outputs"]),
         ("serve-model", "serve-model st", ["status"]),
     ],
 )
 def test_a_real_bash_completes(tmp_path: Path, program: str, line: str, expected: list[str]) -> None:
-    assert completed(tmp_path, program, line) == expected
+    shutil.copytree(GOLDEN / "models", tmp_path / "models")
+    (tmp_path / "train").mkdir()
+    (tmp_path / "graph.meta").touch()
+    assert sorted(completed(tmp_path, program, line)) == expected

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from exporter.checkpoint.tensor_bundle import BundleWriter
-from exporter.errors import ExportError
-from exporter.local_paths import quoted
-from exporter.printable import lines_of, printable
+from exporter.errors import ExportError, lines_of, printable
 from exporter.publish.delta_log import read_log
+from exporter.storage.local_paths import quoted
 from exporter.terminal.output import Failure, Output, OutputMode, labelled
 from serving.cli import app as serve_model
 from serving.server import ModelServer

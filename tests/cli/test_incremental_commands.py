@@ -444,7 +444,7 @@ def test_a_model_that_goes_back_is_told(tmp_path: Path) -> None:
 )
 def test_how_deltas_are_taken_is_no_matter_of_a_plain_version(setting: Log, options: tuple[str, ...]) -> None:
     ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, *options)
-    assert (ran.code, "go with --incr and --updatable" in ran.err) == (2, True), ran.err
+    assert (ran.code, "go with --incr or --updatable" in ran.err) == (2, True), ran.err
 
 
 @pytest.mark.parametrize("options", [("--keep", "1"), ("--despite-hold",), ("--rebase", "--to", "20")])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from exporter.publish.delta_log import list_deltas, log_path
-from exporter.roles import VARIABLES
+from exporter.training.roles import VARIABLES
 from tests.support.commands import Ran, export_model
 from tests.support.logs import Serving, Trainer, publish_base
 from tests.support.printed_documents import checked
@@ -164,12 +167,43 @@ def test_a_wrong_model_is_told_at_once(tmp_path: Path, mode: list[str], model: s
 def test_people_read_times_and_why_a_watch_ended(ranker: Path, ranker_graph: Path, tmp_path: Path) -> None:
     out = tmp_path / "my models"
     options = ["--ckpt-dir", ranker, "--model", ranker_graph, "--out", out, "--watch"]
-    ran = export_model(*options, "--stop-count", "1")
+    ran = export_model(*options, "--stop-count", "1", "-v")
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\n", ran.out)
     last = ran.err.strip().splitlines()[-1]
     assert re.match(
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d the watch has ended: 1 publications, as --stop-count", last
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d the watch has ended: 1 publication, as --stop-count", last
     )
     assert f"serve-model run '{out}'" in ran.out
     again = export_model(*options, "--stop-idle", "0.1s")
     assert "as --stop-idle says" in again.err
+
+
+def test_a_publication_is_one_line(ranker: Path, ranker_graph: Path, tmp_path: Path) -> None:
+    options = ["--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path / "m", "--watch"]
+    ran = export_model(*options, "--stop-count", "1")
+    assert re.fullmatch(rf"\S+ \S+ {tmp_path}/m/20: 6 variables, 443.8 KiB, in \d+\.\d\d s\n", ran.out)
+
+
+def test_deltas_are_a_line_each_and_ctrl_c_is_no_error(tmp_path: Path) -> None:
+    trainer, model = Trainer(tmp_path / "train", parts=3), tmp_path / "model"
+    trainer.save()
+    publish_base(trainer, Serving(parts=2, cast=True), model)
+    command = [sys.executable, "-m", "exporter", "--ckpt-dir", str(tmp_path / "train"), "--out", str(model)]
+    command += ["--incr", "--watch", "--interval", "0.05"]
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        trainer.train()
+        trainer.step += 10
+        trainer.increment()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                said = process.stdout.readline()
+                process.send_signal(stop)
+                out, err = process.communicate(timeout=60)
+            finally:
+                process.kill()
+        assert (process.returncode, out) == (0, "")
+        path = re.escape(str(list_deltas(log_path(model, 10))[-1].path))
+        assert re.search(rf"{path} \(step {trainer.step}\): \d+ rows in \d+ variables, .*, in .* s$", said)
+        assert re.search(rf"the watch has ended: interrupted after 1 publication, the newest {path}\n", err)
+        assert "error" not in err

@@ -17,11 +17,11 @@ from exporter.delta.packing import SlicedRows
 from exporter.errors import CorruptFile, VerificationError
 from exporter.jobs import runner
 from exporter.jobs.engines.choose import LocalEngine
-from exporter.layout import JOBS_DIRECTORY, VARIABLES_PREFIX
 from exporter.options import EngineName, Jobs
 from exporter.pipeline.log_maintenance import merge, plan_merge
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import read_log
+from exporter.storage.layout import JOBS_DIRECTORY, VARIABLES_PREFIX
 from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, assert_same_bits, damage_tensor, publish_base, values_at
 from tests.support.object_stores import Bucket

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from exporter.delta.delta_files import read_delta
 from exporter.delta.tolerance import LeftOut, load_residual
-from exporter.layout import CACHES_DIRECTORY
 from exporter.publish.delta_log import read_log
+from exporter.storage.layout import CACHES_DIRECTORY
 from exporter.wire.json_documents import DocumentError, decode, encode
 from tests.support.budget import times
 from tests.support.commands import export_model

@@ -28,8 +28,8 @@ from exporter.delta.snapshot import Snapshot
 from exporter.delta.tolerance import Tolerance, apply_tolerance
 from exporter.errors import CheckpointChanged, CorruptFile
 from exporter.jobs import task
-from exporter.progress import NoProgress
 from exporter.storage import mirror
+from exporter.terminal.progress import NoProgress
 from exporter.wire.dtypes import DType
 from tests.support.directory_store import BUCKET, directory_store
 from tests.support.http_proxy import Traffic

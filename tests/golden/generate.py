@@ -26,7 +26,6 @@ import shutil
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +61,7 @@ if __name__ == "__main__":  # before modules of ours are imported, which take ho
 import numpy as np  # noqa: E402
 
 from exporter.publish.delta_log import read_log  # noqa: E402
+from exporter.version import __version__  # noqa: E402
 from tests.golden.trainer import Trainer, given_id  # noqa: E402
 from tests.support.commands import export_model  # noqa: E402
 from tests.support.logs import values_at  # noqa: E402
@@ -249,7 +249,7 @@ def write(directory: Path) -> None:
 
 if __name__ == "__main__":
     os.chdir(ROOT)  # the model is named from here, whoever asks
-    target = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else HERE / version("export-model")
+    target = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else HERE / __version__
     with tempfile.TemporaryDirectory() as scratch:
         write(Path(scratch, "new"))
         shutil.rmtree(target, ignore_errors=True)

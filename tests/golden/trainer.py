@@ -13,7 +13,7 @@ from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.delta.format import ChangeKind, ServedVariable
 from exporter.increments.history import CheckpointMarker, identify
 from exporter.increments.increment import Changed, CheckpointId, Contents, Increment
-from exporter.layout import DEEPREC_INCREMENTS_DIRECTORY as DEEPREC
+from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY as DEEPREC
 from exporter.training.store import Store
 from exporter.wire.dtypes import DType
 

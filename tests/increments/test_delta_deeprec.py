@@ -14,10 +14,10 @@ from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.delta.format import Rows
 from exporter.errors import CorruptFile
 from exporter.increments.deeprec import read_increment
-from exporter.layout import DEEPREC_INCREMENTS_DIRECTORY
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import DeltaOrigin
+from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY
 from tests.support.budget import times
 from tests.support.logs import (
     Serving,

@@ -27,7 +27,7 @@ from exporter.increments.increment import (
     rows_of,
     to_json,
 )
-from exporter.layout import DELTA_NAME, MANIFEST_FILE, flaw_of
+from exporter.storage.layout import DELTA_NAME, MANIFEST_FILE, flaw_of
 from exporter.training.store import Store
 from exporter.wire.dtypes import DType
 from tests.support.increments import apply_increments

@@ -369,11 +369,21 @@ class World:
             self.say(f"  {how} {path.relative_to(self.model.parent)}")
             self.update(damaged=True)
             ran = self.command(*arguments)
-            if ran.code and "is published, but no new base" not in ran.err:
-                assert newest_of(self.model) == before, f"{ran.err}\nwas published, though it failed"
+            if ran.code:
+                self.assert_only_said(before, ran.err)
             if how == "gone" and path.is_relative_to(self.trainer.directory):
                 self.account()  # meanwhile the trainer's newest state was another
         self.account()
+
+    def assert_only_said(self, before: tuple[tuple[str, ...], tuple[str, ...]], said: str) -> None:
+        """A command that failed published nothing, or the delta that it names without its base."""
+        bases, deltas = newest_of(self.model)
+        if "is published, but no new base" not in said:
+            assert (bases, deltas) == before, f"{said}\nwas published, though it failed"
+            return
+        assert bases == before[0] and set(before[1]) <= set(deltas), f"{before} became {bases}, {deltas}"
+        (new,) = set(deltas) - set(before[1])
+        assert f"{new} is published" in said, f"{new} is new, said was {said}"
 
     def new_log(self) -> None:
         """A base that no delta leads to, with any options; golden requests refuse what is no number."""

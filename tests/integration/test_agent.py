@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import time
@@ -74,7 +75,7 @@ def test_metrics_status_and_page_tell_where_each_replica_stands(
         _, page = running.get("/")
         assert replica in page
         assert "Every replica is fresh" in page
-        assert "<script" not in page
+        assert page.count("<script") == 1, "its own"
         assert running.get("/healthz") == (200, "ok\n")
         assert running.get("/nowhere")[0] == 404
 
@@ -121,7 +122,17 @@ def test_a_hold_is_kept_and_a_new_base_is_followed(published: Published, servers
         time.sleep(1.0)
         assert server.position(version) == back
         _, text = running.get("/status.json")
-        assert json.loads(text)["models"][0]["hold"] == back
+        document = json.loads(text)
+        assert document["models"][0]["hold"] == back
+        assert document["models"][0]["waiting"] == 1
+        (finding,) = document["findings"]
+        assert (finding["level"], finding["state"]) == ("bad", "rolled back")
+        assert f"1 publication waits (newest {published.position}, serving {back})" in finding["text"]
+        _, metrics = running.get("/metrics")
+        for sample in ("held", "waiting_publications", "rolled_back"):
+            assert re.search(rf"^export_model_agent_{sample}\{{.*\}} 1\.0$", metrics, re.M), sample
+        assert f'published_position{{model="{published.model.name}"}} {published.position}.0' in metrics
+        assert f'released_position{{model="{published.model.name}"}} {back}.0' in metrics
         assert export_model("resume", published.model).code == 0
         wait(lambda: server.position(version) == published.position)
         newest = published.publish("--rebase")
@@ -230,8 +241,11 @@ def test_without_an_agent_a_command_tells_the_servers_that_it_is_given(
     assert not any(one["problem"] for one in answered)
     assert (silent["position"], silent["problem"][:11]) == (None, "UNAVAILABLE")
     assert all(server.position(version) == published.position for server in servers)
-    again = export_model(*published.arguments(), *told, "--json").document
-    assert (again["status"], again["notified"]) == ("nothing_to_do", [])
+    again = export_model(*published.arguments(), *told, "--json")
+    assert again.document["status"] == "nothing_to_do"
+    *at, _ = again.document["notified"]  # they may have been down, or named wrongly, when it was published
+    assert [one["position"] for one in at] == [published.position] * 2
+    assert "hint: serve-model update 127.0.0.1:9 --model" in again.err
     plain = [argument for argument in published.arguments() if argument != "--incr"]
     assert export_model(*plain, *told).code == 2
 

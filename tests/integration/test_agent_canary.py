@@ -383,7 +383,7 @@ def test_a_new_base_that_answers_wrong_is_told_and_could_have_been_refused(
         assert "a new base, does not pass" in event["message"]
         assert "NaN" in event["message"]
         assert 'golden_failing{model="ranker"} 1.0' in running.get("/metrics")[1]
-        assert "golden requests fail" in running.get("/")[1]
+        assert "<h1>Golden requests fail at " in running.get("/")[1]
     with canary(published, servers, golden) as running:  # another one finds it, too
         wait(lambda: status(running)["canary"]["failing"])
         change(published, normal)

@@ -10,7 +10,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -75,12 +75,19 @@ def check(directory: Path, failure: Failure, before: object, ran: Ran, words: li
     # A disk that fails for good between a rollback's promise and its commit leaves the promise: an unreadable
     # hold, by which no server moves. Running the command again heals it.
     problems = verify_model(setting.model).problems
-    assert not problems or (failure.lasts and all("hold" in str(found) for found in problems)), context
+    assert not problems or (failure.lasts and is_promised(setting.model, problems)), context
     again = export_model(*words)
     assert again.code in {0, 2}, f"{context}, then {again.err}"  # 2: it is rolled back already
     assert verify_model(setting.model).problems == (), context
     remove_leftovers(setting.model)
     assert not list(setting.model.glob(".staging-*")), context
+
+
+def is_promised(model: Path, problems: Sequence[object]) -> bool:
+    """The one problem is a hold that leads into a delta which did not appear."""
+    (hold,) = (log / "hold" for log in model.glob("deltas/*"))  # glob passes over what leads nowhere
+    (problem,) = problems
+    return hold.is_symlink() and not hold.exists() and str(hold) in str(problem)
 
 
 def is_half_said(ran: Ran) -> bool:

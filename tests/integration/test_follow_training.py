@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 from exporter.checkpoint.tensor_bundle import read_array, read_catalog
-from exporter.errors import Exit
 from exporter.publish.versions import read_manifest, version_dirs
-from exporter.roles import VARIABLES
+from exporter.training.roles import VARIABLES
 
 TRAINER = Path(__file__).parent / "saving_trainer.py"
 TENSORS = ("--input", "x=x:0", "--output", "y=y:0")
@@ -111,7 +110,7 @@ def test_a_signal_ends_it_cleanly(tmp_path: Path, number: signal.Signals) -> Non
         assert " waiting: " in process.stderr.readline()
         process.send_signal(number)
         out, err = process.communicate(timeout=SECONDS)
-    assert (process.returncode, out) == (Exit.INTERRUPTED, "")
+    assert (process.returncode, out) == (0, "")
     assert "Traceback" not in err
     assert not (tmp_path / "model").exists()
 

@@ -132,5 +132,5 @@ def test_a_command_whose_model_cannot_go_on_fails(client: ModelClient, model: Mo
     assert json.loads(done.stdout)["status"] == f"gap: no delta leads on from {here}"
     error = json.loads(done.stderr)
     assert f"stays at position {here}" in error["message"]
-    assert "export-model verify" in error["hint"]
+    assert "export-model doctor" in error["hint"]
     assert position(client) == here

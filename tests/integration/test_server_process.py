@@ -124,11 +124,11 @@ def test_json_is_one_document(base: Path) -> None:
             lines.append(process.stdout.readline())
         document = json.loads("".join(lines))
         port = document.pop("port")
-        models = [{"model": "prod", "version": 1}]
         assert document == {
             "format_version": 1,
-            **models[0],
-            "models": models,
+            "model": "prod",
+            "version": 1,
+            "models": [{"model": "prod", "version": 1, "tables": None}],
             "host": "127.0.0.1",
             "rest_port": None,
         }

@@ -28,8 +28,8 @@ from exporter.jobs.execute import decode, encode, execute
 from exporter.jobs.runner import Runner, plan_digest
 from exporter.jobs.task import Input, Range, Receipt
 from exporter.jobs.write_shard import MovedRows
-from exporter.layout import RECEIPTS_DIRECTORY
 from exporter.mapping.build import TensorSource, VariableMapping
+from exporter.storage.layout import RECEIPTS_DIRECTORY
 from exporter.verify.version_files import Checksum
 from exporter.wire.crc32c import extend
 from exporter.wire.dtypes import DType

@@ -21,10 +21,10 @@ from exporter.checkpoint.tensor_bundle import read_array, read_catalog
 from exporter.errors import CheckpointChanged, DiskFull
 from exporter.jobs.runner import Runner
 from exporter.jobs.task import Input, Range
-from exporter.layout import INPUTS_DIRECTORY, JOBS_DIRECTORY, RECEIPTS_DIRECTORY, VARIABLES_PREFIX
 from exporter.options import DataMode, ExportRequest
 from exporter.pipeline.full import export
 from exporter.storage import mirror, requests
+from exporter.storage.layout import INPUTS_DIRECTORY, JOBS_DIRECTORY, RECEIPTS_DIRECTORY, VARIABLES_PREFIX
 from exporter.storage.objects import ObjectReader, ObjectWriter, RemoteObject
 from exporter.storage.output_directory import LocalDirectory
 from exporter.storage.url import Url

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
-from exporter.doctor.examination import left_overs
+from exporter.cli.examination import left_overs
 from exporter.errors import VerificationError
 from exporter.jobs import runner
 from exporter.jobs.runner import Job, Runner
 from exporter.jobs.task import Receipt
-from exporter.layout import JOBS_DIRECTORY, RECEIPTS_DIRECTORY
-from exporter.progress import Progress
 from exporter.publish.staging import Staging
+from exporter.storage.layout import JOBS_DIRECTORY, RECEIPTS_DIRECTORY
+from exporter.terminal.progress import Progress
 from exporter.verify.version_files import verify_bytes
 from tests.support.commands import export_model
 from tests.support.forks import FORKS

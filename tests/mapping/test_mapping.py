@@ -159,7 +159,7 @@ def test_cast_takes_floats_alone() -> None:
     assert mapping.bytes_ == 4 + 16
 
 
-@pytest.mark.parametrize("text", ["int8", "emb=int8", "(=bfloat16"])
+@pytest.mark.parametrize("text", ["int4", "emb=uint8", "(=bfloat16", "(=int8"])
 def test_cast_that_does_not_parse(text: str) -> None:
     with pytest.raises(UsageError):
         CastRule.parse(text)

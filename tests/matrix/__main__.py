@@ -1,4 +1,4 @@
-"""`python -m tests.matrix [--work DIR]`: every supported TensorFlow makes a base, every one loads it.
+"""`python -m tests.matrix [--short]`: every supported TensorFlow makes a base, every one loads it.
 
 Each environment has one Python and one TensorFlow. In each: install TensorFlow, then this package with its
 dependencies (TensorFlow must not move); train by a session with the hook, and by Keras with the callback;
@@ -6,9 +6,13 @@ export a base, train on, publish a delta. Then every environment serves every ba
 be the trainer's, an update while predictions run has to lead to the trainer's next, and no answer may mix the
 two. The C++ loader of each TensorFlow, which is that of TensorFlow Serving, loads each base, too.
 
-It takes half an hour, and downloads and keeps 2 GB an environment. Interpreters come from PATH or pyenv;
-environments without one are left out and named. It ends with 1 if a cell fails, and writes `matrix.json` and
-`matrix.md`.
+One more environment has no TensorFlow: it takes the training and the base of another one, publishes the delta
+and a version of the training's own graph (`.meta`), and updates a server by its own command.
+
+It takes a quarter of an hour, downloads and keeps 2 GB an environment. `--short` makes two, without Keras:
+the oldest TensorFlow with the oldest libraries that pyproject.toml allows, where a sample of the tests runs,
+too; and the newest Python. Interpreters come from PATH or pyenv; environments without one are left out and
+named. It ends with 1 if a cell fails, and writes `matrix.json` and `matrix.md`.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ from typing import Any
 import numpy as np
 
 from serving.client import ModelClient
+from serving.updates import update
+from tests.support.project import requirements
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = (
@@ -41,9 +47,22 @@ ENVIRONMENTS = (
     ("3.13", "2.20.0"),
     ("3.11", "2.21.0"),
 )
+SHORT = ("2.15.1", "2.20.0")
+"""The oldest TensorFlow, there with the lowest bounds of all libraries; and one on the newest Python."""
+NONE = "none"
+WITHOUT = "3.13"
+"""The Python of the environment without TensorFlow; its training is that of another on this Python."""
 BESIDE = {"2.20.0": ["protobuf<7"]}
 """What a TensorFlow needs that its wheel does not say: 2.20's own saver hook fails with protobuf 7."""
 MODELS = {"session": "examples/ranker/model.py:serving", "keras": "tests/matrix/trainer.py:tower"}
+META = ["--input", "user=Placeholder:0", "--input", "item=Placeholder_1:0", "--output", "click=Sigmoid:0"]
+"""What to serve of the session's own graph."""
+SAMPLE = (
+    "tests/wire",
+    "tests/publish/test_manifest.py",
+    "tests/cli/test_help.py",
+    "tests/cli/test_wrong_uses.py",
+)
 FIRST, LAST = 10, 30
 TOLERANCE = 1e-5
 """Kernels of two TensorFlows sum in other orders; the two states differ by 0.01 and more."""
@@ -51,11 +70,14 @@ _WAIT_S = 600.0
 
 
 class Environment:
-    """A virtual environment with one TensorFlow."""
+    """A virtual environment with one TensorFlow, or with none."""
 
-    def __init__(self, work: Path, python: str, tensorflow: str) -> None:
+    def __init__(self, work: Path, python: str, tensorflow: str, *, lowest: bool = False) -> None:
         self.name = f"{tensorflow} (Python {python})"
         self.python, self.tensorflow = python, tensorflow
+        self.has_tensorflow = tensorflow != NONE
+        self.bounds = ["--constraint", str(work / "lowest.txt")] if lowest else []
+        self.kinds = [*MODELS]
         self.directory = work / f"env-{python}-{tensorflow}"
         self.models = work / "made" / f"{python}-{tensorflow}"
         self.facts: dict[str, Any] = {}
@@ -64,13 +86,18 @@ class Environment:
         """TensorFlow first, as where people train; then this package, which must leave it alone."""
         if not (self.directory / "bin/python").exists():
             subprocess.run([interpreter, "-m", "venv", self.directory], check=True)
-            self._pip("install", f"tensorflow=={self.tensorflow}", *BESIDE.get(self.tensorflow, ()))
+            if self.has_tensorflow:
+                beside = BESIDE.get(self.tensorflow, ())
+                self._pip("install", f"tensorflow=={self.tensorflow}", *beside, *self.bounds)
         began = time.monotonic()
         before = self._frozen()
         self._pip("install", "--force-reinstall", "--no-deps", str(wheel))
-        self._pip("install", f"{wheel}[server]")
+        if self.has_tensorflow:
+            self._pip("install", f"{wheel}[server]", *self.bounds)
+            self._pip("check")
+        else:
+            self._pip("install", "-r", str(ROOT / "deploy/requirements-slim.txt"))
         after = self._frozen()
-        self._pip("check")
         moved = {name: (old, after.get(name)) for name, old in before.items() if after.get(name) != old}
         moved.pop("export-model", None)
         assert not moved, f"installing moved {moved}"
@@ -122,15 +149,33 @@ class Environment:
                 python, ROOT / "tests/matrix/trainer.py", kind, "train", str(step), f"{step}.npz", cwd=work
             )
             self.run(*export, cwd=work)
+        return {"seconds": round(time.monotonic() - began), **_made(work / "models" / kind)}
+
+    def sample(self) -> None:
+        """Tests of the command line and of formats, which an older Python or library may read otherwise.
+
+        Raises:
+            RuntimeError: one fails.
+        """
+        self._pip(
+            "install", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", *self.bounds
+        )
+        python = self.directory / "bin/python"
+        self.run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SAMPLE, cwd=ROOT)
+
+    def follow(self, trained: Path) -> dict[str, Any]:
+        """The delta to the base of another environment's training; of a session's graph also a version."""
+        kind, work = trained.name, self.models / trained.name
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.copytree(trained, work)
         (delta,) = (work / "models" / kind / "deltas").glob("*/*-*")
-        base = next(path for path in (work / "models" / kind).iterdir() if path.name.isdigit())
-        read = [json.loads((path / "manifest.json").read_text()) for path in (base, delta)]
-        return {
-            "seconds": round(time.monotonic() - began),
-            "made": read[1]["incremental"]["made"],
-            "tensorflow": read[0].get("tensorflow"),
-            "delta_bytes": sum(file["bytes"] for file in read[1]["files"]),
-        }
+        shutil.rmtree(delta)
+        began = time.monotonic()
+        self.run("export-model", "--ckpt-dir", "train", "--out", f"models/{kind}", "--incr", cwd=work)
+        if kind == "session":
+            named = ["--model", f"train/model.ckpt-{LAST}.meta", *META]
+            self.run("export-model", "--ckpt-dir", "train", *named, "--out", "models/meta", cwd=work)
+        return {"seconds": round(time.monotonic() - began), **_made(work / "models" / kind)}
 
     @contextmanager
     def served(self, config: Path) -> Iterator[str]:
@@ -176,35 +221,50 @@ class Environment:
         return {found["name"].lower().replace("_", "-"): found["version"] for found in listed}
 
 
+def _made(model: Path) -> dict[str, Any]:
+    (delta,) = (model / "deltas").glob("*/*-*")
+    read = [json.loads((path / "manifest.json").read_text()) for path in (_version(model), delta)]
+    return {
+        "made": read[1]["incremental"]["made"],
+        "tensorflow": read[0].get("tensorflow"),
+        "delta_bytes": sum(file["bytes"] for file in read[1]["files"]),
+    }
+
+
+def _version(model: Path) -> Path:
+    return next(path for path in model.iterdir() if path.name.isdigit())
+
+
 def load(loader: Environment, makers: list[Environment], work: Path) -> dict[str, str]:
-    """How a loader fares with each base: `ok`, or what is wrong."""
+    """How a loader fares with each model: `ok`, or what is wrong."""
     here = work / "loaded" / loader.directory.name
     shutil.rmtree(here, ignore_errors=True)
     here.mkdir(parents=True)
-    cells, config = {}, ["model_config_list {"]
+    cells: dict[str, tuple[Environment, Path]] = {}
+    config = ["model_config_list {"]
     for maker in makers:
-        for kind in MODELS:
-            if not (maker.models / kind / f"{LAST}.npz").exists():
-                continue
-            name = f"{maker.directory.name}-{kind}"
-            shutil.copytree(maker.models / kind / "models" / kind, here / name)
-            (delta,) = (here / name / "deltas").glob("*/*-*")
-            delta.rename(here / f"{name}.delta")
-            (here / f"{name}.delta.path").write_text(str(delta))
+        for model in sorted(maker.models.glob("*/models/*")):
+            if not any(path.name.isdigit() for path in model.iterdir()):
+                continue  # its maker failed, and a server would wait for it
+            name = f"{maker.directory.name}-{model.name}"
+            shutil.copytree(model, here / name)
+            for delta in (here / name / "deltas").glob("*/*-*"):
+                delta.rename(here / f"{name}.delta")
+                (here / f"{name}.delta.path").write_text(str(delta))
             config.append(
                 f'config {{ name: "{name}" base_path: "{here / name}" model_platform: "tensorflow" }}'
             )
-            cells[name] = maker.models / kind
+            cells[name] = maker, model.parents[1]
     config_file = here / "models.config"
     config_file.write_text("\n".join([*config, "}"]))
     results: dict[str, str] = {}
     with loader.served(config_file) as address:
-        for name, made in cells.items():
+        for name, (maker, made) in cells.items():
             try:
-                results[name] = _updated(address, name, here, made)
+                results[name] = _updated(address, name, here, made, maker)
             except Exception as error:  # noqa: BLE001 - a cell of the matrix
-                results[name] = f"{type(error).__name__}: {error}"[:300]
-    bases = {name: next(path for path in (here / name).iterdir() if path.name.isdigit()) for name in cells}
+                results[name] = f"{type(error).__name__}: {error}, {getattr(error, 'cause', '')}"[:500]
+    bases = {name: _version(here / name) for name in cells}
     python = loader.directory / "bin/python"
     lines = loader.run(python, ROOT / "tests/matrix/stock_load.py", *bases.values(), cwd=here).splitlines()
     for name, line in zip(bases, lines, strict=True):
@@ -213,41 +273,51 @@ def load(loader: Environment, makers: list[Environment], work: Path) -> dict[str
     return results
 
 
-def _updated(address: str, name: str, here: Path, made: Path) -> str:
+def _updated(address: str, name: str, here: Path, made: Path, maker: Environment) -> str:
     before, after = np.load(made / f"{FIRST}.npz"), np.load(made / f"{LAST}.npz")
+    delta = here / f"{name}.delta"
+    if not delta.exists():  # a version of the last step, which takes no deltas
+        before = after
     asked = {key.removeprefix("in_"): value for key, value in before.items() if key.startswith("in_")}
-    output = next(key for key in before if key.startswith("out_"))
-    client = ModelClient(address, name, deadline_s=120)
-
-    def answer() -> Any:
-        return np.asarray(client.predict(asked).outputs[output.removeprefix("out_")]).reshape(
-            before[output].shape
-        )
+    (output,) = (key for key in before if key.startswith("out_"))
+    updated, answered = threading.Event(), threading.Event()
 
     def off(expected: Any, found: Any) -> float:
-        return float(np.abs(expected[output] - found).max())
+        return float(np.abs(expected[output].ravel() - found.ravel()).max())
 
-    if off(before, answer()) > TOLERANCE:
-        return f"the base's answers are off by {off(before, answer()):.2g}"
-    mixed, seen, done = [], 0, threading.Event()
+    with ModelClient(address, name, deadline_s=120) as client, ThreadPoolExecutor(1) as pool:
 
-    def watch() -> None:
-        nonlocal seen
-        while not done.is_set():
-            found, seen = answer(), seen + 1
-            if min(off(before, found), off(after, found)) > TOLERANCE:
-                mixed.append(found)
+        def answer() -> Any:
+            return client.predict(asked).outputs[output.removeprefix("out_")]
 
-    watching = threading.Thread(target=watch)
-    watching.start()
-    (here / f"{name}.delta").rename((here / f"{name}.delta.path").read_text())
-    client.predict({"position": np.array([-1], np.int64)}, signature="incremental_update")
-    time.sleep(0.2)
-    done.set()
-    watching.join()
-    if off(after, answer()) > TOLERANCE:
-        return f"the update's answers are off by {off(after, answer()):.2g}"
-    return f"{len(mixed)} of {seen} answers mixed" if mixed else "ok"
+        def watch() -> tuple[int, int]:
+            mixed = seen = 0
+            while not updated.is_set():
+                found = answer()
+                answered.set()
+                seen, mixed = seen + 1, mixed + (min(off(before, found), off(after, found)) > TOLERANCE)
+            return mixed, seen
+
+        if (wrong := off(before, answer())) > TOLERANCE:
+            return f"the base's answers are off by {wrong:.2g}"
+        if not delta.exists():
+            return "ok"
+        watching = pool.submit(watch)
+        try:
+            answered.wait(_WAIT_S)
+            delta.rename((here / f"{name}.delta.path").read_text())
+            if not maker.has_tensorflow:
+                maker.run("serve-model", "update", address, "--model", name, cwd=here)
+            position = update(client).position
+            time.sleep(0.2)
+        finally:
+            updated.set()
+        mixed, seen = watching.result()
+        if position != LAST:
+            return f"the update led to {position}"
+        if (wrong := off(after, answer())) > TOLERANCE:
+            return f"the update's answers are off by {wrong:.2g}"
+    return f"{mixed} of {seen} answers mixed" if mixed else "ok"
 
 
 def interpreter(version: str) -> str | None:
@@ -265,22 +335,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=ROOT / "build/matrix", help="environments and models")
     parser.add_argument("--jobs", type=int, default=2, help="environments at once")
+    parser.add_argument("--short", action="store_true", help=f"{' and '.join(SHORT)} alone")
     parser.add_argument("--only", action="append", help="one TensorFlow: 2.15.1")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     work = options.work.resolve()
     wheel = _wheel(work)
-    asked = [each for each in ENVIRONMENTS if not options.only or each[1] in options.only]
+    only = options.only or (SHORT if options.short else None)
+    asked = [each for each in ENVIRONMENTS if only is None or each[1] in only]
     there = [each for each in asked if interpreter(each[0])]
     for python, tensorflow in (each for each in asked if each not in there):
-        print(f"left out: TensorFlow {tensorflow}, there is no Python {python}", flush=True)
-    makers = [Environment(work, python, tensorflow) for python, tensorflow in there]
+        print(f"left out: TensorFlow {tensorflow}, there is no Python {python} on the path or of pyenv")
+    makers = [
+        Environment(work, python, tensorflow, lowest=options.short and tensorflow == SHORT[0])
+        for python, tensorflow in there
+    ]
+    (work / "lowest.txt").write_text("\n".join(_lowest()))
+    for maker in makers if options.short else ():
+        maker.kinds = ["session"]
+    followed = next((maker for maker in makers if maker.python == WITHOUT), None)
     report: dict[str, Any] = {"makers": {}, "cells": {}}
     with ThreadPoolExecutor(options.jobs) as pool:
         failed = not all([*pool.map(partial(_prepare, wheel=wheel), makers)])
+        loaders = [*makers]
+        if followed is not None:
+            makers.append(Environment(work, WITHOUT, NONE))
+            makers[-1].kinds = followed.kinds
+            failed |= not _prepare(makers[-1], wheel, followed)
         report["makers"] = {maker.name: maker.facts for maker in makers}
         for loader, cells in zip(
-            makers, pool.map(partial(_load_all, makers=makers, work=work), makers), strict=True
+            loaders, pool.map(partial(_load_all, makers=makers, work=work), loaders), strict=True
         ):
             report["cells"][loader.name] = cells
             failed |= any(cell != "ok" for cell in cells.values())
@@ -290,6 +374,14 @@ def main() -> int:
     return int(failed)
 
 
+def _lowest() -> Iterator[str]:
+    """Each library at the lower bound that pyproject.toml has for it."""
+    for wanted in requirements("server"):
+        if wanted.name != "tensorflow":
+            (least,) = (each.version for each in wanted.specifier if each.operator == ">=")
+            yield f"{wanted.name}=={least}"
+
+
 def _wheel(work: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", work / "wheel", ROOT]
     shutil.rmtree(work / "wheel", ignore_errors=True)
@@ -297,17 +389,22 @@ def _wheel(work: Path) -> Path:
     return next((work / "wheel").glob("*.whl"))
 
 
-def _prepare(maker: Environment, wheel: Path) -> bool:
+def _prepare(maker: Environment, wheel: Path, followed: Environment | None = None) -> bool:
     facts, succeeded = maker.facts, True
     try:
         maker.install(interpreter(maker.python) or "", wheel)
     except (AssertionError, subprocess.CalledProcessError) as error:
         facts["install"], succeeded = f"FAILED {error}", False
-    for kind in MODELS if succeeded else ():
+    for kind in maker.kinds if succeeded else ():
         try:
-            facts[kind] = maker.make(kind)
+            facts[kind] = maker.follow(followed.models / kind) if followed else maker.make(kind)
         except (RuntimeError, ValueError, StopIteration, subprocess.TimeoutExpired) as error:
             facts[kind], succeeded = f"FAILED {error}", False
+    if maker.bounds and succeeded:
+        try:
+            maker.sample()
+        except (RuntimeError, subprocess.SubprocessError) as error:
+            facts["tests"], succeeded = f"FAILED {error}", False
     print(maker.name, json.dumps(facts, indent=1), flush=True)
     return succeeded
 
@@ -323,12 +420,13 @@ def _load_all(loader: Environment, makers: list[Environment], work: Path) -> dic
 
 
 def _table(makers: list[Environment], cells: dict[str, dict[str, str]]) -> str:
-    rows = [["made by, loaded by", *(loader.name for loader in makers)], ["---"] * (len(makers) + 1)]
+    rows = [["made by, loaded by", *cells], ["---"] * (len(cells) + 1)]
     for maker in makers:
         found = []
-        for loader in makers:
-            names = [f"{maker.directory.name}-{kind}" for kind in MODELS]
-            said = [cells[loader.name].get(name, "not made") for name in names]
+        for loaded in cells.values():
+            kinds = maker.kinds if maker.has_tensorflow else [*maker.kinds, "meta"]
+            names = [f"{maker.directory.name}-{kind}" for kind in kinds]
+            said = [loaded.get(name, "not made") for name in names]
             found.append("ok" if set(said) == {"ok"} else "; ".join(said))
         rows.append([maker.name, *found])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -16,17 +16,18 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
-def load(library: ctypes.CDLL, directory: str) -> str:
-    """What the library says; empty if it loads."""
+def load(library: ctypes.CDLL, directory: str) -> tuple[str, int]:
+    """What the library says, empty if it loads; and how many tables are mapped then."""
     status, options, graph = library.TF_NewStatus(), library.TF_NewSessionOptions(), library.TF_NewGraph()
     tags = (ctypes.c_char_p * 1)(b"serve")
     session = library.TF_LoadSessionFromSavedModel(
         options, None, directory.encode(), tags, 1, graph, None, status
     )
     said = library.TF_Message(status).decode() if library.TF_GetCode(status) else ""
+    mapped = sum(".data-" in line for line in Path("/proc/self/maps").read_text().splitlines())
     if session:
         library.TF_DeleteSession(session, status)
-    return said
+    return said, mapped
 
 
 def main() -> None:
@@ -49,7 +50,8 @@ def main() -> None:
         function.argtypes = [pointer]
     library.TF_DeleteSession.argtypes = [pointer, pointer]
     for directory in sys.argv[1:]:
-        print(json.dumps({"directory": directory, "error": load(library, directory)}), flush=True)
+        error, mapped = load(library, directory)
+        print(json.dumps({"directory": directory, "error": error, "mapped": mapped}), flush=True)
 
 
 if __name__ == "__main__":

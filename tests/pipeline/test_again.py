@@ -189,7 +189,7 @@ def test_two_at_once_publish_one_version(directory: Path) -> None:
 def test_a_watch_has_the_same_rule(directory: Path) -> None:
     request, once = request_of(directory), Watching(0.01, StopWhen(after_seconds=0))
     assert len([*watch(request, once)]) == 1
-    export(replace(request, verify=request.verify))  # Python's export publishes whenever it is called
+    export(replace(request, again=True))
     assert [*watch(request, once)] == []
     assert len([*watch(replace(request, updates=Updates()), once)]) == 1, "other options"
     with pytest.raises(NothingChanged):
@@ -202,5 +202,5 @@ def test_again_is_for_one_version(directory: Path, options: list[str]) -> None:
     assert (done.code, "--again" in done.err) == (2, True)
 
 
-def test_again_is_no_part_of_the_default_request() -> None:
-    assert ExportRequest(Path("a"), Path("b")).again
+def test_a_request_publishes_once_unless_it_says_otherwise() -> None:
+    assert not ExportRequest(Path("a"), Path("b")).again

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from exporter.layout import INCREMENTS_DIRECTORY
 from exporter.pipeline import watch_loop
 from exporter.pipeline.watch_loop import Arrivals
+from exporter.storage.layout import INCREMENTS_DIRECTORY
 
 FOREVER_S = 600.0
 

@@ -18,10 +18,10 @@ from msgspec.structs import replace
 
 from exporter.errors import UsageError
 from exporter.increments.increment import CheckpointId
-from exporter.layout import INCREMENTS_DIRECTORY, SESSION_FILE
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import read_log
+from exporter.storage.layout import INCREMENTS_DIRECTORY, SESSION_FILE
 from tests.support.budget import times
 from tests.support.logs import Serving, publish_base, request, values_at
 from tests.support.numpy_trainer import TABLES, NumpyTrainer, Values, as_any

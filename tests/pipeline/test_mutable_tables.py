@@ -111,7 +111,13 @@ def test_the_programs_name_counts_and_not_the_nodes(kind: str, tmp_path: Path) -
         ends = {} if model else ENDS
         done = export(
             ExportRequest(
-                tmp_path, tmp_path / "model", model, verify=Verify.OUTPUTS, data=DataMode.COMPACT, **ends
+                tmp_path,
+                tmp_path / "model",
+                model,
+                verify=Verify.OUTPUTS,
+                data=DataMode.COMPACT,
+                again=True,
+                **ends,
             )
         )
         assert [table.node for table in done.plan.mapping.tables] == ["tower/seen"]

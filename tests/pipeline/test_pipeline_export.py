@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from exporter import DeltaDtype, ExportedDelta, ExportRequest, Updates, export, open_checkpoint
 from exporter.checkpoint.identity import Identity
 from exporter.errors import Exit, NothingChanged, NotUpdatable, UsageError
-from exporter.progress import NoProgress
 from exporter.publish.delta_log import LogBase, read_log
+from exporter.terminal.progress import NoProgress
 from tests.support.logs import (
     Serving,
     Trainer,
@@ -105,5 +105,5 @@ def test_a_base_is_published_though_its_checkpoint_is_pruned_meanwhile(
             shutil.rmtree(train)
 
     asked = ExportRequest(train, tmp_path / "model", model=str(ranker_graph), updates=Updates())
-    done = export(asked, pruning)
+    done = export(asked, progress=pruning)
     assert LogBase.read(done.published.path).entry.trained.checkpoint.digest == digest

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from exporter import files
 from exporter.errors import ManifestError
 from exporter.increments import history
 from exporter.publish import versions
 from exporter.publish.delta_log import read_log
+from exporter.storage import files
 from exporter.transfer import items
 from tests.support.setting import Setting, followed
 

@@ -23,13 +23,13 @@ from exporter.errors import (
     MissingTensors,
     UsageError,
 )
-from exporter.layout import WATCH_LOCK_FILE
 from exporter.options import DeltaDtype
 from exporter.pipeline.incremental import export_incremental
-from exporter.progress import NoProgress
 from exporter.publish.commit import model_lock
 from exporter.publish.made_from import newest_made_from
 from exporter.publish.versions import read_manifest, version_dirs
+from exporter.storage.layout import WATCH_LOCK_FILE
+from exporter.terminal.progress import NoProgress
 from tests.support.bundles import write
 
 ONE_LOOK = Watching(0.01, StopWhen(after_seconds=0))
@@ -63,7 +63,7 @@ def save(train: Path, step: int, *, value: float | None = None) -> Path:
 def one_look(request: ExportRequest, told: list[ExportError] | None = None) -> list[int]:
     """The steps that a watch exports at its first look; each call is a restart."""
     tell = (lambda error: None) if told is None else told.append
-    return [done.plan.catalog.step or 0 for done in watch(request, ONE_LOOK, tell)]
+    return [done.plan.catalog.step or 0 for done in watch(request, watching=ONE_LOOK, tell=tell)]
 
 
 def published(model: Path) -> list[str]:
@@ -109,7 +109,7 @@ def test_of_several_new_checkpoints_the_newest_is_exported(request_: ExportReque
 
 def test_one_watch_follows_the_directory(request_: ExportRequest) -> None:
     save(request_.ckpt_dir, 10)
-    following = watch(request_, Watching(0.01, StopWhen(count=3)))
+    following = watch(request_, watching=Watching(0.01, StopWhen(count=3)))
     steps = []
     for done in following:
         steps.append(done.published.version)
@@ -201,7 +201,7 @@ def test_a_damaged_checkpoint_is_told_and_the_next_one_exported(request_: Export
         told.append(type(error))
         save(request_.ckpt_dir, 20)
 
-    (done,) = watch(request_, Watching(0.01, StopWhen(count=1)), tell)
+    (done,) = watch(request_, watching=Watching(0.01, StopWhen(count=1)), tell=tell)
     assert (done.published.version, told) == (20, [CorruptFile])
 
 
@@ -274,7 +274,9 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_published(request_: Expo
             save(request_.ckpt_dir, 10, value=0.5)
         yield NoProgress()
 
-    (done,) = watch(request_, Watching(0.01, StopWhen(count=1)), told.append, replacing)
+    (done,) = watch(
+        request_, watching=Watching(0.01, StopWhen(count=1)), tell=told.append, progress=replacing
+    )
     assert [type(error) for error in told] == [CheckpointChanged]
     assert done.published.version == 10
     assert served_factor(request_.out) == 0.5
@@ -307,7 +309,7 @@ def test_a_watch_lets_another_one_finish(request_: ExportRequest) -> None:
         release = threading.Timer(0.2, other.close)
         release.start()
         watching = Watching(0.01, StopWhen(count=1, after_seconds=60))
-        (done,) = watch(request_, watching, told.append)
+        (done,) = watch(request_, watching=watching, tell=told.append)
         release.join()
     assert (done.published.version, told) == (10, [])
 
@@ -324,7 +326,7 @@ def test_a_builder_runs_once(request_: ExportRequest) -> None:
 
     request = replace(request_, model=build, inputs={}, outputs={})
     save(request.ckpt_dir, 10)
-    for done in watch(request, Watching(0.01, StopWhen(count=3))):
+    for done in watch(request, watching=Watching(0.01, StopWhen(count=3))):
         assert served_factor(request.out) == done.published.version
         save(request.ckpt_dir, done.published.version + 1)
     assert (len(runs), published(request.out)) == (1, [f"model.ckpt-{step}" for step in (10, 11, 12)])
@@ -332,7 +334,7 @@ def test_a_builder_runs_once(request_: ExportRequest) -> None:
 
 def test_one_versions_number_is_refused(request_: ExportRequest) -> None:
     with pytest.raises(UsageError, match="--version 7"):
-        list(watch(replace(request_, version="7"), ONE_LOOK))
+        list(watch(replace(request_, version="7"), watching=ONE_LOOK))
 
 
 @pytest.mark.parametrize("option", [{"min_change": 0.5}, {"delta_dtype": DeltaDtype.BFLOAT16}])

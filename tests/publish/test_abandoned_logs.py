@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from exporter.layout import MANIFEST_FILE
 from exporter.pipeline import incremental, log_maintenance
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import read_log
 from exporter.publish.versions import lease
+from exporter.storage.layout import MANIFEST_FILE
 from tests.support.logs import Serving, Trainer, publish_base, request
 from tests.support.setting import Setting, followed
 

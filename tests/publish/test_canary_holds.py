@@ -9,7 +9,6 @@ import pytest
 from msgspec.structs import replace
 
 from exporter.errors import ModelHeld, PositionMoved, TargetBusy
-from exporter.layout import CANARY_LOCK_FILE
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import export
@@ -20,6 +19,7 @@ from exporter.publish.commit import model_lock
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.hold import Hold
 from exporter.publish.retention import retire_deltas
+from exporter.storage.layout import CANARY_LOCK_FILE
 from tests.support.commands import export_model
 from tests.support.logs import set_hold, values_at
 from tests.support.step_models import MODEL, request_of, save, versions

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from exporter.files import sync
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import read_log
+from exporter.storage.files import sync
 from tests.support.durability import Disk, watched_disk
 from tests.support.logs import Serving, Trainer, publish_base, request
 from tests.support.publishing import publish

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from exporter.layout import HEAD_FILE
 from exporter.publish.delta_log import read_log
+from exporter.storage.layout import HEAD_FILE
 from exporter.storage.objects import ObjectWriter
 from exporter.transfer.items import stored_model
 from exporter.transfer.push import parse, remove_stored

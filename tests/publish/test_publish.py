@@ -26,7 +26,6 @@ from exporter.errors import (
     VerificationError,
     VersionExists,
 )
-from exporter.files import open_lock, remove_tree, writing
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import execute_incremental, export_incremental, plan_incremental
 from exporter.publish import staging as staging_module
@@ -42,6 +41,7 @@ from exporter.publish.delta_log import read_log
 from exporter.publish.permission import Permission
 from exporter.publish.staging import remove_leftovers
 from exporter.publish.versions import last_position, lease, read_manifest, served_version, version_dirs
+from exporter.storage.files import open_lock, remove_tree, writing
 from exporter.wire.crc32c import masked_crc
 from tests.support.logs import Trainer, request
 from tests.support.publishing import (

@@ -603,7 +603,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 def test_libraries_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_saved_model(tmp_path / "m" / "1")
     monkeypatch.setitem(sys.modules, "h11", None)  # what an import finds where it is not installed
-    with pytest.raises(UsageError, match="the REST interface needs h11") as caught:
+    with pytest.raises(UsageError, match="--rest-api-port needs h11") as caught:
         ModelServer(tmp_path / "m", options=ServerOptions(network=NetworkOptions(rest_api_port=0)))
     assert "pip install '.[server]'" in str(caught.value.hint)
 

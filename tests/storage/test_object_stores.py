@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array
 from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused
-from exporter.layout import INCREMENTS_DIRECTORY, LOCK_FILE
 from exporter.options import DataMode, ExportRequest, Verify
 from exporter.pipeline.full import export
 from exporter.publish.delta_log import read_log
 from exporter.storage import mirror, objects
+from exporter.storage.layout import INCREMENTS_DIRECTORY, LOCK_FILE
 from exporter.storage.mirror import Ranges, private_directory
 from exporter.storage.objects import ObjectReader
 from exporter.storage.requests import GAP_BYTES, PART_BYTES, requests

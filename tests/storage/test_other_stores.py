@@ -11,8 +11,8 @@ from typing import cast
 import pytest
 
 from exporter.errors import CheckpointChanged, PublishError
-from exporter.layout import HEAD_FILE
 from exporter.publish.delta_log import read_log
+from exporter.storage.layout import HEAD_FILE
 from exporter.storage.objects import ObjectReader, ObjectWriter, require_conditions
 from exporter.storage.url import Url
 from exporter.transfer.pull import pull

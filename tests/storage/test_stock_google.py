@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from exporter.layout import MANIFEST_FILE
 from exporter.options import ExportRequest
 from exporter.pipeline.incremental import export_incremental
+from exporter.storage.layout import MANIFEST_FILE
 from exporter.storage.objects import ObjectWriter
 from exporter.transfer.push import plan_push, push
 from tests.support.commands import export_model

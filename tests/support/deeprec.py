@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from exporter.checkpoint.tensor_bundle import BundleWriter
-from exporter.integer_sets import distinct
-from exporter.layout import DEEPREC_INCREMENTS_DIRECTORY
+from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY
+from exporter.tables.integer_sets import distinct
 from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]

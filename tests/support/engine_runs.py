@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tomllib
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.jobs.execute import execute
 from exporter.jobs.task import Range
 from tests.support.once import once_a_run
+from tests.support.project import PROJECT
 
 ROOT = Path(__file__).parent.parent.parent
 ENGINES = ("local", "ray", "dask", "beam")
@@ -53,9 +53,8 @@ def make_environment(engine: str, directory: Path) -> None:
     venv.create(directory, symlinks=True)
     packages = directory / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
     (packages / "below.pth").write_text("\n".join([str(ROOT), *map(str, _packages())]) + "\n")
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     pip = [directory / PYTHON, "-m", "pip"]
-    install = [*pip, "install", "--quiet", *extras[engine]]
+    install = [*pip, "install", "--quiet", *PROJECT["project"]["optional-dependencies"][engine]]
     subprocess.run(install, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     subprocess.run([*pip, "check"], check=True, stdout=subprocess.DEVNULL)
 

@@ -34,9 +34,9 @@ from exporter.bundle.warmup import parse_request
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.sstable import read_table, write_table
 from exporter.errors import ExportError
-from exporter.files import read_regular
-from exporter.golden import read_golden
-from exporter.layout import PUSHED_FILE
+from exporter.storage.files import read_regular
+from exporter.storage.layout import PUSHED_FILE
+from exporter.verify.golden import read_golden
 from exporter.wire import protos
 from exporter.wire.tensor_proto import to_array
 from serving.agent.rebuild import read_rebuild_config
@@ -328,7 +328,7 @@ def _table_log(directory: Path) -> None:
     trainer.increment()
 
 
-_TABLES = "--ckpt-dir @/ctr --input user=user --input items=items --output scores=scores --no-warmup"
+_TABLES = "--ckpt-dir @/ctr --input user=user --input items=items --output scores=scores"
 
 _META = """
 meta_info_def { tags: "train" }

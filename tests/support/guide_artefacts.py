@@ -71,6 +71,10 @@ def _warmup(_: pytest.TempPathFactory, directory: Path) -> None:
     _type("""echo '{"instances": [{"user": 1, "item": 2}]}' > warmup.jsonl""", directory)
 
 
+def _requests(_: pytest.TempPathFactory, directory: Path) -> None:
+    _type("""echo '{"instances": [{"user": 1, "item": 2}]}' > requests.jsonl""", directory)
+
+
 def _model_dir(_: pytest.TempPathFactory, directory: Path) -> None:
     estimators.unpack(directory)
     (directory / "wide_deep").rename(directory / "model_dir")
@@ -140,6 +144,7 @@ MAKERS: dict[str, Callable[[pytest.TempPathFactory, Path], None]] = {
     "models/fresh": _fresh,
     "train-tower": _tower,
     "warmup.jsonl": _warmup,
+    "requests.jsonl": _requests,
     "deeprec": _deeprec,
     "ctr": _deeprec_tables,
     "tfra": _tfra,

@@ -20,7 +20,6 @@ from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
 from exporter.increments.history import CheckpointMarker, identify, read_history
 from exporter.increments.increment import Changed, CheckpointId, Contents, Increment
 from exporter.increments.trained import TrainerVersion
-from exporter.layout import DEEPREC_INCREMENTS_DIRECTORY, UPDATABLE_FILE
 from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.options import ExportRequest, Updates
@@ -28,6 +27,7 @@ from exporter.pipeline.rebase import FIRST_POSITION
 from exporter.publish.commit import PublishedVersion, Staging, publish_version, reserve_position
 from exporter.publish.delta_log import DeltaLog
 from exporter.publish.manifest import BaseEntry, ManifestDraft, Origin, tensor_entries
+from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY, UPDATABLE_FILE
 from exporter.subgraph.make_updatable import UPDATE_SIGNATURE
 from exporter.training.store import Store
 from exporter.wire import protos

@@ -24,6 +24,7 @@ LONGEST = (
     "integration/test_agent_rebuild.py",
     "guides/test_training.py",
     "integration/test_server_process.py",
+    "integration/test_status_page.py",
     "integration/test_delta_crash_points.py",
     "training/test_training_export.py",
     "guides/test_production.py",

@@ -15,8 +15,8 @@ from exporter.errors import (
     ForeignLineage,
     PositionMoved,
 )
-from exporter.layout import HEAD_FILE
 from exporter.pipeline.incremental import export_incremental
+from exporter.storage.layout import HEAD_FILE
 from exporter.storage.objects import ObjectWriter
 from exporter.transfer.pull import pull
 from exporter.transfer.push import plan_push, push

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from exporter.delta.format import span_name
 from exporter.delta.spans import FANOUT, Span
-from exporter.layout import HEAD_FILE, MANIFEST_FILE
+from exporter.storage.layout import HEAD_FILE, MANIFEST_FILE
 from exporter.transfer.head import Head
 from exporter.transfer.items import local_items
 from tests.support.logs import Trainer

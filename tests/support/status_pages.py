@@ -1,6 +1,7 @@
 """Status pages in a real browser: fleets to show, and Chromium without a window.
 
-`python -m tests.support.status_pages docs/assets` makes the pictures of the guide (`make pictures`).
+`python -m tests.support.status_pages docs/assets build/pictures` makes the pictures of the guide, and those
+of every scene to look at, on a light, a dark and a narrow screen (`make pictures`).
 """
 
 from __future__ import annotations
@@ -11,76 +12,188 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
+from exporter.delta.chunk_digest import Chunk
+from exporter.delta.spans import Span
+from serving.agent.audit import Audited
 from serving.agent.http import Site, page, serving
 from serving.agent.journal import EventKind, FleetEvent, Journal
 from serving.agent.metrics import Metrics
 from serving.agent.recorder import Recorder, Sample
-from serving.agent.view import FleetView, ModelView, ReplicaView, VersionView
+from serving.agent.rollout import Quarantined, Rollback
+from serving.agent.view import CanaryView, FleetView, ModelView, ReplicaView, StoreView, VersionView
 
 NOON = datetime(2026, 3, 2, 12, 0, tzinfo=timezone.utc)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PICTURES = {"agent-light.png": False, "agent-dark.png": True}
 """The pictures of the guide, by whether the reader's system is dark."""
-_SIZE = (1180, 760)
+_SIZE = (1180, 700)
+SCREENS = {"light": ((1180, 900), False), "dark": ((1180, 900), True), "narrow": ((390, 844), False)}
+"""Sizes of a scene's pictures, and whether the reader's system is dark."""
 _SECONDS = 600
+_NEWEST, _VERSION = 48_200, 41_000
+_LONG = (
+    "INVALID_ARGUMENT: delta 48100-48200: log/00000000000000041000/00000000000000048100-00000000000000048200"
+    ": checksum of tensor 'user/embedding' is 0x5a1c77e2, expected 0x91ab03f4; the file was changed after it"
+    " was published, or the disk returned wrong bytes; " * 3
+)
 
 
-def replica(address: str, *, position: int = 48_200, stale_s: float = 0.0, error: str = "") -> ReplicaView:
+def replica(address: str, *, position: int = _NEWEST, stale_s: float = 0.0, error: str = "") -> ReplicaView:
+    """A replica of the model; one that lacks deltas is 300 steps behind, if `position` does not say so."""
     behind = 0 if not stale_s else 3
-    version = VersionView(
-        41_000, "AVAILABLE", position, position, behind, stale_s, 0.8 + stale_s, 2.4 + stale_s, ""
-    )
+    position = position - 300 if stale_s and position == _NEWEST else position
+    age = 0.8 + stale_s
+    version = VersionView(_VERSION, "AVAILABLE", position, position, behind, stale_s, age, 1.6 + age, "", 0.0)
     return ReplicaView("ranker", address, not error, error, (version,))
 
 
-def usual() -> FleetView:
-    """Three replicas of one model: two are fresh, one was started anew a few minutes ago."""
-    replicas = tuple(replica(f"10.0.3.{host}:8500") for host in (11, 12, 17))
-    return FleetView(
-        NOON, (ModelView("ranker", "/models/ranker", "", 41_000, 48_200, None, (), False, replicas),)
+def model(*replicas: ReplicaView, **fields: Any) -> ModelView:
+    """The model; `fields` replace what is usual."""
+    usual = ModelView(
+        "ranker",
+        "/models/ranker",
+        "",
+        _VERSION,
+        _NEWEST,
+        None,
+        (),
+        False,
+        replicas,
+        published=_NEWEST,
     )
+    return replace(usual, **fields)
+
+
+def fleet(*models: ModelView) -> FleetView:
+    """The models at noon."""
+    return FleetView(NOON, models)
+
+
+def usual() -> FleetView:
+    """Three replicas of one model: two are fresh, one restarted a few minutes ago."""
+    return fleet(model(*(replica(f"10.0.3.{host}:8500") for host in (11, 12, 17))))
 
 
 def large(count: int) -> FleetView:
     """So many replicas, every tenth of which lags, every fiftieth of which is gone."""
-    replicas = tuple(
-        replica(
-            f"10.1.{number // 250}.{number % 250}:8500",
-            stale_s=45.0 if number % 10 == 3 else 0.0,
-            error="UNAVAILABLE: connection refused" if number % 50 == 7 else "",
+    return fleet(
+        model(
+            *(
+                replica(
+                    f"10.1.{number // 250}.{number % 250}:8500",
+                    stale_s=45.0 if number % 10 == 3 else 0.0,
+                    error="UNAVAILABLE: connection refused" if number % 50 == 7 else "",
+                )
+                for number in range(count)
+            )
         )
-        for number in range(count)
     )
-    return FleetView(
-        NOON, (ModelView("ranker", "/models/ranker", "", 41_000, 48_200, None, (), False, replicas),)
-    )
+
+
+def two(**fields: Any) -> tuple[ReplicaView, ...]:
+    """Two replicas."""
+    return tuple(replica(f"r{number}:8500", **fields) for number in (1, 2))
+
+
+def thirty(*troubled: ReplicaView) -> tuple[ReplicaView, ...]:
+    """Thirty replicas: the first of them in trouble, the others fresh."""
+    return (*troubled, *(replica(f"r{number}:8500") for number in range(len(troubled) + 1, 31)))
+
+
+def scenes() -> dict[str, FleetView]:
+    """Fleets of each size, and each incident."""
+    held = {"hold": 47_900, "position": 47_900, "waiting": 3, "is_held": True}
+    behind = two(position=47_900)
+    first = replica("r1:8500")
+    plain = replace(first.versions[0], number=40_000, position=None, step=None, behind_deltas=None)
+    loading = VersionView(48_000, "LOADING", None, None, None, None, None, None, "")
+    canary = CanaryView(47_900, 0.4, "r1:8500", "is judged at 48200")
+    differs = Audited(_NEWEST, 1, (Chunk("table", 0, 4),))
+    store = StoreView("s3://models/ranker", 400.0, "s3://models/ranker cannot be fetched: timed out", ())
+    return {
+        "none": fleet(model()),
+        "two": fleet(model(*two())),
+        "thirty": fleet(model(*thirty())),
+        "thirty-one-down": fleet(model(*thirty(replica("r1:8500", error="UNAVAILABLE: connection refused")))),
+        "large": large(200),
+        "updating": fleet(model(first, replica("r2:8500", stale_s=0.2))),
+        "late": fleet(model(*thirty(replica("r1:8500", stale_s=45.0), replica("r2:8500", stale_s=600.0)))),
+        "not-updatable": fleet(model(replace(first, versions=(plain, loading)), replica("r2:8500"))),
+        "refused": fleet(
+            model(
+                *(replace(each, error=_LONG) for each in two(stale_s=300.0)),
+                quarantined=(Quarantined("x", Span(48_100, 48_200), _LONG),),
+                base_wanted=True,
+            )
+        ),
+        "all-down": fleet(model(*two(error="UNAVAILABLE: failed to connect to all addresses"))),
+        "held": fleet(model(*behind, **held)),
+        "rolled-back": fleet(
+            model(
+                *behind,
+                **held,
+                rollback=Rollback(47_900, 47_700, "canary: score of 'a known user' is NaN"),
+                canary=CanaryView(None, 0.0, None, "waits: the model is rolled back to the values of 47700"),
+            )
+        ),
+        "golden": fleet(
+            model(*two(), canary=CanaryView(_NEWEST, 0.0, None, "all is approved", "score is NaN"))
+        ),
+        "canary": fleet(
+            model(first, replica("r2:8500", position=47_900), hold=47_900, waiting=1, canary=canary)
+        ),
+        "differs": fleet(model(replace(first, audited=differs), replica("r2:8500"))),
+        "unseen": fleet(
+            model(
+                *two(),
+                problem="/models/ranker does not exist: is its volume mounted?",
+                newest_version=None,
+                position=None,
+                published=None,
+            )
+        ),
+        "store": fleet(model(*two(), store=store)),
+        "several-models": fleet(model(*two()), replace(model(*behind, **held), name="retrieval")),
+    }
 
 
 def journal_of(view: FleetView) -> Journal:
-    """What may have happened to it."""
+    """What may have happened to it: a rollback a while ago, and three deltas that each replica took."""
     journal = Journal()
-    for model in view.models:
-        for number, each in enumerate(model.replicas[:3]):
-            at = view.at - timedelta(seconds=3 - number)
-            text = "version 41000 is at position 48200: 1 delta, 1840 rows"
-            applied = FleetEvent(
-                EventKind.APPLIED,
-                text,
-                model.name,
-                each.address,
-                41_000,
-                48_200,
-                behind_seconds=0.06 + number / 50,
-            )
-            journal.write(replace(applied, at=at))
+    for shown in view.models:
+        if shown.rollback is not None or shown.canary is not None:
+            text = "rolled back to the values of 47700: score of 'a known user' is NaN"
+            rolled_back = FleetEvent(EventKind.ROLLED_BACK, text, shown.name, position=47_700)
+            journal.write(replace(rolled_back, at=view.at - timedelta(hours=2)))
+        for back in (2, 1, 0):
+            position, at = _NEWEST - 100 * back, view.at - timedelta(seconds=3 + 10 * back)
+            if shown.canary is not None:
+                goes = FleetEvent(EventKind.CANARY, f"goes first, to {position}", shown.name, "r1:8500")
+                journal.write(replace(goes, position=position, at=at))
+                text = f"position {position} is approved: r1:8500 passed 12 golden requests"
+                approved = FleetEvent(EventKind.APPROVED, text, shown.name, position=position)
+                journal.write(replace(approved, at=at))
+            for number, each in enumerate(shown.replicas):
+                if not each.is_answering:
+                    continue
+                text = f"version {_VERSION} is at position {position}: 1 delta, 1840 rows"
+                applied = FleetEvent(EventKind.APPLIED, text, shown.name, each.address, _VERSION, position)
+                behind = 0.06 + number / 50
+                counted = replace(applied, rows=1840, deltas=1, behind_seconds=behind)
+                journal.write(replace(counted, at=at + timedelta(seconds=behind)))
+        for each in shown.replicas:
+            if each.error:
+                failed = FleetEvent(EventKind.FAILED, each.error, shown.name, each.address)
+                journal.write(replace(failed, at=view.at - timedelta(seconds=1)))
     return journal
 
 
@@ -99,10 +212,13 @@ def recorded(view: FleetView) -> Recorder:
 
 
 @contextmanager
-def shown(view: FleetView, journal: Journal | None = None) -> Iterator[str]:
-    """The address of its page, answered by the agent's own port."""
-    show = partial(page, lambda: view, recorded(view), journal or journal_of(view), 30.0)
-    with serving(Site(lambda: view, Metrics(lambda: view), show, 30.0), "127.0.0.1", 0) as port:
+def shown(
+    fleet: FleetView, journal: Journal | None = None, *, view: Callable[[], FleetView] | None = None
+) -> Iterator[str]:
+    """The address of its page, answered by the agent's own port; `view` gives the fleet at each look."""
+    look = view or (lambda: fleet)
+    show = partial(page, look, recorded(fleet), journal or journal_of(fleet), 30.0)
+    with serving(Site(look, Metrics(look), show, 30.0), "127.0.0.1", 0) as port:
         yield f"http://127.0.0.1:{port}/"
 
 
@@ -132,6 +248,19 @@ def take_picture(address: str, file: Path, *, dark: bool, size: tuple[int, int] 
     chromium(address, f"--screenshot={file.absolute()}", f"--window-size={size[0]},{size[1]}", dark=dark)
 
 
+def take_pictures(
+    view: FleetView, name: str, directory: Path, screens: Iterable[str] = tuple(SCREENS)
+) -> list[Path]:
+    """Pictures of a scene, for some of `SCREENS`."""
+    files = []
+    with shown(view) as address:
+        for screen in screens:
+            size, dark = SCREENS[screen]
+            files.append(directory / f"{name}-{screen}.png")
+            take_picture(address, files[-1], dark=dark, size=size)
+    return files
+
+
 def size_and_corner(png: bytes) -> tuple[tuple[int, int], tuple[int, int, int]]:
     """A picture's width and height, and the colour of its first pixel."""
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
@@ -147,12 +276,16 @@ def size_and_corner(png: bytes) -> tuple[tuple[int, int], tuple[int, int, int]]:
     return (width, height), (red, green, blue)
 
 
-def main(directory: Path) -> None:
-    """Make the pictures of the guide."""
+def main(directory: Path, to_look_at: Path | None = None) -> None:
+    """Make the pictures of the guide, and those of all scenes."""
     with shown(usual()) as address:
         for name, dark in PICTURES.items():
             take_picture(address, directory / name, dark=dark)
+    if to_look_at is not None:
+        to_look_at.mkdir(parents=True, exist_ok=True)
+        for name, view in scenes().items():
+            take_pictures(view, name, to_look_at)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
-from exporter.layout import VARIABLES_PREFIX
+from exporter.storage.layout import VARIABLES_PREFIX
 
 ROWS, WIDTH, TABLES = 4000, 16, 6
 MODEL = f"""

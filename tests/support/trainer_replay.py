@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from exporter.layout import INCREMENTS_DIRECTORY
+from exporter.storage.layout import INCREMENTS_DIRECTORY
 
 _LOOK_S = 0.005
 _KEPT = re.compile(r"checkpoint|model\.ckpt-\d+\.(index|meta|data-\d+-of-\d+)|\d+-\d+|model\.ckpt-\d+\.json")

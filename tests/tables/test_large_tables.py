@@ -12,9 +12,9 @@ import pytest
 from exporter.checkpoint.admission import EVERYONE
 from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.checkpoint.tensor_bundle import check_values, memory_map, read_array, read_catalog
-from exporter.integer_sets import among
 from exporter.tables.change_index import ArrayState, change_index, find_rows
 from exporter.tables.geometry import PARTS, TablePlan
+from exporter.tables.integer_sets import among
 from exporter.tables.lay_out import lay_out
 from tests.support.budget import thorough
 from tests.support.deeprec import Ev, write_large

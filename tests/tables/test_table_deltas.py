@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from exporter.checkpoint.admission import Admission
 from exporter.errors import CorruptFile, SchemaChanged, TableFull
-from exporter.layout import VARIABLES_PREFIX
 from exporter.options import DeltaDtype
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import DeltaOrigin
+from exporter.storage.layout import VARIABLES_PREFIX
 from exporter.tables.geometry import TableGeometry
 from tests.support.budget import times
 from tests.support.commands import export_model

@@ -17,11 +17,11 @@ from exporter.increments.history import read_history
 from exporter.jobs.execute import encode
 from exporter.jobs.runner import Runner
 from exporter.jobs.task import Task
-from exporter.layout import STAGING_PREFIX
 from exporter.options import EngineName, ExportRequest, Jobs, Updates, Verify
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
+from exporter.storage.layout import STAGING_PREFIX
 from exporter.tables import dynamic_embedding, trainable_embedding, trainable_embedding_class
 from exporter.training import IncrementCallback
 from tests.support.forks import run_warm

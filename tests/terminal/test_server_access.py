@@ -213,7 +213,7 @@ def test_every_command_that_asks_servers_has_the_same_options() -> None:
     helps = [
         run_app(app, command, "--help").out for command in ("status", "update", "reload", "predict", "agent")
     ]
-    helps += [export_model("--help").out, export_model("doctor", "--help").out]
+    helps += [export_model("--help-all").out, export_model("doctor", "--help").out]
     for text in helps:
         assert options <= set(text.split())
 

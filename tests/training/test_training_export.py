@@ -15,7 +15,6 @@ import tensorflow as tf
 import tf_keras
 from msgspec.structs import fields, replace
 
-from exporter import roles
 from exporter.cli import app as cli
 from exporter.errors import ExportFailed, UsageError
 from exporter.options import (
@@ -30,7 +29,7 @@ from exporter.options import (
     Verify,
 )
 from exporter.publish.delta_log import read_log
-from exporter.training import ExportCallback, ExportHook
+from exporter.training import ExportCallback, ExportHook, roles
 from exporter.training.exports import ExportArguments, Exports, NewCheckpoints, export_environment
 from exporter.transfer.pull import pull
 from tests.support.object_stores import Bucket
@@ -58,7 +57,7 @@ FULL = ExportRequest(
     warmup=Path("warm.jsonl"),
     version="7",
     keep=3,
-    verify=Verify.BYTES,
+    verify=Verify.OUTPUTS,
     verify_inputs=Path("probe.jsonl"),
     tolerance=1e-3,
     updates=Updates(Isolation.ROW, 5, stamp=True, digest=True, finite=True),
@@ -69,7 +68,7 @@ FULL = ExportRequest(
     allow_file_ops=True,
     allow_batch_statistics=True,
     despite_hold=True,
-    again=False,
+    again=True,
     custom_objects=("pkg.mod", "other"),
     tag="serve",
     train_tag="train",
@@ -79,6 +78,7 @@ FULL = ExportRequest(
     golden=Path("golden.jsonl"),
     jobs=Jobs(EngineName.DASK, 3, "tcp://h:8786", {"retries": "2"}, 1 << 27, "s3://bucket/jobs"),
 )
+MAPPED = replace(FULL, updates=None, plain=True, map_tables=True, served_at="/models/ranker")
 
 
 def as_parsed(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> ExportRequest:
@@ -100,13 +100,13 @@ def as_parsed(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Ex
 
 @pytest.mark.parametrize(
     "request_",
-    [FULL, replace(FULL, updates=None, plain=True), ExportRequest(Path("train"), Path("models/b"))],
+    [FULL, MAPPED, ExportRequest(Path("train"), Path("models/b"))],
     ids=["takes deltas", "plain", "no options"],
 )
 def test_arguments_say_what_a_request_says(request_: ExportRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ExportArguments.of(request_)
     checkpoint = Path("train/model.ckpt-7")
-    expected = replace(request_, ckpt_dir=checkpoint, again=False)
+    expected = replace(request_, ckpt_dir=checkpoint)
     if request_.model is None:  # the trainer's own graph
         expected = replace(expected, allow_files=(Path("/"),))
     assert as_parsed(arguments.at(checkpoint), monkeypatch) == expected
@@ -116,7 +116,16 @@ def test_every_option_of_a_request_is_covered() -> None:
     plain = ExportRequest(Path("train"), Path("out"))
     same = [field.name for field in fields(FULL) if getattr(FULL, field.name) == getattr(plain, field.name)]
     # The first three go with --incr, which arguments alone can say; --no-warmup does not go with --warmup.
-    assert {*same} <= {"min_change", "delta_dtype", "check_graph", "no_warmup", "plain"}
+    # MAPPED has those that do not go with deltas.
+    assert {*same} <= {
+        "min_change",
+        "delta_dtype",
+        "check_graph",
+        "no_warmup",
+        "plain",
+        "map_tables",
+        "served_at",
+    }
 
 
 @pytest.mark.parametrize("text", [["--ckpt-dir", "d", "--out", "m"], ["--out", "m", "--ckpt-dir=d"]])

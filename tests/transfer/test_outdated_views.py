@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from exporter.errors import ExportError
-from exporter.layout import HEAD_FILE, HOLD_FILE, MANIFEST_FILE
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.manifest import FileEntry
 from exporter.publish.versions import read_head
+from exporter.storage.layout import HEAD_FILE, HOLD_FILE, MANIFEST_FILE
 from exporter.storage.objects import ObjectWriter
 from exporter.transfer.carrier import Carrier
 from exporter.transfer.head import Head

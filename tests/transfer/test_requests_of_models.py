@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from exporter.layout import HEAD_FILE, JOBS_DIRECTORY, MANIFEST_FILE, RECEIPTS_DIRECTORY
 from exporter.publish.timeline import read_timeline
+from exporter.storage.layout import HEAD_FILE, JOBS_DIRECTORY, MANIFEST_FILE, RECEIPTS_DIRECTORY
 from exporter.storage.mirror import ReadAhead
 from exporter.transfer.items import local_items
 from exporter.transfer.opened import opened

@@ -19,8 +19,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from exporter.layout import HEAD_FILE
 from exporter.publish.delta_log import DeltaLog, read_log
+from exporter.storage.layout import HEAD_FILE
 from exporter.storage.objects import ObjectWriter
 from exporter.transfer import carrier
 from exporter.transfer.head import Head, Upload

@@ -1,0 +1,176 @@
+"""What the agent says first: the worst state; and that all is well only if every replica is at the newest."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from exporter.delta.chunk_digest import Chunk
+from exporter.delta.spans import Span
+from serving.agent.audit import Audited
+from serving.agent.rollout import Quarantined, Rollback
+from serving.agent.standing import FleetStanding, Level, State, assess, natural
+from serving.agent.view import CanaryView, FleetView, ModelView, ReplicaView, StoreView, VersionView
+
+FRESH_WITHIN_S = 30.0
+
+
+def replica(address: str = "r1:8500", *, error: str = "", **fields: Any) -> ReplicaView:
+    """A replica at position 120, as far as `fields` do not say otherwise."""
+    version = VersionView(40, "AVAILABLE", 120, 120, 0, 0.0, 1.0, None, "", 0.0)
+    return ReplicaView("m", address, not error, error, (replace(version, **fields),))
+
+
+def model(*replicas: ReplicaView, **fields: Any) -> ModelView:
+    """A model with 120 as its newest position, as far as `fields` do not say otherwise."""
+    usual = ModelView("m", "/m", "", 40, 120, None, (), False, replicas, published=120)
+    return replace(usual, **fields)
+
+
+def found(*models: ModelView) -> FleetStanding:
+    return assess(FleetView(datetime.now(timezone.utc), models), FRESH_WITHIN_S)
+
+
+HELD = {"hold": 65, "position": 65, "waiting": 3, "is_held": True}
+AT_65 = {"position": 65, "step": 65}
+DIFFERS = Audited(120, 1, (Chunk("table", 0, 4),))
+OF_ONE: dict[str, tuple[ReplicaView, State]] = {
+    "at the newest": (replica(), State.FRESH),
+    "down": (replica(error="UNAVAILABLE: gone"), State.DOWN),
+    "without the model": (replica(error="NOT_FOUND: m"), State.ABSENT),
+    "not asked yet": (replace(replica(), is_answering=False), State.UNASKED),
+    "at its start": (replica(state="LOADING"), State.LOADING),
+    "it could not load": (replica(state="END", message="no memory"), State.ABSENT),
+    "behind for long": (replica(**AT_65, behind_deltas=2, stale_s=31.0), State.LATE),
+    "behind for a moment": (replica(**AT_65, behind_deltas=2, stale_s=0.2), State.UPDATING),
+    "it takes no deltas": (replica(position=None, behind_deltas=None), State.NOT_UPDATABLE),
+    "of a log that is unknown": (replica(behind_deltas=None), State.NOT_UPDATABLE),
+    "it refused a delta": (replace(replica(**AT_65, behind_deltas=1), error="bad"), State.REFUSES),
+    "a base it does not load": (replica(**AT_65, superseded_s=500.0), State.LATE),
+    "a base that it loads": (replica(**AT_65, superseded_s=3.0), State.UPDATING),
+    "wrong values": (replace(replica(), audited=DIFFERS), State.DIFFERS),
+}
+
+
+@pytest.mark.parametrize("case", OF_ONE)
+def test_the_state_of_a_replica(case: str) -> None:
+    one, expected = OF_ONE[case]
+    (each,) = found(model(one)).models
+    assert each.rows[0].standing.state is expected
+    assert (each.fresh == 1) is (expected is State.FRESH)
+
+
+MODELS: dict[str, tuple[ModelView, str]] = {
+    "fresh": (model(replica(), replica("r2:8500")), "Every replica is fresh"),
+    "held": (
+        model(replica(**AT_65), **HELD),
+        "Held at 65: 3 publications wait (newest 120, serving 65)",
+    ),
+    "held, at the newest": (
+        model(replica(), hold=120, is_held=True),
+        "Held at 120: nothing waits yet",
+    ),
+    "a hold that cannot be read": (
+        model(replica(), **{**HELD, "hold": -1}),
+        "The hold cannot be read, so no replica is updated",
+    ),
+    "rolled back": (
+        model(replica(**AT_65), replica("r2", position=66), **HELD, rollback=Rollback(65, 60, "NaN")),
+        "Rolled back to the values of 60: 3 publications wait (newest 120, serving 65 to 66)",
+    ),
+    "golden requests": (
+        model(replica(), canary=CanaryView(120, 0.0, None, "", "score is NaN")),
+        "Golden requests fail at 120",
+    ),
+    "a canary at work": (
+        model(
+            replica(**AT_65),
+            replica("r2:8500"),
+            hold=65,
+            waiting=1,
+            canary=CanaryView(65, 0.4, "r2:8500", "is judged at 120"),
+        ),
+        "The canary decides: 1 publication waits (newest 120, serving 65 to 120)",
+    ),
+    "another agent's canary": (
+        model(replica(**AT_65), hold=65, waiting=1),
+        "1 publication waits for a canary",
+    ),
+    "one is down": (
+        model(replica(), replica("r2:8500", error="gone")),
+        "1 of 2 replicas is down: r2:8500",
+    ),
+    "many are down": (
+        model(replica("r0"), *(replica(f"r{number}", error="gone") for number in range(1, 12))),
+        "11 of 12 replicas are down: r1, r2, r3 and 8 more",
+    ),
+    "all are down": (
+        model(replica("r1", error="gone"), replica("r2", error="gone")),
+        "None of 2 replicas answers",
+    ),
+    "one is late": (
+        model(replica(), replica("r2", **AT_65, behind_deltas=2, stale_s=45.0)),
+        "1 of 2 replicas is late: r2",
+    ),
+    "one takes no deltas": (
+        model(replica(), replica("r2", position=None)),
+        "1 of 2 replicas is not updatable: r2",
+    ),
+    "no replica": (model(), "No replica is known"),
+    "no directory": (model(replica(), problem="/m does not exist"), "What is published cannot be seen"),
+    "quarantined": (
+        model(replica(**AT_65, behind_deltas=1), quarantined=(Quarantined("x", Span(65, 120), "bad"),)),
+        f"Every replica refuses delta {Span(65, 120)}",
+    ),
+    "a base is wanted": (
+        model(replica(**AT_65), base_wanted=True),
+        "A new base is needed: replicas refuse a delta, and no other leads past it",
+    ),
+    "a store": (
+        model(replica(), store=StoreView("s3://b/m", 90.0, "timed out", ())),
+        "The store cannot be read",
+    ),
+    "a new version": (
+        model(replica(position=None), published=41, newest_version=41, position=None),
+        "1 of 1 replica is late: r1:8500",
+    ),
+}
+
+
+def test_nobody_is_fresh_while_it_is_unknown_what_is_published() -> None:
+    unseen = model(replica(), problem="/m does not exist", published=None, position=None, newest_version=None)
+    standing = found(unseen)
+    assert standing.headline == "What is published cannot be seen"
+    assert [row.standing.state for row in standing.models[0].rows] == [State.UNKNOWN]
+    assert standing.models[0].fresh == 0
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_the_headline(case: str) -> None:
+    one, text = MODELS[case]
+    standing = found(one)
+    assert standing.headline == text
+    assert (standing.level is Level.GOOD) is (case == "fresh")
+
+
+def test_the_worst_comes_first_and_nothing_is_left_out() -> None:
+    down = replica("r3", error="gone")
+    canary = CanaryView(60, 0.0, None, "", "score is NaN")
+    worst = model(replica(**AT_65), down, **HELD, rollback=Rollback(65, 60, "NaN"), canary=canary)
+    states = [finding.state for finding in found(worst).findings]
+    assert states == [State.GOLDEN, State.ROLLED_BACK, State.DOWN]
+    both = found(replace(model(replica(), down), name="a"), replace(worst, name="b"))
+    assert [finding.model for finding in both.findings] == ["b", "b", "a", "b"]
+    assert both.headline == "b: golden requests fail at 60"
+
+
+def test_troubled_replicas_come_first_in_natural_order() -> None:
+    replicas = [replica(f"r{number}:8500") for number in (10, 2, 1)]
+    replicas += [replica(f"r{number}:8500", error="gone") for number in (30, 4)]
+    (each,) = found(model(*replicas)).models
+    assert [row.replica.address.partition(":")[0] for row in each.rows] == ["r4", "r30", "r1", "r2", "r10"]
+    assert natural("10.0.9.1:80") < natural("10.0.10.1:80") < natural("a"), "addresses of any form compare"
+    assert natural("9" * 5000)

@@ -1,0 +1,148 @@
+"""What people type wrongly: each ends in a named error, and its hint is a command or a change that works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from serving import cli as serving_cli
+from tests.support.commands import Ran, export_model, run_app
+
+GOLDEN = Path(__file__).parents[1] / "golden/0.1.1"
+EXPORT = "export-model --ckpt-dir train --out models/new"
+
+WRONG = [
+    # no such command, option or value
+    ("export-model inpsect train", 2, "export-model inspect train"),
+    ("export-model train models/new", 2, EXPORT),
+    ("export-model train models/new m.py:serving --keep 3", 2, f"{EXPORT} --model m.py:serving --keep 3"),
+    ("export-model --ckpt train --out models/new", 2, EXPORT),
+    ("export-model --ckpt=train --out models/new", 2, "export-model --ckpt-dir=train --out models/new"),
+    ("export-model --ckpt-dir --out models/new", 2, "export-model --ckpt-dir DIR --out models/new"),
+    (f"{EXPORT} --verify byte", 2, "--verify bytes"),
+    (f"{EXPORT} --keep three", 2, "--keep N: Keep only the newest N versions."),
+    (f"{EXPORT} --keep", 2, "--keep N: Keep only the newest N versions."),
+    (f"{EXPORT} --keep 0", 2, "--keep N: Keep only the newest N versions."),
+    (f"{EXPORT} --incr --again", 2, "leave out --again"),
+    (f"{EXPORT} --incr --plain", 2, "leave out --plain"),
+    ("export-model --ckpt-dir train", 2, "export-model --ckpt-dir train --out MODEL --model WHAT"),
+    ("export-model --out models/new", 2, "export-model --ckpt-dir DIR --out models/new --model WHAT"),
+    ("export-model --out models/new inspect train", 2, "export-model inspect ... --out"),
+    (f"{EXPORT} --output models/new", 2, "as in --output x=models/new"),
+    ("export-model help delta", 2, "export-model help deltas"),
+    ("export-model inspect", 2, "export-model inspect PATH"),
+    ("export-model history models/ranker 3", 2, "export-model history models/ranker"),
+    ("export-model history models/ranker --last 0", 2, "--last N: Show only the newest N events."),
+    # what is read
+    ("export-model --ckpt-dir tran --out models/new", 3, "name what is there: train"),
+    ("export-model --ckpt-dir empty --out models/new", 3, "--watch waits for its first checkpoint"),
+    ("export-model --ckpt-dir note.txt --out models/new", 3, "name a directory of checkpoints"),
+    ("export-model --ckpt-dir train/model.ckpt-21 --out models/new", 3, "train/model.ckpt-10"),
+    ("export-model --ckpt-dir train/model.ckpt-32 --out models/new", 3, "train/model.ckpt-40"),
+    ("export-model --ckpt-dir train/model.ckpt-20.index --out models/new", 3, "train/model.ckpt-10"),
+    ("export-model --ckpt-dir https://x/y --out models/new", 2, "curl -L -o LOCAL https://x/y"),
+    ("export-model --ckpt-dir models/ranker --out train", 3, "export-model inspect models/ranker"),
+    ("export-model inspect nothere", 3, "name a directory of checkpoints"),
+    ("export-model inspect m.py", 3, "--model m.py:FUNCTION"),
+    # what is served
+    (EXPORT, 2, "--model pkg.mod:fn"),
+    (f"{EXPORT} --model m.py", 2, "--model m.py:FUNCTION"),
+    (f"{EXPORT} --model m.py:servin", 1, "--model m.py:serving"),
+    (f"{EXPORT} --model mm.py:serving", 1, "--model m.py:serving"),
+    (f"{EXPORT} --model models/plain", 2, "--model models/plain/41"),
+    (f"{EXPORT} --model models/plain/11", 2, "--model models/plain/41"),
+    (f"{EXPORT} --model models/ranker/10", 2, "name what it was made from"),
+    # what is published
+    ("export-model history nothere", 5, "--out nothere"),
+    ("export-model history train", 5, "export-model inspect train"),
+    ("export-model history models/ranker/10", 5, "models/ranker"),
+    ("export-model verify models/rankr", 5, "did you mean models/ranker?"),
+    ("export-model rollback models/ranker", 2, "export-model rollback models/ranker --to POSITION"),
+    ("export-model rollback models/ranker 30", 2, "export-model rollback models/ranker --to 30"),
+    ("export-model rollback models/ranker --to 35", 5, "export-model history models/ranker"),
+    ("export-model rollback models/plain --to 35", 5, "export-model history models/plain"),
+    ("export-model merge models/ranker --from 35", 5, "export-model history models/ranker"),
+    (
+        "export-model merge models/ranker --from 60 --to 20",
+        2,
+        "export-model merge models/ranker --from 20 --to 60",
+    ),
+    ("export-model merge models/ranker --rebase --to 20", 2, "export-model merge models/ranker --rebase"),
+    ("export-model diff models/ranker", 2, "export-model diff models/ranker B"),
+    ("export-model diff models/ranker@35 models/ranker", 5, "export-model history models/ranker"),
+    ("export-model push s3://b/m models/ranker", 2, "export-model push models/ranker s3://b/m"),
+    ("export-model pull models/ranker s3://b/m", 2, "export-model pull s3://b/m models/ranker"),
+    ("export-model push models/ranker b/m", 2, "write s3://b/m"),
+    # servers
+    ("serve-model models/ranker", 2, "serve-model run models/ranker"),
+    ("serve-model models/ranker --port 8600", 2, "serve-model run models/ranker --port 8600"),
+    ("serve-model rnu models/ranker", 2, "serve-model run models/ranker"),
+    ("serve-model run models/ranker --prot 8600", 2, "serve-model run models/ranker --port 8600"),
+    ("serve-model run models/ranker --wait x", 2, "--wait SECONDS"),
+    ("serve-model run models", 2, "serve-model run models/deeprec"),
+    ("serve-model run models/ranker/10", 2, "serve-model run models/ranker"),
+    ("serve-model run models/ranker/10/manifest.json", 2, "serve-model run models/ranker"),
+    ("serve-model run s3://b/m", 2, "export-model pull s3://b/m m"),
+    ("serve-model status", 2, "serve-model status HOST:PORT"),
+    ("serve-model status models/ranker", 2, "write 127.0.0.1:8500"),
+    ("serve-model status http://127.0.0.1:8500/v1", 2, "write 127.0.0.1:8500"),
+    ("serve-model status 127.0.0.1:1", 7, "serve-model run MODEL_BASE_PATH --port 1"),
+    ("serve-model status 127.0.0.1:1 --published models/ranker", 7, "serve-model run models/ranker --port 1"),
+    ("serve-model predict 127.0.0.1:1 --json-input '{\"inputs\": 1}'", 2, "--json-input -"),
+    (
+        "serve-model agent --model-base-path models/ranker",
+        2,
+        "serve-model agent --model-base-path models/ranker --target HOST[:PORT]",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a training, models of each kind, and things that are neither."""
+    place = tmp_path_factory.mktemp("wrong")
+    shutil.copytree(GOLDEN, place, dirs_exist_ok=True)
+    (place / "empty").mkdir()
+    (place / "note.txt").write_text("hi\n")
+    (place / "m.py").write_text("def serving():\n    pass\n")
+    return place
+
+
+def typed(line: str) -> Ran:
+    program, *arguments = shlex.split(line)
+    return export_model(*arguments) if program == "export-model" else run_app(serving_cli.app, *arguments)
+
+
+@pytest.mark.parametrize(("line", "code", "hint"), WRONG, ids=[line for line, _, _ in WRONG])
+def test_the_next_command_is_told(
+    line: str, code: int, hint: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    ran = typed(line)
+    assert (ran.code, ran.out) == (code, ""), ran.err
+    (said,) = re.findall(r"^hint:  (.*)$", ran.err, re.MULTILINE)
+    assert hint in said
+    assert not re.search(r"error: unexpected|Traceback", ran.err)
+    if said.startswith(("export-model ", "serve-model ")):
+        assert said == hint, "a hint that is a command is the whole of it"
+
+
+def test_a_hint_knows_its_program(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    ran = typed("serve-model reload 127.0.0.1:1 --only --model a --model-base-path /b --label c=d")
+    assert "hint:  see serve-model reload --help" in ran.err
+
+
+def test_rest_without_its_libraries_is_refused_before_anything_runs(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setitem(sys.modules, "h11", None)
+    ran = typed("serve-model run models/ranker --port 0 --rest-api-port 0")
+    assert (ran.code, "--rest-api-port needs h11" in ran.err) == (2, True), ran.err
+    assert "pip install '.[server]'" in ran.err

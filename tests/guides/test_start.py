@@ -1,0 +1,16 @@
+"""The start page: a model in four lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.guide_pages import Block, followed
+
+FOLLOWED = ["README.md"]
+
+
+@pytest.mark.parametrize("block", followed(*FOLLOWED), ids=str)
+def test_the_guide(block: Block, follow: Callable[[Block], None]) -> None:
+    follow(block)

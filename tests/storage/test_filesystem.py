@@ -1,0 +1,94 @@
+"""Opening files of others: nothing but a regular file, and never a wait."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from exporter.checkpoint import open_checkpoint
+from exporter.errors import CheckpointError, ManifestError, UsageError
+from exporter.graph.metagraph import read_metagraph
+from exporter.publish.versions import read_manifest
+from exporter.storage.files import open_regular, read_regular
+from serving.loader import load
+from serving.status import StatusError
+from tests.support.bundles import write
+from tests.support.commands import export_model
+
+
+def test_a_regular_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"hello")
+    (tmp_path / "b").symlink_to("a")
+    assert read_regular(tmp_path / "a", 5) == read_regular(tmp_path / "b") == b"hello"
+    with pytest.raises(OSError, match="more than 4 bytes") as caught:
+        read_regular(tmp_path / "a", 4)
+    assert caught.value.errno == errno.EFBIG
+    with pytest.raises(OSError) as caught:
+        open_regular(tmp_path / "b", follow=False)
+    assert caught.value.errno == errno.ELOOP
+
+
+@pytest.mark.timeout(60)
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    before = len([*Path("/proc/self/fd").iterdir()]) if Path("/proc/self/fd").exists() else 0
+    for path, number in (
+        (tmp_path / "pipe", errno.EINVAL),
+        (Path(os.devnull), errno.EINVAL),
+        (tmp_path, errno.EISDIR),
+    ):
+        with pytest.raises(OSError) as caught:
+            read_regular(path)
+        assert caught.value.errno == number
+    assert (len([*Path("/proc/self/fd").iterdir()]) if before else 0) == before, "a descriptor stays open"
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_the_place_of_each_file_that_is_read(tmp_path: Path) -> None:
+    """The state file is passed over as an unreadable one is; all others are named."""
+    prefix = write(tmp_path / "ck" / "model.ckpt-7")
+    os.mkfifo(tmp_path / "ck" / "checkpoint")
+    assert open_checkpoint(tmp_path / "ck").prefix == prefix
+    os.mkfifo(tmp_path / "model.meta")
+    with pytest.raises(UsageError, match=r"model\.meta cannot be read"):
+        read_metagraph(tmp_path / "model.meta")
+    (tmp_path / "m" / "7").mkdir(parents=True)
+    os.mkfifo(tmp_path / "m" / "7" / "manifest.json")
+    with pytest.raises(ManifestError, match="cannot be opened"):
+        read_manifest(tmp_path / "m" / "7")
+    for name in ("a.npz", "a.keras", "a.weights.h5", "a.weights.json"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(CheckpointError):
+            open_checkpoint(tmp_path / name)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["variables/variables.index", "manifest.json", "assets/words"])
+def test_a_server_does_not_wait_for_a_pipe_in_a_version(tmp_path: Path, name: str) -> None:
+    (tmp_path / "saved_model.pb").write_bytes(b"")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(StatusError, match="not a regular file"):
+        load(tmp_path)
+
+
+def test_a_directory_that_may_not_be_looked_into_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m").mkdir()
+    is_file = Path.is_file
+
+    def denied(path: Path) -> bool:
+        if path.name.startswith("saved_model"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", denied)  # permission bits do not bind root
+    prefix = write(tmp_path / "ck" / "model.ckpt-7")
+    ran = export_model("--ckpt-dir", prefix, "--model", tmp_path / "m", "--out", tmp_path / "o", "--json")
+    assert ran.code == 1
+    assert ran.error["error"] == "Unreachable"
+    assert "Permission denied" in ran.err
