@@ -34,6 +34,7 @@
     │   ├── ForeignLineage               a delta belongs to another log
     │   ├── SchemaChanged                variables, dtypes, shapes or rules are not those of the log
     │   ├── TableFull                    a dynamic table has no room for its new keys
+    │   ├── OverlayFull                  more rows of a mapped table changed than there is room for
     │   ├── PositionUnknown              a position that nothing published stands at
     │   ├── ChainEnds                    a version that takes no deltas over one that does
     │   ├── ModelHeld                    the model is held, and what is to be published would pass the hold
@@ -346,6 +347,15 @@ class TableFull(PositionError):
     """A dynamic table has no free row, or no place in its index, for a new key."""
 
     default_hint = "publish a new base, which gets more room: --updatable for --incr, or --full-on-mismatch"
+
+
+class OverlayFull(PositionError):
+    """More rows of a mapped table have changed than its overlay in servers has room for."""
+
+    default_hint = (
+        "publish a new base, whose overlay is empty: --updatable for --incr, or --full-on-mismatch; "
+        "--overlay-rows N makes it larger"
+    )
 
 
 class PositionUnknown(PositionError):

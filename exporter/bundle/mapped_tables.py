@@ -7,7 +7,8 @@ bundle that holds nothing else, from offset 0, so that it can be restored, too.
 
 - *The memory is read-only*: a scatter into it kills the process. So only variables are mapped that the graph
   provably gathers from and does nothing else with (`variable_uses.readings`). A variable that is read whole
-  would be copied at once, so it is restored, too.
+  would be copied at once, so it is restored, too. Rows that a delta changes go into an overlay beside the
+  table (`exporter.graph.overlaid_reads`).
 - *The path is an attribute*, fixed when the model is exported: where servers see the version. It is used if
   the file `variables/mapped.id` beside the tables holds the id that is baked into the graph. The nodes *try*
   it: a dataset of that file, filtered by the id, mapped to the table, its errors ignored, and behind it the
@@ -25,7 +26,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 
@@ -34,8 +35,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.bundle.variables import why_not_mapped
+from exporter.errors import NotServable
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
-from exporter.graph.nodes import Body, constant, free_name, new_node, shape_proto
+from exporter.graph.nodes import Body, bodies, called, constant, free_name, new_node, shape_proto
+from exporter.graph.overlaid_reads import SCATTERED, OverlaidReads, overlay_reads
 from exporter.graph.signatures import signature_nodes
 from exporter.graph.variable_uses import Use, read_rows_only, readings
 from exporter.mapping.build import TensorSource, VariableMapping
@@ -47,6 +50,8 @@ LEAST_BYTES = 1 << 20
 """A smaller variable is read in less time than a file of its own is opened in."""
 
 _NAME = (DType.STRING, ())
+_IN_NAMES = 16
+"""So much of an id is part of the names of functions."""
 _GLOB = re.compile(rb"[*?\[\\]")
 
 
@@ -66,24 +71,68 @@ class MappedChoice(Struct, frozen=True):
     unmapped: tuple[Unmapped, ...]
 
 
-def choose_mapped(graph: InferenceGraph, mapping: VariableMapping) -> MappedChoice:
-    """Choose the variables of at least `LEAST_BYTES` that the graph does nothing with but gather rows."""
+def choose_mapped(
+    graph: InferenceGraph,
+    mapping: VariableMapping,
+    *,
+    takes_deltas: bool = False,
+    indexes: Collection[str] = (),
+) -> MappedChoice:
+    """Choose the variables of at least `LEAST_BYTES` that the graph does nothing with but gather rows.
+
+    If the graph is to take deltas, it must read them in a way that an overlay can change, and `indexes`, the
+    variables that lead to the rows of dynamic tables, stay in memory: any update may change much of them.
+    """
     meta_graph = deepcopy(graph.meta_graph)
     read_rows_only(meta_graph.graph_def, signature_nodes(meta_graph))
     read = readings(meta_graph.graph_def)
-    sources: list[TensorSource] = []
-    unmapped = []
-    for source in mapping.sources:
-        smallest = min((_bytes(source, variable) for variable in source.variables), default=0)
-        if smallest >= LEAST_BYTES:
-            takers = (each.taken_by for v in source.variables if Use.WHOLE in (each := read[v.node]).use)
-            why = next(takers, "") or why_not_mapped(source)
-            source = replace(source, is_mapped=not why)
-            if why:
-                unmapped.append(Unmapped(source.key, source.bytes_, why))
-        sources.append(source)
+    large = [source for source in mapping.sources if _smallest(source) >= LEAST_BYTES]
+    against: dict[str, str] = {}
+    for source in large:
+        takers = (each.taken_by for v in source.variables if Use.WHOLE in (each := read[v.node]).use)
+        against[source.key] = next(takers, "") or why_not_mapped(source)
+    if takes_deltas:
+        left = [source for source in large if not against[source.key]]
+        against |= dict.fromkeys((source.key for source in left if source.key in indexes), _INDEX)
+        against |= _without_overlay(meta_graph.graph_def, [s for s in left if not against[s.key]])
+    sources = tuple(
+        replace(source, is_mapped=source.key in against and not against[source.key])
+        for source in mapping.sources
+    )
+    unmapped = (Unmapped(s.key, s.bytes_, against[s.key]) for s in large if against[s.key])
     read_by_rows = replace(graph, meta_graph=meta_graph)
-    return MappedChoice(read_by_rows, replace(mapping, sources=tuple(sources)), tuple(unmapped))
+    return MappedChoice(read_by_rows, replace(mapping, sources=sources), tuple(unmapped))
+
+
+_INDEX = "it is the index of a table by keys"
+
+
+def _without_overlay(graph_def: Proto, sources: Sequence[TensorSource]) -> dict[str, str]:
+    """Which sources have a variable whose reads cannot be changed, by key, and why."""
+    if not sources or _why_no_overlay(graph_def, sources) == "":  # all at once: a graph may be large
+        return {}
+    found = ((source.key, _why_no_overlay(graph_def, [source])) for source in sources)
+    return {key: why for key, why in found if why}
+
+
+def _why_no_overlay(graph_def: Proto, sources: Iterable[TensorSource]) -> str:
+    """Why the reads of some variable cannot be changed, in words; "" if all can be."""
+    variables = [variable for source in sources for variable in source.variables]
+    tried = {
+        v.node: OverlaidReads(v.node, v.dtype, v.shape[1:], f"{v.node}/slots", f"{v.node}/overlay")
+        for v in variables
+    }
+    if wrong := next((v for v in variables if v.dtype not in SCATTERED), None):
+        return f"rows of {wrong.dtype.label} cannot be written"
+    try:
+        overlay_reads(deepcopy(graph_def), tried)
+    except NotServable as error:
+        return error.message
+    return ""
+
+
+def _smallest(source: TensorSource) -> int:
+    return min((_bytes(source, variable) for variable in source.variables), default=0)
 
 
 def _bytes(source: TensorSource, variable: GraphVariable) -> int:
@@ -139,7 +188,7 @@ def add_tries(
         return {}
     body, library = Body(graph_def.node), graph_def.library.function
     # TensorFlow has one function of a name in a process: the id keeps those of two models apart.
-    names, wish = {function.signature.name for function in library}, f"{scope}_mapped_{tables.id[:16]}"
+    names, wish = {function.signature.name for function in library}, f"{scope}_mapped_{tables.id[:_IN_NAMES]}"
     library.append(_same_id(free_name(names, f"{wish}_is_there"), tables))
     place = f"{scope}/mapped"
     pattern = _GLOB.sub(rb"\\\g<0>", os.fsencode(tables.directory / MAPPED_ID_FILE))
@@ -166,6 +215,38 @@ def add_tries(
         first = _dataset(body, f"{place}/first", "TakeDataset", kind, either, one.name)
         values[table.variable.node] = _dataset(body, f"{place}/values", "DatasetToSingleElement", kind, first)
     return values
+
+
+def move_tries(graph_def: Proto, version: int, ids: tuple[str, str], files: Mapping[str, str]) -> None:
+    """Let a graph of `add_tries` try the files of another version of its model.
+
+    `ids` are the id of the tables before and now, `files` the names of their files now by those before.
+    """
+    before, now = ids
+    renamed = {
+        function.signature.name: function.signature.name.replace(before[:_IN_NAMES], now[:_IN_NAMES])
+        for function in graph_def.library.function
+        if f"_mapped_{before[:_IN_NAMES]}_" in function.signature.name
+    }
+    for body in bodies(graph_def):
+        name = "" if body.function is None else body.function.signature.name
+        if name and name not in renamed:
+            continue
+        if body.function is not None:
+            body.function.signature.name = renamed[name]
+        for node in body.nodes:
+            for function in called(node):
+                function.name = renamed.get(function.name, function.name)
+            if name and node.op == "ImmutableConst":
+                model, _, _, file = node.attr["memory_region_name"].s.rsplit(b"/", 3)
+                place = f"{version}/{VARIABLES_DIRECTORY}/{files[os.fsdecode(file)]}"
+                node.attr["memory_region_name"].s = model + b"/" + os.fsencode(place)
+            elif node.op == "Const" and (texts := node.attr["value"].tensor.string_val):
+                if texts[0] == before.encode():
+                    texts[0] = now.encode()
+                elif texts[0].endswith(f"/{MAPPED_ID_FILE}".encode()):
+                    model = texts[0].rsplit(b"/", 3)[0]
+                    texts[0] = model + f"/{version}/{MAPPED_ID_FILE}".encode()
 
 
 def _dataset(

@@ -567,6 +567,18 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
             digest="if given",
         ),
     ] = None
+    overlay_rows: Annotated[
+        int | None,
+        _storage(
+            "Room for N changed rows beside each mapped table of a base that takes deltas.",
+            metavar="N",
+            least=1,
+            default="a quarter of its rows",
+            goes_with="--map-tables",
+            digest="if given",
+        ),
+    ] = None
+    """Memory is taken by the rows that change, up to this bound."""
     warmup: Annotated[
         Path | None,
         _storage("Warm-up requests: one request in REST's JSON on each line.", metavar="FILE"),

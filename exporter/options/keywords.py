@@ -105,6 +105,8 @@ class ExportKeywords(TypedDict, total=False):
     """Let servers map large tables instead of reading them when they load."""
     served_at: str | None
     """Where servers see the model: mapped tables are there."""
+    overlay_rows: int | None
+    """Room for N changed rows beside each mapped table of a base that takes deltas."""
     warmup: StrPath | None
     """Warm-up requests: one request in REST's JSON on each line."""
     no_warmup: bool

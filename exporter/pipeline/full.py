@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -214,7 +215,8 @@ def _planned(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
     graph, mapping = in_8_bits.graph, in_8_bits.mapping
     unmapped: tuple[Unmapped, ...] = ()
     if request.map_tables:
-        chosen = choose_mapped(graph, mapping)
+        indexes = layout.index_names if layout is not None else ()
+        chosen = choose_mapped(graph, mapping, takes_deltas=request.updates is not None, indexes=indexes)
         graph, mapping, unmapped = chosen.graph, chosen.mapping, chosen.unmapped
     training = training_graph(request, found.catalog)
     if training is not None:
@@ -265,11 +267,10 @@ def _require_consistent(request: ExportRequest) -> None:
 
 def _require_mappable(request: ExportRequest) -> None:
     """Refuse what does not go together with mapped tables: a path is baked into the graph."""
-    if request.updates:
+    if request.overlay_rows is not None and not request.updates:
         raise UsageError(
-            "--map-tables: versions that take deltas are not mapped",
-            cause="a delta writes rows, and mapped memory cannot be written",
-            hint="leave out --map-tables, or publish full versions: without --incr and --updatable",
+            "--overlay-rows: this version takes no deltas, and has no overlay",
+            hint="leave it out, or add --incr or --updatable",
         )
     if request.format is not ExportFormat.SAVED_MODEL:
         raise UsageError(
@@ -458,7 +459,7 @@ def export(
     progress: ProgressFactory = no_progress,
     load: GraphSource | None = None,
     *,
-    not_backwards: bool = False,
+    beyond: int = 0,
 ) -> Exported:
     """Plan and execute; when a trainer prunes the checkpoint meanwhile, take the next newest.
 
@@ -468,7 +469,7 @@ def export(
     load = load or run_builders_once()
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            return execute(plan(request, load), progress, not_backwards=not_backwards)
+            return execute(plan(request, load), progress, beyond=beyond)
         except CheckpointChanged:
             if attempt == _ATTEMPTS or candidates(request.ckpt_dir) == [request.ckpt_dir]:
                 raise
@@ -492,13 +493,11 @@ def export_unless_published(request: ExportRequest, progress: ProgressFactory = 
         return Exported(planned, there, variables, (), time.monotonic() - started, is_new=False)
 
 
-def execute(
-    planned: Plan, progress: ProgressFactory = no_progress, *, not_backwards: bool = False
-) -> Exported:
+def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: int = 0) -> Exported:
     """Stage, verify and publish what was planned.
 
-    With `not_backwards` a base that takes deltas holds the trainer's increments, too, if more than its
-    checkpoint is served.
+    A base that takes deltas holds the trainer's increments, too, if its checkpoint is of an earlier step than
+    `beyond`.
 
     Raises:
         CheckpointChanged: the trainer removed or replaced files since the plan was made.
@@ -512,7 +511,7 @@ def execute(
         planned, variables = _write_variables(planned, staging, jobs, progress)
         # After the last read: a shard that was replaced while it was linked or copied is not published.
         planned.checkpoint.require_same_files()
-        state = _state(planned, not_backwards=not_backwards)
+        state = _state(planned, beyond=beyond)
         base = _updatable(planned, staging, state) if request.updates else None
         graph, mapping = (base.graph, base.mapping) if base else (planned.graph, planned.mapping)
         place = base.place if base else _version_place(planned)
@@ -529,7 +528,11 @@ def execute(
             keep_pair_alone(staging.path)
         if base is not None and state.increments is not None:
             scratch = staging.path.with_name("scratch")
-            variables = lay_increments_over(base.entry, state.increments, staging.path, scratch)
+            variables = lay_increments_over(base.entry, state.increments, mapping, staging.path, scratch)
+            if tables.files:  # they are other shards now, whose names the graph holds
+                tables = _mapped_tables(planned, place, variables)
+                write_saved_model(graph, mapping, staging.path, planned.training, tables)
+                tables.write_id(staging.path)
         if request.updates and request.updates.finite and request.verify.includes(Verify.BYTES):
             require_base_finite(variables.catalog)
         require_golden(staging.path, planned.golden)  # of the values that are published: increments, too
@@ -615,14 +618,14 @@ def _in_bundle(planned: Plan, directory: Path, progress: ProgressFactory) -> Pla
     return replace(planned, mapping=replace(mapping, catalog=catalog, sources=sources), layout=layout)
 
 
-def _state(planned: Plan, *, not_backwards: bool) -> BaseState:
+def _state(planned: Plan, *, beyond: int) -> BaseState:
     """The trainer's state that is published: the checkpoint's, or that of the increments since."""
     full = BaseState(_trained(planned), planned.catalog.step)
-    if not not_backwards or planned.request.updates is None or planned.training is not None:
+    if not beyond or planned.request.updates is None or planned.training is not None:
         return full
     spec = MappingSpec.of(planned.graph, planned.rules, planned.mapping)
-    model, prefix = planned.request.out, planned.catalog.prefix
-    return newest_state(model, full, prefix, planned.graph, planned.mapping, spec)
+    prefix = planned.catalog.prefix
+    return newest_state(full, prefix, planned.graph, planned.mapping, spec, beyond=beyond)
 
 
 def _trained(planned: Plan) -> TrainerVersion:
@@ -651,7 +654,31 @@ def _updatable(planned: Plan, staging: Staging, state: BaseState) -> UpdatableBa
         updates,
         scratch,
         planned.warmup if planned.request.warmup or planned.request.no_warmup else None,
+        _overlays(planned),
     )
+
+
+_OVERLAY_SHARE = 0.25
+"""Memory is taken by the rows that change. So a bound is what a host needs that has room for the mapped model
+alone; with a quarter of the rows, lookups of many ids take 1.6 times as long.
+"""
+
+
+def _overlays(planned: Plan) -> dict[str, int]:
+    """For how many changed rows there is room beside each mapped table of a base, by its node."""
+    if not planned.request.updates:
+        return {}
+    rows = {
+        variable.node: variable.shape[0]
+        for source in planned.mapping.sources
+        if source.is_mapped
+        for variable in source.variables
+    }
+    given = planned.request.overlay_rows
+    return {
+        node: min(count, given if given is not None else math.ceil(count * _OVERLAY_SHARE))
+        for node, count in rows.items()
+    }
 
 
 def _version_place(planned: Plan) -> VersionRule | ReservedPosition:
@@ -682,8 +709,9 @@ def _mapped_record(planned: Plan, tables: MappedTables, variables: VariablesRepo
     if not planned.request.map_tables:
         return None
     written = {shard.path.name: shard.bytes_ for shard in variables.shards}
+    overlays = _overlays(planned)
     mapped = [
-        MappedTable(source.as_stored(variable).served_name, file, written[file])
+        MappedTable(source.as_stored(variable).served_name, file, written[file], overlays.get(variable.node))
         for source in planned.mapping.sources
         for variable in source.variables
         if (file := tables.files.get(variable.node)) is not None

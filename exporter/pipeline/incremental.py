@@ -43,9 +43,11 @@ from exporter.delta.tolerance import (
 )
 from exporter.errors import (
     CheckpointChanged,
+    CheckpointError,
     ExportError,
     ManifestError,
     NotUpdatable,
+    OverlayFull,
     PositionError,
     PositionMoved,
     PublishError,
@@ -55,6 +57,7 @@ from exporter.increments.trained import TrainerVersion
 from exporter.mapping.mapping_rules import MappingRules, parse_rules, read_renames
 from exporter.options import ExportRequest, Updates, Verify, require_local
 from exporter.pipeline.log_maintenance import tidy
+from exporter.pipeline.overlay_room import OverlaidRows
 from exporter.pipeline.same_graph import SameGraph, check_same_graph
 from exporter.pipeline.table_deltas import has_room, ordinary, table_changes, without_index
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
@@ -83,10 +86,10 @@ def export_base(
     request: ExportRequest,
     progress: ProgressFactory = no_progress,
     *,
-    not_backwards: bool = False,
+    beyond: int = 0,
     is_watching: bool = False,
 ) -> Exported:
-    """Begin a log by a full export; `not_backwards`: with the increments since, if more is served already.
+    """Begin a log by a full export; with the increments since, if the step `beyond` is later than it.
 
     A watch waits for the graph that a trainer writes last.
 
@@ -99,7 +102,7 @@ def export_base(
 
     if is_watching:
         require_graph(request, open_checkpoint(request.ckpt_dir))
-    return export(as_base(request), progress, not_backwards=not_backwards)
+    return export(as_base(request), progress, beyond=beyond)
 
 
 def as_base(request: ExportRequest) -> ExportRequest:
@@ -108,12 +111,14 @@ def as_base(request: ExportRequest) -> ExportRequest:
     Where the log broke, it is the checkpoint of the base before that is published again.
     """
     request = replace(request, again=True)
-    if request.updates not in (None, Updates()):
-        return request
-    before = Updates()
+    before, mapped = Updates(), None
     with suppress(NotUpdatable, ManifestError):
-        before = read_log(request.out).base.entry.updates
-    return replace(request, updates=before)
+        base = read_log(request.out).base
+        before, mapped = base.entry.updates, base.manifest.mapped
+    if mapped is not None and mapped.tables and not request.map_tables:
+        served_at = str(Path(mapped.directory).parent)
+        request = replace(request, map_tables=True, served_at=served_at)
+    return request if request.updates not in (None, Updates()) else replace(request, updates=before)
 
 
 class IncrementalPlan(Struct, frozen=True):
@@ -302,6 +307,7 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         scratch = staging.path.with_name("scratch")
         scratch.mkdir()
         found = _changes(planned, scratch, progress)
+        overlaid = _overlaid(planned, found.changes)
         made = DeltaOrigin.INCREMENTS if plan.is_known else DeltaOrigin.COMPARISON
         span = replace(planned.span, only_from=bool(found.left_out or found.rounded))
         rounded = _rounded_so_far(planned, found)
@@ -310,7 +316,7 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         what = Publication(span, plan.step, made, trained, rounded=found.rounded, packing=packing)
         check = _verify_bytes if planned.request.verify is Verify.BYTES else None
         published = publish_changes(log, staging, found.changes, what, last=log.at.position, check=check)
-        _keep_for_next_time(planned, found, published.manifest.state_id)
+        _keep_for_next_time(planned, found, overlaid, published.manifest.state_id)
     rows = count_rows(without_index(found.changes, log.base.entry.mapping_spec))
     variables = len(found.changes)
     return ExportedDelta(
@@ -330,11 +336,24 @@ def _verify_bytes(written: Catalog) -> None:
     verify_bytes(written)
 
 
-def _keep_for_next_time(planned: IncrementalPlan, found: _Found, state: str) -> None:
+def _overlaid(planned: IncrementalPlan, changes: Mapping[str, Change]) -> OverlaidRows:
+    """The rows of mapped tables that have changed once a delta is published.
+
+    Raises:
+        OverlayFull: servers have no room for them.
+    """
+    overlaid = OverlaidRows.of(planned.log)
+    overlaid.add(changes)
+    overlaid.require_room()
+    return overlaid
+
+
+def _keep_for_next_time(planned: IncrementalPlan, found: _Found, overlaid: OverlaidRows, state: str) -> None:
     """Write caches; the delta is published, so that what stands in their way is no failure of it."""
     log = planned.log
     planned.graph.save(log.path)
     with suppress(OSError, PublishError):
+        overlaid.save(log, planned.position, state)
         if found.hashes is not None:
             write_index(log.path / HASHES_DIRECTORY, replace(found.hashes, state=state))
         if found.held_back:
@@ -370,10 +389,13 @@ def export_incremental(
             planned = _planned(request, versions, is_watching, marker_seconds)
             done = execute_incremental(planned, progress)
             break
-        except TableFull as error:
-            if not (full_on_mismatch or is_watching) or has_room(planned.log, planned.trainer):
+        except (TableFull, OverlayFull) as error:
+            is_known = isinstance(error, TableFull) and has_room(planned.log, planned.trainer)
+            if not (full_on_mismatch or is_watching) or is_known:
                 raise
-            return _new_log(request, progress, error, is_watching=is_watching)
+            # An increment that is too large for the overlay would be so again: the new base holds it.
+            beyond = planned.trainer.plan.step if isinstance(error, OverlayFull) else 0
+            return _new_log(request, progress, error, is_watching=is_watching, beyond=beyond)
         except PositionMoved:
             if attempt == _ATTEMPTS or mirror.is_remote(request.out):  # whoever opened it looks again
                 raise
@@ -410,12 +432,24 @@ def _planned(
 
 
 def _new_log(
-    request: ExportRequest, progress: ProgressFactory, why: PositionError, *, is_watching: bool
+    request: ExportRequest,
+    progress: ProgressFactory,
+    why: PositionError,
+    *,
+    is_watching: bool,
+    beyond: int = 0,
 ) -> Exported:
-    """Publish a base in the place of a delta; its notes say why."""
-    done = export_base(request, progress, not_backwards=True, is_watching=is_watching)
+    """Publish a base in the place of a delta, at no earlier step than is served; its notes say why."""
+    beyond = max(beyond, _served_step(request.out))
+    done = export_base(request, progress, beyond=beyond, is_watching=is_watching)
     said = f"a new base, not a delta: {why.message}" + (f" ({why.cause})" if why.cause else "")
     return replace(done, plan=replace(done.plan, target_notes=(said, *done.plan.target_notes)))
+
+
+def _served_step(model: Path) -> int:
+    with suppress(NotUpdatable, ManifestError, CheckpointError):
+        return read_log(model).at.step or 0
+    return 0
 
 
 def _tidied(log: DeltaLog, published: PublishedDelta) -> tuple[ExportError, ...]:

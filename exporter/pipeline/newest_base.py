@@ -8,8 +8,7 @@ would be a step back: there the increments are applied on top of the staged vari
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 
@@ -17,14 +16,20 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from exporter.bundle.variables import ShardOrigin, ShardReport, VariablesReport
+from exporter.bundle.variables import (
+    ShardOrigin,
+    ShardReport,
+    VariablesReport,
+    over_bundle,
+    write_variables,
+)
 from exporter.bundle.warmup import MAX_RECORDS, WarmupRequest, made_up_requests, parse_request
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
 from exporter.delta.row_reader import served_in
 from exporter.delta.snapshot import Array, Snapshot
-from exporter.errors import CheckpointError, ManifestError, NotServable, NotUpdatable, UsageError
+from exporter.errors import NotServable, UsageError
 from exporter.graph.cast_variables import cast_variables
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
 from exporter.increments.trained import TrainerVersion
@@ -34,11 +39,16 @@ from exporter.options import Updates
 from exporter.pipeline.table_deltas import told_changes
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
 from exporter.publish.commit import ReservedPosition
-from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import BaseEntry
 from exporter.storage.files import writing
 from exporter.storage.layout import VARIABLES_DIRECTORY, VARIABLES_PREFIX
-from exporter.subgraph.make_updatable import CATCH_UP_REQUEST, IncrementalOptions, make_updatable, schema_of
+from exporter.subgraph.make_updatable import (
+    CATCH_UP_REQUEST,
+    NO_OVERLAYS,
+    IncrementalOptions,
+    make_updatable,
+    schema_of,
+)
 from exporter.verify.version_files import verify_bytes
 
 
@@ -63,11 +73,13 @@ def make_base(
     updates: Updates,
     scratch: Path,
     warmup: tuple[WarmupRequest, ...] | None,
+    overlays: Mapping[str, int] = NO_OVERLAYS,
 ) -> UpdatableBase:
     """The base of a new log that begins at `place`.
 
     Its warm-up catches up with the log before a server lets the version answer, first and last: the requests
-    between, `warmup` or without any generated ones, may take seconds in which more is published.
+    between, `warmup` or without any generated ones, may take seconds in which more is published. `overlays`
+    are the mapped tables, as `make_updatable` takes them.
 
     Raises:
         NotServable: the graph cannot take deltas.
@@ -86,7 +98,7 @@ def make_base(
         **asdict(updates),
         warmed=frozenset(request.signature for request in requests),
     )
-    updatable = make_updatable(graph, options, scratch)
+    updatable = make_updatable(graph, options, scratch, overlays)
     entry = BaseEntry(place.position, schema, mapping_spec, trained, updates)
     catch_up = parse_request(CATCH_UP_REQUEST, updatable.meta_graph.signature_def)
     records = (catch_up, *requests, catch_up) if requests else (catch_up,)
@@ -196,20 +208,21 @@ class BaseState(Struct, frozen=True):
 
 
 def newest_state(
-    model: Path,
     full: BaseState,
     prefix: Path,
     graph: InferenceGraph,
     mapping: VariableMapping,
     mapping_spec: MappingSpec,
+    *,
+    beyond: int,
 ) -> BaseState:
-    """The state of a checkpoint with the increments since, if more than the checkpoint is served.
+    """The state of a checkpoint with the increments since, if the step `beyond` is later than it.
 
     Raises:
         CheckpointError: an increment is damaged.
         SchemaChanged: one holds a variable of another shape or dtype than the checkpoint.
     """
-    if full.step is None or (_served_step(model) or 0) <= full.step:
+    if full.step is None or beyond <= full.step:
         return full
     schema = schema_of(as_served(graph, mapping)[0])
     trainer = read_trainer(prefix, mapping_spec, schema, full.trained)
@@ -220,11 +233,12 @@ def newest_state(
 
 
 def lay_increments_over(
-    entry: BaseEntry, trainer: TrainerState, bundle: Path, scratch: Path
+    entry: BaseEntry, trainer: TrainerState, mapping: VariableMapping, bundle: Path, scratch: Path
 ) -> VariablesReport:
     """Write the staged variables of a base once more, with the trainer's increments applied on top.
 
-    Memory is bounded; what was staged goes to `scratch`.
+    Memory is bounded; what was staged goes to `scratch`. Tables that `mapping` maps get files of their own
+    again.
 
     Raises:
         CheckpointError: a file is damaged or changed.
@@ -241,9 +255,15 @@ def lay_increments_over(
     stored = {found.name: found for source in spec.sources() for found in served_in(staged, source)}
     told = told_changes(spec, schema, Snapshot(stored), trainer, None)
     state = Snapshot(stored, (*trainer.layers(), told))
-    with writing(bundle):
-        write_merged(spec, schema, state, bundle)
-    return _report(read_catalog(bundle / VARIABLES_PREFIX))
+    is_mapped = any(source.is_mapped for source in mapping.sources)
+    merged = scratch / "merged" if is_mapped else bundle
+    with writing(merged):
+        merged.mkdir(exist_ok=True)
+        write_merged(spec, schema, state, merged)
+    written = read_catalog(merged / VARIABLES_PREFIX)
+    if is_mapped:
+        written = write_variables(over_bundle(mapping, written), bundle).catalog
+    return _report(written)
 
 
 def _report(written: Catalog) -> VariablesReport:
@@ -251,9 +271,3 @@ def _report(written: Catalog) -> VariablesReport:
     sizes = zip(written.shards, written.shard_sizes, strict=True)
     shards = (ShardReport(path, None, ShardOrigin.REWRITTEN, why, size) for path, size in sizes)
     return VariablesReport(written, tuple(shards))
-
-
-def _served_step(model: Path) -> int | None:
-    with suppress(NotUpdatable, ManifestError, CheckpointError):
-        return read_log(model).at.step
-    return None

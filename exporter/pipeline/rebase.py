@@ -8,9 +8,11 @@ on from its position fit both.
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,7 +20,8 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.catalog import SliceRef, SliceSpec
+from exporter.bundle.mapped_tables import move_tries
+from exporter.catalog import Catalog, SliceRef, SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, encode_index, index_path, read_catalog, shard_path
 from exporter.delta.delta_files import DeltaTensors
 from exporter.delta.format import Schema, ServedVariable
@@ -40,12 +43,13 @@ from exporter.pipeline.undisturbed import past_given_up, position_of_merger, run
 from exporter.publish.commit import PublishedVersion, ReservedPosition, Staging, publish_version
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogBase, LogDelta
 from exporter.publish.finite import require_merger_finite
-from exporter.publish.manifest import ManifestDraft, tensor_entries
+from exporter.publish.manifest import ManifestDraft, MappedRecord, MappedTable, tensor_entries
 from exporter.publish.permission import Permission
 from exporter.storage.files import copy_file, writing
 from exporter.storage.layout import (
     ASSETS_DIRECTORY,
     EXTRA_DIRECTORY,
+    MAPPED_ID_FILE,
     SAVED_MODEL_FILE,
     UPDATABLE_FILE,
     VARIABLES_DIRECTORY,
@@ -61,7 +65,9 @@ from exporter.wire.protos import Proto
 
 
 class BaseMerger:
-    """The variables of a base, `stored`, with `deltas` laid over them, oldest first.
+    """The variables of a base, `stored`, with `deltas` applied on top, oldest first.
+
+    Those that servers map, `mapped`, get files of their own.
 
     Raises:
         CheckpointChanged: a file is no longer there.
@@ -76,12 +82,14 @@ class BaseMerger:
         deltas: Sequence[DeltaTensors],
         *,
         task_bytes: int,
+        mapped: Collection[str] = (),
         hint: str = "",
     ) -> None:
         self._prefix = bundle / VARIABLES_PREFIX
         self._sources = mapping_spec.sources()
         self._variables = {variable.name: variable for variable in schema.variables}
         self._stored, self._deltas = stored, deltas
+        self._mapped = mapped
         self._files = Sources(hint)
         self._left: list[tuple[str, SliceSpec | None, str]] = []
         self._job = ShardJob(Merge, self._files, self._places(task_bytes), task_bytes)
@@ -126,10 +134,16 @@ class BaseMerger:
                 if not runs:
                     yield from self._copied(variable.name, source.key, part.part)
                     continue
+                is_mapped = variable.name in self._mapped  # from one file: one task writes all of it
                 sections = table_sections(
-                    variable, self._deltas, self._files, packing=None, task_bytes=task_bytes, base=runs
+                    variable,
+                    self._deltas,
+                    self._files,
+                    packing=None,
+                    task_bytes=sys.maxsize if is_mapped else task_bytes,
+                    base=runs,
                 )
-                yield from (Place(section, variable.name) for section in sections)
+                yield from (Place(section, variable.name, alone=is_mapped) for section in sections)
 
     def _copied(self, name: str, key: str, part: SliceSpec | None) -> Iterator[Place[str]]:
         """What is served whole: as the newest delta has it, else the base."""
@@ -317,8 +331,9 @@ def _rebase(
             except CorruptFile:
                 verify_bytes(read_catalog(base.path / VARIABLES_PREFIX))  # says what is wrong with a base
                 raise
-        _copy_graph(base, staging.path, at.position, at.step or 0)
         catalog = read_catalog(staging.path / VARIABLES_PREFIX)
+        mapped = _mapped_again(base, catalog, at.position)
+        _copy_graph(base, staging.path, at.position, at.step or 0, mapped)
         verify_files(staging.path, tensor_entries(catalog))
         draft = ManifestDraft(
             tensors=tensor_entries(catalog),
@@ -329,6 +344,7 @@ def _rebase(
             lineage=log.lineage,
             incremental=replace(base.entry, trained=trained, state=newest.manifest.state_id),
             tensorflow=base.manifest.tensorflow,
+            mapped=mapped,
         )
         place = ReservedPosition(at.position, last=at.position, is_passed=True)
         published = publish_version(staging, draft, place, keep=keep, permission=permission)
@@ -353,8 +369,35 @@ def _merger(log: DeltaLog, chain: Sequence[LogDelta], bundle: Path, jobs: Jobs) 
         log.base.stored(),
         [log.tensors(delta) for delta in chain],
         task_bytes=jobs.task_bytes,
+        mapped={table.name for table in _mapped_tables(log.base)},
         hint=BROKEN_LOG_HINT,
     )
+
+
+def _mapped_tables(base: LogBase) -> tuple[MappedTable, ...]:
+    record = base.manifest.mapped
+    return () if record is None else record.tables
+
+
+def _mapped_again(base: LogBase, written: Catalog, position: int) -> MappedRecord | None:
+    """What servers map of the new base: the same tables, from other files, under another id."""
+    record = base.manifest.mapped
+    if record is None or not record.tables:
+        return record
+    runs = {}
+    for source in base.entry.mapping_spec.sources():
+        boxes = {box: run.extent for box, run in stored_runs(written, written.tensors[source.key])}
+        for part in source.variables:
+            whole = SliceSpec.whole(written.tensors[source.key].shape)
+            runs[part.served_name] = boxes.get(part.part or whole)
+    tables = []
+    for table in record.tables:
+        extent = runs[table.name]
+        is_alone = extent is not None and (extent.offset, extent.size) == (0, table.bytes_)
+        assert extent is not None and is_alone, f"{table.name} has no file of its own"
+        tables.append(replace(table, file=written.path_of(extent).name))
+    directory = str(Path(record.directory).parent / str(position))
+    return replace(record, id=secrets.token_hex(16), directory=directory, tables=tuple(tables))
 
 
 def _newest_approved(log: DeltaLog) -> LogBase | LogDelta:
@@ -363,8 +406,10 @@ def _newest_approved(log: DeltaLog) -> LogBase | LogDelta:
     return log.newest if approved is None or approved >= log.at.position else log.standing(approved)
 
 
-def _copy_graph(log_base: LogBase, bundle: Path, position: int, step: int) -> None:
-    """Copy everything of a base but its variables, at another position.
+def _copy_graph(
+    log_base: LogBase, bundle: Path, position: int, step: int, mapped: MappedRecord | None
+) -> None:
+    """Copy everything of a base but its variables, at another position, with other files to map.
 
     Raises:
         VerificationError: a file is not what the base's manifest lists.
@@ -382,6 +427,12 @@ def _copy_graph(log_base: LogBase, bundle: Path, position: int, step: int) -> No
     moved = np.array([position, step, *first.tolist()[2:]], np.int64)
     constant.attr["value"].tensor.Clear()
     tensor_proto.fill(constant.attr["value"].tensor, moved)
+    before = log_base.manifest.mapped
+    if before is not None and mapped is not None and mapped.tables:
+        files = {was.file: now.file for was, now in zip(before.tables, mapped.tables, strict=True)}
+        for meta_graph in saved_model.meta_graphs:
+            move_tries(meta_graph.graph_def, position, (before.id, mapped.id), files)
+        (bundle / MAPPED_ID_FILE).write_text(mapped.id)
     (bundle / SAVED_MODEL_FILE).write_bytes(saved_model.SerializeToString(deterministic=True))
     for directory in (ASSETS_DIRECTORY, EXTRA_DIRECTORY):
         if (base / directory).is_dir():

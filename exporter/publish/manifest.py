@@ -225,12 +225,15 @@ class RestoredValues(Struct, frozen=True, omit_defaults=True):
     reason: Annotated[str | None, doc("why, in words; absent: nobody said")] = None
 
 
-class MappedTable(Struct, frozen=True, rename={"bytes_": "bytes"}):
+class MappedTable(Struct, frozen=True, omit_defaults=True, rename={"bytes_": "bytes"}):
     """A variable that servers map."""
 
     name: Annotated[Text, doc("its name as served, with its slice if it is a part")]
     file: Annotated[Text, doc("the shard in `variables/` that holds it alone")]
     bytes_: Annotated[Count, doc("its length")]
+    overlay_rows: Annotated[
+        Count | None, doc("for how many changed rows there is room beside it; absent: it takes no deltas")
+    ] = None
 
 
 class RestoredTable(Struct, frozen=True, rename={"bytes_": "bytes"}):

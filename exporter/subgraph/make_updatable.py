@@ -25,12 +25,14 @@ from exporter.delta.format import OPEN, ChangeKind, Schema, ServedVariable, Tabl
 from exporter.errors import NotServable
 from exporter.graph.editor import GraphEditor
 from exporter.graph.inference_graph import Asset, GraphVariable, InferenceGraph
+from exporter.graph.overlaid_reads import SCATTERED, overlay_reads
 from exporter.graph.signatures import rename_tensors, signature_nodes, tensors_of
 from exporter.graph.tables import makers
 from exporter.graph.variable_uses import Use, read_rows_only, uses
 from exporter.options import Isolation, Updates
 from exporter.storage.layout import UPDATABLE_NAME
 from exporter.subgraph.isolation import isolate, order_handles
+from exporter.subgraph.overlay import add_overlays
 from exporter.subgraph.read_delta import Expected
 from exporter.subgraph.state import StateNodes
 from exporter.subgraph.update import UpdateRules
@@ -53,24 +55,7 @@ DIGEST_SIGNATURE = "incremental_digest"
 CATCH_UP_REQUEST = '{"signature_name": "incremental_update", "inputs": {"up_to": [-1]}}'
 """A warm-up request in REST's JSON: a server that plays it is at the newest position before it answers."""
 
-_SCATTERED = {
-    DType.FLOAT,
-    DType.DOUBLE,
-    DType.HALF,
-    DType.BFLOAT16,
-    DType.BOOL,
-    DType.COMPLEX64,
-    DType.COMPLEX128,
-    DType.INT8,
-    DType.INT16,
-    DType.INT32,
-    DType.INT64,
-    DType.UINT8,
-    DType.UINT16,
-    DType.UINT32,
-    DType.UINT64,
-}
-"""The dtypes for which TensorFlow has scatter kernels, and whose rows a delta can therefore hold."""
+NO_OVERLAYS: Mapping[str, int] = {}
 
 
 class IncrementalOptions(Updates, frozen=True, kw_only=True):
@@ -89,9 +74,15 @@ class IncrementalOptions(Updates, frozen=True, kw_only=True):
     warmed: frozenset[str] = frozenset()
 
 
-def make_updatable(graph: InferenceGraph, options: IncrementalOptions, scratch: Path) -> InferenceGraph:
+def make_updatable(
+    graph: InferenceGraph,
+    options: IncrementalOptions,
+    scratch: Path,
+    overlays: Mapping[str, int] = NO_OVERLAYS,
+) -> InferenceGraph:
     """A copy of the graph that takes deltas. Its new asset is written into the directory `scratch`.
 
+    `overlays` are the mapped tables, by the nodes of their handles: for how many changed rows each has room.
     Variables must have the dtype in which they are served: casts come before this. Lookup tables must have
     the names and shapes that a mapping found.
 
@@ -107,19 +98,22 @@ def make_updatable(graph: InferenceGraph, options: IncrementalOptions, scratch: 
     schema = Schema.of(served.keys())
     editor = GraphEditor.onto(graph_def, "incremental", f"{options.lineage}/{options.position}")
     state = StateNodes.add(editor)
-    _isolate_signatures(
-        editor, state, signatures, [node for nodes in served.values() for node in nodes], options
-    )
+    overlaid = add_overlays(editor, graph.variables, overlays)
+    by_node = {variable.node: variable for variable in graph.variables}
+    overlay_reads(graph_def, {node: nodes.reads(by_node[node]) for node, nodes in overlaid.items()})
+    handles = [node for nodes in served.values() for node in nodes if node not in overlaid]
+    handles += [handle for nodes in overlaid.values() for handle in (nodes.slots, nodes.rows)]
+    _isolate_signatures(editor, state, signatures, handles, options)
     expected = Expected(options.lineage, schema, options.finite)
     largest = options.snapshot_max_rows if options.isolation is Isolation.SNAPSHOT else -1
     rules = UpdateRules(log_name(options.log), expected, largest)
-    signatures[UPDATE_SIGNATURE].CopyFrom(add_update(editor, state, served, rules))
+    signatures[UPDATE_SIGNATURE].CopyFrom(add_update(editor, state, served, overlaid, rules))
     signatures[STATUS_SIGNATURE].CopyFrom(add_status(editor, state, options.lineage))
     if options.digest:
-        signatures[DIGEST_SIGNATURE].CopyFrom(add_digest(editor, state, served))
+        signatures[DIGEST_SIGNATURE].CopyFrom(add_digest(editor, state, served, overlaid))
     asset = _add_asset(editor, scratch / UPDATABLE_NAME, schema, options)
     start = options.position, options.step
-    init_op = add_init(editor, state, asset.node, graph.init_op, start)
+    init_op = add_init(editor, state, overlaid.values(), asset.node, graph.init_op, start)
     return replace(
         graph,
         meta_graph=meta_graph,
@@ -205,7 +199,7 @@ def _variables(variables: tuple[GraphVariable, ...], found: Mapping[str, Use]) -
         if any((twin.dtype, twin.shape) != (first.dtype, first.shape) for twin in twins):
             raise NotServable(f"{name!r} is restored into variables of different shapes or dtypes")
         by_rows = (
-            first.dtype in _SCATTERED and bool(first.shape) and all(found[t.node] is Use.ROWS for t in twins)
+            first.dtype in SCATTERED and bool(first.shape) and all(found[t.node] is Use.ROWS for t in twins)
         )
         kind = ChangeKind.TABLE if by_rows else ChangeKind.DENSE
         served[ServedVariable(name, first.dtype, first.shape, kind)] = tuple(twin.node for twin in twins)

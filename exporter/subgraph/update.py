@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.storage.layout import DELTAS_DIRECTORY, HOLD_FILE, MANIFEST_FILE
-from exporter.subgraph.read_delta import Expected, attempt, first_success, read_delta
+from exporter.subgraph.read_delta import Expected, ReadDelta, attempt, first_success, read_delta
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign
 from exporter.subgraph.write_delta import UpdateTarget, position_vector, write_rows, write_snapshot
 from exporter.wire.update_status import ANOTHER_RUNS, UNREADABLE_HOLD, UpdateStatus
@@ -239,6 +240,8 @@ def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: U
         end = tf.gather(published.ends, before.choice)
         name = tf.gather(published.names, before.choice)
         delta = read_delta(published.directory, name, before.position[0], rules.expected)
+        if target.has_overlays:
+            delta = replace(delta, refusal=_without_room(name, delta, target))
         accepted = tf.equal(delta.refusal, "")
         at_once = delta.rows + delta.entries <= rules.snapshot_max_rows
 
@@ -277,6 +280,25 @@ def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: U
             parallel_iterations=1,
         )
     )
+
+
+def _without_room(name: Tensor, delta: ReadDelta, target: UpdateTarget) -> Tensor:
+    """The refusal of a delta, also if its rows have no room in the overlays of mapped tables."""
+    import tensorflow as tf
+
+    def look() -> Tensor:
+        table = target.full_overlay(delta)
+        said = [
+            f"{UpdateStatus.OVERLAY}: ",
+            name,
+            " changes more rows of ",
+            table,
+            " than its overlay has room for",
+        ]
+        return tf.where(tf.equal(table, ""), "", tf.strings.join(said))
+
+    refused = tf.not_equal(delta.refusal, "")
+    return tf.ensure_shape(tf.cond(refused, lambda: tf.identity(delta.refusal), look), [])
 
 
 def _and_then(operation: Tensor, value: Tensor) -> Tensor:

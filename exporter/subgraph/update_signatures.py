@@ -9,7 +9,7 @@ Every input and output is a vector of one length, so that the signatures work wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -18,6 +18,7 @@ from exporter.delta.chunk_digest import CHUNK_ROWS, GOLDEN, LAST_SHIFT, ROUNDS, 
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
 from exporter.graph.editor import CPU, GraphEditor
 from exporter.graph.signatures import SignatureTensor, canonical, tensors_of
+from exporter.subgraph.overlay import Overlay, OverlayNodes
 from exporter.subgraph.state import SETTLED, STATE_INPUTS, StateNodes, Tensor, UpdateState, read
 from exporter.subgraph.update import UpdateRules, update
 from exporter.subgraph.write_delta import UpdateTarget
@@ -31,22 +32,30 @@ Served = Mapping[ServedVariable, tuple[str, ...]]
 """The variables that deltas write, with the nodes of their handles; a lookup table's stand with its keys."""
 
 
-def add_update(editor: GraphEditor, state: StateNodes, served: Served, rules: UpdateRules) -> Proto:
+def add_update(
+    editor: GraphEditor,
+    state: StateNodes,
+    served: Served,
+    overlays: Mapping[str, OverlayNodes],
+    rules: UpdateRules,
+) -> Proto:
     """Add the nodes of `incremental_update` and return its signature."""
 
     def build(up_to: Tensor, inner: UpdateState, target: UpdateTarget) -> tuple[Tensor, ...]:
         return update(up_to, inner, target, rules)
 
-    up_to, outputs = _add_part(editor, state, served, "update", "up_to", build)
+    up_to, outputs = _add_part(editor, state, served, overlays, "update", "up_to", build)
     dtypes = (*[DType.INT64] * 4, DType.STRING)
     position, step, rows, deltas, status = _unless_refused(editor, "update", outputs, dtypes)
     numbers = {"position": position, "step": step, "rows": rows, "deltas": deltas}
     return _signature({"up_to": up_to}, numbers, {"status": status})
 
 
-def add_digest(editor: GraphEditor, state: StateNodes, served: Served) -> Proto:
+def add_digest(
+    editor: GraphEditor, state: StateNodes, served: Served, overlays: Mapping[str, OverlayNodes]
+) -> Proto:
     """Add the nodes of `incremental_digest` and return its signature."""
-    rows, outputs = _add_part(editor, state, served, "digest", "rows", digest)
+    rows, outputs = _add_part(editor, state, served, overlays, "digest", "rows", digest)
     dtypes = (DType.STRING, DType.INT64, DType.INT64)
     checksum, before, after = _unless_refused(editor, "digest", outputs, dtypes)
     return _signature(
@@ -112,22 +121,33 @@ def _add_part(
     editor: GraphEditor,
     state: StateNodes,
     served: Served,
+    overlays: Mapping[str, OverlayNodes],
     name: str,
     argument: str,
     build: Callable[[Tensor, UpdateState, UpdateTarget], tuple[Tensor, ...]],
 ) -> tuple[str, list[str]]:
-    """Add `build` as a function of int64 [n], the state and all served variables, and a call of it.
+    """Add `build` as a function of int64 [n], the state, all served variables and overlays, and a call of it.
 
     Returns the placeholder of the argument, and the call's outputs.
     """
     schema = Schema.of(served)
     owners = [variable for variable in schema.variables for _ in served[variable]]
-    handles = [node for variable in schema.variables for node in served[variable]]
+    nodes = [node for variable in schema.variables for node in served[variable]]
+    handles = [*nodes, *(handle for node in nodes if node in overlays for handle in overlays[node].handles)]
 
     def with_target(given: Tensor, *resources: Tensor) -> tuple[Tensor, ...]:
-        by_name: dict[str, list[Tensor]] = {variable.name: [] for variable in schema.variables}
-        for owner, handle in zip(owners, resources[len(STATE_INPUTS) :], strict=True):
-            by_name[owner.name].append(_with_value(handle, owner))
+        by_name: dict[str, list[Tensor | Overlay]] = {variable.name: [] for variable in schema.variables}
+        own = resources[len(STATE_INPUTS) :]
+        further = iter(own[len(nodes) :])
+        for owner, node, handle in zip(owners, nodes, own, strict=False):
+            valued = _with_value(handle, owner)
+            if overlay := overlays.get(node):
+                slots, rows, used = (next(further) for _ in overlay.handles)
+                slots = _with_handle_data(slots, DType.INT32, owner.shape[:1])
+                rows = _with_handle_data(rows, owner.dtype, overlay.shape)
+                by_name[owner.name].append(Overlay(valued, slots, rows, used, overlay))
+            else:
+                by_name[owner.name].append(valued)
         return build(given, UpdateState(*resources[: len(STATE_INPUTS)]), UpdateTarget(schema, by_name))
 
     resources = STATE_INPUTS | {f"variable_{n}": (DType.RESOURCE, ()) for n in range(len(handles))}
@@ -138,13 +158,15 @@ def _add_part(
 
 def _with_value(handle: Tensor, variable: ServedVariable) -> Tensor:
     """The handle; a variable's with the dtype and shape that shape inference needs to read it."""
-    if variable.contents is not None:
-        return handle
+    return handle if variable.contents else _with_handle_data(handle, variable.dtype, variable.shape)
+
+
+def _with_handle_data(handle: Tensor, dtype: DType, shape: tuple[int, ...]) -> Tensor:
     import tensorflow as tf
     from tensorflow.python.ops import handle_data_util  # the public API cannot set them
 
-    shape, dtype = tf.TensorShape(variable.shape), tf.as_dtype(int(variable.dtype))
-    handle_data_util.set_handle_data(handle, handle_data_util.create_handle_data(shape, dtype))
+    known = handle_data_util.create_handle_data(tf.TensorShape(shape), tf.as_dtype(int(dtype)))
+    handle_data_util.set_handle_data(handle, known)
     return handle
 
 
@@ -183,7 +205,12 @@ def _vector_info(tensor: str, dtype: DType) -> Proto:
 
 
 def add_init(
-    editor: GraphEditor, state: StateNodes, asset: str, before: str | None, start: tuple[int, int]
+    editor: GraphEditor,
+    state: StateNodes,
+    overlays: Iterable[OverlayNodes],
+    asset: str,
+    before: str | None,
+    start: tuple[int, int],
 ) -> str:
     """Add the op that initializes the state, and runs the node `before`, too; returns its node.
 
@@ -215,6 +242,8 @@ def add_init(
         state.since: (editor.constant("first_since", 0.0, DType.DOUBLE), DType.DOUBLE),
         state.base: (base, DType.STRING),
     }
+    for overlay in overlays:
+        values |= overlay.add_first_values(editor)
     cold = editor.constant("cold", False, DType.BOOL)
     own = [node.name for node in editor.graph_def.node if node.name.startswith(f"{editor.scope}/")]
     values |= {name: (cold, DType.BOOL) for name in own if name.endswith("/warm")}
@@ -258,7 +287,7 @@ def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[T
     return tf.strings.as_string(found), tf.fill(shape, before), tf.fill(shape, after), refusal
 
 
-def _branch(variable: ServedVariable, handle: Tensor) -> Callable[[Tensor], Tensor]:
+def _branch(variable: ServedVariable, handle: Tensor | Overlay) -> Callable[[Tensor], Tensor]:
     """A function from the first row of a chunk of `variable` to the chunk's digest."""
     import tensorflow as tf
 
@@ -270,6 +299,8 @@ def _branch(variable: ServedVariable, handle: Tensor) -> Callable[[Tensor], Tens
         stop = tf.minimum(start + CHUNK_ROWS, row_count(variable))
         if variable.kind is ChangeKind.TABLE:  # reading it whole would copy it: see `graph.variable_uses`
             ids = tf.range(start, stop)
+            if isinstance(handle, Overlay):
+                return _digest_of(handle.gather(ids), variable.dtype)
             return _digest_of(
                 tf.raw_ops.ResourceGather(resource=handle, indices=ids, dtype=dtype), variable.dtype
             )

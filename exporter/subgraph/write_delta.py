@@ -19,8 +19,10 @@ from itertools import pairwise
 from msgspec import Struct
 
 from exporter.delta.format import ChangeKind, Schema
+from exporter.subgraph.overlay import Overlay, Places
 from exporter.subgraph.read_delta import ReadDelta, by_variable, tensors_in
-from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign, sleep
+from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign, read, sleep
+from exporter.wire.dtypes import DType
 
 CHUNK_ROWS = 4096
 """Rows written under one lock of a table, which lookups wait for: about a millisecond for 64 floats a row."""
@@ -35,18 +37,49 @@ _AT_ONCE = 4
 class UpdateTarget(Struct, frozen=True):
     """The variables that a delta is written into: handles by the names of the schema.
 
-    A name has several handles if several variables of the graph are restored from one tensor.
+    A name has several handles if several variables of the graph are restored from one tensor. The handle of
+    a mapped table comes with its overlay.
     """
 
     schema: Schema
-    handles: Mapping[str, Sequence[Tensor]]
+    handles: Mapping[str, Sequence[Tensor | Overlay]]
 
-    def writes(self, delta: ReadDelta) -> Writes:
-        """The writes that a delta needs. Variables without elements need none."""
+    @property
+    def has_overlays(self) -> bool:
+        """True if a delta may not fit for lack of room."""
+        return any(isinstance(handle, Overlay) for found in self.handles.values() for handle in found)
+
+    def places(self, delta: ReadDelta) -> dict[tuple[str, int], Places]:
+        """Where a delta's rows go in overlays: by the name of the table, and the number of its handle."""
+        tensors = tensors_in(delta.tensors, self.schema)
+        return {
+            (variable.name, number): handle.place(its_tensors[0])
+            for variable, its_tensors in by_variable(self.schema, tensors)
+            for number, handle in enumerate(self.handles[variable.name])
+            if isinstance(handle, Overlay)
+        }
+
+    def full_overlay(self, delta: ReadDelta) -> Tensor:
+        """The name of the first table whose overlay has no room for a delta's rows, string []; or empty."""
+        import tensorflow as tf
+
+        name = tf.constant("")
+        for (table, number), places in reversed(self.places(delta).items()):
+            overlay = self.handles[table][number]
+            assert isinstance(overlay, Overlay)
+            name = tf.where(overlay.is_full(places), table, name)
+        return name
+
+    def writes(self, delta: ReadDelta, places: Mapping[tuple[str, int], Places] | None = None) -> Writes:
+        """The writes that a delta needs. Variables without elements need none.
+
+        `places` are those of `places`, where the caller has them.
+        """
         import tensorflow as tf
 
         tensors = tensors_in(delta.tensors, self.schema)
-        writes = Writes(tensors, [], [], [])
+        places = self.places(delta) if places is None else places
+        writes = Writes(tensors, [], [], [], [], [])
         flags = tf.unstack(delta.changed)  # one node, where an index takes three for each variable
         changed = dict(zip(self.schema.variables, flags, strict=True))
         found = dict(by_variable(self.schema, tensors))
@@ -54,8 +87,13 @@ class UpdateTarget(Struct, frozen=True):
             # Lookup tables follow below; scatter kernels refuse rows of no elements.
             if variable.contents is not None or 0 in variable.shape:
                 continue
-            for handle in self.handles[variable.name]:
-                if variable.kind is ChangeKind.TABLE:
+            for number, handle in enumerate(self.handles[variable.name]):
+                if isinstance(handle, Overlay):
+                    found_at = places[variable.name, number]
+                    writes.tables.append((handle.rows, found_at.at, its_tensors[1]))
+                    writes.slots.append((handle.slots, found_at.ids, found_at.at))
+                    writes.used.append((handle.used, found_at.used))
+                elif variable.kind is ChangeKind.TABLE:
                     writes.tables.append((handle, *its_tensors))
                 else:
                     writes.dense.append((handle, changed[variable], *its_tensors))
@@ -69,13 +107,16 @@ class Writes(Struct, frozen=True):
     """A delta's `tensors`, and the writes to do with them, one for each handle.
 
     `tables` are scattered (handle, ids, rows), `dense` variables assigned (handle, whether it changed,
-    value), the entries of `lookups` replaced (handle, whether they changed, keys, values).
+    value), the entries of `lookups` replaced (handle, whether they changed, keys, values). `slots` are
+    scattered, too (handle, ids, places), and `used` assigned: those of overlays.
     """
 
     tensors: Sequence[Tensor]
     tables: list[tuple[Tensor, Tensor, Tensor]]
     dense: list[tuple[Tensor, Tensor, Tensor]]
     lookups: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+    slots: list[tuple[Tensor, Tensor, Tensor]]
+    used: list[tuple[Tensor, Tensor]]
 
 
 def write_snapshot(
@@ -91,15 +132,18 @@ def write_snapshot(
     writes = target.writes(delta)
     # Readers wait while the sequence is odd. So everything else is done before it becomes odd: the delta was
     # read and checked, values are chosen and cut here, and quiet is granted. Only writes are left.
-    tables = _in_parts(writes.tables)
+    tables = _in_parts([*writes.tables, *writes.slots])
     dense = [(handle, _value_if(handle, changed, value)) for handle, changed, value in writes.dense]
-    prepared = [*writes.tensors, start, end, *(value for _, *values in (*tables, *dense) for value in values)]
+    chosen = (value for _, *values in (*tables, *dense, *writes.used) for value in values)
+    prepared = [*writes.tensors, start, end, *chosen]
     with tf.control_dependencies(prepared):
         granted = _grant_quiet(state)
     with tf.control_dependencies([granted]):
         # `since` before odd: a reader that finds the sequence odd takes `since` for its beginning, and would
         # lose patience at once with an old one. The target before the first write: see the module.
         noted = [assign(state.since, tf.timestamp()), assign(state.position, start)]
+        # So are the places taken: if the update dies, they are lost, and no two rows share one.
+        noted += [assign(handle, used) for handle, used in writes.used]
         # `| 1`, not `+ 1`: if an update died while the sequence was odd, `+ 1` would make it even here.
         odd = tf.bitwise.bitwise_or(state.read_sequence(), 1)
     with tf.control_dependencies(noted):
@@ -160,8 +204,9 @@ def write_rows(
     """Write all tensors, tables chunk by chunk, outside the sequence. Returns the last operation."""
     import tensorflow as tf
 
-    writes = target.writes(delta)
-    with tf.control_dependencies([*writes.tensors, start, end]):
+    places = target.places(delta)
+    writes = target.writes(delta, places)
+    with tf.control_dependencies([*writes.tensors, start, end, *(at for _, _, at in writes.slots)]):
         sequence = state.read_sequence()
         noted = assign(state.position, start)
     # The target is noted before the first write: see the module.
@@ -171,7 +216,7 @@ def write_rows(
         ]
         written += [_import_if(*write) for write in writes.lookups]
         if writes.tables:
-            written.append(_scatter_chunks(target, delta))
+            written.append(_scatter_chunks(target, delta, places))
     # The sequence is odd here only if an earlier snapshot died. These writes have repaired its state, so the
     # sequence becomes even.
     return _settle(state, end, written, sequence + tf.bitwise.bitwise_and(sequence, 1))
@@ -228,7 +273,9 @@ def _import_if(handle: Tensor, changed: Tensor, keys: Tensor, values: Tensor) ->
     return tf.cond(changed, replace, lambda: tf.identity(changed))
 
 
-def _scatter_chunks(target: UpdateTarget, delta: ReadDelta) -> Tensor:
+def _scatter_chunks(
+    target: UpdateTarget, delta: ReadDelta, places: Mapping[tuple[str, int], Places]
+) -> Tensor:
     """Scatter the rows of all tables: each round of one loop writes the next chunk of every table.
 
     The loop takes the delta as one tensor and holds a few raw ops for each table: a server prepares all of
@@ -240,24 +287,47 @@ def _scatter_chunks(target: UpdateTarget, delta: ReadDelta) -> Tensor:
         end = start + CHUNK_ROWS
         rows = {"begin": start[tf.newaxis], "end": end[tf.newaxis], "strides": tf.constant([1])}
         columns = {key: tf.concat([edge, [int(key == "strides")]], 0) for key, edge in rows.items()}
-        scatters = [
+
+        def scatter(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
             # With `use_locking` under the variable's exclusive lock, so that a lookup sees a row whole;
             # `ResourceScatterUpdate` would write beside lookups. 100,000 rows of 64 floats: 34 against 9 ms.
-            tf.raw_ops.ResourceScatterNdUpdate(
-                ref=handle,
-                indices=tf.raw_ops.StridedSlice(input=ids, new_axis_mask=0b10, **columns),
-                updates=tf.raw_ops.StridedSlice(input=values, **rows),
-                use_locking=True,
-            )
-            for handle, ids, values in target.writes(delta).tables
-        ]
+            return [
+                tf.raw_ops.ResourceScatterNdUpdate(
+                    ref=handle,
+                    indices=tf.raw_ops.StridedSlice(input=ids, new_axis_mask=0b10, **columns),
+                    updates=tf.raw_ops.StridedSlice(input=values, **rows),
+                    use_locking=True,
+                )
+                for handle, ids, values in tables
+            ]
+
+        writes = target.writes(delta, places)
+        scatters = scatter(writes.tables)
+        with tf.control_dependencies(scatters):
+            # Places are taken as they are written, in their order: those of a call that is cancelled before
+            # the next chunk are not lost, as they would be if all were taken at once.
+            taken = [
+                assign(used, _greatest(used, tf.raw_ops.StridedSlice(input=at, **rows)))
+                for (used, _), (_, _, at) in zip(writes.used, writes.slots, strict=True)
+            ]
+        # A lookup takes a row's slot first: a slot leads to a place whose row is there.
+        with tf.control_dependencies([*scatters, *taken]):
+            scatters += scatter(writes.slots)
         with tf.control_dependencies(scatters):
             return tf.identity(end)
 
-    lengths = tf.raw_ops.ShapeN(input=[ids for _, ids, _ in target.writes(delta).tables])
+    lengths = tf.raw_ops.ShapeN(input=[ids for _, ids, _ in target.writes(delta, places).tables])
     rows = tf.reduce_max(tf.concat(lengths, 0))
     (end,) = tf.while_loop(lambda start: start < rows, write, [tf.constant(0)], parallel_iterations=1)
     return end
+
+
+def _greatest(used: Tensor, places: Tensor) -> Tensor:
+    """The greatest of the variable `used`, int64 [], and places, int32 [n]."""
+    import tensorflow as tf
+
+    most = tf.reduce_max(tf.concat([tf.cast(places, tf.int64), [0]], 0))
+    return tf.maximum(read(used, DType.INT64, ()), most)
 
 
 def position_vector(position: Tensor, step: Tensor, target: Tensor | int = SETTLED) -> Tensor:

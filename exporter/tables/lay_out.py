@@ -489,6 +489,11 @@ class TableLayout(Struct, frozen=True, eq=False):
         return {table.name: table.geometry for table in self.tables}
 
     @property
+    def index_names(self) -> frozenset[str]:
+        """The variables that lead from keys to rows."""
+        return frozenset(f"{table.name}/{part}" for table in self.tables for part in PARTS[:-1])
+
+    @property
     def served_names(self) -> frozenset[str]:
         """The checkpoint's own tensors that are served as parts of tables."""
         parts = chain.from_iterable(table.variable.parts for table in self.tables)

@@ -116,6 +116,12 @@ class UpdateStatus(StrEnum):
         "A delta has NaN or infinity, and the base was exported with `--require-finite`.",
         "`export-model doctor MODEL` names the command that leads past it.",
     )
+    OVERLAY = (
+        "overlay",
+        "A delta changes more rows of a mapped table than its overlay has room for.",
+        "Publish a new base, which begins with an empty overlay: the same export with `--updatable --again`, "
+        "or with a larger `--overlay-rows`.",
+    )
 
 
 ANOTHER_RUNS = f"{UpdateStatus.MERGED.value}: another update runs"

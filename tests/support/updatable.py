@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import tensorflow as tf
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from exporter.bundle import mapped_tables
+from exporter.bundle.mapped_tables import MappedTables, choose_mapped
+from exporter.bundle.saved_model_writer import write_saved_model
+from exporter.bundle.variables import mapped_files, write_variables
+from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.delta_files import write_delta
 from exporter.delta.format import Change, ChangeKind, DeltaHeader, Rows, Schema, log_name
 from exporter.graph.inference_graph import InferenceGraph
+from exporter.mapping.build import build_mapping
+from exporter.mapping.mapping_rules import MappingRules
 from exporter.subgraph.make_updatable import (
     STATUS_SIGNATURE,
     UPDATE_SIGNATURE,
@@ -123,16 +133,57 @@ def updatable_model(
     return updatable_base(directory, inference_graph(build), trained.prefix, **options)
 
 
-def updatable_base(directory: Path, graph: InferenceGraph, prefix: Path, **options: Any) -> Model:
+MAPPED = bool(os.environ.get("MAPPED_BASES"))
+"""All tables of all bases are mapped: the tests of plain bases hold for them as they are."""
+
+
+def updatable_base(
+    directory: Path,
+    graph: InferenceGraph,
+    prefix: Path,
+    *,
+    mapped: bool = MAPPED,
+    overlay_rows: int | None = None,
+    **options: Any,
+) -> Model:
     chosen = replace(OPTIONS, **options)
     scratch = directory / "scratch"
     scratch.mkdir()
     schema = schema_of(graph)
     base = directory / "model"
-    export(make_updatable(graph, chosen, scratch), prefix, base / str(chosen.position))
+    version = base / str(chosen.position)
+    if mapped:
+        _export_mapped(graph, chosen, scratch, prefix, version, overlay_rows)
+    else:
+        export(make_updatable(graph, chosen, scratch), prefix, version)
     shutil.rmtree(scratch)
     reader = tf.train.load_checkpoint(str(prefix))
     return Model(base, schema, chosen, {v.name: reader.get_tensor(v.name) for v in schema.variables})
+
+
+def _export_mapped(
+    graph: InferenceGraph,
+    options: IncrementalOptions,
+    scratch: Path,
+    prefix: Path,
+    version: Path,
+    overlay_rows: int | None,
+) -> None:
+    """Write a base that maps each of its tables that may be, however small, with room for so many rows."""
+    mapping = build_mapping(graph, read_catalog(prefix), MappingRules())
+    with patch.object(mapped_tables, "LEAST_BYTES", 1):
+        chosen = choose_mapped(graph, mapping, takes_deltas=True)
+    version.mkdir(parents=True)
+    report = write_variables(chosen.mapping, version)
+    tables = MappedTables.of(version, mapped_files(chosen.mapping, report.catalog))
+    tables.write_id(version)
+    room = {
+        variable.node: variable.shape[0] if overlay_rows is None else overlay_rows
+        for variable in chosen.graph.variables
+        if variable.node in tables.files
+    }
+    updatable = make_updatable(chosen.graph, options, scratch, room)
+    write_saved_model(updatable, chosen.mapping, version, None, tables)
 
 
 class Loaded:
@@ -182,9 +233,21 @@ class Loaded:
         try:
             return graph.get_tensor_by_name(f"test_read/{name}:0")
         except KeyError:
-            handle = graph.get_tensor_by_name(f"{name}:0")
             dtype = tf.as_dtype(graph.get_operation_by_name(name).get_attr("dtype"))
-            return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype, name=f"test_read/{name}")
+            read = partial(tf.raw_ops.ReadVariableOp, resource=graph.get_tensor_by_name(f"{name}:0"))
+            names = [operation.name for operation in graph.get_operations()]
+            slots = next((n for n in names if n.endswith(f"/overlay/{name}/slots")), None)
+            if slots is None:
+                return read(dtype=dtype, name=f"test_read/{name}")
+            overlay = slots.removesuffix("slots") + "rows"
+            at = tf.raw_ops.ReadVariableOp(resource=graph.get_tensor_by_name(f"{slots}:0"), dtype=tf.int32)
+            changed = tf.where(at)  # place 0 of an overlay holds anything
+            rows = tf.raw_ops.ResourceGather(
+                resource=graph.get_tensor_by_name(f"{overlay}:0"),
+                indices=tf.gather_nd(at, changed),
+                dtype=dtype,
+            )
+            return tf.tensor_scatter_nd_update(read(dtype=dtype), changed, rows, name=f"test_read/{name}")
 
 
 @contextmanager

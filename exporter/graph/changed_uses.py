@@ -1,0 +1,215 @@
+"""Change how a graph uses some of its variables: rewrite every node that takes their handles.
+
+Handles are followed through forwarding nodes and into functions, of which specialised copies are made. A
+change may need other handles beside the variable's own: they go wherever that goes, as further inputs of the
+nodes and functions that it passes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Protocol
+
+from exporter.errors import ExportError
+from exporter.graph.nodes import CALLS, LOOPS, Body, called, free_name, input_names
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto, message_class
+
+INDIFFERENT = frozenset({"VariableShape", "VarIsInitializedOp", "DisableCopyOnRead"})
+"""Operations that take a handle, and do not read the values."""
+
+_FORWARDS = {"Identity": 1, "Enter": 1, "Switch": 2}
+
+
+class UseChange(Protocol):
+    """What becomes of the uses of one variable. Equal changes are made once; they are hashable."""
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The nodes of further handles that the changed nodes take."""
+
+    def apply(self, body: Body, node: Proto, beside: Sequence[str]) -> None:
+        """Change a node that takes the handle; `beside` are the further handles in its body.
+
+        Raises:
+            ExportError: the node cannot be changed.
+        """
+
+    def refusal(self, node: Proto) -> ExportError:
+        """The error for a node that takes the handle in a way that is not known."""
+
+    def returned(self, function: str) -> ExportError:
+        """The error for a function that returns the handle."""
+
+
+_Here = tuple[UseChange, tuple[str, ...]]
+"""A change, and the tensors of its further handles where a handle is."""
+
+
+def change_uses(graph_def: Proto, changes: Mapping[str, UseChange]) -> None:
+    """Change the uses of the variables whose handles are these nodes (VarHandleOps).
+
+    Raises:
+        ExportError: as the changes say; the graph may be half changed.
+    """
+    if changes:
+        handles = {f"{node}:0": (change, change.beside) for node, change in changes.items()}
+        _rewrite(Body(graph_def.node), handles, _Library(graph_def.library))
+
+
+class _Library:
+    """The graph's functions, and the specialised copies made so far."""
+
+    def __init__(self, proto: Proto) -> None:
+        self._proto = proto
+        self._copies: dict[tuple[str, tuple[tuple[int, UseChange], ...], bool], str] = {}
+        self.functions = {function.signature.name: function for function in proto.function}
+
+    def specialise(self, name: str, changes: Mapping[int, UseChange], *, passes_on: bool) -> str:
+        """A copy of a function for handles that are changed, by the numbers of its arguments.
+
+        The further handles are its last arguments; with `passes_on`, as a loop's body, its last results, too.
+        """
+        key = (name, tuple(changes.items()), passes_on)
+        if key not in self._copies:
+            copy = deepcopy(self.functions[name])
+            taken = self.functions.keys() | set(self._copies.values())
+            copy.signature.name = self._copies[key] = next(
+                new for n in range(len(taken) + 1) if (new := f"{name}_cast_{n}") not in taken
+            )
+            _rewrite(Body.of(copy), _arguments(copy, changes, passes_on=passes_on), self)
+            self.functions[copy.signature.name] = self._proto.function.add()
+            self.functions[copy.signature.name].CopyFrom(copy)
+        return self._copies[key]
+
+
+def _arguments(function: Proto, changes: Mapping[int, UseChange], *, passes_on: bool) -> dict[str, _Here]:
+    """The changed handles among a function's arguments, to which the further handles are added."""
+    signature = function.signature
+    owners = [argument.name for argument in signature.input_arg]
+    results = {result.name for result in signature.output_arg}
+    names = {*owners, *(node.name for node in function.node_def)}
+    handles = {}
+    for number, change in changes.items():
+        beside = []
+        for _ in change.beside:
+            name = free_name(names, f"{owners[number]}_beside")
+            names.add(name)
+            beside.append(name)
+            signature.input_arg.add(name=name, type=int(DType.RESOURCE))
+            if passes_on:
+                result = free_name(results, name)
+                results.add(result)
+                signature.output_arg.add(name=result, type=int(DType.RESOURCE))
+                function.ret[result] = name
+        handles[owners[number]] = (change, tuple(beside))
+    return handles
+
+
+def _rewrite(body: Body, handles: dict[str, _Here], library: _Library) -> None:
+    _follow(body, handles)
+    for node in list(body.nodes):
+        inputs = map(body.canonical, input_names(node))
+        here = {index: handles[tensor] for index, tensor in enumerate(inputs) if tensor in handles}
+        if not here or node.op in _FORWARDS:
+            continue
+        if node.op in CALLS:
+            _change_call(body, node, here, library)
+            continue
+        index, (change, beside) = next(iter(here.items()))
+        if index:  # every operation that reads a variable takes its handle first
+            raise change.refusal(node)
+        change.apply(body, node, beside)
+    if body.function is not None:
+        _refuse_returned(body.function, handles)
+
+
+def _follow(body: Body, handles: dict[str, _Here]) -> None:
+    """Add to `handles` every tensor that forwards one of them."""
+    found = True
+    while found:
+        found = False
+        for node in list(body.nodes):
+            for output, source in _forwarded(body, node):
+                if source not in handles or output in handles:
+                    continue
+                change, beside = handles[source]
+                outputs = [output]
+                if beside and node.op in LOOPS:
+                    if _is_taken(body, output):
+                        raise change.refusal(node)
+                    continue  # nothing takes it
+                if beside:
+                    outputs = [body.output(node, index) for index in range(_FORWARDS[node.op])]
+                    twins = [_twin(body, node, handle) for handle in beside]
+                    for index, each in enumerate(outputs):
+                        handles[each] = change, tuple(body.output(twin, index) for twin in twins)
+                else:
+                    handles[output] = change, ()
+                found = True
+
+
+def _forwarded(body: Body, node: Proto) -> Iterator[tuple[str, str]]:
+    """Pairs (output, input) of tensors that are the same handle before and after `node`."""
+    if node.op in _FORWARDS:
+        for index in range(_FORWARDS[node.op]):
+            yield body.output(node, index), body.canonical(node.input[0])
+    elif node.op in LOOPS:
+        for index, reference in enumerate(input_names(node)):
+            yield body.output(node, index), body.canonical(reference)
+
+
+def _twin(body: Body, node: Proto, handle: str) -> Proto:
+    """A node that forwards another handle as `node` does its own: into the same frame or branch."""
+    twin = deepcopy(node)
+    twin.name = free_name(body.by_name, f"{node.name}_beside")
+    twin.input[0] = handle
+    return body.put(twin)
+
+
+def _is_taken(body: Body, tensor: str) -> bool:
+    taken = (body.canonical(reference) for node in body.nodes for reference in input_names(node))
+    return tensor in taken or tensor in body.results()
+
+
+def _change_call(body: Body, node: Proto, here: Mapping[int, _Here], library: _Library) -> None:
+    before = CALLS[node.op]
+    changes = {index - before: change for index, (change, _) in here.items()}
+    for function in called(node):
+        if function.name not in library.functions:
+            raise next(iter(changes.values())).refusal(node)
+        passes_on = node.op in LOOPS and function.name == node.attr["body"].func.name
+        function.name = library.specialise(function.name, changes, passes_on=passes_on)
+    further = [handle for _, beside in here.values() for handle in beside]
+    if further:
+        count = len(input_names(node))
+        inputs = [*node.input[:count], *further, *node.input[count:]]
+        del node.input[:]
+        node.input.extend(inputs)
+        types = node.attr["T" if node.op in LOOPS else "Tin"].list.type
+        types.extend([int(DType.RESOURCE)] * len(further))
+        shapes = node.attr["output_shapes"].list.shape if node.op in LOOPS else ()
+        if shapes:
+            shapes.extend(message_class("TensorShapeProto")() for _ in further)
+
+
+def _refuse_returned(function: Proto, handles: Mapping[str, _Here]) -> None:
+    """Refuse a function that returns a handle, except a loop's body that returns its argument in place."""
+    signature = function.signature
+    arguments = [argument.name for argument in signature.input_arg]
+    for index, result in enumerate(signature.output_arg):
+        found = handles.get(function.ret[result.name])
+        if found and (index >= len(arguments) or handles.get(arguments[index]) != found):
+            raise found[0].returned(signature.name)
+
+
+def rename_output(function: Proto, before: str, after: str) -> None:
+    """Rename an output in a function's body and results; a graph's inputs do not name outputs."""
+    for consumer in function.node_def:
+        for position, reference in enumerate(consumer.input):
+            if reference.startswith(before):
+                consumer.input[position] = after + reference.removeprefix(before)
+    for name, reference in dict(function.ret).items():
+        if reference.startswith(before):
+            function.ret[name] = after + reference.removeprefix(before)

@@ -1,0 +1,136 @@
+"""Changed rows of a mapped table, inside the graph: an overlay beside memory that cannot be written.
+
+`exporter.graph.overlaid_reads` says what lies where, and how signatures read it. An update writes a row into
+its place in the overlay; a row that has none gets the next free one. Places are never given back: a rollback
+writes the former values over them.
+
+Memory is taken by what changes: `Empty` leaves the overlay's pages untouched, and places are given in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from msgspec import Struct
+
+from exporter.graph.editor import GraphEditor
+from exporter.graph.inference_graph import GraphVariable
+from exporter.graph.overlaid_reads import OverlaidReads
+from exporter.subgraph.state import Tensor, read
+from exporter.wire.dtypes import DType
+
+
+class OverlayNodes(Struct, frozen=True):
+    """The nodes of the handles of one table's overlay, which has `capacity` places.
+
+    `used`, int64 [], is how many of them are given. `shape` is that of the overlay: place 0 is never used.
+    """
+
+    slots: str
+    rows: str
+    used: str
+    dtype: DType
+    table_rows: int
+    shape: tuple[int, ...]
+
+    @classmethod
+    def add(cls, editor: GraphEditor, variable: GraphVariable, capacity: int) -> OverlayNodes:
+        """Add the variables of an overlay to a graph."""
+        name, shape = f"overlay/{variable.node}", (capacity + 1, *variable.shape[1:])
+        return cls(
+            slots=editor.variable(f"{name}/slots", DType.INT32, variable.shape[:1]),
+            rows=editor.variable(f"{name}/rows", variable.dtype, shape),
+            used=editor.variable(f"{name}/used", DType.INT64),
+            dtype=variable.dtype,
+            table_rows=variable.shape[0],
+            shape=shape,
+        )
+
+    @property
+    def handles(self) -> tuple[str, str, str]:
+        """The nodes that an update takes, in the order of `Overlay`."""
+        return self.slots, self.rows, self.used
+
+    def reads(self, variable: GraphVariable) -> OverlaidReads:
+        """How the graph reads the table from now on."""
+        return OverlaidReads(variable.node, self.dtype, self.shape[1:], self.slots, self.rows)
+
+    def add_first_values(self, editor: GraphEditor) -> dict[str, tuple[str, DType]]:
+        """Add what the variables hold when a model is loaded: value and dtype by handle."""
+        return {
+            # Stateful: constant folding would compute a `Fill`, and keep it a second time.
+            self.slots: (
+                _empty(editor, self.slots, (self.table_rows,), DType.INT32, is_zero=True),
+                DType.INT32,
+            ),
+            self.rows: (_empty(editor, self.rows, self.shape, self.dtype, is_zero=False), self.dtype),
+            self.used: (editor.constant(f"{_name(self.used)}/none", 0, DType.INT64), DType.INT64),
+        }
+
+
+def _name(handle: str) -> str:
+    return handle.partition("/")[2]
+
+
+def _empty(editor: GraphEditor, handle: str, shape: tuple[int, ...], dtype: DType, *, is_zero: bool) -> str:
+    sizes = editor.constant(f"{_name(handle)}/sizes", shape, DType.INT32)
+    return editor.node(f"{_name(handle)}/first", "Empty", [sizes], dtype=dtype, init=is_zero)
+
+
+class Overlay(Struct, frozen=True):
+    """The handles of a table and of its overlay inside a function."""
+
+    table: Tensor
+    slots: Tensor
+    rows: Tensor
+    used: Tensor
+    nodes: OverlayNodes
+
+    def gather(self, ids: Tensor) -> Tensor:
+        """Rows as they are now, for row numbers int64 [n]."""
+        import tensorflow as tf
+
+        dtype = tf.as_dtype(int(self.nodes.dtype))
+        slots = self._slots_of(ids)
+        at = tf.reshape(tf.raw_ops.Where(condition=slots), [-1])
+        changed = tf.raw_ops.ResourceGather(resource=self.rows, indices=tf.gather(slots, at), dtype=dtype)
+        gathered = tf.raw_ops.ResourceGather(resource=self.table, indices=ids, dtype=dtype)
+        return tf.raw_ops.InplaceUpdate(x=gathered, i=tf.cast(at, tf.int32), v=changed)
+
+    def place(self, ids: Tensor) -> Places:
+        """Where rows go that change, for row numbers int64 [n] that differ from each other."""
+        import tensorflow as tf
+
+        slots = self._slots_of(ids)
+        is_new = tf.equal(slots, 0)
+        used = read(self.used, DType.INT64, ())
+        following = tf.cast(used, tf.int32) + tf.cumsum(tf.cast(is_new, tf.int32))
+        more = tf.reduce_sum(tf.cast(is_new, tf.int64))
+        return Places(ids, tf.where(is_new, following, slots), used + more)
+
+    def is_full(self, places: Places) -> Tensor:
+        """True if there is no room for the rows, bool []."""
+        return places.used > self.nodes.shape[0] - 1
+
+    def _slots_of(self, ids: Tensor) -> Tensor:
+        import tensorflow as tf
+
+        return tf.raw_ops.ResourceGather(resource=self.slots, indices=ids, dtype=tf.int32)
+
+
+class Places(Struct, frozen=True):
+    """Where changed rows of a table go: `ids` int64 [n], `at` int32 [n]; how many places are used then."""
+
+    ids: Tensor
+    at: Tensor
+    used: Tensor
+
+
+def add_overlays(
+    editor: GraphEditor, variables: Iterable[GraphVariable], capacities: Mapping[str, int]
+) -> dict[str, OverlayNodes]:
+    """Add an overlay for each variable in `capacities`, by the nodes of their handles."""
+    overlaid = (variable for variable in variables if variable.node in capacities)
+    return {
+        variable.node: OverlayNodes.add(editor, variable, capacities[variable.node]) for variable in overlaid
+    }
