@@ -49,7 +49,8 @@ from exporter.wire.protos import Proto, message_class
 LEAST_BYTES = 1 << 20
 """A smaller variable is read in less time than a file of its own is opened in."""
 
-_NAME = (DType.STRING, ())
+_FLAG = (DType.BOOL, ())
+_NAME = ((DType.STRING, ()),)
 _IN_NAMES = 16
 """So much of an id is part of the names of functions."""
 _GLOB = re.compile(rb"[*?\[\\]")
@@ -143,17 +144,19 @@ def _bytes(source: TensorSource, variable: GraphVariable) -> int:
 class MappedTables(Struct, frozen=True):
     """Where the tables of a version lie: `directory` is the version as servers see it.
 
-    `files` are the names in `variables/` by the nodes of the variables.
+    `files` are the names in `variables/` by the nodes of the variables. `counter` is the node of the handle
+    that is told how many tables are mapped, int64 []; empty if nothing asks.
     """
 
     directory: Path
     id: str
     files: Mapping[str, str]
+    counter: str = ""
 
     @classmethod
-    def of(cls, directory: Path, files: Mapping[str, str]) -> MappedTables:
+    def of(cls, directory: Path, files: Mapping[str, str], counter: str = "") -> MappedTables:
         """With an id that no other version has."""
-        return cls(directory, secrets.token_hex(16), files)
+        return cls(directory, secrets.token_hex(16), files, counter)
 
     def write_id(self, version: Path) -> None:
         """Write the file that says that the tables beside it are those that the graph means."""
@@ -176,16 +179,23 @@ class TriedTable(Struct, frozen=True):
     slice_spec: str
 
 
+class Tries(Struct, frozen=True):
+    """Each variable's values, by its node, and the node that counts those that are mapped, if it is asked."""
+
+    values: Mapping[str, str]
+    counts: tuple[str, ...] = ()
+
+
 def add_tries(
     graph_def: Proto, scope: str, prefix: str, tried: Iterable[TriedTable], tables: MappedTables
-) -> dict[str, str]:
-    """Add nodes that give each variable's values, mapped or restored; the tensors by the variables' nodes.
+) -> Tries:
+    """Add nodes that give each variable's values, mapped or restored.
 
     `prefix` is the tensor that holds the bundle's prefix while a model loads.
     """
     tried = [*tried]
     if not tried:
-        return {}
+        return Tries({})
     body, library = Body(graph_def.node), graph_def.library.function
     # TensorFlow has one function of a name in a process: the id keeps those of two models apart.
     names, wish = {function.signature.name for function in library}, f"{scope}_mapped_{tables.id[:_IN_NAMES]}"
@@ -198,9 +208,9 @@ def add_tries(
     found = _dataset(body, f"{place}/files", "TensorSliceDataset", _NAME, matching.name, is_first=True)
     same = _dataset(body, f"{place}/same", "FilterDataset", _NAME, found, does=library[-1])
     here = _dataset(body, f"{place}/prefix", "TensorDataset", _NAME, prefix, is_first=True)
-    values = {}
+    values, is_mapped = {}, []
     for number, table in enumerate(tried):
-        place, kind = f"{scope}/mapped_{number}", (table.dtype, table.variable.shape)
+        place, kind = f"{scope}/mapped_{number}", ((table.dtype, table.variable.shape), _FLAG)
         library.append(_mapping(free_name(names, f"{wish}_{number}"), table, tables))
         maps = _dataset(body, f"{place}/map", "MapDataset", kind, same, does=library[-1])
         # No id file, or another id: no element. What is left are files that cannot be read or are too short.
@@ -211,10 +221,25 @@ def add_tries(
         # Else the end of a shard that was cut short is taken for the end of the dataset.
         body.by_name[restores].attr["preserve_cardinality"].b = True
         either = _dataset(body, f"{place}/either", "ConcatenateDataset", kind, tries, restores)
-        one = body.put(constant(f"{place}/one", np.array(1, np.int64), DType.INT64))
-        first = _dataset(body, f"{place}/first", "TakeDataset", kind, either, one.name)
-        values[table.variable.node] = _dataset(body, f"{place}/values", "DatasetToSingleElement", kind, first)
-    return values
+        count = body.put(constant(f"{place}/one", np.array(1, np.int64), DType.INT64))
+        first = _dataset(body, f"{place}/first", "TakeDataset", kind, either, count.name)
+        one = _dataset(body, f"{place}/values", "DatasetToSingleElement", kind, first)
+        values[table.variable.node] = one
+        is_mapped.append(f"{one}:1")
+    return Tries(values, _add_count(body, f"{scope}/mapped", is_mapped, tables.counter))
+
+
+def _add_count(body: Body, place: str, is_mapped: Sequence[str], counter: str) -> tuple[str, ...]:
+    if not counter:
+        return ()
+    flags = body.put(new_node(f"{place}/flags", "Pack", is_mapped, T=DType.BOOL, N=len(is_mapped)))
+    numbers = body.put(new_node(f"{place}/numbers", "Cast", [flags.name], SrcT=DType.BOOL, DstT=DType.INT64))
+    axis = body.put(constant(f"{place}/axis", np.array(0, np.int32), DType.INT32))
+    count = body.put(
+        new_node(f"{place}/count", "Sum", [numbers.name, axis.name], T=DType.INT64, Tidx=DType.INT32)
+    )
+    told = new_node(f"{place}/told", "AssignVariableOp", [counter, count.name], dtype=DType.INT64)
+    return (str(body.put(told).name),)
 
 
 def move_tries(graph_def: Proto, version: int, ids: tuple[str, str], files: Mapping[str, str]) -> None:
@@ -253,19 +278,19 @@ def _dataset(
     body: Body,
     name: str,
     op: str,
-    kind: tuple[DType, tuple[int, ...]],
+    kind: Sequence[tuple[DType, tuple[int, ...]]],
     *inputs: str,
     does: Proto | None = None,
     is_first: bool = False,
 ) -> str:
-    """Add a node of a dataset, or over one, with elements of one dtype and shape; its name.
+    """Add a node of a dataset, or over one, with elements of these dtypes and shapes; its name.
 
     `does` is the function of a map or filter; `is_first` says that its input is no dataset.
     """
     node = body.put(new_node(name, op, inputs))
-    dtype, shape = kind
-    node.attr["Toutput_types" if is_first else "output_types"].list.type.append(int(dtype))
-    node.attr["output_shapes"].list.shape.append(shape_proto(shape))
+    for dtype, shape in kind:
+        node.attr["Toutput_types" if is_first else "output_types"].list.type.append(int(dtype))
+        node.attr["output_shapes"].list.shape.append(shape_proto(shape))
     if does is not None:
         node.attr["predicate" if op == "FilterDataset" else "f"].func.name = does.signature.name
         node.attr["Targuments"].list.SetInParent()
@@ -293,7 +318,7 @@ def _mapping(name: str, table: TriedTable, tables: MappedTables) -> Proto:
     values = new_node("values", "ImmutableConst", dtype=table.dtype, shape=shape, memory_region_name=path)
     values.attr["_scoped_allocator"].list.SetInParent()  # keeps constant folding from copying it
     function.ret["result"] = body.single(body.put(values), "tensor")
-    return function
+    return _flagged(function, body, is_mapped=True)
 
 
 def _restoring(name: str, table: TriedTable) -> Proto:
@@ -305,6 +330,14 @@ def _restoring(name: str, table: TriedTable) -> Proto:
     inputs = ["given", body.single(names, "output"), body.single(slices, "output")]
     values = body.put(new_node("RestoreV2", "RestoreV2", inputs, dtypes=(table.dtype,)))
     function.ret["result"] = body.single(values, "tensors")
+    return _flagged(function, body, is_mapped=False)
+
+
+def _flagged(function: Proto, body: Body, *, is_mapped: bool) -> Proto:
+    """With a second result: whether the table is mapped."""
+    flag = body.put(constant("flag", np.array(is_mapped), DType.BOOL))
+    function.signature.output_arg.add(name="is_mapped", type=int(DType.BOOL))
+    function.ret["is_mapped"] = body.single(flag, "output")
     return function
 
 

@@ -182,10 +182,12 @@ def add_restore(
     else:
         _add_reads(graph_def, scope, read, tables, names)
     values = {entry.variable.node: _restored(scope, index) for index, entry in enumerate(read)}
-    values |= add_tries(graph_def, scope, f"{scope}/Const", map(_tried, tried), mapped)
+    tries = add_tries(graph_def, scope, f"{scope}/Const", map(_tried, tried), mapped)
+    values |= tries.values
     _add_save(graph_def, scope, served, tables)
     contents = [_restored(scope, len(read) + index) for index in range(2 * len(tables))]
-    _add_assignments(graph_def, scope, served, values, tables, contents, state.importing)
+    importing = (*state.importing, *tries.counts)
+    _add_assignments(graph_def, scope, served, values, tables, contents, importing)
     for node in graph_def.node:
         if node.name == state.prefix:
             node.CopyFrom(new_node(state.prefix, "Identity", [f"{scope}/Const"], T=DType.STRING))

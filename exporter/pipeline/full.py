@@ -109,6 +109,7 @@ from exporter.storage import mirror
 from exporter.storage.files import writing
 from exporter.storage.layout import ASSETS_DIRECTORY
 from exporter.storage.local_paths import quoted
+from exporter.subgraph.make_updatable import mapped_counter
 from exporter.tables.lay_out import TableLayout
 from exporter.terminal.progress import ProgressFactory, no_progress
 from exporter.verify.golden import GoldenRequest, read_golden
@@ -515,7 +516,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
         base = _updatable(planned, staging, state) if request.updates else None
         graph, mapping = (base.graph, base.mapping) if base else (planned.graph, planned.mapping)
         place = base.place if base else _version_place(planned)
-        tables = _mapped_tables(planned, place, variables)
+        tables = _mapped_tables(planned, place, variables, mapped_counter(graph) if base else "")
         write_saved_model(graph, mapping, staging.path, planned.training, tables)
         if tables.files:
             tables.write_id(staging.path)
@@ -530,7 +531,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
             scratch = staging.path.with_name("scratch")
             variables = lay_increments_over(base.entry, state.increments, mapping, staging.path, scratch)
             if tables.files:  # they are other shards now, whose names the graph holds
-                tables = _mapped_tables(planned, place, variables)
+                tables = _mapped_tables(planned, place, variables, mapped_counter(graph) if base else "")
                 write_saved_model(graph, mapping, staging.path, planned.training, tables)
                 tables.write_id(staging.path)
         if request.updates and request.updates.finite and request.verify.includes(Verify.BYTES):
@@ -690,14 +691,14 @@ def _version_place(planned: Plan) -> VersionRule | ReservedPosition:
 
 
 def _mapped_tables(
-    planned: Plan, place: VersionRule | ReservedPosition, variables: VariablesReport
+    planned: Plan, place: VersionRule | ReservedPosition, variables: VariablesReport, counter: str
 ) -> MappedTables:
-    """The files that servers map of the version that will be published."""
+    """The files that servers map of the version that will be published, and what is told how many they do."""
     files = mapped_files(planned.mapping, variables.catalog)
     if not files:
         return NOTHING_MAPPED
     number = place.position if isinstance(place, ReservedPosition) else place.choice
-    return MappedTables.of(served_at(planned.request) / str(number), files)
+    return MappedTables.of(served_at(planned.request) / str(number), files, counter)
 
 
 def served_at(request: ExportRequest) -> Path:

@@ -6,6 +6,7 @@ and their names, and the signatures their names and inputs. Afterwards the graph
 
     incremental_update   up_to int64 [n] -> position, step, rows, deltas int64 [n], status string [n]
     incremental_status   probe int64 [n] -> position, step, unsettled int64 [n], lineage string [n]
+                         (with mapped tables also mapped_tables, tables_to_map, overlay_percent int64 [n])
     incremental_digest   rows int64 [n] -> digest string [n], position_before, position_after int64 [n]
                          (with `digest`)
 
@@ -32,11 +33,12 @@ from exporter.graph.variable_uses import Use, read_rows_only, uses
 from exporter.options import Isolation, Updates
 from exporter.storage.layout import UPDATABLE_NAME
 from exporter.subgraph.isolation import isolate, order_handles
-from exporter.subgraph.overlay import add_overlays
+from exporter.subgraph.overlay import COUNTER, add_overlays
 from exporter.subgraph.read_delta import Expected
 from exporter.subgraph.state import StateNodes
 from exporter.subgraph.update import UpdateRules
 from exporter.subgraph.update_signatures import (
+    OVERLAY_OUTPUTS,
     PREDICT_METHOD,
     STAMPS,
     Served,
@@ -108,7 +110,7 @@ def make_updatable(
     largest = options.snapshot_max_rows if options.isolation is Isolation.SNAPSHOT else -1
     rules = UpdateRules(log_name(options.log), expected, largest)
     signatures[UPDATE_SIGNATURE].CopyFrom(add_update(editor, state, served, overlaid, rules))
-    signatures[STATUS_SIGNATURE].CopyFrom(add_status(editor, state, options.lineage))
+    signatures[STATUS_SIGNATURE].CopyFrom(add_status(editor, state, options.lineage, overlaid.values()))
     if options.digest:
         signatures[DIGEST_SIGNATURE].CopyFrom(add_digest(editor, state, served, overlaid))
     asset = _add_asset(editor, scratch / UPDATABLE_NAME, schema, options)
@@ -120,6 +122,13 @@ def make_updatable(
         assets=(*graph.assets, asset),
         init_op=init_op,
     )
+
+
+def mapped_counter(graph: InferenceGraph) -> str:
+    """The node of the handle that is told how many tables are mapped; empty if the graph has no overlays."""
+    outputs = graph.meta_graph.signature_def[STATUS_SIGNATURE].outputs
+    scope = outputs["position"].name.partition("/")[0]
+    return f"{scope}/{COUNTER}" if set(OVERLAY_OUTPUTS) <= set(outputs) else ""
 
 
 def schema_of(graph: InferenceGraph) -> Schema:

@@ -9,7 +9,7 @@ Memory is taken by what changes: `Empty` leaves the overlay's pages untouched, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from msgspec import Struct
 
@@ -75,6 +75,33 @@ def _name(handle: str) -> str:
 def _empty(editor: GraphEditor, handle: str, shape: tuple[int, ...], dtype: DType, *, is_zero: bool) -> str:
     sizes = editor.constant(f"{_name(handle)}/sizes", shape, DType.INT32)
     return editor.node(f"{_name(handle)}/first", "Empty", [sizes], dtype=dtype, init=is_zero)
+
+
+COUNTER = "overlay/mapped"
+"""The variable, int64 [], that is told how many tables are mapped when a model is loaded."""
+
+
+def add_fill(editor: GraphEditor, overlays: Collection[OverlayNodes]) -> tuple[str, str, str]:
+    """Add nodes that report on the overlays; tensors int64 [].
+
+    They are how many tables are mapped, how many were to be, and how full the fullest overlay is in percent.
+    """
+    counter = editor.variable(COUNTER, DType.INT64)
+
+    def report(counter: Tensor, *used: Tensor) -> list[Tensor]:
+        import tensorflow as tf
+
+        rooms = [max(1, overlay.shape[0] - 1) for overlay in overlays]
+        percents = [100 * read(each, DType.INT64, ()) // room for each, room in zip(used, rooms, strict=True)]
+        count = tf.constant(len(rooms), tf.int64)
+        return [read(counter, DType.INT64, ()), count, tf.reduce_max(tf.stack(percents))]
+
+    names = ["counter", *(f"used_{number}" for number in range(len(overlays)))]
+    part = editor.function("overlay_fill", report, dict.fromkeys(names, (DType.RESOURCE, ())))
+    mapped, count, percent = editor.call(
+        "overlay_fill", part, [counter, *(overlay.used for overlay in overlays)]
+    )
+    return mapped, count, percent
 
 
 class Overlay(Struct, frozen=True):

@@ -9,7 +9,7 @@ Every input and output is a vector of one length, so that the signatures work wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -18,7 +18,7 @@ from exporter.delta.chunk_digest import CHUNK_ROWS, GOLDEN, LAST_SHIFT, ROUNDS, 
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
 from exporter.graph.editor import CPU, GraphEditor
 from exporter.graph.signatures import SignatureTensor, canonical, tensors_of
-from exporter.subgraph.overlay import Overlay, OverlayNodes
+from exporter.subgraph.overlay import Overlay, OverlayNodes, add_fill
 from exporter.subgraph.state import SETTLED, STATE_INPUTS, StateNodes, Tensor, UpdateState, read
 from exporter.subgraph.update import UpdateRules, update
 from exporter.subgraph.write_delta import UpdateTarget
@@ -63,7 +63,13 @@ def add_digest(
     )
 
 
-def add_status(editor: GraphEditor, state: StateNodes, lineage: str) -> Proto:
+OVERLAY_OUTPUTS = ("mapped_tables", "tables_to_map", "overlay_percent")
+"""What `incremental_status` says besides of a base with mapped tables: `overlay.add_fill`."""
+
+
+def add_status(
+    editor: GraphEditor, state: StateNodes, lineage: str, overlays: Collection[OverlayNodes] = ()
+) -> Proto:
     """Add the nodes of `incremental_status` and return its signature."""
 
     def build(probe: Tensor, position: Tensor, unsettled: Tensor) -> list[Tensor]:
@@ -78,6 +84,17 @@ def add_status(editor: GraphEditor, state: StateNodes, lineage: str) -> Proto:
     probe = editor.placeholder("probe", DType.INT64, (None,))
     position, step, unsettled, owner = editor.call("status", part, [probe, state.position, state.unsettled])
     numbers = {"position": position, "step": step, "unsettled": unsettled}
+    if overlays:
+
+        def fill(probe: Tensor, *values: Tensor) -> list[Tensor]:
+            import tensorflow as tf
+
+            return [tf.fill(tf.shape(probe), value) for value in values]
+
+        kinds = {"probe": (DType.INT64, (None,)), **dict.fromkeys(OVERLAY_OUTPUTS, (DType.INT64, ()))}
+        spread = editor.function("overlay_status", fill, kinds)
+        found = editor.call("overlay_status", spread, [probe, *add_fill(editor, overlays)])
+        numbers |= dict(zip(OVERLAY_OUTPUTS, found, strict=True))
     return _signature({"probe": probe}, numbers, {"lineage": owner})
 
 

@@ -40,12 +40,12 @@ class MappedModel:
         self.train, self.out = directory / "train", directory / "served"
         self.save(step)
 
-    def save(self, step: int) -> None:
-        """Write the trainer's next checkpoint."""
+    def save(self, step: int, table: Any = None) -> None:
+        """Write the trainer's next checkpoint: of this table, or of a new one."""
         from exporter.checkpoint.tensor_bundle import BundleWriter
 
         rng = np.random.default_rng(step)
-        self.table = rng.normal(size=(ROWS, DIM)).astype(np.float32)
+        self.table = rng.normal(size=(ROWS, DIM)).astype(np.float32) if table is None else table
         self.train.mkdir(exist_ok=True)
         with BundleWriter(self.train / f"model.ckpt-{step}") as writer:
             writer.add("emb", self.table)

@@ -31,6 +31,7 @@ from exporter.subgraph.make_updatable import (
     UPDATE_SIGNATURE,
     IncrementalOptions,
     make_updatable,
+    mapped_counter,
     schema_of,
 )
 from tests.support.trained import export, inference_graph, train
@@ -175,14 +176,15 @@ def _export_mapped(
         chosen = choose_mapped(graph, mapping, takes_deltas=True)
     version.mkdir(parents=True)
     report = write_variables(chosen.mapping, version)
-    tables = MappedTables.of(version, mapped_files(chosen.mapping, report.catalog))
-    tables.write_id(version)
+    files = mapped_files(chosen.mapping, report.catalog)
     room = {
         variable.node: variable.shape[0] if overlay_rows is None else overlay_rows
         for variable in chosen.graph.variables
-        if variable.node in tables.files
+        if variable.node in files
     }
     updatable = make_updatable(chosen.graph, options, scratch, room)
+    tables = MappedTables.of(version, files, mapped_counter(updatable))
+    tables.write_id(version)
     write_saved_model(updatable, chosen.mapping, version, None, tables)
 
 

@@ -1,0 +1,200 @@
+"""Reads through an overlay: wherever a graph gathers, rows are those of the table or of the overlay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from exporter.delta.format import Rows
+from exporter.errors import NotServable
+from exporter.graph.overlaid_reads import OverlaidReads, overlay_reads
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import message_class
+from tests.support.mapped_models import mapped_below
+from tests.support.updatable import loaded, updatable_model
+
+tf1 = tf.compat.v1
+ROWS, DIM = 500, 6
+
+
+def _table() -> Any:
+    return tf1.get_variable("table", [ROWS, DIM], use_resource=True)
+
+
+def _ids() -> Any:
+    return tf1.placeholder(tf.int64, [None], name="ids")
+
+
+def plain() -> Any:
+    ids, table = _ids(), _table()
+    return {"ids": ids}, {"rows": tf.gather(table, ids)}
+
+
+def matrix_of_ids() -> Any:
+    """Row numbers in several dimensions, and none at all."""
+    ids, table = _ids(), _table()
+    pairs = tf.stack([ids, ids], 1)[:, tf.newaxis]
+    both = tf.gather(table, pairs)
+    none = tf.gather(table, ids[:0])
+    return {"ids": ids}, {"rows": both[:, 0, 1] + tf.reduce_sum(none)}
+
+
+def in_function() -> Any:
+    ids, table = _ids(), _table()
+
+    @tf.function(autograph=False)
+    def inner(numbers: Any) -> Any:
+        return tf.gather(table, numbers)
+
+    @tf.function(autograph=False)
+    def outer(numbers: Any) -> Any:
+        return inner(numbers) + 0.0 * inner(numbers[::-1])
+
+    return {"ids": ids}, {"rows": outer(ids)}
+
+
+def in_loop() -> Any:
+    """A loop of functions: its body reads two rows a round, its condition one."""
+    ids, table = _ids(), _table()
+
+    def body(number: Any, rows: Any) -> Any:
+        return number + 1, tf.concat([rows, tf.gather(table, ids[number : number + 1])], 0)
+
+    def goes_on(number: Any, rows: Any) -> Any:
+        return (number < tf.size(ids)) & (tf.gather(table, 0)[0] < 1e9)
+
+    tf1.enable_control_flow_v2()
+    _, rows = tf.while_loop(
+        goes_on, body, [0, tf.zeros([0, DIM])], [tf.TensorShape([]), tf.TensorShape([None, DIM])]
+    )
+    tf1.disable_control_flow_v2()
+    return {"ids": ids}, {"rows": rows}
+
+
+def in_old_loop() -> Any:
+    """A loop of Enter and Exit nodes."""
+    ids, table = _ids(), _table()
+    tf1.disable_control_flow_v2()
+    _, rows = tf.while_loop(
+        lambda number, _: number < tf.size(ids),
+        lambda number, rows: (number + 1, tf.concat([rows, tf.gather(table, ids[number : number + 1])], 0)),
+        [0, tf.zeros([0, DIM])],
+        [tf.TensorShape([]), tf.TensorShape([None, DIM])],
+    )
+    return {"ids": ids}, {"rows": rows}
+
+
+def in_branch() -> Any:
+    ids, table = _ids(), _table()
+    tf1.enable_control_flow_v2()
+    few = tf.cond(tf.size(ids) < 3, lambda: tf.gather(table, ids), lambda: tf.gather(table, ids[::-1])[::-1])
+    tf1.disable_control_flow_v2()
+    return {"ids": ids}, {"rows": few}
+
+
+def in_old_branch() -> Any:
+    ids, table = _ids(), _table()
+    tf1.disable_control_flow_v2()
+    few = tf.cond(tf.size(ids) < 3, lambda: tf.gather(table, ids), lambda: tf.gather(table, ids[::-1])[::-1])
+    return {"ids": ids}, {"rows": few}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [plain, matrix_of_ids, in_function, in_loop, in_old_loop, in_branch, in_old_branch],
+    ids=lambda build: build.__name__,
+)
+def test_rows_are_the_newest_wherever_they_are_read(tmp_path: Path, build: Callable[[], Any]) -> None:
+    model = updatable_model(tmp_path, build, {"ids": [0]}, mapped=True)
+    rng = np.random.default_rng(3)
+    with loaded(model) as server:
+        assert len(mapped_below(tmp_path)) == 1
+        at = 100
+        for ids in (np.arange(0, ROWS, 7), np.arange(0, ROWS, 5), np.arange(3)):
+            values = rng.normal(size=(len(ids), DIM)).astype(np.float32)
+            model.publish_rows(at, at + 10, "table", ids, values)
+            at += 10
+            assert server.update()["position"] == at
+            for wanted in (np.arange(ROWS), np.array([0, 1, 7, 7]), np.array([35])):
+                found = server.predict(ids=wanted)["rows"]
+                np.testing.assert_array_equal(found, model.at(at)["table"][wanted])
+
+
+@pytest.mark.parametrize(
+    ("op", "said"),
+    [
+        ("ReadVariableOp", "ReadVariableOp 'read' takes it"),
+        ("ResourceGatherNd", "ResourceGatherNd 'read' takes it"),
+    ],
+)
+def test_other_reads_are_refused_by_name(op: str, said: str) -> None:
+    graph_def = message_class("GraphDef")()
+    graph_def.node.add(name="table", op="VarHandleOp")
+    graph_def.node.add(name="read", op=op, input=["table"])
+    table = OverlaidReads("table", DType.FLOAT, (DIM,), "slots", "overlay")
+    with pytest.raises(NotServable, match=said):
+        overlay_reads(graph_def, {"table": table})
+
+
+def test_a_delta_without_room_is_refused_and_a_smaller_one_is_not(tmp_path: Path) -> None:
+    model = updatable_model(tmp_path, plain, {"ids": [0]}, mapped=True, overlay_rows=10)
+    ones = np.ones((10, DIM), np.float32)
+    model.publish_rows(100, 110, "table", np.arange(10), ones)
+    with loaded(model) as server:
+        assert server.update()["position"] == 110
+        model.publish_rows(110, 120, "table", np.arange(10), 2 * ones)  # the same rows have their places
+        assert server.update()["position"] == 120
+        model.publish_rows(120, 130, "table", np.arange(1, 11), 3 * ones)
+        found = server.update()
+        assert found["position"] == 120
+        assert found["status"].startswith("overlay: ")
+        assert "changes more rows of table than its overlay has room for" in found["status"]
+        np.testing.assert_array_equal(server.predict(ids=np.arange(12))["rows"], model.at(120)["table"][:12])
+        with pytest.raises(tf.errors.InvalidArgumentError, match="overlay: "):
+            server.update(130)
+        status = server.call("incremental_status", probe=[0, 1])
+        assert status["overlay_percent"].tolist() == [100, 100]
+        assert (status["mapped_tables"][0], status["tables_to_map"][0]) == (1, 1)
+
+
+def test_a_base_that_was_moved_is_restored_and_updated_all_the_same(tmp_path: Path) -> None:
+    model = updatable_model(tmp_path, plain, {"ids": [0]}, mapped=True)
+    (model.version / "variables/mapped.id").write_text("another")
+    model.publish_rows(100, 110, "table", np.arange(4), np.ones((4, DIM), np.float32))
+    with loaded(model) as server:
+        assert not mapped_below(tmp_path)
+        assert server.update()["position"] == 110
+        np.testing.assert_array_equal(server.predict(ids=np.arange(8))["rows"], model.at(110)["table"][:8])
+        status = server.call("incremental_status", probe=[0])
+        assert (status["mapped_tables"][0], status["tables_to_map"][0]) == (0, 1)
+
+
+def test_rows_of_other_tables_and_dtypes(tmp_path: Path) -> None:
+    def build() -> Any:
+        ids = _ids()
+        half = tf1.get_variable("half", [ROWS, 2, 3], tf.bfloat16, use_resource=True)
+        flags = tf1.get_variable(
+            "flags", [ROWS], tf.int32, initializer=tf1.zeros_initializer(), use_resource=True
+        )
+        return {"ids": ids}, {
+            "half": tf.cast(tf.gather(half, ids), tf.float32),
+            "flags": tf.gather(flags, ids),
+        }
+
+    model = updatable_model(tmp_path, build, {"ids": [0]}, mapped=True)
+    with loaded(model) as server:
+        changes = {
+            "half": Rows(np.arange(3), np.ones((3, 2, 3), np.float32).astype(DType.BFLOAT16.numpy)),
+            "flags": Rows(np.arange(5, 7), np.array([8, 9], np.int32)),
+        }
+        model.publish(100, 110, changes)
+        assert server.update()["rows"] == 5
+        found = server.predict(ids=np.arange(8))
+        np.testing.assert_array_equal(found["half"][:3], np.ones((3, 2, 3)))
+        np.testing.assert_array_equal(found["half"][3:], model.values["half"][3:8].astype(np.float32))
+        assert found["flags"].tolist() == [0, 0, 0, 0, 0, 8, 9, 0]
