@@ -90,7 +90,8 @@ class UpdateTarget(Struct, frozen=True):
             for number, handle in enumerate(self.handles[variable.name]):
                 if isinstance(handle, Overlay):
                     found_at = places[variable.name, number]
-                    writes.tables.append((handle.rows, found_at.at, its_tensors[1]))
+                    at = tf.cast(found_at.at, tf.int64)  # as row numbers are
+                    writes.tables.append((handle.rows, at, its_tensors[1]))
                     writes.slots.append((handle.slots, found_at.ids, found_at.at))
                     writes.used.append((handle.used, found_at.used))
                 elif variable.kind is ChangeKind.TABLE:

@@ -235,7 +235,6 @@ def test_an_old_manifest_says_nothing(model: MappedModel) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"updates": Updates()}, "--map-tables: versions that take deltas are not mapped"),
         ({"format": ExportFormat.METAGRAPH}, "--map-tables --format metagraph"),
         ({"format": ExportFormat.BOTH}, "--map-tables --format both"),
         ({"data": DataMode.LINK}, "--data link copies nothing"),
