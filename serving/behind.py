@@ -17,7 +17,7 @@ from exporter.publish.delta_log import DeltaLog
 from exporter.publish.timeline import Event, Timeline
 from serving.client import ModelClient
 from serving.status import VersionState, VersionStatus
-from serving.updates import read_incremental_status
+from serving.updates import ServedTables, read_incremental_status
 
 
 class VersionStanding(Struct, frozen=True):
@@ -26,7 +26,8 @@ class VersionStanding(Struct, frozen=True):
     `behind_deltas` counts the deltas that an update would apply now, up to the hold; `behind_steps` counts
     training steps from here to the newest position. `since` is when the served values were published,
     `event_time` is the time of the newest event that they were trained on. `unsettled` counts the responses
-    since loading that may mix positions. `problem` says why a field is unknown.
+    since loading that may mix positions. `tables` are those that were to be mapped. `problem` says why a
+    field is unknown.
     """
 
     status: VersionStatus
@@ -39,6 +40,7 @@ class VersionStanding(Struct, frozen=True):
     since: datetime | None = None
     event_time: datetime | None = None
     unsettled: int | None = None
+    tables: ServedTables | None = None
     problem: str = ""
 
     def age_seconds(self, now: datetime) -> float | None:
@@ -64,7 +66,9 @@ def _ask(client: ModelClient, status: VersionStatus) -> VersionStanding:
         return VersionStanding(status, problem=error.cause or error.message)
     if found is None:
         return VersionStanding(status)
-    return VersionStanding(status, found.position, found.step, found.lineage, unsettled=found.unsettled)
+    return VersionStanding(
+        status, found.position, found.step, found.lineage, unsettled=found.unsettled, tables=found.tables
+    )
 
 
 def compare(standings: Sequence[VersionStanding], target: Timeline) -> list[VersionStanding]:

@@ -81,6 +81,10 @@ class ServedVersion(Struct, frozen=True):
     """Seconds since then."""
     unsettled: int | None
     """Its responses of no one position since it was loaded; null: it does not count them."""
+    tables: str | None
+    """`mapped`, or `restored: ` and why, and how full their overlay is; null: none were to be mapped."""
+    overlay_percent: int | None
+    """How full the fullest overlay of changed rows is; null as for `tables`."""
     problem: str | None
     """Why a field is unknown."""
 

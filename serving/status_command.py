@@ -18,6 +18,7 @@ from serving.status import VersionState, VersionStatus, error_text
 
 _EVENT = "event"
 _UNSETTLED = "unsettled"
+_TABLES = "tables"
 _COLUMNS = {
     "version": "right",
     "state": "left",
@@ -27,6 +28,7 @@ _COLUMNS = {
     "age": "right",
     _EVENT: "right",
     _UNSETTLED: "right",
+    _TABLES: "left",
     "": "left",
 }
 
@@ -53,7 +55,11 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
     )
     sink.result(document)
     columns, found_rows = _COLUMNS, _rows(found, now)
-    seldom = {_EVENT: any(one.event_time for one in found), _UNSETTLED: any(one.unsettled for one in found)}
+    seldom = {
+        _EVENT: any(one.event_time for one in found),
+        _UNSETTLED: any(one.unsettled for one in found),
+        _TABLES: any(one.tables for one in found),
+    }
     shown = [name for name in columns if seldom.get(name, True)]  # a terminal is narrow
     rows = [tuple(row[name] for name in shown) for row in found_rows]
     columns = {name: columns[name] for name in shown}
@@ -86,6 +92,8 @@ def _document(one: VersionStanding, now: datetime) -> ServedVersion:
         event_time=one.event_time,
         event_age_seconds=None if event_age is None else round(event_age, 3),
         unsettled=one.unsettled,
+        tables=one.tables.text if one.tables else None,
+        overlay_percent=one.tables.overlay_percent if one.tables else None,
         problem=one.problem or None,
     )
 
@@ -108,6 +116,7 @@ def _rows(found: Sequence[VersionStanding], now: datetime) -> list[dict[str, Any
             "age": _age(one.age_seconds(now)),
             _EVENT: _age(one.event_age_seconds(now)),
             _UNSETTLED: _or_blank(one.unsettled),
+            _TABLES: one.tables.text if one.tables else "",
             "": error_text(one.status) or one.problem,
         }
         for one in found

@@ -41,16 +41,38 @@ _MOST_CALLS = 20
 _LONGEST_PAUSE_S = 0.1
 
 
+class ServedTables(Struct, frozen=True):
+    """The tables of a base that was made to map them: how many a server maps, of how many.
+
+    `overlay_percent` is how full the fullest overlay of changed rows is.
+    """
+
+    mapped: int
+    wanted: int
+    overlay_percent: int
+
+    @property
+    def text(self) -> str:
+        """`mapped`, or `restored: ` and why; then how full the overlay is, once it holds a hundredth."""
+        state = "mapped"
+        if self.mapped < self.wanted:
+            few = f"{self.wanted - self.mapped} of {self.wanted} " if self.mapped else ""
+            state = f"{few}restored: the files are not where the graph looks for them (--served-at)"
+        return f"{state}, overlay {self.overlay_percent} % full" if self.overlay_percent else state
+
+
 class IncrementalStatus(Struct, frozen=True):
     """The position and training step whose values a version serves, and the log that its deltas belong to.
 
     `unsettled` counts the responses since loading that may mix positions; None if the base does not count.
+    `tables` is None if none were to be mapped.
     """
 
     position: int
     step: int
     lineage: str
     unsettled: int | None = None
+    tables: ServedTables | None = None
 
 
 def read_incremental_status(client: ModelClient, version: int) -> IncrementalStatus | None:
@@ -65,7 +87,11 @@ def read_incremental_status(client: ModelClient, version: int) -> IncrementalSta
     found = client.predict(probe, signature=STATUS_SIGNATURE, version=version).outputs
     lineage = bytes(found["lineage"][0]).decode()
     unsettled = int(found["unsettled"][0]) if "unsettled" in found else None  # bases of 0.1.0 have none
-    return IncrementalStatus(int(found["position"][0]), int(found["step"][0]), lineage, unsettled)
+    tables = None
+    if "overlay_percent" in found:
+        names = ("mapped_tables", "tables_to_map", "overlay_percent")
+        tables = ServedTables(*(int(found[name][0]) for name in names))
+    return IncrementalStatus(int(found["position"][0]), int(found["step"][0]), lineage, unsettled, tables)
 
 
 class Updated(Struct, frozen=True):

@@ -34,6 +34,7 @@ from serving.agent.view import (
     VersionView,
 )
 from serving.cli import app as serving_app
+from serving.updates import ServedTables
 from tests.support.commands import export_model, run_app
 from tests.support.forks import run_warm
 from tests.support.project import requirements
@@ -284,7 +285,7 @@ def test_each_incident_has_one_alert(tmp_path: Path) -> None:
 
 def every_metric() -> str:
     """The text of a fleet about which everything is known."""
-    version = VersionView(1, "AVAILABLE", 5, 5, 0, 0.0, 1.0, 2.0, "", 0.0, 0)
+    version = VersionView(1, "AVAILABLE", 5, 5, 0, 0.0, 1.0, 2.0, "", 0.0, 0, ServedTables(1, 1, 5))
     replica = ReplicaView("m", "h:1", True, "", (version,), Audited(5, 1), PaceView(0.1, 0.01, 0.02))
     canary = CanaryView(5, 0.0, None, "")
     store = StoreView("s3://b/m", 0.0, "", ())

@@ -120,6 +120,14 @@ _OF_VERSION: _Gauges[VersionView] = {
         "Responses of a version since loading that may mix positions, because an update died half-way.",
         lambda version: version.unsettled,
     ),
+    "overlay_ratio": (
+        "How full the overlay of changed rows of a version with mapped tables is: 0 to 1.",
+        lambda version: version.tables.overlay_percent / 100 if version.tables else None,
+    ),
+    "mapped_tables_ratio": (
+        "The share of the tables that were to be mapped that the server maps; the others are restored.",
+        lambda version: version.tables.mapped / max(1, version.tables.wanted) if version.tables else None,
+    ),
 }
 _OF_PROBES: _Gauges[float | None] = {
     "probe_p99_seconds": (

@@ -412,6 +412,7 @@ def _version(client: ModelClient, status: VersionStatus) -> Version:
         found.lineage,
         error_text(status),
         found.unsettled,
+        found.tables,
     )
 
 

@@ -28,6 +28,7 @@ from msgspec.structs import replace
 
 from exporter.delta.spans import Span
 from serving.status import VersionState
+from serving.updates import ServedTables
 
 FIRST_BACK_OFF_S = 0.1
 LONGEST_BACK_OFF_S = 5.0
@@ -146,7 +147,8 @@ class PublishedLogs(Struct, frozen=True):
 class Version(Struct, frozen=True):
     """A version on a replica; `position` is None if it takes no deltas or did not report it.
 
-    `unsettled` counts its responses that may mix positions; None if the base does not count them.
+    `unsettled` counts its responses that may mix positions; None if the base does not count them. `tables`
+    are those that were to be mapped.
     """
 
     number: int
@@ -156,6 +158,7 @@ class Version(Struct, frozen=True):
     lineage: str = ""
     message: str = ""
     unsettled: int | None = None
+    tables: ServedTables | None = None
 
 
 class Refusal(Struct, frozen=True):

@@ -22,6 +22,7 @@ from serving.status import VersionState
 _LONG_WAIT_S = 60.0
 """Publications that a canary keeps back for longer than this are trouble; until then it is at work."""
 _NAMED = 3
+_NEARLY_FULL_PERCENT = 80
 
 
 class Level(StrEnum):
@@ -50,6 +51,7 @@ class State(Enum):
     NOT_UPDATABLE = ("not updatable", Level.BAD)
     REFUSES = ("refuses a delta", Level.BAD)
     LATE = ("late", Level.BAD)
+    OVERLAY = ("overlay fills", Level.WARNING)
     CANARY_LATE = ("canary waits", Level.WARNING)
     STORE = ("store unseen", Level.WARNING)
     WITHHELD = ("withheld", Level.WARNING)
@@ -275,6 +277,7 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
             "a new base is needed: replicas refuse a delta, and no other leads past it",
             command=f"export-model ... --out {quoted(model.path)} --updatable --again",
         )
+    yield from _of_overlays(model)
     for found in model.quarantined:
         yield Finding(State.QUARANTINED, f"every replica refuses delta {found.delta}", found.reason)
     if model.store is not None and model.store.problem:
@@ -285,6 +288,21 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
             f"{count(len(model.store.waiting), 'publication')} of the store cannot be fetched after the "
             "rollback here",
             command=f"export-model merge {quoted(model.store.url)}",
+        )
+
+
+def _of_overlays(model: ModelView) -> Iterator[Finding]:
+    fills = [
+        replica.served.tables.overlay_percent
+        for replica in model.replicas
+        if replica.served is not None and replica.served.tables is not None
+    ]
+    if max(fills, default=0) >= _NEARLY_FULL_PERCENT:
+        yield Finding(
+            State.OVERLAY,
+            f"the overlay of mapped tables is {max(fills)} % full",
+            "a watch publishes a new base when it is; --overlay-rows N makes it larger",
+            f"export-model ... --out {quoted(model.path)} --updatable --again",
         )
 
 

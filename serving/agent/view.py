@@ -21,6 +21,7 @@ from serving.agent.puller import Puller
 from serving.agent.replica import Replica
 from serving.agent.rollout import PublishedLogs, Quarantined, Rollback, Version
 from serving.status import VersionState
+from serving.updates import ServedTables
 
 
 class VersionView(Struct, frozen=True):
@@ -30,8 +31,8 @@ class VersionView(Struct, frozen=True):
     since the newest event that they were trained on, None if the trainer does not record it. `stale_s`: since
     the publication of the oldest delta that it has not applied, 0 if there is none. `superseded_s`: since the
     start of a newer log, so that only another version can become fresh; 0 if the version belongs to the
-    newest log. `unsettled`: its responses since loading that may mix positions. A field is None if the
-    version takes no deltas, or if it is unknown.
+    newest log. `unsettled`: its responses since loading that may mix positions. `tables`: those that were to
+    be mapped. A field is None if the version takes no deltas, or if it is unknown.
     """
 
     number: int
@@ -45,6 +46,7 @@ class VersionView(Struct, frozen=True):
     message: str
     superseded_s: float | None = None
     unsettled: int | None = None
+    tables: ServedTables | None = None
 
 
 class PaceView(Struct, frozen=True):
@@ -338,6 +340,7 @@ def _version(
         version.message,
         superseded_s(version, published, directory, now),
         version.unsettled,
+        version.tables,
     )
 
 

@@ -12,9 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from exporter.options import Updates
 from exporter.pipeline.full import export
+from exporter.pipeline.incremental import export_incremental
+from serving.cli import app
 from serving.client import ModelClient
-from tests.support.mapped_models import IDS, MappedModel, mapped_below
+from serving.updates import ServedTables, read_incremental_status, update
+from tests.support.commands import run_app
+from tests.support.mapped_models import IDS, ROWS, MappedModel, mapped_below
 from tests.support.server_processes import DEADLINE_SECONDS, ROOT, running
 
 
@@ -80,3 +85,35 @@ def stock_load(version: Path) -> tuple[str, int]:
     done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=True)
     found = json.loads(done.stdout)
     return found["error"], found["mapped"]
+
+
+def test_a_server_takes_deltas_over_mapped_tables(tmp_path: Path) -> None:
+    model = MappedModel(tmp_path / "one")
+    options = {"updates": Updates(stamp=True), "overlay_rows": 200}
+    export(model.request(**options))
+    with running(model.out) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split(" on ")[1].strip()
+        with ModelClient(address, "served") as client:
+            assert len(mapped_below(model.out, process.pid)) == 1
+            for step in (8, 9, 10):
+                changed = np.arange(50 * (step - 8), 50 * (step - 7))
+                model.table[changed] += 1
+                model.save(step, model.table)
+                export_incremental(model.request(**options))
+                assert update(client).position == step
+                found = client.predict({"ids": np.arange(ROWS)}).outputs
+                np.testing.assert_array_equal(found["rows"], model.table)
+            status = read_incremental_status(client, 7)
+            assert status is not None
+            assert status.tables == ServedTables(1, 1, 75)
+            ran = run_app(app, "status", address, "--model", "served", "--json")
+            assert ran.code == 0, ran.err
+            (version,) = ran.document["versions"]
+            assert (version["tables"], version["overlay_percent"]) == ("mapped, overlay 75 % full", 75)
+
+
+def test_the_loader_of_tensorflow_serving_maps_a_base(tmp_path: Path) -> None:
+    model = MappedModel(tmp_path / "one")
+    export(model.request(updates=Updates()))
+    assert stock_load(model.out / "7") == ("", 1)

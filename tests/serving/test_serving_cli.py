@@ -25,7 +25,9 @@ ROOT = Path(__file__).parents[2]
 
 UNKNOWN = (
     *("position", "step", "lineage", "behind_deltas", "behind_steps"),
-    *("newer_version", "published", "age_seconds", "event_time", "event_age_seconds", "unsettled", "problem"),
+    *("newer_version", "published", "age_seconds", "event_time", "event_age_seconds", "unsettled", "tables"),
+    "overlay_percent",
+    "problem",
 )
 """What a version without deltas does not tell."""
 

@@ -206,6 +206,12 @@ ADVICE: dict[type[ExportError], Advice] = {
         "Publish a new base, with more room if the table grows fast: `--table-head-room`. With `--watch` "
         "that happens by itself, and the new base holds the increments so far.",
     ),
+    errors.OverlayFull: Advice(
+        "The base maps its tables, and keeps the rows that deltas change in an overlay of bounded size; more "
+        "rows have changed since the base was published.",
+        "Publish a new base, whose overlay is empty: the same export with `--updatable --again`, or with a "
+        "larger `--overlay-rows`. With `--watch` or `--full-on-mismatch` that happens by itself.",
+    ),
     errors.PositionUnknown: Advice(
         "The position that was named is between two deltas, before the first base, or its deltas were "
         "merged or removed.",
