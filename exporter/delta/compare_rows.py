@@ -28,9 +28,8 @@ from exporter.delta.format import ServedVariable
 from exporter.delta.row_hashes import BlockHasher, block_rows, without_rows
 from exporter.delta.row_reader import RowReader, SliceOrder, StoredRun, overlaps
 from exporter.delta.snapshot import Snapshot
-from exporter.jobs.range_checksums import RangeChecksums
 from exporter.jobs.runner import Runner
-from exporter.jobs.task import Input, Range, Receipt, Task
+from exporter.jobs.task import Input, Range, RangeChecksums, Receipt, Task
 from exporter.storage.output_directory import Directory, new_file
 from exporter.tables.integer_sets import among, distinct
 from exporter.wire.crc32c import extend, mask

@@ -32,11 +32,11 @@ from exporter.delta.newest_rows import Merge, NewestRows
 from exporter.delta.row_reader import RowReader, SliceOrder
 from exporter.errors import EngineFailed, UsageError
 from exporter.jobs.engines import beam, dask, process
-from exporter.jobs.engines.beam_pipeline import OUTCOMES, do, numbered_works, outcomes_of, put_works
-from exporter.jobs.engines.choose import choose_engine
+from exporter.jobs.engines.beam import OUTCOMES, do, numbered_works, outcomes_of, put_works
 from exporter.jobs.engines.engine_options import require_reachable, require_room, require_short, why
 from exporter.jobs.engines.process import Asked, ProcessEngine
 from exporter.jobs.execute import OPERATIONS, decode, encode, failed
+from exporter.jobs.runner import choose_engine
 from exporter.jobs.task import Input
 from exporter.jobs.write_shard import MovedRows
 from exporter.storage.output_directory import open_directory

@@ -16,8 +16,7 @@ from exporter.checkpoint.admission import EVERYONE, Admission
 from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.checkpoint.tensor_bundle import check_values, read_array, read_catalog
 from exporter.errors import CorruptFile, TableFull
-from exporter.jobs.engines.choose import LocalEngine
-from exporter.jobs.runner import LOCAL, Job, Runner, plan_digest
+from exporter.jobs.runner import LOCAL, Job, LocalEngine, Runner, plan_digest
 from exporter.jobs.task import ZEROS, Input
 from exporter.storage import mirror
 from exporter.tables.geometry import (
