@@ -321,11 +321,10 @@ def agent(
         stop_on_sigterm()
         from serving.agent import view
         from serving.agent.canary_keeper import Canaries, canary_rules
-        from serving.agent.fleet import Fleet
+        from serving.agent.fleet import Fleet, Targets
         from serving.agent.journal import Journal
         from serving.agent.publications import FollowedModel
         from serving.agent.puller import pullers_of, pulling
-        from serving.agent.targets import Targets
         from serving.credentials import channel_credentials
 
         channel_credentials(access)  # report bad files once now, not for each replica
@@ -390,7 +389,7 @@ def _own_port(own: PortFlags, journal: Journal, look: Callable[[], FleetView]) -
     """Serve metrics, probes and the status page of the fleet that `look` returns; gives the port's number."""
     from serving.agent import http
     from serving.agent.metrics import Metrics
-    from serving.agent.recorder import Recorder
+    from serving.agent.view import Recorder
 
     metrics = Metrics(look)
     journal.read_by(metrics)

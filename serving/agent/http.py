@@ -19,12 +19,10 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, to_builtins
 
 from serving.agent import standing
-from serving.agent.event_lines import lines
-from serving.agent.journal import Journal
+from serving.agent.journal import Journal, lines
 from serving.agent.metrics import Metrics
-from serving.agent.recorder import PERIOD_S, Recorder
 from serving.agent.standing import assess
-from serving.agent.view import FleetView
+from serving.agent.view import PERIOD_S, FleetView, Recorder
 from serving.http_port import HttpPort, HttpRequest, HttpResponse, HttpTls
 
 if TYPE_CHECKING:

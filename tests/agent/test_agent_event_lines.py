@@ -7,9 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from serving.agent.event_lines import Line, lines
 from serving.agent.http import seconds
-from serving.agent.journal import EventKind, FleetEvent, Journal
+from serving.agent.journal import EventKind, FleetEvent, Journal, Line, lines
 
 NOON = datetime(2026, 3, 2, 12, 0, tzinfo=timezone.utc)
 

@@ -13,12 +13,12 @@ import watchfiles
 
 from exporter.errors import UsageError
 from exporter.terminal.server_access import WITHOUT_TLS
+from serving.agent.fleet import Targets
 from serving.agent.journal import EventKind, FleetEvent, Journal
 from serving.agent.probe import Prober
 from serving.agent.publications import FollowedModel, Publications
 from serving.agent.replica import Replica, Settings
 from serving.agent.rollout import PublishedLogs
-from serving.agent.targets import Targets
 
 ASK_AT_ONCE = """
 import threading, time

@@ -17,11 +17,11 @@ from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.timeline import read_timeline
 from exporter.transfer.push import plan_push, push
-from serving.behind import VersionStanding, compare
 from serving.cli import app
 from serving.server import ModelServer
 from serving.server_options import ServerOptions
 from serving.status import VersionState, VersionStatus
+from serving.status_command import VersionStanding, compare
 from tests.support.object_stores import Bucket
 from tests.support.printed_documents import checked
 from tests.support.setting import Setting, followed

@@ -27,9 +27,17 @@ from serving.agent.audit import Audited
 from serving.agent.http import Site, page, serving
 from serving.agent.journal import EventKind, FleetEvent, Journal
 from serving.agent.metrics import Metrics
-from serving.agent.recorder import Recorder, Sample
 from serving.agent.rollout import Quarantined, Rollback
-from serving.agent.view import CanaryView, FleetView, ModelView, ReplicaView, StoreView, VersionView
+from serving.agent.view import (
+    CanaryView,
+    FleetView,
+    ModelView,
+    Recorder,
+    ReplicaView,
+    Sample,
+    StoreView,
+    VersionView,
+)
 
 NOON = datetime(2026, 3, 2, 12, 0, tzinfo=timezone.utc)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
