@@ -1,4 +1,4 @@
-"""The models of a server by name: requests reach a version, and new configurations apply, also from a file."""
+"""The models of a server by name: requests reach a version; new configurations apply, also from a file."""
 
 from __future__ import annotations
 

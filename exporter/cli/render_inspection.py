@@ -9,7 +9,7 @@ from statistics import median
 from msgspec.structs import asdict
 
 from exporter.catalog import Catalog, TensorRef
-from exporter.cli.documents import inspections, values
+from exporter.cli.documents import Tensor, inspections
 from exporter.cli.render import (
     catalog_text,
     checkpoint_document,
@@ -221,8 +221,8 @@ def _by_name(catalog: Catalog) -> list[TensorRef]:
     return sorted(catalog.tensors.values(), key=lambda ref: ref.name)
 
 
-def _tensor(ref: TensorRef) -> values.Tensor:
-    return values.Tensor(ref.name, ref.dtype.label, ref.shape, len(ref.slices), ref.bytes_)
+def _tensor(ref: TensorRef) -> Tensor:
+    return Tensor(ref.name, ref.dtype.label, ref.shape, len(ref.slices), ref.bytes_)
 
 
 def _unmatched(ref: TensorRef) -> inspections.UnmatchedTensor:

@@ -20,10 +20,9 @@ from exporter.options import Option
 from exporter.storage.local_paths import quoted
 from exporter.terminal import interrupt_by_exception
 from exporter.terminal.output import Output, OutputMode, silence
-from exporter.terminal.parameters import COMMAND, help_of, with_names
+from exporter.terminal.parameters import COMMAND, TAKEN, help_of, with_names
 from exporter.terminal.progress import count
 from exporter.terminal.tensorflow_import import needed, on_import_of_tensorflow
-from exporter.terminal.untyped import TAKEN
 from exporter.version import __version__
 
 

@@ -43,7 +43,6 @@ class EventKind(StrEnum):
     DIFFERS = "differs"
     REBUILT = "rebuilt"
     PACED = "paced"
-    ENDED = "ended"
 
 
 TROUBLE = frozenset(
