@@ -56,7 +56,7 @@ from exporter.storage.files import sync, writing
 from exporter.storage.layout import DELTAS_DIRECTORY, LOCK_FILE, SAVED_MODEL_FILES
 from exporter.storage.local_paths import quoted
 from exporter.terminal.progress import count, human_bytes
-from exporter.verify.log import Problem, VerifiedModel, verify_model
+from exporter.verify.log import Damage, VerifiedModel, verify_model
 
 
 class Level(StrEnum):
@@ -130,7 +130,7 @@ def diagnosis(model: Path, findings: Iterable[Finding]) -> ExportError | None:
 AVAILABLE = "AVAILABLE"
 
 
-class Answer(Struct, frozen=True):
+class ServedState(Struct, frozen=True):
     """What a server says of one version: its state, the error that it ended with, and where it stands.
 
     `position` and `lineage` are None where it takes no deltas, or was not asked.
@@ -142,17 +142,17 @@ class Answer(Struct, frozen=True):
     lineage: str | None = None
 
 
-class Replica(Struct, frozen=True):
+class AskedServer(Struct, frozen=True):
     """A server's answers by version; `failure` says why there are none."""
 
     address: str
     name: str
-    versions: Mapping[int, Answer] = field(default_factory=dict)
+    versions: Mapping[int, ServedState] = field(default_factory=dict)
     failure: CallFailed | None = None
 
 
 def judge(
-    model: Path, found: VerifiedModel, replica: Replica, *, now: float, patience: float
+    model: Path, found: VerifiedModel, replica: AskedServer, *, now: float, patience: float
 ) -> Iterator[Finding]:
     """Find what is wrong with a replica of `model`; it is not late within `patience` seconds of a
     publication.
@@ -194,7 +194,7 @@ def judge(
 
 
 def _behind(
-    found: VerifiedModel, replica: Replica, position: int, *, now: float, patience: float
+    found: VerifiedModel, replica: AskedServer, position: int, *, now: float, patience: float
 ) -> Iterator[Finding]:
     assert found.log is not None
     log, where = found.log, f"{replica.name} on {replica.address}"
@@ -631,7 +631,7 @@ def size_of(directory: Path) -> int:
     return total
 
 
-def _broken_hold(model: Path, problem: Problem) -> Finding:
+def _broken_hold(model: Path, problem: Damage) -> Finding:
     killed = "a rollback was killed before its delta was there" if problem.path.is_symlink() else ""
     return Finding(
         Check.HOLD,
@@ -642,7 +642,7 @@ def _broken_hold(model: Path, problem: Problem) -> Finding:
     )
 
 
-def _remedy(model: Path, log: DeltaLog | None, problem: Problem, ckpt_dir: Path | None) -> str:
+def _remedy(model: Path, log: DeltaLog | None, problem: Damage, ckpt_dir: Path | None) -> str:
     """Remove what nobody needs; publish anew what somebody does."""
     path = problem.path
     if not isinstance(problem.error, DeltaGap):

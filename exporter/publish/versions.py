@@ -187,7 +187,7 @@ def last_position(model: Path, versions: Iterable[VersionDir]) -> int | None:
     return max([*bases, *delta_positions(model)], default=None)
 
 
-class Taken(Struct, frozen=True):
+class AbandonedNumbers(Struct, frozen=True):
     """The greatest numbers that others began to publish under in a store and gave up; None if there are none.
 
     They may still be written to, so that nothing else may have them.
@@ -197,12 +197,12 @@ class Taken(Struct, frozen=True):
     position: int | None = None
 
 
-def taken(model: Path) -> Taken:
+def taken(model: Path) -> AbandonedNumbers:
     """The numbers that nothing may be published under."""
     names = [PurePosixPath(path).name for path in _taken_paths(model)]
     ends = [int(match[2]) for name in names if (match := _DELTA.fullmatch(name))]
     numbers = [number for name in names if (number := served_version(name)) is not None]
-    return Taken(max(numbers, default=None), max(ends, default=None))
+    return AbandonedNumbers(max(numbers, default=None), max(ends, default=None))
 
 
 def is_taken(model: Path, path: Path) -> bool:

@@ -115,7 +115,7 @@ def watch_ended(sink: Output, why: str) -> None:
     sink.note(f"the watch has ended: {why}")
 
 
-class Published(Struct):
+class PublishedSoFar(Struct):
     """What a watch has published so far."""
 
     count: int = 0
@@ -127,11 +127,11 @@ class Published(Struct):
 
 
 @contextmanager
-def until_interrupted(sink: Output) -> Iterator[Published]:
+def until_interrupted(sink: Output) -> Iterator[PublishedSoFar]:
     """Run a watch, which Ctrl-C and SIGTERM end as its own limits do: what is under way is unwound, and it is
     no error. Its last line says what was published.
     """
-    published = Published()
+    published = PublishedSoFar()
     try:
         yield published
     except KeyboardInterrupt:

@@ -26,7 +26,7 @@ from exporter.bundle.variables import Move
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.checkpoint.admission import EVERYONE
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.delta.compare_rows import Compare, Side
+from exporter.delta.compare_rows import Compare, StoredSide
 from exporter.delta.format import ChangeKind, ServedVariable
 from exporter.delta.newest_rows import Merge, NewestRows
 from exporter.delta.row_reader import RowReader, SliceOrder
@@ -41,7 +41,7 @@ from exporter.jobs.task import Input
 from exporter.jobs.write_shard import MovedRows
 from exporter.storage.output_directory import open_directory
 from exporter.tables.geometry import TableGeometry
-from exporter.tables.place_keys import KeyRanges, KeyRun, Partition, Place, RangeRun, Section
+from exporter.tables.place_keys import KeyRanges, KeyRun, Partition, PlaceKeys, RangeRun, SortedKeys
 from exporter.verify.version_files import Checksum
 from exporter.version import __version__
 from exporter.wire.dtypes import DType
@@ -303,10 +303,10 @@ def indexing(runs: EngineRuns, source: Input, directory: str) -> Iterator[bytes]
     )
     yield encode(sort, directory, keep=True)
     sort.run(open_directory(str(runs.directory)))
-    run = RangeRun("t", ranges, 0, 1, (Section(0, 0, (count,)),), (("keys", count),))
+    run = RangeRun("t", ranges, 0, 1, (SortedKeys(0, 0, (count,)),), (("keys", count),))
     sorted_keys = Input.of(runs.directory / "sorted")
     yield encode(
-        Place(name="placed", inputs=(sorted_keys,), checkpoint="c", runs=(run,)), directory, keep=True
+        PlaceKeys(name="placed", inputs=(sorted_keys,), checkpoint="c", runs=(run,)), directory, keep=True
     )
 
 
@@ -317,7 +317,7 @@ def comparing(runs: EngineRuns, source: Input, directory: str) -> bytes:
     box = SliceSpec.whole(old.shape)
     rows = old.shape[0]
     sides = [
-        Side.of(RowReader("t", catalog, each, box, each.dtype, SliceOrder()), 0, rows, number)
+        StoredSide.of(RowReader("t", catalog, each, box, each.dtype, SliceOrder()), 0, rows, number)
         for number, each in enumerate((old, new))
     ]
     task = Compare(
