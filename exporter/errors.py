@@ -111,7 +111,7 @@ class Exit(IntEnum):
 
 
 _ERRNO = re.compile(r"\A\[Errno -?[0-9]+\] ")
-"""What `str` of an OSError begins with, and tells nobody anything."""
+"""The beginning of an OSError's `str`, which means nothing to a user."""
 
 
 class ExportError(Exception):

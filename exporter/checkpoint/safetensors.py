@@ -157,7 +157,7 @@ def _tensors(whole: FileRange) -> dict[str, TensorRef]:
 
 
 def _header(whole: FileRange) -> tuple[dict[str, _Entry], int]:
-    """What the header of a file says of each tensor, and where the header ends."""
+    """The header's entry of each tensor, and where the header ends."""
     if whole.size < _SIZE_BYTES:
         raise TruncatedFile(f"{whole.path} has {whole.size} bytes: it is no safetensors file")
     (size,) = struct.unpack("<Q", whole.part(0, _SIZE_BYTES).read())

@@ -131,7 +131,7 @@ AVAILABLE = "AVAILABLE"
 
 
 class ServedState(Struct, frozen=True):
-    """What a server says of one version: its state, the error that it ended with, and where it stands.
+    """A version on a server: its state, the error that it ended with, and where it stands.
 
     `position` and `lineage` are None where it takes no deltas, or was not asked.
     """
@@ -272,7 +272,7 @@ def checkpoint(model: Path, ckpt_dir: Path) -> Iterator[Finding]:
     except CheckpointError as error:
         yield Finding(Check.CHECKPOINT, Level.WRONG, error.message, _as_command(error.hint), error.cause)
         return
-    if not catalog.is_bundle:  # its values are written anew in any case
+    if not catalog.is_bundle:  # its values are written again in any case
         return
     try:
         reason = _why_not_linked(model, catalog)
@@ -424,7 +424,7 @@ class _Readers:
         return cls(path.lstat())
 
     def lost_by(self, other: _Readers) -> str:
-        """Who may read this and not `other`: "others", "group", or "" for nobody."""
+        """Users that may read this and not `other`: "others", "group", or "" for none."""
         if self.others and not other.others:
             return "others"
         group = other.others or (other.group and other.gid == self.gid)
@@ -432,7 +432,7 @@ class _Readers:
 
 
 CANARY_SECONDS = 600.0
-"""A canary that takes longer to decide is not at work, or has nobody to go first."""
+"""A canary that takes longer to decide is not at work, or has no replica to go first."""
 
 FUTURE_SECONDS = 60.0
 """Clocks of machines differ; by less than this it is no matter."""
@@ -531,7 +531,7 @@ def _unapproved(model: Path, log: DeltaLog, now: float) -> Iterator[Finding]:
 
 
 def orphans(model: Path, found: VerifiedModel) -> Iterator[Finding]:
-    """Logs whose bases are all gone: nobody can apply their deltas."""
+    """Logs whose bases are all gone: no server can apply their deltas."""
     for log in logs_without_base(model, None if found.log is None else found.log.path):
         deltas = [entry for entry in log.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
         yield Finding(
@@ -567,7 +567,7 @@ def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
     paths += [delta.path for delta in found.log.deltas] if found.log else []
     later: list[tuple[float, Path]] = []
     for path in paths:
-        with suppress(ManifestError):  # which `damage` has told
+        with suppress(ManifestError):  # which `damage` has reported
             created = read_head(path).created.timestamp()
             if created > now + FUTURE_SECONDS:
                 later.append((created, path))
@@ -586,7 +586,7 @@ def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
 
 def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
     """Find dynamic tables that will soon have no room for new keys: then a delta is refused."""
-    if found.log is None or found.damage:  # which `damage` has told: a table cannot be read past it
+    if found.log is None or found.damage:  # which `damage` has reported: a table cannot be read past it
         return
     for table in tables_of_log(read_log(model)):  # as it is now: retention may have been there
         if table.free_rows < (table.keys + table.free_rows) * SCARCE:
@@ -643,7 +643,7 @@ def _broken_hold(model: Path, problem: Damage) -> Finding:
 
 
 def _remedy(model: Path, log: DeltaLog | None, problem: Damage, ckpt_dir: Path | None) -> str:
-    """Remove what nobody needs; publish anew what somebody does."""
+    """Remove what no server needs; publish again what one does."""
     path = problem.path
     if not isinstance(problem.error, DeltaGap):
         if log is not None and path.parent == log.path and _is_spare(log, path):

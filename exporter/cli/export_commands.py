@@ -307,7 +307,7 @@ def _hold(plan: IncrementalPlan) -> int | None:
 
 
 def _next_lines(plan: IncrementalPlan, *, is_told: bool) -> Iterator[str]:
-    """What makes the delta served, unless servers were told; behind a hold it waits until that is lifted."""
+    """The command that makes servers apply the delta, if none was notified; behind a hold, how to lift it."""
     hold = _hold(plan)
     if plan.log.hold.is_canary:
         yield labelled("hold", f"at {hold}: the agent's canary decides about what lies beyond")

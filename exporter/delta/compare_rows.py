@@ -1,8 +1,8 @@
 """Compare rows of one table in two states, chunk by chunk and bit by bit: in this process, or by tasks.
 
 `ComparedRows` compares. A `Compare` task does it for a range of rows in two bundles, and writes one object:
-the hashes of the new rows' blocks (uint64), the numbers of the rows that differ (int64) and their new values, one
-behind another. A task knows nothing of deltas on top of a bundle: `TaskComparison` compares the rows that
+the hashes of the new rows' blocks (uint64), the numbers of the rows that differ (int64) and their new values,
+one behind another. A task knows nothing of deltas on top of a bundle: `TaskComparison` compares the rows that
 these touch in the process that began the job.
 
 Both report the checksum of every range that they read; `StoredChecksums` joins them and compares whole runs.

@@ -251,7 +251,7 @@ LOCAL = Runner()
 def plan_digest(tasks: Sequence[Task]) -> str:
     """Lower-case SHA-256 of a plan: equal for equal inputs, options and divisions alone.
 
-    Another version of this program may write other bytes for the same task, and goes on with none of ours.
+    Another version of this program may write other bytes for the same task, and uses none of ours.
     """
     digest = hashlib.sha256(f"{__version__}\n".encode())
     for task in tasks:

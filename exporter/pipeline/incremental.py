@@ -103,7 +103,7 @@ def export_base(
 
 
 def as_base(request: ExportRequest) -> ExportRequest:
-    """The full export that begins a log; it takes deltas as the base before it did, unless told otherwise.
+    """The full export that begins a log; it takes deltas as the base before it did, unless options differ.
 
     Where the log broke, it is the checkpoint of the base before that is published again.
     """
@@ -244,7 +244,7 @@ _ATTEMPTS = 3
 class ExportedDelta(Struct, frozen=True):
     """What an incremental export did. `published` is None if there was nothing to do.
 
-    `compared_bytes` counts the served bytes that were compared; 0 if increments told what changed.
+    `compared_bytes` counts the served bytes that were compared; 0 if increments list what changed.
     `warnings` are what went wrong after the delta was published, which therefore is no failure.
     """
 
@@ -375,7 +375,7 @@ def export_incremental(
                 raise
             return _new_log(request, progress, error, is_watching=is_watching)
         except PositionMoved:
-            if attempt == _ATTEMPTS or mirror.is_remote(request.out):  # whoever opened it looks again
+            if attempt == _ATTEMPTS or mirror.is_remote(request.out):  # `carry` refreshes and tries again
                 raise
         except PositionError as error:
             if not full_on_mismatch:

@@ -173,7 +173,7 @@ def merge_run(
 def _merger(
     log: DeltaLog, run: Sequence[LogDelta], directory: Path, jobs: Jobs
 ) -> tuple[DeltaMerger, Publication]:
-    """What writes the merger of deltas into a directory, and what it says of itself."""
+    """What writes the merged delta into a directory, and its header."""
     newest, parts = run[-1], [log.tensors(delta) for delta in run]
     what = Publication(
         merged(run),
@@ -207,7 +207,7 @@ def tidy(
 
     `log` is the model's as it was read last, under the lock.
 
-    Under a canary's hold, what it has yet to approve stays as it is: it may be taken back, and servers that
+    Under a canary's hold, what it has yet to approve stays as it is: it may be reverted, and servers that
     start now go as far as the hold.
 
     Where the model wants finite values, what an earlier release published unchecked is merged with what
@@ -219,7 +219,7 @@ def tidy(
     """
     done: list[Merged] = []
     log = read_log(model) if log is None else log
-    if log.hold.binds:  # what is held may still be taken back, delta by delta
+    if log.hold.binds:  # what is held may still be reverted, delta by delta
         return (), RetiredDeltas()
     while run := merge_due(judged(log)):
         try:

@@ -61,7 +61,7 @@ from exporter.wire.protos import Proto
 
 
 class BaseMerger:
-    """The variables of a base, `stored`, with `deltas` laid over them, oldest first.
+    """The variables of a base, `stored`, with `deltas` applied on top, oldest first.
 
     Raises:
         CheckpointChanged: a file is no longer there.
@@ -345,7 +345,7 @@ def _require_finite(log: DeltaLog, chain: Sequence[LogDelta]) -> None:
 
 
 def _merger(log: DeltaLog, chain: Sequence[LogDelta], bundle: Path, jobs: Jobs) -> BaseMerger:
-    """What writes the variables of the log's base with deltas laid over them."""
+    """What writes the variables of the log's base with deltas applied on top."""
     return BaseMerger(
         bundle,
         log.base.entry.mapping_spec,

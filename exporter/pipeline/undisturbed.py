@@ -79,7 +79,7 @@ def undisturbed(model: Path, action: Callable[[DeltaLog], T], log: DeltaLog | No
         try:
             return action(log)
         except (CheckpointError, PositionMoved, VerificationError) as error:
-            if mirror.is_remote(model):  # whoever opened it looks again: here nothing changes
+            if mirror.is_remote(model):  # `carry` refreshes the copy and tries again; here nothing changes
                 raise
             if not isinstance(error, PositionMoved) and all(delta.path.exists() for delta in log.deltas):
                 raise

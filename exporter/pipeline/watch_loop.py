@@ -177,7 +177,7 @@ class StopWhen(Struct, frozen=True, repr_omit_defaults=True):
     ] = math.inf
 
     def __post_init__(self) -> None:
-        """Refuse what is no number.
+        """Refuse values that are not numbers.
 
         Raises:
             UsageError: a value is none.
@@ -221,7 +221,7 @@ class Watching(Struct, frozen=True, repr_omit_defaults=True):
     stop: StopWhen = StopWhen()
 
     def __post_init__(self) -> None:
-        """Refuse what is no number, and no `StopWhen`.
+        """Refuse values that are neither a number nor a `StopWhen`.
 
         Raises:
             UsageError: a value is none.

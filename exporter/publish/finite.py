@@ -96,7 +96,7 @@ def lasting(log: DeltaLog, run: Iterable[LogDelta]) -> dict[str, Array]:
 
 
 def unchecked(deltas: Sequence[LogDelta]) -> tuple[LogDelta, ...]:
-    """The deltas that nobody has checked, and that no checked one spans."""
+    """The deltas that are not checked, and that no checked one spans."""
     checked = [delta for delta in deltas if delta.entry.finite]
     others = (delta for delta in deltas if not delta.entry.finite)
     return tuple(

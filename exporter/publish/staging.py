@@ -98,7 +98,7 @@ def _forget_name(error: ExportError) -> None:
 
 
 def remove_leftovers(model: Path) -> None:
-    """Remove the staging and trash directories of processes that died, and jobs that nobody goes on with.
+    """Remove the staging and trash directories of processes that died, and abandoned jobs.
 
     Concurrent calls do no harm.
 

@@ -145,7 +145,7 @@ def require_base_path(model: Path) -> None:
         raise itself_a_version(model, model.parent)
     place = model.resolve()
     for inner in (place, *place.parents):
-        with suppress(ManifestError):  # what nobody may look at is not this user's to publish in
+        with suppress(ManifestError):  # an unreadable version is not this user's to publish over
             if is_of_a_model(inner.name) and newest_version(inner.parent) is not None:
                 raise inside_a_model(model, inner.parent)
 

@@ -640,7 +640,7 @@ _AWS = (
 _NOT_GIVEN = re.compile(
     r"token request|token file|performing POST REDACTED|/latest/(?:api/token|meta-data)\b"
 )
-"""What obstore says of asking for credentials, and not of asking the store."""
+"""Words of obstore's errors that come from asking for credentials, not from asking the store."""
 
 HINTS = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, and AWS_ENDPOINT_URL for other clouds",

@@ -85,7 +85,7 @@ class Failure(Struct, frozen=True):
 
 
 class OutputMode(Enum):
-    """Who reads the output."""
+    """The reader of the output: a person, a program, or none."""
 
     HUMAN = "human"
     JSON = "json"

@@ -15,7 +15,7 @@ class Progress(Protocol):
 
 
 class NoProgress:
-    """Progress that nobody watches."""
+    """Progress that is not shown."""
 
     def advance(self, amount: int) -> None:
         """Do nothing."""
@@ -26,7 +26,7 @@ ProgressFactory: TypeAlias = Callable[[str, int], AbstractContextManager[Progres
 
 
 def no_progress(label: str, total: int) -> AbstractContextManager[Progress]:
-    """A progress bar that nobody sees."""
+    """A progress bar that is not shown."""
     return nullcontext(NoProgress())
 
 

@@ -481,7 +481,7 @@ class ExportArguments(Struct, frozen=True):
 
 
 def _typed(what: Any) -> list[str]:
-    """The arguments; none of what is no list of them."""
+    """The arguments; none if they are not a list."""
     texts = what if isinstance(what, tuple | list) else ()
     return [os.fspath(text) for text in texts if isinstance(text, str | os.PathLike)]
 

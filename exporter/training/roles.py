@@ -70,13 +70,13 @@ class Role(Struct, frozen=True):
 
 
 SINGLE = Role(NodeType.SINGLE, None, is_chief=True)
-"""A node that is no part of a cluster."""
+"""A node outside of any cluster."""
 
 
 class NodeTask(Struct, frozen=True):
     """A node's place in its cluster; `jobs` has the indices in use for each job that is listed.
 
-    `source` is the environment variable that told, empty for a strategy that did.
+    `source` is the environment variable that it comes from, empty for a strategy.
     """
 
     type: NodeType
@@ -95,7 +95,7 @@ class NodeTask(Struct, frozen=True):
         """The node's role if the last worker is the evaluator.
 
         Raises:
-            RoleUnknown: nobody would be left to train, or there is no worker.
+            RoleUnknown: no node would be left to train, or there is no worker.
         """
         workers = self.jobs.get(NodeType.WORKER, frozenset())
         training = self.jobs.keys() & _CHIEFS

@@ -246,7 +246,7 @@ def stored_items(
     known: StoredItems | None = None,
     look: Callable[[], StoredModel] | None = None,
 ) -> StoredItems:
-    """What is published in a store: whoever publishes there too may `look` in another way than by listing it.
+    """What is published in a store; a publisher there may `look` in another way than by listing it.
 
     Manifests that are `ours`, or were `known` before, are not read.
 
@@ -301,7 +301,7 @@ def read_stored(store: ObjectReader, path: str, each: RemoteObject) -> bytes:
 
 
 def item_of(path: str, content: bytes, where: str) -> Item:
-    """What a manifest tells of.
+    """The publication that a manifest describes.
 
     Raises:
         ManifestError: it is damaged, or tells of another place.
@@ -376,14 +376,14 @@ class Passage:
 
     @property
     def files(self) -> list[FileEntry]:
-        """Its files: data shards last, because the index tells of them."""
+        """Its files: data shards last, because the index lists them."""
         return sorted(self._item.manifest.files, key=lambda file: file.crc32c is None)
 
     def noting(self, file: FileEntry) -> Callable[[int, memoryview], None]:
         """What takes the checksums of a file, of its parts in any order and from several threads.
 
         Raises:
-            CheckpointError: the index that tells of it is damaged.
+            CheckpointError: the index that lists it is damaged.
         """
         path = self._path / file.path
         return self._passed.noting(path, self._cuts.get(path, ()) if file.crc32c is None else ())

@@ -18,7 +18,7 @@ from exporter.newer_python import StrEnum
 from exporter.terminal.progress import count
 
 _KEPT, _KEPT_APPLIED = 100, 2000
-"""How many events of a kind are kept for the status page: each replica tells of each delta."""
+"""How many events of a kind are kept for the status page: each replica has one for each delta."""
 
 
 class EventKind(StrEnum):

@@ -25,7 +25,7 @@ _NAMED = 3
 
 
 class Level(StrEnum):
-    """How bad a state is: somebody has to act, may have to act, nobody has to, all is well."""
+    """How bad a state is: an operator has to act, may have to act, need not act, all is well."""
 
     BAD = "bad"
     WARNING = "warning"
