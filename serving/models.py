@@ -205,9 +205,7 @@ class ServedModels:
             raise invalid(f"Unrecognized servable version label: {spec.version_label}") from None
 
 
-def _wait_for(
-    models: Sequence[VersionManager], deadline: float, is_wanted: Callable[[], bool] = lambda: True
-) -> None:
+def _wait_for(models: Sequence[VersionManager], deadline: float, is_wanted: Callable[[], bool]) -> None:
     failed = []
     for model in models:
         try:

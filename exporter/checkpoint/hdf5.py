@@ -95,7 +95,7 @@ class Packed(Struct, frozen=True):
                 yield np.frombuffer(data, self.dtype.numpy)
 
 
-def read_hdf5(source: FileRange, attributes: Mapping[str, bool] | None = None) -> FileContents:
+def read_hdf5(source: FileRange, attributes: Mapping[str, bool]) -> FileContents:
     """Every dataset of a file, and of every group the attributes named (True: a list that may be continued).
 
     Keras splits a list of names that is too long for one attribute into `weight_names0`, `weight_names1`, ...
@@ -116,7 +116,7 @@ def read_hdf5(source: FileRange, attributes: Mapping[str, bool] | None = None) -
         "ratio": _MAX_RATIO,
     }
     with _library(source) as library:
-        document = library.contents({"attributes": attributes or {}, "limits": limits})
+        document = library.contents({"attributes": attributes, "limits": limits})
     datasets, skipped = [], document["skipped"]
     for found in document["datasets"]:
         dataset = _dataset(source, found)

@@ -338,7 +338,7 @@ def _later_fulls(prefix: Path, first: int) -> Iterator[int]:
 
 
 def plan_deeprec_changes(
-    published: TrainerVersion, full: CheckpointId, increment: DeepRecIncrement, within: float = 0.0
+    published: TrainerVersion, full: CheckpointId, increment: DeepRecIncrement, within: float
 ) -> ChangePlan:
     """What follows the state that was published last; its rows may be off by less than `within`,
     to a full checkpoint and its increment.

@@ -107,9 +107,7 @@ class Merging(Struct, frozen=True):
     tasks: int
 
 
-def plan_merge(
-    model: Path, start: int | None = None, end: int | None = None, jobs: Jobs = LOCALLY
-) -> Merging | None:
+def plan_merge(model: Path, start: int | None, end: int | None, jobs: Jobs) -> Merging | None:
     """What `merge` would do now; the deltas are read and checked, and nothing is written.
 
     Raises:

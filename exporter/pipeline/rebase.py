@@ -244,7 +244,7 @@ class Rebasing(Struct, frozen=True):
     tasks: int
 
 
-def plan_rebase(model: Path, *, despite_hold: bool = False, jobs: Jobs = LOCALLY) -> Rebasing | None:
+def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebasing | None:
     """What `rebase` would do now; the deltas are read and checked, the base's values are not.
 
     Raises:

@@ -341,7 +341,7 @@ def publish_delta(
     *,
     position: int,
     last: int | None,
-    under_lock: UnderLock = TAKING_THE_LOCK,
+    under_lock: UnderLock,
 ) -> PublishedDelta:
     """Turn `staging.path` into the delta `<from>-<position>` of a log; whole, durable and immutable.
 

@@ -93,7 +93,7 @@ def publish_written(
     what: Publication,
     *,
     last: int | None,
-    under_lock: UnderLock = TAKING_THE_LOCK,
+    under_lock: UnderLock,
 ) -> PublishedDelta:
     """Publish the delta of so many rows that lies in a staging directory, with `header_of` as its header.
 

@@ -31,7 +31,7 @@ _WHOLE = np.zeros(1, np.int64)
 """Stands for a variable that is served as a whole, as if it had one row."""
 
 
-def require_finite(log: DeltaLog, changes: Mapping[str, Change], span: Span, hint: str = "") -> None:
+def require_finite(log: DeltaLog, changes: Mapping[str, Change], span: Span, hint: str) -> None:
     """Refuse changes that the log's model refuses.
 
     Raises:

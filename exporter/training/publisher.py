@@ -365,7 +365,7 @@ def overlay(
     chain: Sequence[StoredIncrement],
     tracked: Iterable[VariableTracking],
     accesses: Mapping[int, Access],
-    tables: Iterable[KeyedAccess] = (),
+    tables: Iterable[KeyedAccess],
 ) -> None:
     """Write the increments' values into the session's variables, in order.
 

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from exporter.errors import RoleUnknown
 from exporter.newer_python import StrEnum
 from exporter.options import given
+from exporter.wire.json_documents import unique_keys
 
 _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
 _HOSTS = ("JOB_NAME", "TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS", "MASTER_HOST")
@@ -186,15 +187,9 @@ def _in_tf_config(config: Mapping[str, Any]) -> NodeTask | None:
 
 def _config(text: str) -> Mapping[str, Any]:
     try:
-        return _object(json.loads(text, object_pairs_hook=_unique), "")
+        return _object(json.loads(text, object_pairs_hook=unique_keys), "")
     except (ValueError, RecursionError) as error:
         raise _unclear(f"TF_CONFIG is not valid JSON: {error}") from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) != len(pairs):
-        raise ValueError("an object names a key twice")
-    return found
 
 
 def _object(value: Any, name: str) -> Mapping[str, Any]:
