@@ -59,29 +59,29 @@ class ServedVersion(Struct, frozen=True):
     """The canonical status of loading it: `OK`, or the code of the failure."""
     message: str
     """Why loading failed; empty if it did not."""
-    position: int | None
+    position: int | None = None
     """The position that it serves."""
-    step: int | None
+    step: int | None = None
     """The training step of its values."""
-    lineage: str | None
+    lineage: str | None = None
     """The log that its deltas belong to."""
-    behind_deltas: int | None
+    behind_deltas: int | None = None
     """How many deltas an update would apply now, up to the hold."""
-    behind_steps: int | None
+    behind_steps: int | None = None
     """Training steps from here to the newest position."""
-    newer_version: int | None
+    newer_version: int | None = None
     """A newer published version that the server does not serve yet."""
-    published: datetime | None
+    published: datetime | None = None
     """When the values that it serves were published."""
-    age_seconds: float | None
+    age_seconds: float | None = None
     """Seconds since then."""
-    event_time: datetime | None
+    event_time: datetime | None = None
     """The time of the newest event that those values were trained on."""
-    event_age_seconds: float | None
+    event_age_seconds: float | None = None
     """Seconds since then."""
-    unsettled: int | None
+    unsettled: int | None = None
     """Its responses of no one position since it was loaded; null: it does not count them."""
-    problem: str | None
+    problem: str | None = None
     """Why a field is unknown."""
 
 

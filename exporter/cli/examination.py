@@ -35,7 +35,7 @@ from exporter.errors import (
     unreachable,
 )
 from exporter.newer_python import StrEnum
-from exporter.pipeline.table_views import tables_of_log
+from exporter.pipeline.inspection import tables_of_log
 from exporter.publish.commit import NO_SYNC_HINT, cannot_sync
 from exporter.publish.delta_log import DeltaLog, LogDelta, read_log
 from exporter.publish.finite import lasting, refused
@@ -55,7 +55,7 @@ from exporter.publish.versions import (
 from exporter.storage.files import sync, writing
 from exporter.storage.layout import DELTAS_DIRECTORY, LOCK_FILE, SAVED_MODEL_FILES
 from exporter.storage.local_paths import quoted
-from exporter.terminal.progress import count, human_bytes
+from exporter.terminal.progress import count, human_bytes, human_time
 from exporter.verify.log import Damage, VerifiedModel, verify_model
 
 
@@ -222,7 +222,9 @@ def _behind(
         oldest = max(_age(delta.path, now) for delta in log.deltas if position < delta.end <= missing[-1].end)
         level = Level.WARNING if oldest < patience else Level.WRONG
         goal, many = missing[-1].end, count(len(missing), "delta")
-        message = f"{where} stands at {position}, {many} behind {goal}; the oldest is {_duration(oldest)} old"
+        message = (
+            f"{where} stands at {position}, {many} behind {goal}; the oldest is {human_time(oldest)} old"
+        )
         yield Finding(Check.REPLICAS, level, message, update)
 
 
@@ -232,13 +234,6 @@ def _age(published: Path, now: float) -> float:
         return max(0.0, now - read_head(published).created.timestamp())
     except ManifestError:
         return 0.0
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 _CLOSED = {"others": "users outside its group", "group": "its group", "owner": "its owner"}

@@ -19,8 +19,15 @@ from exporter.cli.render import (
 )
 from exporter.mapping.unmatched import Unmatched
 from exporter.pipeline.both_sides import Unmatchable
-from exporter.pipeline.inspection import BundleView, CheckpointView, GraphView, Inspection, ModelView
-from exporter.pipeline.table_views import EmbeddingTable, ServedTableView
+from exporter.pipeline.inspection import (
+    BundleView,
+    CheckpointView,
+    EmbeddingTable,
+    GraphView,
+    Inspection,
+    ModelView,
+    ServedTableView,
+)
 from exporter.terminal.output import Output, escape
 from exporter.terminal.progress import count, human_bytes
 from exporter.wire.dtypes import DType

@@ -39,6 +39,14 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def human_time(seconds: float) -> str:
+    """`42 s`, `5 min`, `3 h`, `2 d`: the largest unit of which there are two."""
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def count(number: int, thing: str) -> str:
     """`1 delta`, `2 deltas`."""
     return f"{number} {thing}{'s' * (number != 1)}"

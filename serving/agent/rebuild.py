@@ -7,8 +7,9 @@ configuration replaces the whole one before it. So a rebuild needs the file that
 only forward, and hold only the rows that they changed.
 
 - The published files are read and checked first, so that a damaged version does not replace a loaded one.
-- A replica is rebuilt only while another one serves the model that passed its last audit, and only one replica
-  of a model at a time. During the rebuild it responds NOT_FOUND for this model; its other models are served.
+- A replica is rebuilt only while another one serves the model that passed its last audit, and only one
+  replica of a model at a time. During the rebuild it responds NOT_FOUND for this model; its other models are
+  served.
 - An agent that is killed during a rebuild leaves a server without the model. The next agent finds that every
   version has ended without an error, and sends the whole configuration.
 - Two agents that rebuild at the same time load the model twice, and do no other harm.
