@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from msgspec import Struct
-from msgspec.structs import asdict
 
 from exporter.errors import Exit, ExportError, UsageError
 from exporter.options import Option
@@ -22,13 +21,13 @@ from exporter.storage.local_paths import local_path, path_parser
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.output import Output, OutputMode
 from exporter.terminal.server_access import ServerAccess
-from serving.documents import AgentEvent, AgentStarted
+from serving.documents import AgentStarted
 from serving.optional_libraries import require_libraries
 from serving.signals import sleep_until_a_signal, stop_on_sigterm
 
 if TYPE_CHECKING:
     from exporter.wire.protos import Proto
-    from serving.agent.journal import FleetEvent, Journal
+    from serving.agent.journal import AgentEvent, Journal
     from serving.agent.pacing import PacePolicy
     from serving.agent.replica import Settings
     from serving.agent.view import FleetView
@@ -418,7 +417,7 @@ class _EventPrinter:
         """Print the address of the agent's port."""
         self._print_or_warn(partial(self._print_start, host, port, scheme))
 
-    def __call__(self, event: FleetEvent) -> None:
+    def __call__(self, event: AgentEvent) -> None:
         """Print an event."""
         self._print_or_warn(partial(self._print, event))
 
@@ -440,13 +439,13 @@ class _EventPrinter:
         if self._sink.mode is OutputMode.JSON:
             self._sink.result(AgentStarted("started", host, port))
 
-    def _print(self, event: FleetEvent) -> None:
+    def _print(self, event: AgentEvent) -> None:
         where = " ".join(part for part in (event.model, event.replica) if part)
         seconds = event.behind_seconds
         served = "" if seconds is None else f", served {seconds:.3f} s after its publication"
         line = f"{where}: {event.message}{served}" if where else event.message
         if self._sink.mode is OutputMode.JSON:
-            self._sink.result(AgentEvent(**asdict(event)))
+            self._sink.result(event)
         elif self._sink.mode is OutputMode.QUIET and event.is_trouble:
             self._sink.trouble(line)
         else:

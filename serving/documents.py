@@ -184,37 +184,6 @@ class AgentStarted(Struct, frozen=True):
     """Their port."""
 
 
-class AgentEvent(Struct, frozen=True):
-    """What `agent` prints for each event."""
-
-    what: str
-    """Kind of event: `applied`, `failed`, `refused`, `canary`, `approved`, `golden`, `rolled_back`, ..."""
-    message: str
-    """The event as a sentence."""
-    model: str
-    """The model's name; empty if the event concerns no model."""
-    replica: str | None
-    """The model server's address."""
-    version: int | None
-    """The version on that server."""
-    position: int | None
-    """The position that it serves now."""
-    step: int | None
-    """The training step of its values."""
-    rows: int | None
-    """Rows that were written."""
-    deltas: int | None
-    """Deltas that were applied."""
-    seconds: float | None
-    """Seconds that the call took."""
-    behind_seconds: float | None
-    """Seconds from the publication of the delta until the replica served it."""
-    event_age_seconds: float | None
-    """Seconds from the newest event that the delta was trained on until the replica served it."""
-    at: datetime
-    """When it happened."""
-
-
 class FleetFinding(Struct, frozen=True):
     """Something to say about a model, or about one of its replicas."""
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from exporter.errors import UsageError
 from serving.address import GRPC_PORT, with_port
-from serving.agent.journal import EventKind, FleetEvent, Journal
+from serving.agent.journal import AgentEvent, EventKind, Journal
 from serving.agent.publications import FollowedModel, Publications
 from serving.agent.rebuild import Rebuilder
 from serving.agent.replica import Allowed, Replica, Settings
@@ -162,7 +162,7 @@ class Fleet:
         found = self._targets.resolve()
         if found.problems != self._resolved.problems:
             for problem in found.problems:
-                self.journal.write(FleetEvent(EventKind.TARGETS, problem))
+                self.journal.write(AgentEvent(EventKind.TARGETS, problem))
         self._resolved = found
         wanted = {
             (address, publications.model.name): publications

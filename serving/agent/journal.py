@@ -61,26 +61,35 @@ TROUBLE = frozenset(
 """Kinds that `-q` prints, because an operator may have to act."""
 
 
-class FleetEvent(Struct, frozen=True):
-    """One event of the agent; fields that do not apply are None.
-
-    `seconds` is the duration of a call, `behind_seconds` the time from a delta's publication until a replica
-    served it, `event_age_seconds` the time from the newest event that it was trained on until then.
-    """
+class AgentEvent(Struct, frozen=True):
+    """What `agent` prints for each event."""
 
     what: EventKind
+    """Kind of event: `applied`, `failed`, `refused`, `canary`, `approved`, `golden`, `rolled_back`, ..."""
     message: str
+    """The event as a sentence."""
     model: str = ""
+    """The model's name; empty if the event concerns no model."""
     replica: str | None = None
+    """The model server's address."""
     version: int | None = None
+    """The version on that server."""
     position: int | None = None
+    """The position that it serves now."""
     step: int | None = None
+    """The training step of its values."""
     rows: int | None = None
+    """Rows that were written."""
     deltas: int | None = None
+    """Deltas that were applied."""
     seconds: float | None = None
+    """Seconds that the call took."""
     behind_seconds: float | None = None
+    """Seconds from the publication of the delta until the replica served it."""
     event_age_seconds: float | None = None
+    """Seconds from the newest event that the delta was trained on until the replica served it."""
     at: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
+    """When it happened."""
 
     @property
     def is_trouble(self) -> bool:
@@ -94,16 +103,16 @@ class Journal:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._events = {
-            kind: deque[FleetEvent](maxlen=_KEPT_APPLIED if kind is EventKind.APPLIED else _KEPT)
+            kind: deque[AgentEvent](maxlen=_KEPT_APPLIED if kind is EventKind.APPLIED else _KEPT)
             for kind in EventKind
         }
-        self._readers: list[Callable[[FleetEvent], None]] = []
+        self._readers: list[Callable[[AgentEvent], None]] = []
 
-    def read_by(self, reader: Callable[[FleetEvent], None]) -> None:
+    def read_by(self, reader: Callable[[AgentEvent], None]) -> None:
         """Call `reader` with each event from now on, one at a time."""
         self._readers.append(reader)
 
-    def write(self, event: FleetEvent) -> None:
+    def write(self, event: AgentEvent) -> None:
         """Add an event. A reader that fails (a full disk, for example) misses it; the other readers get
         it.
         """
@@ -113,7 +122,7 @@ class Journal:
                 with suppress(Exception):
                     reader(event)
 
-    def last(self) -> list[FleetEvent]:
+    def last(self) -> list[AgentEvent]:
         """The last events of each kind, the newest first."""
         with self._lock:
             events = [event for kept in self._events.values() for event in kept]
@@ -137,13 +146,13 @@ class Line(Struct, frozen=True):
     is_trouble: bool = False
 
 
-def lines(events: Iterable[FleetEvent], most: int, seconds: Callable[[float], str]) -> tuple[Line, ...]:
+def lines(events: Iterable[AgentEvent], most: int, seconds: Callable[[float], str]) -> tuple[Line, ...]:
     """The newest lines, at most so many, and older ones of a kind that stays; `events` begin with the newest.
 
     `seconds` writes a duration.
     """
-    groups: dict[tuple[object, ...], list[FleetEvent]] = {}
-    found: list[list[FleetEvent]] = []
+    groups: dict[tuple[object, ...], list[AgentEvent]] = {}
+    found: list[list[AgentEvent]] = []
     for event in events:
         key = _key(event)
         group = groups.get(key)
@@ -158,19 +167,19 @@ def lines(events: Iterable[FleetEvent], most: int, seconds: Callable[[float], st
     return tuple(_line(group, seconds) for group in sorted(kept, key=lambda group: group[0].at, reverse=True))
 
 
-def _is_of_delta(event: FleetEvent) -> bool:
+def _is_of_delta(event: AgentEvent) -> bool:
     """True for what is said of one delta: it goes first somewhere, it is approved, it is applied."""
     kinds = (EventKind.APPLIED, EventKind.APPROVED, EventKind.CANARY)
     return event.what in kinds and event.position is not None
 
 
-def _key(event: FleetEvent) -> tuple[object, ...]:
+def _key(event: AgentEvent) -> tuple[object, ...]:
     if _is_of_delta(event):
         return event.model, event.position
     return event.model, event.what, event.message
 
 
-def _line(group: Sequence[FleetEvent], seconds: Callable[[float], str]) -> Line:
+def _line(group: Sequence[AgentEvent], seconds: Callable[[float], str]) -> Line:
     newest = group[0]
     replicas = list(dict.fromkeys(event.replica for event in group if event.replica))
     where = replicas[0] if len(replicas) == 1 else count(len(replicas), "replica") if replicas else ""
@@ -197,7 +206,7 @@ def _line(group: Sequence[FleetEvent], seconds: Callable[[float], str]) -> Line:
     return Line(newest.at, newest.model, where, what, text, aside)
 
 
-def _amount(applied: Sequence[FleetEvent]) -> str:
+def _amount(applied: Sequence[AgentEvent]) -> str:
     """What was applied, by the replica that had least to catch up."""
     least = min(applied, key=lambda event: (event.deltas or 0, event.rows or 0))
     return f"{count(least.deltas or 0, 'delta')}, {count(least.rows or 0, 'row')}"
