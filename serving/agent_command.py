@@ -18,12 +18,12 @@ from exporter.errors import Exit, ExportError, UsageError
 from exporter.options import Option
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import local_path, path_parser
+from exporter.terminal import sleep_until_a_signal, stop_on_sigterm
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.output import Output, OutputMode
 from exporter.terminal.server_access import ServerAccess
 from serving.documents import AgentStarted
 from serving.optional_libraries import require_libraries
-from serving.signals import sleep_until_a_signal, stop_on_sigterm
 
 if TYPE_CHECKING:
     from exporter.wire.protos import Proto
