@@ -174,7 +174,7 @@ def _typed(ref: TensorRef) -> str:
 _PREFIX = re.compile(r"(incremental_.+-([0-9]{1,18}))\.index", re.ASCII)
 _PART = re.compile(r"(.+)/part_([0-9]{1,6})", re.ASCII)
 _ID = "deeprec:"
-_HIGHEST = 10**18
+_HIGHEST = 10**18  # above every step
 
 
 class DeepRecIncrement(Struct, frozen=True):

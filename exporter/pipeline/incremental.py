@@ -234,7 +234,7 @@ def _remembered(log: DeltaLog, published: TrainerVersion, bound: float) -> Chang
     return load_residual(log.path / CACHES_DIRECTORY, log.schema, **state_of(log)) or {}
 
 
-_REMOVE_EVERY_S = 10
+_REMOVE_EVERY_S = 10  # however many deltas a watch publishes meanwhile
 _MARKER_POLL_S = 0.25
 """Between looks where the kernel reports nothing: network file systems, object stores."""
 _ATTEMPTS = 3

@@ -498,7 +498,7 @@ def _tag_of(store: ObjectWriter, key: str, content: bytes) -> Tag | None:
 # --- asking: again where an answer breaks off, and failures as errors by name ------------------------------
 
 
-_PAUSES = (0.1, 0.5, 2.0)
+_PAUSES = (0.1, 0.5, 2.0)  # before a read is repeated whose answer broke off
 _AGAIN_SECONDS = 60.0
 """An answer that breaks off later than this is not asked for again."""
 _LATER = "run the command again: the store is busy, or ill"

@@ -41,7 +41,7 @@ from exporter.training.store import FullCheckpoint, Store
 
 Session = Any
 log = logging.getLogger(__name__)
-_FAILURES_IN_A_ROW = 3
+_FAILURES_IN_A_ROW = 3  # then the training fails: until then collected rows wait in memory
 
 
 class Publisher:

@@ -40,7 +40,7 @@ _ADDRESSES = {
     "beam": (("",), "job-server:8099"),
 }
 _NO_CLUSTER = "name a cluster that runs, as it is reached from here: --engine-address ADDRESS"
-_LONGEST_OF_SOCKETS = 107
+_LONGEST_OF_SOCKETS = 107  # Linux' sun_path has 108 bytes, one of them the end
 _OF_RAY = len("/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 
 
