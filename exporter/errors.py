@@ -385,7 +385,7 @@ class VerificationError(ExportError):
 class ManifestError(VerificationError):
     """A manifest.json is missing, damaged or of another format version."""
 
-    default_hint = "remove that directory, then publish anew; with --updatable, if deltas are to go on"
+    default_hint = "remove that directory, then publish again; with --updatable, if deltas are to go on"
 
 
 class NotFinite(VerificationError):

@@ -147,7 +147,7 @@ def _geometry(
     try:
         return TableGeometry.of_shapes(seeds[0], rows[0], keys[0], keys[0] - first_default)
     except (ValueError, IndexError) as error:
-        raise CorruptFile(f"the variables of table {name!r} are no table's: {error}") from None
+        raise CorruptFile(f"the variables of table {name!r} are inconsistent: {error}") from None
 
 
 def _view(name: str, dtype: DType, dim: int, geometry: TableGeometry, state: TableState) -> ServedTableView:

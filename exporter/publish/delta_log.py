@@ -56,7 +56,7 @@ class LogBase(Struct, frozen=True):
         """The base in a version's directory.
 
         Raises:
-            ManifestError: its manifest cannot be read, or tells of another version.
+            ManifestError: its manifest cannot be read, or names another version.
             NotUpdatable: it takes no deltas.
         """
         manifest = read_manifest(path)
@@ -102,7 +102,7 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
         """Its manifest, checked against its name.
 
         Raises:
-            ManifestError: it cannot be read, or tells of other positions.
+            ManifestError: it cannot be read, or names other positions.
         """
         manifest = read_manifest(self.path)
         check_place(manifest, self.path)

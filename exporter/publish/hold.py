@@ -89,7 +89,7 @@ class Hold(Struct, frozen=True):
         if not re.fullmatch(r"0?[0-9]{1,18}", text, re.ASCII):
             raise ManifestError(
                 f"{self.path} holds {text[:40]!r}, expected a position",
-                hint="servers do not move while it is so; set it anew (export-model rollback) or lift it "
+                hint="servers do not move while it is so; set it again (export-model rollback) or lift it "
                 "(export-model resume)",
             )
         return int(text)

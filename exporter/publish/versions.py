@@ -237,7 +237,7 @@ def check_place(manifest: Manifest, path: PurePath, where: object = None) -> Non
     What takes deltas, or is one, stands where its name says. Other versions may have numbers of their own.
 
     Raises:
-        ManifestError: it tells of another place, as one does that was copied or renamed.
+        ManifestError: it names another place, as one does that was copied or renamed.
     """
     start, end, entry = manifest.from_position, manifest.position, manifest.incremental
     if start is not None:
@@ -248,9 +248,9 @@ def check_place(manifest: Manifest, path: PurePath, where: object = None) -> Non
         is_here = number is not None and (entry is None or number == end)
     if not is_here:
         raise ManifestError(
-            f"{where or path}/{MANIFEST_FILE} tells of {'version' if start is None else f'{start} to'} {end}",
+            f"{where or path}/{MANIFEST_FILE} names {'version' if start is None else f'{start} to'} {end}",
             cause="the directory, or its manifest, was copied or renamed",
-            hint="remove that directory, or give it the name back that its manifest tells of",
+            hint="remove that directory, or give it the name back that its manifest has",
         )
 
 

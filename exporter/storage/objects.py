@@ -445,7 +445,7 @@ def _endpoint(name: str) -> str:
     text = os.environ.get(name, "")
     if text and re.fullmatch(r"https?://[^\s/?#@]+(/\S*)?", text) is None:
         raise UsageError(
-            f"{name} is no address of a store: expected https://HOST or http://HOST:PORT",
+            f"{name} is not the address of a store: expected https://HOST or http://HOST:PORT",
             hint=f"{name}=http://127.0.0.1:9000 names one on this machine",
         )
     return text
@@ -579,7 +579,7 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
         raise refused(error) from None
     except exceptions.InvalidPathError:
         raise CheckpointError(
-            f"{where}: a name below it is no path",
+            f"{where}: a name below it is not a path",
             cause="it has an empty part, or one that is '.' or '..'",
             hint="name the directory of the checkpoint alone, or remove that object",
         ) from None

@@ -96,7 +96,7 @@ class Carrier:
         key = self._url.key(_pending(item.path, item.digest))
         if before.given_up.get(item.path, upload.files) != upload.files:
             raise PositionMoved(
-                f"{self._url}/{item.path} was begun by another machine and given up",
+                f"{self._url}/{item.path} was begun by another machine and abandoned",
                 cause="it may still be written to, so that nothing else can be published there",
                 hint="publish again when the model has gone on, or to a URL of its own",
             )

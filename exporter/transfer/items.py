@@ -127,7 +127,7 @@ def local_items(model: Path) -> list[Item]:
     """What is published locally, in the order in which it is carried.
 
     Raises:
-        ManifestError: a manifest is damaged, tells of another place, or is there under a second number.
+        ManifestError: a manifest is damaged, names another place, or is there under a second number.
     """
     found = []
     for path in local_paths(model).values():
@@ -251,7 +251,7 @@ def stored_items(
     Manifests that are `ours`, or were `known` before, are not read.
 
     Raises:
-        ManifestError: a manifest is damaged, tells of another place, or is there under a second number.
+        ManifestError: a manifest is damaged, names another place, or is there under a second number.
         CheckpointError: the store cannot be read.
     """
     return looking_again(lambda: _with_items(store, look() if look else _stored_model(store), ours, known))
@@ -304,7 +304,7 @@ def item_of(path: str, content: bytes, where: str) -> Item:
     """The publication that a manifest describes.
 
     Raises:
-        ManifestError: it is damaged, or tells of another place.
+        ManifestError: it is damaged, or names another place.
     """
     manifest = _manifest(content, f"{where}/{MANIFEST_FILE}")
     check_place(manifest, PurePosixPath(path), where)

@@ -366,7 +366,7 @@ class _Pull:
         if ours is not None and ours.digest != item.digest and not _is_same_rollback(ours, item):
             raise ForeignLineage(
                 f"{self._model / item.path} is another publication than {self._url}/{item.path}",
-                hint=f"pull into another directory, or remove {self._model}: servers load it anew then",
+                hint=f"pull into another directory, or remove {self._model}: servers load it again then",
             )
         return ours is not None
 

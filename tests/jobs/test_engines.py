@@ -79,7 +79,7 @@ def test_the_local_engine_has_no_cluster() -> None:
 
 
 def test_a_cluster_that_is_not_there() -> None:
-    with pytest.raises(EngineFailed, match=r"nobody answers at 127\.0\.0\.1:1") as caught:
+    with pytest.raises(EngineFailed, match=r"nothing answers at 127\.0\.0\.1:1") as caught:
         decode(next(choose_engine("ray", 1, "127.0.0.1:1").run([b""]))).settle()
     assert "Connection refused" in caught.value.cause
 
@@ -96,7 +96,7 @@ def test_a_cluster_that_is_not_there() -> None:
     ],
 )
 def test_what_is_no_address(engine: str, address: str) -> None:
-    with pytest.raises(UsageError, match=f"{address} is no address of {engine}"):
+    with pytest.raises(UsageError, match=f"{address} is not an address of {engine}"):
         require_reachable(engine, address)
 
 
@@ -119,7 +119,7 @@ def test_more_workers_than_a_machine_has_room_for(engine: str) -> None:
     ("run", "option", "says"),
     [
         (dask.run, {"foo": "1"}, "Dask does not take --engine-option foo"),
-        (beam.run, {"stall": "soon"}, "stall=soon is no number of seconds"),
+        (beam.run, {"stall": "soon"}, "stall=soon is not a number of seconds"),
         (beam.run, {"results": "hdfs://a/b"}, "hdfs://a/b"),
         (beam.run, {"runner": "DataflowRunner"}, "where to put what they did"),
     ],

@@ -25,7 +25,7 @@ from exporter.storage.output_directory import Directory, open_directory
 
 LIBRARY = "apache_beam"
 
-_OUTCOMES, _WORKS = "outcomes", "works"
+OUTCOMES, _WORKS = "outcomes", "works"
 _LOOK_S = 0.2
 _LOCAL = "apache_beam.runners.portability.fn_api_runner.FnApiRunner"
 _ELSEWHERE = {"DataflowRunner", "FlinkRunner", "SparkRunner", "PortableRunner"}
@@ -50,7 +50,7 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
         pipeline.begin()
         while left:
             is_over = pipeline.is_over  # before the look: what came before the end is seen
-            new = [name for name in directory.names(_OUTCOMES) if name not in seen]
+            new = [name for name in directory.names(OUTCOMES) if name not in seen]
             for name in new:
                 for number, outcome in outcomes_of(directory, name):
                     if number in left:  # a work may be done twice
@@ -165,4 +165,4 @@ def numbered_works(place: str, name: str) -> Iterator[tuple[int, bytes]]:
 def do(place: str, works: list[tuple[int, bytes]]) -> None:
     """Do works and report them together: in a store the command waits for each file that it reads."""
     outcomes = (b"%d %s" % (number, execute(work)) for number, work in works)
-    open_directory(place).put(f"{_OUTCOMES}/{urandom(8).hex()}", b"\n".join(outcomes))
+    open_directory(place).put(f"{OUTCOMES}/{urandom(8).hex()}", b"\n".join(outcomes))
