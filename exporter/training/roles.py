@@ -24,7 +24,6 @@ from msgspec.structs import replace
 from exporter.errors import RoleUnknown
 from exporter.newer_python import StrEnum
 from exporter.options import given
-from exporter.wire.json_documents import unique_keys
 
 _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
 _HOSTS = ("JOB_NAME", "TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS", "MASTER_HOST")
@@ -186,6 +185,8 @@ def _in_tf_config(config: Mapping[str, Any]) -> NodeTask | None:
 
 
 def _config(text: str) -> Mapping[str, Any]:
+    from exporter.wire.json_documents import unique_keys  # late: it imports numpy, and --help needs none
+
     try:
         return _object(json.loads(text, object_pairs_hook=unique_keys), "")
     except (ValueError, RecursionError) as error:
