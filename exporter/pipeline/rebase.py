@@ -61,7 +61,7 @@ from exporter.wire.protos import Proto
 
 
 class BaseMerger:
-    """The variables of a base, `stored`, with `deltas` applied on top, oldest first.
+    """The variables of a base, `stored`, with `deltas` laid over them, oldest first.
 
     Raises:
         CheckpointChanged: a file is no longer there.
