@@ -34,9 +34,9 @@ from exporter.jobs.shard_job import Place, Placed, ShardJob, Sources, Stored, st
 from exporter.jobs.task import Range
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.options import LOCALLY, Jobs
+from exporter.pipeline.log_maintenance import past_given_up, position_of_merger, runner_for, undisturbed
 from exporter.pipeline.newest_base import row_blocks
 from exporter.pipeline.restoration import approved_by_canary
-from exporter.pipeline.undisturbed import past_given_up, position_of_merger, runner_for, undisturbed
 from exporter.publish.commit import PublishedVersion, ReservedPosition, Staging, publish_version
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogBase, LogDelta
 from exporter.publish.finite import require_merger_finite
