@@ -60,7 +60,6 @@ from exporter.storage.layout import CANARY_LOCK_FILE, DELTA_NAME
 from exporter.storage.local_paths import quoted
 from exporter.terminal.progress import ProgressFactory, no_progress
 
-
 T = TypeVar("T")
 RACE_SECONDS = 60.0
 """How long an operator's command tries again while others remove what it reads."""
