@@ -371,7 +371,7 @@ class VersionManager:
         self._announce(VersionStatus(version, VersionState.UNLOADING))
         threading.Thread(target=self._unload, args=(version,), name=f"unload {version}", daemon=True).start()
 
-    def _unload(self, version: int, timeout_seconds: float | None) -> None:
+    def _unload(self, version: int, timeout_seconds: float | None = None) -> None:
         with self._changed:
             served = self._served[version]
             self._changed.wait_for(lambda: not served.borrowers, timeout_seconds)
