@@ -112,7 +112,7 @@ class Exit(IntEnum):
 
 
 _ERRNO = re.compile(r"\A\[Errno -?[0-9]+\] ")
-"""What `str` of an OSError begins with, and tells nobody anything."""
+"""The beginning of an OSError's `str`, which means nothing to a user."""
 
 
 class ExportError(Exception):
@@ -395,7 +395,7 @@ class VerificationError(ExportError):
 class ManifestError(VerificationError):
     """A manifest.json is missing, damaged or of another format version."""
 
-    default_hint = "remove that directory, then publish anew; with --updatable, if deltas are to go on"
+    default_hint = "remove that directory, then publish again; with --updatable, if deltas are to go on"
 
 
 class NotFinite(VerificationError):

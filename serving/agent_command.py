@@ -13,22 +13,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from msgspec import Struct
-from msgspec.structs import asdict
 
 from exporter.errors import Exit, ExportError, UsageError
 from exporter.options import Option
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import local_path, path_parser
+from exporter.terminal import sleep_until_a_signal, stop_on_sigterm
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.output import Output, OutputMode
 from exporter.terminal.server_access import ServerAccess
-from serving.documents import AgentEvent, AgentStarted
+from serving.documents import AgentStarted
 from serving.optional_libraries import require_libraries
-from serving.signals import sleep_until_a_signal, stop_on_sigterm
 
 if TYPE_CHECKING:
     from exporter.wire.protos import Proto
-    from serving.agent.journal import FleetEvent, Journal
+    from serving.agent.journal import AgentEvent, Journal
     from serving.agent.pacing import PacePolicy
     from serving.agent.replica import Settings
     from serving.agent.view import FleetView
@@ -321,11 +320,10 @@ def agent(
         stop_on_sigterm()
         from serving.agent import view
         from serving.agent.canary_keeper import Canaries, canary_rules
-        from serving.agent.fleet import Fleet
+        from serving.agent.fleet import Fleet, Targets
         from serving.agent.journal import Journal
         from serving.agent.publications import FollowedModel
         from serving.agent.puller import pullers_of, pulling
-        from serving.agent.targets import Targets
         from serving.credentials import channel_credentials
 
         channel_credentials(access)  # report bad files once now, not for each replica
@@ -390,7 +388,7 @@ def _own_port(own: PortFlags, journal: Journal, look: Callable[[], FleetView]) -
     """Serve metrics, probes and the status page of the fleet that `look` returns; gives the port's number."""
     from serving.agent import http
     from serving.agent.metrics import Metrics
-    from serving.agent.recorder import Recorder
+    from serving.agent.view import Recorder
 
     metrics = Metrics(look)
     journal.read_by(metrics)
@@ -419,7 +417,7 @@ class _EventPrinter:
         """Print the address of the agent's port."""
         self._print_or_warn(partial(self._print_start, host, port, scheme))
 
-    def __call__(self, event: FleetEvent) -> None:
+    def __call__(self, event: AgentEvent) -> None:
         """Print an event."""
         self._print_or_warn(partial(self._print, event))
 
@@ -441,13 +439,13 @@ class _EventPrinter:
         if self._sink.mode is OutputMode.JSON:
             self._sink.result(AgentStarted("started", host, port))
 
-    def _print(self, event: FleetEvent) -> None:
+    def _print(self, event: AgentEvent) -> None:
         where = " ".join(part for part in (event.model, event.replica) if part)
         seconds = event.behind_seconds
         served = "" if seconds is None else f", served {seconds:.3f} s after its publication"
         line = f"{where}: {event.message}{served}" if where else event.message
         if self._sink.mode is OutputMode.JSON:
-            self._sink.result(AgentEvent(**asdict(event)))
+            self._sink.result(event)
         elif self._sink.mode is OutputMode.QUIET and event.is_trouble:
             self._sink.trouble(line)
         else:

@@ -59,33 +59,33 @@ class ServedVersion(Struct, frozen=True):
     """The canonical status of loading it: `OK`, or the code of the failure."""
     message: str
     """Why loading failed; empty if it did not."""
-    position: int | None
+    position: int | None = None
     """The position that it serves."""
-    step: int | None
+    step: int | None = None
     """The training step of its values."""
-    lineage: str | None
+    lineage: str | None = None
     """The log that its deltas belong to."""
-    behind_deltas: int | None
+    behind_deltas: int | None = None
     """How many deltas an update would apply now, up to the hold."""
-    behind_steps: int | None
+    behind_steps: int | None = None
     """Training steps from here to the newest position."""
-    newer_version: int | None
+    newer_version: int | None = None
     """A newer published version that the server does not serve yet."""
-    published: datetime | None
+    published: datetime | None = None
     """When the values that it serves were published."""
-    age_seconds: float | None
+    age_seconds: float | None = None
     """Seconds since then."""
-    event_time: datetime | None
+    event_time: datetime | None = None
     """The time of the newest event that those values were trained on."""
-    event_age_seconds: float | None
+    event_age_seconds: float | None = None
     """Seconds since then."""
-    unsettled: int | None
+    unsettled: int | None = None
     """Its responses of no one position since it was loaded; null: it does not count them."""
-    tables: str | None
+    tables: str | None = None
     """`mapped`, or `restored: ` and why, and how full their overlay is; null: none were to be mapped."""
-    overlay_percent: int | None
+    overlay_percent: int | None = None
     """How full the fullest overlay of changed rows is; null as for `tables`."""
-    problem: str | None
+    problem: str | None = None
     """Why a field is unknown."""
 
 
@@ -186,37 +186,6 @@ class AgentStarted(Struct, frozen=True):
     """The address of its status page and metrics."""
     port: int
     """Their port."""
-
-
-class AgentEvent(Struct, frozen=True):
-    """What `agent` prints for each event."""
-
-    what: str
-    """Kind of event: `applied`, `failed`, `refused`, `canary`, `approved`, `golden`, `rolled_back`, ..."""
-    message: str
-    """The event as a sentence."""
-    model: str
-    """The model's name; empty if the event concerns no model."""
-    replica: str | None
-    """The model server's address."""
-    version: int | None
-    """The version on that server."""
-    position: int | None
-    """The position that it serves now."""
-    step: int | None
-    """The training step of its values."""
-    rows: int | None
-    """Rows that were written."""
-    deltas: int | None
-    """Deltas that were applied."""
-    seconds: float | None
-    """Seconds that the call took."""
-    behind_seconds: float | None
-    """Seconds from the publication of the delta until the replica served it."""
-    event_age_seconds: float | None
-    """Seconds from the newest event that the delta was trained on until the replica served it."""
-    at: datetime
-    """When it happened."""
 
 
 class FleetFinding(Struct, frozen=True):

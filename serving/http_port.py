@@ -44,7 +44,7 @@ _IDLE_S = 60.0
 """An open connection without a request is closed after this time."""
 _LINGER_S = 2.0
 _MOST_CONNECTIONS = 1000
-_QUICK_THREADS = 2
+_QUICK_THREADS = 2  # for what `is_quick` names, while all other threads are busy
 _LARGEST_HEAD_BYTES = 64 << 10
 _STEP_BYTES = 256 << 10
 _SLOWEST_BYTES_PER_S = 256 << 10

@@ -12,12 +12,12 @@ from msgspec.structs import replace
 
 from exporter.errors import Exit, ManifestError, UsageError
 from exporter.storage.local_paths import path_parser, quoted
+from exporter.terminal import sleep_until_a_signal, stop_on_sigterm
 from exporter.terminal.edge import AS_TEXT, NOTES, OutputFlags, VersionFlag, command
 from exporter.terminal.output import Output, escape
 from exporter.terminal.tensorflow_import import require_tensorflow
 from serving.documents import ServedModel, Serving
 from serving.server_options import GRPC_ALONE, NetworkOptions, ServerOptions
-from serving.signals import sleep_until_a_signal, stop_on_sigterm
 from serving.status import VersionState, VersionStatus, error_text
 from serving.stock_flags import translate
 

@@ -31,7 +31,7 @@ from exporter.errors import ServerError, UsageError
 from exporter.storage.local_paths import local_path
 from exporter.wire.protos import Proto, class_of, service_methods
 from serving.calls import Calls
-from serving.models import ServedModels
+from serving.models import ConfigFile, ServedModels
 from serving.server_metrics import ServerMetrics
 from serving.server_options import DEFAULT_OPTIONS, ServerOptions
 from serving.status import MAX_MESSAGE_CHARACTERS, Code, StatusError, VersionStatus, status_of
@@ -84,7 +84,6 @@ class ModelServer:
             UsageError: neither path nor file is given, or the configuration cannot be served.
             ServerError: the server cannot listen on the address.
         """
-        from serving.config_file import ConfigFile
         from serving.optional_libraries import require_libraries
 
         if options.network.rest_api_port is not None:  # before anything runs that would have to be ended

@@ -1,4 +1,8 @@
-"""`serve-model status`: show a model's versions on a server, their positions, and how far behind they are."""
+"""`serve-model status`: show a model's versions on a server, their positions, and how far behind they are.
+
+The server reports versions and positions. What is published is read from the model base path, so the caller
+needs access to it.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,18 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from exporter.errors import ServerError
-from exporter.publish.timeline import Timeline, read_timeline
+from msgspec.structs import replace
+
+from exporter.errors import CallFailed, ManifestError, PositionError, ServerError
+from exporter.publish.delta_log import DeltaLog
+from exporter.publish.timeline import Event, Timeline, read_timeline
 from exporter.terminal.output import Output
+from exporter.terminal.progress import human_time
 from exporter.transfer.opened import opened
-from serving.behind import VersionStanding, ask, compare
 from serving.client import ModelClient
 from serving.documents import ModelStatus, Published, ServedVersion
 from serving.status import VersionState, VersionStatus, error_text
+from serving.updates import read_incremental_status
 
 _EVENT = "event"
 _UNSETTLED = "unsettled"
@@ -33,6 +41,100 @@ _COLUMNS = {
 }
 
 
+def ask(client: ModelClient, statuses: Sequence[VersionStatus]) -> list[ServedVersion]:
+    """Ask each available version for its position; versions without deltas have none."""
+    return [_ask(client, status) for status in statuses]
+
+
+def _ask(client: ModelClient, status: VersionStatus) -> ServedVersion:
+    version = ServedVersion(status.version, status.state.name, status.code.name, status.message)
+    if status.state is not VersionState.AVAILABLE:
+        return version
+    try:
+        found = read_incremental_status(client, status.version)
+    except CallFailed as error:  # it may be unloaded by now
+        return replace(version, problem=error.cause or error.message)
+    if found is None:
+        return version
+    return replace(
+        version,
+        position=found.position,
+        step=found.step,
+        lineage=found.lineage,
+        unsettled=found.unsettled,
+        tables=found.tables.text if found.tables else None,
+        overlay_percent=found.tables.overlay_percent if found.tables else None,
+    )
+
+
+def compare(versions: Sequence[ServedVersion], target: Timeline, now: datetime) -> list[ServedVersion]:
+    """Add to each available version how far it is behind what is published."""
+    return [
+        _compare(found, target, now) if found.state == VersionState.AVAILABLE.name else found
+        for found in versions
+    ]
+
+
+def _compare(found: ServedVersion, target: Timeline, now: datetime) -> ServedVersion:
+    events = target.events
+    own = next((event for event in events if event.path.name == str(found.version)), None)
+    if own is None:
+        return replace(found, problem=f"version {found.version} is not published there")
+    newest = max(int(event.path.name) for event in events if event.from_position is None)
+    newer = newest if newest > found.version else None
+    if found.position is None:
+        return replace(
+            found,
+            position=own.position,
+            step=own.step,
+            newer_version=newer,
+            published=own.created,
+            age_seconds=_seconds_since(own.created, now),
+        )
+    log = target.log if target.log is not None and target.log.number == own.log else None
+    if log is not None and log.lineage != found.lineage:
+        return replace(found, problem="it belongs to another log than the published one")
+    position, since = found.position, _published_at(events, own.log, found.position)
+    event_time = _event_time(events, own.log, position)
+    found = replace(
+        found,
+        published=since,
+        age_seconds=_seconds_since(since, now),
+        event_time=event_time,
+        event_age_seconds=_seconds_since(event_time, now),
+    )
+    if log is None:
+        return replace(found, newer_version=newer, problem=None if newer is None else "its log has ended")
+    steps = None
+    if found.step is not None and log.at.step is not None:
+        steps = log.at.step - found.step
+    deltas, problem = _deltas_left(log, position, target.hold)
+    return replace(found, behind_deltas=deltas, behind_steps=steps, problem=problem)
+
+
+def _seconds_since(time: datetime | None, now: datetime) -> float | None:
+    return None if time is None else round(max(0.0, (now - time).total_seconds()), 3)
+
+
+def _published_at(events: Sequence[Event], log: int | None, position: int) -> datetime | None:
+    """When a position was first published. A merged delta or a base may lead there again later."""
+    times = [event.created for event in events if (event.log, event.position) == (log, position)]
+    return min((time for time in times if time is not None), default=None)
+
+
+def _event_time(events: Sequence[Event], log: int | None, position: int) -> datetime | None:
+    """The newest event that a position was trained on, from the first publication that records one."""
+    there = (event.event_time for event in events if (event.log, event.position) == (log, position))
+    return next((time for time in there if time is not None), None)
+
+
+def _deltas_left(log: DeltaLog, position: int, hold: int | None) -> tuple[int | None, str | None]:
+    try:
+        return len(log.ahead_of(position, hold)), None
+    except (PositionError, ManifestError) as error:
+        return None, error.message
+
+
 def run(client: ModelClient, published: Path | None, sink: Output) -> None:
     """Ask the server, compare with what is published, and print.
 
@@ -45,16 +147,15 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
     if published is not None:
         with opened(published, read_only=True) as model:
             target = read_timeline(model.path)
-            found = compare(found, target)
-    now = datetime.now(timezone.utc)
+            found = compare(found, target, datetime.now(timezone.utc))
     document = ModelStatus(
         address=client.address,
         model=client.model,
         published=None if target is None else _published(target),
-        versions=[_document(one, now) for one in found],
+        versions=found,
     )
     sink.result(document)
-    columns, found_rows = _COLUMNS, _rows(found, now)
+    columns, found_rows = _COLUMNS, _rows(found, statuses)
     seldom = {
         _EVENT: any(one.event_time for one in found),
         _UNSETTLED: any(one.unsettled for one in found),
@@ -74,30 +175,6 @@ def _published(history: Timeline) -> Published:
     return Published(at.position if at else None, at.step if at else None, history.hold)
 
 
-def _document(one: VersionStanding, now: datetime) -> ServedVersion:
-    age, event_age = one.age_seconds(now), one.event_age_seconds(now)
-    return ServedVersion(
-        version=one.status.version,
-        state=one.status.state.name,
-        code=one.status.code.name,
-        message=one.status.message,
-        position=one.position,
-        step=one.step,
-        lineage=one.lineage,
-        behind_deltas=one.behind_deltas,
-        behind_steps=one.behind_steps,
-        newer_version=one.newer_version,
-        published=one.since,
-        age_seconds=None if age is None else round(age, 3),
-        event_time=one.event_time,
-        event_age_seconds=None if event_age is None else round(event_age, 3),
-        unsettled=one.unsettled,
-        tables=one.tables.text if one.tables else None,
-        overlay_percent=one.tables.overlay_percent if one.tables else None,
-        problem=one.problem or None,
-    )
-
-
 def _newest(target: Timeline | None) -> str:
     if target is None:
         return ""
@@ -105,21 +182,21 @@ def _newest(target: Timeline | None) -> str:
     return f"; published: position {target.at or 'unknown'}{held}"
 
 
-def _rows(found: Sequence[VersionStanding], now: datetime) -> list[dict[str, Any]]:
+def _rows(found: Sequence[ServedVersion], statuses: Sequence[VersionStatus]) -> list[dict[str, Any]]:
     return [
         {
-            "version": one.status.version,
-            "state": one.status.state.name,
+            "version": one.version,
+            "state": one.state,
             "position": _or_blank(one.position),
             "step": _or_blank(one.step),
             "behind": _behind(one),
-            "age": _age(one.age_seconds(now)),
-            _EVENT: _age(one.event_age_seconds(now)),
+            "age": _age(one.age_seconds),
+            _EVENT: _age(one.event_age_seconds),
             _UNSETTLED: _or_blank(one.unsettled),
-            _TABLES: one.tables.text if one.tables else "",
-            "": error_text(one.status) or one.problem,
+            _TABLES: one.tables or "",
+            "": error_text(status) or one.problem or "",
         }
-        for one in found
+        for one, status in zip(found, statuses, strict=True)
     ]
 
 
@@ -127,7 +204,7 @@ def _or_blank(value: int | None) -> str:
     return "" if value is None else str(value)
 
 
-def _behind(one: VersionStanding) -> str:
+def _behind(one: ServedVersion) -> str:
     if one.newer_version is not None:
         return f"version {one.newer_version} is newer"
     if one.behind_deltas is None:
@@ -140,13 +217,7 @@ def _behind(one: VersionStanding) -> str:
 
 
 def _age(seconds: float | None) -> str:
-    """`42 s`, `5 min`, `3 h`, `2 d`."""
-    if seconds is None:
-        return ""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    return "" if seconds is None else human_time(seconds)
 
 
 def _require_available(client: ModelClient, statuses: Sequence[VersionStatus]) -> None:

@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 
 from exporter.version import __version__
 from serving.agent.audit import Audited
-from serving.agent.journal import EventKind, FleetEvent
+from serving.agent.journal import AgentEvent, EventKind
 from serving.agent.metrics import PREFIX, Metrics, described
 from serving.agent.view import (
     CanaryView,
@@ -291,7 +291,7 @@ def every_metric() -> str:
     store = StoreView("s3://b/m", 0.0, "", ())
     model = ModelView("m", "/m", "", 1, 5, None, (), False, (replica,), canary, store=store, published=5)
     metrics = Metrics(lambda: FleetView(datetime.now(timezone.utc), (model,)))
-    applied = FleetEvent(
+    applied = AgentEvent(
         EventKind.APPLIED,
         "",
         "m",

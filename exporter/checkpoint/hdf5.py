@@ -47,7 +47,7 @@ _PROGRAM = Path(__file__).with_name("hdf5_process.py")
 _MEMORY_BYTES = 768 << 20  # beyond what the process needs to start: two chunks, and the library's cache
 _STEP_CPU_SECONDS = 5  # for one object, or one block of values
 _STEP_SECONDS = 60.0  # the same, also where it waits and computes nothing
-_IDLE_SECONDS = 5.0
+_IDLE_SECONDS = 5.0  # then a process that is asked nothing ends by itself
 _BLOCK_BYTES = 4 << 20  # a multiple of every item's size
 _MAX_LIST_BYTES = 256 << 20
 _SETTINGS = {"OPENBLAS_NUM_THREADS": "1", "HDF5_PLUGIN_PRELOAD": "::"}  # no threads, and no plug-ins
@@ -95,7 +95,7 @@ class Packed(Struct, frozen=True):
                 yield np.frombuffer(data, self.dtype.numpy)
 
 
-def read_hdf5(source: FileRange, attributes: Mapping[str, bool] | None = None) -> FileContents:
+def read_hdf5(source: FileRange, attributes: Mapping[str, bool]) -> FileContents:
     """Every dataset of a file, and of every group the attributes named (True: a list that may be continued).
 
     Keras splits a list of names that is too long for one attribute into `weight_names0`, `weight_names1`, ...
@@ -116,7 +116,7 @@ def read_hdf5(source: FileRange, attributes: Mapping[str, bool] | None = None) -
         "ratio": _MAX_RATIO,
     }
     with _library(source) as library:
-        document = library.contents({"attributes": attributes or {}, "limits": limits})
+        document = library.contents({"attributes": attributes, "limits": limits})
     datasets, skipped = [], document["skipped"]
     for found in document["datasets"]:
         dataset = _dataset(source, found)

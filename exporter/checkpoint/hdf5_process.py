@@ -33,7 +33,7 @@ REFUSED = 3
 _LIBRARY_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError, AttributeError)
 _BLOCK_BYTES = 4 << 20
 _CACHE_BYTES = 64 << 20
-_UNKNOWN_SIZE = 4 << 30
+_UNKNOWN_SIZE = 4 << 30  # of what is mapped already, where there is no /proc
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 32000: "lzf"}
 """Filters that the library brings along; others would be loaded from plug-in directories."""
 

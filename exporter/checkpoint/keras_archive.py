@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.embedding_variables import table_tensor
 from exporter.checkpoint.file_range import FileRange, listed_shard
-from exporter.checkpoint.hdf5 import Dataset, FileContents, read_hdf5
+from exporter.checkpoint.hdf5 import MAGIC, Dataset, FileContents, read_hdf5
 from exporter.checkpoint.zip_members import Member, read_members
 from exporter.errors import CheckpointError, CorruptFile, UnsafeArchive, UnsupportedFormat
 from exporter.storage.files import below
@@ -37,7 +37,6 @@ _WEIGHTS = "model.weights.h5"
 _ASSETS = "assets"
 _MAX_JSON_BYTES = 256 << 20
 _MAX_ASSET_BYTES = 1 << 30
-_HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 _VARS = "vars"
 _OPTIMIZER_STEP = ("optimizer/vars/0", "adam/iteration", "Adam/iter", "iteration", "iter")
 """Where an optimizer keeps the number of its steps: Keras 3, its legacy files, Keras 2."""
@@ -122,7 +121,7 @@ def _is_zip_by_name(path: Path) -> bool:
     if path.suffix != ".keras":
         return False
     whole = FileRange.whole(path)
-    return whole.part(0, min(len(_HDF5_MAGIC), whole.size)).read() != _HDF5_MAGIC
+    return whole.part(0, min(len(MAGIC), whole.size)).read() != MAGIC
 
 
 def _weights_member(path: Path, members: Mapping[str, Member]) -> FileRange:

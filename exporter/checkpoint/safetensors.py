@@ -152,19 +152,19 @@ def _tensors(whole: FileRange) -> dict[str, TensorRef]:
             raise CorruptFile(f"{whole.path} is damaged at {name!r:.99}: it {what}")
         end = entry.data_offsets[1]
     if end != values.size:
-        raise CorruptFile(f"{whole.path} has {values.size} bytes of tensors, its header tells of {end}")
+        raise CorruptFile(f"{whole.path} has {values.size} bytes of tensors, its header names {end}")
     return found
 
 
 def _header(whole: FileRange) -> tuple[dict[str, _Entry], int]:
-    """What the header of a file says of each tensor, and where the header ends."""
+    """The header's entry of each tensor, and where the header ends."""
     if whole.size < _SIZE_BYTES:
-        raise TruncatedFile(f"{whole.path} has {whole.size} bytes: it is no safetensors file")
+        raise TruncatedFile(f"{whole.path} has {whole.size} bytes: it is not a safetensors file")
     (size,) = struct.unpack("<Q", whole.part(0, _SIZE_BYTES).read())
     if size > _MAX_HEADER_BYTES:
         raise CorruptFile(
-            f"{whole.path} is no safetensors file",
-            cause=f"it begins with {size}, which is no header's size: expected {_MAX_HEADER_BYTES} at most",
+            f"{whole.path} is not a safetensors file",
+            cause=f"it begins with {size}; a header has {_MAX_HEADER_BYTES} bytes at most",
         )
     text = whole.part(_SIZE_BYTES, size).read()
     found: dict[str, Raw] = _decoded(text, dict[str, Raw], whole.path, "safetensors file")

@@ -44,7 +44,7 @@ def fetch_tensors(catalog: Catalog, tensors: Iterable[TensorRef]) -> None:
 
 
 def shard_status(path: Path) -> os.stat_result:
-    """What the file system says of the shard, symbolic links followed.
+    """The shard's file status, symbolic links followed.
 
     Raises:
         CheckpointChanged: it is no longer there.

@@ -28,9 +28,11 @@ from exporter.wire.crc32c import masked_crc
 Entry = tuple[bytes, bytes]
 
 _MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
-_FOOTER_BYTES = 48
-_TRAILER_BYTES = 5
-_BLOCK_BYTES = 262_144
+_FOOTER_BYTES = 48  # two handles, padded to 40 bytes, and the magic number
+_TRAILER_BYTES = 5  # of each block: how it is compressed, and its checksum
+_BLOCK_BYTES = (
+    262_144  # this and the next one as in TensorFlow's table_options.h: an index has the same bytes
+)
 _RESTART_INTERVAL = 16
 _LONGEST_VARINT = 10
 _PLAIN, _SNAPPY = 0, 1

@@ -22,8 +22,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
-from exporter.checkpoint.bundle_writer import MAX_SHARDS, BundleWriter, encode_index, index_path, shard_path
-from exporter.checkpoint.slice_keys import WHOLE, overlap, slice_key
+from exporter.checkpoint.bundle_writer import (
+    MAX_SHARDS,
+    WHOLE,
+    BundleWriter,
+    encode_index,
+    index_path,
+    overlap,
+    shard_path,
+    slice_key,
+)
 from exporter.checkpoint.sstable import Entry, read_table
 from exporter.checkpoint.tensor_values import check_tensor, check_values, memory_map, read_array
 from exporter.errors import (

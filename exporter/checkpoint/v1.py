@@ -50,7 +50,7 @@ class V1Values(Struct, frozen=True):
 
 
 def _what_else(path: Path) -> str:
-    """What to do with a file that is no checkpoint."""
+    """The hint for a file that is not a checkpoint."""
     if path.suffix == ".py":
         return f"a file with a builder goes behind --model: --model {quoted(path)}:FUNCTION"
     return "name a directory of checkpoints, a checkpoint's prefix, or an archive; or copy the file again"

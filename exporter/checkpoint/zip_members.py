@@ -25,7 +25,7 @@ _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _LOCAL_MAGIC = b"PK\x03\x04"
 _ENCRYPTED = 0x1
 _MAX_MEMBERS = 200_000
-_MAX_DEFLATE_RATIO = 1032
+_MAX_DEFLATE_RATIO = 1032  # deflate reaches no more: 258 bytes from two bits
 _RATIO_FLOOR_BYTES = 1 << 16  # below it nothing is worth calling a bomb
 
 

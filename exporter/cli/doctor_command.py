@@ -25,7 +25,7 @@ from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.transfer.opened import opened
 
 if TYPE_CHECKING:
-    from exporter.cli.examination import Examination, Finding, Replica
+    from exporter.cli.examination import AskedServer, Examination, Finding
 
 
 _of_target = partial(Option, goes_with="--target")
@@ -100,14 +100,14 @@ def doctor(
             raise error
 
 
-def _ask(address: str, name: str, deadline: float, access: ServerAccess) -> Replica:
-    from exporter.cli.examination import AVAILABLE, Answer, Replica
+def _ask(address: str, name: str, deadline: float, access: ServerAccess) -> AskedServer:
+    from exporter.cli.examination import AVAILABLE, AskedServer, ServedState
     from exporter.errors import CallFailed
     from serving.client import ModelClient
     from serving.updates import read_incremental_status
 
     with ModelClient(address, name, deadline_s=deadline, access=access) as client:
-        versions: dict[int, Answer] = {}
+        versions: dict[int, ServedState] = {}
         try:
             for status in client.status():
                 at = (
@@ -115,19 +115,23 @@ def _ask(address: str, name: str, deadline: float, access: ServerAccess) -> Repl
                     if status.state.name == AVAILABLE
                     else None
                 )
-                versions[status.version] = Answer(
+                versions[status.version] = ServedState(
                     status.state.name,
                     f"{status.code.name}: {status.message}" if status.code else "",
                     None if at is None else at.position,
                     None if at is None else at.lineage,
                 )
         except CallFailed as error:
-            return Replica(client.address, name, failure=error)
-        return Replica(client.address, name, versions)
+            return AskedServer(client.address, name, failure=error)
+        return AskedServer(client.address, name, versions)
 
 
 def _report(
-    seen: Examination, findings: list[Finding], replicas: list[Replica], ckpt_dir: Path | None, sink: Output
+    seen: Examination,
+    findings: list[Finding],
+    replicas: list[AskedServer],
+    ckpt_dir: Path | None,
+    sink: Output,
 ) -> None:
     from exporter.cli.documents.logs import Diagnosis, Target
 
@@ -157,7 +161,7 @@ def _report(
 
 
 def _lines(
-    seen: Examination, findings: list[Finding], replicas: list[Replica], ckpt_dir: Path | None
+    seen: Examination, findings: list[Finding], replicas: list[AskedServer], ckpt_dir: Path | None
 ) -> Iterator[str]:
     from exporter.terminal.progress import count
 

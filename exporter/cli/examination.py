@@ -35,7 +35,7 @@ from exporter.errors import (
     unreachable,
 )
 from exporter.newer_python import StrEnum
-from exporter.pipeline.table_views import tables_of_log
+from exporter.pipeline.inspection import tables_of_log
 from exporter.publish.commit import NO_SYNC_HINT, cannot_sync
 from exporter.publish.delta_log import DeltaLog, LogDelta, read_log
 from exporter.publish.finite import lasting, refused
@@ -55,8 +55,8 @@ from exporter.publish.versions import (
 from exporter.storage.files import sync, writing
 from exporter.storage.layout import DELTAS_DIRECTORY, LOCK_FILE, SAVED_MODEL_FILES
 from exporter.storage.local_paths import quoted
-from exporter.terminal.progress import count, human_bytes
-from exporter.verify.log import Problem, VerifiedModel, verify_model
+from exporter.terminal.progress import count, human_bytes, human_time
+from exporter.verify.log import Damage, VerifiedModel, verify_model
 
 
 class Level(StrEnum):
@@ -130,8 +130,8 @@ def diagnosis(model: Path, findings: Iterable[Finding]) -> ExportError | None:
 AVAILABLE = "AVAILABLE"
 
 
-class Answer(Struct, frozen=True):
-    """What a server says of one version: its state, the error that it ended with, and where it stands.
+class ServedState(Struct, frozen=True):
+    """A version on a server: its state, the error that it ended with, and where it stands.
 
     `position` and `lineage` are None where it takes no deltas, or was not asked.
     """
@@ -142,17 +142,17 @@ class Answer(Struct, frozen=True):
     lineage: str | None = None
 
 
-class Replica(Struct, frozen=True):
+class AskedServer(Struct, frozen=True):
     """A server's answers by version; `failure` says why there are none."""
 
     address: str
     name: str
-    versions: Mapping[int, Answer] = field(default_factory=dict)
+    versions: Mapping[int, ServedState] = field(default_factory=dict)
     failure: CallFailed | None = None
 
 
 def judge(
-    model: Path, found: VerifiedModel, replica: Replica, *, now: float, patience: float
+    model: Path, found: VerifiedModel, replica: AskedServer, *, now: float, patience: float
 ) -> Iterator[Finding]:
     """Find what is wrong with a replica of `model`; it is not late within `patience` seconds of a
     publication.
@@ -194,7 +194,7 @@ def judge(
 
 
 def _behind(
-    found: VerifiedModel, replica: Replica, position: int, *, now: float, patience: float
+    found: VerifiedModel, replica: AskedServer, position: int, *, now: float, patience: float
 ) -> Iterator[Finding]:
     assert found.log is not None
     log, where = found.log, f"{replica.name} on {replica.address}"
@@ -222,7 +222,9 @@ def _behind(
         oldest = max(_age(delta.path, now) for delta in log.deltas if position < delta.end <= missing[-1].end)
         level = Level.WARNING if oldest < patience else Level.WRONG
         goal, many = missing[-1].end, count(len(missing), "delta")
-        message = f"{where} stands at {position}, {many} behind {goal}; the oldest is {_duration(oldest)} old"
+        message = (
+            f"{where} stands at {position}, {many} behind {goal}; the oldest is {human_time(oldest)} old"
+        )
         yield Finding(Check.REPLICAS, level, message, update)
 
 
@@ -232,13 +234,6 @@ def _age(published: Path, now: float) -> float:
         return max(0.0, now - read_head(published).created.timestamp())
     except ManifestError:
         return 0.0
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 _CLOSED = {"others": "users outside its group", "group": "its group", "owner": "its owner"}
@@ -272,7 +267,7 @@ def checkpoint(model: Path, ckpt_dir: Path) -> Iterator[Finding]:
     except CheckpointError as error:
         yield Finding(Check.CHECKPOINT, Level.WRONG, error.message, _as_command(error.hint), error.cause)
         return
-    if not catalog.is_bundle:  # its values are written anew in any case
+    if not catalog.is_bundle:  # its values are written again in any case
         return
     try:
         reason = _why_not_linked(model, catalog)
@@ -424,7 +419,7 @@ class _Readers:
         return cls(path.lstat())
 
     def lost_by(self, other: _Readers) -> str:
-        """Who may read this and not `other`: "others", "group", or "" for nobody."""
+        """Users that may read this and not `other`: "others", "group", or "" for none."""
         if self.others and not other.others:
             return "others"
         group = other.others or (other.group and other.gid == self.gid)
@@ -432,7 +427,7 @@ class _Readers:
 
 
 CANARY_SECONDS = 600.0
-"""A canary that takes longer to decide is not at work, or has nobody to go first."""
+"""A canary that takes longer to decide is not at work, or has no replica to go first."""
 
 FUTURE_SECONDS = 60.0
 """Clocks of machines differ; by less than this it is no matter."""
@@ -531,7 +526,7 @@ def _unapproved(model: Path, log: DeltaLog, now: float) -> Iterator[Finding]:
 
 
 def orphans(model: Path, found: VerifiedModel) -> Iterator[Finding]:
-    """Logs whose bases are all gone: nobody can apply their deltas."""
+    """Logs whose bases are all gone: no server can apply their deltas."""
     for log in logs_without_base(model, None if found.log is None else found.log.path):
         deltas = [entry for entry in log.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
         yield Finding(
@@ -567,7 +562,7 @@ def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
     paths += [delta.path for delta in found.log.deltas] if found.log else []
     later: list[tuple[float, Path]] = []
     for path in paths:
-        with suppress(ManifestError):  # which `damage` has told
+        with suppress(ManifestError):  # which `damage` has reported
             created = read_head(path).created.timestamp()
             if created > now + FUTURE_SECONDS:
                 later.append((created, path))
@@ -586,7 +581,7 @@ def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
 
 def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
     """Find dynamic tables that will soon have no room for new keys: then a delta is refused."""
-    if found.log is None or found.damage:  # which `damage` has told: a table cannot be read past it
+    if found.log is None or found.damage:  # which `damage` has reported: a table cannot be read past it
         return
     for table in tables_of_log(read_log(model)):  # as it is now: retention may have been there
         if table.free_rows < (table.keys + table.free_rows) * SCARCE:
@@ -631,7 +626,7 @@ def size_of(directory: Path) -> int:
     return total
 
 
-def _broken_hold(model: Path, problem: Problem) -> Finding:
+def _broken_hold(model: Path, problem: Damage) -> Finding:
     killed = "a rollback was killed before its delta was there" if problem.path.is_symlink() else ""
     return Finding(
         Check.HOLD,
@@ -642,8 +637,8 @@ def _broken_hold(model: Path, problem: Problem) -> Finding:
     )
 
 
-def _remedy(model: Path, log: DeltaLog | None, problem: Problem, ckpt_dir: Path | None) -> str:
-    """Remove what nobody needs; publish anew what somebody does."""
+def _remedy(model: Path, log: DeltaLog | None, problem: Damage, ckpt_dir: Path | None) -> str:
+    """Remove what no server needs; publish again what one does."""
     path = problem.path
     if not isinstance(problem.error, DeltaGap):
         if log is not None and path.parent == log.path and _is_spare(log, path):

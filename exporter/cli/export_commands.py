@@ -11,13 +11,13 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from exporter.cli import render
+from exporter.cli.documents import Status
 from exporter.cli.documents import exported as documents
 from exporter.cli.documents.exported import (
     DeltaExport,
     DeltaPlan,
     StandBy,
 )
-from exporter.cli.documents.values import Status
 from exporter.cli.notify import NOBODY, Notified, Servers
 from exporter.errors import (
     ExportError,
@@ -41,8 +41,8 @@ from exporter.publish.permission import Permission, hold_in_force
 from exporter.storage.local_paths import quoted
 from exporter.terminal.edge import outlived, until_interrupted, watch_ended
 from exporter.terminal.output import Output, escape, labelled
+from exporter.terminal.parameters import TAKEN
 from exporter.terminal.progress import count, human_bytes
-from exporter.terminal.untyped import TAKEN
 from exporter.training.roles import Role
 from exporter.transfer.opened import OpenModel
 
@@ -307,7 +307,7 @@ def _hold(plan: IncrementalPlan) -> int | None:
 
 
 def _next_lines(plan: IncrementalPlan, *, is_told: bool) -> Iterator[str]:
-    """What makes the delta served, unless servers were told; behind a hold it waits until that is lifted."""
+    """The command that makes servers apply the delta, if none was notified; behind a hold, how to lift it."""
     hold = _hold(plan)
     if plan.log.hold.is_canary:
         yield labelled("hold", f"at {hold}: the agent's canary decides about what lies beyond")

@@ -1,17 +1,20 @@
-"""The subcommands on published models: merge, rollback, resume, diff, verify, history."""
+"""The subcommands on published models: merge, rollback, resume, diff, verify, history.
+
+The shell completes their positions from what is published. Nothing is asked over a network for that, and an
+error is no completion.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from msgspec import Struct
 
-from exporter.cli.completion import positions, states
 from exporter.errors import Exit, UsageError
 from exporter.options import LOCALLY, Jobs, Option
 from exporter.storage.local_paths import checkpoint_parser, quoted
@@ -299,3 +302,30 @@ def history(
         from exporter.publish.timeline import read_timeline
 
         render_log.history(target.carry(lambda: read_timeline(target.path)), sink, last)
+
+
+def positions(context: typer.Context, incomplete: str) -> list[str]:
+    """The positions, or plain versions, of the model that was typed."""
+    words = context.args  # an option without its value ends Click's parsing: what comes before is left
+    model = context.params.get("model") or next((word for word in words if not word.startswith("-")), None)
+    return _starting(incomplete, _positions_of(model))
+
+
+def states(incomplete: str) -> list[str]:
+    """The positions of `MODEL@`, whole."""
+    model, at, position = incomplete.rpartition("@")
+    return [f"{model}@{each}" for each in _starting(position, _positions_of(model))] if at else []
+
+
+def _starting(incomplete: str, found: list[int]) -> list[str]:
+    return [text for text in map(str, found) if text.startswith(incomplete)]
+
+
+def _positions_of(model: Any) -> list[int]:
+    if not model or Url.parse(str(model)) is not None:
+        return []
+    with suppress(Exception):
+        from exporter.publish.timeline import read_timeline
+
+        return sorted({event.position for event in read_timeline(Path(model)).events}, reverse=True)
+    return []

@@ -15,10 +15,9 @@ from msgspec.structs import asdict
 from exporter.bundle.mapped_tables import LEAST_BYTES
 from exporter.bundle.variables import ShardOrigin
 from exporter.catalog import Catalog, TensorRef
+from exporter.cli.documents import Checkpoint, Status, TensorGroup
 from exporter.cli.documents import exported as documents
-from exporter.cli.documents import values
 from exporter.cli.documents.exported import Export, ExportPlan, Variable
-from exporter.cli.documents.values import Status
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import Extra, ExtraKind, TensorSource
 from exporter.options import Verify
@@ -27,16 +26,16 @@ from exporter.pipeline.inspection import signatures_of
 from exporter.storage import mirror
 from exporter.storage.local_paths import quoted
 from exporter.terminal.output import Output, escape
+from exporter.terminal.parameters import TAKEN
 from exporter.terminal.progress import count, human_bytes
-from exporter.terminal.untyped import TAKEN
 
 _PART = re.compile(r"(.*)\[((?:[0-9]+ )+)([0-9]+,[0-9]+(?::[0-9]+,[0-9]+)*)\]", re.DOTALL)
 _BOX = re.compile(r"([0-9]+),([0-9]+)")
 
 
-def checkpoint_document(catalog: Catalog) -> values.Checkpoint:
+def checkpoint_document(catalog: Catalog) -> Checkpoint:
     """A checkpoint as a document."""
-    return values.Checkpoint(
+    return Checkpoint(
         catalog.family,
         str(catalog.prefix),
         catalog.step,
@@ -54,10 +53,10 @@ def catalog_text(catalog: Catalog) -> str:
     return f"{catalog.prefix.name} ({catalog.family}){step}: {tensors}"
 
 
-def tensor_groups(extras: Iterable[Extra]) -> dict[str, values.TensorGroup]:
+def tensor_groups(extras: Iterable[Extra]) -> dict[str, TensorGroup]:
     """Tensors that are not served, by kind."""
     return {
-        kind.value: values.TensorGroup(len(refs), sum(ref.bytes_ for ref in refs))
+        kind.value: TensorGroup(len(refs), sum(ref.bytes_ for ref in refs))
         for kind, refs in by_kind(extras).items()
     }
 

@@ -9,7 +9,7 @@ from statistics import median
 from msgspec.structs import asdict
 
 from exporter.catalog import Catalog, TensorRef
-from exporter.cli.documents import inspections, values
+from exporter.cli.documents import Tensor, inspections
 from exporter.cli.render import (
     catalog_text,
     checkpoint_document,
@@ -19,8 +19,15 @@ from exporter.cli.render import (
 )
 from exporter.mapping.unmatched import Unmatched
 from exporter.pipeline.both_sides import Unmatchable
-from exporter.pipeline.inspection import BundleView, CheckpointView, GraphView, Inspection, ModelView
-from exporter.pipeline.table_views import EmbeddingTable, ServedTableView
+from exporter.pipeline.inspection import (
+    BundleView,
+    CheckpointView,
+    EmbeddingTable,
+    GraphView,
+    Inspection,
+    ModelView,
+    ServedTableView,
+)
 from exporter.terminal.output import Output, escape
 from exporter.terminal.progress import count, human_bytes
 from exporter.wire.dtypes import DType
@@ -221,8 +228,8 @@ def _by_name(catalog: Catalog) -> list[TensorRef]:
     return sorted(catalog.tensors.values(), key=lambda ref: ref.name)
 
 
-def _tensor(ref: TensorRef) -> values.Tensor:
-    return values.Tensor(ref.name, ref.dtype.label, ref.shape, len(ref.slices), ref.bytes_)
+def _tensor(ref: TensorRef) -> Tensor:
+    return Tensor(ref.name, ref.dtype.label, ref.shape, len(ref.slices), ref.bytes_)
 
 
 def _unmatched(ref: TensorRef) -> inspections.UnmatchedTensor:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from datetime import timezone
-from typing import Any
+from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
+from exporter.cli.documents import Status
 from exporter.cli.documents import logs as documents
 from exporter.cli.documents.logs import Merge, Rebase, Rollback
-from exporter.cli.documents.values import Status
 from exporter.cli.render import in_rows
 from exporter.errors import ExportError
-from exporter.pipeline.comparison import ComparedState, Differences
+from exporter.pipeline.comparison import ComparedState, Differences, TableDifference, VariableDifference
 from exporter.pipeline.log_maintenance import Merged, Merging, RollbackPlan, RollbackResult
 from exporter.pipeline.rebase import Rebased, Rebasing
 from exporter.publish.timeline import Event, Timeline
@@ -20,6 +22,8 @@ from exporter.storage.local_paths import quoted
 from exporter.terminal.output import Output, labelled
 from exporter.terminal.progress import count, human_bytes
 from exporter.verify.log import VerifiedModel
+
+DifferenceT = TypeVar("DifferenceT", VariableDifference, TableDifference)
 
 
 def merged(done: Merged | None, sink: Output) -> None:
@@ -185,18 +189,8 @@ def differences(found: Differences, sink: Output) -> None:
         b=_side(found.b),
         equal=found.is_empty,
         compared=found.compared,
-        variables=[
-            documents.VariableDifference(
-                v.name, v.changed_rows, v.rows, _if_finite(v.norm), _if_finite(v.largest)
-            )
-            for v in found.variables
-        ],
-        tables=[
-            documents.TableDifference(
-                t.name, t.keys, t.only_a, t.only_b, t.changed_rows, _if_finite(t.norm), _if_finite(t.largest)
-            )
-            for t in found.tables
-        ],
+        variables=list(map(_printable, found.variables)),
+        tables=list(map(_printable, found.tables)),
         only_a=found.only_a,
         only_b=found.only_b,
     )
@@ -271,8 +265,12 @@ def _side(side: ComparedState) -> documents.Side:
     return documents.Side(side.label, position, at.step if at else None)
 
 
-def _if_finite(value: float | None) -> float | None:
+def _printable(found: DifferenceT) -> DifferenceT:
     """JSON has no NaN and no infinity."""
+    return replace(found, norm=_if_finite(found.norm), largest=_if_finite(found.largest))
+
+
+def _if_finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from msgspec import Struct
 
-from exporter.cli.documents.values import Status
+from exporter.cli.documents import Status
 from exporter.cli.log_commands import DryRunFlag
 from exporter.errors import CheckpointError, ExportError, PublishError, UsageError, VerificationError
 from exporter.options import Option

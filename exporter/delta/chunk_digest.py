@@ -13,14 +13,15 @@ their entries in an order of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from exporter.delta.format import Schema, ServedVariable
+from exporter.delta.format import ChangeKind, Schema, ServedVariable
+from exporter.delta.snapshot import Snapshot
 
 CHUNK_ROWS = 4096
 
@@ -56,6 +57,25 @@ def chunk_digest(rows: NDArray[Any]) -> int:
         words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
     total = (words ^ (words >> np.uint64(LAST_SHIFT))).sum(dtype=np.uint64)
     return int(total.astype(np.int64))
+
+
+def served_digests(schema: Schema, state: Snapshot, wanted: Sequence[Chunk]) -> list[int]:
+    """The digests of chunks in a server that holds a state, signed 64-bit integers.
+
+    Raises:
+        CheckpointError: what is published is damaged.
+    """
+    state.check({chunk.variable for chunk in wanted})
+    variables = {variable.name: variable for variable in schema.variables}
+    found = []
+    for chunk in wanted:
+        if variables[chunk.variable].kind is ChangeKind.TABLE:
+            rows = state.rows(chunk.variable, chunk.start, chunk.stop)
+        else:
+            whole = state.whole(chunk.variable)
+            rows = whole[chunk.start : chunk.stop] if whole.ndim else whole
+        found.append(chunk_digest(rows))
+    return found
 
 
 def digested(schema: Schema) -> list[ServedVariable]:

@@ -1,8 +1,8 @@
 """Compare rows of one table in two states, chunk by chunk and bit by bit: in this process, or by tasks.
 
-`TableRows` compares. A `Compare` task does it for a range of rows in two bundles, and writes one object: the
-hashes of the new rows' blocks (uint64), the numbers of the rows that differ (int64) and their new values, one
-behind another. A task knows nothing of deltas on top of a bundle: `TaskComparison` compares the rows that
+`ComparedRows` compares. A `Compare` task does it for a range of rows in two bundles, and writes one object:
+the hashes of the new rows' blocks (uint64), the numbers of the rows that differ (int64) and their new values,
+one behind another. A task knows nothing of deltas on top of a bundle: `TaskComparison` compares the rows that
 these touch in the process that began the job.
 
 Both report the checksum of every range that they read; `StoredChecksums` joins them and compares whole runs.
@@ -28,9 +28,8 @@ from exporter.delta.format import ServedVariable
 from exporter.delta.row_hashes import BlockHasher, block_rows, without_rows
 from exporter.delta.row_reader import RowReader, SliceOrder, StoredRun, overlaps
 from exporter.delta.snapshot import Snapshot
-from exporter.jobs.range_checksums import RangeChecksums
 from exporter.jobs.runner import Runner
-from exporter.jobs.task import Input, Range, Receipt, Task
+from exporter.jobs.task import Input, Range, RangeChecksums, Receipt, Task
 from exporter.storage.output_directory import Directory, new_file
 from exporter.tables.integer_sets import among, distinct
 from exporter.wire.crc32c import extend, mask
@@ -63,7 +62,7 @@ class Found(Struct, frozen=True):
     new_read: tuple[ReadRange, ...] = ()
 
 
-class TableRows:
+class ComparedRows:
     """The rows of a table, or those from `rows[0]` to `rows[1]`, in two states.
 
     Where hashes of the old rows are `known`, old bytes are read only in the blocks whose hashes differ.
@@ -163,7 +162,7 @@ def _words(rows: Array) -> Array:
     return flat.view(f"<u{word}") if flat.shape[1] else flat
 
 
-class Side(Struct, frozen=True):
+class StoredSide(Struct, frozen=True):
     """A `RowReader` as a value, for some of its rows.
 
     `shards` are the numbers of its catalog's that these rows lie in, in the order of the task's inputs;
@@ -179,7 +178,7 @@ class Side(Struct, frozen=True):
     first: int
 
     @classmethod
-    def of(cls, reader: RowReader, start: int, stop: int, first: int) -> Side:
+    def of(cls, reader: RowReader, start: int, stop: int, first: int) -> StoredSide:
         """The value of a reader, which can read rows `start` to `stop`."""
         whole = cls(reader.tensor, reader.box, reader.dtype, reader.order, reader.part, (), first)
         if reader.order.gather:  # slices count
@@ -239,14 +238,14 @@ class Side(Struct, frozen=True):
 class Compare(Task, frozen=True, kw_only=True):
     """Compare rows `start` to `stop`, whole blocks of them.
 
-    The receipt has the checksums of what `Side.stored` says of them, of the old side and then of the new one.
+    The receipt has the checksums of what `StoredSide.stored` names, of the old side and then of the new one.
     """
 
     operation: ClassVar[str] = "compare"
 
     variable: ServedVariable
-    old: Side
-    new: Side
+    old: StoredSide
+    new: StoredSide
     start: int
     stop: int
     seed: int
@@ -258,7 +257,7 @@ class Compare(Task, frozen=True, kw_only=True):
         with self.files(ranges, directory.scratch) as paths:
             old, new = (Snapshot({name: side.reader(name, paths)}) for side in (self.old, self.new))
             hasher, chosen = BlockHasher(self.seed), (self.start, self.stop)
-            rows = TableRows(old, new, self.variable, hasher, rows=chosen, checksums=False)
+            rows = ComparedRows(old, new, self.variable, hasher, rows=chosen, checksums=False)
             crcs = [SideChecksums(side, paths) for side in (self.old, self.new)]
             for chunk in rows.chunks():
                 found.append(rows.compare(chunk))
@@ -279,7 +278,7 @@ class Compare(Task, frozen=True, kw_only=True):
 class SideChecksums:
     """The checksums of one side's extents, as far as rows of them were read."""
 
-    def __init__(self, side: Side, paths: Sequence[Path]) -> None:
+    def __init__(self, side: StoredSide, paths: Sequence[Path]) -> None:
         self._side, self._paths = side, paths
         self._maps: dict[Extent, Array] = {}
         self._crcs: dict[Extent, int] = {}
@@ -317,7 +316,7 @@ class TaskComparison:
         scratch: Path,
     ) -> None:
         self._old, self._new, self._hasher, self._runner = old, new, hasher, runner
-        self._rows = {table.name: TableRows(old, new, table, hasher) for table in tables}
+        self._rows = {table.name: ComparedRows(old, new, table, hasher) for table in tables}
         self._planned = cache(Input.of)
         self._tasks = [
             task for number, table in enumerate(tables) for task in self._tasks_of(table, f"{number:05d}")
@@ -353,7 +352,7 @@ class TaskComparison:
         for side in self._checksums:
             side.check(self._rows)
 
-    def _found(self, name: str, rows: TableRows) -> Iterator[Found]:
+    def _found(self, name: str, rows: ComparedRows) -> Iterator[Found]:
         touched = self._old.touched(name), self._new.touched(name)
         for _ in rows.chunks(self._runner.task_bytes):
             task, receipt = next(self._next), next(self._receipts)
@@ -374,8 +373,8 @@ class TaskComparison:
         rows = self._rows[variable.name]
         paths = [{run.extent.shard: run.path for run in side.runs} for side in (old, new)]
         for number, (start, stop) in enumerate(rows.chunks(self._runner.task_bytes)):
-            before = Side.of(old, start, stop, 0)
-            after = Side.of(new, start, stop, len(before.shards))
+            before = StoredSide.of(old, start, stop, 0)
+            after = StoredSide.of(new, start, stop, len(before.shards))
             shards = [paths[0][shard] for shard in before.shards] + [
                 paths[1][shard] for shard in after.shards
             ]
@@ -392,7 +391,7 @@ class TaskComparison:
             )
 
 
-def _read(directory: Directory, receipt: Receipt, task: Compare, rows: TableRows) -> Found:
+def _read(directory: Directory, receipt: Receipt, task: Compare, rows: ComparedRows) -> Found:
     source = Input(f"{directory.place}/{receipt.task}", receipt.written, receipt.tag)
     count, shape = task.stop - task.start, task.variable.shape[1:]
     blocks = -(-count // rows.block)

@@ -27,12 +27,12 @@ from msgspec.structs import replace
 
 from exporter.delta.compare_rows import (
     Array,
+    ComparedRows,
     Found,
     ReadRange,
-    Side,
     SideChecksums,
     StoredChecksums,
-    TableRows,
+    StoredSide,
     differing_rows,
 )
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class PassingRows:
-    """As `TableRows`, of tables in stores; reports the checksums of everything that is read in a row.
+    """As `ComparedRows`, of tables in stores; reports the checksums of everything that is read in a row.
 
     `known` are hashes of the old rows. Several threads may compare ranges.
     """
@@ -81,7 +81,7 @@ class PassingRows:
             new = stack.enter_context(self._passing(self._new, chunk))
             old = stack.enter_context(self._passing(self._old, chunk)) if self._known is None else None
             state = self._old if old is None else old.state
-            rows = TableRows(
+            rows = ComparedRows(
                 state, new.state, self._variable, self._hasher, self._known, chunk, checksums=False
             )
             found = []
@@ -99,7 +99,7 @@ class PassingRows:
     def _passing(self, state: Snapshot, chunk: tuple[int, int]) -> Iterator[_Passing]:
         name = self._variable.name
         reader = state.stored[name]
-        side, paths = Side.of(reader, *chunk, 0), {run.extent.shard: run.path for run in reader.runs}
+        side, paths = StoredSide.of(reader, *chunk, 0), {run.extent.shard: run.path for run in reader.runs}
         task = Task(name=name, inputs=tuple(self._planned(paths[shard]) for shard in side.shards))
         with task.files(list(side.ranges(*chunk)), self._scratch) as files:
             here = Snapshot({name: side.reader(name, files)}, state.layers)
@@ -110,7 +110,7 @@ class _Passing(Struct, frozen=True):
     """A range of one side while it is there."""
 
     reader: RowReader
-    side: Side
+    side: StoredSide
     state: Snapshot
     checksums: SideChecksums
 
@@ -296,7 +296,7 @@ class _Table:
         known = None
         if how.known is not None and how.runner is None:  # a task reads both sides
             known = how.known.find(variable.name, variable.shape[0], row_bytes)
-        self._rows = TableRows(old, new, variable, hasher, known)
+        self._rows = ComparedRows(old, new, variable, hasher, known)
         self._hasher = hasher
         self.bytes_ = row_bytes * variable.shape[0]
 

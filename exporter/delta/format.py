@@ -371,7 +371,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 class Delta(Struct, frozen=True):
-    """A delta on disk: what it says of itself, and as memory maps what changed."""
+    """A delta on disk: its header, and as memory maps what changed."""
 
     header: DeltaHeader
     catalog: Catalog

@@ -29,7 +29,7 @@ Array = np.ndarray[Any, Any]
 BLOCK_BYTES = 4096
 
 _MAGIC = b"EMHASH03"
-_LEAST_BLOCK_BYTES = BLOCK_BYTES // 2
+_LEAST_BLOCK_BYTES = BLOCK_BYTES // 2  # as many whole rows as fit fill more than half of a block
 _BESIDE_BYTES = 4096
 """More than a table, or the index itself, takes beside its hashes and its name."""
 

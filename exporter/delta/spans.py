@@ -189,7 +189,7 @@ def merge_due(spans: Iterable[SpanT]) -> tuple[SpanT, ...]:
 
 
 def expendable(
-    spans: Iterable[SpanT], bases: Collection[int], *, needed: Collection[int] = ()
+    spans: Iterable[SpanT], bases: Collection[int], *, needed: Collection[int]
 ) -> tuple[SpanT, ...]:
     """The deltas that are not needed. Without them, and by the same chains,
 

@@ -128,7 +128,9 @@ class ServedTable(Struct, frozen=True):
             seeds, rows, keys, values = (by_name[name] for name in table.keys)
             geometry = TableGeometry.of_shapes(seeds.shape[0], rows.shape[0], keys.shape[0], table.defaults)
         except (KeyError, ValueError) as error:
-            raise CorruptFile(f"what is published of table {table.name!r} is no table: {error}") from None
+            raise CorruptFile(
+                f"published variables of table {table.name!r} are inconsistent: {error}"
+            ) from None
         return cls(state, (seeds, rows, keys, values), geometry)
 
     def check(self) -> None:

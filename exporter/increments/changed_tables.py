@@ -59,7 +59,7 @@ class TrainedTable(Struct, frozen=True, eq=False):
         touched: KeyedRows | None = None,
         removed: Array = _NONE,
     ) -> TrainedTable:
-        """The table, every checksum verified; what was touched and removed since is laid over it.
+        """The table, every checksum verified; touched rows are applied on top, removed keys left out.
 
         A touched key counts as recent, and its frequency is the newest.
 

@@ -174,7 +174,7 @@ def _typed(ref: TensorRef) -> str:
 _PREFIX = re.compile(r"(incremental_.+-([0-9]{1,18}))\.index", re.ASCII)
 _PART = re.compile(r"(.+)/part_([0-9]{1,6})", re.ASCII)
 _ID = "deeprec:"
-_HIGHEST = 10**18
+_HIGHEST = 10**18  # above every step
 
 
 class DeepRecIncrement(Struct, frozen=True):
@@ -338,7 +338,7 @@ def _later_fulls(prefix: Path, first: int) -> Iterator[int]:
 
 
 def plan_deeprec_changes(
-    published: TrainerVersion, full: CheckpointId, increment: DeepRecIncrement, within: float = 0.0
+    published: TrainerVersion, full: CheckpointId, increment: DeepRecIncrement, within: float
 ) -> ChangePlan:
     """What follows the state that was published last; its rows may be off by less than `within`,
     to a full checkpoint and its increment.

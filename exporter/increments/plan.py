@@ -37,7 +37,7 @@ class ChangePlan(Struct, frozen=True):
     """What to publish next. `target` is the trainer's state that is reached.
 
     `increments` hold everything that changed if `is_known`. Otherwise the target is the full checkpoint with
-    `increments` laid over it, and it is to be compared with what is published; `reason` says for what reason.
+    `increments` applied on top, and it is to be compared with what is published; `reason` says why.
     """
 
     target: TrainerVersion

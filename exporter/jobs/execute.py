@@ -31,7 +31,7 @@ OPERATIONS = {
     "checksum": "exporter.verify.version_files:Checksum",
     "move": "exporter.bundle.variables:Move",
     "partition": "exporter.tables.place_keys:Partition",
-    "place": "exporter.tables.place_keys:Place",
+    "place": "exporter.tables.place_keys:PlaceKeys",
 }
 """The class of each operation's tasks. They lie in the rooms that plan them, which import this one."""
 
@@ -46,7 +46,7 @@ class Work(Struct, frozen=True):
     version: str = __version__
 
 
-class Failure(Struct, frozen=True):
+class TaskFailure(Struct, frozen=True):
     """An error with a name, to be raised again where the job was begun."""
 
     error: str
@@ -61,7 +61,7 @@ class Outcome(Struct, frozen=True):
     """A receipt, or why there is none."""
 
     receipt: Receipt | None = None
-    failure: Failure | None = None
+    failure: TaskFailure | None = None
 
     def settle(self) -> Receipt:
         """The receipt.
@@ -105,7 +105,7 @@ def execute(work: bytes) -> bytes:
 
 def failed(error: ExportError) -> bytes:
     """The encoded `Outcome` that is an error."""
-    failure = Failure(type(error).__name__, error.message, error.cause, error.hint, gethostname())
+    failure = TaskFailure(type(error).__name__, error.message, error.cause, error.hint, gethostname())
     return msgspec.json.encode(Outcome(failure=failure))
 
 

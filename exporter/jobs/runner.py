@@ -19,7 +19,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import gettempdir
@@ -28,10 +29,17 @@ from typing import Protocol
 import msgspec
 from msgspec import Struct, field
 
-from exporter.errors import CorruptFile, EngineFailed, ExportError, NothingChanged, VerificationError
+from exporter.errors import (
+    CorruptFile,
+    EngineFailed,
+    ExportError,
+    NothingChanged,
+    UsageError,
+    VerificationError,
+)
 from exporter.jobs.engines import Engine
-from exporter.jobs.engines.choose import LocalEngine
-from exporter.jobs.execute import decode, encode, kept_receipt
+from exporter.jobs.engines.process import Asked, ProcessEngine
+from exporter.jobs.execute import decode, encode, execute, kept_receipt
 from exporter.jobs.task import Receipt, Task
 from exporter.options import DEFAULT_TASK_BYTES, EngineName, Jobs
 from exporter.storage import mirror
@@ -51,8 +59,56 @@ _DRIVER = "driver"
 _POLL_SECONDS = 0.02
 _PLAN = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _OWNER = secrets.token_hex(8)
-
 _LOOKS = 16  # receipts that are asked for at a time
+_AHEAD = 2  # works for each thread that are taken from the plan: enough to keep it busy
+
+
+class LocalEngine:
+    """Threads; as many as there are processors, if nothing else is said.
+
+    They wait for disks and networks, and compute outside the GIL. The other engines need a library, and run
+    in a process of their own: see `exporter.jobs.engines.process`.
+    """
+
+    name = "local"
+
+    def __init__(self, workers: int = 0) -> None:
+        self._workers = workers or len(os.sched_getaffinity(0))
+
+    def run(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:
+        """See `Engine`."""
+        pending: set[Future[bytes]] = set()
+        with workers(self._workers, "jobs") as pool:
+            for work in works:
+                pending.add(pool.submit(execute, work))
+                if len(pending) > _AHEAD * self._workers:
+                    yield from _finished(pending)
+            while pending:
+                yield from _finished(pending)
+
+
+def _finished(pending: set[Future[bytes]]) -> Iterator[bytes]:
+    done, _ = wait(pending, return_when=FIRST_COMPLETED)
+    pending -= done
+    for each in done:
+        yield each.result()
+
+
+def choose_engine(
+    name: str, workers: int = 0, address: str = "", options: Mapping[str, str] | None = None
+) -> Engine:
+    """The engine of a name.
+
+    Raises:
+        UsageError: there is none, its library is not installed, or `local` is given an address or options.
+    """
+    if name not in [*EngineName]:
+        raise UsageError(f"there is no engine {name!r}", hint=f"one of {', '.join(EngineName)}")
+    if name != EngineName.LOCAL:
+        return ProcessEngine(Asked(name, workers, address, options or {}))
+    if address or options:
+        raise UsageError("the engine local takes neither an address nor options", hint="add --engine ray")
+    return LocalEngine(workers)
 
 
 class Runner(Struct, frozen=True):
@@ -71,8 +127,6 @@ class Runner(Struct, frozen=True):
         Raises:
             UsageError: the engine is not installed, or does not know an option.
         """
-        from exporter.jobs.engines.choose import choose_engine  # engines are processes, which few ask for
-
         name = jobs.engine or EngineName.LOCAL
         engine = choose_engine(name, jobs.workers, jobs.address, jobs.settings)
         if jobs.directory or model is None:
@@ -197,7 +251,7 @@ LOCAL = Runner()
 def plan_digest(tasks: Sequence[Task]) -> str:
     """Lower-case SHA-256 of a plan: equal for equal inputs, options and divisions alone.
 
-    Another version of this program may write other bytes for the same task, and goes on with none of ours.
+    Another version of this program may write other bytes for the same task, and uses none of ours.
     """
     digest = hashlib.sha256(f"{__version__}\n".encode())
     for task in tasks:

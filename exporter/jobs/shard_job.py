@@ -27,9 +27,8 @@ from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_bundle import check_values, shard_path
 from exporter.checkpoint.tensor_values import compare_checksum
 from exporter.errors import os_error
-from exporter.jobs.range_checksums import RangeChecksums
 from exporter.jobs.runner import Job, Runner
-from exporter.jobs.task import Input, Range, Receipt, Task, batches
+from exporter.jobs.task import Input, Range, RangeChecksums, Receipt, Task, batches
 from exporter.jobs.write_shard import Section, WriteShard
 from exporter.newer_python import sha256_of
 from exporter.storage.layout import INPUTS_DIRECTORY

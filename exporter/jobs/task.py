@@ -9,15 +9,16 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from msgspec import Struct
 
+from exporter.catalog import Extent
 from exporter.checkpoint.source_shard import open_shard, shard_status
 from exporter.errors import CheckpointChanged, CheckpointError
 from exporter.storage import mirror
@@ -26,7 +27,7 @@ from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.output_directory import Directory, new_path
 from exporter.storage.requests import MOST_COPIED
 from exporter.storage.url import Url
-from exporter.wire.crc32c import crc_of
+from exporter.wire.crc32c import combine, crc_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -284,3 +285,36 @@ def most_open() -> int:
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     share = allowed // (4 * max(1, len(_IN_USE)))
     return min(_MOST_OPEN, max(1, share)) if allowed != resource.RLIM_INFINITY else _MOST_OPEN
+
+
+File = TypeVar("File", bound=Hashable)
+
+
+class RangeChecksums(Generic[File]):
+    """The checksums that tasks report of ranges of files, in any order, of some ranges more than once."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[File, dict[int, tuple[int, int]]] = defaultdict(dict)
+
+    def add(self, file: File, start: int, size: int, crc: int) -> None:
+        """The plain crc32c of `size` bytes from `start` of a file."""
+        ranges = self._ranges[file]
+        if size > ranges.get(start, (0, 0))[0]:
+            ranges[start] = size, crc
+
+    def joined(self, file: File, part: Range, crc: int, whole: Extent) -> int | None:
+        """Add a range of a stored run, in their order; with the last one it gives the checksum of the run."""
+        self.add(file, part.offset, part.size, crc)
+        is_last = part.offset + part.size == whole.offset + whole.size
+        return self.of(file, whole.offset, whole.size) if is_last else None
+
+    def of(self, file: File, start: int, size: int) -> int | None:
+        """The plain crc32c of a run; None if some of it was not read, or in ranges that do not join."""
+        ranges, at, crc = self._ranges[file], start, 0
+        while at < start + size:
+            if at not in ranges:
+                return None
+            length, part = ranges[at]
+            crc = combine(crc, part, length) if at > start else part
+            at += length
+        return crc if at == start + size else None

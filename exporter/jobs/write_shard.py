@@ -181,11 +181,11 @@ class Section(Struct, frozen=True, array_like=True):
 class WriteShard(Task, frozen=True, kw_only=True):
     """Write a shard. The receipt's checksums are those of all ranges and runs, in order.
 
-    Each operation says of which sections its shards consist.
+    Each operation names the sections of its shards.
 
     Raises:
         CheckpointChanged: a source vanished, was replaced or became shorter.
-        CorruptFile, MappingError: what a section says of its values.
+        CorruptFile, MappingError: as a section raises for its values.
     """
 
     sections: tuple[Any, ...]

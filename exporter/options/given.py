@@ -126,7 +126,7 @@ _SAID_OTHERWISE = {
     "rebase": "rebase(model)",
     "any_role": "is_chief() says whether this node exports: export on any",
 }
-"""What options of the command are in Python, if they are no arguments."""
+"""What options of the command are in Python, if they are not arguments."""
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -154,18 +154,22 @@ _ROWS_AT_ONCE = 1 << 16
 
 
 class TableDifference(Struct, frozen=True):
-    """How a table differs: keys that one side lacks, and rows of the others.
-
-    The Euclidean norm and the largest element are of the difference of the rows whose keys both sides have.
-    """
+    """A table by keys that differs."""
 
     name: str
+    """Its name."""
     keys: int
+    """How many keys both sides have."""
     only_a: int
+    """How many keys only the first side has."""
     only_b: int
+    """How many keys only the second side has."""
     changed_rows: int
-    norm: float
-    largest: float
+    """How many keys of both have other rows."""
+    norm: float | None
+    """The Euclidean norm of these rows' difference; null if it is not finite."""
+    largest: float | None
+    """The largest absolute difference of an element; null if it is not finite."""
 
     @property
     def is_empty(self) -> bool:
@@ -276,17 +280,20 @@ def _compare_keys(name: str, a: Keyed, b: Keyed) -> TableDifference:
     ours, theirs = np.argsort(a.keys), np.argsort(b.keys)
     in_both, in_ours = among(a.keys[ours], b.keys[theirs]), among(b.keys[theirs], a.keys[ours])
     places_a, places_b = ours[in_both], theirs[in_ours]
-    changed, squares, largest = 0, 0.0, 0.0
-    for start in range(0, len(places_a), _ROWS_AT_ONCE):
-        step = slice(start, start + _ROWS_AT_ONCE)
-        before, after = a.values(places_a[step]), b.values(places_b[step])
-        differ = differing_rows(before, after)
-        moved = np.abs(after[differ].astype(np.float64) - before[differ].astype(np.float64))
-        changed += len(differ)
-        squares += float((moved**2).sum())
-        largest = max(largest, float(moved.max(initial=0.0)))
+    changed = 0
+
+    def differing() -> Iterator[tuple[Array, Array]]:
+        nonlocal changed
+        for start in range(0, len(places_a), _ROWS_AT_ONCE):
+            step = slice(start, start + _ROWS_AT_ONCE)
+            before, after = a.values(places_a[step]), b.values(places_b[step])
+            differ = differing_rows(before, after)
+            changed += len(differ)
+            yield before[differ], after[differ]
+
+    norm, largest = _norms(differing())
     gone, come = int(np.count_nonzero(~in_both)), int(np.count_nonzero(~in_ours))
-    return TableDifference(name, len(places_a), gone, come, changed, math.sqrt(squares), largest)
+    return TableDifference(name, len(places_a), gone, come, changed, norm, largest)
 
 
 _HASHER = BlockHasher(0)  # the hashes are not kept, and the tasks of one comparison are always the same
@@ -302,16 +309,18 @@ class ComparedState(Struct, frozen=True):
 
 
 class VariableDifference(Struct, frozen=True):
-    """How a variable differs: rows of `rows`, the Euclidean norm and the largest element of the difference.
-
-    The norms are None for values that are not numbers, and for lookup tables.
-    """
+    """A variable that differs."""
 
     name: str
+    """Its name."""
     changed_rows: int
+    """How many of its rows differ."""
     rows: int
+    """How many rows it has."""
     norm: float | None
+    """The Euclidean norm of the difference; null if it is not finite."""
     largest: float | None
+    """The largest absolute difference of an element; null if it is not finite."""
 
 
 class Differences(Struct, frozen=True):
@@ -517,6 +526,7 @@ def _difference(variable: ServedVariable, old: Snapshot, change: Change) -> Vari
 
 
 def _norms(pairs: Iterable[tuple[Array, Array]]) -> tuple[float | None, float | None]:
+    """The Euclidean norm and the largest element of a difference; None for values that are not numbers."""
     squares = largest = 0.0
     for before, after in pairs:
         if before.dtype == object or before.dtype.kind == "b":

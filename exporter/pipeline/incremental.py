@@ -106,7 +106,7 @@ def export_base(
 
 
 def as_base(request: ExportRequest) -> ExportRequest:
-    """The full export that begins a log; it takes deltas as the base before it did, unless told otherwise.
+    """The full export that begins a log; it takes deltas as the base before it did, unless options differ.
 
     Where the log broke, it is the checkpoint of the base before that is published again.
     """
@@ -239,7 +239,7 @@ def _remembered(log: DeltaLog, published: TrainerVersion, bound: float) -> Chang
     return load_residual(log.path / CACHES_DIRECTORY, log.schema, **state_of(log)) or {}
 
 
-_REMOVE_EVERY_S = 10
+_REMOVE_EVERY_S = 10  # however many deltas a watch publishes meanwhile
 _MARKER_POLL_S = 0.25
 """Between looks where the kernel reports nothing: network file systems, object stores."""
 _ATTEMPTS = 3
@@ -249,7 +249,7 @@ _ATTEMPTS = 3
 class ExportedDelta(Struct, frozen=True):
     """What an incremental export did. `published` is None if there was nothing to do.
 
-    `compared_bytes` counts the served bytes that were compared; 0 if increments told what changed.
+    `compared_bytes` counts the served bytes that were compared; 0 if increments list what changed.
     `warnings` are what went wrong after the delta was published, which therefore is no failure.
     """
 
@@ -397,7 +397,7 @@ def export_incremental(
             beyond = planned.trainer.plan.step if isinstance(error, OverlayFull) else 0
             return _new_log(request, progress, error, is_watching=is_watching, beyond=beyond)
         except PositionMoved:
-            if attempt == _ATTEMPTS or mirror.is_remote(request.out):  # whoever opened it looks again
+            if attempt == _ATTEMPTS or mirror.is_remote(request.out):  # `carry` refreshes and tries again
                 raise
         except PositionError as error:
             if not full_on_mismatch:

@@ -2,6 +2,12 @@
 
 Each has a plan that reads and checks what it would read, and writes nothing. How earlier values come back,
 and what servers see of it, is in `exporter.pipeline.restoration`.
+
+Other processes publish to a log meanwhile, and tidy it. `undisturbed` does a command's work again if they
+removed what it was reading. `past_given_up` leads past an abandoned upload to a store: nothing else may ever
+be published at its path, because its process may only be slow, and still write there (see
+`exporter.transfer.head`). Exports take another number. A merged delta has its place: so the log goes on by a
+delta without changes, and the merged delta ends behind that.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from exporter.delta.format import span_name
 from exporter.delta.merge_deltas import DeltaMerger
 from exporter.delta.spans import Position, Span, merge_due, merged, plan_chain
 from exporter.errors import (
+    CheckpointError,
     ModelHeld,
     NotFinite,
     NotUpdatable,
@@ -26,31 +33,41 @@ from exporter.errors import (
     PublishError,
     TargetBusy,
     UsageError,
+    VerificationError,
 )
+from exporter.jobs.runner import Runner
 from exporter.options import LOCALLY, Jobs
 from exporter.pipeline.restoration import DeltaRestorer, Restoration, Restorer, VersionRestorer, packing_of
-from exporter.pipeline.undisturbed import past_given_up, position_of_merger, runner_for, undisturbed
-from exporter.publish.commit import PublishedDelta, PublishedVersion, Staging, UnderLock, model_lock
+from exporter.publish.commit import (
+    PublishedDelta,
+    PublishedVersion,
+    Staging,
+    UnderLock,
+    model_lock,
+    next_delta_position,
+)
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogDelta, log_of, read_log
-from exporter.publish.delta_publication import Publication, header_of, publish_written
+from exporter.publish.delta_publication import Publication, header_of, publish_changes, publish_written
 from exporter.publish.finite import require_merger_finite, unchecked
 from exporter.publish.hold import Hold
 from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.permission import binding, judged, require_on_way
 from exporter.publish.retention import RetiredDeltas, retire_deltas, retire_logs
-from exporter.publish.versions import newest_of, newest_version, nothing_published, version_dirs
+from exporter.publish.versions import is_taken, newest_of, newest_version, nothing_published, version_dirs
+from exporter.storage import mirror
 from exporter.storage.files import remove_tree, writing
 from exporter.storage.layout import CANARY_LOCK_FILE, DELTA_NAME
 from exporter.storage.local_paths import quoted
 from exporter.terminal.progress import ProgressFactory, no_progress
 
+T = TypeVar("T")
+RACE_SECONDS = 60.0
+"""How long an operator's command tries again while others remove what it reads."""
+
 
 def delta_path(log: DeltaLog, span: Span) -> Path:
     """Where a delta of this span is published."""
     return log.path / span_name(span.start, span.end)
-
-
-T = TypeVar("T")
 
 
 class Merged(Struct, frozen=True):
@@ -107,9 +124,7 @@ class Merging(Struct, frozen=True):
     tasks: int
 
 
-def plan_merge(
-    model: Path, start: int | None = None, end: int | None = None, jobs: Jobs = LOCALLY
-) -> Merging | None:
+def plan_merge(model: Path, start: int | None, end: int | None, jobs: Jobs) -> Merging | None:
     """What `merge` would do now; the deltas are read and checked, and nothing is written.
 
     Raises:
@@ -173,7 +188,7 @@ def merge_run(
 def _merger(
     log: DeltaLog, run: Sequence[LogDelta], directory: Path, jobs: Jobs
 ) -> tuple[DeltaMerger, Publication]:
-    """What writes the merger of deltas into a directory, and what it says of itself."""
+    """What writes the merged delta into a directory, and its header."""
     newest, parts = run[-1], [log.tensors(delta) for delta in run]
     what = Publication(
         merged(run),
@@ -207,7 +222,7 @@ def tidy(
 
     `log` is the model's as it was read last, under the lock.
 
-    Under a canary's hold, what it has yet to approve stays as it is: it may be taken back, and servers that
+    Under a canary's hold, what it has yet to approve stays as it is: it may be reverted, and servers that
     start now go as far as the hold.
 
     Where the model wants finite values, what an earlier release published unchecked is merged with what
@@ -219,7 +234,7 @@ def tidy(
     """
     done: list[Merged] = []
     log = read_log(model) if log is None else log
-    if log.hold.binds:  # what is held may still be taken back, delta by delta
+    if log.hold.binds:  # what is held may still be reverted, delta by delta
         return (), RetiredDeltas()
     while run := merge_due(judged(log)):
         try:
@@ -483,3 +498,63 @@ def _require_no_canary_at_work(model: Path) -> None:
             cause=error.cause,
             hint="stop that agent, or start it without --canary; then run the command again",
         ) from error
+
+
+def position_of_merger(log: DeltaLog, path: Path) -> int:
+    """Where a merger of the whole log stands that would lie at a path."""
+    last = log.at.position
+    return next_delta_position(log.model, None, last) if is_taken(log.model, path) else last
+
+
+def past_given_up(log: DeltaLog, path: Path) -> DeltaLog:
+    """The log, with a delta of no changes behind it if nothing may be published at a path.
+
+    Raises:
+        PositionMoved: another delta was published meanwhile.
+        PublishError: see errors.py.
+    """
+    last = log.at
+    end = position_of_merger(log, path)
+    if end == last.position:
+        return log
+    what = Publication(
+        Span(last.position, end),
+        last.step,
+        DeltaOrigin.COMPARISON,
+        log.trained,
+        state=log.newest.manifest.state_id,
+    )
+    with Staging(log.model) as staging:
+        return publish_changes(log, staging, {}, what, last=last.position).log
+
+
+def runner_for(jobs: Jobs, model: Path, tasks: int) -> Runner:
+    """How a merger is run: what a single task does is not worth keeping, unless it is asked for."""
+    return Runner.of(jobs, model if jobs.engine is not None or tasks > 1 else None)
+
+
+def undisturbed(model: Path, action: Callable[[DeltaLog], T], log: DeltaLog | None = None) -> T:
+    """What an operator's command does with a log, again if others removed what it was reading.
+
+    The log is read at first, too, unless it is given.
+
+    Raises:
+        PositionMoved: they did so again and again, for `RACE_SECONDS`.
+        ExportError: as `action`.
+    """
+    deadline = time.monotonic() + RACE_SECONDS
+    while True:
+        log = read_log(model) if log is None else log
+        try:
+            return action(log)
+        except (CheckpointError, PositionMoved, VerificationError) as error:
+            if mirror.is_remote(model):  # `carry` refreshes the copy and tries again; here nothing changes
+                raise
+            if not isinstance(error, PositionMoved) and all(delta.path.exists() for delta in log.deltas):
+                raise
+            if time.monotonic() >= deadline:
+                what = f"others published and tidied under {model} for {RACE_SECONDS:g} s"
+                raise PositionMoved(
+                    f"{what}: it could not be read in between", cause=error.message
+                ) from error
+        log = None

@@ -37,9 +37,9 @@ from exporter.jobs.shard_job import Place, Placed, ShardJob, Sources, Stored, st
 from exporter.jobs.task import Range
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.options import LOCALLY, Jobs
+from exporter.pipeline.log_maintenance import past_given_up, position_of_merger, runner_for, undisturbed
 from exporter.pipeline.newest_base import row_blocks
 from exporter.pipeline.restoration import approved_by_canary
-from exporter.pipeline.undisturbed import past_given_up, position_of_merger, runner_for, undisturbed
 from exporter.publish.commit import PublishedVersion, ReservedPosition, Staging, publish_version
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogBase, LogDelta
 from exporter.publish.finite import require_merger_finite
@@ -258,7 +258,7 @@ class Rebasing(Struct, frozen=True):
     tasks: int
 
 
-def plan_rebase(model: Path, *, despite_hold: bool = False, jobs: Jobs = LOCALLY) -> Rebasing | None:
+def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebasing | None:
     """What `rebase` would do now; the deltas are read and checked, the base's values are not.
 
     Raises:
@@ -361,7 +361,7 @@ def _require_finite(log: DeltaLog, chain: Sequence[LogDelta]) -> None:
 
 
 def _merger(log: DeltaLog, chain: Sequence[LogDelta], bundle: Path, jobs: Jobs) -> BaseMerger:
-    """What writes the variables of the log's base with deltas laid over them."""
+    """What writes the variables of the log's base with deltas applied on top."""
     return BaseMerger(
         bundle,
         log.base.entry.mapping_spec,

@@ -187,7 +187,7 @@ class DeltaRestorer(Restorer):
         if is_judged and did_fail(log, to):
             raise ModelHeld(
                 f"the canary of an agent judged the values of {to}, and they did not pass",
-                hint="let it judge what was taken back once more: export-model resume "
+                hint="let it judge again what was reverted: export-model resume "
                 f"{quoted(log.model)}; to do without it: --lift-canary",
             )
         return is_judged

@@ -177,6 +177,6 @@ def _is_increment_due(known: _Known, history: History) -> bool:
     return known.age_before + known.seconds < 2 * usual + _GRACE_SECONDS
 
 
-_LATELY = 5
+_LATELY = 5  # increments that show how often the trainer writes one
 _GRACE_SECONDS = 20.0
 """For the trainer to write the increment."""

@@ -42,7 +42,7 @@ from exporter.terminal.progress import count
 _MOVED_TO = 0x80  # IN_MOVED_TO of <sys/inotify.h>
 _QUIET_S = 0.003
 """A save renames several files; what comes within so short a time is one arrival."""
-_LONGEST_BURST_S = 0.05
+_LONGEST_BURST_S = 0.05  # a trainer that never pauses must not keep the watch from looking
 _BUFFER_BYTES = 1 << 16
 
 
@@ -177,7 +177,7 @@ class StopWhen(Struct, frozen=True, repr_omit_defaults=True):
     ] = math.inf
 
     def __post_init__(self) -> None:
-        """Refuse what is no number.
+        """Refuse values that are not numbers.
 
         Raises:
             UsageError: a value is none.
@@ -221,7 +221,7 @@ class Watching(Struct, frozen=True, repr_omit_defaults=True):
     stop: StopWhen = StopWhen()
 
     def __post_init__(self) -> None:
-        """Refuse what is no number, and no `StopWhen`.
+        """Refuse values that are neither a number nor a `StopWhen`.
 
         Raises:
             UsageError: a value is none.

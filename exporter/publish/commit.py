@@ -152,7 +152,7 @@ class VersionRule(Struct, frozen=True):
     ) -> tuple[int, int]:
         """Version and position of what is published next.
 
-        `newest` is the greatest version number in use, whoever made it, `last` the greatest position.
+        `newest` is the greatest version number in use, `last` the greatest position.
 
         Raises:
             VersionExists: the number asked for is not above `newest`, or no greater int64 is left.
@@ -250,7 +250,7 @@ def reserve_position(model: Path, step: int | None) -> ReservedPosition:
 
 
 def next_delta_position(model: Path, step: int | None, last: int | None) -> int:
-    """The next position of a delta, or of a base that takes deltas; nobody else has begun to publish there.
+    """The next position of a delta, or of a base that takes deltas; no other process has begun there.
 
     Raises:
         VersionExists: see `next_position`.
@@ -341,7 +341,7 @@ def publish_delta(
     *,
     position: int,
     last: int | None,
-    under_lock: UnderLock = TAKING_THE_LOCK,
+    under_lock: UnderLock,
 ) -> PublishedDelta:
     """Turn `staging.path` into the delta `<from>-<position>` of a log; whole, durable and immutable.
 
@@ -359,7 +359,7 @@ def publish_delta(
             shutil.copyfile(held, staging.path / HOLD_FILE)
         files = seal(staging.path)
         with _locked(staging.model, is_ours=under_lock.is_ours):
-            # Others may have published, merged or removed since the log was read: only now nobody can.
+            # Others may have published, merged or removed since the log was read; under the lock none can.
             now = log if under_lock.is_ours else _log_now(staging.model, last)
             under_lock.permit(now)
             make_directories(log.path)
@@ -482,7 +482,7 @@ def model_lock(model: Path, seconds: float = LOCK_SECONDS, name: str = LOCK_FILE
         if not lock_within(lock, seconds):
             holder = os.pread(lock, 200, 0).decode("ascii", "replace").strip() or "unknown"
             raise TargetBusy(f"{path} stayed locked for {seconds:g} s", cause=f"it is held by {holder}")
-        with suppress(OSError):  # a courtesy to whoever waits; a full disk is reported where it matters
+        with suppress(OSError):  # for a waiting process's message; a full disk is reported where it matters
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield

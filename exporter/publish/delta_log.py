@@ -3,8 +3,8 @@
 <model>/<position>/                       a base; its manifest names log, schema and mapping
 <model>/deltas/<log>/<from>-<to>/         deltas; names that are no delta's, files and links are ignored
 <model>/deltas/<log>/hold                 a position that `up_to = -1` does not pass
-<model>/deltas/<log>/.state/              caches of the exporter, see `exporter.delta.row_hashes`,
-                                          `tolerance`, `checked_files`
+<model>/deltas/<log>/.state/              caches of the exporter, see `row_hashes`, `tolerance` and `snapshot`
+                                          of `exporter.delta`
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LogBase(Struct, frozen=True):
         """The base in a version's directory.
 
         Raises:
-            ManifestError: its manifest cannot be read, or tells of another version.
+            ManifestError: its manifest cannot be read, or names another version.
             NotUpdatable: it takes no deltas.
         """
         manifest = read_manifest(path)
@@ -102,7 +102,7 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
         """Its manifest, checked against its name.
 
         Raises:
-            ManifestError: it cannot be read, or tells of other positions.
+            ManifestError: it cannot be read, or names other positions.
         """
         manifest = read_manifest(self.path)
         check_place(manifest, self.path)

@@ -24,9 +24,9 @@ from exporter.version import __version__
 
 
 class Publication(Struct, frozen=True):
-    """What a delta says of itself: where it leads, to which of the trainer's states, how it was made.
+    """The description of a delta: where it leads, to which of the trainer's states, how it was made.
 
-    `rounded` tells of the rows that were rounded for it; with `packing` rows are stored in fewer bytes.
+    `rounded` describes the rows that were rounded for it; with `packing` rows are stored in fewer bytes.
     `state` is that of the values it leads to, if they are published already; `hint` what helps if the model
     refuses these.
     """
@@ -47,7 +47,7 @@ class Publication(Struct, frozen=True):
 
 
 def header_of(log: DeltaLog, what: Publication) -> DeltaHeader:
-    """What the delta says of itself in its files."""
+    """The header in the delta's files."""
     span = what.span
     return DeltaHeader(
         log.lineage,
@@ -93,7 +93,7 @@ def publish_written(
     what: Publication,
     *,
     last: int | None,
-    under_lock: UnderLock = TAKING_THE_LOCK,
+    under_lock: UnderLock,
 ) -> PublishedDelta:
     """Publish the delta of so many rows that lies in a staging directory, with `header_of` as its header.
 

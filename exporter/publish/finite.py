@@ -31,7 +31,7 @@ _WHOLE = np.zeros(1, np.int64)
 """Stands for a variable that is served as a whole, as if it had one row."""
 
 
-def require_finite(log: DeltaLog, changes: Mapping[str, Change], span: Span, hint: str = "") -> None:
+def require_finite(log: DeltaLog, changes: Mapping[str, Change], span: Span, hint: str) -> None:
     """Refuse changes that the log's model refuses.
 
     Raises:
@@ -96,7 +96,7 @@ def lasting(log: DeltaLog, run: Iterable[LogDelta]) -> dict[str, Array]:
 
 
 def unchecked(deltas: Sequence[LogDelta]) -> tuple[LogDelta, ...]:
-    """The deltas that nobody has checked, and that no checked one spans."""
+    """The deltas that are not checked, and that no checked one spans."""
     checked = [delta for delta in deltas if delta.entry.finite]
     others = (delta for delta in deltas if not delta.entry.finite)
     return tuple(

@@ -89,7 +89,7 @@ class Hold(Struct, frozen=True):
         if not re.fullmatch(r"0?[0-9]{1,18}", text, re.ASCII):
             raise ManifestError(
                 f"{self.path} holds {text[:40]!r}, expected a position",
-                hint="servers do not move while it is so; set it anew (export-model rollback) or lift it "
+                hint="servers do not move while it is so; set it again (export-model rollback) or lift it "
                 "(export-model resume)",
             )
         return int(text)
@@ -143,7 +143,7 @@ class Hold(Struct, frozen=True):
     def promise(self, name: str, prepared: Path, staging: Staging) -> None:
         """Make the hold a link to the file `hold` of the delta `name`, which is about to appear beside it.
 
-        Until then nobody can read the hold, and nobody moves; from then on it is what the delta says. Where
+        Until then the hold cannot be read, and no server moves; from then on it is what the delta says. Where
         there are no links, it is at once the `prepared` file.
         """
         link = _free_name(staging)

@@ -84,13 +84,13 @@ class RetiredDeltas(Struct, frozen=True):
 def retire_deltas(
     log: DeltaLog, *, now: float, rollback_positions: int = ROLLBACK_POSITIONS
 ) -> RetiredDeltas:
-    """Move deltas out of sight that nobody needs; the caller holds the model's lock.
+    """Move deltas out of sight that no base or rollback needs; the caller holds the model's lock.
 
     Needed are those on the way of any base that is there to the newest position, and to each of the newest
     `rollback_positions`, and to what a canary has approved; and those on the way to the newest position of a
     server that stands at one of these, or anywhere that a base led to. A delta younger than
-    `GRACE_SECONDS` replaces nothing yet, and is not removed: whoever listed the directory before it came must
-    find what was listed.
+    `GRACE_SECONDS` replaces nothing yet, and is not removed: what listed the directory before it came must
+    find what it listed.
     """
     settled = [delta for delta in log.deltas if now - _written(delta) >= GRACE_SECONDS]
     bases = [*(base.at.position for base in log.bases), *_unreadable_bases(log)]
@@ -205,11 +205,10 @@ def _in_grace(successor: VersionDir, now: float, grace_seconds: float) -> str:
 
 
 def move_away(published: Path, model: Path) -> Path:
-    """Rename a version or delta out of sight, which happens at once, while nobody has or can get a lease of
-    it.
+    """Rename a version or delta out of sight, in one step, while no process has or can get a lease of it.
 
     Raises:
-        BlockingIOError: someone has one.
+        BlockingIOError: a process has one.
         OSError: it may not be locked or moved.
     """
     trash = model / f"{TRASH_PREFIX}{published.name}-{os.urandom(4).hex()}"

@@ -31,7 +31,7 @@ from exporter.storage.files import (
 from exporter.storage.layout import JOBS_DIRECTORY, STAGING_PREFIX, TRASH_PREFIX
 
 _LOCK = "lock"
-_YOUNG_SECONDS = 10.0
+_YOUNG_SECONDS = 10.0  # a process may have made the directory, and not yet the lock in it
 _OWN_NAME = re.compile(re.escape(STAGING_PREFIX) + r"[0-9]+-[0-9a-f]{8}")
 
 
@@ -98,7 +98,7 @@ def _forget_name(error: ExportError) -> None:
 
 
 def remove_leftovers(model: Path) -> None:
-    """Remove the staging and trash directories of processes that died, and jobs that nobody goes on with.
+    """Remove the staging and trash directories of processes that died, and abandoned jobs.
 
     Concurrent calls do no harm.
 

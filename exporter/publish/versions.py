@@ -145,7 +145,7 @@ def require_base_path(model: Path) -> None:
         raise itself_a_version(model, model.parent)
     place = model.resolve()
     for inner in (place, *place.parents):
-        with suppress(ManifestError):  # what nobody may look at is not this user's to publish in
+        with suppress(ManifestError):  # an unreadable version is not this user's to publish over
             if is_of_a_model(inner.name) and newest_version(inner.parent) is not None:
                 raise inside_a_model(model, inner.parent)
 
@@ -187,7 +187,7 @@ def last_position(model: Path, versions: Iterable[VersionDir]) -> int | None:
     return max([*bases, *delta_positions(model)], default=None)
 
 
-class Taken(Struct, frozen=True):
+class AbandonedNumbers(Struct, frozen=True):
     """The greatest numbers that others began to publish under in a store and gave up; None if there are none.
 
     They may still be written to, so that nothing else may have them.
@@ -197,12 +197,12 @@ class Taken(Struct, frozen=True):
     position: int | None = None
 
 
-def taken(model: Path) -> Taken:
+def taken(model: Path) -> AbandonedNumbers:
     """The numbers that nothing may be published under."""
     names = [PurePosixPath(path).name for path in _taken_paths(model)]
     ends = [int(match[2]) for name in names if (match := _DELTA.fullmatch(name))]
     numbers = [number for name in names if (number := served_version(name)) is not None]
-    return Taken(max(numbers, default=None), max(ends, default=None))
+    return AbandonedNumbers(max(numbers, default=None), max(ends, default=None))
 
 
 def is_taken(model: Path, path: Path) -> bool:
@@ -237,7 +237,7 @@ def check_place(manifest: Manifest, path: PurePath, where: object = None) -> Non
     What takes deltas, or is one, stands where its name says. Other versions may have numbers of their own.
 
     Raises:
-        ManifestError: it tells of another place, as one does that was copied or renamed.
+        ManifestError: it names another place, as one does that was copied or renamed.
     """
     start, end, entry = manifest.from_position, manifest.position, manifest.incremental
     if start is not None:
@@ -248,9 +248,9 @@ def check_place(manifest: Manifest, path: PurePath, where: object = None) -> Non
         is_here = number is not None and (entry is None or number == end)
     if not is_here:
         raise ManifestError(
-            f"{where or path}/{MANIFEST_FILE} tells of {'version' if start is None else f'{start} to'} {end}",
+            f"{where or path}/{MANIFEST_FILE} names {'version' if start is None else f'{start} to'} {end}",
             cause="the directory, or its manifest, was copied or renamed",
-            hint="remove that directory, or give it the name back that its manifest tells of",
+            hint="remove that directory, or give it the name back that its manifest has",
         )
 
 

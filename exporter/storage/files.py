@@ -163,7 +163,7 @@ def require_size(path: Path, size: int, limit: int) -> None:
 
 
 class Unchanged(Generic[T]):
-    """What was read of small files, kept while they look as they did: for who reads the same ones again.
+    """What was read of small files, kept while their identity is the same: for callers that read them again.
 
     A file that was written a moment ago is read again: within one tick of the clock it may change unseen.
     """
@@ -277,7 +277,7 @@ def identity_of(path: Path) -> FileIdentity | None:
 
 
 def kept_identity(path: Path) -> list[int]:
-    """An identity to be kept on disk: the time at which the inode changed, too, which nobody can set back.
+    """An identity to be kept on disk: with the time at which the inode changed, which cannot be set back.
 
     Raises:
         OSError: the file cannot be reached.

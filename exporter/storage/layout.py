@@ -60,7 +60,7 @@ PUSHED_FILE = ".pushed"
 """The head of each store that a model was pushed to, or pulled from."""
 
 TAKEN_FILE = ".taken"
-"""Paths of versions and deltas that another machine began to publish in a store, and nobody may use again."""
+"""Paths in a store at which another machine began to publish and gave up; they are never used again."""
 
 HEAD_FILE = "head.json"
 """In a store: what is published next, or was last."""

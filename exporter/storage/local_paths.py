@@ -97,7 +97,7 @@ def _in_dollar_quotes(character: str) -> str:
 
 
 def without_secrets(url: str) -> str:
-    """A URL to be shown: without what may stand in it to identify who asks."""
+    """A URL to be shown, without credentials."""
     return re.sub(r"\?.*", "?...", re.sub(r"//[^/@]*:[^/@]*@", "//...@", url), flags=re.DOTALL)
 
 

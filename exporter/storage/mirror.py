@@ -52,7 +52,7 @@ from exporter.storage.waiting import workers
 
 T = TypeVar("T")
 
-_MOST_FILES = 100_000
+_MOST_FILES = 100_000  # each becomes a sparse file here
 _NEIGHBOURS = 100
 """Objects that are shown where a URL means none: an error names what is like it."""
 _OF_A_DIRECTORY = (CHECKPOINT_STATE_FILE, *SAVED_MODEL_FILES)

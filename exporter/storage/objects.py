@@ -445,7 +445,7 @@ def _endpoint(name: str) -> str:
     text = os.environ.get(name, "")
     if text and re.fullmatch(r"https?://[^\s/?#@]+(/\S*)?", text) is None:
         raise UsageError(
-            f"{name} is no address of a store: expected https://HOST or http://HOST:PORT",
+            f"{name} is not the address of a store: expected https://HOST or http://HOST:PORT",
             hint=f"{name}=http://127.0.0.1:9000 names one on this machine",
         )
     return text
@@ -498,7 +498,7 @@ def _tag_of(store: ObjectWriter, key: str, content: bytes) -> Tag | None:
 # --- asking: again where an answer breaks off, and failures as errors by name ------------------------------
 
 
-_PAUSES = (0.1, 0.5, 2.0)
+_PAUSES = (0.1, 0.5, 2.0)  # before a read is repeated whose answer broke off
 _AGAIN_SECONDS = 60.0
 """An answer that breaks off later than this is not asked for again."""
 _LATER = "run the command again: the store is busy, or ill"
@@ -579,7 +579,7 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
         raise refused(error) from None
     except exceptions.InvalidPathError:
         raise CheckpointError(
-            f"{where}: a name below it is no path",
+            f"{where}: a name below it is not a path",
             cause="it has an empty part, or one that is '.' or '..'",
             hint="name the directory of the checkpoint alone, or remove that object",
         ) from None
@@ -640,7 +640,7 @@ _AWS = (
 _NOT_GIVEN = re.compile(
     r"token request|token file|performing POST REDACTED|/latest/(?:api/token|meta-data)\b"
 )
-"""What obstore says of asking for credentials, and not of asking the store."""
+"""Words of obstore's errors that come from asking for credentials, not from asking the store."""
 
 HINTS = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, and AWS_ENDPOINT_URL for other clouds",

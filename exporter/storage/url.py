@@ -32,7 +32,7 @@ class Url(Struct, frozen=True):
         parts = [part for part in (found[3] or "").split("/") if part not in ("", ".")]
         if wrong := next(filter(_NO_NAME.fullmatch, parts), None):
             raise UsageError(
-                f"{text!r}: {wrong!r} is no part of an object's name", hint="write the URL without it"
+                f"{text!r}: {wrong!r} cannot be part of an object's name", hint="write the URL without it"
             )
         return cls(found[1].lower(), found[2], "/".join(parts))
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from exporter.tables.dynamic_table import DynamicTable, dynamic_embedding
-from exporter.tables.trainable_layer import trainable_embedding, trainable_embedding_class
-from exporter.tables.trainable_table import TrainableTable
+from exporter.tables.trainable_table import TrainableTable, trainable_embedding, trainable_embedding_class
 
 __all__ = [
     "DynamicTable",

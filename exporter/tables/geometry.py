@@ -70,7 +70,7 @@ INDEX_SEEDS, INDEX_ROWS, KEYS, VALUES = "index_seeds", "index_rows", "keys", "va
 PARTS = (INDEX_SEEDS, INDEX_ROWS, KEYS, VALUES)
 """The served variables of a table, after its name and a slash."""
 
-MAX_ROWS = 2**31 - 1
+MAX_ROWS = 2**31 - 1  # the index has them as int32
 
 
 class TableGeometry(Struct, frozen=True):

@@ -5,7 +5,7 @@ The keys and the rows stay where the trainer wrote them: they become slices of `
 keys are read when the rest is written (`TableLayout.write`).
 
 The rest is the index, room for more rows, and the default rows. A job of two kinds of tasks builds the index
-(`IndexJob`): `Partition` sorts the checkpoint's keys by ranges, then `Place` places ranges in slots. Small
+(`IndexJob`): `Partition` sorts the checkpoint's keys by ranges, `PlaceKeys` places ranges in slots. Small
 tables share tasks, large ones are divided. In a file system what the tasks wrote is joined with the room,
 which is a hole, and the default rows in one new shard, because a server reads a tensor faster in one piece.
 In a store it stays where it is: the tasks that write the version read it there, and read zeros nowhere.
@@ -34,9 +34,8 @@ from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding
 from exporter.checkpoint.source_shard import open_shard
 from exporter.checkpoint.tensor_values import compare_checksum
 from exporter.errors import CheckpointChanged, CorruptFile
-from exporter.jobs.range_checksums import RangeChecksums
 from exporter.jobs.runner import LOCAL, Job, Runner
-from exporter.jobs.task import ZEROS, Input, Receipt, Task, batches
+from exporter.jobs.task import ZEROS, Input, RangeChecksums, Receipt, Task, batches
 from exporter.jobs.write_shard import NewShard, WrittenRun
 from exporter.storage import mirror
 from exporter.storage.files import writing
@@ -53,7 +52,15 @@ from exporter.tables.geometry import (
     TablePlan,
     row_box,
 )
-from exporter.tables.place_keys import KEY_BYTES, KeyRanges, KeyRun, Partition, Place, RangeRun, Section
+from exporter.tables.place_keys import (
+    KEY_BYTES,
+    KeyRanges,
+    KeyRun,
+    Partition,
+    PlaceKeys,
+    RangeRun,
+    SortedKeys,
+)
 from exporter.terminal.progress import Progress
 from exporter.wire.crc32c import chunks_of, combine, extend, mask, zeros_crc
 
@@ -79,7 +86,7 @@ class IndexedTable(Struct, frozen=True):
         return KeyRanges.of(self.geometry, self.variable.rows)
 
 
-class Piece(Struct, frozen=True):
+class WrittenPart(Struct, frozen=True):
     """Elements of a variable of a table, from `first` on: bytes of an object that a task wrote."""
 
     table: str
@@ -124,7 +131,7 @@ class IndexJob:
         size += sum(each.bytes_ for batch in self._placed for each in batch)
         return len(self.partitions) + len(self._placed), size
 
-    def run(self, job: Job, progress: Progress | None = None) -> list[Piece]:
+    def run(self, job: Job, progress: Progress | None = None) -> list[WrittenPart]:
         """Do it, in a job of this `plan`; what was written.
 
         Raises:
@@ -132,7 +139,7 @@ class IndexJob:
             TableFull: the keys of a table crowd in its index.
             ExportError: any other of a task's; the engine gave up.
         """
-        pieces: list[Piece] = []
+        pieces: list[WrittenPart] = []
         place = job.directory.place
         sections: dict[str, list[_Sorted]] = {}
         with closing(job.receipts(progress, self.partitions)) as receipts:
@@ -146,7 +153,9 @@ class IndexJob:
                     if not run.is_wide:
                         keys, at = run.stop - run.start, offset + run.sorted_bytes
                         pieces.append(
-                            Piece(table.name, KEYS, run.row, keys, receipt.task, at, 8 * keys, next(wide))
+                            WrittenPart(
+                                table.name, KEYS, run.row, keys, receipt.task, at, 8 * keys, next(wide)
+                            )
                         )
                     offset += run.written_bytes
         tasks = [self._place(number, batch, sections) for number, batch in enumerate(self._placed)]
@@ -179,7 +188,7 @@ class IndexJob:
                 if crc is not None:
                     compare_checksum(self._catalog.path_of(extent), ref.name, extent, mask(crc))
 
-    def _place(self, number: int, batch: Sequence[_Wanted], found: dict[str, list[_Sorted]]) -> Place:
+    def _place(self, number: int, batch: Sequence[_Wanted], found: dict[str, list[_Sorted]]) -> PlaceKeys:
         inputs: dict[Input, int] = {}
         runs = []
         for wanted in batch:
@@ -189,9 +198,9 @@ class IndexJob:
                 skipped = int(each.counts[: run.start].sum())
                 counts = tuple(each.counts[run.start : run.end].tolist())
                 input_ = inputs.setdefault(each.source, len(inputs))
-                sections.append(Section(input_, each.offset + KEY_BYTES * skipped, counts))
+                sections.append(SortedKeys(input_, each.offset + KEY_BYTES * skipped, counts))
             runs.append(replace(run, sections=tuple(sections)))
-        return Place(
+        return PlaceKeys(
             name=f"index-{number:05d}",
             inputs=tuple(inputs),
             bytes_=sum(wanted.bytes_ for wanted in batch),
@@ -264,19 +273,19 @@ def _key_runs(table: IndexedTable, admission: Admission, task_bytes: int) -> Ite
         row += part.rows
 
 
-def _index_pieces(task: Place, receipt: Receipt) -> Iterator[Piece]:
+def _index_pieces(task: PlaceKeys, receipt: Receipt) -> Iterator[WrittenPart]:
     crcs, offset = iter(receipt.wrote), 0
     for run in task.runs:
         for part, (first, count), size in ((INDEX_SEEDS, run.groups, 8), (INDEX_ROWS, run.slots, 4)):
             size *= count
-            yield Piece(run.table, part, first, count, receipt.task, offset, size, next(crcs))
+            yield WrittenPart(run.table, part, first, count, receipt.task, offset, size, next(crcs))
             offset += size
 
 
 def join_pieces(
     catalog: Catalog,
     tables: Sequence[TablePlan],
-    pieces: Iterable[Piece],
+    pieces: Iterable[WrittenPart],
     directory: Directory,
     home: Directory,
 ) -> Catalog:
@@ -289,7 +298,7 @@ def join_pieces(
         PublishError: the target cannot be written; DiskFull if there is no space.
     """
     number, size = len(catalog.shards) - 1, catalog.shard_sizes[-1]
-    written = defaultdict[str, list[Piece]](list)
+    written = defaultdict[str, list[WrittenPart]](list)
     for piece in pieces:
         written[f"{piece.table}/{piece.part}"].append(piece)
     tensors: dict[str, TensorRef] = {}
@@ -315,7 +324,7 @@ def join_pieces(
 def show_pieces(
     catalog: Catalog,
     tables: Sequence[TablePlan],
-    pieces: Sequence[Piece],
+    pieces: Sequence[WrittenPart],
     directory: Directory,
     scratch: Path,
 ) -> Catalog:
@@ -396,7 +405,7 @@ def _tails(table: TablePlan) -> Iterator[tuple[str, int, Array]]:
 
 
 def _slices(
-    ref: TensorRef, table: TablePlan, part: str, pieces: Iterable[Piece], objects: Mapping[str, int]
+    ref: TensorRef, table: TablePlan, part: str, pieces: Iterable[WrittenPart], objects: Mapping[str, int]
 ) -> Iterator[SliceRef]:
     """What the tasks wrote of a tensor."""
     for piece in pieces:
@@ -419,7 +428,7 @@ class _Objects:
     def __exit__(self, *error: object) -> None:
         self._open.close()
 
-    def copy(self, piece: Piece, run: WrittenRun) -> None:
+    def copy(self, piece: WrittenPart, run: WrittenRun) -> None:
         """Append a piece to a run of a shard, if it is as the task wrote it."""
         name = piece.object
         if name not in self._descriptors:
@@ -439,7 +448,7 @@ def _written(
     ref: TensorRef,
     number: int,
     shard: NewShard,
-    pieces: Iterable[Piece],
+    pieces: Iterable[WrittenPart],
     tail: tuple[int, Array] | None,
     objects: _Objects,
 ) -> TensorRef:

@@ -9,7 +9,7 @@ range behind its last one, as the other task does, and only then its own last ra
 The object of a `Partition` has the keys of one run after another: for each range the hashes of its keys
 (uint64), then their rows (int32), in the order in which they are stored. `~row` is the row of a key that is
 not served. Behind a run whose keys are stored as int32 they follow as int64, as they are served. The object
-of a `Place` has the seeds (int64) and the slots (int32) of each run of ranges.
+of a `PlaceKeys` has the seeds (int64) and the slots (int32) of each run of ranges.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ class KeyTwice(Exception):
         self.key, self.rows = key, rows
 
 
-class Section(Struct, frozen=True, array_like=True):
+class SortedKeys(Struct, frozen=True, array_like=True):
     """Sorted keys of a run of ranges in an input, from `offset` on; `counts` has how many of each range."""
 
     input: int
@@ -331,7 +331,7 @@ class RangeRun(Struct, frozen=True):
     ranges: KeyRanges
     start: int
     stop: int
-    sections: tuple[Section, ...]
+    sections: tuple[SortedKeys, ...]
     stored: tuple[tuple[str, int], ...]
 
     @property
@@ -356,7 +356,7 @@ class RangeRun(Struct, frozen=True):
         return 8 * self.groups[1] + 4 * self.slots[1]
 
 
-class Place(Task, frozen=True, kw_only=True):
+class PlaceKeys(Task, frozen=True, kw_only=True):
     """Write seeds and slots of runs of ranges, one behind another. The receipt has the checksums of each.
 
     Raises:
@@ -387,7 +387,7 @@ class Place(Task, frozen=True, kw_only=True):
         """Files with the sections of each run; from a store all are fetched into one, many at a time."""
         with new_file(directory.scratch) as (descriptor, path), workers(_FETCHED, "sections") as pool:
 
-            def fetch(section: Section, offset: int) -> _Located:
+            def fetch(section: SortedKeys, offset: int) -> _Located:
                 wanted, source = Range(0, section.offset, section.bytes_), self.inputs[section.input]
                 if source.fetch(wanted, descriptor, offset, path):
                     return _Located(path, offset)
@@ -422,7 +422,7 @@ class Place(Task, frozen=True, kw_only=True):
         return CorruptFile(f"{self.checkpoint}: key {error.key} is {where}")
 
 
-class Piece(Struct, frozen=True, eq=False):
+class PlacedSlots(Struct, frozen=True, eq=False):
     """Seeds from a group on, and rows of slots from a slot on."""
 
     group: int
@@ -431,7 +431,7 @@ class Piece(Struct, frozen=True, eq=False):
     rows: Array
 
 
-def place_ranges(ranges: KeyRanges, start: int, stop: int, keys: KeysOfRange) -> Iterator[Piece]:
+def place_ranges(ranges: KeyRanges, start: int, stop: int, keys: KeysOfRange) -> Iterator[PlacedSlots]:
     """Seeds and slots of the ranges `start`, an even number, to `stop`; see `RangeRun.slots`.
 
     Raises:
@@ -454,12 +454,12 @@ def place_ranges(ranges: KeyRanges, start: int, stop: int, keys: KeysOfRange) ->
         yield _inner(ranges, number, seeds, area)
     none = np.empty(0, np.int64)
     for number in range(start + 1 if start else 0, stop + 1):
-        yield Piece(start * ranges.groups, none, number * ranges.slots, ends[number])
+        yield PlacedSlots(start * ranges.groups, none, number * ranges.slots, ends[number])
 
 
-def _inner(ranges: KeyRanges, number: int, seeds: Array, area: Array) -> Piece:
+def _inner(ranges: KeyRanges, number: int, seeds: Array, area: Array) -> PlacedSlots:
     slots = np.ascontiguousarray(area[WINDOW:-WINDOW])
-    return Piece(number * ranges.groups, seeds, number * ranges.slots + WINDOW, slots)
+    return PlacedSlots(number * ranges.groups, seeds, number * ranges.slots + WINDOW, slots)
 
 
 class _Placing(Struct, frozen=True):

@@ -1,8 +1,10 @@
-"""The terminal, for both commands: parameters, what is printed, errors and exit codes, completion."""
+"""The terminal, for both commands: parameters, what is printed, errors and exit codes, signals."""
 
 from __future__ import annotations
 
+import os
 import signal
+from types import FrameType
 
 
 def interrupt_at_once() -> None:
@@ -16,3 +18,30 @@ def interrupt_by_exception() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def stop_on_sigterm() -> None:
+    """Let SIGTERM, which stops a container, unwind the command and end it with exit code 0.
+
+    A second SIGTERM ends the process at once.
+    """
+    signal.signal(signal.SIGTERM, _stop)
+
+
+def sleep_until_a_signal() -> None:
+    """Sleep until a signal's handler raises, even if the signal came just before or to another thread.
+
+    The interpreter writes to the pipe for each signal, in whichever thread: so no signal is lost between a
+    check and the sleep, and the main thread wakes up to run the handler.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    os.read(reader, 1)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    from exporter.errors import Exit  # late: Ctrl-C is set before anything else is imported
+
+    raise SystemExit(int(Exit.DONE))

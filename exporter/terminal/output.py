@@ -85,7 +85,7 @@ class Failure(Struct, frozen=True):
 
 
 class OutputMode(Enum):
-    """Who reads the output."""
+    """The reader of the output: a person, a program, or none."""
 
     HUMAN = "human"
     JSON = "json"
@@ -260,7 +260,7 @@ class Output(Struct):
             self._say(f"[bold]hint:[/]  {escape(error.hint)}")
 
     @contextmanager
-    def progress(self, label: str, total: int, *, unit: str = "bytes") -> Iterator[Progress]:
+    def progress(self, label: str, total: int) -> Iterator[Progress]:
         """A progress bar on stderr if that is a terminal and a person reads it."""
         if self.mode is not OutputMode.HUMAN or not self.stderr.isatty():
             yield NoProgress()
@@ -276,11 +276,10 @@ class Output(Struct):
                 speed = f", {human_bytes(task.speed)}/s" if task.speed else ""
                 return Text(f"{human_bytes(task.completed)} of {human_bytes(task.total)}{speed}")
 
-        amount = Bytes() if unit == "bytes" else bars.MofNCompleteColumn()
         columns = (
             bars.TextColumn("{task.description}", markup=False),
             bars.BarColumn(),
-            amount,
+            Bytes(),
             bars.TimeRemainingColumn(),
         )
         with bars.Progress(*columns, console=self._console(self.stderr), transient=True) as bar:

@@ -8,14 +8,22 @@
     def export(names: NameFlags) -> None:
 
 Typer reads the signature that `with_structs` gives a function: the struct's options take its place.
+
+Values that are not typed come from environment variables, and from a file of options. An option's variable is
+the program's name and the option's, `EXPORT_MODEL_CKPT_DIR`; that of a subcommand has the subcommand between
+them, `EXPORT_MODEL_MERGE_KEEP`. `--options FILE` names a JSON object of options. What is typed goes first,
+then variables, then the file. Such a value counts like one that is typed, with one exception: where it would
+have no effect, it is left out instead of refused.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import math
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from enum import Enum
 from functools import partial
@@ -26,11 +34,100 @@ import typer
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.errors import ExportError, UsageError
+from exporter.errors import ExportError, UsageError, nearest
 from exporter.newer_python import type_hints
 from exporter.options import HEADINGS, DeclaredOption, declared, require_company, without_company
-from exporter.storage.local_paths import local_path, quoted
-from exporter.terminal.untyped import TAKEN, Taken, untyped
+from exporter.storage.files import read_regular
+from exporter.storage.local_paths import local_path, quoted, without_secrets
+
+OPTIONS_FILE = "--options"
+_MAX_BYTES = 1 << 20
+
+
+class Taken(Struct, frozen=True):
+    """An option that was not typed."""
+
+    option: str
+    """Its name."""
+    value: str
+    """Its value, as it would be typed."""
+    source: str
+    """The environment variable or the file that it comes from."""
+
+
+TAKEN: ContextVar[tuple[Taken, ...]] = ContextVar("TAKEN", default=())
+"""The options of the command that were not typed, and have an effect."""
+
+
+def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
+    """The options that come from elsewhere, by their parameter; `given` gets the values of the file.
+
+    Raises:
+        UsageError: the file cannot be used.
+    """
+    by_name = {max(one.opts, key=len): one for one in context.command.params}
+    found = {}
+    for name, one in by_name.items():
+        if _source(context, one) == "ENVIRONMENT":
+            variable = f"{context.auto_envvar_prefix}_{one.name.upper()}"
+            found[one.name] = Taken(name, without_secrets(os.environ[variable]), variable)
+    file = by_name.get(OPTIONS_FILE)
+    if file is not None and (path := given.get(file.name)) is not None:
+        for name, value in _read(path).items():
+            one = by_name.get(option := f"--{name.lstrip('-').replace('_', '-')}")
+            if one is None or one is file:
+                close = nearest(option, by_name)
+                hint = (
+                    f"did you mean {close.lstrip('-')!r}?" if close else "export-model --help-all lists all"
+                )
+                raise UsageError(f"{path} has an option {name!r}, which there is not", hint=hint)
+            if _source(context, one) == "DEFAULT":
+                _require_fit(path, name, value, one)
+                texts = list(_texts(value))
+                typed = one.type_cast_value(context, texts if one.multiple else texts[0])
+                given[one.name] = list(typed) if one.multiple else typed
+                found[one.name] = Taken(option, without_secrets(" ".join(map(str, texts))), str(path))
+    return found
+
+
+def _require_fit(path: Path, name: str, value: Any, parameter: Any) -> None:
+    """Refuse what would be taken for another value: `True` is 1, and of a list the first would count."""
+    if value is None or (isinstance(value, bool) and not parameter.is_flag):
+        expected = "true or false" if parameter.is_flag else "a text or a number"
+    elif isinstance(value, list | dict) and not parameter.multiple:
+        expected = "one value"
+    else:
+        return
+    raise UsageError(
+        f"{path}: {name!r} is {json.dumps(value)[:80]}: expected {expected}",
+        hint=f"write one, or leave {name!r} out of the file",
+    )
+
+
+def _source(context: Any, parameter: Any) -> str:
+    return str(getattr(context.get_parameter_source(parameter.name), "name", ""))
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    form = f'write {{"model": "my_model.py:serving", "keep": 3, "input": {{"x": "X:0"}}}} into {path}'
+    try:
+        found = json.loads(read_regular(path, _MAX_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{OPTIONS_FILE} {path} cannot be read", cause=str(error), hint=form) from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{OPTIONS_FILE} {path}: expected a JSON object", hint=form)
+    return found
+
+
+def _texts(value: Any) -> Iterator[Any]:
+    """What would be typed: a flag stays one, names and values become `NAME=VALUE`."""
+    if isinstance(value, dict):
+        yield from (f"{name}={each}" for name, each in value.items())
+    elif isinstance(value, list):
+        yield from map(str, value)
+    else:
+        yield value if isinstance(value, bool) else str(value)
+
 
 _TYPED: ContextVar[Mapping[str, str] | None] = ContextVar("_TYPED", default=None)
 """What was typed for the words of hints."""

@@ -15,7 +15,7 @@ class Progress(Protocol):
 
 
 class NoProgress:
-    """Progress that nobody watches."""
+    """Progress that is not shown."""
 
     def advance(self, amount: int) -> None:
         """Do nothing."""
@@ -26,7 +26,7 @@ ProgressFactory: TypeAlias = Callable[[str, int], AbstractContextManager[Progres
 
 
 def no_progress(label: str, total: int) -> AbstractContextManager[Progress]:
-    """A progress bar that nobody sees."""
+    """A progress bar that is not shown."""
     return nullcontext(NoProgress())
 
 
@@ -37,6 +37,14 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def human_time(seconds: float) -> str:
+    """`42 s`, `5 min`, `3 h`, `2 d`: the largest unit of which there are two."""
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def count(number: int, thing: str) -> str:

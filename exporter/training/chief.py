@@ -100,7 +100,7 @@ def _role(strategy: Strategy | None) -> roles.Role:
     if not is_multi_worker(strategy):
         return roles.SINGLE
     resolver = strategy.cluster_resolver
-    return roles.Task(roles.NodeType(resolver.task_type), resolver.task_id, _jobs(strategy)).role()
+    return roles.NodeTask(roles.NodeType(resolver.task_type), resolver.task_id, _jobs(strategy)).role()
 
 
 def _worker(role: roles.Role) -> str:

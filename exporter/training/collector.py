@@ -169,7 +169,7 @@ class Collector:
         cls,
         tracked: tuple[VariableTracking, ...],
         recording: Recording,
-        tables: Mapping[str, KeyedAccess] = MappingProxyType({}),
+        tables: Mapping[str, KeyedAccess],
     ) -> Collector:
         """A collector that reads and writes the current default graph's variables through a session."""
         accesses = {id(part): access(part) for entry in tracked for part in entry.parts}

@@ -55,7 +55,7 @@ _OPTIONS = "EXPORT_MODEL_"
 _ATTEMPTS = 3
 """How many checkpoints an export tries if the trainer prunes each of them before it is read."""
 
-_STOP_SECONDS = 30.0
+_STOP_SECONDS = 30.0  # for an export to remove its staging directory before it is killed
 _TAIL_BYTES = 64 << 10
 
 
@@ -481,7 +481,7 @@ class ExportArguments(Struct, frozen=True):
 
 
 def _typed(what: Any) -> list[str]:
-    """The arguments; none of what is no list of them."""
+    """The arguments; none if they are not a list."""
     texts = what if isinstance(what, tuple | list) else ()
     return [os.fspath(text) for text in texts if isinstance(text, str | os.PathLike)]
 

@@ -6,7 +6,7 @@
 
 Variables have the names that the full checkpoint gives them. Those of rank 2 and more are compared, row by
 row, with the values that were written last, which are kept in memory: the increments are exact, whatever the
-optimizer does. Tables by keys (`exporter.tables.trainable_layer`) note which keys got and lost rows.
+optimizer does. Tables by keys (`exporter.tables.trainable_table`) note which keys got and lost rows.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class _EagerAccess(Struct, frozen=True):
 
 
 class EagerTableAccess(Struct, frozen=True):
-    """A `KeyedAccess` to the table of a layer (`exporter.tables.trainable_layer`)."""
+    """A `KeyedAccess` to the table of a layer (`exporter.tables.trainable_table`)."""
 
     table: Any
 

@@ -41,7 +41,7 @@ from exporter.training.store import FullCheckpoint, Store
 
 Session = Any
 log = logging.getLogger(__name__)
-_FAILURES_IN_A_ROW = 3
+_FAILURES_IN_A_ROW = 3  # then the training fails: until then collected rows wait in memory
 
 
 class Publisher:
@@ -365,7 +365,7 @@ def overlay(
     chain: Sequence[StoredIncrement],
     tracked: Iterable[VariableTracking],
     accesses: Mapping[int, Access],
-    tables: Iterable[KeyedAccess] = (),
+    tables: Iterable[KeyedAccess],
 ) -> None:
     """Write the increments' values into the session's variables, in order.
 

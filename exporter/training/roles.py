@@ -70,13 +70,13 @@ class Role(Struct, frozen=True):
 
 
 SINGLE = Role(NodeType.SINGLE, None, is_chief=True)
-"""A node that is no part of a cluster."""
+"""A node outside of any cluster."""
 
 
-class Task(Struct, frozen=True):
+class NodeTask(Struct, frozen=True):
     """A node's place in its cluster; `jobs` has the indices in use for each job that is listed.
 
-    `source` is the environment variable that told, empty for a strategy that did.
+    `source` is the environment variable that it comes from, empty for a strategy.
     """
 
     type: NodeType
@@ -95,7 +95,7 @@ class Task(Struct, frozen=True):
         """The node's role if the last worker is the evaluator.
 
         Raises:
-            RoleUnknown: nobody would be left to train, or there is no worker.
+            RoleUnknown: no node would be left to train, or there is no worker.
         """
         workers = self.jobs.get(NodeType.WORKER, frozenset())
         training = self.jobs.keys() & _CHIEFS
@@ -157,7 +157,7 @@ def is_chief(environ: Mapping[str, str] | None = None) -> bool:
     return node_role(environ).is_chief
 
 
-def _task(environ: Mapping[str, str]) -> Task | None:
+def _task(environ: Mapping[str, str]) -> NodeTask | None:
     text = environ.get("TF_CONFIG", "").strip()
     if text and (task := _in_tf_config(_config(text))) is not None:
         return task
@@ -168,7 +168,7 @@ def _task(environ: Mapping[str, str]) -> Task | None:
     return None
 
 
-def _in_tf_config(config: Mapping[str, Any]) -> Task | None:
+def _in_tf_config(config: Mapping[str, Any]) -> NodeTask | None:
     cluster = _object(config.get("cluster"), "cluster")
     jobs = {name: _indices(addresses, name) for name, addresses in cluster.items()}
     jobs = {name: indices for name, indices in jobs.items() if indices}
@@ -181,20 +181,16 @@ def _in_tf_config(config: Mapping[str, Any]) -> Task | None:
     type_ = _type(task["type"], "TF_CONFIG")
     given = task.get("index")
     index = 0 if given is None and type_ in _ALONE_IN_THEIR_JOB else _index(given, "TF_CONFIG.task.index")
-    return _checked(Task(type_, index, jobs, "TF_CONFIG"))
+    return _checked(NodeTask(type_, index, jobs, "TF_CONFIG"))
 
 
 def _config(text: str) -> Mapping[str, Any]:
+    from exporter.wire.json_documents import unique_keys  # late: it imports numpy, and --help needs none
+
     try:
-        return _object(json.loads(text, object_pairs_hook=_unique), "")
+        return _object(json.loads(text, object_pairs_hook=unique_keys), "")
     except (ValueError, RecursionError) as error:
         raise _unclear(f"TF_CONFIG is not valid JSON: {error}") from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) != len(pairs):
-        raise ValueError("an object names a key twice")
-    return found
 
 
 def _object(value: Any, name: str) -> Mapping[str, Any]:
@@ -220,7 +216,7 @@ def _indices(addresses: Any, job: str) -> frozenset[int]:
     raise _unclear(f"TF_CONFIG.cluster.{job} is {addresses!r:.60}, expected a list of addresses")
 
 
-def _in_hosts(environ: Mapping[str, str]) -> Task:
+def _in_hosts(environ: Mapping[str, str]) -> NodeTask:
     def hosts(name: str) -> frozenset[int]:
         return frozenset(range(len([host for host in environ.get(name, "").split(",") if host.strip()])))
 
@@ -233,10 +229,10 @@ def _in_hosts(environ: Mapping[str, str]) -> Task:
     type_ = _type(environ["JOB_NAME"].strip(), "JOB_NAME")
     given = environ.get("TASK_INDEX", "").strip() or None
     index = 0 if given is None and type_ in _ALONE_IN_THEIR_JOB else _index(given, "TASK_INDEX")
-    return _checked(Task(type_, index, jobs, "JOB_NAME"))
+    return _checked(NodeTask(type_, index, jobs, "JOB_NAME"))
 
 
-def _checked(task: Task) -> Task:
+def _checked(task: NodeTask) -> NodeTask:
     """The task, if the cluster has it. Evaluators need not be listed, and a launcher may list nothing."""
     is_listed = not task.jobs or task.index in task.jobs.get(task.type, ())
     if is_listed or (task.type is NodeType.EVALUATOR and NodeType.EVALUATOR not in task.jobs):

@@ -30,7 +30,7 @@ LEASE_SECONDS = 60.0
 WAIT_SECONDS = 75.0
 """How long to wait for another upload; longer than a lease, so that one which was killed is outlasted."""
 _FAREWELL_SECONDS = 1.0
-"""How long an upload that is interrupted may take to say that it is given up."""
+"""How long an interrupted upload may take to record that it is abandoned."""
 _COPIES = 16
 _POLL_SECONDS = 0.5
 _UNREADABLE_HOLD = b"a rollback is being published\n"
@@ -38,7 +38,7 @@ _UNREADABLE_HOLD = b"a rollback is being published\n"
 
 
 class Carrier:
-    """Publishes to a model in a store as long as nobody else does, from the head on that it has read."""
+    """Publishes to a model in a store as long as no other process does, from the head on that it has read."""
 
     def __init__(self, store: ObjectWriter) -> None:
         self._store, self._url, self._owner = store, store.url, secrets.token_hex(8)
@@ -59,7 +59,7 @@ class Carrier:
         self.head, self._tag = found or (Head(), None)
 
     def await_turn(self, is_ours: Callable[[Upload], bool] = lambda upload: False) -> None:
-        """Read the head once nothing is being uploaded; what shows no life, or is ours, is given up.
+        """Read the head once nothing is being uploaded; what shows no life, or is ours, is abandoned.
 
         Raises:
             PositionMoved: another machine uploads something that takes longer.
@@ -96,7 +96,7 @@ class Carrier:
         key = self._url.key(_pending(item.path, item.digest))
         if before.given_up.get(item.path, upload.files) != upload.files:
             raise PositionMoved(
-                f"{self._url}/{item.path} was begun by another machine and given up",
+                f"{self._url}/{item.path} was begun by another machine and abandoned",
                 cause="it may still be written to, so that nothing else can be published there",
                 hint="publish again when the model has gone on, or to a URL of its own",
             )
@@ -108,7 +108,7 @@ class Carrier:
                     for size in sizes:
                         bar.advance(size)
                         check()
-        except BaseException as error:  # nobody need wait until the lease is over
+        except BaseException as error:  # other processes need not wait until the lease ends
             seconds = WAIT_SECONDS if isinstance(error, Exception) else _FAREWELL_SECONDS
             with suppress(ExportError), within(seconds):
                 self._give_up_own(upload)
@@ -184,7 +184,7 @@ class Carrier:
     def holds_beside(self, stored: StoredModel) -> Mapping[str, bytes]:
         """The holds of a listed model: those of the head.
 
-        What was published last may not be shown yet; until it is, no hold is lifted for whoever only reads.
+        What was published last may not be visible yet; until it is, no hold is lifted for readers.
         """
         head = self.head
         if head.holds is None:
@@ -220,7 +220,7 @@ class Carrier:
             self._is_probed = True
 
     def forget(self, paths: Iterable[str]) -> None:
-        """Note that nothing is to be published ever at these paths that were given up.
+        """Record abandoned paths, at which nothing may ever be published.
 
         Raises:
             PositionMoved, PublishError: as `settle`.
@@ -305,9 +305,9 @@ class Carrier:
     def _reveal(self, item: Item) -> None:
         """Make visible what the head says is published.
 
-        The store itself copies the manifest from where it waits. Whoever was suspended before that may find
-        that another one has done so, and that what was published has been removed again meanwhile: then the
-        manifest waits there no more, and no request that comes late can bring it back.
+        The store itself copies the pending manifest. If a suspended process resumes too late, another one has
+        done so, and what was published may have been removed again: the pending manifest is gone then, and
+        the late copy does nothing.
         """
         is_late = False
         for name, content in as_bytes(self.head.holds or {}).items():
@@ -339,7 +339,7 @@ class Carrier:
             if not sum(self._show_hold(name, holds.get(name)) for name in names):
                 break
             changed = True
-            found = fetch_head(self._store)  # of somebody who has shown other ones meanwhile
+            found = fetch_head(self._store)  # another process may have shown other ones meanwhile
             head = head if found is None else found[0]
         return changed
 

@@ -106,7 +106,7 @@ def fetch_head(store: ObjectWriter) -> tuple[Head, Tag] | None:
         return _decoded(found[0], Head, HEAD_FILE), found[1]
     except DocumentError as error:
         raise ManifestError(
-            f"{store.url}/{HEAD_FILE} is no head of a model",
+            f"{store.url}/{HEAD_FILE} is not the head of a model",
             cause=str(error),
             hint="publish to a URL of its own; if it is damaged, remove it: another is written then",
         ) from None

@@ -127,7 +127,7 @@ def local_items(model: Path) -> list[Item]:
     """What is published locally, in the order in which it is carried.
 
     Raises:
-        ManifestError: a manifest is damaged, tells of another place, or is there under a second number.
+        ManifestError: a manifest is damaged, names another place, or is there under a second number.
     """
     found = []
     for path in local_paths(model).values():
@@ -246,12 +246,12 @@ def stored_items(
     known: StoredItems | None = None,
     look: Callable[[], StoredModel] | None = None,
 ) -> StoredItems:
-    """What is published in a store: whoever publishes there too may `look` in another way than by listing it.
+    """What is published in a store; a publisher there may `look` in another way than by listing it.
 
     Manifests that are `ours`, or were `known` before, are not read.
 
     Raises:
-        ManifestError: a manifest is damaged, tells of another place, or is there under a second number.
+        ManifestError: a manifest is damaged, names another place, or is there under a second number.
         CheckpointError: the store cannot be read.
     """
     return looking_again(lambda: _with_items(store, look() if look else _stored_model(store), ours, known))
@@ -301,10 +301,10 @@ def read_stored(store: ObjectReader, path: str, each: RemoteObject) -> bytes:
 
 
 def item_of(path: str, content: bytes, where: str) -> Item:
-    """What a manifest tells of.
+    """The publication that a manifest describes.
 
     Raises:
-        ManifestError: it is damaged, or tells of another place.
+        ManifestError: it is damaged, or names another place.
     """
     manifest = _manifest(content, f"{where}/{MANIFEST_FILE}")
     check_place(manifest, PurePosixPath(path), where)
@@ -376,14 +376,14 @@ class Passage:
 
     @property
     def files(self) -> list[FileEntry]:
-        """Its files: data shards last, because the index tells of them."""
+        """Its files: data shards last, because the index lists them."""
         return sorted(self._item.manifest.files, key=lambda file: file.crc32c is None)
 
     def noting(self, file: FileEntry) -> Callable[[int, memoryview], None]:
         """What takes the checksums of a file, of its parts in any order and from several threads.
 
         Raises:
-            CheckpointError: the index that tells of it is damaged.
+            CheckpointError: the index that lists it is damaged.
         """
         path = self._path / file.path
         return self._passed.noting(path, self._cuts.get(path, ()) if file.crc32c is None else ())

@@ -181,7 +181,7 @@ class LocalCopy:
     """A local model that is brought to what is in a store, as often as its owner wants.
 
     Connections, what a cloud gave for credentials, and manifests are kept from one update to the next. After
-    a failure the store is opened anew: files of credentials may have been replaced.
+    a failure the store is opened again: files of credentials may have been replaced.
 
     Raises:
         UsageError: the URL is of no model.
@@ -366,7 +366,7 @@ class _Pull:
         if ours is not None and ours.digest != item.digest and not _is_same_rollback(ours, item):
             raise ForeignLineage(
                 f"{self._model / item.path} is another publication than {self._url}/{item.path}",
-                hint=f"pull into another directory, or remove {self._model}: servers load it anew then",
+                hint=f"pull into another directory, or remove {self._model}: servers load it again then",
             )
         return ours is not None
 
@@ -391,7 +391,7 @@ class _Pull:
             try:
                 self._fill(item, staged, files, bar)
             except (VerificationError, CorruptFile, MissingShard, TruncatedFile, UnsupportedFormat) as error:
-                remove_tree(staged)  # to be fetched anew
+                remove_tree(staged)  # to be fetched again
                 error.message = error.message.replace(str(staged), f"{self._url}/{item.path}")
                 raise
             (staged / MANIFEST_FILE).unlink(missing_ok=True)

@@ -59,7 +59,7 @@ _ATTEMPTS = 3
 
 
 class _ModelMirror(Mirror):
-    """What is shown is decided by the model, not by whoever reads a file.
+    """The model decides what is materialised, not the reader of a file.
 
     No trainer prunes here: what was listed and is gone, another publisher has removed.
     """
@@ -71,7 +71,7 @@ class _ModelMirror(Mirror):
         """Nothing: see `show`."""
 
     def show(self, found: Mapping[str, RemoteObject]) -> None:
-        """`Mirror.show`, which also makes files anew that a failed command has removed here."""
+        """`Mirror.show`, which also makes files again that a failed command has removed here."""
         with self._lock:
             for name in [name for name in self._found if not (self.root / name).exists()]:
                 del self._found[name], self._fetched[name], self._inodes[name]
@@ -89,7 +89,7 @@ class _ModelMirror(Mirror):
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """PositionMoved in place of CheckpointChanged, whoever asked for what."""
+        """PositionMoved in place of CheckpointChanged, for all that is read of the model."""
         try:
             yield
         except CheckpointChanged as error:
@@ -175,7 +175,7 @@ class RemoteModel:
         raise AssertionError("the loop is left, or raises")
 
     def close(self) -> None:
-        """Remove the local directory; its path is told as the URL for as long as the process lives."""
+        """Remove the local directory; messages show its path as the URL for as long as the process lives."""
         self._mirror.close()
 
     def _has_moved(self, error: ExportError) -> bool:
@@ -294,9 +294,7 @@ class RemoteModel:
             self._store.delete(*map(self.url.key, old))
 
     def _remove_given_up(self) -> None:
-        """Remove what was uploaded and given up, whose path is never used again; what old probes left, and,
-        now and then, jobs that nobody goes on with.
-        """
+        """Remove abandoned uploads, whose paths are never used again; old probes; and, now and then, jobs."""
         stored, carrier = self._stored, self._carrier
         old = [name for name, each in stored.objects.items() if _is_old_probe(name, each)]
         self._store.delete(*map(self.url.key, old))

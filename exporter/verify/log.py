@@ -43,14 +43,14 @@ from exporter.storage.layout import DELTA_NAME, VARIABLES_PREFIX
 from exporter.verify.version_files import verify_bytes, verify_files
 
 
-class Problem(Struct, frozen=True):
+class Damage(Struct, frozen=True):
     """What is wrong with a version, a delta or a hold."""
 
     path: Path
     error: ExportError
 
 
-def _problem(path: Path, error: ExportError | OSError) -> Problem:
+def _problem(path: Path, error: ExportError | OSError) -> Damage:
     """What is published is read as checkpoints are; its damage is not damage of a checkpoint.
 
     Raises:
@@ -63,7 +63,7 @@ def _problem(path: Path, error: ExportError | OSError) -> Problem:
         error = unreachable(error)
     if isinstance(error, CorruptFile | TruncatedFile | MissingShard | UnsupportedFormat):
         error = VerificationError(error.message, cause=error.cause, hint=error.hint)
-    return Problem(path, error)
+    return Damage(path, error)
 
 
 class VerifiedModel(Struct, frozen=True):
@@ -72,7 +72,7 @@ class VerifiedModel(Struct, frozen=True):
     versions: int
     log: DeltaLog | None
     hold: int | None
-    damage: tuple[Problem, ...]
+    damage: tuple[Damage, ...]
 
     @property
     def problems(self) -> tuple[ExportError, ...]:
@@ -105,7 +105,7 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
     Raises:
         NotUpdatable: nothing is published.
     """
-    damage: list[Problem] = []
+    damage: list[Damage] = []
     versions = published_versions(model)
     manifests: dict[str, Manifest] = {}
     for child in [*versions]:
@@ -123,7 +123,7 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
     if not versions:
         raise nothing_published(model)
     for copy, original in originals(manifests).items():
-        damage.append(Problem(model / copy, a_copy(model / copy, model / original)))
+        damage.append(Damage(model / copy, a_copy(model / copy, model / original)))
     try:
         log = read_log(model)
     except NotUpdatable:
@@ -139,15 +139,15 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
     return VerifiedModel(len(versions), log, hold, tuple(damage))
 
 
-def _read_hold(hold: Hold, damage: list[Problem]) -> int | None:
+def _read_hold(hold: Hold, damage: list[Damage]) -> int | None:
     try:
         return hold.read()
     except ManifestError as error:
-        damage.append(Problem(hold.path, error))
+        damage.append(Damage(hold.path, error))
         return None
 
 
-def _damaged_deltas(log: DeltaLog) -> Iterator[Problem]:
+def _damaged_deltas(log: DeltaLog) -> Iterator[Damage]:
     for delta in log.deltas:
         try:
             _verify_delta(log, delta)
@@ -159,12 +159,12 @@ def _damaged_deltas(log: DeltaLog) -> Iterator[Problem]:
                 mirror.forget(path)
 
 
-def _gaps(log: DeltaLog) -> Iterator[Problem]:
+def _gaps(log: DeltaLog) -> Iterator[Damage]:
     for base in log.bases:
         try:
             log.chain(base.at.position)
         except DeltaGap as error:
-            yield Problem(base.path, DeltaGap(error.message, cause=error.cause, hint=BROKEN_LOG_HINT))
+            yield Damage(base.path, DeltaGap(error.message, cause=error.cause, hint=BROKEN_LOG_HINT))
         except ExportError as error:
             yield _problem(base.path, error)
 

@@ -21,10 +21,9 @@ from exporter.catalog import Catalog, Extent
 from exporter.checkpoint.bundle_writer import shard_path
 from exporter.checkpoint.tensor_bundle import Index, check_values, read_catalog
 from exporter.errors import CheckpointError, VerificationError
-from exporter.jobs.range_checksums import RangeChecksums
 from exporter.jobs.runner import LOCAL, Runner
 from exporter.jobs.shard_job import Stored, stored_runs
-from exporter.jobs.task import Input, Range, Receipt, Task
+from exporter.jobs.task import Input, Range, RangeChecksums, Receipt, Task
 from exporter.jobs.write_shard import renumbered
 from exporter.publish.manifest import FileEntry, TensorEntry
 from exporter.publish.versions import read_manifest

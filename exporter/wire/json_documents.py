@@ -96,7 +96,7 @@ def refuse_doubled_keys(text: str | bytes, where: str) -> None:
         DocumentError: there is one.
     """
     try:
-        json.loads(text, object_pairs_hook=_unique)
+        json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as exc:
         raise DocumentError(f"{where} is not valid JSON: {exc}") from exc
 
@@ -157,9 +157,15 @@ def _made(type_: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(type_)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> None:
-    if len(dict(pairs)) != len(pairs):
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object from its pairs, for `json.loads`.
+
+    Raises:
+        ValueError: a key is there twice.
+    """
+    if len(found := dict(pairs)) != len(pairs):
         raise ValueError("an object names a key twice")
+    return found
 
 
 def _in_ascii(text: bytes) -> bytes:

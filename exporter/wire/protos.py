@@ -66,8 +66,29 @@ def message_class(name: str) -> Any:
         for file in files:
             _add_file(_pool(), file)
             with suppress(KeyError):
-                return class_of(_pool().FindMessageTypeByName(f"tensorflow.{name}"))
+                return _held(_pool().FindMessageTypeByName(f"tensorflow.{name}"))
     raise KeyError(name)
+
+
+_HELD: dict[str, Any] = {}
+"""Classes of messages by their full names; see `_held`."""
+
+
+def _held(descriptor: Any) -> Any:
+    """The class of a message; it and those of all messages inside it stay for as long as the process.
+
+    protobuf gives out the class of a field's message from a table that Python's collector does not know:
+    while no such message is there, the class is garbage. A collection may let another thread run before it
+    clears what it found, and a message that this one makes then has a cleared class: the process died of
+    SIGSEGV in `PyUpb_Descriptor_GetDef` (protobuf 7.36, a server that was asked while it loaded a version).
+    """
+    left = [descriptor]
+    while left:
+        each = left.pop()
+        if each.full_name not in _HELD:
+            _HELD[each.full_name] = class_of(each)
+            left += [field.message_type for field in each.fields if field.message_type is not None]
+    return _HELD[descriptor.full_name]
 
 
 def class_of(descriptor: Any) -> Any:
@@ -87,9 +108,7 @@ def service_methods(name: str) -> dict[str, tuple[Any, Any]]:
         for file in _SERVING_FILES:
             _add_file(_pool(), file)
         methods = _pool().FindServiceByName(f"tensorflow.serving.{name}").methods
-        return {
-            method.name: (class_of(method.input_type), class_of(method.output_type)) for method in methods
-        }
+        return {method.name: (_held(method.input_type), _held(method.output_type)) for method in methods}
 
 
 @cache

@@ -20,10 +20,9 @@ from pathlib import Path
 import numpy as np
 from msgspec import Struct
 
-from exporter.delta.chunk_digest import Chunk
+from exporter.delta.chunk_digest import Chunk, chunks, served_digests
 from exporter.errors import ExportError
 from exporter.publish.delta_log import read_log
-from exporter.publish.served_digests import served_chunks, served_digests
 from serving.agent.rollout import Audit
 from serving.client import ModelClient
 
@@ -58,10 +57,12 @@ def audit(
         log = read_log(model)
         if log.lineage != action.lineage:
             return Audited(action.position, skipped="its log has ended")
-        every = served_chunks(log)
+        every = list(chunks(log.schema))
         drawn = random.sample(range(len(every)), min(count, len(every)))
         numbers = sorted({*drawn, *(number for number, chunk in enumerate(every) if chunk in suspects)})
-        expected = served_digests(log, action.position, [every[number] for number in numbers])
+        wanted = [every[number] for number in numbers]
+        state = log.state(action.position, only={chunk.variable for chunk in wanted})
+        expected = served_digests(log.schema, state, wanted)
     except (OSError, ExportError) as error:
         return Audited(action.position, skipped=str(error))
     if not numbers:

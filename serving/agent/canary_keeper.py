@@ -42,7 +42,7 @@ from serving.agent.canary import (
     at_position,
     decide,
 )
-from serving.agent.journal import EventKind, FleetEvent, Journal
+from serving.agent.journal import AgentEvent, EventKind, Journal
 from serving.agent.publications import Publications
 from serving.agent.replica import BYTES_A_SECOND
 from serving.agent.rollout import Observed, PublishedLog, PublishedLogs
@@ -361,7 +361,7 @@ class Canary:
             return
         self._reported = {**dict(list(self._reported.items())[-_KEPT:]), key: now}
         self._journal.write(
-            FleetEvent(what, message, self.publications.model.name, replica, position=position)
+            AgentEvent(what, message, self.publications.model.name, replica, position=position)
         )
 
 
@@ -406,7 +406,7 @@ class Canaries:
             for thread in threads:
                 thread.join(1.0)
 
-    def _hear(self, event: FleetEvent) -> None:
+    def _hear(self, event: AgentEvent) -> None:
         """Wake a canary that may wait for this event."""
         if event.what in _NEWS and event.model in self.of:
             self.of[event.model].publications.wake()

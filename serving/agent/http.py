@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, to_builtins
 
+from exporter.terminal.output import FORMAT_VERSION
 from serving.agent import standing
-from serving.agent.event_lines import lines
-from serving.agent.journal import Journal
+from serving.agent.journal import Journal, lines
 from serving.agent.metrics import Metrics
-from serving.agent.recorder import PERIOD_S, Recorder
 from serving.agent.standing import assess
-from serving.agent.view import FleetView
+from serving.agent.view import PERIOD_S, FleetView, Recorder
 from serving.http_port import HttpPort, HttpRequest, HttpResponse, HttpTls
 
 if TYPE_CHECKING:
@@ -172,8 +171,8 @@ class Site(Struct, frozen=True):
                 return self._probe(self.view().wrong(), "replicas have to be restarted")
             case "/status.json":
                 now = self.view()
-                findings = [finding.document() for finding in assess(now, self.fresh_within_s).findings]
-                document = {"format_version": 1, **now.document(), "findings": findings}
+                findings = [finding.document for finding in assess(now, self.fresh_within_s).findings]
+                document = {"format_version": FORMAT_VERSION, **now.document(), "findings": findings}
                 body = json.dumps(to_builtins(document), indent=2)
                 return "200 OK", "application/json", body.encode()
             case _:

@@ -1,19 +1,24 @@
-"""The agent's events, for its output, its metrics and the status page."""
+"""The agent's events, for its output, its metrics and the status page.
+
+The page shows them as lines: one for a delta, however many replicas take it, and the canary's part in it.
+Other events that are alike on several replicas within a minute are one line, too.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 
 from msgspec import Struct, field
 
 from exporter.newer_python import StrEnum
+from exporter.terminal.progress import count
 
 _KEPT, _KEPT_APPLIED = 100, 2000
-"""How many events of a kind are kept for the status page: each replica tells of each delta."""
+"""How many events of a kind are kept for the status page: each replica has one for each delta."""
 
 
 class EventKind(StrEnum):
@@ -38,7 +43,6 @@ class EventKind(StrEnum):
     DIFFERS = "differs"
     REBUILT = "rebuilt"
     PACED = "paced"
-    ENDED = "ended"
 
 
 TROUBLE = frozenset(
@@ -57,26 +61,35 @@ TROUBLE = frozenset(
 """Kinds that `-q` prints, because an operator may have to act."""
 
 
-class FleetEvent(Struct, frozen=True):
-    """One event of the agent; fields that do not apply are None.
-
-    `seconds` is the duration of a call, `behind_seconds` the time from a delta's publication until a replica
-    served it, `event_age_seconds` the time from the newest event that it was trained on until then.
-    """
+class AgentEvent(Struct, frozen=True):
+    """What `agent` prints for each event."""
 
     what: EventKind
+    """Kind of event: `applied`, `failed`, `refused`, `canary`, `approved`, `golden`, `rolled_back`, ..."""
     message: str
+    """The event as a sentence."""
     model: str = ""
+    """The model's name; empty if the event concerns no model."""
     replica: str | None = None
+    """The model server's address."""
     version: int | None = None
+    """The version on that server."""
     position: int | None = None
+    """The position that it serves now."""
     step: int | None = None
+    """The training step of its values."""
     rows: int | None = None
+    """Rows that were written."""
     deltas: int | None = None
+    """Deltas that were applied."""
     seconds: float | None = None
+    """Seconds that the call took."""
     behind_seconds: float | None = None
+    """Seconds from the publication of the delta until the replica served it."""
     event_age_seconds: float | None = None
+    """Seconds from the newest event that the delta was trained on until the replica served it."""
     at: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
+    """When it happened."""
 
     @property
     def is_trouble(self) -> bool:
@@ -90,16 +103,16 @@ class Journal:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._events = {
-            kind: deque[FleetEvent](maxlen=_KEPT_APPLIED if kind is EventKind.APPLIED else _KEPT)
+            kind: deque[AgentEvent](maxlen=_KEPT_APPLIED if kind is EventKind.APPLIED else _KEPT)
             for kind in EventKind
         }
-        self._readers: list[Callable[[FleetEvent], None]] = []
+        self._readers: list[Callable[[AgentEvent], None]] = []
 
-    def read_by(self, reader: Callable[[FleetEvent], None]) -> None:
+    def read_by(self, reader: Callable[[AgentEvent], None]) -> None:
         """Call `reader` with each event from now on, one at a time."""
         self._readers.append(reader)
 
-    def write(self, event: FleetEvent) -> None:
+    def write(self, event: AgentEvent) -> None:
         """Add an event. A reader that fails (a full disk, for example) misses it; the other readers get
         it.
         """
@@ -109,8 +122,91 @@ class Journal:
                 with suppress(Exception):
                     reader(event)
 
-    def last(self) -> list[FleetEvent]:
+    def last(self) -> list[AgentEvent]:
         """The last events of each kind, the newest first."""
         with self._lock:
             events = [event for kept in self._events.values() for event in kept]
         return sorted(events, key=lambda event: event.at, reverse=True)
+
+
+_TOGETHER = timedelta(minutes=1)
+_STAYS = frozenset({EventKind.ROLLED_BACK, EventKind.GOLDEN, EventKind.DIFFERS})
+"""Kinds of which the newest line stays, however many lines are newer."""
+
+
+class Line(Struct, frozen=True):
+    """One line. `where` is the replica, or how many there are; `aside` may be empty."""
+
+    at: datetime
+    model: str
+    where: str
+    what: EventKind
+    text: str
+    aside: str = ""
+    is_trouble: bool = False
+
+
+def lines(events: Iterable[AgentEvent], most: int, seconds: Callable[[float], str]) -> tuple[Line, ...]:
+    """The newest lines, at most so many, and older ones of a kind that stays; `events` begin with the newest.
+
+    `seconds` writes a duration.
+    """
+    groups: dict[tuple[object, ...], list[AgentEvent]] = {}
+    found: list[list[AgentEvent]] = []
+    for event in events:
+        key = _key(event)
+        group = groups.get(key)
+        is_of_delta = _is_of_delta(event)
+        if group is None or not (is_of_delta or group[0].at - event.at < _TOGETHER):
+            group = groups[key] = []
+            found.append(group)
+        group.append(event)
+    older = {group[0].what: group for group in reversed(found[most:]) if group[0].what in _STAYS}
+    newer = {group[0].what for group in found[:most]}
+    kept = [*found[:most], *(group for kind, group in older.items() if kind not in newer)]
+    return tuple(_line(group, seconds) for group in sorted(kept, key=lambda group: group[0].at, reverse=True))
+
+
+def _is_of_delta(event: AgentEvent) -> bool:
+    """True for what is said of one delta: it goes first somewhere, it is approved, it is applied."""
+    kinds = (EventKind.APPLIED, EventKind.APPROVED, EventKind.CANARY)
+    return event.what in kinds and event.position is not None
+
+
+def _key(event: AgentEvent) -> tuple[object, ...]:
+    if _is_of_delta(event):
+        return event.model, event.position
+    return event.model, event.what, event.message
+
+
+def _line(group: Sequence[AgentEvent], seconds: Callable[[float], str]) -> Line:
+    newest = group[0]
+    replicas = list(dict.fromkeys(event.replica for event in group if event.replica))
+    where = replicas[0] if len(replicas) == 1 else count(len(replicas), "replica") if replicas else ""
+    if not _is_of_delta(newest):
+        return Line(newest.at, newest.model, where, newest.what, newest.message, "", newest.is_trouble)
+    applied = [event for event in group if event.what is EventKind.APPLIED]
+    approved = [event.message for event in group if event.what is EventKind.APPROVED]
+    first = [event.replica for event in group if event.what is EventKind.CANARY and event.replica]
+    what = EventKind.APPLIED if applied else newest.what
+    if len(group) == 1 or not applied:
+        text = newest.message
+    else:
+        text = f"position {newest.position}: {_amount(applied)}"
+    if applied and approved:
+        text += f"; {approved[-1].partition(': ')[2]}"  # which says who went first
+    elif applied and first:
+        text += f"; {first[-1]} went first"
+    waits = [event.behind_seconds for event in applied if event.behind_seconds is not None]
+    aside = ""
+    if waits:
+        best, worst = seconds(min(waits)), seconds(max(waits))
+        span = best if best == worst else f"{best} to {worst}"
+        aside = f"served after {span}"
+    return Line(newest.at, newest.model, where, what, text, aside)
+
+
+def _amount(applied: Sequence[AgentEvent]) -> str:
+    """What was applied, by the replica that had least to catch up."""
+    least = min(applied, key=lambda event: (event.deltas or 0, event.rows or 0))
+    return f"{count(least.deltas or 0, 'delta')}, {count(least.rows or 0, 'row')}"

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 from msgspec import Struct
 
 from serving.agent.audit import Audited
-from serving.agent.journal import EventKind, FleetEvent
+from serving.agent.journal import AgentEvent, EventKind
 from serving.agent.standing import State, standing
 from serving.agent.view import CanaryView, FleetView, ModelView, PaceView, ReplicaView, StoreView, VersionView
 
@@ -214,13 +214,13 @@ class Metrics:
         self._lock = threading.Lock()
         self._seen: set[tuple[str, str, str]] = set()
 
-    def __call__(self, event: FleetEvent) -> None:
+    def __call__(self, event: AgentEvent) -> None:
         """Count an event."""
         with self._lock:
             self._seen.add((event.model, event.replica or "", str(event.what)))
             self._count(event)
 
-    def _count(self, event: FleetEvent) -> None:
+    def _count(self, event: AgentEvent) -> None:
         labels = (event.model, event.replica or "")
         self._events.labels(*labels, str(event.what)).inc()
         if event.what is not EventKind.APPLIED:

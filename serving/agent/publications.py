@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from serving.agent.directory import ModelDirectory
-from serving.agent.journal import EventKind, FleetEvent, Journal
+from serving.agent.journal import AgentEvent, EventKind, Journal
 
 
 class FollowedModel(Struct, frozen=True):
@@ -84,7 +84,7 @@ class Publications:
             self._report(EventKind.FAILED, message)
 
     def _report(self, what: EventKind, message: str) -> None:
-        self._journal.write(FleetEvent(what, message, self.model.name))
+        self._journal.write(AgentEvent(what, message, self.model.name))
 
 
 def changes(places: Iterable[Path], stop: threading.Event, poll_s: float) -> Iterator[None]:

@@ -15,7 +15,7 @@ from exporter.errors import ExportError, TargetBusy, UsageError
 from exporter.storage.waiting import GivenUp, until
 from exporter.transfer.pull import LocalCopy
 from exporter.transfer.push import parse
-from serving.agent.journal import EventKind, FleetEvent, Journal
+from serving.agent.journal import AgentEvent, EventKind, Journal
 from serving.agent.publications import FollowedModel
 from serving.optional_libraries import require_libraries
 
@@ -81,7 +81,7 @@ class Puller:
             self._report(EventKind.FAILED, problem)
 
     def _report(self, what: EventKind, message: str) -> None:
-        self._journal.write(FleetEvent(what, message, self._model.name))
+        self._journal.write(AgentEvent(what, message, self._model.name))
 
 
 def pullers_of(

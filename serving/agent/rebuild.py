@@ -6,12 +6,13 @@ configuration replaces the whole one before it. So a rebuild needs the file that
 (`--rebuild-config`), and every target has to run with exactly that. Deltas cannot repair a replica: they lead
 only forward, and hold only the rows that they changed.
 
-- The published files are read and checked first, so that a damaged version does not replace a loaded one. - A
-replica is rebuilt only while another one serves the model that passed its last audit, and only one replica of
-a model at a time. During the rebuild it responds NOT_FOUND for this model; its other models are served. - An
-agent that is killed during a rebuild leaves a server without the model. The next agent finds that every
-version has ended without an error, and sends the whole configuration. - Two agents that rebuild at the same
-time load the model twice, and do no other harm.
+- The published files are read and checked first, so that a damaged version does not replace a loaded one.
+- A replica is rebuilt only while another one serves the model that passed its last audit, and only one
+  replica of a model at a time. During the rebuild it responds NOT_FOUND for this model; its other models are
+  served.
+- An agent that is killed during a rebuild leaves a server without the model. The next agent finds that every
+  version has ended without an error, and sends the whole configuration.
+- Two agents that rebuild at the same time load the model twice, and do no other harm.
 
 Without the file the agent does not rebuild: it reports an event and `/livez` fails, so that an orchestrator
 restarts the server, which has the same effect.

@@ -22,7 +22,7 @@ from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.wire.protos import Proto
 from serving.agent import rollout
 from serving.agent.audit import Audited, audit
-from serving.agent.journal import EventKind, FleetEvent, Journal
+from serving.agent.journal import AgentEvent, EventKind, Journal
 from serving.agent.pacing import Latencies, PacePolicy, Waiting, next_pause
 from serving.agent.probe import Prober
 from serving.agent.publications import FollowedModel, Publications
@@ -388,7 +388,7 @@ class Replica:
             self._report(EventKind.FAILED, text)
 
     def _report(self, what: EventKind, message: str, **fields: Any) -> None:
-        self._journal.write(FleetEvent(what, message, self.model, self.address, **fields))
+        self._journal.write(AgentEvent(what, message, self.model, self.address, **fields))
 
 
 def _versions(client: ModelClient) -> list[Version]:

@@ -408,7 +408,7 @@ def _advance(
     return Apply(version.number, version.lineage, chain[-1].end, chain)
 
 
-def smallest_step(log: PublishedLog, position: int, without: Collection[Span] = ()) -> Span:
+def smallest_step(log: PublishedLog, position: int, without: Collection[Span]) -> Span:
     """The delta that leads least far beyond a position; a call to its end makes the graph take it.
 
     Raises:

@@ -17,6 +17,7 @@ from exporter.newer_python import StrEnum
 from exporter.storage.local_paths import quoted
 from exporter.terminal.progress import count
 from serving.agent.view import FleetView, ModelView, ReplicaView
+from serving.documents import FleetFinding
 from serving.status import VersionState
 
 _LONG_WAIT_S = 60.0
@@ -26,7 +27,7 @@ _NEARLY_FULL_PERCENT = 80
 
 
 class Level(StrEnum):
-    """How bad a state is: somebody has to act, may have to act, nobody has to, all is well."""
+    """How bad a state is: an operator has to act, may have to act, need not act, all is well."""
 
     BAD = "bad"
     WARNING = "warning"
@@ -99,16 +100,11 @@ class Finding(Struct, frozen=True):
     command: str = ""
     model: str = ""
 
-    def document(self) -> dict[str, str]:
+    @property
+    def document(self) -> FleetFinding:
         """Its part of `/status.json`."""
-        return {
-            "model": self.model,
-            "level": self.state.level,
-            "state": self.state.word,
-            "text": self.text,
-            "details": self.details,
-            "command": self.command,
-        }
+        state = self.state
+        return FleetFinding(self.model, state.level, state.word, self.text, self.details, self.command)
 
 
 class Row(Struct, frozen=True):

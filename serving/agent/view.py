@@ -1,13 +1,18 @@
-"""The state of the fleet at one time: values for metrics, readiness, the status page and JSON."""
+"""The state of the fleet at one time: values for metrics, readiness, the status page and JSON.
+
+A `Recorder` keeps how far behind each replica was during the last ten minutes, for the page's plots.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct, field, to_builtins
 from msgspec.structs import replace
 
 from serving.agent import rollout
@@ -363,3 +368,42 @@ def superseded_s(
 def _since(created: datetime, now: datetime) -> float:
     """Seconds since a time; never negative, even if the clocks of two machines differ."""
     return max(0.0, (now - created).total_seconds())
+
+
+PERIOD_S = 1.0
+_KEPT = 600
+
+
+class Sample(Struct, frozen=True):
+    """Seconds behind what is published at one time, by (model, address); None if unknown."""
+
+    at: datetime
+    stale_s: dict[tuple[str, str], float | None]
+
+
+class Recorder(Struct):
+    """Samples the fleet every second, and keeps the last ten minutes."""
+
+    view: Callable[[], FleetView]
+    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    def follow(self, stop: threading.Event) -> None:
+        """Sample until `stop`."""
+        while not stop.wait(PERIOD_S):
+            self.look()
+
+    def look(self) -> None:
+        """Take one sample."""
+        view = self.view()
+        stale = {
+            (model.name, replica.address): None
+            if not replica.is_answering or replica.served is None
+            else replica.served.stale_s
+            for model in view.models
+            for replica in model.replicas
+        }
+        self.samples.append(Sample(view.at, stale))
+
+    def series(self, model: str, address: str) -> list[float | None]:
+        """The samples of one replica, the oldest first."""
+        return [sample.stale_s.get((model, address)) for sample in tuple(self.samples)]

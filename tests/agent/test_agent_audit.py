@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from exporter.delta.chunk_digest import Chunk
+from exporter.delta.chunk_digest import Chunk, chunks
 from exporter.errors import CallFailed
 from exporter.options import DeltaDtype, ExportRequest, Updates
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import read_log
-from exporter.publish.served_digests import served_chunks
 from serving.agent.audit import Audited, audit
 from serving.agent.rollout import Audit
 from serving.client import ModelClient
@@ -179,7 +178,7 @@ def test_what_differed_before_is_compared_again_whatever_else_is_drawn(world: Wo
     with world.server() as server, ModelClient(server.address, "ranker") as client:
         server.wait_available(60)
         log = read_log(world.model)
-        every = served_chunks(log)
+        every = list(chunks(log.schema))
         action = Audit(log.base.at.position, log.lineage, log.at.position)
         assert audit(client, world.model, action, 1).chunks == 1
         assert audit(client, world.model, action, 0, every).chunks == len(every)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from exporter.terminal.output import Output, OutputMode
-from serving.agent.journal import EventKind, FleetEvent
+from serving.agent.journal import AgentEvent, EventKind
 from serving.agent.view import FleetView
 from serving.agent_command import _EventPrinter
 from serving.cli import app
@@ -25,8 +25,8 @@ def test_each_event_is_one_document_on_a_line() -> None:
     sink = Output(OutputMode.JSON, json_lines=True, stdout=out)
     tell = _EventPrinter(sink)
     sink.result(AgentStarted("started", "127.0.0.1", 8600))
-    tell(FleetEvent(EventKind.APPLIED, "2 deltas", "ranker", "10.0.0.7:8500", 7, 40, 400, 12, 2, 0.01, 0.25))
-    tell(FleetEvent(EventKind.TARGETS, "no name is known"))
+    tell(AgentEvent(EventKind.APPLIED, "2 deltas", "ranker", "10.0.0.7:8500", 7, 40, 400, 12, 2, 0.01, 0.25))
+    tell(AgentEvent(EventKind.TARGETS, "no name is known"))
     started, applied, targets = (checked(json.loads(line)) for line in out.getvalue().splitlines())
     assert (started["what"], started["port"]) == ("started", 8600)
     assert (applied["replica"], applied["behind_seconds"]) == ("10.0.0.7:8500", 0.25)

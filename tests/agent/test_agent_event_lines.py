@@ -7,18 +7,17 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from serving.agent.event_lines import Line, lines
 from serving.agent.http import seconds
-from serving.agent.journal import EventKind, FleetEvent, Journal
+from serving.agent.journal import AgentEvent, EventKind, Journal, Line, lines
 
 NOON = datetime(2026, 3, 2, 12, 0, tzinfo=timezone.utc)
 
 
-def event(what: EventKind, message: str, after_s: float = 0.0, **fields: Any) -> FleetEvent:
-    return replace(FleetEvent(what, message, "m"), at=NOON + timedelta(seconds=after_s), **fields)
+def event(what: EventKind, message: str, after_s: float = 0.0, **fields: Any) -> AgentEvent:
+    return replace(AgentEvent(what, message, "m"), at=NOON + timedelta(seconds=after_s), **fields)
 
 
-def applied(replica: str, position: int, after_s: float, *, deltas: int = 1) -> FleetEvent:
+def applied(replica: str, position: int, after_s: float, *, deltas: int = 1) -> AgentEvent:
     return event(
         EventKind.APPLIED,
         f"version 1 is at position {position}: {deltas} deltas, {deltas * 5} rows",
@@ -31,7 +30,7 @@ def applied(replica: str, position: int, after_s: float, *, deltas: int = 1) -> 
     )
 
 
-def read(*events: FleetEvent, most: int = 30) -> tuple[Line, ...]:
+def read(*events: AgentEvent, most: int = 30) -> tuple[Line, ...]:
     journal = Journal()
     for each in events:
         journal.write(each)

@@ -13,12 +13,12 @@ import watchfiles
 
 from exporter.errors import UsageError
 from exporter.terminal.server_access import WITHOUT_TLS
-from serving.agent.journal import EventKind, FleetEvent, Journal
+from serving.agent.fleet import Targets
+from serving.agent.journal import AgentEvent, EventKind, Journal
 from serving.agent.probe import Prober
 from serving.agent.publications import FollowedModel, Publications
 from serving.agent.replica import Replica, Settings
 from serving.agent.rollout import PublishedLogs
-from serving.agent.targets import Targets
 
 ASK_AT_ONCE = """
 import threading, time
@@ -50,7 +50,7 @@ def test_threads_that_ask_for_their_first_messages_at_once_get_them_of_one_pool(
     assert done.returncode == 0, done.stderr
 
 
-def wait_for(journal: Journal, what: EventKind) -> FleetEvent:
+def wait_for(journal: Journal, what: EventKind) -> AgentEvent:
     until = time.monotonic() + 60
     while time.monotonic() < until:
         for event in journal.last():

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from exporter.delta.chunk_digest import Chunk
 from serving.agent.audit import Audited
-from serving.agent.journal import EventKind, FleetEvent
+from serving.agent.journal import AgentEvent, EventKind
 from serving.agent.metrics import Metrics
 from serving.agent.view import FleetView, ModelView, ReplicaView, StoreView, VersionView
 
@@ -73,14 +73,14 @@ def test_replicas_that_are_gone_leave_the_metrics() -> None:
     metrics = Metrics(view)
     for address in ("h:1", "h:2"):
         metrics(
-            FleetEvent(EventKind.APPLIED, "", "m", address, rows=1, deltas=1, seconds=0.1, behind_seconds=0.1)
+            AgentEvent(EventKind.APPLIED, "", "m", address, rows=1, deltas=1, seconds=0.1, behind_seconds=0.1)
         )
-    metrics(FleetEvent(EventKind.FAILED, "", "m", "h:2"))
-    metrics(FleetEvent(EventKind.UNSEEN, "", "m"))
+    metrics(AgentEvent(EventKind.FAILED, "", "m", "h:2"))
+    metrics(AgentEvent(EventKind.UNSEEN, "", "m"))
     told = samples(metrics)
     assert {labels["replica"] for labels in told} == {"h:1", ""}, "and those of the model itself"
     there.append(replica(address="h:2"))
-    metrics(FleetEvent(EventKind.FAILED, "", "m", "h:2"))
+    metrics(AgentEvent(EventKind.FAILED, "", "m", "h:2"))
     assert {labels["replica"] for labels in samples(metrics)} == {"h:1", "h:2", ""}, "it is back"
 
 

@@ -16,9 +16,8 @@ import msgspec
 
 from exporter.bundle.variables import Move
 from exporter.catalog import Catalog, Extent, TensorRef
-from exporter.jobs.engines.choose import LocalEngine, choose_engine
 from exporter.jobs.execute import Outcome, Work, encode
-from exporter.jobs.runner import Runner
+from exporter.jobs.runner import LocalEngine, Runner, choose_engine
 from exporter.jobs.task import Input, Range, Receipt
 from exporter.jobs.write_shard import MovedRows
 from exporter.verify.version_files import Checksum, verify_bytes

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from examples.cluster import started_cluster
+from exporter.delta.chunk_digest import chunks, served_digests
 from exporter.errors import CallFailed
 from exporter.publish.delta_log import list_deltas, read_log
-from exporter.publish.served_digests import served_chunks, served_digests
 from exporter.publish.versions import read_head, version_dirs
 from serving.client import ModelClient
 from tests.benchmarks.job import Timer
@@ -218,9 +218,9 @@ def _require_nothing_lost(wanted: list[str], published: list[dict[str, Any]], cl
 def _require_as_trained(servers: list[Server], model: Path, expected: dict[str, Any]) -> None:
     """Each replica answers as the cluster did, and holds what was published, chunk by chunk."""
     log = read_log(model)
-    chunks = served_chunks(log)
-    digests = served_digests(log, log.at.position, chunks)
-    rows = {"rows": np.arange(len(chunks))}
+    every = list(chunks(log.schema))
+    digests = served_digests(log.schema, log.state(), every)
+    rows = {"rows": np.arange(len(every))}
     for server in servers:
         with ModelClient(server.address, model.name, deadline_s=60) as client:
             answer = client.predict({"user": expected["user"], "item": expected["item"]})

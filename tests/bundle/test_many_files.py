@@ -16,7 +16,7 @@ from exporter.bundle.variables import write_variables
 from exporter.catalog import Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_bundle import encode_index, index_path, read_array, read_catalog, shard_path
 from exporter.delta import compare_rows
-from exporter.delta.compare_rows import Side
+from exporter.delta.compare_rows import StoredSide
 from exporter.delta.row_reader import RowReader
 from exporter.jobs.runner import LOCAL, Runner
 from exporter.jobs.task import FewFiles
@@ -113,7 +113,7 @@ def test_of_thousands_of_slices_a_task_looks_at_those_near(
     catalog = read_catalog(tmp_path / "train" / "model.ckpt-1")
     table = catalog.tensors["w"]
     reader = RowReader("w", catalog, table, SliceSpec.whole(table.shape), table.dtype)
-    sides = [Side.of(reader, start, start + 3, 0) for start in range(0, ROWS, 3)]
+    sides = [StoredSide.of(reader, start, start + 3, 0) for start in range(0, ROWS, 3)]
     stored = [extent.shard for side in sides for extent in side.tensor.extents]
     assert sorted(set(stored)) == list(range(SHARDS))
     assert len(asked) < 5 * len(sides)

@@ -118,7 +118,7 @@ def test_an_index_of_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_slice_that_holds_another_shape_is_refused() -> None:
-    from exporter.checkpoint.slice_keys import slice_key
+    from exporter.checkpoint.bundle_writer import slice_key
 
     whole = entry("w", (4,), slices=[[(0, 2)]])
     for part in (

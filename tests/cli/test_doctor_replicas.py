@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.cli.examination import Answer, Check, Level, Replica, judge
+from exporter.cli.examination import AskedServer, Check, Level, ServedState, judge
 from exporter.verify.log import VerifiedModel, verify_model
 from serving.cli import app as serve_model
 from serving.server import ModelServer
@@ -105,9 +105,9 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model
 
 
-def judged(model: Path, found: VerifiedModel, *answers: tuple[int, Answer]) -> tuple[Level, str] | None:
+def judged(model: Path, found: VerifiedModel, *answers: tuple[int, ServedState]) -> tuple[Level, str] | None:
     """The finding an hour after the last publication, with a minute's patience; None if there is none."""
-    replica = Replica("server:8500", "model", dict(answers))
+    replica = AskedServer("server:8500", "model", dict(answers))
     findings = list(judge(model, found, replica, now=time.time() + 3600, patience=60))
     assert all(finding.check is Check.REPLICAS for finding in findings)
     assert len(findings) <= 1
@@ -118,20 +118,24 @@ def test_answers_are_judged_by_what_is_published(published: Path) -> None:
     model, found = published, verify_model(published)
     lineage = found.log.lineage if found.log else ""
 
-    def at(position: int) -> tuple[int, Answer]:
-        return 10, Answer("AVAILABLE", position=position, lineage=lineage)
+    def at(position: int) -> tuple[int, ServedState]:
+        return 10, ServedState("AVAILABLE", position=position, lineage=lineage)
 
     assert judged(model, found, at(30)) is None
     assert judged(model, found, at(10)) == (
         Level.WRONG,
         "model on server:8500 stands at 10, 2 deltas behind 30; the oldest is 60 min old",
     )
-    assert judged(model, found, (10, Answer("AVAILABLE"))) is None, "it takes no deltas, or does not tell"
-    assert judged(model, found, (9, Answer("AVAILABLE"))) == (
+    assert judged(model, found, (10, ServedState("AVAILABLE"))) is None, (
+        "it takes no deltas, or does not tell"
+    )
+    assert judged(model, found, (9, ServedState("AVAILABLE"))) == (
         Level.WRONG,
         "model on server:8500: version 10 is not known there; it serves 9",
     )
-    broken = judged(model, found, (10, Answer("END", "DATA_LOSS: a shard")), (9, Answer("AVAILABLE")))
+    broken = judged(
+        model, found, (10, ServedState("END", "DATA_LOSS: a shard")), (9, ServedState("AVAILABLE"))
+    )
     assert broken == (Level.WRONG, "model on server:8500: version 10 is in state END; it serves 9")
     ahead = judged(model, found, at(5))
     assert ahead is not None
@@ -144,7 +148,7 @@ def test_a_hold_is_where_replicas_should_be(published: Path, tmp_path: Path) -> 
     (model / "deltas" / f"{10:020d}" / "hold").write_text("20\n")
     found = verify_model(model)
     lineage = found.log.lineage if found.log else ""
-    assert judged(model, found, (10, Answer("AVAILABLE", position=20, lineage=lineage))) is None
-    beyond = judged(model, found, (10, Answer("AVAILABLE", position=30, lineage=lineage)))
+    assert judged(model, found, (10, ServedState("AVAILABLE", position=20, lineage=lineage))) is None
+    beyond = judged(model, found, (10, ServedState("AVAILABLE", position=30, lineage=lineage)))
     assert beyond is not None
     assert (beyond[0], "beyond the hold at 20" in beyond[1]) == (Level.WARNING, True)

@@ -16,7 +16,7 @@ from exporter.delta.format import Rows
 from exporter.delta.packing import SlicedRows
 from exporter.errors import CorruptFile, VerificationError
 from exporter.jobs import runner
-from exporter.jobs.engines.choose import LocalEngine
+from exporter.jobs.runner import LocalEngine
 from exporter.options import EngineName, Jobs
 from exporter.pipeline.log_maintenance import merge, plan_merge
 from exporter.pipeline.rebase import rebase
@@ -142,7 +142,7 @@ def test_an_interrupted_merger_goes_on(
     done = rebase(straight, jobs=jobs) if rebased else merge(straight, jobs=jobs)
     assert done is not None
     engines = [Stopping(5), Stopping(0)]
-    monkeypatch.setattr("exporter.jobs.engines.choose.choose_engine", lambda *_: engines[0])
+    monkeypatch.setattr("exporter.jobs.runner.choose_engine", lambda *_: engines[0])
     with pytest.raises(KeyboardInterrupt):
         rebase(model, jobs=jobs) if rebased else merge(model, jobs=jobs)
     assert (model / JOBS_DIRECTORY).exists()

@@ -31,11 +31,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from exporter.delta.chunk_digest import chunk_digest
+from exporter.delta.chunk_digest import chunk_digest, chunks, served_digests
 from exporter.errors import CallFailed, Exit, ExportError
 from exporter.options import Isolation
 from exporter.publish.delta_log import DeltaLog, LogBase, list_deltas, read_log
-from exporter.publish.served_digests import served_chunks, served_digests
 from serving.client import ModelClient
 from serving.status import VersionState
 from serving.updates import read_incremental_status
@@ -673,14 +672,14 @@ class World:
 
     def _compare(self, server: Program, port: int, log: DeltaLog, trained: dict[str, np.ndarray]) -> None:
         """Each chunk of it is what was published, and what was published is what was trained."""
-        chunks = served_chunks(log)
-        published = served_digests(log, log.at.position, chunks)
+        every = list(chunks(log.schema))
+        published = served_digests(log.schema, log.state(), every)
         own, dtypes = [], {variable.name: variable.dtype.numpy for variable in log.schema.variables}
-        for chunk in chunks:
+        for chunk in every:
             value = trained[chunk.variable].astype(dtypes[chunk.variable])
             own.append(chunk_digest(value[chunk.start : chunk.stop] if value.ndim else value))
         with ModelClient(f"127.0.0.1:{port}", NAME) as client:
-            rows = {"rows": np.arange(len(chunks))}
+            rows = {"rows": np.arange(len(every))}
             version = int(log.base.path.name)
             answer = client.predict(rows, signature="incremental_digest", version=version).outputs
         told = [int(bytes(text)) for text in answer["digest"]]

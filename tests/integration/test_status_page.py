@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.agent.http import plot
-from serving.agent.journal import EventKind, FleetEvent, Journal
+from serving.agent.journal import AgentEvent, EventKind, Journal
 from serving.agent.standing import assess
 from serving.agent.view import FleetView, ModelView
 from tests.support.budget import THOROUGH
@@ -121,7 +121,7 @@ def test_names_and_errors_are_text_whatever_they_hold(case: str, tmp_path: Path)
         text, f"/models/{text}", text, 1, 2, None, (), True, (replace(one, versions=(version,)),)
     )
     journal = Journal()
-    journal.write(FleetEvent(EventKind.FAILED, text, text, text))
+    journal.write(AgentEvent(EventKind.FAILED, text, text, text))
     with shown(FleetView(NOON, (model,)), journal) as address:
         dom = chromium(address, "--dump-dom")
         picture = tmp_path / "odd.png"

@@ -26,22 +26,22 @@ from exporter.bundle.variables import Move
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.checkpoint.admission import EVERYONE
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.delta.compare_rows import Compare, Side
+from exporter.delta.compare_rows import Compare, StoredSide
 from exporter.delta.format import ChangeKind, ServedVariable
 from exporter.delta.newest_rows import Merge, NewestRows
 from exporter.delta.row_reader import RowReader, SliceOrder
 from exporter.errors import EngineFailed, UsageError
 from exporter.jobs.engines import beam, dask, process
-from exporter.jobs.engines.beam_pipeline import OUTCOMES, do, numbered_works, outcomes_of, put_works
-from exporter.jobs.engines.choose import choose_engine
+from exporter.jobs.engines.beam import OUTCOMES, do, numbered_works, outcomes_of, put_works
 from exporter.jobs.engines.engine_options import require_reachable, require_room, require_short, why
 from exporter.jobs.engines.process import Asked, ProcessEngine
 from exporter.jobs.execute import OPERATIONS, decode, encode, failed
+from exporter.jobs.runner import choose_engine
 from exporter.jobs.task import Input
 from exporter.jobs.write_shard import MovedRows
 from exporter.storage.output_directory import open_directory
 from exporter.tables.geometry import TableGeometry
-from exporter.tables.place_keys import KeyRanges, KeyRun, Partition, Place, RangeRun, Section
+from exporter.tables.place_keys import KeyRanges, KeyRun, Partition, PlaceKeys, RangeRun, SortedKeys
 from exporter.verify.version_files import Checksum
 from exporter.version import __version__
 from exporter.wire.dtypes import DType
@@ -79,7 +79,7 @@ def test_the_local_engine_has_no_cluster() -> None:
 
 
 def test_a_cluster_that_is_not_there() -> None:
-    with pytest.raises(EngineFailed, match=r"nobody answers at 127\.0\.0\.1:1") as caught:
+    with pytest.raises(EngineFailed, match=r"nothing answers at 127\.0\.0\.1:1") as caught:
         decode(next(choose_engine("ray", 1, "127.0.0.1:1").run([b""]))).settle()
     assert "Connection refused" in caught.value.cause
 
@@ -96,7 +96,7 @@ def test_a_cluster_that_is_not_there() -> None:
     ],
 )
 def test_what_is_no_address(engine: str, address: str) -> None:
-    with pytest.raises(UsageError, match=f"{address} is no address of {engine}"):
+    with pytest.raises(UsageError, match=f"{address} is not an address of {engine}"):
         require_reachable(engine, address)
 
 
@@ -119,7 +119,7 @@ def test_more_workers_than_a_machine_has_room_for(engine: str) -> None:
     ("run", "option", "says"),
     [
         (dask.run, {"foo": "1"}, "Dask does not take --engine-option foo"),
-        (beam.run, {"stall": "soon"}, "stall=soon is no number of seconds"),
+        (beam.run, {"stall": "soon"}, "stall=soon is not a number of seconds"),
         (beam.run, {"results": "hdfs://a/b"}, "hdfs://a/b"),
         (beam.run, {"runner": "DataflowRunner"}, "where to put what they did"),
     ],
@@ -303,10 +303,10 @@ def indexing(runs: EngineRuns, source: Input, directory: str) -> Iterator[bytes]
     )
     yield encode(sort, directory, keep=True)
     sort.run(open_directory(str(runs.directory)))
-    run = RangeRun("t", ranges, 0, 1, (Section(0, 0, (count,)),), (("keys", count),))
+    run = RangeRun("t", ranges, 0, 1, (SortedKeys(0, 0, (count,)),), (("keys", count),))
     sorted_keys = Input.of(runs.directory / "sorted")
     yield encode(
-        Place(name="placed", inputs=(sorted_keys,), checkpoint="c", runs=(run,)), directory, keep=True
+        PlaceKeys(name="placed", inputs=(sorted_keys,), checkpoint="c", runs=(run,)), directory, keep=True
     )
 
 
@@ -317,7 +317,7 @@ def comparing(runs: EngineRuns, source: Input, directory: str) -> bytes:
     box = SliceSpec.whole(old.shape)
     rows = old.shape[0]
     sides = [
-        Side.of(RowReader("t", catalog, each, box, each.dtype, SliceOrder()), 0, rows, number)
+        StoredSide.of(RowReader("t", catalog, each, box, each.dtype, SliceOrder()), 0, rows, number)
         for number, each in enumerate((old, new))
     ]
     task = Compare(

@@ -23,9 +23,8 @@ from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_cat
 from exporter.errors import CheckpointChanged, CorruptFile, EngineFailed, MappingError, UsageError
 from exporter.graph.inference_graph import GraphVariable
 from exporter.jobs import write_shard
-from exporter.jobs.engines.choose import LocalEngine
 from exporter.jobs.execute import decode, encode, execute
-from exporter.jobs.runner import Runner, plan_digest
+from exporter.jobs.runner import LocalEngine, Runner, plan_digest
 from exporter.jobs.task import Input, Range, Receipt
 from exporter.jobs.write_shard import MovedRows
 from exporter.mapping.build import TensorSource, VariableMapping

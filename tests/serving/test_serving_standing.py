@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.timeline import read_timeline
 from exporter.transfer.push import plan_push, push
-from serving.behind import VersionStanding, compare
 from serving.cli import app
+from serving.documents import ServedVersion
 from serving.server import ModelServer
 from serving.server_options import ServerOptions
-from serving.status import VersionState, VersionStatus
+from serving.status_command import compare
 from tests.support.object_stores import Bucket
 from tests.support.printed_documents import checked
 from tests.support.setting import Setting, followed
@@ -134,7 +135,10 @@ def test_a_server_of_another_log_under_the_same_number_is_not_compared(tmp_path:
     followed(tmp_path, (20,), published=20)
     published = read_timeline(Setting(tmp_path).model)
     assert published.log is not None
-    status = VersionStatus(10, VersionState.AVAILABLE)
-    own, other = (VersionStanding(status, 10, 10, lineage) for lineage in (published.log.lineage, "another"))
-    assert [found.behind_deltas for found in compare([own, other], published)] == [1, None]
-    assert "belongs to another log" in compare([other], published)[0].problem
+    served = (
+        ServedVersion(10, "AVAILABLE", "OK", "", position=10, step=10, lineage=lineage)
+        for lineage in (published.log.lineage, "another")
+    )
+    own, other = compare(list(served), published, datetime.now(timezone.utc))
+    assert (own.behind_deltas, other.behind_deltas) == (1, None)
+    assert other.problem is not None and "belongs to another log" in other.problem

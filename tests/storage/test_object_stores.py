@@ -261,7 +261,7 @@ def test_a_server_that_is_not_there(bucket: Bucket, monkeypatch: pytest.MonkeyPa
 def test_an_endpoint_that_is_no_url(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     ran = export_model("inspect", bucket.url("runs"))
-    assert (ran.code, "AWS_ENDPOINT_URL is no address of a store" in ran.err) == (2, True), ran.err
+    assert (ran.code, "AWS_ENDPOINT_URL is not the address of a store" in ran.err) == (2, True), ran.err
 
 
 def test_keys_that_are_no_file_names(bucket: Bucket, tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_keys_that_are_no_file_names(bucket: Bucket, tmp_path: Path) -> None:
     assert open_checkpoint(Path(bucket.url("train"))).step == trainer.step
     for key in ("train/../../outside", "train//double", "train/./dot"):
         bucket.put(key, b"x")
-        with pytest.raises(CheckpointError, match="a name below it is no path"):
+        with pytest.raises(CheckpointError, match="a name below it is not a path"):
             open_checkpoint(Path(bucket.url("train")))
         bucket.delete(key)
 

@@ -23,7 +23,7 @@ from exporter.storage.objects import BrokenOff, ObjectWriter, again, require_con
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
 from exporter.transfer.pull import pull
-from serving.agent.journal import FleetEvent, Journal
+from serving.agent.journal import AgentEvent, Journal
 from serving.agent.publications import FollowedModel
 from serving.agent.puller import Puller, pulling
 from tests.support.budget import THOROUGH
@@ -302,7 +302,7 @@ def test_an_agent_that_ends_leaves_nobody_who_fetches(
     """The process would wait for whoever fetches, until a copy that lags far behind has caught up."""
     url, copy = bucket.url("models/ranker"), tmp_path / "copy"
     assert export_model("push", machine.model, url).code == 0
-    events: list[FleetEvent] = []
+    events: list[AgentEvent] = []
     journal = Journal()
     journal.read_by(events.append)
     puller = Puller(FollowedModel("ranker", copy), url, journal, 0.1)

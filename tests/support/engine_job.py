@@ -18,8 +18,7 @@ from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.errors import ExportError
 from exporter.graph.inference_graph import GraphVariable
 from exporter.jobs.engines import Engine
-from exporter.jobs.engines.choose import choose_engine
-from exporter.jobs.runner import Runner
+from exporter.jobs.runner import Runner, choose_engine
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.wire.dtypes import DType
 

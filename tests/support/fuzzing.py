@@ -41,8 +41,8 @@ from exporter.wire import protos
 from exporter.wire.tensor_proto import to_array
 from serving.agent.rebuild import read_rebuild_config
 from serving.agent_command import PortFlags
-from serving.config_file import ConfigFile
 from serving.credentials import server_credentials
+from serving.models import ConfigFile
 from serving.rest import metrics_path
 from serving.server_options import ServerOptions
 from serving.stock_flags import check_batching_parameters

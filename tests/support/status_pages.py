@@ -25,11 +25,19 @@ from exporter.delta.chunk_digest import Chunk
 from exporter.delta.spans import Span
 from serving.agent.audit import Audited
 from serving.agent.http import Site, page, serving
-from serving.agent.journal import EventKind, FleetEvent, Journal
+from serving.agent.journal import AgentEvent, EventKind, Journal
 from serving.agent.metrics import Metrics
-from serving.agent.recorder import Recorder, Sample
 from serving.agent.rollout import Quarantined, Rollback
-from serving.agent.view import CanaryView, FleetView, ModelView, ReplicaView, StoreView, VersionView
+from serving.agent.view import (
+    CanaryView,
+    FleetView,
+    ModelView,
+    Recorder,
+    ReplicaView,
+    Sample,
+    StoreView,
+    VersionView,
+)
 
 NOON = datetime(2026, 3, 2, 12, 0, tzinfo=timezone.utc)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -172,27 +180,27 @@ def journal_of(view: FleetView) -> Journal:
     for shown in view.models:
         if shown.rollback is not None or shown.canary is not None:
             text = "rolled back to the values of 47700: score of 'a known user' is NaN"
-            rolled_back = FleetEvent(EventKind.ROLLED_BACK, text, shown.name, position=47_700)
+            rolled_back = AgentEvent(EventKind.ROLLED_BACK, text, shown.name, position=47_700)
             journal.write(replace(rolled_back, at=view.at - timedelta(hours=2)))
         for back in (2, 1, 0):
             position, at = _NEWEST - 100 * back, view.at - timedelta(seconds=3 + 10 * back)
             if shown.canary is not None:
-                goes = FleetEvent(EventKind.CANARY, f"goes first, to {position}", shown.name, "r1:8500")
+                goes = AgentEvent(EventKind.CANARY, f"goes first, to {position}", shown.name, "r1:8500")
                 journal.write(replace(goes, position=position, at=at))
                 text = f"position {position} is approved: r1:8500 passed 12 golden requests"
-                approved = FleetEvent(EventKind.APPROVED, text, shown.name, position=position)
+                approved = AgentEvent(EventKind.APPROVED, text, shown.name, position=position)
                 journal.write(replace(approved, at=at))
             for number, each in enumerate(shown.replicas):
                 if not each.is_answering:
                     continue
                 text = f"version {_VERSION} is at position {position}: 1 delta, 1840 rows"
-                applied = FleetEvent(EventKind.APPLIED, text, shown.name, each.address, _VERSION, position)
+                applied = AgentEvent(EventKind.APPLIED, text, shown.name, each.address, _VERSION, position)
                 behind = 0.06 + number / 50
                 counted = replace(applied, rows=1840, deltas=1, behind_seconds=behind)
                 journal.write(replace(counted, at=at + timedelta(seconds=behind)))
         for each in shown.replicas:
             if each.error:
-                failed = FleetEvent(EventKind.FAILED, each.error, shown.name, each.address)
+                failed = AgentEvent(EventKind.FAILED, each.error, shown.name, each.address)
                 journal.write(replace(failed, at=view.at - timedelta(seconds=1)))
     return journal
 

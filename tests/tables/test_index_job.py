@@ -16,8 +16,7 @@ from exporter.checkpoint.admission import EVERYONE, Admission
 from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.checkpoint.tensor_bundle import check_values, read_array, read_catalog
 from exporter.errors import CorruptFile, TableFull
-from exporter.jobs.engines.choose import LocalEngine
-from exporter.jobs.runner import LOCAL, Job, Runner, plan_digest
+from exporter.jobs.runner import LOCAL, Job, LocalEngine, Runner, plan_digest
 from exporter.jobs.task import ZEROS, Input
 from exporter.storage import mirror
 from exporter.tables.geometry import (
@@ -31,7 +30,7 @@ from exporter.tables.geometry import (
     keys_of,
 )
 from exporter.tables.lay_out import TableLayout, join_pieces, lay_out
-from exporter.tables.place_keys import Partition, Place
+from exporter.tables.place_keys import Partition, PlaceKeys
 from tests.support.budget import times
 from tests.support.deeprec import Ev, write_full
 from tests.support.dynamic_values import built_index
@@ -131,7 +130,7 @@ def test_a_job_in_a_store(
     before = bucket.keys()
     assert sum("/receipts/" in key for key in before) == 8
     monkeypatch.setattr(Partition, "run", None)
-    monkeypatch.setattr(Place, "run", None)
+    monkeypatch.setattr(PlaceKeys, "run", None)
     (tmp_path / "two").mkdir()
     again, same = layout.write(tmp_path / "two", EVERYONE, runner)
     assert_right(layout, again)
@@ -159,14 +158,14 @@ def test_a_checkpoint_in_a_store_makes_the_same_plan_in_every_process(
     assert caught.value.message.startswith(f"{bucket.url('model.ckpt-7')}.data-00000-of-00001 is damaged")
 
 
-@pytest.mark.parametrize("operation", [Partition, Place])
+@pytest.mark.parametrize("operation", [Partition, PlaceKeys])
 def test_a_job_that_breaks_off_is_gone_on_with(
     tmp_path: Path, layout: TableLayout, monkeypatch: pytest.MonkeyPatch, operation: Any
 ) -> None:
     runner = Runner(LocalEngine(1), 30_000, str(tmp_path / "jobs"))
     done: list[str] = []
     lock = threading.Lock()
-    for each in (Partition, Place):
+    for each in (Partition, PlaceKeys):
 
         def run(self: Any, directory: Any, real: Any = each.run) -> Any:
             with lock:

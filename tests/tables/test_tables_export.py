@@ -18,7 +18,7 @@ from exporter.publish.delta_log import read_log
 from exporter.publish.made_from import PublishedAlready
 from exporter.tables import DynamicTable, dynamic_embedding
 from exporter.tables.geometry import PARTS
-from exporter.tables.place_keys import Piece, place_ranges
+from exporter.tables.place_keys import PlacedSlots, place_ranges
 from tests.support.deeprec import Ev, write_full
 
 Array = np.ndarray[Any, Any]
@@ -205,7 +205,7 @@ def test_answers_are_verified_with_tables_in_the_graph(tmp_path: Path, cast: tup
 def test_an_index_that_leads_astray_is_found_before_it_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def astray(*asked: Any) -> Iterator[Piece]:
+    def astray(*asked: Any) -> Iterator[PlacedSlots]:
         for piece in place_ranges(*asked):
             is_filled = piece.rows != asked[0].geometry.empty_row
             piece.rows[is_filled] = np.roll(piece.rows[is_filled], 1)

@@ -16,8 +16,7 @@ from msgspec import structs
 from exporter.catalog import Catalog, SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.errors import Exit, ManifestError, VerificationError
-from exporter.jobs.engines.choose import LocalEngine
-from exporter.jobs.runner import Runner
+from exporter.jobs.runner import LocalEngine, Runner
 from exporter.publish.commit import Staging, publish_version
 from exporter.publish.manifest import ManifestDraft, Origin, TensorEntry, tensor_entries
 from exporter.verify.version_files import verify_bytes, verify_files, verify_published

@@ -246,7 +246,7 @@ ADVICE: dict[type[ExportError], Advice] = {
     errors.ManifestError: Advice(
         "A `manifest.json` (or the hold) is missing, damaged, or of a format that this release does not "
         "know.",
-        "Remove the directory that the text names and publish anew; of a newer format, use the newer "
+        "Remove the directory that the text names and publish again; of a newer format, use the newer "
         "`export-model`.",
     ),
     errors.NotFinite: Advice(

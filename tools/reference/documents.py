@@ -14,6 +14,7 @@ from msgspec import Struct
 from exporter.cli.documents import exported, inspections, logs
 from exporter.terminal.output import FORMAT_VERSION, Failure
 from serving import documents as served
+from serving.agent.journal import AgentEvent
 from tools.reference.declarations import in_words, meanings, structs_in, type_info
 from tools.reference.markdown import code, table, text
 
@@ -40,7 +41,7 @@ PRINTED_BY: Mapping[str, Sequence[type[Struct]]] = {
     "serve-model status": (served.ModelStatus,),
     "serve-model predict": (served.RowPrediction, served.ColumnPrediction, served.ExampleResults),
     "serve-model update": (served.Update,),
-    "serve-model agent": (served.AgentStarted, served.AgentEvent),
+    "serve-model agent": (served.AgentStarted, AgentEvent),
     "/status.json of the agent": (served.AgentStatus,),
 }
 """Which documents a command prints on stdout. A command with `--watch` prints one a line."""

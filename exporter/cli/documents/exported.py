@@ -8,12 +8,12 @@ from typing import Literal
 from msgspec import Struct
 
 from exporter.bundle.variables import Rounding
-from exporter.cli.documents.values import Checkpoint, Status, TensorGroup
+from exporter.cli.documents import Checkpoint, Status, TensorGroup
 from exporter.cli.notify import Notified
 from exporter.delta.tolerance import LeftOut, Rounded
 from exporter.pipeline.inspection import Signature
 from exporter.publish.retention import KeptVersion
-from exporter.terminal.untyped import Taken
+from exporter.terminal.parameters import Taken
 
 
 class Variable(Struct, frozen=True):

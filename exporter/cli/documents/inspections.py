@@ -7,9 +7,8 @@ from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
-from exporter.cli.documents.values import Checkpoint, Tensor, TensorGroup
-from exporter.pipeline.inspection import Signature, TensorSpec
-from exporter.pipeline.table_views import EmbeddingTable, ServedTableView
+from exporter.cli.documents import Checkpoint, Tensor, TensorGroup
+from exporter.pipeline.inspection import EmbeddingTable, ServedTableView, Signature, TensorSpec
 from exporter.publish.manifest import Origin
 
 

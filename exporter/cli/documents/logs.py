@@ -7,8 +7,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from exporter.cli.documents.values import Status
+from exporter.cli.documents import Status
 from exporter.cli.examination import Finding
+from exporter.pipeline.comparison import TableDifference, VariableDifference
 from exporter.publish.retention import KeptVersion
 from exporter.publish.timeline import Event
 
@@ -130,40 +131,6 @@ class Side(Struct, frozen=True):
     """Its position, if it is published."""
     step: int | None
     """Its training step."""
-
-
-class VariableDifference(Struct, frozen=True):
-    """A variable that differs."""
-
-    name: str
-    """Its name."""
-    changed_rows: int
-    """How many of its rows differ."""
-    rows: int
-    """How many rows it has."""
-    norm: float | None
-    """The Euclidean norm of the difference; null if it is not finite."""
-    largest: float | None
-    """The largest absolute difference of an element; null if it is not finite."""
-
-
-class TableDifference(Struct, frozen=True):
-    """A table by keys that differs."""
-
-    name: str
-    """Its name."""
-    keys: int
-    """How many keys both sides have."""
-    only_a: int
-    """How many keys only the first side has."""
-    only_b: int
-    """How many keys only the second side has."""
-    changed_rows: int
-    """How many keys of both have other rows."""
-    norm: float | None
-    """The Euclidean norm of these rows' difference; null if it is not finite."""
-    largest: float | None
-    """The largest absolute difference of an element; null if it is not finite."""
 
 
 class Differences(Struct, frozen=True):

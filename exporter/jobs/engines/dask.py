@@ -6,18 +6,22 @@ Options are those of `Client.submit`, like `retries`, `resources` and `workers`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
+from itertools import islice
 from typing import Any
 
-from exporter.jobs.engines.bundles import Bundles, by_value
 from exporter.jobs.engines.engine_options import require_known
 from exporter.jobs.engines.process import Asked
+from exporter.jobs.execute import execute
 
 LIBRARY = "distributed"
 
 _OPTIONS = {"allow_other_workers", "fifo_timeout", "priority", "resources", "retries", "workers"}
 _NO_WORKER = {"distributed.scheduler.no-workers-timeout": "60s"}  # else a task that no worker may do waits on
+_CALL_SECONDS = 0.05  # what a call should take
+_MOST_WORKS = 16  # of a call: they are lost together
 _AHEAD = 16  # calls for each thread of a worker that are given to Dask: enough to keep it busy
 
 
@@ -55,3 +59,39 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
                 done.update(begun(len(batch)))
         finally:
             client.cancel(list(done.futures), force=True)
+
+
+class Bundles:
+    """Works put together into calls of about `_CALL_SECONDS`, going by the last ones done.
+
+    To hand a work over takes Dask longer than most works take.
+    """
+
+    def __init__(self, works: Iterator[bytes]) -> None:
+        self._works = works
+        self._size = 1
+
+    def take(self, count: int) -> list[list[bytes]]:
+        """The next calls, so many at most."""
+        return [some for _ in range(count) if (some := list(islice(self._works, self._size)))]
+
+    def note(self, seconds: float) -> None:
+        """How long a work took that was done."""
+        self._size = max(1, min(_MOST_WORKS, int(_CALL_SECONDS / max(seconds, 1e-6))))
+
+
+def execute_all(works: list[bytes]) -> tuple[list[bytes], float]:
+    """The outcomes, and how long each took (s)."""
+    began = time.perf_counter()
+    outcomes = [execute(work) for work in works]
+    return outcomes, (time.perf_counter() - began) / len(works)
+
+
+def by_value() -> Callable[[list[bytes]], tuple[list[bytes], float]]:
+    """`execute_all` as a function that is sent as its code: importing this module can fail in it alone."""
+
+    def call(works: list[bytes]) -> tuple[list[bytes], float]:
+
+        return execute_all(works)
+
+    return call

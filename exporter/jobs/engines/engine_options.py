@@ -40,7 +40,7 @@ _ADDRESSES = {
     "beam": (("",), "job-server:8099"),
 }
 _NO_CLUSTER = "name a cluster that runs, as it is reached from here: --engine-address ADDRESS"
-_LONGEST_OF_SOCKETS = 107
+_LONGEST_OF_SOCKETS = 107  # Linux' sun_path has 108 bytes, one of them the end
 _OF_RAY = len("/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 
 
@@ -92,7 +92,7 @@ def require_reachable(engine: str, address: str) -> None:
     """Connect to the host and port of an address: engines themselves try for long, or for ever.
 
     Raises:
-        UsageError: it is no address of the engine's.
+        UsageError: it is not an address of the engine's.
         EngineFailed: nothing answers there in time.
     """
     scheme, _, rest = address.rpartition("://")
@@ -101,11 +101,11 @@ def require_reachable(engine: str, address: str) -> None:
         return
     schemes, example = _ADDRESSES[engine]
     if scheme not in schemes or not host or not port.isdecimal() or int(port) > _MOST_PORTS:
-        raise UsageError(f"{address} is no address of {engine}", hint=f"as in --engine-address {example}")
+        raise UsageError(f"{address} is not an address of {engine}", hint=f"as in --engine-address {example}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
     except OSError as error:
-        raise EngineFailed(f"nobody answers at {address}", cause=str(error), hint=_NO_CLUSTER) from error
+        raise EngineFailed(f"nothing answers at {address}", cause=str(error), hint=_NO_CLUSTER) from error
 
 
 def require_short(path: str) -> None:
@@ -130,7 +130,7 @@ def seconds(name: str, text: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise UsageError(f"--engine-option {name}={text} is no number of seconds") from error
+        raise UsageError(f"--engine-option {name}={text} is not a number of seconds") from error
 
 
 def place(name: str, text: str) -> str:

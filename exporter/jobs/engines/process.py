@@ -31,9 +31,9 @@ from exporter.jobs.execute import failed
 
 _MAIN = f"from {__name__} import main; main()"  # not `-m`: workers find functions by their module's name
 _END = b"\n"  # after the last work, and after the last outcome
-_CANCEL_S = 60.0
+_CANCEL_S = 60.0  # for an engine to end its workers, wherever they are, before it is killed
 _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
-_GENERATIONS = 10
+_GENERATIONS = 10  # killing one orphans the next, which this process adopts
 
 
 class Asked(Struct, frozen=True):
