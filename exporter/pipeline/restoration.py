@@ -384,11 +384,13 @@ class VersionRestorer(Restorer):
         found = next((child for child in ours if child.version == number), None)
         if found is None:
             known = ", ".join(str(child.version) for child in ours[:20])
+            hint = "list them: export-model history MODEL"
+            if self.hold.binds:
+                hint += "; to leave the values as they are: export-model resume MODEL --lift-only"
             raise PositionUnknown(
                 f"there is no version {number}",
                 cause=f"there are {known}",
-                hint="list them: export-model history MODEL; to leave the values as they are: "
-                "export-model resume MODEL --lift-only",
+                hint=hint,
             )
         manifest = read_manifest(found.path)
         if manifest.incremental is not None:
