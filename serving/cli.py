@@ -42,7 +42,7 @@ Examples:
   serve-model run models/ranker --port 8500
   serve-model status 127.0.0.1:8500 --model ranker
   serve-model update 127.0.0.1:8500 --model ranker
-  echo '{{"instances": [[1.0, 2.0]]}}' | serve-model predict 127.0.0.1:8500 --model ranker --json-input -
+  serve-model predict 127.0.0.1:8500 --model ranker --json-input request.json
 
 {EXIT_CODES}"""
 

@@ -19,7 +19,7 @@ from exporter.terminal.output import Output, OutputMode, silence
 from exporter.terminal.parameters import COMMAND, help_of, with_names
 from exporter.terminal.progress import count
 from exporter.terminal.tensorflow_import import needed, on_import_of_tensorflow
-from exporter.terminal.untyped import TAKEN
+from exporter.terminal.untyped import MISSPELT, TAKEN
 from exporter.version import __version__
 
 
@@ -55,10 +55,8 @@ VersionFlag = Annotated[
 
 
 def _exit_codes() -> str:
-    """The table of exit codes at the end of a help text, in two columns."""
-    texts = [f"{int(code):<2} {code.meaning}" for code in Exit]
-    half = (len(texts) + 1) // 2
-    rows = (f"  {left:<36}{right}" for left, right in zip(texts[:half], texts[half:], strict=True))
+    """The table of exit codes at the end of a help text, a code a line: two columns do not fit a terminal."""
+    rows = (f"  {int(code):<5}{code.meaning}" for code in Exit)
     return "\b\nExit codes:\n" + "\n".join(rows)
 
 
@@ -77,6 +75,8 @@ def command(flags: OutputFlags) -> Iterator[Output]:
     sink = Output(flags.mode)
     if taken := TAKEN.get():
         sink.note("not typed: " + ", ".join(f"{one.option} {one.value} ({one.source})" for one in taken))
+    for variable, meant in MISSPELT.get():
+        sink.warn(f"{variable} is read by nothing: did you mean {meant}?")
     on_import_of_tensorflow()
     interrupt_by_exception()
     try:

@@ -30,7 +30,7 @@ from exporter.errors import ExportError, UsageError
 from exporter.newer_python import type_hints
 from exporter.options import HEADINGS, DeclaredOption, declared, require_company, without_company
 from exporter.storage.local_paths import local_path, quoted
-from exporter.terminal.untyped import TAKEN, Taken, untyped
+from exporter.terminal.untyped import MISSPELT, TAKEN, Taken, misspelt, untyped
 
 _TYPED: ContextVar[Mapping[str, str] | None] = ContextVar("_TYPED", default=None)
 """What was typed for the words of hints."""
@@ -93,6 +93,7 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
         }
         _leave_out_alone(found, elsewhere)
         TAKEN.set(tuple(elsewhere.values()))
+        MISSPELT.set(tuple(misspelt(context)))
         for name, (values, fields) in structs.items():
             typed = {one.path: _value(one, value) for one, owner, value in found.values() if owner == name}
             given[name] = _filled(values, typed | {(field,): given.pop(field) for field in fields})

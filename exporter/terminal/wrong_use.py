@@ -14,6 +14,7 @@ from typing import Any
 
 from exporter.errors import UsageError, nearest
 from exporter.storage.local_paths import quoted
+from exporter.terminal.untyped import variable_of
 
 _PLAINLY = {
     "is not a valid int range": "is not a whole number",
@@ -56,6 +57,10 @@ def wrong_use(
             hint = _completed(program, arguments, parameter, context)
         else:
             hint = _choice(parameter, message) or f"{_to_type(parameter, context)}: {parameter.help}"
+        if (file := getattr(error, "file_of_options", None)) is not None:
+            message, hint = f"{file}: {message}", f"correct it in {file}; {hint}"
+        elif (variable := variable_of(context, parameter)) is not None:
+            message, hint = f"{variable}: {message}", f"correct {variable}, or unset it; {hint}"
     elif (lacks := getattr(error, "option_name", None)) is not None:
         found = next((one for one in context.command.params if lacks in one.opts), None)
         hint = hint if found is None else f"{_to_type(found, context)}: {found.help}"

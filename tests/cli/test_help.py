@@ -49,6 +49,13 @@ def test_help_is_short() -> None:
         assert export_model(*arguments).out == ran.out
 
 
+def test_the_help_of_servers_is_short_too() -> None:
+    lines = run_app(serving_cli.app, "--help").out.splitlines()
+    assert len(lines) < 45
+    for line in lines:  # a line that is broken goes on without the spaces that it begins with
+        assert not re.match(r" [a-z]", line), line
+
+
 def test_every_option_has_a_topic() -> None:
     root = typer.main.get_command(app)
     told = [export_model("help", topic).out for topic in HELP.names()]
