@@ -280,6 +280,9 @@ class Manifest(ManifestDraft, frozen=True, kw_only=True):
     created: datetime
     files: tuple[FileEntry, ...]
 
+    def __repr__(self) -> str:
+        return f"Manifest(position={self.position}, step={self.step}, tensors={len(self.tensors)})"
+
     @property
     def schema_digest(self) -> str:
         """The digest of the tensors' names, dtypes and shapes."""
