@@ -1,6 +1,7 @@
 """Help that fits a screen: the options of most runs, or those of one topic.
 
 Typer prints every option of a command in panels: that is `--help-all`. `--help` is a page of plain lines.
+Panels cut long names of options off: a command that has such names prints plain lines, too (`PlainCommand`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import typer
 from msgspec import Struct
+from typer.core import TyperCommand
 
 from exporter.errors import Exit, UsageError, nearest
 
@@ -74,6 +76,28 @@ class Help(Struct, frozen=True):
             close = nearest(topic, [*self.names(), *command.list_commands(root)])
             hint = f"{root.info_name} help {close}" if close else f"{root.info_name} --help lists the topics"
             raise UsageError(f"there is no topic {topic!r}", hint=hint)
+
+
+class PlainCommand(TyperCommand):
+    """A command whose help is plain lines, by heading: names of options are whole at any width."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        formatter.write("".join(f"{line}\n" for line in _all_of(self, ctx)))
+
+
+def _all_of(command: Any, context: Any) -> Iterator[str]:
+    """The page of a command: what it does, and each option."""
+    yield from (command.get_usage(context), "")
+    for line in command.help.splitlines():
+        is_example = line.startswith(" ")  # it stays one line, which can be copied
+        yield from ("",) if not line else (line,) if is_example else textwrap.wrap(line, _WIDTH)
+    by_heading: dict[str, list[Any]] = {}
+    for one in command.get_params(context):
+        heading = "Arguments" if one.param_type_name == "argument" else one.rich_help_panel or "Options"
+        by_heading.setdefault(heading, []).append(one)
+    for heading, found in by_heading.items():
+        yield from ("", f"{heading}:", *_options(found, context))
 
 
 def _clause(text: str, width: int) -> str:

@@ -63,7 +63,7 @@ def test_only_what_is_given_is_named() -> None:
 
 
 def test_a_request_from_python_is_judged_by_what_it_holds() -> None:
-    with pytest.raises(UsageError, match="^--tolerance goes with --verify outputs"):
+    with pytest.raises(UsageError, match=r"^--tolerance goes with --verify outputs"):
         ExportRequest(Path("train"), Path("model"), tolerance=0.1)
     request = ExportRequest(Path("train"), Path("model"), tolerance=0.1, verify=Verify.OUTPUTS)
     assert request.tolerance == 0.1
