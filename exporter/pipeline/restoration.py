@@ -127,7 +127,10 @@ class Restorer(ABC):
         """
         at = self.at.position
         if to == at:
-            raise UsageError(f"{self.noun} {to} is the newest: there is nothing to roll back")
+            raise UsageError(
+                f"{self.noun} {to} is the newest: there is nothing to roll back",
+                hint="list earlier ones: export-model history MODEL",
+            )
         is_canaried = self._require_judged(to)
         before = self.before_rollbacks() if self.hold.binds else None  # those that were lifted are accepted
         earlier = at if before is None else before

@@ -68,6 +68,7 @@ WRONG = [
     ("export-model rollback models/ranker", 2, "export-model rollback models/ranker --to POSITION"),
     ("export-model rollback models/ranker 30", 2, "export-model rollback models/ranker --to 30"),
     ("export-model rollback models/ranker --to 35", 5, "export-model history models/ranker"),
+    ("export-model rollback models/ranker --to 83", 2, "export-model history models/ranker"),
     ("export-model rollback models/plain --to 35", 5, "export-model history models/plain"),
     ("export-model merge models/ranker --from 35", 5, "export-model history models/ranker"),
     (
