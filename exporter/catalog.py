@@ -147,7 +147,7 @@ class Catalog(Struct, frozen=True):
     index_digest: str | None = None
 
     def __repr__(self) -> str:
-        size = f"{len(self.tensors)} tensors in {len(self.shards)} files"
+        size = f"{len(self.tensors)} tensors in {len(self.shards)} file{'' if len(self.shards) == 1 else 's'}"
         return f"Catalog({str(self.prefix)!r}, step={self.step}, {size})"
 
     @property

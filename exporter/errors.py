@@ -80,11 +80,11 @@ def to_install(extra: str) -> str:
     return f"in a clone of export-model: python3 -m pip install '.[{extra}]'"
 
 
-def nearest(word: str, names: Iterable[str]) -> str:
+def nearest(word: str, names: Iterable[str], alike: float = 0.6) -> str:
     """The name that was probably meant by a word that is none of them; empty if none is like it."""
     import difflib  # late: most commands need no suggestion
 
-    return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)), "")
+    return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=alike)), "")
 
 
 class Exit(IntEnum):

@@ -31,6 +31,8 @@ def with_port(address: str) -> str:
     """
     if _OF_GRPC.fullmatch(address):
         return address
+    if address.isdecimal():  # to gRPC a number is a host: 8500 would be 0.0.33.52
+        raise UsageError(f"{address} is a port: a host is missing", hint=f"write 127.0.0.1:{address}")
     if _WITHOUT_PORT.fullmatch(address):
         return f"{address}:{GRPC_PORT}"
     if address.count(":") > 1 and re.fullmatch(r"[0-9A-Fa-f:.]+", address):

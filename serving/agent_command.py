@@ -17,7 +17,7 @@ from msgspec import Struct
 from exporter.errors import Exit, ExportError, UsageError
 from exporter.options import Option
 from exporter.storage.files import read_regular
-from exporter.storage.local_paths import local_path, path_parser
+from exporter.storage.local_paths import local_path, path_parser, quoted
 from exporter.terminal import sleep_until_a_signal, stop_on_sigterm
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.output import Output, OutputMode
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 _LONGEST_TOKEN = 4096
+_MOST_SHOWN = 5
 
 
 class PortFlags(Struct, frozen=True):
@@ -465,5 +466,22 @@ def _models(options: tuple[str, ...]) -> dict[str, Path]:
                 else f"--model-base-path {text} does not name the model",
                 hint="give each model a name of its own: --model-base-path NAME=DIR",
             )
+        _require_no_parent(path, name if separator else "")
         models[name] = path
     return models
+
+
+def _require_no_parent(path: Path, name: str) -> None:
+    """Refuse the directory of several models, in which nothing will ever be published.
+
+    Raises:
+        UsageError: it is one; the hint has the model that was probably meant.
+    """
+    from exporter.publish.versions import models_in, newest_version
+
+    if path.is_dir() and newest_version(path) is None and (found := models_in(path)):
+        meant = f"{name}={path / found[0]}" if name else str(path / found[0])
+        raise UsageError(
+            f"{path} is no model: it holds {', '.join(found[:_MOST_SHOWN])}",
+            hint=f"name each model: --model-base-path {quoted(meant)}",
+        )

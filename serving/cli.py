@@ -19,6 +19,7 @@ from exporter.terminal.edge import (
     command,
     run,
 )
+from exporter.terminal.help import PlainCommand
 from exporter.terminal.output import Output, as_json, escape
 from exporter.terminal.parameters import with_structs
 from exporter.terminal.progress import count
@@ -42,7 +43,7 @@ Examples:
   serve-model run models/ranker --port 8500
   serve-model status 127.0.0.1:8500 --model ranker
   serve-model update 127.0.0.1:8500 --model ranker
-  echo '{{"instances": [[1.0, 2.0]]}}' | serve-model predict 127.0.0.1:8500 --model ranker --json-input -
+  serve-model predict 127.0.0.1:8500 --model ranker --json-input request.json
 
 {EXIT_CODES}"""
 
@@ -55,7 +56,9 @@ def serve_model(own_version: VersionFlag = False) -> None:
     """The root command; its only option is `-V`."""
 
 
-app.command("run", short_help="Serve models over gRPC.")(with_structs(run_command.run_server))
+app.command("run", cls=PlainCommand, short_help="Serve models over gRPC.")(
+    with_structs(run_command.run_server)
+)
 
 
 @app.command(short_help="Versions of a model on a server.")
@@ -96,7 +99,9 @@ def status(
 
 
 app.command(short_help="Change which models a running server serves.")(with_structs(reload_command.reload))
-app.command(short_help="Keep replicas as fresh as what is published.")(with_structs(agent_command.agent))
+app.command(cls=PlainCommand, short_help="Keep replicas as fresh as what is published.")(
+    with_structs(agent_command.agent)
+)
 
 
 @app.command(short_help="Send one request to a server.")

@@ -36,7 +36,7 @@ _WITH_A_TARGET = {
 """Statuses that a call for the newest position gets from another call's target, on bases that do not yet
 report `merged`."""
 _REFUSED = "INVALID_ARGUMENT"
-_HINT = "see which positions are published: export-model verify MODEL"
+_HINT = "list the positions: export-model history MODEL"
 _MOST_CALLS = 20
 _LONGEST_PAUSE_S = 0.1
 

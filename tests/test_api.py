@@ -144,6 +144,9 @@ def test_bases_deltas_and_maintenance_by_strings(here: Path) -> None:
     base = export("train", "models/m", **asked)
     save(Path("train"), 20)
     delta = export("train", "models/m", save_incr_model=True)
+    assert repr(base.published) == "PublishedVersion('models/m/10', position=10)"
+    assert repr(base.published.manifest) == "Manifest(position=10, step=10, tensors=1)"
+    assert re.fullmatch(r"PublishedDelta\('models/m/deltas/.*', position=20\)", repr(delta.published))
     assert re.fullmatch(r"ExportedDelta\('models/m/deltas/.*', position=20, rows=6\)", repr(delta))
     with pytest.raises(NothingChanged):
         export("train", "models/m", save_incr_model=True)
@@ -157,6 +160,10 @@ def test_bases_deltas_and_maintenance_by_strings(here: Path) -> None:
     assert exporter.verify_model("models/m").problems == ()
     assert exporter.open_checkpoint("train").step == 20
     assert len(repr(exporter.open_checkpoint("train"))) < 200
+    assert repr(exporter.inspect("train")).startswith("CheckpointView(Catalog('train/")
+    assert repr(exporter.open_checkpoint("train")).endswith("in 1 file)")
+    with exporter.opened("models/m") as model:
+        assert repr(model) == "LocalModel('models/m')"
     assert isinstance(exporter.inspect("models/m"), ModelView)
 
 
@@ -167,6 +174,25 @@ def test_a_watch_and_a_plan_by_strings(here: Path) -> None:
     planned = exporter.plan("train", "models/other", "model.py:build")
     assert len(repr(planned)) < 200
     assert exporter.execute(planned).published.path == Path("models/other/10")
+
+
+def test_a_hint_is_of_the_function_that_was_called(here: Path) -> None:
+    asked: Any = {"interval": 5}
+    with pytest.raises(exporter.ExportError) as caught:
+        next(iter(exporter.watch("train", "models/m", "model.py:build", **asked)))
+    assert caught.value.hint == "watch(..., watching=Watching(interval_seconds=5))"
+    asked = {"zzz": 5}
+    with pytest.raises(exporter.ExportError) as caught:
+        next(iter(exporter.watch("train", "models/m", "model.py:build", **asked)))
+    assert caught.value.hint == "help(exporter.watch) lists them"
+    asked = {"keep": "3"}
+    with pytest.raises(exporter.ExportError) as caught:
+        export("train", "models/m", "model.py:build", **asked)
+    assert caught.value.hint == "keep=3", "what was meant"
+
+
+def test_signatures_do_not_hold_how_options_are_declared() -> None:
+    assert "Euclidean" not in str(inspect.signature(ExportRequest)), "each is a line of the docstring"
 
 
 def test_a_function_is_the_builder_itself(here: Path) -> None:

@@ -277,6 +277,11 @@ def _names(directory: Path) -> list[str]:
         return []
 
 
+def _is_published(directory: Path) -> bool:
+    """True if versions lie in a directory."""
+    return any((child / file).exists() for child in directory.glob("[0-9]*") for file in SAVED_MODEL_FILES)
+
+
 def _nothing_in(directory: Path, names: list[str], named: Path | None) -> CheckpointError:
     """Why no checkpoint was found, from what is there instead."""
     state = f"its state file names {named}, which is not there" if named else ""
@@ -287,9 +292,11 @@ def _nothing_in(directory: Path, names: list[str], named: Path | None) -> Checkp
     kept = [name for name in names if "_temp_" not in name and not name.startswith(WORKER_PREFIX)]
     below = [name for name in kept if any((directory / name).glob("*.index"))]
     hint = f"there are checkpoints in {quoted(directory / below[0])}" if below else ""
-    versions = [directory / name for name in kept if name.isdecimal()]
-    if any((version / file).exists() for version in versions for file in SAVED_MODEL_FILES):
+    if _is_published(directory):
         state = state or "it is a published model, and not what a trainer saves"
         hint = f"see what is published: export-model inspect {quoted(directory)}"
+    elif not below and (models := [name for name in kept if _is_published(directory / name)]):
+        state = state or "it holds published models, and not what a trainer saves"
+        hint = f"see what is published: export-model inspect {quoted(directory / models[0])}"
     cause = "; ".join(filter(None, (state, found)))
     return CheckpointNotFound(f"there is no complete checkpoint in {directory}", cause=cause, hint=hint)

@@ -72,6 +72,9 @@ class Option(Struct, frozen=True):
     so that what was published before it is recognised.
     """
 
+    def __repr__(self) -> str:
+        return "Option(...)"  # signatures show it in each annotation; the docstring has the texts
+
 
 class DeclaredOption(Struct, frozen=True):
     """An option where it is declared: at the end of `path`, from field to field."""
@@ -171,11 +174,14 @@ def require_company(given: Iterable[Struct]) -> None:
         UsageError: there is such an option.
     """
     found = [(one, one.value(values)) for values in given for one in declared(type(values))]
-    for alone in without_company(found):
-        needs = alone.option.goes_with
-        *others, last = (one.name for one, _ in found if one.option.goes_with == needs)
-        several = f"{', '.join(others)} and {last} go" if others else f"{last} goes"
-        raise UsageError(f"{several} with {needs}", hint=f"add {needs}, or leave out {alone.name}")
+    alone = list(without_company(found))
+    if not alone:
+        return
+    needs = alone[0].option.goes_with
+    *others, last = (one.name for one in alone if one.option.goes_with == needs)
+    names = f"{', '.join(others)} and {last}" if others else last
+    goes = "go" if others else "goes"
+    raise UsageError(f"{names} {goes} with {needs}", hint=f"add {needs}, or leave out {names}")
 
 
 def without_company(found: Sequence[tuple[DeclaredOption, Any]]) -> Iterator[DeclaredOption]:

@@ -107,7 +107,7 @@ def require_names(function: str, given: Iterable[str], known: Collection[str]) -
     """
     for name in given:
         if name not in known:
-            raise UsageError(f"{function} has no argument {name!r}", hint=_nearest(name, known))
+            raise UsageError(f"{function} has no argument {name!r}", hint=_nearest(function, name, known))
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
@@ -124,16 +124,21 @@ _SAID_OTHERWISE = {
     "watch": "watch(...) follows the training",
     "notify": "serve-model agent, or serve-model update, tells servers",
     "rebase": "rebase(model)",
+    "interval": "watch(..., watching=Watching(interval_seconds=5))",
+    "stop_after": "watch(..., watching=Watching(stop=StopWhen(after_seconds=3600)))",
+    "stop_count": "watch(..., watching=Watching(stop=StopWhen(count=3)))",
+    "stop_step": "watch(..., watching=Watching(stop=StopWhen(step=1000)))",
+    "stop_idle": "watch(..., watching=Watching(stop=StopWhen(idle_seconds=3600)))",
     "any_role": "is_chief() says whether this node exports: export on any",
 }
 """What options of the command are in Python, if they are not arguments."""
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def _nearest(function: str, name: str, known: Iterable[str]) -> str:
     if name in _SAID_OTHERWISE:
         return _SAID_OTHERWISE[name]
     found = nearest_name(name, known)
-    return "help(exporter.export) lists them" if found is None else f"did you mean {found}?"
+    return f"help(exporter.{function}) lists them" if found is None else f"did you mean {found}?"
 
 
 @cache
@@ -169,7 +174,8 @@ def _plain(name: str, kind: type, given: Any) -> Any:
     if kind is bool:
         return flag(name, given)
     if kind is int:
-        return whole(name, given, f"{name}=1")
+        is_meant = isinstance(given, str) and given.strip().isdecimal()
+        return whole(name, given, f"{name}={int(given) if is_meant else 1}")
     if kind is float:
         return number(name, given, f"{name}=0.5")
     if not isinstance(given, str):

@@ -215,6 +215,9 @@ class CheckpointView(Struct, frozen=True):
     tables: tuple[EmbeddingTable, ...] = ()
     problem: CheckpointError | None = None
 
+    def __repr__(self) -> str:
+        return f"CheckpointView({self.catalog!r})"
+
 
 class GraphView(Struct, frozen=True):
     """A `.meta` file: what could be asked of it with `--input` and `--output`.

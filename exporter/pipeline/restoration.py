@@ -127,7 +127,10 @@ class Restorer(ABC):
         """
         at = self.at.position
         if to == at:
-            raise UsageError(f"{self.noun} {to} is the newest: there is nothing to roll back")
+            raise UsageError(
+                f"{self.noun} {to} is the newest: there is nothing to roll back",
+                hint="list earlier ones: export-model history MODEL",
+            )
         is_canaried = self._require_judged(to)
         before = self.before_rollbacks() if self.hold.binds else None  # those that were lifted are accepted
         earlier = at if before is None else before
@@ -384,11 +387,13 @@ class VersionRestorer(Restorer):
         found = next((child for child in ours if child.version == number), None)
         if found is None:
             known = ", ".join(str(child.version) for child in ours[:20])
+            hint = "list them: export-model history MODEL"
+            if self.hold.binds:
+                hint += "; to leave the values as they are: export-model resume MODEL --lift-only"
             raise PositionUnknown(
                 f"there is no version {number}",
                 cause=f"there are {known}",
-                hint="list them: export-model history MODEL; to leave the values as they are: "
-                "export-model resume MODEL --lift-only",
+                hint=hint,
             )
         manifest = read_manifest(found.path)
         if manifest.incremental is not None:

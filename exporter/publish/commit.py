@@ -199,6 +199,9 @@ class PublishedVersion(Struct, frozen=True):
     kept: tuple[KeptVersion, ...] = ()
     warnings: tuple[ExportError, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"PublishedVersion({str(self.path)!r}, position={self.position})"
+
     @property
     def position(self) -> int:
         """Where a server stands that has loaded it."""
@@ -215,6 +218,9 @@ class PublishedDelta(Struct, frozen=True):
     manifest: Manifest
     log: DeltaLog
     warnings: tuple[ExportError, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"PublishedDelta({str(self.path)!r}, position={self.manifest.position})"
 
 
 class UnderLock(Struct, frozen=True):

@@ -105,13 +105,15 @@ class BaseEntry(Struct, frozen=True):
         if given is None or given == Updates():
             return
         was, now = asdict(self.updates), asdict(given)
-        differing = [name for name in was if was[name] != now[name]]
+        differing = {option_of(Updates, name): name for name in was if was[name] != now[name]}
         if differing:
             raise SchemaChanged(
                 "the base was exported with other update options",
                 cause="; ".join(
-                    f"{option_of(Updates, name)} was {was[name]}, is {now[name]}" for name in differing
+                    f"{option} was {_as_typed(was[name])}, is {_as_typed(now[name])}"
+                    for option, name in differing.items()
                 ),
+                hint=f"give {' and '.join(differing)} as it was, or {SchemaChanged.default_hint}",
             )
 
     def document(self) -> BaseDocument:
@@ -139,6 +141,11 @@ class BaseEntry(Struct, frozen=True):
             document.state,
             document.graph,
         )
+
+
+def _as_typed(value: object) -> str:
+    """A value of an option as a person says it: a flag is there or not."""
+    return {True: "given", False: "not given"}[value] if isinstance(value, bool) else str(value)
 
 
 class DeltaEntry(Struct, frozen=True, kw_only=True):
@@ -282,6 +289,9 @@ class Manifest(ManifestDraft, frozen=True, kw_only=True):
     position: int
     created: datetime
     files: tuple[FileEntry, ...]
+
+    def __repr__(self) -> str:
+        return f"Manifest(position={self.position}, step={self.step}, tensors={len(self.tensors)})"
 
     @property
     def schema_digest(self) -> str:

@@ -61,6 +61,14 @@ def _is_model(path: Path) -> bool:
     return path.is_dir() and newest_version(path) is not None
 
 
+def models_in(directory: Path) -> list[str]:
+    """The names of the models in a directory; none if it cannot be read."""
+    try:
+        return sorted(child.name for child in directory.iterdir() if _is_model(child))
+    except (OSError, ExportError):
+        return []
+
+
 T = TypeVar("T")
 
 MAX_MANIFEST_BYTES = 256 << 20
@@ -69,6 +77,7 @@ VERSION_FILES = (MANIFEST_FILE, *SAVED_MODEL_FILES)
 """Files that only a version has at its top."""
 
 _manifests: Unchanged[Manifest] = Unchanged()
+_MOST_SHOWN = 5
 _INT64 = range(-(1 << 63), 1 << 63)
 _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 _DELTA = re.compile(r"([0-9]{20})-([0-9]{20})", re.ASCII)
@@ -128,10 +137,11 @@ def newest_of(versions: Iterable[VersionDir]) -> VersionDir | None:
 
 
 def require_base_path(model: Path) -> None:
-    """Refuse a path that is itself a version, or lies in a published model.
+    """Refuse a path that is itself a version, lies in a published model, or is the directory of models.
 
     Raises:
-        UsageError: `model` is itself a version, or would be one of a model around it, or lies in its deltas.
+        UsageError: `model` is itself a version, or would be one of a model around it, or lies in its deltas;
+            or models lie in it, and it has no versions.
         TargetNotWritable: a symbolic link on the way to it leads nowhere.
     """
     for place in (model, *model.parents):
@@ -148,6 +158,12 @@ def require_base_path(model: Path) -> None:
         with suppress(ManifestError):  # an unreadable version is not this user's to publish over
             if is_of_a_model(inner.name) and newest_version(inner.parent) is not None:
                 raise inside_a_model(model, inner.parent)
+    if not _is_model(model) and (found := models_in(model)):
+        raise UsageError(
+            f"{model} is no model: it holds {', '.join(found[:_MOST_SHOWN])}",
+            cause="each model has a directory of its own, which servers are given",
+            hint=f"name the model: --out {quoted(model / found[0])}, or a new name beside it",
+        )
 
 
 def is_of_a_model(name: str) -> bool:

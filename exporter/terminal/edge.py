@@ -20,7 +20,7 @@ from exporter.options import Option
 from exporter.storage.local_paths import quoted
 from exporter.terminal import interrupt_by_exception
 from exporter.terminal.output import Output, OutputMode, silence
-from exporter.terminal.parameters import COMMAND, TAKEN, help_of, with_names
+from exporter.terminal.parameters import COMMAND, MISSPELT, TAKEN, help_of, variable_of, with_names
 from exporter.terminal.progress import count
 from exporter.terminal.tensorflow_import import needed, on_import_of_tensorflow
 from exporter.version import __version__
@@ -58,10 +58,8 @@ VersionFlag = Annotated[
 
 
 def _exit_codes() -> str:
-    """The table of exit codes at the end of a help text, in two columns."""
-    texts = [f"{int(code):<2} {code.meaning}" for code in Exit]
-    half = (len(texts) + 1) // 2
-    rows = (f"  {left:<36}{right}" for left, right in zip(texts[:half], texts[half:], strict=True))
+    """The table of exit codes at the end of a help text, a code a line: two columns do not fit a terminal."""
+    rows = (f"  {int(code):<5}{code.meaning}" for code in Exit)
     return "\b\nExit codes:\n" + "\n".join(rows)
 
 
@@ -80,6 +78,8 @@ def command(flags: OutputFlags) -> Iterator[Output]:
     sink = Output(flags.mode)
     if taken := TAKEN.get():
         sink.note("not typed: " + ", ".join(f"{one.option} {one.value} ({one.source})" for one in taken))
+    for variable, meant in MISSPELT.get():
+        sink.warn(f"{variable} is read by nothing: did you mean {meant}?")
     on_import_of_tensorflow()
     interrupt_by_exception()
     try:
@@ -281,6 +281,10 @@ def wrong_use(
             hint = _completed(program, arguments, parameter, context)
         else:
             hint = _choice(parameter, message) or f"{_to_type(parameter, context)}: {parameter.help}"
+        if (file := getattr(error, "file_of_options", None)) is not None:
+            message, hint = f"{file}: {message}", f"correct it in {file}; {hint}"
+        elif (variable := variable_of(context, parameter)) is not None:
+            message, hint = f"{variable}: {message}", f"correct {variable}, or unset it; {hint}"
     elif (lacks := getattr(error, "option_name", None)) is not None:
         found = next((one for one in context.command.params if lacks in one.opts), None)
         hint = hint if found is None else f"{_to_type(found, context)}: {found.help}"

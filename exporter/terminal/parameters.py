@@ -42,6 +42,9 @@ from exporter.storage.local_paths import local_path, quoted, without_secrets
 
 OPTIONS_FILE = "--options"
 _MAX_BYTES = 1 << 20
+_NEARLY = 0.7
+"""Kubernetes sets EXPORT_MODEL_PORT where there is a service `export-model`: less alike is no mistake."""
+_BadParameter: type[Any] = typer.BadParameter
 
 
 class Taken(Struct, frozen=True):
@@ -57,6 +60,8 @@ class Taken(Struct, frozen=True):
 
 TAKEN: ContextVar[tuple[Taken, ...]] = ContextVar("TAKEN", default=())
 """The options of the command that were not typed, and have an effect."""
+MISSPELT: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("MISSPELT", default=())
+"""Variables that nothing reads, each with the one that was probably meant."""
 
 
 def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
@@ -68,8 +73,7 @@ def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
     by_name = {max(one.opts, key=len): one for one in context.command.params}
     found = {}
     for name, one in by_name.items():
-        if _source(context, one) == "ENVIRONMENT":
-            variable = f"{context.auto_envvar_prefix}_{one.name.upper()}"
+        if (variable := variable_of(context, one)) is not None:
             found[one.name] = Taken(name, without_secrets(os.environ[variable]), variable)
     file = by_name.get(OPTIONS_FILE)
     if file is not None and (path := given.get(file.name)) is not None:
@@ -84,10 +88,38 @@ def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
             if _source(context, one) == "DEFAULT":
                 _require_fit(path, name, value, one)
                 texts = list(_texts(value))
-                typed = one.type_cast_value(context, texts if one.multiple else texts[0])
+                typed = _typed(path, context, one, texts if one.multiple else texts[0])
                 given[one.name] = list(typed) if one.multiple else typed
                 found[one.name] = Taken(option, without_secrets(" ".join(map(str, texts))), str(path))
     return found
+
+
+def variable_of(context: Any, parameter: Any) -> str | None:
+    """The environment variable that an option's value comes from; None if it does not come from one."""
+    is_one = _source(context, parameter) == "ENVIRONMENT"
+    return f"{context.auto_envvar_prefix}_{parameter.name.upper()}" if is_one else None
+
+
+def _typed(path: Path, context: Any, parameter: Any, text: Any) -> Any:
+    """A value of a file of options, as if it had been typed; an error knows the file."""
+    try:
+        return parameter.type_cast_value(context, text)
+    except _BadParameter as error:
+        error.file_of_options = str(path)
+        raise
+
+
+def misspelt(context: Any) -> Iterator[tuple[str, str]]:
+    """Environment variables that are nearly those of options, each with the one that was probably meant."""
+    root = context.find_root()
+    prefix = f"{root.auto_envvar_prefix}_"
+    known = {one.name.upper() for one in root.command.params}
+    for name, command in root.command.commands.items():
+        known.update(f"{name}_{one.name}".upper() for one in command.params)
+    for variable in sorted(os.environ):
+        name = variable.removeprefix(prefix)
+        if name != variable and name not in known and (close := nearest(name, known, _NEARLY)):
+            yield variable, f"{prefix}{close}"
 
 
 def _require_fit(path: Path, name: str, value: Any, parameter: Any) -> None:
@@ -190,6 +222,7 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
         }
         _leave_out_alone(found, elsewhere)
         TAKEN.set(tuple(elsewhere.values()))
+        MISSPELT.set(tuple(misspelt(context)))
         for name, (values, fields) in structs.items():
             typed = {one.path: _value(one, value) for one, owner, value in found.values() if owner == name}
             given[name] = _filled(values, typed | {(field,): given.pop(field) for field in fields})

@@ -40,6 +40,9 @@ class LocalModel:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def __repr__(self) -> str:
+        return f"LocalModel({str(self.path)!r})"
+
     def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
         """As `OpenModel.carry`."""
         return work()

@@ -226,7 +226,8 @@ def parse(url: str) -> Url:
     """
     found = Url.parse(url)
     if found is None:
-        known = in_store(url) or (None if "://" in url else f"s3://{url}")
+        is_local = "://" in url or Path(url).exists()
+        known = in_store(url) or (None if is_local else f"s3://{url}")
         raise UsageError(
             f"{without_secrets(url)}: expected s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL",
             hint=f"write {without_secrets(known)}" if known else "name a bucket and a model in it",

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -47,6 +48,22 @@ def test_help_is_short() -> None:
     assert all(topic in lines[-2] + lines[-1] for topic in HEADINGS.values())
     for arguments in (["export", "--help"], ["help"], ["-h"]):
         assert export_model(*arguments).out == ran.out
+
+
+def test_the_help_of_servers_is_short_too() -> None:
+    lines = run_app(serving_cli.app, "--help").out.splitlines()
+    assert len(lines) < 45
+    for line in lines:  # a line that is broken goes on without the spaces that it begins with
+        assert not re.match(r" [a-z]", line), line
+
+
+@pytest.mark.parametrize("command", ["run", "agent"])
+def test_names_of_options_are_whole(command: str) -> None:
+    shown = run_app(serving_cli.app, command, "--help").out
+    program: Any = typer.main.get_command(serving_cli.app)
+    names = [max(one.opts, key=len) for one in program.commands[command].params if one.opts[0][0] == "-"]
+    assert [name for name in names if not re.search(rf"^  .*{name}\b", shown, re.MULTILINE)] == []
+    assert "…" not in shown
 
 
 def test_every_option_has_a_topic() -> None:

@@ -56,8 +56,14 @@ def test_the_agents_options_too(arguments: list[str], needs: str) -> None:
     assert (ran.code, f"hint:  add {needs}, or leave out {arguments[0]}" in ran.err) == (2, True), ran.err
 
 
+def test_only_what_is_given_is_named() -> None:
+    ran = export_model(*EXPORT, "--notify", "localhost", "--min-change", "0.1")
+    assert "error: --notify and --min-change go with --incr\n" in ran.err
+    assert "hint:  add --incr, or leave out --notify and --min-change\n" in ran.err
+
+
 def test_a_request_from_python_is_judged_by_what_it_holds() -> None:
-    with pytest.raises(UsageError, match="--tolerance go with --verify outputs"):
+    with pytest.raises(UsageError, match=r"^--tolerance goes with --verify outputs"):
         ExportRequest(Path("train"), Path("model"), tolerance=0.1)
     request = ExportRequest(Path("train"), Path("model"), tolerance=0.1, verify=Verify.OUTPUTS)
     assert request.tolerance == 0.1

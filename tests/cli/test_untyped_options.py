@@ -120,5 +120,34 @@ def test_subcommands_and_the_other_program(monkeypatch: pytest.MonkeyPatch, tmp_
     assert export_model("--ckpt-dir", tmp_path / "none", "--out", tmp_path / "m").error["exit_code"] == 3
 
 
+def test_a_wrong_value_is_told_with_the_place_that_it_comes_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    places = ("--ckpt-dir", tmp_path, "--out", tmp_path / "m")
+    file = tmp_path / "options.json"
+    file.write_text('{"keep": "three"}')
+    said = export_model(*places, "--options", file).err
+    assert (f"error: {file}: " in said, f"correct it in {file}" in said) == (True, True), said
+    monkeypatch.setenv("EXPORT_MODEL_KEEP", "three")
+    said = export_model(*places).err
+    assert "error: EXPORT_MODEL_KEEP: " in said
+    assert "hint:  correct EXPORT_MODEL_KEEP, or unset it" in said
+    said = export_model(*places, "--keep", "four").err
+    assert "EXPORT_MODEL_KEEP" not in said, "what is typed goes first"
+
+
+def test_a_variable_that_is_nearly_one_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EXPORT_MODEL_KEPE", "3")
+    monkeypatch.setenv("EXPORT_MODEL_HISTORY_LSAT", "3")
+    for name in ("PORT", "SERVICE_HOST", "SERVICE_PORT", "PORT_80_TCP", "PORT_80_TCP_PROTO"):
+        monkeypatch.setenv(f"EXPORT_MODEL_{name}", "tcp://10.0.0.1:80")  # as Kubernetes sets for a service
+    ran = export_model("--ckpt-dir", tmp_path, "--out", tmp_path / "m")
+    told = [line for line in ran.err.splitlines() if line.startswith("warning")]
+    assert [line.partition("did you mean ")[2] for line in told] == [
+        "EXPORT_MODEL_HISTORY_LAST?",
+        "EXPORT_MODEL_KEEP?",
+    ]
+
+
 def test_exports_beside_a_training_are_what_their_request_says() -> None:
     assert "EXPORT_MODEL_KEEP" not in export_environment({"EXPORT_MODEL_KEEP": "1"})

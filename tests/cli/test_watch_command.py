@@ -83,10 +83,10 @@ def test_increments_are_followed_until_their_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--stop-after", "1h"], "go with --watch"),
-        (["--stop-count", "1"], "go with --watch"),
-        (["--incr", "--stop-step", "1"], "go with --watch"),
-        (["--stop-idle", "1m"], "go with --watch"),
+        (["--stop-after", "1h"], "goes with --watch"),
+        (["--stop-count", "1"], "goes with --watch"),
+        (["--incr", "--stop-step", "1"], "goes with --watch"),
+        (["--stop-idle", "1m"], "goes with --watch"),
         (["--watch", "--stop-after", "soon"], "--stop-after 'soon' is not a duration"),
         (["--watch", "--stop-idle", "-1"], "--stop-idle '-1' is not a duration"),
         (["--watch", "--stop-count", "0"], "is not in the range x>=1"),

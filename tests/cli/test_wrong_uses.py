@@ -49,6 +49,7 @@ WRONG = [
     ("export-model --ckpt-dir models/ranker --out train", 3, "export-model inspect models/ranker"),
     ("export-model inspect nothere", 3, "name a directory of checkpoints"),
     ("export-model inspect m.py", 3, "--model m.py:FUNCTION"),
+    ("export-model inspect models", 3, "export-model inspect models/deeprec"),
     # what is served
     (EXPORT, 2, "--model pkg.mod:fn"),
     (f"{EXPORT} --model m.py", 2, "--model m.py:FUNCTION"),
@@ -58,6 +59,8 @@ WRONG = [
     (f"{EXPORT} --model models/plain/11", 2, "--model models/plain/41"),
     (f"{EXPORT} --model models/ranker/10", 2, "name what it was made from"),
     # what is published
+    ("export-model --ckpt-dir train --out models --model m.py:serving", 2, "--out models/deeprec"),
+    ("export-model --ckpt-dir train --out models --model m.py:serving --incr", 2, "--out models/deeprec"),
     ("export-model history nothere", 5, "--out nothere"),
     ("export-model history train", 5, "export-model inspect train"),
     ("export-model history models/ranker/10", 5, "models/ranker"),
@@ -65,6 +68,7 @@ WRONG = [
     ("export-model rollback models/ranker", 2, "export-model rollback models/ranker --to POSITION"),
     ("export-model rollback models/ranker 30", 2, "export-model rollback models/ranker --to 30"),
     ("export-model rollback models/ranker --to 35", 5, "export-model history models/ranker"),
+    ("export-model rollback models/ranker --to 83", 2, "export-model history models/ranker"),
     ("export-model rollback models/plain --to 35", 5, "export-model history models/plain"),
     ("export-model merge models/ranker --from 35", 5, "export-model history models/ranker"),
     (
@@ -78,6 +82,7 @@ WRONG = [
     ("export-model push s3://b/m models/ranker", 2, "export-model push models/ranker s3://b/m"),
     ("export-model pull models/ranker s3://b/m", 2, "export-model pull s3://b/m models/ranker"),
     ("export-model push models/ranker b/m", 2, "write s3://b/m"),
+    ("export-model pull models/ranker new", 2, "name a bucket and a model in it"),
     # servers
     ("serve-model models/ranker", 2, "serve-model run models/ranker"),
     ("serve-model models/ranker --port 8600", 2, "serve-model run models/ranker --port 8600"),
@@ -90,6 +95,7 @@ WRONG = [
     ("serve-model run s3://b/m", 2, "export-model pull s3://b/m m"),
     ("serve-model status", 2, "serve-model status HOST:PORT"),
     ("serve-model status models/ranker", 2, "write 127.0.0.1:8500"),
+    ("serve-model status 8600", 2, "write 127.0.0.1:8600"),
     ("serve-model status http://127.0.0.1:8500/v1", 2, "write 127.0.0.1:8500"),
     ("serve-model status 127.0.0.1:1", 7, "serve-model run MODEL_BASE_PATH --port 1"),
     ("serve-model status 127.0.0.1:1 --published models/ranker", 7, "serve-model run models/ranker --port 1"),
@@ -99,6 +105,8 @@ WRONG = [
         2,
         "serve-model agent --model-base-path models/ranker --target HOST[:PORT]",
     ),
+    ("serve-model agent --model-base-path models --target a --port 0", 2, "/models/deeprec"),
+    ("serve-model agent --model-base-path m=models --target a --port 0", 2, "--model-base-path m=/"),
 ]
 
 
@@ -130,6 +138,18 @@ def test_the_next_command_is_told(
     assert not re.search(r"error: unexpected|Traceback", ran.err)
     if said.startswith(("export-model ", "serve-model ")):
         assert said == hint, "a hint that is a command is the whole of it"
+
+
+def test_a_version_that_is_not_there_is_no_matter_of_a_hold(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(place / "models/plain", "plain")
+    asked = "export-model rollback plain --to 35"
+    assert "export-model resume plain --lift-only" in typed(asked).err
+    Path("plain/hold").unlink()
+    said = typed(asked).err
+    assert ("export-model history plain" in said, "--lift-only" in said) == (True, False)
 
 
 def test_a_hint_knows_its_program(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

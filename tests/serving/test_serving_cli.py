@@ -95,6 +95,8 @@ def test_an_update_of_an_unknown_model_does_not_send_to_and_fro(server: ModelSer
     done = call("update", server.address, "--model", "rankr")
     assert done.exit_code == 7
     assert "hint:  name a model of this server with --model" in done.stderr
+    shows_loading = f"if it still loads, this shows it: serve-model status {server.address} --model rankr"
+    assert shows_loading in done.stderr.replace("\n", " ")
 
 
 def test_an_update_of_a_version_that_takes_no_deltas_tells_how_to_publish_one(server: ModelServer) -> None:
