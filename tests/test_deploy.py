@@ -37,6 +37,7 @@ from serving.agent.view import (
 from serving.cli import app as serving_app
 from tests.support.commands import export_model, run_app
 from tests.support.forks import run_warm
+from tests.support.guide_pages import pages
 from tests.support.project import requirements
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
@@ -135,6 +136,9 @@ def test_images_have_versions_and_ours_is_this_one() -> None:
     for name in ("Dockerfile", "README.md"):
         assert set(re.findall(r"-t export-model\S*:(\S+)", (DEPLOY / name).read_text())) == {__version__}
     assert set(re.findall(r"export_model-([0-9.]+)-py3", text)) == {__version__}
+    typed = [block.text for page in pages() for block in page.blocks]
+    named = re.findall(r"(?:tensorflow/serving|export-model(?=:))[\w:.]*", "\n".join(typed))
+    assert set(named) == images
 
 
 def locked(name: str) -> dict[str, str]:
