@@ -125,11 +125,11 @@ def test_the_environment_has_no_tensorflow(machine: Machine) -> None:
 
 
 def test_it_is_small(libraries: Path) -> None:
-    """Without bytecode, which is a tenth more; an environment has pip, too: 15 MB."""
+    """Without bytecode, which is a third more, and pip's 17 MB: the agent's image stays below 250 MB."""
     files = (Path(at, name) for at, _, names in os.walk(libraries, followlinks=True) for name in names)
     own = [*(ROOT / "exporter").rglob("*.py"), *(ROOT / "serving").rglob("*.py")]
     sizes = (path.stat().st_size for path in (*files, *own) if path.suffix != ".pyc")
-    assert 50e6 < sum(sizes) < 200e6
+    assert 50e6 < sum(sizes) < 170e6
 
 
 def test_what_does_not_run_tensorflow(machine: Machine) -> None:
