@@ -22,6 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
+BUILT_BY = "setuptools==84.2.1"
+"""Its version stands in the wheel: with any, the same commit would give other bytes next month."""
 EXTRAS = "server,agent,stores"
 """Of the wheel that is tried: what a machine needs that exports, serves, and keeps servers fresh."""
 
@@ -65,7 +67,9 @@ def _build(commit: str, epoch: int, scratch: Path) -> Path:
     archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         files.extractall(source, filter="data")
-    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch)}
+    constraint = scratch / "constraint.txt"
+    constraint.write_text(f"{BUILT_BY}\n")
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch), "PIP_CONSTRAINT": str(constraint)}
     # The wheel's entries take their modes from the files: the builder's umask must not decide.
     subprocess.run(
         [sys.executable, "-m", "build", "--outdir", DIST, "."], cwd=source, check=True, env=environment,
