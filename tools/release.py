@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -124,14 +125,25 @@ def _try_wheel(wheel: Path, environment: Path, elsewhere: Path) -> None:
 
 def _bill_of_materials(environment: Path, out: Path) -> None:
     """Write what the environment holds as CycloneDX JSON: names, versions and licences."""
+    scripts = environment / "bin"
+    # What installed the wheel is none of its parts.
+    _run([scripts / "python", "-m", "pip", "uninstall", "--quiet", "--yes", "pip"], environment)
     _run(
         [
-            sys.executable, "-m", "cyclonedx_py", "environment", environment / "bin" / "python",
+            sys.executable, "-m", "cyclonedx_py", "environment", scripts / "python",
             "--pyproject", ROOT / "pyproject.toml", "--output-reproducible", "--output-format", "JSON",
             "--output-file", out,
         ],
         ROOT,
     )  # fmt: skip
+    out.write_text(of_version(out.read_text(), out.name.split("-")[1]))
+
+
+def of_version(bill: str, version: str) -> str:
+    """A bill of materials that says of which release it is, which pyproject.toml leaves to the code."""
+    document = json.loads(bill)
+    document["metadata"]["component"]["version"] = version
+    return f"{json.dumps(document, indent=2)}\n"
 
 
 def _run(command: Sequence[str | Path], directory: Path) -> None:
