@@ -23,6 +23,7 @@ from exporter.options.given import StrPath
 from exporter.pipeline.watch_loop import EVERY_SECOND, Watching
 from exporter.storage.local_paths import checkpoint_path, quoted
 from exporter.terminal.progress import ProgressFactory, no_progress
+from exporter.terminal.tensorflow_import import said_by_name
 from exporter.transfer.opened import LocalModel, OpenModel, data_mode, opened, opened_if_model, require_apart
 
 if TYPE_CHECKING:
@@ -175,7 +176,9 @@ def plan(ckpt_dir: Any, out: Any = None, model: Any = None, **options: Any) -> P
     """
     from exporter.pipeline import full
 
-    return full.plan(_request("plan", ckpt_dir, out, model, options))
+    request = _request("plan", ckpt_dir, out, model, options)
+    with said_by_name():
+        return full.plan(request)
 
 
 def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
@@ -190,7 +193,8 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
 
     if not isinstance(planned, full.Plan):
         raise given.wrong("planned", planned, "what plan(...) returns", "execute(plan(...)), or export(...)")
-    return full.execute(planned, progress)
+    with said_by_name():
+        return full.execute(planned, progress)
 
 
 @overload
@@ -253,7 +257,7 @@ def _watch(
 ) -> Iterator[Exported]:
     from exporter.pipeline import watch as watches
 
-    with opened(request.out) as target:
+    with said_by_name(), opened(request.out) as target:
         yield from watches.watch(_at(request, target), watching, tell, progress, ended, target.carry)
 
 
@@ -426,7 +430,7 @@ def _at(request: ExportRequest, target: OpenModel) -> ExportRequest:
 
 def _publish(request: ExportRequest, work: Callable[[ExportRequest], T]) -> T:
     """Do what publishes; a model that is named by a URL is opened for it."""
-    with opened(request.out) as target:
+    with said_by_name(), opened(request.out) as target:
         local = _at(request, target)
         return target.carry(lambda: work(local))
 

@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -37,9 +38,11 @@ from serving.cli import app as serving_app
 from serving.updates import ServedTables
 from tests.support.commands import export_model, run_app
 from tests.support.forks import run_warm
+from tests.support.guide_pages import pages
 from tests.support.project import requirements
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
+FIXTURES = Path(__file__).parent / "fixtures"
 KUBERNETES = sorted(path for path in DEPLOY.glob("kubernetes*/*.yaml") if path.stem != "kustomization")
 
 
@@ -80,6 +83,24 @@ def pods() -> Iterator[dict[str, Any]]:
     yield kserve_pod()
 
 
+@pytest.mark.parametrize("document", documents(DEPLOY / "kserve/ranker.yaml"), ids=lambda each: each["kind"])
+def test_the_manifests_of_kserve_fit_its_schemas(document: dict[str, Any]) -> None:
+    """Those of its custom resources, as far as the manifests use them; no field that they do not have."""
+    schema = json.loads((FIXTURES / "kserve/schemas.json").read_text())["schemas"][document["kind"]]
+    jsonschema.validate(document, schema)
+    mistyped = json.loads(json.dumps(document).replace('"volumeMounts"', '"volumeMount"'))
+    with pytest.raises(jsonschema.ValidationError, match="volumeMount"):
+        jsonschema.validate(mistyped, schema)
+
+
+def test_kserve_admits_the_service() -> None:
+    """Its webhook wants one implementation; since 0.15 a container beside a model is one by its name only."""
+    _, service = documents(DEPLOY / "kserve/ranker.yaml")
+    predictor = service["spec"]["predictor"]
+    assert "model" in predictor
+    assert "kserve-container" not in {container["name"] for container in predictor["containers"]}
+
+
 def test_the_pod_of_kserve_fits_kubernetes_schema() -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ranker"}, "spec": kserve_pod()}
     kubernetes_validate.validate(pod, "1.31", strict=True)
@@ -116,6 +137,9 @@ def test_images_have_versions_and_ours_is_this_one() -> None:
     for name in ("Dockerfile", "README.md"):
         assert set(re.findall(r"-t export-model\S*:(\S+)", (DEPLOY / name).read_text())) == {__version__}
     assert set(re.findall(r"export_model-([0-9.]+)-py3", text)) == {__version__}
+    typed = [block.text for page in pages() for block in page.blocks]
+    named = re.findall(r"(?:tensorflow/serving|export-model(?=:))[\w:.]*", "\n".join(typed))
+    assert set(named) == images
 
 
 def locked(name: str) -> dict[str, str]:

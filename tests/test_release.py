@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import tarfile
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.support.project import PROJECT
-from tools.release import normalised
+from tools.release import BUILT_BY, normalised, of_version
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,6 +35,22 @@ def test_an_sdist_says_nothing_of_who_built_it_and_when() -> None:
     with tarfile.open(fileobj=io.BytesIO(one)) as files:
         assert [member.name for member in files] == ["p/a.py", "p/b.py"]
         assert {member.mtime for member in files.getmembers()} == {1_700_000_000}
+
+
+def test_what_builds_it_is_one_version_that_the_project_allows() -> None:
+    """A wheel has the builder's version in it."""
+    built_by = Requirement(BUILT_BY)
+    (asked,) = map(Requirement, PROJECT["build-system"]["requires"])
+    (pin,) = built_by.specifier
+    assert (pin.operator, built_by.name) == ("==", asked.name)
+    assert asked.specifier.contains(pin.version)
+
+
+def test_a_bill_of_materials_says_of_which_release_it_is() -> None:
+    bill = {"components": [1], "metadata": {"component": {"name": "export-model"}}}
+    found = json.loads(of_version(json.dumps(bill), "0.2.0"))
+    assert found["metadata"]["component"] == {"name": "export-model", "version": "0.2.0"}
+    assert found["components"] == [1]
 
 
 def test_package_data_names_every_file_that_is_not_code() -> None:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -85,9 +86,23 @@ class Machine:
 
     def run(self, program: str, *words: object, code: int = 0) -> str:
         """What a command prints; on stderr if it fails as it should."""
-        process = self.start(program, *words)
+        return self._said(self.start(program, *words), code)
+
+    def python(self, text: str, code: int = 0) -> str:
+        """What some lines of Python print; on stderr if they fail as they should."""
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-c", text],
+            cwd=self.directory,
+            env=self.environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        return self._said(process, code)
+
+    def _said(self, process: subprocess.Popen[str], code: int) -> str:
         out, err = process.communicate(timeout=300)
-        assert process.returncode == code, f"{words}: {out}{err}"
+        assert process.returncode == code, f"{process.args}: {out}{err}"
         return err if code else out
 
 
@@ -107,6 +122,14 @@ def test_the_environment_has_no_tensorflow(machine: Machine) -> None:
         check=False,
     )
     assert "No module named 'tensorflow'" in done.stderr
+
+
+def test_it_is_small(libraries: Path) -> None:
+    """Without bytecode, which is a third more, and pip's 17 MB: the agent's image stays below 250 MB."""
+    files = (Path(at, name) for at, _, names in os.walk(libraries, followlinks=True) for name in names)
+    own = [*(ROOT / "exporter").rglob("*.py"), *(ROOT / "serving").rglob("*.py")]
+    sizes = (path.stat().st_size for path in (*files, *own) if path.suffix != ".pyc")
+    assert 50e6 < sum(sizes) < 170e6
 
 
 def test_what_does_not_run_tensorflow(machine: Machine) -> None:
@@ -184,6 +207,40 @@ def test_what_runs_tensorflow_says_so(machine: Machine, command: str) -> None:
     assert "runs in TensorFlow" in error["message"] and TENSORFLOW in error["hint"]
 
 
+def test_functions_of_python_say_so_too(machine: Machine) -> None:
+    (machine.directory / "builder.py").write_text("import tensorflow as tf\ndef serving():\n    pass\n")
+    for call in (
+        "export('train', 'models/built', 'builder.py:serving')",
+        "export('train', 'models/new', 'models/plain/40', verify='outputs')",
+        "export_incremental('train', 'models/new', 'models/plain/40')",
+        "plan('train', 'models/built', 'builder.py:serving')",
+        "execute(plan('train', 'models/new', 'models/plain/40', verify='outputs'))",
+        "next(watch('train', 'models/built', 'builder.py:serving'))",
+    ):
+        said = machine.python(f"from exporter import *; {call}", code=1)
+        assert "exporter.errors.TensorFlowNeeded: " in said, said
+    said = machine.python("import exporter.training; print(exporter.training.is_chief())")
+    assert said == "True\n"
+
+
+@pytest.fixture(params=["tensorflow", "tensorflow-cpu"])
+def with_tensorflow(
+    request: pytest.FixtureRequest, machine: Machine, tmp_path: Path
+) -> Callable[[str], None]:
+    """Install something of some version that is called TensorFlow, under the name of one of its wheels."""
+
+    def install(version: str) -> None:
+        other = tmp_path / "other"
+        (other / "tensorflow").mkdir(parents=True)
+        (other / "tensorflow/__init__.py").write_text("raise RuntimeError('it was imported')")
+        info = other / f"{request.param.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {request.param}\nVersion: {version}\n")
+        machine.environment["PYTHONPATH"] += f"{os.pathsep}{other}"
+
+    return install
+
+
 @pytest.mark.parametrize(
     "version, said",
     [
@@ -191,19 +248,27 @@ def test_what_runs_tensorflow_says_so(machine: Machine, command: str) -> None:
         ("2.22.0rc1", "TensorFlow 2.22 is too new: 2.15 to 2.21"),
     ],
 )
-def test_a_tensorflow_that_does_not_fit(machine: Machine, tmp_path: Path, version: str, said: str) -> None:
-    other = tmp_path / "other"
-    (other / "tensorflow").mkdir(parents=True)
-    (other / "tensorflow/__init__.py").write_text("raise RuntimeError('it was imported')")
-    info = other / f"tensorflow-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tensorflow\nVersion: {version}\n")
-    machine.environment["PYTHONPATH"] += f"{os.pathsep}{other}"
+def test_a_tensorflow_that_does_not_fit(
+    machine: Machine, with_tensorflow: Callable[[str], None], version: str, said: str
+) -> None:
+    with_tensorflow(version)
     for command in (
         "export-model --ckpt-dir train --model models/plain/40 --out models/new --incr",
         "serve-model run models/ranker",
     ):
         assert said in machine.run(*command.split(), code=1)
+    for code in (
+        "from exporter import *; export_incremental('train', 'models/new', 'models/plain/40')",
+        "from exporter.training import IncrementHook",
+    ):
+        assert f"TensorFlowNeeded: {said}" in machine.python(code, code=1)
+    machine.run("export-model", "--ckpt-dir", "train", "--model", "models/plain/40", "--out", "models/new")
+
+
+def test_a_tensorflow_that_fits_is_taken(machine: Machine, with_tensorflow: Callable[[str], None]) -> None:
+    with_tensorflow("2.15.1")
+    command = "export-model --ckpt-dir train --model models/plain/40 --out models/new --incr"
+    assert "it was imported" in machine.run(*command.split(), code=1)
 
 
 def test_the_tensorflow_of_this_environment_fits() -> None:

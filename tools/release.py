@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -22,6 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
+BUILT_BY = "setuptools==84.2.1"
+"""Its version stands in the wheel: with any, the same commit would give other bytes next month."""
 EXTRAS = "server,agent,stores"
 """Of the wheel that is tried: what a machine needs that exports, serves, and keeps servers fresh."""
 
@@ -65,7 +68,9 @@ def _build(commit: str, epoch: int, scratch: Path) -> Path:
     archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         files.extractall(source, filter="data")
-    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch)}
+    constraint = scratch / "constraint.txt"
+    constraint.write_text(f"{BUILT_BY}\n")
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch), "PIP_CONSTRAINT": str(constraint)}
     # The wheel's entries take their modes from the files: the builder's umask must not decide.
     subprocess.run(
         [sys.executable, "-m", "build", "--outdir", DIST, "."], cwd=source, check=True, env=environment,
@@ -120,14 +125,25 @@ def _try_wheel(wheel: Path, environment: Path, elsewhere: Path) -> None:
 
 def _bill_of_materials(environment: Path, out: Path) -> None:
     """Write what the environment holds as CycloneDX JSON: names, versions and licences."""
+    scripts = environment / "bin"
+    # What installed the wheel is none of its parts.
+    _run([scripts / "python", "-m", "pip", "uninstall", "--quiet", "--yes", "pip"], environment)
     _run(
         [
-            sys.executable, "-m", "cyclonedx_py", "environment", environment / "bin" / "python",
+            sys.executable, "-m", "cyclonedx_py", "environment", scripts / "python",
             "--pyproject", ROOT / "pyproject.toml", "--output-reproducible", "--output-format", "JSON",
             "--output-file", out,
         ],
         ROOT,
     )  # fmt: skip
+    out.write_text(of_version(out.read_text(), out.name.split("-")[1]))
+
+
+def of_version(bill: str, version: str) -> str:
+    """A bill of materials that says of which release it is, which pyproject.toml leaves to the code."""
+    document = json.loads(bill)
+    document["metadata"]["component"]["version"] = version
+    return f"{json.dumps(document, indent=2)}\n"
 
 
 def _run(command: Sequence[str | Path], directory: Path) -> None:

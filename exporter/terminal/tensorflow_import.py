@@ -1,4 +1,4 @@
-"""TensorFlow at the command lines: which one fits, and its messages at import silenced.
+"""TensorFlow: which one fits, said by name; and, at the command lines, its messages at import silenced.
 
 TensorFlow's C++ side writes some lines straight to file descriptor 2 before any of its log settings apply. A
 finder on `sys.meta_path` redirects that descriptor while the package is imported, and prints what was caught
@@ -38,17 +38,47 @@ def require_tensorflow(purpose: str) -> None:
     """
     if PathFinder.find_spec(_PACKAGE) is None:
         raise TensorFlowNeeded(f"{purpose} runs in TensorFlow, which is not installed")
-    _require_fitting()
+    require_fitting()
 
 
 def needed(error: ModuleNotFoundError) -> ExportError:
     """The named error for an import that failed."""
-    if (error.name or "").partition(".")[0] not in (_PACKAGE, "keras"):
+    if not _is_of_tensorflow(error):
         return ExportError(f"unexpected {type(error).__name__}: {error}")
     return TensorFlowNeeded("this runs in TensorFlow, which is not installed", cause=str(error))
 
 
-def _require_fitting() -> None:
+@contextmanager
+def said_by_name() -> Iterator[None]:
+    """In a program of somebody else: a TensorFlow that is missing, or does not fit, is an error by name.
+
+    Nothing else changes there: no message is silenced.
+
+    Raises:
+        TensorFlowNeeded: what is done here runs TensorFlow, and there is none, or one that does not fit.
+    """
+    if sys.modules.get(_PACKAGE) is not None:
+        require_fitting()
+    finder = _Finder(is_quiet=False)
+    if not _is_watched():
+        sys.meta_path.insert(0, finder)
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if not _is_of_tensorflow(error):
+            raise
+        raise needed(error) from error
+    finally:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+
+def require_fitting() -> None:
+    """Make sure that the TensorFlow that is installed, if any, is one that fits.
+
+    Raises:
+        TensorFlowNeeded: it is too old, or too new.
+    """
     from importlib.metadata import PackageNotFoundError, version
 
     for distribution in _DISTRIBUTIONS:
@@ -72,11 +102,22 @@ def on_import_of_tensorflow() -> None:
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # an export computes nothing that a device would help
-    if _PACKAGE not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    if _PACKAGE not in sys.modules and not _is_watched():
+        sys.meta_path.insert(0, _Finder(is_quiet=True))
+
+
+def _is_of_tensorflow(error: ModuleNotFoundError) -> bool:
+    return (error.name or "").partition(".")[0] in (_PACKAGE, "keras")
+
+
+def _is_watched() -> bool:
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
 class _Finder:
+    def __init__(self, *, is_quiet: bool) -> None:
+        self._is_quiet = is_quiet
+
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -84,8 +125,8 @@ class _Finder:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None:
-            _require_fitting()
-        if spec is not None and spec.loader is not None:
+            require_fitting()
+        if self._is_quiet and spec is not None and spec.loader is not None:
             spec.loader = cast("Loader", _QuietLoader(spec.loader))
         return spec
 

@@ -2,7 +2,7 @@
 
     from exporter.training import ExportHook, IncrementHook, checkpoint_dir, is_chief, load_checkpoint
 
-Each name is imported when first used.
+Each name is imported when first used. A TensorFlow that does not fit is an error then.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from exporter.terminal.tensorflow_import import require_fitting
 
 if TYPE_CHECKING:
     from exporter.training.chief import checkpoint_dir as checkpoint_dir
@@ -49,6 +51,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module 'exporter.training' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
         )
+    if _HOMES[name] != "chief":  # what it has is asked without TensorFlow, too
+        require_fitting()
     return getattr(import_module(f"exporter.training.{_HOMES[name]}"), name)
 
 

@@ -17,7 +17,6 @@ FOLLOWED = [
     "docs/from/tensorlayer.md",
     "docs/from/safetensors.md",
     "docs/from/triton.md",
-    "docs/pipelines.md",
 ]
 
 

@@ -4,10 +4,12 @@ Each environment has one Python and one TensorFlow. In each: install TensorFlow,
 dependencies (TensorFlow must not move); train by a session with the hook, and by Keras with the callback;
 export a base, train on, publish a delta. Then every environment serves every base: the first answers have to
 be the trainer's, an update while predictions run has to lead to the trainer's next, and no answer may mix the
-two. The C++ loader of each TensorFlow, which is that of TensorFlow Serving, loads each base, too.
+two. The C++ loader of each TensorFlow, which is that of TensorFlow Serving, loads each base, too. Each also
+makes two versions whose table is mapped (`--map-tables`), one of them in 8 bits: every loader has to map it,
+and to answer as the trainer does.
 
-One more environment has no TensorFlow: it takes the training and the base of another one, publishes the delta
-and a version of the training's own graph (`.meta`), and updates a server by its own command.
+One more environment has no TensorFlow. It takes the training and the base of another one, publishes the
+delta, a version of the training's own graph (`.meta`) and the mapped versions, and updates servers by itself.
 
 It takes a quarter of an hour, downloads and keeps 2 GB an environment. `--short` makes two, without Keras:
 the oldest TensorFlow with the oldest libraries that pyproject.toml allows, where a sample of the tests runs,
@@ -54,7 +56,15 @@ WITHOUT = "3.13"
 """The Python of the environment without TensorFlow; its training is that of another on this Python."""
 BESIDE = {"2.20.0": ["protobuf<7"]}
 """What a TensorFlow needs that its wheel does not say: 2.20's own saver hook fails with protobuf 7."""
-MODELS = {"session": "examples/ranker/model.py:serving", "keras": "tests/matrix/trainer.py:tower"}
+EXTRAS = ("server", "agent", "stores")
+"""Those of the environments; extras of engines have tests of their own, each in an environment with it."""
+MODELS = {
+    "session": "examples/ranker/model.py:serving",
+    "keras": "tests/matrix/trainer.py:tower",
+    "mapped": "tests/matrix/trainer.py:wide",
+}
+MAPPED = {"mapped": ["--map-tables"], "mapped-int8": ["--map-tables", "--cast", "table=int8"]}
+"""Versions that are made of the training `mapped`, and how."""
 META = ["--input", "user=Placeholder:0", "--input", "item=Placeholder_1:0", "--output", "click=Sigmoid:0"]
 """What to serve of the session's own graph."""
 SAMPLE = (
@@ -62,10 +72,15 @@ SAMPLE = (
     "tests/publish/test_manifest.py",
     "tests/cli/test_help.py",
     "tests/cli/test_wrong_uses.py",
+    "tests/agent/test_agent_threads.py",
+    "tests/agent/test_agent_view.py",
+    "tests/transfer/test_outdated_views.py",
 )
 FIRST, LAST = 10, 30
 TOLERANCE = 1e-5
 """Kernels of two TensorFlows sum in other orders; the two states differ by 0.01 and more."""
+ROUNDED = {"mapped-int8": 0.005}
+"""How far answers may be off where values are rounded."""
 _WAIT_S = 600.0
 
 
@@ -78,8 +93,9 @@ class Environment:
         self.has_tensorflow = tensorflow != NONE
         self.bounds = ["--constraint", str(work / "lowest.txt")] if lowest else []
         self.kinds = [*MODELS]
-        self.directory = work / f"env-{python}-{tensorflow}"
-        self.models = work / "made" / f"{python}-{tensorflow}"
+        name = f"{python}-{tensorflow}" + ("-lowest" if lowest else "")  # else both forms would share it
+        self.directory = work / f"env-{name}"
+        self.models = work / "made" / name
         self.facts: dict[str, Any] = {}
 
     def install(self, interpreter: str, wheel: Path) -> None:
@@ -93,7 +109,7 @@ class Environment:
         before = self._frozen()
         self._pip("install", "--force-reinstall", "--no-deps", str(wheel))
         if self.has_tensorflow:
-            self._pip("install", f"{wheel}[server]", *self.bounds)
+            self._pip("install", f"{wheel}[{','.join(EXTRAS)}]", *self.bounds)
             self._pip("check")
         else:
             self._pip("install", "-r", str(ROOT / "deploy/requirements-slim.txt"))
@@ -132,6 +148,8 @@ class Environment:
         work = self.models / kind
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
+        if kind == "mapped":
+            return self._make_mapped(work)
         python, model = self.directory / "bin/python", ROOT / MODELS[kind]
         export = [
             "export-model",
@@ -151,6 +169,21 @@ class Environment:
             self.run(*export, cwd=work)
         return {"seconds": round(time.monotonic() - began), **_made(work / "models" / kind)}
 
+    def _make_mapped(self, work: Path, model: str | None = None) -> dict[str, Any]:
+        """The versions that map a table: from a builder after a training, or from a SavedModel of each."""
+        began = time.monotonic()
+        if model is None:
+            trainer = (self.directory / "bin/python", ROOT / "tests/matrix/trainer.py", "mapped")
+            self.run(*trainer, "train", str(LAST), f"{LAST}.npz", cwd=work)
+            model = str(ROOT / MODELS["mapped"])
+        for name, options in MAPPED.items():
+            named = ["--model", model, "--out", f"models/{name}"]
+            self.run("export-model", "--ckpt-dir", "train", *named, *options, cwd=work)
+        versions = [_version(work / "models" / name) for name in MAPPED]
+        mapped = [json.loads((version / "manifest.json").read_text())["mapped"] for version in versions]
+        assert all(len(each["tables"]) == 1 for each in mapped), f"not mapped: {mapped}"
+        return {"seconds": round(time.monotonic() - began)}
+
     def sample(self) -> None:
         """Tests of the command line and of formats, which an older Python or library may read otherwise.
 
@@ -168,6 +201,9 @@ class Environment:
         kind, work = trained.name, self.models / trained.name
         shutil.rmtree(work, ignore_errors=True)
         shutil.copytree(trained, work)
+        if kind == "mapped":
+            plain = (work / "models").rename(work / "before") / kind
+            return self._make_mapped(work, str(_version(plain)))
         (delta,) = (work / "models" / kind / "deltas").glob("*/*-*")
         shutil.rmtree(delta)
         began = time.monotonic()
@@ -178,8 +214,8 @@ class Environment:
         return {"seconds": round(time.monotonic() - began), **_made(work / "models" / kind)}
 
     @contextmanager
-    def served(self, config: Path) -> Iterator[str]:
-        """The address of a server of the environment."""
+    def served(self, config: Path) -> Iterator[tuple[str, list[str]]]:
+        """The address of a server of the environment, and the lines that it prints."""
         command = [
             self.directory / "bin/serve-model",
             "run",
@@ -207,7 +243,7 @@ class Environment:
             match = re.search(r" on (\S+:\d+)", "".join(said))
             if match is None:
                 raise RuntimeError("".join(said)[-2000:])
-            yield match[1]
+            yield match[1], said
         finally:
             process.terminate()
             process.wait(60)
@@ -241,43 +277,55 @@ def load(loader: Environment, makers: list[Environment], work: Path) -> dict[str
     shutil.rmtree(here, ignore_errors=True)
     here.mkdir(parents=True)
     cells: dict[str, tuple[Environment, Path]] = {}
+    bases: dict[str, Path] = {}
     config = ["model_config_list {"]
     for maker in makers:
         for model in sorted(maker.models.glob("*/models/*")):
             if not any(path.name.isdigit() for path in model.iterdir()):
                 continue  # its maker failed, and a server would wait for it
             name = f"{maker.directory.name}-{model.name}"
-            shutil.copytree(model, here / name)
-            for delta in (here / name / "deltas").glob("*/*-*"):
+            served = model  # where it was made, which is where a mapped table has to lie
+            if model.name not in MAPPED:
+                served = Path(shutil.copytree(model, here / name))
+            for delta in (served / "deltas").glob("*/*-*"):
                 delta.rename(here / f"{name}.delta")
                 (here / f"{name}.delta.path").write_text(str(delta))
-            config.append(
-                f'config {{ name: "{name}" base_path: "{here / name}" model_platform: "tensorflow" }}'
-            )
+            config.append(f'config {{ name: "{name}" base_path: "{served}" model_platform: "tensorflow" }}')
             cells[name] = maker, model.parents[1]
+            bases[name] = _version(served)
     config_file = here / "models.config"
     config_file.write_text("\n".join([*config, "}"]))
     results: dict[str, str] = {}
-    with loader.served(config_file) as address:
+    with loader.served(config_file) as (address, said):
         for name, (maker, made) in cells.items():
             try:
                 results[name] = _updated(address, name, here, made, maker)
             except Exception as error:  # noqa: BLE001 - a cell of the matrix
                 results[name] = f"{type(error).__name__}: {error}, {getattr(error, 'cause', '')}"[:500]
-    bases = {name: _version(here / name) for name in cells}
+        for name in cells:
+            if _is_mapped(name) and f"{name} version {LAST}: tables mapped" not in "".join(said):
+                results[name] += "; the server does not map it"
     python = loader.directory / "bin/python"
     lines = loader.run(python, ROOT / "tests/matrix/stock_load.py", *bases.values(), cwd=here).splitlines()
     for name, line in zip(bases, lines, strict=True):
-        if said := json.loads(line)["error"]:
-            results[name] += f"; C++: {said[:200]}"
+        found = json.loads(line)
+        if found["error"]:
+            results[name] += f"; C++: {found['error'][:200]}"
+        elif _is_mapped(name) and not found["mapped"]:
+            results[name] += "; C++: it is not mapped"
     return results
 
 
+def _is_mapped(name: str) -> bool:
+    return any(name.endswith(f"-{kind}") for kind in MAPPED)
+
+
 def _updated(address: str, name: str, here: Path, made: Path, maker: Environment) -> str:
-    before, after = np.load(made / f"{FIRST}.npz"), np.load(made / f"{LAST}.npz")
+    after = np.load(made / f"{LAST}.npz")
     delta = here / f"{name}.delta"
-    if not delta.exists():  # a version of the last step, which takes no deltas
-        before = after
+    # Else it is a version of the last step, which takes no deltas.
+    before = np.load(made / f"{FIRST}.npz") if delta.exists() else after
+    tolerance = next((far for kind, far in ROUNDED.items() if name.endswith(f"-{kind}")), TOLERANCE)
     asked = {key.removeprefix("in_"): value for key, value in before.items() if key.startswith("in_")}
     (output,) = (key for key in before if key.startswith("out_"))
     updated, answered = threading.Event(), threading.Event()
@@ -298,7 +346,7 @@ def _updated(address: str, name: str, here: Path, made: Path, maker: Environment
                 seen, mixed = seen + 1, mixed + (min(off(before, found), off(after, found)) > TOLERANCE)
             return mixed, seen
 
-        if (wrong := off(before, answer())) > TOLERANCE:
+        if (wrong := off(before, answer())) > tolerance:
             return f"the base's answers are off by {wrong:.2g}"
         if not delta.exists():
             return "ok"
@@ -352,7 +400,7 @@ def main() -> int:
     ]
     (work / "lowest.txt").write_text("\n".join(_lowest()))
     for maker in makers if options.short else ():
-        maker.kinds = ["session"]
+        maker.kinds.remove("keras")
     followed = next((maker for maker in makers if maker.python == WITHOUT), None)
     report: dict[str, Any] = {"makers": {}, "cells": {}}
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -376,7 +424,7 @@ def main() -> int:
 
 def _lowest() -> Iterator[str]:
     """Each library at the lower bound that pyproject.toml has for it."""
-    for wanted in requirements("server"):
+    for wanted in requirements(*EXTRAS):
         if wanted.name != "tensorflow":
             (least,) = (each.version for each in wanted.specifier if each.operator == ">=")
             yield f"{wanted.name}=={least}"
@@ -398,7 +446,7 @@ def _prepare(maker: Environment, wheel: Path, followed: Environment | None = Non
     for kind in maker.kinds if succeeded else ():
         try:
             facts[kind] = maker.follow(followed.models / kind) if followed else maker.make(kind)
-        except (RuntimeError, ValueError, StopIteration, subprocess.TimeoutExpired) as error:
+        except (AssertionError, RuntimeError, ValueError, StopIteration, subprocess.TimeoutExpired) as error:
             facts[kind], succeeded = f"FAILED {error}", False
     if maker.bounds and succeeded:
         try:
@@ -424,7 +472,8 @@ def _table(makers: list[Environment], cells: dict[str, dict[str, str]]) -> str:
     for maker in makers:
         found = []
         for loaded in cells.values():
-            kinds = maker.kinds if maker.has_tensorflow else [*maker.kinds, "meta"]
+            kinds = [kind for kind in maker.kinds if kind != "mapped"]
+            kinds += [*MAPPED] if maker.has_tensorflow else [*MAPPED, "meta"]
             names = [f"{maker.directory.name}-{kind}" for kind in kinds]
             said = [loaded.get(name, "not made") for name in names]
             found.append("ok" if set(said) == {"ok"} else "; ".join(said))

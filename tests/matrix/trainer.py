@@ -1,8 +1,9 @@
 """A trainer of the matrix: runs in an environment with any TensorFlow.
 
 `python tests/matrix/trainer.py KIND CKPT_DIR STEPS ANSWERS.npz`: trains on to that step, writes a full
-checkpoint and increments, and what the trained model answers. KIND is `session` (TF1 style, IncrementHook) or
-`keras` (IncrementCallback; Keras 2 in TensorFlow 2.15, Keras 3 later).
+checkpoint and increments, and what the trained model answers. KIND is `session` (TF1 style, IncrementHook),
+`keras` (IncrementCallback; Keras 2 in TensorFlow 2.15, Keras 3 later) or `mapped` (a table that is large
+enough to be mapped; it writes a full checkpoint alone).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from examples.ranker.model import ITEMS, USERS, Batch, click_logit
 v1 = tf.compat.v1
 EVERY = 10
 ASKED = 500
+ROWS = 80_000
 
 
 def session(directory: str, steps: int, answers: str) -> None:
@@ -80,6 +82,34 @@ def keras(directory: str, steps: int, answers: str) -> None:
     np.savez(answers, in_things=asked, out_scores=np.asarray(model(asked)))
 
 
+def wide() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A builder of a table that is large enough to be mapped, in 8 bits, too, and a layer over it."""
+    ids = v1.placeholder(tf.int64, [None], name="ids")
+    table = v1.get_variable("table", [ROWS, 16], initializer=v1.random_normal_initializer(stddev=0.1))
+    layer = v1.get_variable("layer", [16, 1], initializer=v1.ones_initializer())
+    score = tf.squeeze(tf.matmul(v1.nn.embedding_lookup(table, ids), layer), axis=1)
+    return {"ids": ids}, {"score": tf.sigmoid(score, name="score")}
+
+
+def mapped(directory: str, steps: int, answers: str) -> None:
+    """The model of `wide`, without increments: a version with mapped tables takes no deltas."""
+    random = np.random.default_rng(steps)
+    asked = np.arange(ASKED) ** 2 % ROWS
+    with tf.Graph().as_default(), v1.Session() as running:
+        step = v1.train.create_global_step()
+        inputs, outputs = wide()
+        labels = tf.cast(inputs["ids"] % 2, tf.float32)
+        loss = tf.reduce_mean(tf.square(outputs["score"] - labels))
+        train = v1.train.AdagradOptimizer(0.3).minimize(loss, global_step=step)
+        running.run(v1.global_variables_initializer())
+        for _ in range(steps):
+            running.run(train, {inputs["ids"]: random.integers(0, ROWS, 4096)})
+        found = running.run(outputs["score"], {inputs["ids"]: asked})
+        Path(directory).mkdir()
+        v1.train.Saver(save_relative_paths=True).save(running, f"{directory}/model.ckpt", step)
+    np.savez(answers, in_ids=asked, out_score=found)
+
+
 if __name__ == "__main__":
     kind, directory, steps, answers = sys.argv[1:]
-    {"session": session, "keras": keras}[kind](directory, int(steps), answers)
+    {"session": session, "keras": keras, "mapped": mapped}[kind](directory, int(steps), answers)
