@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import exporter.bundle.mapped_tables as mapped_tables
+from exporter.delta.chunk_digest import chunks, served_digests
 from exporter.errors import OverlayFull, UsageError
 from exporter.options import EngineName, Jobs, Updates, Verify
 from exporter.pipeline.full import Exported, export, plan
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.overlay_room import OverlaidRows, OverlaidTable
 from exporter.publish.delta_log import read_log
-from exporter.publish.served_digests import served_chunks, served_digests
 from exporter.publish.versions import read_manifest
 from tests.support.commands import export_model
 from tests.support.deeprec_logs import DeepRecTrainer
@@ -64,9 +64,9 @@ def test_a_base_is_mapped_and_takes_deltas(model: MappedModel) -> None:
             assert server.update()["position"] == step
             assert_answers(server, model, step)
         log = read_log(model.out)
-        chunks = served_chunks(log)
-        found = server.call("incremental_digest", rows=np.arange(len(chunks)))
-        assert [int(each) for each in found["digest"]] == served_digests(log, 10, chunks)
+        every = list(chunks(log.schema))
+        found = server.call("incremental_digest", rows=np.arange(len(every)))
+        assert [int(each) for each in found["digest"]] == served_digests(log.schema, log.state(), every)
     with loaded(version) as late:
         assert late.update()["position"] == 10
         assert_answers(late, model, 10)
