@@ -120,7 +120,7 @@ class Source:
         builder = f"{os.path.relpath(HERE / 'model.py')}:serving"
         size: Words = ["--model-arg", f"users={USERS}", "--model-arg", f"items={ITEMS}"]
         what: Words = ["--ckpt-dir", self.checkpoints, "--model", builder, *size]
-        return ["export-model", *what, "--out", self.model, "--incr", "--stamp"]
+        return ["export-model", *what, "--out", self.model, "--incr", "--stamp", "--map-tables"]
 
     def await_checkpoint(self, cluster: Cluster) -> None:
         """Return when there is a full checkpoint of a trained model."""

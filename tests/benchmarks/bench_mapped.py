@@ -48,6 +48,43 @@ def tables(lab: Lab) -> Iterator[Row]:
     yield cost("bytes of the table, int8", bytes_(_size(published, "int8")), whole, at_most=0.28)
 
 
+OVERLAID = {64: 1.1, 1_000: 1.3, 100_000: 2.0}
+"""What a lookup may cost with a tenth of the rows in the overlay."""
+
+
+def bases(lab: Lab) -> Iterator[Row]:
+    """The same table in a base that takes deltas: mapped, untouched and with a tenth of its rows changed."""
+    rows = 1 << 14 if lab.quick else 1 << 22
+    published = lab.once("tables", lambda directory: job("jobs_mapped:publish", directory, rows))
+    kinds = [("base", ""), ("base-mapped", ""), ("base", "updated"), ("base-mapped", "updated")]
+    plain, mapped, changed, overlaid = lab.side_by_side(
+        *(
+            lambda kind=kind, updated=updated: job(
+                "jobs_mapped:serve", _version(published, kind), rows, *([updated] if updated else [])
+            )
+            for kind, updated in kinds
+        ),
+        repeats=3,
+    )
+    for ours, theirs in ((mapped, plain), (overlaid, changed)):
+        for one, other in zip(ours.samples, theirs.samples, strict=True):
+            assert one.result["row"] == other.result["row"]
+    yield cost("load of a base of this table, mapped, against restored", mapped.time, plain.time)
+    yield cost("  anonymous memory, 4 bytes a row of it for slots", _anonymous(mapped), _anonymous(plain))
+    yield cost(
+        "update of a tenth of the rows, into the overlay against memory", _update(overlaid), _update(changed)
+    )
+    for ids in LOOKUPS:
+        what = f"processor time of a lookup of {ids:,} ids of a base, mapped against memory"
+        yield cost(what, _lookup(mapped, ids), _lookup(plain, ids), at_most=LOOKUPS[ids])
+        what = "  with a tenth of the rows changed"
+        yield cost(what, _lookup(overlaid, ids), _lookup(changed, ids), at_most=OVERLAID[ids])
+
+
+def _update(found: Medians) -> Quantity:
+    return seconds(statistics.median(sample.result["update"] for sample in found.samples))
+
+
 def _version(published: Path, kind: str) -> Path:
     return published / kind / "1"
 
@@ -64,4 +101,4 @@ def _lookup(found: Medians, ids: int) -> Quantity:
     return seconds(statistics.median(sample.result["lookups"][str(ids)] for sample in found.samples))
 
 
-BENCHMARKS: tuple[Benchmark, ...] = (tables,)
+BENCHMARKS: tuple[Benchmark, ...] = (tables, bases)

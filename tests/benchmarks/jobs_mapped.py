@@ -11,7 +11,13 @@ import numpy as np
 
 from exporter import export
 from exporter.checkpoint.tensor_bundle import BundleWriter
-from exporter.options import DataMode, ExportRequest
+from exporter.delta.format import Rows
+from exporter.delta.spans import Span
+from exporter.options import DataMode, ExportRequest, Updates
+from exporter.publish.commit import Staging
+from exporter.publish.delta_log import read_log
+from exporter.publish.delta_publication import Publication, publish_changes
+from exporter.publish.manifest import DeltaOrigin
 from tests.benchmarks.job import Timer
 
 WIDTH = 64
@@ -22,6 +28,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "int8": {"casts": ("int8",)},
     "int8-mapped": {"casts": ("int8",), "map_tables": True},
 }
+_BASES: dict[str, dict[str, Any]] = {"base": {}, "base-mapped": {"map_tables": True}}
+_CHANGED_AT = 10
+"""One row of so many changes."""
 
 
 def publish(timer: Timer, directory: str, rows: str) -> None:
@@ -46,6 +55,27 @@ def publish(timer: Timer, directory: str, rows: str) -> None:
                 train / "model.ckpt-1", out, model=lookup, version="1", data=DataMode.COMPACT, **options
             )
         )
+    for kind, options in _BASES.items():
+        asked = {
+            "model": lookup,
+            "data": DataMode.COMPACT,
+            "updates": Updates(),
+            "no_warmup": True,
+            **options,
+        }
+        done = export(ExportRequest(train / "model.ckpt-1", Path(directory, kind), **asked))
+        ids = np.arange(0, int(rows), _CHANGED_AT)
+        values = np.tile(np.arange(WIDTH, dtype=np.float32), (len(ids), 1))
+        write_changes(done.published.path.parent, {"table": Rows(ids, values)})
+
+
+def write_changes(model: Path, changes: Any) -> None:
+    """Publish changes as the delta after a base."""
+    log = read_log(model)
+    at = log.at.position
+    with Staging(model) as staging:
+        what = Publication(Span(at, at + 1), 2, DeltaOrigin.INCREMENTS, log.trained)
+        publish_changes(log, staging, changes, what, last=at)
 
 
 def _float() -> Any:
@@ -54,7 +84,7 @@ def _float() -> Any:
     return DType.FLOAT
 
 
-def serve(timer: Timer, version: str, rows: str) -> dict[str, Any]:
+def serve(timer: Timer, version: str, rows: str, updated: str = "") -> dict[str, Any]:
     """Load; the first row, by how many bytes anonymous memory grew, and the processor time of lookups."""
     import tensorflow as tf
 
@@ -66,10 +96,22 @@ def serve(timer: Timer, version: str, rows: str) -> dict[str, Any]:
     with timer:
         model = load(Path(version))
     with closing(model):
+        update = _update(model) if updated else 0.0
         first = _ask(model, np.zeros(1, np.int64))[0].tolist()
         grown = _anonymous_bytes() - before
         times = {str(ids): _call(model, int(rows), ids) for ids in (64, 1_000, 100_000)}
-    return {"row": first, "anonymous": grown, "lookups": times}
+    return {"row": first, "anonymous": grown, "lookups": times, "update": update}
+
+
+def _update(model: Any) -> float:
+    """Apply what is published; the seconds that it takes."""
+    signature = model.signatures["incremental_update"]
+    fetched = signature.outputs["position"].name, signature.outputs["rows"].name
+    start = time.perf_counter()
+    position, rows = model.run({signature.inputs["up_to"].name: np.array([-1])}, fetched)
+    seconds = time.perf_counter() - start
+    assert rows[0] > 0, position
+    return seconds
 
 
 def _call(model: Any, rows: int, ids: int) -> float:

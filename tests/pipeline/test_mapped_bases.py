@@ -218,5 +218,5 @@ def test_a_pulled_copy_is_mapped_and_updated(model: MappedModel, bucket: Bucket,
 def test_room_is_for_bases_that_take_deltas(model: MappedModel) -> None:
     with pytest.raises(UsageError, match="--overlay-rows: this version takes no deltas"):
         plan(model.request(overlay_rows=5))
-    with pytest.raises(UsageError, match="--overlay-rows go with --map-tables"):
+    with pytest.raises(UsageError, match="--overlay-rows goes with --map-tables"):
         plan(model.request(map_tables=False, overlay_rows=5, updates=UPDATES))
