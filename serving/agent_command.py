@@ -236,7 +236,7 @@ class CanaryFlags(Struct, frozen=True):
 
 
 class TimeFlags(Struct, frozen=True):
-    """How often directories, stores, replicas and names are polled, and how long a call may take."""
+    """How directories, stores, replicas and names are polled, and how long a call may take."""
 
     poll_seconds: Annotated[
         float,
@@ -248,6 +248,13 @@ class TimeFlags(Struct, frozen=True):
             metavar="SECONDS", min=0.05, help="Ask each replica for its position at least this often."
         ),
     ] = 5.0
+    read_ahead: Annotated[
+        bool,
+        typer.Option(
+            "--read-ahead/--no-read-ahead",
+            help="Let the kernel read the mapped tables of a new version before servers are asked for them.",
+        ),
+    ] = True
     resolve_seconds: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, help="Resolve names this often.")
     ] = 10.0
@@ -376,6 +383,7 @@ def _settings(
     return Settings(
         policy,
         poll_s=times.poll_seconds,
+        reads_ahead=times.read_ahead,
         resolve_s=times.resolve_seconds,
         deadline_s=times.deadline,
         access=access,

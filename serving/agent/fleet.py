@@ -109,7 +109,10 @@ class Fleet:
         self.journal = journal
         self._allowed = allowed
         self.settings = settings
-        self.publications = [Publications(model, journal, settings.poll_s) for model in models]
+        self.publications = [
+            Publications(model, journal, settings.poll_s, reads_ahead=settings.reads_ahead)
+            for model in models
+        ]
         self._targets = targets
         self._replicas: dict[tuple[str, str], Replica] = {}
         self._lock = threading.Lock()

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
 
+from exporter.errors import ManifestError
+from exporter.publish.mapped_state import read_ahead
+from exporter.publish.versions import read_manifest
 from serving.agent.directory import ModelDirectory
 from serving.agent.journal import AgentEvent, EventKind, Journal
 
@@ -23,11 +27,14 @@ class FollowedModel(Struct, frozen=True):
 class Publications:
     """The published logs of one model, kept current by a thread; replicas wait here for changes."""
 
-    def __init__(self, model: FollowedModel, journal: Journal, poll_s: float) -> None:
+    def __init__(
+        self, model: FollowedModel, journal: Journal, poll_s: float, *, reads_ahead: bool = True
+    ) -> None:
         self.model = model
         self.directory = ModelDirectory(model.path)
         self._journal = journal
         self._poll_s = poll_s
+        self._reads_ahead = reads_ahead
         self._changed = threading.Condition()
         self._looking = threading.Lock()
         self._reported = ""
@@ -77,6 +84,15 @@ class Publications:
             what = EventKind.UNSEEN if found.problem else EventKind.SEEN
             self._report(what, found.problem or f"{self.model.path} can be read again")
         self.wake()
+        if self._reads_ahead and found.newest_version not in (None, before.newest_version):
+            self._read_ahead(self.model.path / str(found.newest_version))
+
+    def _read_ahead(self, version: Path) -> None:
+        """Let the kernel read the mapped tables of a new version before servers are asked for them."""
+        with suppress(OSError, ManifestError):  # it is tried for speed alone
+            record = read_manifest(version).mapped
+            if record is not None:
+                read_ahead(version, record)
 
     def _report_once(self, message: str) -> None:
         if message != self._reported:

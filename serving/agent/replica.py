@@ -108,15 +108,16 @@ class Pacer:
 class Settings(Struct, frozen=True):
     """The settings of a fleet; times in seconds.
 
-    `poll_s`: the longest time between two listings of a directory. `resolve_s`: the time between two look-ups
-    of names. `deadline_s`: the deadline of a call, to which the time of a catch-up is added. `audit_chunks`:
-    how many chunks an audit compares. `pace`: the limits of pacing (None: no pacing). `rebuild`: the
-    configuration that the servers run with (None: no rebuilds). `access`: files for TLS, a certificate and a
-    token.
+    `poll_s`: the longest time between two listings of a directory. `reads_ahead`: whether tables that servers
+    map are read before. `resolve_s`: the time between two look-ups of names. `deadline_s`: the deadline of a
+    call, to which the time of a catch-up is added. `audit_chunks`: how many chunks an audit compares. `pace`:
+    the limits of pacing (None: no pacing). `rebuild`: the configuration that the servers run with (None: no
+    rebuilds). `access`: files for TLS, a certificate and a token.
     """
 
     policy: RolloutPolicy = field(default_factory=RolloutPolicy)
     poll_s: float = 1.0
+    reads_ahead: bool = True
     resolve_s: float = 10.0
     deadline_s: float = 10.0
     audit_chunks: int = 16

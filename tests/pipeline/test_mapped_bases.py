@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.overlay_room import OverlaidRows, OverlaidTable
 from exporter.publish.delta_log import read_log
 from exporter.publish.versions import read_manifest
+from serving.agent.journal import Journal
+from serving.agent.publications import FollowedModel, Publications
 from tests.support.commands import export_model
 from tests.support.deeprec_logs import DeepRecTrainer
 from tests.support.mapped_models import IDS, ROWS, MappedModel, mapped_below
@@ -220,3 +223,29 @@ def test_room_is_for_bases_that_take_deltas(model: MappedModel) -> None:
         plan(model.request(overlay_rows=5))
     with pytest.raises(UsageError, match="--overlay-rows goes with --map-tables"):
         plan(model.request(map_tables=False, overlay_rows=5, updates=UPDATES))
+
+
+def test_a_new_version_is_read_ahead(model: MappedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is asked for the tables' files, and for nothing of a version that maps none."""
+    asked: list[str] = []
+    advise = os.posix_fadvise
+
+    def note(descriptor: int, *rest: int) -> None:
+        asked.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        advise(descriptor, *rest)
+
+    monkeypatch.setattr(os, "posix_fadvise", note)
+    base(model)
+    publications = Publications(FollowedModel("m", model.out), Journal(), 0.05)
+    assert asked == []
+    model.save(9)
+    record = read_manifest(base(model).published.path).mapped
+    assert record is not None
+    publications.look()
+    publications.look()
+    assert asked == [table.file for table in record.tables]
+    with_none = Publications(FollowedModel("m", model.out), Journal(), 0.05, reads_ahead=False)
+    model.save(11)
+    base(model)
+    with_none.look()
+    assert len(asked) == 1
