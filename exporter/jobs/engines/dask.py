@@ -91,6 +91,7 @@ def by_value() -> Callable[[list[bytes]], tuple[list[bytes], float]]:
     """`execute_all` as a function that is sent as its code: importing this module can fail in it alone."""
 
     def call(works: list[bytes]) -> tuple[list[bytes], float]:
+        from exporter.jobs.engines.dask import execute_all  # a name of this module would be imported at once
 
         return execute_all(works)
 
