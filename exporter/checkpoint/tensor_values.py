@@ -36,6 +36,7 @@ from exporter.errors import CheckpointChanged, CorruptFile, MappingError, Unsupp
 from exporter.storage import mirror
 from exporter.wire.crc32c import CHUNK, crc_of, extend, mask, read_into
 from exporter.wire.dtypes import DType
+from exporter.wire.int8_codes import beside_codes, to_codes
 
 Array = np.ndarray[Any, Any]
 
@@ -370,14 +371,31 @@ def _libc() -> ctypes.CDLL:
 # --- dtypes ------------------------------------------------------------------------------------------------
 
 
+def not_in_8_bits(name: str, row: Array) -> MappingError:
+    """The error for a table with a row that has no codes."""
+    worst = row[np.abs(row.astype(np.float64)).argmax()]
+    return MappingError(
+        f"table {name!r} cannot be stored in 8 bits: it holds {worst:g}",
+        cause="a row has one scale for all its values, and neither NaN nor infinity has a code",
+        hint="leave that table out of --cast, or train it without NaN and infinity",
+    )
+
+
 def cast_values(values: Array, dtype: DType, name: str) -> Array:
     """The values of variable `name` in `dtype`; the array itself if it has the dtype already.
 
+    Rows [n, dim] in int8 are `exporter.wire.int8_codes`: [n, dim + 4].
+
     Raises:
-        MappingError: a finite value is too large for `dtype`.
+        MappingError: a finite value is too large for `dtype`; in int8 also NaN and infinity.
     """
     if dtype is DType.STRING or values.dtype == dtype.numpy:
         return values
+    if dtype is DType.INT8:
+        codes, scales, fits = to_codes(values)
+        if not fits.all():
+            raise not_in_8_bits(name, values[~fits][0])
+        return np.asarray(beside_codes(codes, scales))
     with np.errstate(over="ignore"):  # found below, and reported with the variable's name
         converted = values.astype(dtype.numpy)
     if np.isfinite(converted).all():

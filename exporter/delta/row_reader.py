@@ -33,6 +33,7 @@ from exporter.storage import mirror
 from exporter.storage.requests import GAP_BYTES
 from exporter.storage.waiting import workers
 from exporter.wire.dtypes import DType
+from exporter.wire.int8_codes import SCALE_BYTES
 
 Array = np.ndarray[Any, Any]
 
@@ -206,8 +207,10 @@ class RowReader(Struct, frozen=True, dict=True):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape as served."""
-        return self.box.lengths
+        """The shape as served: in 8 bits, rows have their scales behind them."""
+        lengths = self.box.lengths
+        is_quantised = self.dtype is DType.INT8 and self.tensor.dtype is not DType.INT8
+        return (*lengths[:-1], lengths[-1] + SCALE_BYTES) if is_quantised else lengths
 
     def rows(self, start: int, stop: int) -> Array:
         """Served rows `start` to `stop`: a view of the file if they lie there so, else a copy."""
@@ -219,7 +222,7 @@ class RowReader(Struct, frozen=True, dict=True):
     def rows_at(self, ids: Array) -> Array:
         """Served rows `ids`, int64 [n], in their order."""
         natural = ids * self.order.scatter + self.part if self.order.scatter else ids + self.box.starts[0]
-        values = np.empty((len(ids), *self.shape[1:]), self.tensor.dtype.numpy)
+        values = np.empty((len(ids), *self.box.lengths[1:]), self.tensor.dtype.numpy)
         columns = tuple(
             slice(s, s + n) for s, n in zip(self.box.starts[1:], self.box.lengths[1:], strict=True)
         )
@@ -416,7 +419,7 @@ def served_in(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
     if not source.variables:
         yield _contents(catalog, tensor)
     for variable in source.variables:
-        yield RowReader(variable.served_name, catalog, tensor, variable.box, source.dtype)
+        yield RowReader(variable.served_name, catalog, tensor, source.stored(variable.box), source.dtype)
 
 
 def _contents(catalog: Catalog, tensor: TensorRef) -> RowReader:
@@ -439,7 +442,7 @@ def translate(
     values = cast_values(np.asarray(change.values), source.dtype, source.key)
     translated: dict[str, Change] = {}
     for part, variable in enumerate(source.variables):
-        name, box = variable.served_name, variable.box
+        name, box = variable.served_name, source.stored(variable.box)
         if source.scatter_parts:
             inside = natural % source.scatter_parts == part
             ids = natural[inside] // source.scatter_parts
@@ -464,7 +467,7 @@ def _parts_of_whole(
         ordered[natural] = values
         values = ordered
     for part, variable in enumerate(source.variables):
-        name, box = variable.served_name, variable.box
+        name, box = variable.served_name, source.stored(variable.box)
         if source.scatter_parts:
             found = values[part :: source.scatter_parts]
         else:

@@ -17,8 +17,8 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.checkpoint.tensor_values import cast_values
-from exporter.errors import CheckpointChanged, MappingError
+from exporter.checkpoint.tensor_values import cast_values, not_in_8_bits
+from exporter.errors import CheckpointChanged
 from exporter.jobs.task import FewFiles, Range, Receipt, Task
 from exporter.storage.files import writing
 from exporter.storage.open_files import read_at, write_at
@@ -360,13 +360,7 @@ class QuantisedRows(MovedRows, frozen=True, array_like=True, tag="rows8"):
     def _quantised(self, errors: RowErrors, rows: Array) -> Array:
         codes, scales, fits = to_codes(rows)
         if not fits.all():
-            values = rows[~fits][0]
-            worst = values[np.abs(values).argmax()]
-            raise MappingError(
-                f"table {self.name!r} cannot be stored in 8 bits: it holds {worst:g}",
-                cause="a row has one scale, by which it is finite",
-                hint="leave that table out of --cast, or train it without NaN and infinity",
-            )
+            raise not_in_8_bits(self.name, rows[~fits][0])
         served = beside_codes(codes, scales)
         errors.add(np.abs(values_of(served) - rows))
         return served

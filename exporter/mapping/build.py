@@ -281,9 +281,14 @@ class TensorSource(Struct, frozen=True):
         return SliceSpec(full, box.starts, lengths)
 
     def as_stored(self, variable: GraphVariable) -> GraphVariable:
-        """One of its variables with the shape in which it is stored."""
+        """One of its variables with the shape in which it is stored.
+
+        One that has the dtype already has its own shape, too; its part is of the table as it was trained.
+        """
         if not self.is_in_8_bits:
             return variable
+        if variable.dtype is DType.INT8:
+            return replace(variable, part=variable.part and self.stored(variable.part))
         box = self.stored(variable.box)
         return replace(variable, shape=box.lengths, part=variable.part and box)
 

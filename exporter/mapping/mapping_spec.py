@@ -62,7 +62,8 @@ class MappingSpec(Struct, frozen=True):
     """The graph's variables (in the dtypes that the graph computes with), their lookups, and the rules.
 
     `tables` are the graph's lookup tables, by the graph's names and in the shapes that they are stored in;
-    `dynamic` its tables by arbitrary keys, whose variables are among the others.
+    `dynamic` its tables by arbitrary keys, whose variables are among the others. `not_in_8_bits` are the
+    variables, by key, that a rule would cast to int8 and that are no tables by rows.
     """
 
     variables: tuple[GraphVariable, ...]
@@ -70,6 +71,7 @@ class MappingSpec(Struct, frozen=True):
     rules: MappingRules = field(default_factory=MappingRules)
     tables: tuple[GraphTable, ...] = ()
     dynamic: tuple[DynamicTable, ...] = ()
+    not_in_8_bits: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, graph: InferenceGraph, rules: MappingRules, mapping: VariableMapping) -> MappingSpec:
@@ -85,7 +87,12 @@ class MappingSpec(Struct, frozen=True):
             )
             for table in graph.dynamic_tables
         )
-        return cls(graph.variables, graph.lookups, replace(rules, tensors=found), tables, dynamic)
+        left = tuple(
+            source.key
+            for source in mapping.sources
+            if source.variables and not source.is_in_8_bits and _is_in_8_bits(source, rules)
+        )
+        return cls(graph.variables, graph.lookups, replace(rules, tensors=found), tables, dynamic, left)
 
     def mapping(self, catalog: Catalog) -> VariableMapping:
         """The mapping of another checkpoint of the same model, without its dynamic tables.
@@ -97,11 +104,17 @@ class MappingSpec(Struct, frozen=True):
             "the published base", None, self.ordinary, lookups=self.lookups, tables=self.tables
         )
         try:
-            return build_mapping(graph, catalog, self.rules)
+            mapping = build_mapping(graph, catalog, self.rules)
         except MappingError as error:
             raise SchemaChanged(
                 f"{catalog.prefix.name} does not fit what is published: {error.message}", cause=error.cause
             ) from error
+        if not self.not_in_8_bits:
+            return mapping
+        return replace(mapping, sources=tuple(map(self._as_chosen, mapping.sources)))
+
+    def _as_chosen(self, source: TensorSource) -> TensorSource:
+        return replace(source, cast=None) if source.key in self.not_in_8_bits else source
 
     @property
     def ordinary(self) -> tuple[GraphVariable, ...]:
@@ -133,7 +146,8 @@ class MappingSpec(Struct, frozen=True):
     def _published(self, key: str, members: list[GraphVariable]) -> TensorSource:
         members.sort(key=lambda member: member.part.starts if member.part else ())
         tensor = TensorRef(key, members[0].dtype, members[0].full_shape)
-        return TensorSource(key, tuple(members), tensor, cast=cast_for(key, tensor, self.rules.casts))
+        cast = cast_for(key, tensor, self.rules.casts)
+        return self._as_chosen(TensorSource(key, tuple(members), tensor, cast=cast))
 
     def check_rules(self, given: MappingRules) -> None:
         """Compare the rules with those of a later command line, which may leave all of them out.
@@ -163,6 +177,7 @@ class MappingSpec(Struct, frozen=True):
             self.dynamic or None,
             self.rules.admission.min_freq,
             self.rules.admission.max_age_steps,
+            self.not_in_8_bits,
         )
 
     @classmethod
@@ -179,7 +194,13 @@ class MappingSpec(Struct, frozen=True):
             replace(document.rules.read(), admission=admission),
             tuple(table.read() for table in document.tables or ()),
             document.dynamic or (),
+            document.not_in_8_bits,
         )
+
+
+def _is_in_8_bits(source: TensorSource, rules: MappingRules) -> bool:
+    """True if a rule casts it to int8."""
+    return cast_for(source.key, source.tensor, rules.casts) is DType.INT8
 
 
 class VariableDocument(Struct, frozen=True, omit_defaults=True):
@@ -314,6 +335,7 @@ class MappingSpecDocument(Struct, frozen=True, omit_defaults=True):
     dynamic: Annotated[tuple[DynamicTable, ...] | None, doc("tables by arbitrary keys")] = None
     min_freq: Annotated[Count, doc("--min-freq")] = 0
     max_age_steps: Annotated[Count | None, doc("--max-age-steps")] = None
+    not_in_8_bits: Annotated[tuple[Text, ...], doc("what --cast int8 leaves as it is, by name")] = ()
 
 
 _DIMENSIONS = "shape, full_shape and starts have as many numbers as it has dimensions"

@@ -47,6 +47,7 @@ from exporter.storage.local_paths import local_name
 from exporter.storage.url import Url
 from exporter.tables.integer_sets import among
 from exporter.wire.dtypes import DType
+from exporter.wire.int8_codes import values_of
 
 _PART = re.compile(r"(.+)/part_([0-9]+)(/.+)?")
 _Parts = Mapping[int, TensorRef]
@@ -404,8 +405,9 @@ def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences
     )
     states = (_state(a, old), _state(b, new))
     found = diff(*states, schema, how)
+    in_8_bits = _in_8_bits(a) | _in_8_bits(b)
     variables = tuple(
-        _difference(variable, states[0], found.changes[variable.name])
+        _difference(variable, states[0], found.changes[variable.name], is_coded=variable.name in in_8_bits)
         for variable in schema.variables
         if variable.name in found.changes
     )
@@ -509,7 +511,15 @@ def _as_compared(variable: RowReader) -> ServedVariable:
     return ServedVariable(variable.name, variable.dtype, variable.shape, kind)
 
 
-def _difference(variable: ServedVariable, old: Snapshot, change: Change) -> VariableDifference:
+def _in_8_bits(side: ComparedState) -> set[str]:
+    """The served tables whose rows are codes with a scale."""
+    sources = side.log.base.entry.mapping_spec.sources() if side.log is not None else ()
+    return {part.served_name for source in sources if source.is_in_8_bits for part in source.variables}
+
+
+def _difference(
+    variable: ServedVariable, old: Snapshot, change: Change, *, is_coded: bool
+) -> VariableDifference:
     rows = variable.shape[0] if variable.kind is ChangeKind.TABLE else 1
     if isinstance(change, Rows):
         pairs: Iterable[tuple[Array, Array]] = (
@@ -517,6 +527,8 @@ def _difference(variable: ServedVariable, old: Snapshot, change: Change) -> Vari
             for start in range(0, len(change.ids), _ROWS_AT_ONCE)
             for stop in [start + _ROWS_AT_ONCE]
         )
+        if is_coded:
+            pairs = ((values_of(before), values_of(after)) for before, after in pairs)
         count = len(change.ids)
     else:
         count = 1

@@ -65,7 +65,7 @@ from exporter.increments.increment import CheckpointId
 from exporter.increments.trained import TrainerVersion
 from exporter.jobs.runner import Runner
 from exporter.mapping.build import Extra, VariableMapping, check_casts, check_rules, classify_extras
-from exporter.mapping.mapping_rules import CastRule, MappingRules, parse_rules
+from exporter.mapping.mapping_rules import MappingRules, parse_rules
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.mapping.training_variables import check_batch_statistics, with_training
 from exporter.newer_python import sha256_of
@@ -117,7 +117,6 @@ from exporter.verify.outputs import Difference, Probe, compare_outputs, require_
 from exporter.verify.table_index import verify_tables
 from exporter.verify.version_files import verify_bytes, verify_files
 from exporter.version import __version__
-from exporter.wire.dtypes import DType
 
 
 class Plan(Struct, frozen=True, dict=True):
@@ -212,7 +211,7 @@ def _planned(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
     if not request.allow_batch_statistics:
         switches = mode_switches(graph.meta_graph.graph_def, found.source.feeds)
         check_batch_statistics(graph, found.catalog, mapping.sources, switches)
-    in_8_bits = choose_for_8_bits(graph, mapping)
+    in_8_bits = choose_for_8_bits(graph, mapping, takes_deltas=request.updates is not None)
     graph, mapping = in_8_bits.graph, in_8_bits.mapping
     unmapped: tuple[Unmapped, ...] = ()
     if request.map_tables:
@@ -257,11 +256,6 @@ def _require_consistent(request: ExportRequest) -> None:
         raise UsageError("--golden asks a SavedModel", hint="leave out --golden, or --format metagraph")
     if request.warmup and request.no_warmup:
         raise UsageError("--warmup and --no-warmup: requests, or none", hint="leave one out")
-    if request.updates and any(CastRule.parse(text).dtype is DType.INT8 for text in request.casts):
-        raise UsageError(
-            "--cast int8: versions that take deltas are not stored in 8 bits",
-            hint="cast to bfloat16; --delta-dtype int8 sends rows of deltas in 8 bits",
-        )
     if request.map_tables:
         _require_mappable(request)
 
@@ -712,7 +706,7 @@ def _mapped_record(planned: Plan, tables: MappedTables, variables: VariablesRepo
     written = {shard.path.name: shard.bytes_ for shard in variables.shards}
     overlays = _overlays(planned)
     mapped = [
-        MappedTable(source.as_stored(variable).served_name, file, written[file], overlays.get(variable.node))
+        MappedTable(variable.served_name, file, written[file], overlays.get(variable.node))
         for source in planned.mapping.sources
         for variable in source.variables
         if (file := tables.files.get(variable.node)) is not None

@@ -153,8 +153,16 @@ def as_served(graph: InferenceGraph, mapping: VariableMapping) -> tuple[Inferenc
     if not stored:
         return graph, mapping
 
+    shapes = {
+        variable.node: source.as_stored(variable).shape
+        for source in mapping.sources
+        for variable in source.variables
+    }
+
     def cast(variable: GraphVariable) -> GraphVariable:
-        return replace(variable, dtype=stored.get(variable.node, variable.dtype))
+        node = variable.node
+        dtype, shape = stored.get(node, variable.dtype), shapes.get(node, variable.shape)
+        return replace(variable, dtype=dtype, shape=shape)
 
     meta_graph = deepcopy(graph.meta_graph)
     cast_variables(meta_graph.graph_def, stored)
@@ -183,12 +191,12 @@ def write_merged(mapping_spec: MappingSpec, schema: Schema, state: Snapshot, bun
             if not source.variables:  # the keys or values of a lookup table
                 writer.add(source.key, state.whole(source.key))
             for part in source.variables:
-                variable = variables[part.served_name]
+                variable, box = variables[part.served_name], part.part and source.stored(part.part)
                 if variable.kind is ChangeKind.DENSE:
-                    writer.add(source.key, state.whole(variable.name), part.part)
+                    writer.add(source.key, state.whole(variable.name), box)
                 else:
                     rows = row_blocks(state, variable)
-                    writer.add_chunks(source.key, variable.dtype, variable.shape, rows, part.part)
+                    writer.add_chunks(source.key, variable.dtype, variable.shape, rows, box)
 
 
 def row_blocks(state: Snapshot, variable: ServedVariable) -> Iterator[Array]:

@@ -132,7 +132,7 @@ class BaseMerger:
                 variable = self._variables[part.served_name]
                 runs = self._runs(variable) if variable.is_table else []
                 if not runs:
-                    yield from self._copied(variable.name, source.key, part.part)
+                    yield from self._copied(variable.name, source.key, part.part and source.stored(part.part))
                     continue
                 is_mapped = variable.name in self._mapped  # from one file: one task writes all of it
                 sections = table_sections(
@@ -209,9 +209,8 @@ class BaseMerger:
         for each in placed:
             found[each.place.what].append(each)
         for source in self._sources:
-            for name, part in [(part.served_name, part.part) for part in source.variables] or [
-                (source.key, None)
-            ]:
+            parts = [(v.served_name, v.part and source.stored(v.part)) for v in source.variables]
+            for name, part in parts or [(source.key, None)]:
                 for each in found.get(name, ()):
                     box = part or SliceSpec.whole(self._shape(each, name))
                     section = each.place.section
@@ -389,7 +388,7 @@ def _mapped_again(base: LogBase, written: Catalog, position: int) -> MappedRecor
         boxes = {box: run.extent for box, run in stored_runs(written, written.tensors[source.key])}
         for part in source.variables:
             whole = SliceSpec.whole(written.tensors[source.key].shape)
-            runs[part.served_name] = boxes.get(part.part or whole)
+            runs[part.served_name] = boxes.get(source.stored(part.part) if part.part else whole)
     tables = []
     for table in record.tables:
         extent = runs[table.name]

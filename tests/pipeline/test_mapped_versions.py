@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 import exporter.bundle.mapped_tables as mapped_tables
 from exporter.errors import ManifestError, UsageError
-from exporter.options import DataMode, EngineName, ExportFormat, Jobs, Updates, Verify
+from exporter.options import DataMode, EngineName, ExportFormat, Jobs, Verify
 from exporter.pipeline.full import Exported, export, plan
 from exporter.publish.manifest import Manifest, from_json
 from exporter.publish.mapped_state import network_file_system, why_restored
@@ -191,11 +191,6 @@ def test_8_bits_are_reported(model: MappedModel) -> None:
     ran = export_model(*places, "--cast", "emb=int8", "--again", "--verify", "outputs")
     assert ran.code != 0
     assert "--cast needs a larger --tolerance" in ran.err
-
-
-def test_8_bits_and_deltas_are_refused(model: MappedModel) -> None:
-    with pytest.raises(UsageError, match="versions that take deltas are not stored in 8 bits"):
-        plan(model.request(map_tables=False, casts=("emb=int8",), updates=Updates()))
 
 
 def test_average(model: MappedModel) -> None:
