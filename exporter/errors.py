@@ -346,14 +346,16 @@ class SchemaChanged(PositionError):
 class TableFull(PositionError):
     """A dynamic table has no free row, or no place in its index, for a new key."""
 
-    default_hint = "publish a new base, which gets more room: --updatable for --incr, or --full-on-mismatch"
+    default_hint = (
+        "publish a new base, which gets more room: --updatable in place of --incr, or --full-on-mismatch"
+    )
 
 
 class OverlayFull(PositionError):
     """More rows of a mapped table have changed than its overlay in servers has room for."""
 
     default_hint = (
-        "publish a new base, whose overlay is empty: --updatable for --incr, or --full-on-mismatch; "
+        "publish a new base, whose overlay is empty: --updatable in place of --incr, or --full-on-mismatch; "
         "--overlay-rows N makes it larger"
     )
 

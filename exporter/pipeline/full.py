@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import sys
 import time
@@ -79,6 +78,7 @@ from exporter.pipeline.newest_base import (
     newest_state,
     update_notes,
 )
+from exporter.pipeline.overlay_room import room_for
 from exporter.pipeline.same_graph import SourceFiles
 from exporter.pipeline.table_deltas import note_index_written
 from exporter.pipeline.table_layout import lay_out_tables, map_laid_out, write_tables
@@ -653,12 +653,6 @@ def _updatable(planned: Plan, staging: Staging, state: BaseState) -> UpdatableBa
     )
 
 
-_OVERLAY_SHARE = 0.25
-"""Memory is taken by the rows that change. So a bound is what a host needs that has room for the mapped model
-alone; with a quarter of the rows, lookups of many ids take 1.6 times as long.
-"""
-
-
 def _overlays(planned: Plan) -> dict[str, int]:
     """For how many changed rows there is room beside each mapped table of a base, by its node."""
     if not planned.request.updates:
@@ -669,11 +663,7 @@ def _overlays(planned: Plan) -> dict[str, int]:
         if source.is_mapped
         for variable in source.variables
     }
-    given = planned.request.overlay_rows
-    return {
-        node: min(count, given if given is not None else math.ceil(count * _OVERLAY_SHARE))
-        for node, count in rows.items()
-    }
+    return {node: room_for(count, planned.request.overlay_rows) for node, count in rows.items()}
 
 
 def _version_place(planned: Plan) -> VersionRule | ReservedPosition:

@@ -57,7 +57,7 @@ from exporter.increments.trained import TrainerVersion
 from exporter.mapping.mapping_rules import MappingRules, parse_rules, read_renames
 from exporter.options import ExportRequest, Updates, Verify, require_local
 from exporter.pipeline.log_maintenance import tidy
-from exporter.pipeline.overlay_room import OverlaidRows
+from exporter.pipeline.overlay_room import OverlaidRows, asked_room
 from exporter.pipeline.same_graph import SameGraph, check_same_graph
 from exporter.pipeline.table_deltas import has_room, ordinary, table_changes, without_index
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
@@ -116,8 +116,8 @@ def as_base(request: ExportRequest) -> ExportRequest:
         base = read_log(request.out).base
         before, mapped = base.entry.updates, base.manifest.mapped
     if mapped is not None and mapped.tables and not request.map_tables:
-        served_at = str(Path(mapped.directory).parent)
-        request = replace(request, map_tables=True, served_at=served_at)
+        served_at, room = str(Path(mapped.directory).parent), asked_room(base.entry.schema, mapped)
+        request = replace(request, map_tables=True, served_at=served_at, overlay_rows=room)
     return request if request.updates not in (None, Updates()) else replace(request, updates=before)
 
 

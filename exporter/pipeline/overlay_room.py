@@ -10,6 +10,7 @@ base to the newest position tell the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,12 +19,32 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, check_tensor, read_array, read_catalog
-from exporter.delta.format import Change, Rows
+from exporter.delta.format import Change, Rows, Schema
 from exporter.delta.snapshot import Array
 from exporter.errors import CheckpointError, OverlayFull
 from exporter.publish.delta_log import DeltaLog
+from exporter.publish.manifest import MappedRecord
 from exporter.storage.files import make_directories
 from exporter.storage.layout import CACHES_DIRECTORY, OVERLAID_PREFIX
+
+_USUAL_SHARE = 0.25
+"""Memory is taken by the rows that change. So a bound is what a host needs that has room for the mapped model
+alone; with a quarter of the rows, lookups of many ids take 1.6 times as long.
+"""
+
+
+def room_for(rows: int, asked: int | None) -> int:
+    """For how many changed rows of a table there is room; `asked` is what `--overlay-rows` says."""
+    return min(rows, math.ceil(rows * _USUAL_SHARE) if asked is None else asked)
+
+
+def asked_room(schema: Schema, record: MappedRecord) -> int | None:
+    """What `--overlay-rows` said when a base was made."""
+    rows = {variable.name: variable.shape[0] for variable in schema.variables if variable.is_table}
+    rooms = {table.name: table.overlay_rows for table in record.tables}
+    if all(room == room_for(rows[name], None) for name, room in rooms.items()):
+        return None
+    return max(room for room in rooms.values() if room is not None)
 
 
 class OverlaidTable(Struct, frozen=True):

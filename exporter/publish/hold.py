@@ -30,7 +30,7 @@ from exporter.storage.files import make_directories, read_regular, sync, write_d
 from exporter.storage.layout import HOLD_FILE
 
 LONGEST_HOLD = 64
-"""Bytes that are read of a hold: a position has 20 at the most."""
+"""Bytes that are read of a hold: a position has 18 digits at the most, a canary's one more."""
 
 _CANARY = re.compile(rb"0[0-9]{17,18}\n?")
 _LEFT_OVER = re.compile(r"\.hold\.[0-9a-f]{8}", re.ASCII)

@@ -119,8 +119,8 @@ class UpdateStatus(StrEnum):
     OVERLAY = (
         "overlay",
         "A delta changes more rows of a mapped table than its overlay has room for.",
-        "Publish a new base, which begins with an empty overlay: the same export with `--updatable --again`, "
-        "or with a larger `--overlay-rows`.",
+        "Let the server load the newest base, whose overlay is empty. If it serves that one: publish "
+        "another, by the same export with `--updatable --again`, or with a larger `--overlay-rows`.",
     )
 
 

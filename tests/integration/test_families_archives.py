@@ -180,7 +180,9 @@ def test_no_wrong_guess(
 def test_permuted_layers_of_a_graph_without_objects_are_found_by_name(trained: Path, tmp_path: Path) -> None:
     """Names decide where there are names: the values follow them, whatever the order."""
     graph = export(ask(trained / "keras3/model.keras", tmp_path / "graph", verify=Verify.FILES))
-    mapping = plan(ask(trained / "keras3/model.weights.h5", tmp_path, str(graph.published.path))).mapping
+    mapping = plan(
+        ask(trained / "keras3/model.weights.h5", tmp_path / "out", str(graph.published.path))
+    ).mapping
     owners = {source.key: source.tensor.owner for source in mapping.sources}
     assert all(key.rpartition("/")[0] in (owner, owner.rpartition("/")[2]) for key, owner in owners.items())
 

@@ -15,7 +15,7 @@ from exporter.delta.chunk_digest import chunks, served_digests
 from exporter.errors import OverlayFull, UsageError
 from exporter.options import EngineName, Jobs, Updates, Verify
 from exporter.pipeline.full import Exported, export, plan
-from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.incremental import ExportedDelta, as_base, export_incremental
 from exporter.pipeline.overlay_room import OverlaidRows, OverlaidTable
 from exporter.publish.delta_log import read_log
 from exporter.publish.versions import read_manifest
@@ -249,3 +249,13 @@ def test_a_new_version_is_read_ahead(model: MappedModel, monkeypatch: pytest.Mon
     base(model)
     with_none.look()
     assert len(asked) == 1
+
+
+def test_the_next_base_has_as_much_room_as_was_asked_for(model: MappedModel) -> None:
+    for room, expected in ((100, 100), (None, ROWS // 4)):
+        base(model, overlay_rows=room, again=True)
+        assert as_base(model.request(map_tables=False)).overlay_rows == room
+        done = export(as_base(model.request(map_tables=False, updates=None)))
+        record = read_manifest(done.published.path).mapped
+        assert record is not None
+        assert [table.overlay_rows for table in record.tables] == [expected]
