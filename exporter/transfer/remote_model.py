@@ -30,6 +30,7 @@ from exporter.storage.layout import (
     HASHES_DIRECTORY,
     JOBS_DIRECTORY,
     MANIFEST_FILE,
+    OVERLAID_PREFIX,
     RESIDUAL_PREFIX,
     TAKEN_FILE,
 )
@@ -250,7 +251,7 @@ class RemoteModel:
         if not (new or gone) and holds == carrier.shown:
             self._is_stale = False
             return
-        self._put_residuals()
+        self._put_caches_of_next()
         with progress("uploading", sum(item.bytes_ for item in new)) as bar:
             for item in new:
                 try:
@@ -274,15 +275,16 @@ class RemoteModel:
         while self._mirror.spent:
             StoredJob(self._mirror.spent.pop(), is_begun=True).remove()
 
-    def _put_residuals(self) -> None:
-        """Before a delta is published: what it holds back is there when it is."""
-        for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{CACHES_DIRECTORY}/{RESIDUAL_PREFIX}*"):
-            name = path.relative_to(self.path).as_posix()
-            if name not in self._stored.objects:
-                self._store.upload(self.url.key(name), path)
+    def _put_caches_of_next(self) -> None:
+        """Before a delta is published: what the next one is made by is there when it is."""
+        for prefix in _WITH_STATE:
+            for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{CACHES_DIRECTORY}/{prefix}*"):
+                name = path.relative_to(self.path).as_posix()
+                if name not in self._stored.objects:
+                    self._store.upload(self.url.key(name), path)
 
     def _put_caches(self) -> None:
-        """After it: hashes, which tell themselves what they are of. Old residuals go."""
+        """After it: hashes, which tell themselves what they are of. Old caches go."""
         with suppress(ExportError):
             for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{HASHES_DIRECTORY}"):
                 name = path.relative_to(self.path).as_posix()
@@ -317,9 +319,12 @@ def _is_cache(name: str) -> bool:
     return _CACHE.fullmatch(name) is not None
 
 
+_WITH_STATE = (RESIDUAL_PREFIX, OVERLAID_PREFIX)
+"""How caches begin whose names say which state they are of: rows held back, rows in overlays."""
+
 _CACHE = re.compile(
     rf"{DELTAS_DIRECTORY}/[0-9]{{20}}/{re.escape(str(CACHES_DIRECTORY))}"
-    rf"/({re.escape(HASHES_DIRECTORY.name)}|{re.escape(RESIDUAL_PREFIX)}.+)"
+    rf"/({re.escape(HASHES_DIRECTORY.name)}|({'|'.join(map(re.escape, _WITH_STATE))}).+)"
 )
 
 

@@ -216,6 +216,11 @@ def test_a_pulled_copy_is_mapped_and_updated(model: MappedModel, bucket: Bucket,
         assert export_model("pull", url, copy).code == 0
         assert server.update()["position"] == 8
         assert_answers(server, model, 8)
+    # The next command on another machine need not read the deltas to know how full overlays are.
+    caches = [name for name in bucket.names() if "/.state/overlaid-" in name]
+    assert len(caches) == 2
+    model.save(9, model.table + 1)
+    assert export_model(*arguments).code == 5
 
 
 def test_room_is_for_bases_that_take_deltas(model: MappedModel) -> None:
