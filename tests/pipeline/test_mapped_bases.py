@@ -21,6 +21,7 @@ from exporter.publish.delta_log import read_log
 from exporter.publish.versions import read_manifest
 from serving.agent.journal import Journal
 from serving.agent.publications import FollowedModel, Publications
+from tests.support.agents import Published
 from tests.support.commands import export_model
 from tests.support.deeprec_logs import DeepRecTrainer
 from tests.support.mapped_models import IDS, ROWS, MappedModel, mapped_below
@@ -264,3 +265,28 @@ def test_the_next_base_has_as_much_room_as_was_asked_for(model: MappedModel) -> 
         record = read_manifest(done.published.path).mapped
         assert record is not None
         assert [table.overlay_rows for table in record.tables] == [expected]
+
+
+def test_a_new_base_holds_the_increments_that_had_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also increments that the checkpoint alone does not have; each table has a file of its own again."""
+    monkeypatch.setattr(mapped_tables, "LEAST_BYTES", 1)
+    published = Published(tmp_path, options=("--map-tables", "--overlay-rows", "4"))
+    trainer, first = published.trainer, read_log(published.model).number
+    for _ in range(3):
+        trainer.train()
+        trainer.increment()
+        done = export_model(*published.arguments(), "--full-on-mismatch")
+        assert done.code == 0, done.err
+        log = read_log(published.model)
+        assert log.at.step == int(trainer.session.variables.values["global_step"])
+        with loaded(log.base.path) as server:
+            assert len(mapped_below(log.base.path)) == 2
+            server.update()
+            values = trainer.session.variables.values
+            users, items = values["net/users"], values["net/items"]
+            found = server.predict(user=np.arange(len(users)), item=np.arange(len(items)))
+            np.testing.assert_array_equal(found["user_rows"], users)
+            np.testing.assert_array_equal(found["item_rows"], items)
+    assert log.number > first
