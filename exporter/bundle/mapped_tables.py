@@ -95,6 +95,8 @@ def choose_mapped(
     if takes_deltas:
         left = [source for source in large if not against[source.key]]
         against |= dict.fromkeys((source.key for source in left if source.key in indexes), _INDEX)
+        shared = (s.key for s in left if any(read[v.node].handles > 1 for v in s.variables))
+        against |= dict.fromkeys(shared, SEVERAL_HANDLES)
         against |= _without_overlay(meta_graph.graph_def, [s for s in left if not against[s.key]])
     sources = tuple(
         replace(source, is_mapped=source.key in against and not against[source.key])
@@ -105,7 +107,9 @@ def choose_mapped(
     return MappedChoice(read_by_rows, replace(mapping, sources=sources), tuple(unmapped))
 
 
+SEVERAL_HANDLES = "several nodes of the graph are its handle"
 _INDEX = "it is the index of a table by keys"
+_INT32_MAX = (1 << 31) - 1
 
 
 def _without_overlay(graph_def: Proto, sources: Sequence[TensorSource]) -> dict[str, str]:
@@ -125,6 +129,8 @@ def _why_no_overlay(graph_def: Proto, sources: Iterable[TensorSource]) -> str:
     }
     if wrong := next((v for v in variables if v.dtype not in SCATTERED), None):
         return f"rows of {wrong.dtype.label} cannot be written"
+    if any(v.shape[0] > _INT32_MAX for v in variables):
+        return "it has more rows than a slot can count places"
     try:
         overlay_reads(deepcopy(graph_def), tried)
     except NotServable as error:

@@ -43,6 +43,8 @@ def choose_for_8_bits(
         if source.is_in_8_bits:
             takers = (each.taken_by for v in source.variables if Use.WHOLE in (each := read[v.node]).use)
             why = next(takers, "") or _why_no_table(source) or why_not_by_rows(source)
+            if not why and any(read[variable.node].handles > 1 for variable in source.variables):
+                why = "several nodes of the graph are its handle"
             if takes_deltas and source.key in keyed:
                 why = "of a base that takes deltas, it is a table by keys"
             if why:

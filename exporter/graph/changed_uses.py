@@ -12,7 +12,7 @@ from copy import deepcopy
 from typing import Protocol
 
 from exporter.errors import ExportError
-from exporter.graph.nodes import CALLS, LOOPS, Body, called, free_name, input_names
+from exporter.graph.nodes import CALLS, LOOPS, Body, attr, called, free_name, input_names
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
@@ -179,6 +179,8 @@ def _change_call(body: Body, node: Proto, here: Mapping[int, _Here], library: _L
     for function in called(node):
         if function.name not in library.functions:
             raise next(iter(changes.values())).refusal(node)
+        if any(change.beside for change in changes.values()) and _is_compiled(node, library, function.name):
+            raise next(iter(changes.values())).refusal(node)
         passes_on = node.op in LOOPS and function.name == node.attr["body"].func.name
         function.name = library.specialise(function.name, changes, passes_on=passes_on)
     further = [handle for _, beside in here.values() for handle in beside]
@@ -192,6 +194,11 @@ def _change_call(body: Body, node: Proto, here: Mapping[int, _Here], library: _L
         shapes = node.attr["output_shapes"].list.shape if node.op in LOOPS else ()
         if shapes:
             shapes.extend(message_class("TensorShapeProto")() for _ in further)
+
+
+def _is_compiled(node: Proto, library: _Library, function: str) -> bool:
+    """True if XLA compiles the call, which has no kernel for what overlays need."""
+    return any(attr(each, "_XlaMustCompile").b for each in (node, library.functions[function]))
 
 
 def _refuse_returned(function: Proto, handles: Mapping[str, _Here]) -> None:

@@ -51,14 +51,19 @@ class Use(Flag):
 
 
 class Reading(Struct, frozen=True):
-    """How a graph uses a variable, and the first node that reads it whole or might change it, in words."""
+    """How a graph uses a variable, and the first node that reads it whole or might change it, in words.
+
+    `handles` counts the nodes that lead to it: what is changed for one is not for the others.
+    """
 
     use: Use = Use.NOTHING
     taken_by: str = ""
+    handles: int = 0
 
     def __or__(self, other: Reading) -> Reading:
         """Both uses."""
-        return Reading(self.use | other.use, self.taken_by or other.taken_by)
+        handles = self.handles + other.handles
+        return Reading(self.use | other.use, self.taken_by or other.taken_by, handles)
 
 
 def read_rows_only(graph_def: Proto, fetched: Iterable[str]) -> None:
@@ -99,6 +104,7 @@ def readings(graph_def: Proto) -> dict[str, Reading]:
             if node.op == "VarHandleOp":
                 name = attr_text(node, "container"), attr_text(node, "shared_name") or node.name
                 found[name] |= tracker.follow(scope, body.canonical(body.single(node, "resource")))
+                found[name] |= Reading(handles=1)
                 if not scope:
                     named[node.name] = name
     return {node: found[name] for node, name in named.items()}

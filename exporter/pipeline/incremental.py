@@ -8,6 +8,7 @@ imported for that alone.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -116,7 +117,9 @@ def as_base(request: ExportRequest) -> ExportRequest:
         base = read_log(request.out).base
         before, mapped = base.entry.updates, base.manifest.mapped
     if mapped is not None and mapped.tables and not request.map_tables:
-        served_at, room = str(Path(mapped.directory).parent), asked_room(base.entry.schema, mapped)
+        place, room = str(Path(mapped.directory).parent), asked_room(base.entry.schema, mapped)
+        is_out = place == os.fsencode(request.out.absolute()).decode(errors="backslashreplace")
+        served_at = None if is_out else place
         request = replace(request, map_tables=True, served_at=served_at, overlay_rows=room)
     return request if request.updates not in (None, Updates()) else replace(request, updates=before)
 

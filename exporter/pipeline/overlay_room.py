@@ -27,6 +27,8 @@ from exporter.publish.manifest import MappedRecord
 from exporter.storage.files import make_directories
 from exporter.storage.layout import CACHES_DIRECTORY, OVERLAID_PREFIX
 
+_MOST_PLACES = (1 << 31) - 2
+"""A slot is an int32, and place 0 is never used."""
 _USUAL_SHARE = 0.25
 """Memory is taken by the rows that change. So a bound is what a host needs that has room for the mapped model
 alone; with a quarter of the rows, lookups of many ids take 1.6 times as long.
@@ -35,7 +37,7 @@ alone; with a quarter of the rows, lookups of many ids take 1.6 times as long.
 
 def room_for(rows: int, asked: int | None) -> int:
     """For how many changed rows of a table there is room; `asked` is what `--overlay-rows` says."""
-    return min(rows, math.ceil(rows * _USUAL_SHARE) if asked is None else asked)
+    return min(rows, math.ceil(rows * _USUAL_SHARE) if asked is None else asked, _MOST_PLACES)
 
 
 def asked_room(schema: Schema, record: MappedRecord) -> int | None:

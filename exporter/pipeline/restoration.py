@@ -40,7 +40,7 @@ from __future__ import annotations
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import ClassVar
@@ -48,11 +48,12 @@ from typing import ClassVar
 from msgspec import Struct
 
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
-from exporter.delta.format import DeltaHeader
+from exporter.delta.format import Change, DeltaHeader
 from exporter.delta.newest_rows import restoring
 from exporter.delta.spans import Position, Span
-from exporter.errors import ManifestError, ModelHeld, PositionUnknown, UsageError
+from exporter.errors import ManifestError, ModelHeld, OverlayFull, PositionUnknown, UsageError
 from exporter.options import DeltaDtype
+from exporter.pipeline.overlay_room import OverlaidRows
 from exporter.publish.approval import did_fail
 from exporter.publish.commit import (
     PublishedDelta,
@@ -225,22 +226,27 @@ class DeltaRestorer(Restorer):
         _, step = log.trained_at(of)
         taken_back, values = [log.open(delta).changes for delta in self._since(restoration)], log.state(of)
         span = self._span(restoration)
-        if log.base.entry.updates.finite:
+        overlaid = OverlaidRows.of(log)
+        if log.base.entry.updates.finite or overlaid.room:
             with TemporaryDirectory() as scratch:
                 changes = restoring(taken_back, values, log.schema, Path(scratch))
+                self._require_room(overlaid, changes)
                 require_finite(log, changes, span, self._instead(restoration))
         return Planned(LogDelta(log.path, span.start, span.end).path, span.end, step)
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta:
         """As `Restorer.publish`."""
         log, of = self.published, restoration.of
-        if restoration.is_rollback:
-            self._stop_at(of, staging)
         trained, step = log.trained_at(of)
         taken_back = [log.open(delta) for delta in self._since(restoration)]
         touched = [delta.changes for delta in taken_back]
         scratch = staging.path.with_name("scratch")
         scratch.mkdir()
+        changes = restoring(touched, log.state(of), log.schema, scratch)
+        # Before the hold: what servers would refuse would leave them held at the values that are to go.
+        self._require_room(OverlaidRows.of(log), changes)
+        if restoration.is_rollback:
+            self._stop_at(of, staging)
         what = Publication(
             self._span(restoration),
             step,
@@ -255,8 +261,23 @@ class DeltaRestorer(Restorer):
             hint=self._instead(restoration),
         )
         how = UnderLock(is_ours=True, holds=restoration.is_rollback, follows_canary=restoration.by_canary)
-        changes = restoring(touched, log.state(of), log.schema, scratch)
         return publish_changes(log, staging, changes, what, last=log.at.position, under_lock=how)
+
+    def _require_room(self, overlaid: OverlaidRows, changes: Mapping[str, Change]) -> None:
+        """Refuse what servers have no room for: rows that changed before the base may come back now.
+
+        Raises:
+            OverlayFull: there are too many, of a mapped table.
+        """
+        overlaid.add(changes)
+        try:
+            overlaid.require_room()
+        except OverlayFull as error:
+            error.hint = (
+                "publish a base of that checkpoint (--ckpt-dir CHECKPOINT --updatable --again), or go "
+                f"back less far: export-model history {quoted(self.published.model)}"
+            )
+            raise
 
     def _span(self, restoration: Restoration) -> Span:
         """The positions between which it leads.

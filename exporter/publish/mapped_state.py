@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 from exporter.publish.manifest import MappedRecord
@@ -41,22 +43,39 @@ def why_restored(record: MappedRecord) -> str:
     return ""
 
 
-def read_ahead(version: Path, record: MappedRecord) -> int:
-    """Ask the kernel to read the tables of a version before a server maps them; how many bytes that is.
+_STEP_BYTES = 128 << 10
+"""Linux reads no more than a device's readahead window for one call: of 256 MB at once, 8 MB."""
 
-    It returns at once. What does not fit into memory is dropped by the kernel as it likes.
+
+def read_ahead(version: Path, record: MappedRecord, goes_on: Callable[[], bool]) -> int:
+    """Have the kernel read the tables of a version before servers ask for rows; of how many bytes.
+
+    It takes as long as the disk does, and ends early where `goes_on` is false. No more is read than there is
+    memory available: the rest would push out what is served.
 
     Raises:
         OSError, ManifestError: a file is not there, or its name leads elsewhere.
     """
+    left, asked = _available_bytes(), 0
     for table in record.tables:
         path = below(version / VARIABLES_DIRECTORY, table.file, "the manifest:")
         descriptor = open_regular(path)
         try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+            for at in range(0, min(table.bytes_, left), _STEP_BYTES):
+                if not goes_on():
+                    return asked
+                os.posix_fadvise(descriptor, at, _STEP_BYTES, os.POSIX_FADV_WILLNEED)
+                asked += min(_STEP_BYTES, table.bytes_ - at)
         finally:
             os.close(descriptor)
-    return sum(table.bytes_ for table in record.tables)
+        left = max(0, left - table.bytes_)
+    return asked
+
+
+def _available_bytes(path: Path = Path("/proc/meminfo")) -> int:
+    """Half of the memory that can be had without pushing out what is used; nothing if that is unknown."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", path.read_text(), re.MULTILINE)
+    return 0 if found is None else (int(found[1]) << 10) // 2
 
 
 def tables_state(record: MappedRecord) -> str:

@@ -125,15 +125,19 @@ class Overlay(Struct, frozen=True):
         return tf.raw_ops.InplaceUpdate(x=gathered, i=tf.cast(at, tf.int32), v=changed)
 
     def place(self, ids: Tensor) -> Places:
-        """Where rows go that change, for row numbers int64 [n] that differ from each other."""
+        """Where rows go that change, for row numbers int64 [n] that differ from each other.
+
+        `used` is assigned last. If an update died before, it may have led slots beyond it; the update that
+        repairs changes the same rows at least, and so finds these slots here.
+        """
         import tensorflow as tf
 
-        slots = self._slots_of(ids)
+        slots = tf.cast(self._slots_of(ids), tf.int64)
         is_new = tf.equal(slots, 0)
-        used = read(self.used, DType.INT64, ())
-        following = tf.cast(used, tf.int32) + tf.cumsum(tf.cast(is_new, tf.int32))
+        used = tf.maximum(read(self.used, DType.INT64, ()), tf.reduce_max(tf.concat([slots, [0]], 0)))
+        places = tf.where(is_new, used + tf.cumsum(tf.cast(is_new, tf.int64)), slots)
         more = tf.reduce_sum(tf.cast(is_new, tf.int64))
-        return Places(ids, tf.where(is_new, following, slots), used + more)
+        return Places(ids, places, tf.cast(places, tf.int32), used + more)
 
     def is_full(self, places: Places) -> Tensor:
         """True if there is no room for the rows, bool []."""
@@ -146,10 +150,13 @@ class Overlay(Struct, frozen=True):
 
 
 class Places(Struct, frozen=True):
-    """Where changed rows of a table go: `ids` int64 [n], `at` int32 [n]; how many places are used then."""
+    """Where changed rows of a table go: `ids`, `rows` int64 [n], `slots` int32 [n]: the places, as indices of
+    rows and as contents of slots. `used`, int64 [], is how many are given then.
+    """
 
     ids: Tensor
-    at: Tensor
+    rows: Tensor
+    slots: Tensor
     used: Tensor
 
 

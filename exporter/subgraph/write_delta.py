@@ -14,6 +14,7 @@ it may have written.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 from msgspec import Struct
@@ -21,8 +22,7 @@ from msgspec import Struct
 from exporter.delta.format import ChangeKind, Schema
 from exporter.subgraph.overlay import Overlay, Places
 from exporter.subgraph.read_delta import ReadDelta, by_variable, tensors_in
-from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign, read, sleep
-from exporter.wire.dtypes import DType
+from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign, sleep
 
 CHUNK_ROWS = 4096
 """Rows written under one lock of a table, which lookups wait for: about a millisecond for 64 floats a row."""
@@ -79,7 +79,7 @@ class UpdateTarget(Struct, frozen=True):
 
         tensors = tensors_in(delta.tensors, self.schema)
         places = self.places(delta) if places is None else places
-        writes = Writes(tensors, [], [], [], [], [])
+        writes = Writes(tensors, [], [], [], [], [], [])
         flags = tf.unstack(delta.changed)  # one node, where an index takes three for each variable
         changed = dict(zip(self.schema.variables, flags, strict=True))
         found = dict(by_variable(self.schema, tensors))
@@ -90,9 +90,8 @@ class UpdateTarget(Struct, frozen=True):
             for number, handle in enumerate(self.handles[variable.name]):
                 if isinstance(handle, Overlay):
                     found_at = places[variable.name, number]
-                    at = tf.cast(found_at.at, tf.int64)  # as row numbers are
-                    writes.tables.append((handle.rows, at, its_tensors[1]))
-                    writes.slots.append((handle.slots, found_at.ids, found_at.at))
+                    writes.overlaid.append((handle.rows, found_at.rows, its_tensors[1]))
+                    writes.slots.append((handle.slots, found_at.ids, found_at.slots))
                     writes.used.append((handle.used, found_at.used))
                 elif variable.kind is ChangeKind.TABLE:
                     writes.tables.append((handle, *its_tensors))
@@ -108,14 +107,19 @@ class Writes(Struct, frozen=True):
     """A delta's `tensors`, and the writes to do with them, one for each handle.
 
     `tables` are scattered (handle, ids, rows), `dense` variables assigned (handle, whether it changed,
-    value), the entries of `lookups` replaced (handle, whether they changed, keys, values). `slots` are
-    scattered, too (handle, ids, places), and `used` assigned: those of overlays.
+    value), the entries of `lookups` replaced (handle, whether they changed, keys, values).
+
+    Of overlays `overlaid` rows are scattered first (handle, places, rows), then the `slots` that lead to them
+    (handle, ids, places), and last how many places are `used` is assigned. So a slot leads to a row that is
+    there; and an update that dies takes no place for good: `Overlay.place` of the one that repairs looks at
+    the slots, too.
     """
 
     tensors: Sequence[Tensor]
     tables: list[tuple[Tensor, Tensor, Tensor]]
     dense: list[tuple[Tensor, Tensor, Tensor]]
     lookups: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+    overlaid: list[tuple[Tensor, Tensor, Tensor]]
     slots: list[tuple[Tensor, Tensor, Tensor]]
     used: list[tuple[Tensor, Tensor]]
 
@@ -133,9 +137,10 @@ def write_snapshot(
     writes = target.writes(delta)
     # Readers wait while the sequence is odd. So everything else is done before it becomes odd: the delta was
     # read and checked, values are chosen and cut here, and quiet is granted. Only writes are left.
-    tables = _in_parts([*writes.tables, *writes.slots])
+    tables, overlaid, slots = map(_in_parts, (writes.tables, writes.overlaid, writes.slots))
     dense = [(handle, _value_if(handle, changed, value)) for handle, changed, value in writes.dense]
-    chosen = (value for _, *values in (*tables, *dense, *writes.used) for value in values)
+    scattered = (*tables, *overlaid, *slots)
+    chosen = (value for _, *values in (*scattered, *dense, *writes.used) for value in values)
     prepared = [*writes.tensors, start, end, *chosen]
     with tf.control_dependencies(prepared):
         granted = _grant_quiet(state)
@@ -143,8 +148,6 @@ def write_snapshot(
         # `since` before odd: a reader that finds the sequence odd takes `since` for its beginning, and would
         # lose patience at once with an old one. The target before the first write: see the module.
         noted = [assign(state.since, tf.timestamp()), assign(state.position, start)]
-        # So are the places taken: if the update dies, they are lost, and no two rows share one.
-        noted += [assign(handle, used) for handle, used in writes.used]
         # `| 1`, not `+ 1`: if an update died while the sequence was odd, `+ 1` would make it even here.
         odd = tf.bitwise.bitwise_or(state.read_sequence(), 1)
     with tf.control_dependencies(noted):
@@ -153,13 +156,25 @@ def write_snapshot(
         # In any order and at once: the sequence keeps readers from seeing them half done. This kernel copies
         # under the variable's shared lock (tensorflow/core/kernels/resource_variable_ops.cc,
         # `ResourceScatterUpdateOp`): lookups go on, and parts of one table are written at the same time.
-        written = [
-            tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=ids, updates=rows)
-            for handle, ids, rows in tables
-        ]
+        written = _scatter(tables)
         written += [assign(handle, value) for handle, value in dense]
         written += [_import_if(*write) for write in writes.lookups]
-    return _settle(state, end, written, odd + 1)
+        rows = _scatter(overlaid)
+    # In order: a reader that has lost patience, or waits for no one, follows slots all the same.
+    with tf.control_dependencies(rows):
+        led = _scatter(slots)
+    with tf.control_dependencies(led):
+        written += [assign(handle, used) for handle, used in writes.used]
+    return _settle(state, end, [*written, *rows, *led], odd + 1)
+
+
+def _scatter(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+    import tensorflow as tf
+
+    return [
+        tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=ids, updates=rows)
+        for handle, ids, rows in tables
+    ]
 
 
 def _grant_quiet(state: UpdateState) -> Tensor:
@@ -207,7 +222,8 @@ def write_rows(
 
     places = target.places(delta)
     writes = target.writes(delta, places)
-    with tf.control_dependencies([*writes.tensors, start, end, *(at for _, _, at in writes.slots)]):
+    placed = [at for _, *places in (*writes.overlaid, *writes.slots) for at in places[:1]]
+    with tf.control_dependencies([*writes.tensors, start, end, *placed, *(used for _, used in writes.used)]):
         sequence = state.read_sequence()
         noted = assign(state.position, start)
     # The target is noted before the first write: see the module.
@@ -216,8 +232,10 @@ def write_rows(
             assign(handle, _value_if(handle, changed, value)) for handle, changed, value in writes.dense
         ]
         written += [_import_if(*write) for write in writes.lookups]
-        if writes.tables:
+        if writes.tables or writes.overlaid:
             written.append(_scatter_chunks(target, delta, places))
+    with tf.control_dependencies(written):
+        written += [assign(handle, used) for handle, used in writes.used]
     # The sequence is odd here only if an earlier snapshot died. These writes have repaired its state, so the
     # sequence becomes even.
     return _settle(state, end, written, sequence + tf.bitwise.bitwise_and(sequence, 1))
@@ -277,58 +295,46 @@ def _import_if(handle: Tensor, changed: Tensor, keys: Tensor, values: Tensor) ->
 def _scatter_chunks(
     target: UpdateTarget, delta: ReadDelta, places: Mapping[tuple[str, int], Places]
 ) -> Tensor:
-    """Scatter the rows of all tables: each round of one loop writes the next chunk of every table.
+    """Scatter the rows of all tables: each round of a loop writes the next chunk of every table.
 
     The loop takes the delta as one tensor and holds a few raw ops for each table: a server prepares all of
     them before its first update, which with a hundred tables takes noticeable time for each node.
+
+    The slots of overlays follow in a loop of their own, which begins with the end of the first. In one loop
+    they would be ordered by control edges alone, and servers with `enable_mlir_graph_optimization` lose
+    those: places were read before their rows were written.
     """
     import tensorflow as tf
 
-    def write(start: Tensor) -> Tensor:
+    def write(start: Tensor, *, leads: bool) -> Tensor:
         end = start + CHUNK_ROWS
         rows = {"begin": start[tf.newaxis], "end": end[tf.newaxis], "strides": tf.constant([1])}
         columns = {key: tf.concat([edge, [int(key == "strides")]], 0) for key, edge in rows.items()}
-
-        def scatter(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
-            # With `use_locking` under the variable's exclusive lock, so that a lookup sees a row whole;
-            # `ResourceScatterUpdate` would write beside lookups. 100,000 rows of 64 floats: 34 against 9 ms.
-            return [
-                tf.raw_ops.ResourceScatterNdUpdate(
-                    ref=handle,
-                    indices=tf.raw_ops.StridedSlice(input=ids, new_axis_mask=0b10, **columns),
-                    updates=tf.raw_ops.StridedSlice(input=values, **rows),
-                    use_locking=True,
-                )
-                for handle, ids, values in tables
-            ]
-
         writes = target.writes(delta, places)
-        scatters = scatter(writes.tables)
-        with tf.control_dependencies(scatters):
-            # Places are taken as they are written, in their order: those of a call that is cancelled before
-            # the next chunk are not lost, as they would be if all were taken at once.
-            taken = [
-                assign(used, _greatest(used, tf.raw_ops.StridedSlice(input=at, **rows)))
-                for (used, _), (_, _, at) in zip(writes.used, writes.slots, strict=True)
-            ]
-        # A lookup takes a row's slot first: a slot leads to a place whose row is there.
-        with tf.control_dependencies([*scatters, *taken]):
-            scatters += scatter(writes.slots)
+        # With `use_locking` under the variable's exclusive lock, so that a lookup sees a row whole;
+        # `ResourceScatterUpdate` would write beside lookups. 100,000 rows of 64 floats: 34 against 9 ms.
+        scatters = [
+            tf.raw_ops.ResourceScatterNdUpdate(
+                ref=handle,
+                indices=tf.raw_ops.StridedSlice(input=ids, new_axis_mask=0b10, **columns),
+                updates=tf.raw_ops.StridedSlice(input=values, **rows),
+                use_locking=True,
+            )
+            for handle, ids, values in (writes.slots if leads else (*writes.tables, *writes.overlaid))
+        ]
         with tf.control_dependencies(scatters):
             return tf.identity(end)
 
-    lengths = tf.raw_ops.ShapeN(input=[ids for _, ids, _ in target.writes(delta, places).tables])
+    def run(first: Tensor, *, leads: bool) -> Tensor:
+        write_next = partial(write, leads=leads)
+        (end,) = tf.while_loop(lambda start: start < rows, write_next, [first], parallel_iterations=1)
+        return end
+
+    writes = target.writes(delta, places)
+    lengths = tf.raw_ops.ShapeN(input=[ids for _, ids, _ in (*writes.tables, *writes.overlaid)])
     rows = tf.reduce_max(tf.concat(lengths, 0))
-    (end,) = tf.while_loop(lambda start: start < rows, write, [tf.constant(0)], parallel_iterations=1)
-    return end
-
-
-def _greatest(used: Tensor, places: Tensor) -> Tensor:
-    """The greatest of the variable `used`, int64 [], and places, int32 [n]."""
-    import tensorflow as tf
-
-    most = tf.reduce_max(tf.concat([tf.cast(places, tf.int64), [0]], 0))
-    return tf.maximum(read(used, DType.INT64, ()), most)
+    end = run(tf.constant(0), leads=False)
+    return run(tf.minimum(end, 0), leads=True) if writes.slots else end
 
 
 def position_vector(position: Tensor, step: Tensor, target: Tensor | int = SETTLED) -> Tensor:

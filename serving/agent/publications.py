@@ -85,14 +85,15 @@ class Publications:
             self._report(what, found.problem or f"{self.model.path} can be read again")
         self.wake()
         if self._reads_ahead and found.newest_version not in (None, before.newest_version):
-            self._read_ahead(self.model.path / str(found.newest_version))
+            threading.Thread(target=self._read_ahead, args=(found.newest_version,), daemon=True).start()
 
-    def _read_ahead(self, version: Path) -> None:
-        """Let the kernel read the mapped tables of a new version before servers are asked for them."""
+    def _read_ahead(self, number: int) -> None:
+        """Let the kernel read the mapped tables of a new version, until there is a newer one."""
+        version = self.model.path / str(number)
         with suppress(OSError, ManifestError):  # it is tried for speed alone
             record = read_manifest(version).mapped
             if record is not None:
-                read_ahead(version, record)
+                read_ahead(version, record, lambda: self.current.newest_version == number)
 
     def _report_once(self, message: str) -> None:
         if message != self._reported:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +16,8 @@ import tensorflow as tf
 from exporter.delta.format import Rows
 from exporter.errors import NotServable
 from exporter.graph.overlaid_reads import OverlaidReads, overlay_reads
+from exporter.options import Isolation
+from exporter.subgraph import write_delta
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import message_class
 from tests.support.mapped_models import mapped_below
@@ -198,3 +203,63 @@ def test_rows_of_other_tables_and_dtypes(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found["half"][:3], np.ones((3, 2, 3)))
         np.testing.assert_array_equal(found["half"][3:], model.values["half"][3:8].astype(np.float32))
         assert found["flags"].tolist() == [0, 0, 0, 0, 0, 8, 9, 0]
+
+
+def two_handles() -> Any:
+    """As of a graph that was imported twice: what is changed for one is not for the other."""
+    ids, table = _ids(), _table()
+    handle = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[ROWS, DIM], shared_name="table")
+    other = tf.raw_ops.ResourceGather(resource=handle, indices=ids, dtype=tf.float32)
+    return {"ids": ids}, {"rows": tf.gather(table, ids), "other": other}
+
+
+def compiled() -> Any:
+    ids, table = _ids(), _table()
+
+    @tf.function(autograph=False, jit_compile=True)
+    def inner(numbers: Any) -> Any:
+        return tf.gather(table, numbers) * 1.0
+
+    return {"ids": ids}, {"rows": inner(ids)}
+
+
+@pytest.mark.parametrize("build", [two_handles, compiled], ids=lambda build: build.__name__)
+def test_what_an_overlay_would_not_reach_is_restored(tmp_path: Path, build: Callable[[], Any]) -> None:
+    model = updatable_model(tmp_path, build, {"ids": [0]}, mapped=True)
+    model.publish_rows(100, 110, "table", np.arange(4), np.ones((4, DIM), np.float32))
+    with loaded(model) as server:
+        assert not mapped_below(tmp_path)
+        assert server.update()["position"] == 110
+        for rows in server.predict(ids=np.arange(8)).values():
+            if rows.ndim == 2:
+                np.testing.assert_array_equal(rows, model.at(110)["table"][:8])
+
+
+def test_readers_beside_chunks_see_old_rows_or_new_ones(tmp_path: Path) -> None:
+    """Row isolation, also with graph optimisation by MLIR, which loses control edges."""
+    with patch.object(write_delta, "CHUNK_ROWS", 64):
+        model = updatable_model(
+            tmp_path, plain, {"ids": [0]}, mapped=True, isolation=Isolation.ROW, snapshot_max_rows=0
+        )
+    config = tf1.ConfigProto()
+    config.experimental.enable_mlir_graph_optimization = True
+    every = np.arange(ROWS)
+    old = model.values["table"]
+    model.publish_rows(100, 110, "table", every, np.full((ROWS, DIM), 7, np.float32))
+    with loaded(model, config) as server, ThreadPoolExecutor(3) as pool:
+        server.predict(ids=every)
+        stop = threading.Event()
+
+        def read() -> int:
+            count = 0
+            while not stop.is_set():
+                rows = server.predict(ids=every)["rows"]
+                assert ((rows == old) | (rows == 7)).all()
+                count += 1
+            return count
+
+        reads = [pool.submit(read) for _ in range(3)]
+        assert server.update()["position"] == 110
+        stop.set()
+        assert sum(each.result() for each in reads)
+        np.testing.assert_array_equal(server.predict(ids=every)["rows"], np.full((ROWS, DIM), 7))
