@@ -78,7 +78,7 @@ FULL = ExportRequest(
     golden=Path("golden.jsonl"),
     jobs=Jobs(EngineName.DASK, 3, "tcp://h:8786", {"retries": "2"}, 1 << 27, "s3://bucket/jobs"),
 )
-MAPPED = replace(FULL, updates=None, plain=True, map_tables=True, served_at="/models/ranker")
+MAPPED = replace(FULL, updates=None, plain=True, map_tables=True, served_at="/models/ranker", overlay_rows=5)
 
 
 def as_parsed(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> ExportRequest:
@@ -125,6 +125,7 @@ def test_every_option_of_a_request_is_covered() -> None:
         "plain",
         "map_tables",
         "served_at",
+        "overlay_rows",
     }
 
 
