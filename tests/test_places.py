@@ -112,7 +112,7 @@ def test_a_url_without_a_bucket(url: str) -> None:
 def test_a_url_that_names_no_object(url: str, tmp_path: Path) -> None:
     for arguments in (("history", url), ("inspect", url), ("push", tmp_path, url), ("pull", url, tmp_path)):
         ran = export_model(*arguments, "--json")
-        assert (ran.code, "no part of an object's name" in ran.error["message"]) == (2, True), ran.err
+        assert (ran.code, "cannot be part of an object's name" in ran.error["message"]) == (2, True), ran.err
 
 
 @pytest.mark.parametrize(

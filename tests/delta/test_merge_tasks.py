@@ -50,7 +50,7 @@ def digest(directory: Path) -> str:
 def test_a_divided_merger_holds_what_a_small_one_holds(model: Path, tmp_path: Path) -> None:
     before = values_at(read_log(model))
     other = shutil.copytree(model, tmp_path / "other")
-    plan = plan_merge(model, jobs=TINY)
+    plan = plan_merge(model, None, None, TINY)
     divided, whole = merge(model, jobs=TINY), merge(other)
     assert plan is not None
     assert divided is not None
