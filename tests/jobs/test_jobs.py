@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from exporter.bundle.variables import Move, VariablesReport, write_variables
-from exporter.catalog import Catalog
+from exporter.catalog import Catalog, Extent
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, CorruptFile, EngineFailed, MappingError, UsageError
 from exporter.graph.inference_graph import GraphVariable
 from exporter.jobs import write_shard
 from exporter.jobs.execute import decode, encode, execute
 from exporter.jobs.runner import LocalEngine, Runner, plan_digest
-from exporter.jobs.task import Input, Range, Receipt
+from exporter.jobs.shard_job import Sources, Stored
+from exporter.jobs.task import Input, Range, RangeChecksums, Receipt
 from exporter.jobs.write_shard import MovedRows
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.storage.layout import RECEIPTS_DIRECTORY
@@ -33,6 +34,7 @@ from exporter.verify.version_files import Checksum
 from exporter.wire.crc32c import extend
 from exporter.wire.dtypes import DType
 from tests.support.engine_runs import Noted
+from tests.support.logs import damage_tensor
 
 
 @pytest.fixture
@@ -200,6 +202,34 @@ def test_copied_bytes_have_their_checksums_however_they_are_cut(
         assert (Path(name) / "out").read_bytes() == content
     assert receipt.read == tuple(extend(0, content[r.offset - 6 : r.offset - 6 + r.size]) for r in sources)
     assert receipt.wrote == tuple(extend(0, content[start:stop]) for start, stop in pairwise(ends))
+
+
+def test_checksums_of_ranges_are_joined_where_one_ends_and_the_next_begins() -> None:
+    content = np.random.default_rng(0).bytes(100)
+    found, whole = RangeChecksums[str](), Extent(0, 10, 60, 0)
+    assert found.joined("a", Range(0, 10, 20), extend(0, content[10:30]), whole) is None
+    assert found.of("a", 10, 60) is None, "the rest was not read"
+    assert found.joined("a", Range(0, 30, 40), extend(0, content[30:70]), whole) == extend(0, content[10:70])
+    found.add("a", 80, 10, extend(0, content[80:90]))
+    assert found.of("a", 10, 80) is None, "ten bytes in between were not read"
+    assert found.of("a", 10, 50) is None, "a range ends behind it"
+    assert found.of("b", 10, 60) is None, "another file"
+
+
+def test_a_run_that_the_tasks_read_in_part_is_checked_whole(catalog: Catalog) -> None:
+    """A checksum in an index is that of all bytes, whichever of them were needed."""
+    for damaged in (False, True):
+        files = Sources()
+        run = files.range_of(Stored(catalog, catalog.tensors["t3"]))
+        part = structs.replace(run, offset=run.offset + 100, size=run.size - 100)
+        content = catalog.shards[0].read_bytes()[part.offset : part.offset + part.size]
+        files.note(part, extend(0, content))
+        if damaged:
+            damage_tensor(catalog.prefix, "t3")
+            with pytest.raises(CorruptFile, match="'t3'"):
+                files.check()
+        else:
+            files.check()
 
 
 def test_a_worker_imports_neither_tensorflow_nor_an_engine(catalog: Catalog) -> None:

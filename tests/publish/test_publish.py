@@ -109,6 +109,7 @@ def test_whatever_names_a_version_it_is_the_newest(
 def test_beyond_the_greatest_version_there_is_none(rule: VersionRule) -> None:
     with pytest.raises(VersionExists):
         rule.choose(None, newest=GREATEST, last=GREATEST, now=0)
+    assert rule.choose(None, newest=GREATEST - 1, last=GREATEST - 1, now=0) == (GREATEST, GREATEST)
 
 
 @pytest.mark.parametrize(
