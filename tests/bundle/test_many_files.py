@@ -66,6 +66,18 @@ def test_rows_that_are_laid_out_anew(tmp_path: Path, few_files: None, mod: bool)
     np.testing.assert_array_equal(found, table.astype(found.dtype))
 
 
+def test_a_task_leaves_most_of_what_may_be_open_to_others(tmp_path: Path, few_files: None) -> None:
+    paths = [tmp_path / f"{number}" for number in range(SHARDS)]
+    for path in paths:
+        path.write_text(path.name)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with FewFiles(paths) as files:
+        for number in range(SHARDS):
+            assert os.pread(files[number], 9, 0).decode() == f"{number}"
+        opened = len([*Path("/proc/self/fd").iterdir()]) - before
+    assert 0 < opened <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+
+
 def test_many_tables_in_one_process(tmp_path: Path, few_files: None) -> None:
     """Each of 16 threads reads one of 10 files, which are more together than may be open."""
     paths = [tmp_path / f"{number}" for number in range(10)]
