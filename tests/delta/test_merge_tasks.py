@@ -12,16 +12,20 @@ import pytest
 
 from exporter.checkpoint.tensor_bundle import read_array, read_catalog
 from exporter.delta.delta_files import read_delta
-from exporter.delta.format import Rows
+from exporter.delta.format import ChangeKind, Rows, ServedVariable
+from exporter.delta.newest_rows import Merge, NewestRows
 from exporter.delta.packing import SlicedRows
 from exporter.errors import CorruptFile, VerificationError
 from exporter.jobs import runner
+from exporter.jobs.execute import decode, encode, execute
 from exporter.jobs.runner import LocalEngine
+from exporter.jobs.task import Input, Range
 from exporter.options import EngineName, Jobs
 from exporter.pipeline.log_maintenance import merge, plan_merge
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import read_log
 from exporter.storage.layout import JOBS_DIRECTORY, VARIABLES_PREFIX
+from exporter.wire.dtypes import DType
 from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, assert_same_bits, damage_tensor, publish_base, values_at
 from tests.support.object_stores import Bucket
@@ -165,6 +169,18 @@ def test_damage_is_named_and_nothing_is_published(model: Path, tmp_path: Path) -
         with pytest.raises(CorruptFile, match="damaged at"):
             rebase(model, jobs=jobs)
     assert sorted(log.path.iterdir()) == before
+
+
+@pytest.mark.parametrize("ids", [(1, 1), (4, 1), (-1, 2), (2, 10)])
+def test_row_numbers_that_no_checksum_calls_wrong(tmp_path: Path, ids: tuple[int, int]) -> None:
+    """A writer that got them wrong has the right checksum of wrong numbers."""
+    rows = np.zeros((2, 2), np.float32)
+    (tmp_path / "layer").write_bytes(np.array(ids, np.int64).tobytes() + rows.tobytes())
+    table = ServedVariable("t", DType.FLOAT, (10, 2), ChangeKind.TABLE)
+    section = NewestRows(table, 0, 10, ((Range(0, 0, 16), Range(0, 16, 16)),))
+    task = Merge(name="out", inputs=(Input.of(tmp_path / "layer"),), sections=(section,))
+    with pytest.raises(CorruptFile, match="not strictly increasing in 0-9"):
+        decode(execute(encode(task, str(tmp_path), keep=False))).settle()
 
 
 def test_a_damaged_base_is_not_published_again(model: Path) -> None:

@@ -15,14 +15,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exporter.errors import DiskFull, ManifestError, ModelHeld, UsageError
+from exporter.errors import CorruptFile, DiskFull, ManifestError, ModelHeld, UsageError
 from exporter.pipeline import log_maintenance, restoration
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.commit import PublishedDelta
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.hold import Hold
 from exporter.publish.manifest import DeltaOrigin
-from tests.support.logs import Serving, Trainer, assert_same_bits, request, set_hold, values_at
+from exporter.storage.layout import VARIABLES_PREFIX
+from tests.support.logs import (
+    Serving,
+    Trainer,
+    assert_same_bits,
+    damage_tensor,
+    request,
+    set_hold,
+    values_at,
+)
 from tests.support.setting import followed
 
 Values = dict[str, np.ndarray]
@@ -149,6 +158,16 @@ def test_a_damaged_hold_hinders_nobody_who_sets_it_or_lifts_it(
     log_maintenance.resume(model)
     assert not log.hold.is_set
     is_at(read_log(model), known[30])
+
+
+def test_values_that_are_damaged_do_not_come_back(model: Path) -> None:
+    """Every delta has rows of every table; the rows to which the rollback leads are the base's."""
+    log = read_log(model)
+    damage_tensor(log.base.path / VARIABLES_PREFIX, "s/users")
+    with pytest.raises(CorruptFile, match="s/users"):
+        log_maintenance.rollback(model, 10)
+    assert read_log(model).deltas == log.deltas
+    assert not read_log(model).hold.is_set
 
 
 def test_a_hold_that_is_a_pipe_does_not_block(model: Path) -> None:
