@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from exporter.delta import packing as packing_module
 from exporter.delta.delta_files import read_delta, write_delta
 from exporter.delta.format import ChangeKind, DeltaHeader, Rows, Schema, ServedVariable
-from exporter.delta.packing import Packing, decode, encode, pack_rows, round_rows, shrinks
+from exporter.delta.packing import Packing, SlicedRows, decode, encode, pack_rows, round_rows, shrinks
 from exporter.options import DeltaDtype
 from exporter.wire.dtypes import DType
 
@@ -169,3 +169,21 @@ def test_rounded_rows_take_fewer_bytes(tmp_path: Path, packing: DeltaDtype, leas
         write_delta(tmp_path / "delta", schema, header, {"t": Rows(np.arange(2000), values)})
         sizes.append((tmp_path / "delta.data-00000-of-00001").stat().st_size)
     assert sizes[0] > least * sizes[1]
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.none() | st.integers(-22, 22),
+    st.none() | st.integers(-22, 22),
+    st.none() | st.integers(1, 4),
+)
+def test_rows_in_several_arrays_are_asked_for_as_in_one(
+    lengths: list[int], start: int | None, stop: int | None, step: int | None
+) -> None:
+    whole = np.arange(2 * sum(lengths), dtype=np.float32).reshape(-1, 2)
+    parts = np.split(whole, np.cumsum(lengths)[:-1])
+    rows = SlicedRows(parts)
+    found = rows[start:stop:step]
+    assert same(found, whole[start:stop:step])
+    assert same(np.asarray(rows), whole)
+    assert np.shares_memory(rows[: lengths[0]], whole), "of one array it is a view"
