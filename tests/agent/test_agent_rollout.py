@@ -213,6 +213,16 @@ def test_a_delta_that_every_replica_refuses_is_quarantined_and_a_base_wanted() -
     assert quarantined([stuck], log((1, 2))) == ()  # it is not there any more
 
 
+def test_no_base_is_wanted_for_what_stands_elsewhere() -> None:
+    """A quarantined delta says nothing about versions of another log, or about those that take no deltas."""
+    published = log((5, 6), (5, 7), (7, 8))
+    stuck = seen(version(position=5)).refused(refusal(5, 6)).answered([version(position=5)], 100.0)
+    assert needs_base([stuck, seen(version(position=3))], published), "nothing leads on from there"
+    for other in (version(position=3, lineage="other"), version(position=None, lineage=LINE)):
+        assert quarantined([stuck, seen(other)], published)
+        assert not needs_base([stuck, seen(other)], published)
+
+
 def test_what_is_told_of_two_looks() -> None:
     before = (version(1, 5), version(2, None, state=VersionState.LOADING))
     now = (version(1, 3), version(2, 6), version(3, None, state=VersionState.END, message="no such op"))

@@ -133,9 +133,17 @@ MODELS: dict[str, tuple[ModelView, str]] = {
         model(replica(), store=StoreView("s3://b/m", 90.0, "timed out", ())),
         "The store cannot be read",
     ),
+    "a store that went on from what was rolled back": (
+        model(replica(), store=StoreView("s3://b/m", 0.0, "", ("66-80", "80-95"))),
+        "2 publications of the store cannot be fetched after the rollback here",
+    ),
     "a new version": (
         model(replica(position=None), published=41, newest_version=41, position=None),
         "1 of 1 replica is late: r1:8500",
+    ),
+    "another log, and no newer version": (
+        model(replica(**AT_65, behind_deltas=None), newest_version=40, position=None),
+        "1 of 1 replica is not updatable: r1:8500",
     ),
 }
 

@@ -80,8 +80,9 @@ def test_how_far_behind_and_how_old(server: ModelServer, request_: ExportRequest
     assert document["published"] == {"position": 30, "step": 30, "hold": None}
     assert (version["behind_deltas"], version["behind_steps"], version["problem"]) == (2, 20, None)
     assert version["age_seconds"] > 0
-    shown = call("status", server.address, "--model", "ranker", "--published", request_.out).stdout
-    assert "2 deltas, 20 steps" in shown
+    shown = call("status", server.address, "--model", "ranker", "--published", request_.out)
+    assert "2 deltas, 20 steps" in shown.stdout
+    assert "--published" not in shown.stderr, "it was given"
     assert call("update", server.address, "--model", "ranker").exit_code == 0
     (after,) = status(server, "--published", request_.out)["versions"]
     assert (after["position"], after["behind_deltas"], after["behind_steps"]) == (30, 0, 0)
