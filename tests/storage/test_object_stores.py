@@ -409,6 +409,32 @@ def test_small_tensors_come_together(bucket: Bucket, fetched: list[tuple[str, in
     assert len(fetched) == 1
 
 
+def test_one_object_below_several_urls_is_one_file(bucket: Bucket, tmp_path: Path) -> None:
+    for key in ("runs/a/x", "runs/a/y"):
+        bucket.put(key, b"1")
+    shown = mirror.Mirror(objects.Url("s3", bucket.name, "runs"), is_directory=True)
+    shown.refresh()
+    mirror.register(shown)
+    x, y = (mirror.local(Path(bucket.url(f"runs/a/{name}"))) for name in ("x", "y"))
+    assert x != shown.path / "a/x"
+    assert mirror.is_same_file(x, shown.path / "a/x")
+    assert not mirror.is_same_file(y, shown.path / "a/x")
+    (tmp_path / "x").write_bytes(b"1")
+    assert not mirror.is_same_file(x, tmp_path / "x")
+    bucket.put("runs/a/x", b"2")
+    shown.refresh()
+    assert not mirror.is_same_file(x, shown.path / "a/x"), "it was replaced"
+
+
+def test_a_file_that_took_an_objects_place_keeps_its_bytes(bucket: Bucket) -> None:
+    bucket.put("runs/x", b"theirs")
+    path = mirror.local(Path(bucket.url("runs/x")))
+    path.with_name("new").write_bytes(b"ours")
+    path.with_name("new").replace(path)
+    mirror.fetch(path)
+    assert path.read_bytes() == b"ours"
+
+
 def test_what_vanished_before_it_was_copied(bucket: Bucket, tmp_path: Path) -> None:
     bucket.put("runs/a", b"1234")
     bucket.put("runs/b", b"1234")
