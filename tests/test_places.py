@@ -90,6 +90,7 @@ def test_a_store_is_a_usage_error_and_no_directory(
         ("doctor", "hdfs://name/m"),
         ("--ckpt-dir", "train", "--out", "m", "--model", "gs://bucket/graph.meta"),
         ("--ckpt-dir", "train", "--out", "m", "--custom-objects", "gs://bucket/layers.py"),
+        ("--ckpt-dir", "train", "--out", "m", "--engine", "local", "--job-dir", "hdfs://name/jobs"),
     ],
 )
 def test_other_commands_refuse_stores(

@@ -21,7 +21,7 @@ from exporter.errors import PublishError
 from exporter.storage import mirror, objects
 from exporter.storage.objects import BrokenOff, ObjectWriter, again, require_conditions
 from exporter.storage.url import Url
-from exporter.storage.waiting import workers
+from exporter.storage.waiting import GivenUp, awaited, until, workers
 from exporter.transfer.pull import pull
 from serving.agent.journal import AgentEvent, Journal
 from serving.agent.publications import FollowedModel
@@ -314,6 +314,16 @@ def test_an_agent_that_ends_leaves_nobody_who_fetches(
     assert not [name for name in left if name.startswith(("pull", "ahead"))]
     assert not events, "that it ends is no failure"
     assert pull(url, copy).position == 30
+
+
+def test_nothing_is_asked_for_once_it_is_given_up() -> None:
+    end, asked = threading.Event(), list[int]()
+    with until(end):
+        awaited(lambda: asked.append(1))
+        end.set()
+        with pytest.raises(GivenUp):
+            awaited(lambda: asked.append(2))
+    assert asked == [1]
 
 
 def test_tasks_that_nobody_waits_for_end() -> None:
