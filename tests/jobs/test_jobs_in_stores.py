@@ -249,6 +249,25 @@ def test_an_index_of_keys_is_built_in_the_store(
         np.testing.assert_array_equal(found, expected, strict=True)
 
 
+@pytest.mark.parametrize("is_remote", [False, True], ids=["checkpoint here", "checkpoint in a store"])
+def test_an_index_of_keys_leaves_nothing_behind_once_it_is_stored(
+    bucket: Bucket, tmp_path: Path, is_remote: bool
+) -> None:
+    """What its tasks wrote in the store is read until the version is there."""
+    write_full(tmp_path / "train" / "model.ckpt-7", {"emb": Ev.random(500, 4)}, parts=2, step=7)
+    bucket.upload(tmp_path / "train", "train")
+    (tmp_path / "model.py").write_text(BY_KEYS)
+    place = bucket.url("train") if is_remote else tmp_path / "train"
+    model = f"{tmp_path / 'model.py'}:serving"
+    ran = export_model(
+        "--ckpt-dir", place, "--model", model, "--out", bucket.url(BASE), "--task-size", "1KiB"
+    )
+    assert ran.code == 0, ran.err
+    assert not [key for key in bucket.names() if JOBS_DIRECTORY in key]
+    pull(bucket.url(BASE), tmp_path / "here")
+    assert not verify_model(tmp_path / "here", bytes_=True).problems
+
+
 def test_tables_by_keys_go_to_a_store_as_to_a_directory(bucket: Bucket, tmp_path: Path) -> None:
     """Their index is made by the command itself, beside what the trainer wrote."""
     trainer = Trainer(tmp_path / "train")

@@ -13,6 +13,7 @@ from exporter.errors import CheckpointError, ManifestError, UsageError
 from exporter.graph.metagraph import read_metagraph
 from exporter.publish.versions import read_manifest
 from exporter.storage.files import open_regular, read_regular
+from exporter.storage.open_files import Window
 from serving.loader import load
 from serving.status import StatusError
 from tests.support.bundles import write
@@ -92,3 +93,15 @@ def test_a_directory_that_may_not_be_looked_into_is_named(
     assert ran.code == 1
     assert ran.error["error"] == "Unreachable"
     assert "Permission denied" in ran.err
+
+
+def test_a_window_is_a_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"before inside behind")
+    with (tmp_path / "file").open("rb") as file:
+        window = Window(file.fileno(), 7, 6)
+        assert (window.read(), window.read()) == (b"inside", b"")
+        assert (window.seek(-2, os.SEEK_END), window.read()) == (4, b"de")
+        assert (window.seek(2), window.read(2)) == (2, b"si")
+        assert (window.seek(-1, os.SEEK_CUR), window.read(1)) == (3, b"i")
+        assert (window.seek(9), window.read()) == (9, b"")
+        assert file.tell() == 0
