@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from exporter.catalog import Catalog, Extent
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, CorruptFile, EngineFailed, MappingError, UsageError
 from exporter.graph.inference_graph import GraphVariable
-from exporter.jobs import write_shard
+from exporter.jobs import shard_job, write_shard
 from exporter.jobs.execute import decode, encode, execute
 from exporter.jobs.runner import LocalEngine, Runner, plan_digest
 from exporter.jobs.shard_job import Sources, Stored
@@ -230,6 +230,50 @@ def test_a_run_that_the_tasks_read_in_part_is_checked_whole(catalog: Catalog) ->
                 files.check()
         else:
             files.check()
+
+
+def test_strings_that_are_copied_are_checked_as_strings(tmp_path: Path) -> None:
+    """Their checksum in an index is not that of the bytes alone."""
+    with BundleWriter(tmp_path / "model.ckpt") as writer:
+        writer.add("words", np.array([b"some", b"", b"words"], object))
+    catalog = read_catalog(tmp_path / "model.ckpt")
+    for damaged in (False, True):
+        if damaged:
+            damage_tensor(catalog.prefix, "words")
+        files = Sources()
+        run = files.range_of(Stored(catalog, catalog.tensors["words"]))
+        files.note(run, extend(0, catalog.shards[0].read_bytes()[run.offset : run.offset + run.size]))
+        if damaged:
+            with pytest.raises(CorruptFile, match="'words'"):
+                files.check()
+        else:
+            files.check()
+
+
+def test_what_tasks_read_is_not_read_again_for_its_checksums(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers elsewhere have read terabytes; their receipts tell."""
+    monkeypatch.setattr(shard_job, "check_values", None)
+    assert_cast(export(catalog, tmp_path / "out", Runner(task_bytes=800)))
+
+
+def test_threads_take_few_works_ahead(catalog: Catalog) -> None:
+    """A plan may have a million tasks."""
+    task = Checksum(name="a", inputs=(Input.of(catalog.shards[0]),), ranges=(Range(0, 0, 16),))
+    taken = list[int]()
+
+    def works() -> Iterator[bytes]:
+        for number in range(100):
+            taken.append(number)
+            yield encode(task, "", keep=False)
+
+    outcomes = LocalEngine(1).run(works())
+    for done in range(1, 101):
+        next(outcomes)
+        assert len(taken) <= done + 3
+    assert len(taken) == 100
+    assert next(outcomes, None) is None
 
 
 def test_a_worker_imports_neither_tensorflow_nor_an_engine(catalog: Catalog) -> None:
