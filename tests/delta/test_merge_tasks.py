@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exporter.checkpoint.tensor_bundle import read_array, read_catalog
+from exporter.catalog import SliceSpec
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.delta.delta_files import read_delta
 from exporter.delta.format import ChangeKind, Rows, ServedVariable
 from exporter.delta.newest_rows import Merge, NewestRows
@@ -114,6 +115,38 @@ def test_a_base_by_tasks(model: Path, jobs: Jobs) -> None:
     catalog = read_catalog(done.published.path / VARIABLES_PREFIX)
     for ref in catalog.tensors.values():
         read_array(catalog, ref)
+    assert export_model("verify", model, "--bytes").code == 0
+
+
+class ByColumns(Trainer):
+    """It stores each table as two ranges of columns."""
+
+    def write(self, prefix: Path) -> None:
+        with BundleWriter(prefix) as writer:
+            writer.add("global_step", np.array(self.step, np.int64))
+            for name, value in self.values.items():
+                if not self.is_table(name):
+                    writer.add(name, value)
+                    continue
+                for start, count in ((0, 1), (1, value.shape[1] - 1)):
+                    box = SliceSpec(value.shape, (0, start), (len(value), count))
+                    writer.add(name, value[:, start : start + count], box)
+
+
+@pytest.mark.parametrize("jobs", [Jobs(), TINY])
+def test_a_base_of_tables_that_lie_in_columns(tmp_path: Path, jobs: Jobs) -> None:
+    """No task joins them: the command itself writes those tables."""
+    trainer, model = ByColumns(tmp_path / "train"), tmp_path / "model"
+    trainer.save()
+    publish_base(trainer, Serving(), model)
+    for step in (20, 30):
+        went_on(trainer, step)
+        assert incr(trainer, str(model)).code == 0
+    before = values_at(read_log(model))
+    assert rebase(model, jobs=jobs) is not None
+    log = read_log(model)
+    assert not log.chain(log.base.at.position)
+    assert_same_bits(values_at(log), before)
     assert export_model("verify", model, "--bytes").code == 0
 
 

@@ -112,6 +112,20 @@ def test_a_flipped_bit_of_the_base_is_published_by_nothing(
     assert read_log(world.model).hold.read() == hold
 
 
+def test_a_flipped_bit_of_a_delta_is_no_value(world: World) -> None:
+    """Of variables that are named it is those of others that may be damaged."""
+    before, log = world.published(), read_log(world.model)
+    damage_tensor(log.deltas[-1].path / "delta", "s/users/values")
+    for named in (None, {"s/users"}):
+        with pytest.raises(CorruptFile, match="damaged at 's/users/values'") as caught:
+            log.state(only=named)
+        assert caught.value.hint == BROKEN_LOG_HINT
+    assert log.state(only={"s/items"}).rows("s/items", 0, 1).any()
+    with pytest.raises(CorruptFile, match="damaged at 's/users/values'"):
+        rolled_back(world)
+    assert world.published() == before
+
+
 @pytest.mark.parametrize("again", [rolled_back, compared, left_out])
 def test_what_is_not_read_may_be_damaged(world: World, again: Callable[[World], None]) -> None:
     """Nothing of what is published again hangs on optimizer slots that the base's shard holds."""
