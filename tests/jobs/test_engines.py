@@ -72,6 +72,12 @@ def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "pip install '.[ray]'" in caught.value.hint
 
 
+def test_an_engine_that_nobody_knows() -> None:
+    with pytest.raises(UsageError, match="there is no engine 'spark'") as caught:
+        choose_engine("spark")
+    assert "local, ray" in caught.value.hint
+
+
 def test_the_local_engine_has_no_cluster() -> None:
     for wrong in ({"address": "tcp://127.0.0.1:1"}, {"options": {"num_cpus": "2"}}):
         with pytest.raises(UsageError, match="neither an address nor options"):
