@@ -111,6 +111,7 @@ def test_a_base_by_tasks(model: Path, jobs: Jobs) -> None:
     assert (done.tasks > 10) is (jobs is TINY)
     log = read_log(model)
     assert not log.chain(log.base.at.position)
+    assert log.newest is log.base, "nobody needs the deltas that led there"
     assert_same_bits(values_at(log), before)
     catalog = read_catalog(done.published.path / VARIABLES_PREFIX)
     for ref in catalog.tensors.values():
@@ -146,6 +147,7 @@ def test_a_base_of_tables_that_lie_in_columns(tmp_path: Path, jobs: Jobs) -> Non
     assert rebase(model, jobs=jobs) is not None
     log = read_log(model)
     assert not log.chain(log.base.at.position)
+    assert log.newest is log.base, "nobody needs the deltas that led there"
     assert_same_bits(values_at(log), before)
     assert export_model("verify", model, "--bytes").code == 0
 

@@ -13,9 +13,10 @@ from msgspec.structs import replace
 
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta import row_reader
+from exporter.delta.format import span_name
 from exporter.delta.row_reader import row_readers
 from exporter.delta.snapshot import Snapshot
-from exporter.errors import CorruptFile, VerificationError
+from exporter.errors import CorruptFile, ManifestError, VerificationError
 from exporter.options import DeltaDtype
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
@@ -124,6 +125,17 @@ def test_a_flipped_bit_of_a_delta_is_no_value(world: World) -> None:
     with pytest.raises(CorruptFile, match="damaged at 's/users/values'"):
         rolled_back(world)
     assert world.published() == before
+
+
+def test_a_delta_under_another_name_leads_nowhere(world: World) -> None:
+    path = read_log(world.model).deltas[-1].path
+    start, end = map(int, path.name.split("-"))
+    path.rename(path.with_name(span_name(start, end + 5)))
+    log = read_log(world.model)
+    with pytest.raises(CorruptFile, match=f"leads from {start} to {end}"):
+        log.tensors(log.deltas[-1])
+    with pytest.raises(ManifestError, match=f"names {start} to {end}"):
+        log.state()
 
 
 @pytest.mark.parametrize("again", [rolled_back, compared, left_out])
