@@ -119,6 +119,28 @@ def test_a_base_by_tasks(model: Path, jobs: Jobs) -> None:
     assert export_model("verify", model, "--bytes").code == 0
 
 
+def test_a_new_base_names_the_checkpoint_that_its_values_are_of(tmp_path: Path) -> None:
+    trainer, model = Trainer(tmp_path / "train"), tmp_path / "model"
+    trainer.save()
+    publish_base(trainer, Serving(), model)
+    trainer.train()
+    saved = trainer.save()
+    assert incr(trainer, str(model)).code == 0
+    assert rebase(model) is not None
+    source = read_log(model).base.manifest.source
+    assert (source.checkpoint, source.digest) == (saved.name, None)
+
+
+def test_one_delta_is_no_merger(tmp_path: Path) -> None:
+    trainer, model = Trainer(tmp_path / "train"), tmp_path / "model"
+    trainer.save()
+    publish_base(trainer, Serving(), model)
+    assert (plan_merge(model, None, None, TINY), merge(model)) == (None, None)
+    went_on(trainer, 20)
+    assert incr(trainer, str(model)).code == 0
+    assert (plan_merge(model, None, None, TINY), merge(model)) == (None, None)
+
+
 class ByColumns(Trainer):
     """It stores each table as two ranges of columns."""
 

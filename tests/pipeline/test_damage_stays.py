@@ -6,21 +6,24 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta import row_reader
 from exporter.delta.format import span_name
 from exporter.delta.row_reader import row_readers
 from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile, ManifestError, VerificationError
-from exporter.options import DeltaDtype
-from exporter.pipeline import log_maintenance
+from exporter.options import DeltaDtype, Verify
+from exporter.pipeline import incremental, log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.rebase import rebase
+from exporter.publish.commit import PublishedDelta
 from exporter.publish.delta_log import BROKEN_LOG_HINT, list_deltas, read_log
 from exporter.publish.versions import version_dirs
 from tests.support.drifting import behind, drift
@@ -136,6 +139,34 @@ def test_a_delta_under_another_name_leads_nowhere(world: World) -> None:
         log.tensors(log.deltas[-1])
     with pytest.raises(ManifestError, match=f"names {start} to {end}"):
         log.state()
+
+
+@pytest.mark.parametrize("asked", [Verify.BYTES, Verify.NONE])
+def test_a_delta_is_read_back_if_that_is_asked_for(
+    world: World, monkeypatch: pytest.MonkeyPatch, asked: Verify
+) -> None:
+    """Its bytes get wrong between their writing and the manifest."""
+    write = incremental.publish_changes
+
+    def damaged(*of: Any, check: Callable[[Catalog], None] | None, **how: Any) -> PublishedDelta:
+        def checked(written: Catalog) -> None:
+            damage_tensor(written.prefix, "s/users/values")
+            if check is not None:
+                check(written)
+
+        return write(*of, check=checked, **how)
+
+    monkeypatch.setattr(incremental, "publish_changes", damaged)
+    drift(world.trainer, 1.0)
+    world.trainer.increment()
+    before = world.published()
+    if asked is Verify.BYTES:
+        with pytest.raises(VerificationError, match="s/users/values"):
+            world.export(verify=asked)
+        assert world.published() == before
+    else:
+        world.export(verify=asked)
+        assert world.published() != before
 
 
 @pytest.mark.parametrize("again", [rolled_back, compared, left_out])

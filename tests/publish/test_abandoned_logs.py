@@ -10,7 +10,7 @@ import pytest
 
 from exporter.pipeline import incremental, log_maintenance
 from exporter.pipeline.incremental import export_incremental
-from exporter.publish.delta_log import read_log
+from exporter.publish.delta_log import list_deltas, read_log
 from exporter.publish.versions import lease
 from exporter.storage.layout import MANIFEST_FILE
 from tests.support.logs import Serving, Trainer, publish_base, request
@@ -74,10 +74,15 @@ def test_it_stays_while_a_version_does_not_say_which_log_it_is_of(model: Path) -
 
 
 def test_what_is_no_log_stays(model: Path) -> None:
-    (model / "deltas" / "notes").mkdir()
-    (model / "deltas" / f"{7:020d}").symlink_to(model)
+    """Also where deltas lie in it: a copy, and a link to what somebody keeps elsewhere."""
+    old, _ = logs(model)
+    kept = [shutil.copytree(old, place) for place in (old.with_name("copy"), model.parent / "elsewhere")]
+    old.with_name(f"{7:020d}").symlink_to(kept[1])
+    shutil.rmtree(first_base(model))
     log_maintenance.tidy(model, clock=lambda: LATER)
-    assert len(logs(model)) == 4
+    assert len(logs(model)) == 3
+    assert old not in logs(model), "it was one"
+    assert all(list_deltas(each) for each in kept)
 
 
 def test_a_log_has_its_own_bases_alone(model: Path) -> None:
