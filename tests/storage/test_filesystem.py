@@ -12,7 +12,8 @@ from exporter.checkpoint import open_checkpoint
 from exporter.errors import CheckpointError, ManifestError, UsageError
 from exporter.graph.metagraph import read_metagraph
 from exporter.publish.versions import read_manifest
-from exporter.storage.files import open_regular, read_regular
+from exporter.storage import files
+from exporter.storage.files import Unchanged, open_regular, read_regular
 from exporter.storage.open_files import Window
 from serving.loader import load
 from serving.status import StatusError
@@ -105,3 +106,28 @@ def test_a_window_is_a_file_of_its_own(tmp_path: Path) -> None:
         assert (window.seek(-1, os.SEEK_CUR), window.read(1)) == (3, b"i")
         assert (window.seek(9), window.read()) == (9, b"")
         assert file.tell() == 0
+
+
+def test_a_file_is_read_again_if_it_changed_or_could_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read, known = tmp_path / "file", list[str](), Unchanged[str]()
+
+    def text(place: Path) -> str:
+        read.append(place.read_text())
+        return read[-1]
+
+    path.write_text("one")
+    monkeypatch.setattr(files, "SETTLED_NS", 10**18)
+    assert (known.of(path, text), known.of(path, text), len(read)) == ("one", "one", 2), "just written"
+    monkeypatch.setattr(files, "SETTLED_NS", -(10**18))
+    assert (known.of(path, text), known.of(path, text), len(read)) == ("one", "one", 3)
+    path.with_name("new").write_text("two")
+    path.with_name("new").replace(path)
+    assert (known.of(path, text), known.of(path, text), len(read)) == ("two", "two", 4)
+    monkeypatch.setattr(files, "_MOST_KEPT_BYTES", 16 * 4)
+    path.write_text("large")
+    assert (known.of(path, text), known.of(path, text), len(read)) == ("large", "large", 6)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        known.of(path, text)
