@@ -72,6 +72,7 @@ def test_a_store_is_a_usage_error_and_no_directory(
     assert ran.code == 2, ran.err
     assert f"{option} {url}: only local paths" in ran.error["message"]
     assert "LOCAL" in ran.error["hint"] or "the store's own tool" in ran.error["hint"]
+    assert ("publish to a local directory" in ran.error["hint"]) is (option == "--out")
     if url.startswith("hdfs:"):
         assert ("hdfs dfs -put" in ran.error["hint"]) is (option == "--out")
     assert list(tmp_path.iterdir()) == []

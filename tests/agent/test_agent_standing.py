@@ -164,6 +164,26 @@ def test_the_headline(case: str) -> None:
     assert (standing.level is Level.GOOD) is (case == "fresh")
 
 
+def test_a_version_that_is_loaded_is_not_late() -> None:
+    one = replica(position=None)
+    loading = replace(one.versions[0], number=41, state="LOADING")
+    newer = {"published": 41, "newest_version": 41, "position": None}
+    states = [
+        found(model(replace(one, versions=versions), **newer)).models[0].rows[0].standing.state
+        for versions in (one.versions, (*one.versions, loading))
+    ]
+    assert states == [State.LATE, State.UPDATING]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"), [("r2:8500", "r2:8500 is judged at 120"), (None, "is judged at 120")]
+)
+def test_what_the_canary_does_names_its_replica(asked: str | None, said: str) -> None:
+    canary = CanaryView(65, 0.4, asked, "is judged at 120")
+    (finding,) = found(model(replica(**AT_65), hold=65, waiting=1, canary=canary)).findings
+    assert (finding.state, finding.details) == (State.CANARY, said)
+
+
 def test_the_worst_comes_first_and_nothing_is_left_out() -> None:
     down = replica("r3", error="gone")
     canary = CanaryView(60, 0.0, None, "", "score is NaN")

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from exporter.bundle import link
 from exporter.bundle.link import ByteRange, NewFile, coalesce, copy_ranges
-from exporter.bundle.variables import ShardOrigin, VariablesReport, write_variables
+from exporter.bundle.variables import ShardOrigin, VariablesReport, why_not_by_rows, write_variables
 from exporter.catalog import Catalog, SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused, PublishError, TargetNotWritable
@@ -31,7 +31,9 @@ from exporter.graph.inference_graph import GraphVariable
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.options import DataMode
 from exporter.terminal.progress import NoProgress
+from exporter.wire.dtypes import DType
 from tests.support.budget import times
+from tests.support.values import tensor, variable
 
 RNG = np.random.default_rng(7)
 
@@ -438,6 +440,13 @@ def test_who_could_no_longer_read(new: tuple[int, int, int], old: tuple[int, int
     mode, uid, gid = old
     other = os.stat_result((mode | stat.S_IFREG, 1, 1, 1, uid, gid, 0, 0, 0, 0))
     assert NewFile(*new).readers_lost_by(other) == lost
+
+
+def test_scalars_and_strings_are_no_rows() -> None:
+    for ref in (tensor("t"), tensor("t", 4, dtype=DType.STRING)):
+        source = TensorSource("t", (variable("t", *ref.shape, dtype=ref.dtype),), ref)
+        assert why_not_by_rows(source) == "it is not an array of rows"
+    assert not why_not_by_rows(TensorSource("t", (variable("t", 4, 2),), tensor("t", 4, 2)))
 
 
 def test_new_files_are_looked_at_and_removed(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.timeline import read_timeline
+from exporter.publish.versions import read_manifest
 from exporter.transfer.push import plan_push, push
 from serving.cli import app
 from serving.documents import ServedVersion
@@ -129,6 +130,8 @@ def test_versions_without_deltas_have_a_position_and_an_age(request_: ExportRequ
         (version,) = status(server, "--published", request_.out)["versions"]
         assert (version["position"], version["step"], version["newer_version"]) == (10, 10, None)
         assert version["age_seconds"] > 0
+        created = read_manifest(request_.out / "10").created
+        assert datetime.fromisoformat(version["published"]) == created
 
 
 def test_a_server_of_another_log_under_the_same_number_is_not_compared(tmp_path: Path) -> None:

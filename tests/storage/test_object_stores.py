@@ -395,6 +395,18 @@ def test_requests_cover_their_pieces(ranges: list[tuple[int, int]], offset: int)
         assert any(piece.stop == stop for piece in found)
 
 
+def test_pieces_that_lie_near_come_by_one_request() -> None:
+    first, second = (0, 10, 0), (10 + GAP_BYTES, 20 + GAP_BYTES, 10)
+    third = (21 + 2 * GAP_BYTES, 30 + 2 * GAP_BYTES, 20)
+    found = [(request.start, request.stop) for request in requests([third, first, second])]
+    assert found == [(0, 20 + GAP_BYTES), third[:2]]
+    large = (11, PART_BYTES, 10)
+    found = [
+        (request.start, request.stop) for request in requests([first, large, (PART_BYTES, PART_BYTES + 1, 0)])
+    ]
+    assert found == [(0, PART_BYTES), (PART_BYTES, PART_BYTES + 1)]
+
+
 def test_small_tensors_come_together(bucket: Bucket, fetched: list[tuple[str, int]], tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     with BundleWriter(tmp_path / "train" / "model.ckpt-1") as writer:

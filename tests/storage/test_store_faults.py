@@ -19,7 +19,7 @@ import pytest
 
 from exporter.errors import PublishError
 from exporter.storage import mirror, objects
-from exporter.storage.objects import BrokenOff, ObjectWriter, again, require_conditions
+from exporter.storage.objects import BrokenOff, ObjectWriter, Tag, again, require_conditions
 from exporter.storage.url import Url
 from exporter.storage.waiting import GivenUp, awaited, until, workers
 from exporter.transfer.pull import pull
@@ -191,6 +191,20 @@ def test_a_store_that_removes_nothing_is_refused_for_that(bucket: Bucket, weathe
         with pytest.raises(PublishError, match=r"\.probe-\w+: the store cannot be written") as refused:
             require_conditions(store, "m")
         assert cause in refused.value.cause
+
+
+def test_a_store_whose_answers_get_lost_honours_conditions_all_the_same(bucket: Bucket) -> None:
+    class Losing(ObjectWriter):
+        def create(self, key: str, content: bytes) -> Tag | None:
+            super().create(key, content)
+            return None
+
+        def replace(self, key: str, content: bytes, tag: Tag) -> Tag | None:
+            super().replace(key, content, tag)
+            return None
+
+    require_conditions(Losing(Url("s3", bucket.name, "m")), "m")
+    assert not bucket.names()
 
 
 def test_how_often_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
