@@ -248,13 +248,14 @@ class TimeFlags(Struct, frozen=True):
             metavar="SECONDS", min=0.05, help="Ask each replica for its position at least this often."
         ),
     ] = 5.0
-    read_ahead: Annotated[
+    no_read_ahead: Annotated[
         bool,
         typer.Option(
-            "--read-ahead/--no-read-ahead",
-            help="Let the kernel read the mapped tables of a new version before servers are asked for them.",
+            "--no-read-ahead",
+            help="Do not let the kernel read the mapped tables of a new version before servers are asked for "
+            "them.",
         ),
-    ] = True
+    ] = False
     resolve_seconds: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, help="Resolve names this often.")
     ] = 10.0
@@ -383,7 +384,7 @@ def _settings(
     return Settings(
         policy,
         poll_s=times.poll_seconds,
-        reads_ahead=times.read_ahead,
+        reads_ahead=not times.no_read_ahead,
         resolve_s=times.resolve_seconds,
         deadline_s=times.deadline,
         access=access,

@@ -19,6 +19,7 @@ from serving.agent.probe import Prober
 from serving.agent.publications import FollowedModel, Publications
 from serving.agent.replica import Replica, Settings
 from serving.agent.rollout import PublishedLogs
+from serving.agent_command import AuditFlags, PaceFlags, TimeFlags, _settings
 
 ASK_AT_ONCE = """
 import threading, time
@@ -141,3 +142,8 @@ def test_a_prober_whose_probes_cannot_be_sent_keeps_nothing_waiting(tmp_path: Pa
 def test_targets_that_stand_for_many_are_names(name: str) -> None:
     with pytest.raises(UsageError, match="is not an address"):
         Targets([f"dns:///{name}"])
+
+
+def test_reading_ahead_can_be_left_out() -> None:
+    for given, expected in ((TimeFlags(), True), (TimeFlags(no_read_ahead=True), False)):
+        assert _settings(given, PaceFlags(), AuditFlags(), WITHOUT_TLS, ["ranker"]).reads_ahead is expected
