@@ -91,7 +91,7 @@ def test_a_refusal_is_an_error_that_says_why(client: ModelClient) -> None:
     assert caught.value.cause == reason, "without the places in the graph that TensorFlow names"
     with pytest.raises(ServerError) as caught:
         update(client, up_to=10**6)
-    assert "export-model verify" in caught.value.hint
+    assert "export-model history" in caught.value.hint
 
 
 def test_the_model_directory_is_all_that_an_update_reads(client: ModelClient, tmp_path: Path) -> None:
