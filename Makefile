@@ -10,7 +10,7 @@ COMPILE = $(BIN)/python -m compileall -q -j 0
 help:
 	@echo "make demo    train on a loopback cluster, export, serve, predict; then keep a running model fresh"
 	@echo "make test    lint, types and all tests"
-	@echo "make thorough  all tests, and ten times as much of what they leave to chance"
+	@echo "make thorough  all tests, ten times as much of what they leave to chance, and updates over mapped tables"
 	@echo "make stores  the tests of object stores, Azure's too; installs Azurite by npm"
 	@echo "make docs    the documentation as a site, in build/site; fails on a broken link"
 	@echo "make pictures  pictures of the status page for the guide, and of each incident in build/pictures, by Chromium"
@@ -51,6 +51,7 @@ unit: $(STAMP)
 thorough: $(STAMP)
 	@$(COMPILE) exporter serving tests/support
 	THOROUGH=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	MAPPED_BASES=1 $(BIN)/python -m pytest -n auto --dist loadfile tests/subgraph
 
 build/azurite:
 	@mkdir -p $@.new

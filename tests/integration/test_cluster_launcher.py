@@ -16,7 +16,9 @@ _PRELUDE = """
 import json, os, pathlib, socket, sys, time
 config = json.loads(os.environ["TF_CONFIG"])
 role, index = config["task"]["type"], config["task"]["index"]
-pathlib.Path(f"{role}-{index}.pid").write_text(str(os.getpid()))
+written = pathlib.Path(f"{role}-{index}.writing")
+written.write_text(str(os.getpid()))
+written.rename(f"{role}-{index}.pid")  # a node may be ended while it writes
 def stay():
     time.sleep(60)
 """
