@@ -7,6 +7,7 @@ from copy import deepcopy
 from msgspec import Struct
 from msgspec.structs import replace
 
+from exporter.bundle.mapped_tables import SEVERAL_HANDLES
 from exporter.bundle.variables import why_not_by_rows
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.signatures import signature_nodes
@@ -44,7 +45,7 @@ def choose_for_8_bits(
             takers = (each.taken_by for v in source.variables if Use.WHOLE in (each := read[v.node]).use)
             why = next(takers, "") or _why_no_table(source) or why_not_by_rows(source)
             if not why and any(read[variable.node].handles > 1 for variable in source.variables):
-                why = "several nodes of the graph are its handle"
+                why = SEVERAL_HANDLES
             if takes_deltas and source.key in keyed:
                 why = "of a base that takes deltas, it is a table by keys"
             if why:

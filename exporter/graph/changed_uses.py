@@ -135,7 +135,6 @@ def _follow(body: Body, handles: dict[str, _Here]) -> None:
                 if source not in handles or output in handles:
                     continue
                 change, beside = handles[source]
-                outputs = [output]
                 if beside and node.op in LOOPS:
                     if _is_taken(body, output):
                         raise change.refusal(node)

@@ -94,9 +94,8 @@ class OverlaidRows(Struct, frozen=True):
             change = changes.get(name)
             if isinstance(change, Rows) and len(change.ids):
                 at, masks = change.ids >> 3, np.left_shift(1, change.ids & 7).astype(np.uint8)
-                first = np.flatnonzero(
-                    np.diff(at, prepend=-1)
-                )  # ids increase: those of a byte are neighbours
+                # Ids increase, so those of a byte are neighbours.
+                first = np.flatnonzero(np.diff(at, prepend=-1))
                 bits[at[first]] |= np.bitwise_or.reduceat(masks, first)
 
     def require_room(self) -> None:

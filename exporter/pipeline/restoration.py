@@ -40,7 +40,7 @@ from __future__ import annotations
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import ClassVar
@@ -48,7 +48,7 @@ from typing import ClassVar
 from msgspec import Struct
 
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
-from exporter.delta.format import Change, DeltaHeader
+from exporter.delta.format import DeltaHeader
 from exporter.delta.newest_rows import restoring
 from exporter.delta.spans import Position, Span
 from exporter.errors import ManifestError, ModelHeld, OverlayFull, PositionUnknown, UsageError
@@ -226,27 +226,25 @@ class DeltaRestorer(Restorer):
         _, step = log.trained_at(of)
         taken_back, values = [log.open(delta).changes for delta in self._since(restoration)], log.state(of)
         span = self._span(restoration)
-        overlaid = OverlaidRows.of(log)
-        if log.base.entry.updates.finite or overlaid.room:
+        self._require_room(restoration)
+        if log.base.entry.updates.finite:
             with TemporaryDirectory() as scratch:
                 changes = restoring(taken_back, values, log.schema, Path(scratch))
-                self._require_room(overlaid, changes)
                 require_finite(log, changes, span, self._instead(restoration))
         return Planned(LogDelta(log.path, span.start, span.end).path, span.end, step)
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta:
         """As `Restorer.publish`."""
         log, of = self.published, restoration.of
+        # Before the hold: what servers would refuse would leave them held at the values that are to go.
+        self._require_room(restoration)
+        if restoration.is_rollback:
+            self._stop_at(of, staging)
         trained, step = log.trained_at(of)
         taken_back = [log.open(delta) for delta in self._since(restoration)]
         touched = [delta.changes for delta in taken_back]
         scratch = staging.path.with_name("scratch")
         scratch.mkdir()
-        changes = restoring(touched, log.state(of), log.schema, scratch)
-        # Before the hold: what servers would refuse would leave them held at the values that are to go.
-        self._require_room(OverlaidRows.of(log), changes)
-        if restoration.is_rollback:
-            self._stop_at(of, staging)
         what = Publication(
             self._span(restoration),
             step,
@@ -261,15 +259,20 @@ class DeltaRestorer(Restorer):
             hint=self._instead(restoration),
         )
         how = UnderLock(is_ours=True, holds=restoration.is_rollback, follows_canary=restoration.by_canary)
+        changes = restoring(touched, log.state(of), log.schema, scratch)
         return publish_changes(log, staging, changes, what, last=log.at.position, under_lock=how)
 
-    def _require_room(self, overlaid: OverlaidRows, changes: Mapping[str, Change]) -> None:
+    def _require_room(self, restoration: Restoration) -> None:
         """Refuse what servers have no room for: rows that changed before the base may come back now.
+
+        Only a base that maps tables costs anything here: for all others the hold comes first.
 
         Raises:
             OverlayFull: there are too many, of a mapped table.
         """
-        overlaid.add(changes)
+        overlaid = OverlaidRows.of(self.published)
+        for delta in self._since(restoration) if overlaid.room else ():
+            overlaid.add(self.published.open(delta, only=overlaid.room.keys()).changes)
         try:
             overlaid.require_room()
         except OverlayFull as error:
