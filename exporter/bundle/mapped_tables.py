@@ -150,8 +150,8 @@ def _bytes(source: TensorSource, variable: GraphVariable) -> int:
 class MappedTables(Struct, frozen=True):
     """Where the tables of a version lie: `directory` is the version as servers see it.
 
-    `files` are the names in `variables/` by the nodes of the variables. `counter` is the node of the handle
-    that is told how many tables are mapped, int64 []; empty if nothing asks.
+    `files` are the names in `variables/` by the nodes of the variables. `counter` is the node of the
+    variable that gets how many tables are mapped, int64 []; empty if the graph has none.
     """
 
     directory: Path

@@ -677,7 +677,7 @@ def _version_place(planned: Plan) -> VersionRule | ReservedPosition:
 def _mapped_tables(
     planned: Plan, place: VersionRule | ReservedPosition, variables: VariablesReport, counter: str
 ) -> MappedTables:
-    """The files that servers map of the version that will be published, and what is told how many they do."""
+    """The files that servers map of the version that will be published, and the node that counts them."""
     files = mapped_files(planned.mapping, variables.catalog)
     if not files:
         return NOTHING_MAPPED

@@ -125,7 +125,7 @@ def make_updatable(
 
 
 def mapped_counter(graph: InferenceGraph) -> str:
-    """The node of the handle that is told how many tables are mapped; empty if the graph has no overlays."""
+    """The node of the variable that counts mapped tables; empty if the graph has no overlays."""
     outputs = graph.meta_graph.signature_def[STATUS_SIGNATURE].outputs
     scope = outputs["position"].name.partition("/")[0]
     return f"{scope}/{COUNTER}" if set(OVERLAY_OUTPUTS) <= set(outputs) else ""

@@ -78,7 +78,7 @@ def _empty(editor: GraphEditor, handle: str, shape: tuple[int, ...], dtype: DTyp
 
 
 COUNTER = "overlay/mapped"
-"""The variable, int64 [], that is told how many tables are mapped when a model is loaded."""
+"""The variable, int64 [], that holds how many tables are mapped; it is assigned while a model loads."""
 
 
 def add_fill(editor: GraphEditor, overlays: Collection[OverlayNodes]) -> tuple[str, str, str]:
