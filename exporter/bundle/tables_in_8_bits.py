@@ -25,19 +25,16 @@ class ChosenFor8Bits(Struct, frozen=True):
     mapping: VariableMapping
 
 
-def choose_for_8_bits(
-    graph: InferenceGraph, mapping: VariableMapping, *, takes_deltas: bool = False
-) -> ChosenFor8Bits:
+def choose_for_8_bits(graph: InferenceGraph, mapping: VariableMapping) -> ChosenFor8Bits:
     """Leave out of `--cast int8` what is read whole, or is no table; a note of the mapping names it.
 
-    If the graph is to take deltas, tables by keys are left out, too. Nothing changes without such casts.
+    Nothing changes without such casts.
     """
     if not any(source.is_in_8_bits for source in mapping.sources):
         return ChosenFor8Bits(graph, mapping)
     meta_graph = deepcopy(graph.meta_graph)
     read_rows_only(meta_graph.graph_def, signature_nodes(meta_graph))
     read = readings(meta_graph.graph_def)
-    keyed = {variable.key for table in graph.dynamic_tables for variable in table.variables}
     sources: list[TensorSource] = []
     left = []
     for source in mapping.sources:
@@ -46,8 +43,6 @@ def choose_for_8_bits(
             why = next(takers, "") or _why_no_table(source) or why_not_by_rows(source)
             if not why and any(read[variable.node].handles > 1 for variable in source.variables):
                 why = SEVERAL_HANDLES
-            if takes_deltas and source.key in keyed:
-                why = "of a base that takes deltas, it is a table by keys"
             if why:
                 source = replace(source, cast=None)
                 left.append(f"{source.key} ({why})")

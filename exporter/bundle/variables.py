@@ -70,7 +70,7 @@ class Rounding(Struct, frozen=True):
     largest: float
     """The largest difference of a value."""
     mean: float
-    """The mean difference of all values."""
+    """The mean difference of all values but those of rows of zeros, of which nothing is lost."""
 
 
 class VariablesReport(Struct, frozen=True):
@@ -403,16 +403,10 @@ def boxes_written(written: Placed[Moved]) -> Iterator[tuple[str, DType, SliceRef
 def _rounded(written: Iterable[Placed[Moved]]) -> dict[str, Rounding]:
     """How much each table in 8 bits differs, by what its tasks counted."""
     errors: dict[str, RowErrors] = defaultdict(RowErrors)
-    sources = {}
     for each in written:
         if isinstance(each.place.section, QuantisedRows):
-            source = each.place.what.source
-            sources[source.key] = source
-            errors[source.key].join(RowErrors.of(each.counts))
-    return {
-        key: Rounding(errors[key].largest, errors[key].sum / max(1, source.tensor.elements))
-        for key, source in sources.items()
-    }
+            errors[each.place.what.source.key].join(RowErrors.of(each.counts))
+    return {key: Rounding(found.largest, found.mean) for key, found in errors.items()}
 
 
 def _as_stored(source: TensorSource, box: SliceSpec, whole: Range, run: Stored) -> Place[Moved]:

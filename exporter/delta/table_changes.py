@@ -8,6 +8,7 @@ or reverts deltas knows nothing of keys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -155,6 +156,11 @@ class ServedTable(Struct, frozen=True):
         """The variable that holds the rows."""
         return self.variables[-1]
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return math.prod(self.row_values.shape[1:]) * self.row_values.dtype.numpy.itemsize
+
     def seeds(self, groups: Array) -> Array:
         """Elements of `index_seeds`."""
         return self._at(0, groups)
@@ -250,8 +256,7 @@ def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[st
 def _in_steps(table: ServedTable, rows: Array) -> Iterator[tuple[Array, Array]]:
     """Row numbers in ascending order, and where each stands in `rows`, so many as bounded memory takes."""
     order = np.argsort(rows)
-    row_bytes = max(1, int(np.prod(table.row_values.shape[1:])) * table.row_values.dtype.numpy.itemsize)
-    step = max(1, _BYTES_AT_ONCE // row_bytes)
+    step = max(1, _BYTES_AT_ONCE // max(1, table.row_bytes))
     for start in range(0, len(order), step):
         places = order[start : start + step]
         yield rows[places], places

@@ -38,8 +38,8 @@ _NONE = np.empty(0, np.int64)
 class TrainedTable(Struct, frozen=True, eq=False):
     """The admitted keys of a table, and where their rows are.
 
-    `places` counts through the rows of all `parts` in the full checkpoint, then through `touched`, which are
-    as they are served, in `dtype`.
+    `places` counts through the rows of all `parts` in the full checkpoint, then through `touched`. All are as
+    the trainer has them; `values` are as they are served, in `dtype`.
     """
 
     variable: EmbeddingVariable
@@ -66,7 +66,6 @@ class TrainedTable(Struct, frozen=True, eq=False):
         Raises:
             CorruptFile: the table is damaged, see `embedding_variables`.
             CheckpointChanged: a shard vanished or shrank since the catalog was read.
-            MappingError: a value does not fit the dtype.
         """
         keys = read_keys(catalog, variable)
         mask = admitted(catalog, variable, admission, catalog.step)
@@ -75,7 +74,6 @@ class TrainedTable(Struct, frozen=True, eq=False):
         if touched is None:
             chosen = slice(None) if mask is None else mask
             return cls(variable, dtype, keys[chosen], places[chosen], parts, None)
-        touched = in_dtype(touched, dtype)
         enough = np.broadcast_to(admission.enough(touched.freqs), len(touched))
         is_old = (touched.rows_of(keys) < 0) & ~among(keys, np.sort(removed))
         kept = is_old if mask is None else is_old & mask
@@ -83,31 +81,22 @@ class TrainedTable(Struct, frozen=True, eq=False):
         places = np.concatenate([places[kept], len(is_old) + np.flatnonzero(enough)])
         return cls(variable, dtype, keys, places, parts, touched)
 
-    @property
-    def dim(self) -> int:
-        """The length of its rows."""
-        return self.variable.dim
-
-    @property
-    def bytes_(self) -> int:
-        """Bytes of its rows as they are served."""
-        return len(self.keys) * self.variable.dim * self.dtype.numpy.itemsize
-
     def values(self, places: Array) -> Array:
-        """The rows of the keys at these places of `keys`, in the dtype that is served."""
+        """The rows of the keys at these places of `keys`, in the dtype that is served.
+
+        Raises:
+            MappingError: a value does not fit the dtype.
+        """
         wanted = self.places[places]
-        values = np.empty((len(wanted), self.variable.dim), self.dtype.numpy)
+        values = np.empty((len(wanted), self.variable.dim), self.variable.value_dtype.numpy)
         start = 0
-        for part in self.parts:
+        touched = () if self.touched is None else (self.touched.values,)
+        for part in (*self.parts, *touched):
             inside = (wanted >= start) & (wanted < start + len(part))
             if inside.any():
-                rows = part[wanted[inside] - start]
-                values[inside] = cast_values(rows, self.dtype, self.variable.name)
+                values[inside] = part[wanted[inside] - start]
             start += len(part)
-        if self.touched is not None:
-            inside = wanted >= start
-            values[inside] = self.touched.values[wanted[inside] - start]
-        return values
+        return cast_values(values, self.dtype, self.variable.name)
 
 
 def in_dtype(rows: KeyedRows, dtype: DType) -> KeyedRows:

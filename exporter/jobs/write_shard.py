@@ -337,13 +337,14 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
 class QuantisedRows(MovedRows, frozen=True, array_like=True, tag="rows8"):
     """Rows of a table [n, width] in 8 bits, each with its scale: see `exporter.wire.int8_codes`.
 
-    It counts by how much values differ: the largest difference and the sum of all, as the bits of float64.
+    It counts by how much values differ: the largest difference and the sum of all, as the bits of float64,
+    and how many values there are, but for rows of zeros.
 
     Raises:
         MappingError: a row holds NaN or infinity, or is too large for a scale.
     """
 
-    counted: ClassVar[int] = 2
+    counted: ClassVar[int] = 3
 
     @property
     def row_bytes(self) -> int:
@@ -362,37 +363,49 @@ class QuantisedRows(MovedRows, frozen=True, array_like=True, tag="rows8"):
         if not fits.all():
             raise not_in_8_bits(self.name, rows[~fits][0])
         served = beside_codes(codes, scales)
-        errors.add(np.abs(values_of(served) - rows))
+        errors.add(np.abs(values_of(served) - rows), int(np.count_nonzero(scales)) * self.width)
         return served
 
 
 class RowErrors:
-    """By how much rows that were rounded differ: the largest difference, and the sum of all."""
+    """By how much rows that were rounded differ: the largest difference, and the sum of those of all values.
+
+    Rows of zeros, as of the room that a table by keys has for more, are no `values`.
+    """
 
     def __init__(self) -> None:
         self.largest = self.sum = 0.0
+        self.values = 0
 
-    def add(self, differences: Array) -> None:
+    def add(self, differences: Array, values: int) -> None:
         """Count some more."""
         self.largest = max(self.largest, float(differences.max(initial=0)))
         self.sum += float(differences.sum(dtype=np.float64))
+        self.values += values
 
     @property
-    def bits(self) -> tuple[int, int]:
+    def mean(self) -> float:
+        """The mean difference of a value."""
+        return self.sum / max(1, self.values)
+
+    @property
+    def bits(self) -> tuple[int, int, int]:
         """As numbers of a receipt."""
         largest, total = struct.unpack("<qq", struct.pack("<dd", self.largest, self.sum))
-        return largest, total
+        return largest, total, self.values
 
     @classmethod
     def of(cls, bits: Sequence[int]) -> RowErrors:
         """What a receipt says."""
         found = cls()
-        found.largest, found.sum = struct.unpack("<dd", struct.pack("<qq", *bits))
+        largest, total, found.values = bits
+        found.largest, found.sum = struct.unpack("<dd", struct.pack("<qq", largest, total))
         return found
 
     def join(self, other: RowErrors) -> None:
         """Count those of other rows, too."""
         self.largest, self.sum = max(self.largest, other.largest), self.sum + other.sum
+        self.values += other.values
 
 
 def _followed(crc: int, by: int, done: int, size: int) -> int:

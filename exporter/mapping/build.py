@@ -36,6 +36,7 @@ from exporter.mapping.by_layer import left_over_twins, match_unnamed
 from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule, row_order
 from exporter.mapping.object_matching import Matched, TrainedObjects, match_objects
 from exporter.options import ExportRequest
+from exporter.tables.geometry import VALUES
 from exporter.wire.dtypes import DType
 from exporter.wire.int8_codes import SCALE_BYTES
 
@@ -233,6 +234,7 @@ def _kind(name: str, tensor: TensorRef, catalog: Catalog) -> ExtraKind:
 _REPORTED_MISSES = 20
 _VIA = {Naming.NAMES: "number", Naming.LAYERS: "layer", Naming.ORDER: "order"}
 _CASTABLE = {DType.FLOAT, DType.DOUBLE}
+_ROWS = f"/{VALUES}"
 
 
 class TensorSource(Struct, frozen=True):
@@ -489,10 +491,13 @@ def check_casts(mapping: VariableMapping, casts: Iterable[CastRule]) -> None:
     for rule in casts:
         if not any(map(rule.pattern.fullmatch, names)):
             found = ", ".join(map(repr, names[:5]))
+            rows = next((name for name in names if rule.pattern.fullmatch(name.removesuffix(_ROWS))), None)
             raise UsageError(
                 f"--cast {rule.pattern.pattern!r}: no floating variable is called so",
                 cause=f"the pattern is for a whole name; there are {found or 'none'}",
-                hint=f"match the beginning, too: --cast '.*{rule.pattern.pattern}={rule.dtype.label}'",
+                hint=f"match the beginning, too: --cast '.*{rule.pattern.pattern}={rule.dtype.label}'"
+                if rows is None
+                else f"the rows of a table by keys are called so: --cast '{rows}={rule.dtype.label}'",
             )
 
 

@@ -550,7 +550,7 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     casts: Annotated[
         tuple[str, ...],
         _storage(
-            "Store matching variables in 16 bits, or tables in 8. Repeatable.",
+            "Store matching variables in 16 bits, or tables in 8: of one by keys, TABLE/values. Repeatable.",
             name="--cast",
             metavar="[PATTERN=]bfloat16|float16|int8",
         ),

@@ -98,7 +98,7 @@ class ExportKeywords(TypedDict, total=False):
     object_path: str | None
     """Path to the served model in a TF2 checkpoint: net/tower."""
     casts: Sequence[str]
-    """Store matching variables in 16 bits, or tables in 8."""
+    """Store matching variables in 16 bits, or tables in 8: of one by keys, TABLE/values."""
     data: DataMode | Literal["auto", "link", "copy", "compact"]
     """How values reach the version; compact copies the needed bytes alone."""
     map_tables: bool

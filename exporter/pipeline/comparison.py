@@ -45,6 +45,7 @@ from exporter.storage import mirror
 from exporter.storage.layout import VARIABLES_PREFIX
 from exporter.storage.local_paths import local_name
 from exporter.storage.url import Url
+from exporter.tables.geometry import VALUES
 from exporter.tables.integer_sets import among
 from exporter.wire.dtypes import DType
 from exporter.wire.int8_codes import values_of
@@ -200,11 +201,6 @@ class ServedKeys(Struct, frozen=True, eq=False):
         """The type of its rows."""
         return self.table.row_values.dtype
 
-    @property
-    def dim(self) -> int:
-        """The length of its rows."""
-        return self.table.row_values.shape[1]
-
     def values(self, places: Array) -> Array:
         """The rows of the keys at these places of `keys`."""
         return self.table.state.rows_at(self.table.row_values.name, self.rows[places])
@@ -265,19 +261,24 @@ def common_tables(a: Catalog, b: Catalog) -> tuple[dict[str, Keyed], dict[str, K
     return _trained(a, ours, names), _trained(b, theirs, names), tensors
 
 
-def compare_tables(a: Mapping[str, Keyed], b: Mapping[str, Keyed]) -> Iterator[TableDifference]:
-    """The tables that both sides have with rows of one kind, in the order of the first."""
+def compare_tables(
+    a: Mapping[str, Keyed], b: Mapping[str, Keyed], in_8_bits: Collection[str] = ()
+) -> Iterator[TableDifference]:
+    """The tables that both sides have with rows of one kind, in the order of the first.
+
+    Rows of the variables `in_8_bits` are codes with a scale.
+    """
     for name, ours in a.items():
         theirs = b.get(name)
         if theirs is not None and ours.dtype is theirs.dtype:
-            yield _compare_keys(name, ours, theirs)
+            yield _compare_keys(name, ours, theirs, is_coded=f"{name}/{VALUES}" in in_8_bits)
 
 
 def _trained(catalog: Catalog, known: Mapping[str, EmbeddingVariable], names: list[str]) -> dict[str, Keyed]:
     return {name: TrainedTable.read(catalog, known[name], known[name].value_dtype) for name in names}
 
 
-def _compare_keys(name: str, a: Keyed, b: Keyed) -> TableDifference:
+def _compare_keys(name: str, a: Keyed, b: Keyed, *, is_coded: bool) -> TableDifference:
     ours, theirs = np.argsort(a.keys), np.argsort(b.keys)
     in_both, in_ours = among(a.keys[ours], b.keys[theirs]), among(b.keys[theirs], a.keys[ours])
     places_a, places_b = ours[in_both], theirs[in_ours]
@@ -292,7 +293,7 @@ def _compare_keys(name: str, a: Keyed, b: Keyed) -> TableDifference:
             changed += len(differ)
             yield before[differ], after[differ]
 
-    norm, largest = _norms(differing())
+    norm, largest = _norms(_numbers(differing(), is_coded=is_coded))
     gone, come = int(np.count_nonzero(~in_both)), int(np.count_nonzero(~in_ours))
     return TableDifference(name, len(places_a), gone, come, changed, norm, largest)
 
@@ -430,7 +431,7 @@ def _compared_tables(a: ComparedState, b: ComparedState) -> tuple[tuple[TableDif
         assert b.catalog is not None
         ours, theirs, apart = common_tables(a.catalog, b.catalog)
         return tuple(compare_tables(ours, theirs)), apart
-    found = tuple(compare_tables(_tables(a, b), _tables(b, a)))
+    found = tuple(compare_tables(_tables(a, b), _tables(b, a), _in_8_bits(a) | _in_8_bits(b)))
     names = {table.name for table in found}
     logs = (side.log for side in (a, b) if side.log is not None)
     dynamic = (table for log in logs for table in log.base.entry.mapping_spec.dynamic)
@@ -527,14 +528,18 @@ def _difference(
             for start in range(0, len(change.ids), _ROWS_AT_ONCE)
             for stop in [start + _ROWS_AT_ONCE]
         )
-        if is_coded:
-            pairs = ((values_of(before), values_of(after)) for before, after in pairs)
+        pairs = _numbers(pairs, is_coded=is_coded)
         count = len(change.ids)
     else:
         count = 1
         pairs = [] if variable.contents else [(old.whole(variable.name), change)]
     norm, largest = (None, None) if variable.contents else _norms(pairs)
     return VariableDifference(variable.name, count, rows, norm, largest)
+
+
+def _numbers(pairs: Iterable[tuple[Array, Array]], *, is_coded: bool) -> Iterable[tuple[Array, Array]]:
+    """Pairs of served rows as the numbers that they stand for."""
+    return ((values_of(old), values_of(new)) for old, new in pairs) if is_coded else pairs
 
 
 def _norms(pairs: Iterable[tuple[Array, Array]]) -> tuple[float | None, float | None]:

@@ -211,7 +211,7 @@ def _planned(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
     if not request.allow_batch_statistics:
         switches = mode_switches(graph.meta_graph.graph_def, found.source.feeds)
         check_batch_statistics(graph, found.catalog, mapping.sources, switches)
-    in_8_bits = choose_for_8_bits(graph, mapping, takes_deltas=request.updates is not None)
+    in_8_bits = choose_for_8_bits(graph, mapping)
     graph, mapping = in_8_bits.graph, in_8_bits.mapping
     unmapped: tuple[Unmapped, ...] = ()
     if request.map_tables:
@@ -523,7 +523,8 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
             keep_pair_alone(staging.path)
         if base is not None and state.increments is not None:
             scratch = staging.path.with_name("scratch")
-            variables = lay_increments_over(base.entry, state.increments, mapping, staging.path, scratch)
+            laid = lay_increments_over(base.entry, state.increments, mapping, staging.path, scratch)
+            variables = replace(laid, rounded=variables.rounded)  # the checkpoint's rows; increments are few
             if tables.files:  # they are other shards now, whose names the graph holds
                 tables = _mapped_tables(planned, place, variables, mapped_counter(graph) if base else "")
                 write_saved_model(graph, mapping, staging.path, planned.training, tables)

@@ -33,6 +33,7 @@ from exporter.tables.change_index import ArrayState, TableState, live_rows
 from exporter.tables.geometry import PARTS, TableGeometry
 from exporter.tables.lookup import first_defaults
 from exporter.wire.dtypes import DType
+from exporter.wire.int8_codes import SCALE_BYTES
 from exporter.wire.protos import Proto
 
 Array = np.ndarray[Any, Any]
@@ -138,7 +139,8 @@ def tables_of_log(log: DeltaLog) -> Iterator[ServedTableView]:
         state = log.state(only={key for table in tables for key in table.keys})
         for table in tables:
             served = ServedTable.of(table, log.schema, state)
-            yield _view(table.name, served.row_values.dtype, table.dim, served.geometry, served)
+            values = served.row_values
+            yield _view(table.name, values.dtype, values.shape[1], served.geometry, served)
 
 
 def _geometry(
@@ -150,7 +152,11 @@ def _geometry(
         raise CorruptFile(f"the variables of table {name!r} are inconsistent: {error}") from None
 
 
-def _view(name: str, dtype: DType, dim: int, geometry: TableGeometry, state: TableState) -> ServedTableView:
+def _view(name: str, dtype: DType, width: int, geometry: TableGeometry, state: TableState) -> ServedTableView:
+    """What people see of a table whose rows are stored as `width` numbers of `dtype`.
+
+    Rows of int8 are codes with a scale behind them: trainers' tables of integers are not served by keys.
+    """
     try:
         keys = int(np.count_nonzero(live_rows(geometry, state)))
     except IndexError:
@@ -158,11 +164,11 @@ def _view(name: str, dtype: DType, dim: int, geometry: TableGeometry, state: Tab
     return ServedTableView(
         name=name,
         dtype=dtype.label,
-        dimension=dim,
+        dimension=width - SCALE_BYTES if dtype is DType.INT8 else width,
         keys=keys,
         free_rows=geometry.usable_rows - keys,
         load_factor=round(keys / geometry.slots, 3),
-        bytes=geometry.capacity * dim * (dtype.itemsize or 0),
+        bytes=geometry.capacity * width * (dtype.itemsize or 0),
         index_bytes=geometry.index_bytes,
     )
 

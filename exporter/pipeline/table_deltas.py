@@ -198,5 +198,5 @@ def _compared(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChang
         layer = () if over is None else (over.rows, over.removed)
         now = TrainedTable.read(trainer.catalog, each.variable, dtype, spec.rules.admission, *layer)
         changes |= compared(each.served, now, scratch)
-        size += now.bytes_
+        size += len(now.keys) * each.served.row_bytes
     return TableChanges(changes, size)

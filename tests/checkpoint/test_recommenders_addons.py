@@ -16,12 +16,15 @@ import pytest
 
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, meant, read_keys
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.checkpoint.tensor_values import read_array
+from exporter.checkpoint.tensor_values import cast_values, read_array
+from exporter.delta.table_changes import ServedTable
 from exporter.errors import CorruptFile, ForeignOperations, UnsupportedFormat
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.full import Exported
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.publish.delta_log import read_log
 from exporter.tables import DynamicTable, dynamic_embedding
+from exporter.wire.dtypes import DType
 from tests.support.bundles import write
 from tests.support.commands import export_model
 from tests.support.updatable import loaded
@@ -208,6 +211,34 @@ def test_what_is_served_answers_as_the_library_does(
         (found,) = server.predict(**{name: answered["ids"]}).values()
         np.testing.assert_allclose(found, answered["outputs"], rtol=1e-5, atol=1e-6)
     opened.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("case", ["0.6.0/saver", "0.8.1/cluster", "0.8.1/manager"])
+def test_deltas_in_8_bits_hold_what_a_full_export_does(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "keras", raising=False)
+    prefixes = [prefix for prefix in ANSWERED if prefix.parent == FIXTURES / case]
+    train, out = tmp_path / "train", tmp_path / "model"
+    train.mkdir()
+    model = BUILDERS[Path(case).name]
+    for prefix in prefixes:
+        for path in prefix.parent.glob(f"{prefix.name}.[di]*"):
+            shutil.copy(path, train)
+        export_incremental(ExportRequest(train, out, model=model, updates=Updates(), casts=("int8",)))
+        log = read_log(out)
+        assert log.base.entry.mapping_spec.dynamic
+        for table in log.base.entry.mapping_spec.dynamic:
+            served = ServedTable.of(table, log.schema, log.state())
+            rows, keys = served.live()
+            stored = log.state().rows_at(table.keys[3], rows)
+            trained = held(train / prefix.name, table.name)[1]
+            assert len(keys) == len(trained)
+            values = np.frombuffer(b"".join(trained[key] for key in keys.tolist()), table.value_dtype.numpy)
+            dtype = served.row_values.dtype
+            assert (dtype is DType.INT8) == (table.value_dtype is not DType.HALF)
+            assert stored.tobytes() == cast_values(values.reshape(len(keys), -1), dtype, "").tobytes()
+    assert len(log.deltas) == len(prefixes) - 1
 
 
 @pytest.mark.parametrize("name", ["user/emb", "user_emb", "user/emb/user_emb"])

@@ -17,9 +17,7 @@ from exporter.publish.delta_log import read_log
 from exporter.wire.int8_codes import to_codes, values_of
 from tests.support.agents import Published
 from tests.support.commands import export_model
-from tests.support.deeprec_logs import DeepRecTrainer
 from tests.support.mapped_models import DIM, ROWS, MappedModel, mapped_below
-from tests.support.served_tables import assert_serves, request
 from tests.support.updatable import Loaded, loaded
 
 UPDATES = Updates(stamp=True, digest=True)
@@ -140,17 +138,3 @@ def test_increments_of_a_trainer(tmp_path: Path, jobs: Jobs | None) -> None:
             np.testing.assert_array_equal(found["user_rows"], in_8_bits(users))
     state = read_log(published.model).state()
     np.testing.assert_array_equal(values_of(state.rows("s/users", 0, len(users))), in_8_bits(users))
-
-
-def test_tables_by_keys_are_left_as_they_are(tmp_path: Path) -> None:
-    trainer = DeepRecTrainer(tmp_path / "train")
-    trainer.train(200)
-    trainer.save()
-    done = export(request(trainer, updates=UPDATES, casts=("int8",)))
-    assert any("it is a table by keys" in note for note in done.plan.notes)
-    with loaded(done.published.path) as server:
-        trainer.train(50)
-        trainer.increment()
-        export_incremental(request(trainer, updates=UPDATES, casts=("int8",)))
-        server.update()
-        assert_serves(server, trainer)

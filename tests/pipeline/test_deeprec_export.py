@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+import exporter.bundle.mapped_tables as mapped_tables
 from exporter.errors import MissingTensors, SchemaChanged
 from exporter.options import ExportRequest, Updates, Verify
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.both_sides import compare_names
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.wire.int8_codes import to_codes
 from tests.support.deeprec_graphs import Generation, deeprec_graph
 from tests.support.deeprec_models import (
     DIM,
@@ -128,6 +130,29 @@ def test_rows_as_bfloat16(tmp_path: Path) -> None:
             trainer.train(seed)
             trainer.save_increment()
             export_incremental(asked)
+            server.update()
+
+
+@pytest.mark.parametrize("maps", [False, True])
+def test_rows_in_8_bits(tmp_path: Path, maps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A converted graph multiplies what it gathers, default rows among them; deltas carry codes."""
+    monkeypatch.setattr(mapped_tables, "LEAST_BYTES", 1)
+    trainer = Trainer(tmp_path / "train")
+    trainer.save()
+    asked = request(trainer, tmp_path / "model", casts=("int8",), map_tables=maps, updates=Updates())
+    done = export(asked)
+    assert done.variables.rounded.keys() == {f"{USERS}/values", f"{ITEMS}/values"}
+    with loaded(done.published.path) as server:
+        for seed in range(3):
+            probes = trainer.probes()
+            codes, scales, _ = to_codes(trainer.answers(probes)["user_rows"])
+            found = server.predict(**probes)
+            np.testing.assert_array_equal(found["user_rows"], codes * scales[:, np.newaxis])
+            near = trainer.answers(probes)["item_rows"]  # sums of some rows
+            np.testing.assert_allclose(found["item_rows"], near, atol=0.05)
+            trainer.train(seed)
+            trainer.save() if seed == 1 else trainer.save_increment()
+            assert isinstance(export_incremental(asked), ExportedDelta)
             server.update()
 
 

@@ -116,6 +116,22 @@ def test_weighted_groups(tmp_path: Path) -> None:
         assert not np.allclose(before["user"], after["user"])
 
 
+def test_groups_in_8_bits(tmp_path: Path) -> None:
+    trainer, given = Trainer(tmp_path / "train", graph_with_group(ignore_weights=True)), feeds()
+    trainer.save()
+    asked = request(trainer, given, casts=("int8",))
+    done = export(asked)
+    assert len(done.variables.rounded) == len(TABLES)
+    with loaded(done.published.path) as server:
+        for _ in range(2):
+            expected, found = trainer.expected("mean", given), server.predict(**given)
+            for name in TABLES:
+                np.testing.assert_allclose(found[name], expected[name], atol=0.05)
+            trainer.train()
+            assert isinstance(export_incremental(asked), ExportedDelta)
+            server.update()
+
+
 def test_a_model_server_answers_and_is_updated(tmp_path: Path) -> None:
     trainer, given = Trainer(tmp_path / "train", graph_with_group(ignore_weights=True)), feeds()
     trainer.save()

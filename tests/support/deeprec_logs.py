@@ -51,6 +51,7 @@ class DeepRecTrainer:
     seed: int = 0
     step: int = 10
     records_freqs: bool = False
+    has_codes: bool = False
     tables: dict[str, Table] = field(default_factory=dict)
     freqs: dict[str, dict[int, int]] = field(default_factory=dict)
     touched: dict[str, set[int]] = field(default_factory=dict)
@@ -66,9 +67,10 @@ class DeepRecTrainer:
             self.freqs.setdefault(name, {})
 
     def upsert(self, name: str, keys: Iterable[int]) -> None:
-        """Give keys new rows, among them bit patterns that compare oddly."""
+        """Give keys new rows, among them bit patterns that compare oddly; with `has_codes` finite ones."""
+        odd = [0.0, -0.0, 1.5] if self.has_codes else [0.0, -0.0, np.nan, 1.5]
         for key in keys:
-            row = self.rng.choice([0.0, -0.0, np.nan, 1.5, float(self.rng.normal())], size=DIM)
+            row = self.rng.choice([*odd, float(self.rng.normal())], size=DIM)
             self.tables[name][key] = row.astype(np.float32).tobytes()
             self.freqs[name][key] = self.freqs[name].get(key, 0) + 1
             self.touched.setdefault(name, set()).add(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,13 @@ def request(trainer: DeepRecTrainer, **options: Any) -> ExportRequest:
     return ExportRequest(trainer.directory, out, **given)
 
 
-def assert_serves(server: Loaded, trainer: DeepRecTrainer, more: list[int] | None = None) -> None:
-    """Every key that was ever there, those beside them, and the limits."""
+def assert_serves(
+    server: Loaded,
+    trainer: DeepRecTrainer,
+    more: list[int] | None = None,
+    stored: Callable[[np.ndarray], np.ndarray] = lambda rows: rows,
+) -> None:
+    """Every key that was ever there, those beside them, and the limits; rows are as `stored` makes them."""
     ever = {key for state in trainer.saved.values() for table in state[0].values() for key in table}
     ever |= {key for table in trainer.tables.values() for key in table} | set(more or ()) | set(LIMITS)
     keys = np.array(sorted(ever), np.int64)
@@ -48,5 +53,6 @@ def assert_serves(server: Loaded, trainer: DeepRecTrainer, more: list[int] | Non
     ):
         table = trainer.tables[name]
         rows = [table.get(key, defaults[key % len(defaults)].tobytes()) for key in keys.tolist()]
-        assert found[output].tobytes() == b"".join(rows), name
+        expected = stored(np.frombuffer(b"".join(rows), np.float32).reshape(-1, DIM))
+        assert found[output].tobytes() == expected.tobytes(), name
     assert (found["kernel"] == trainer.kernel).all()

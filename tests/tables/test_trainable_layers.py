@@ -208,11 +208,14 @@ def manager_of(made: Any, directory: Path) -> Any:
     return tf.train.CheckpointManager(saved, str(directory), max_to_keep=5)
 
 
-def test_increments_of_fit_are_deltas_that_serve_what_was_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("casts", "near"), [((), 1e-6), (("int8",), 0.05)])
+def test_increments_of_fit_are_deltas_that_serve_what_was_trained(
+    tmp_path: Path, casts: tuple[str, ...], near: float
+) -> None:
     """Among them what was trained, what came, and what went between two of them."""
     train = tmp_path / "train"
     made, layer = trained()
-    request = ExportRequest(train, tmp_path / "model", model=serving, updates=Updates())
+    request = ExportRequest(train, tmp_path / "model", model=serving, updates=Updates(), casts=casts)
     servers: list[Server] = []
     made_by: list[DeltaOrigin] = []
 
@@ -231,7 +234,7 @@ def test_increments_of_fit_are_deltas_that_serve_what_was_trained(tmp_path: Path
                 assert isinstance(entry, DeltaEntry)
                 made_by.append(entry.made)
                 servers[0].update()
-                np.testing.assert_allclose(servers[0].scores(), answers(made), atol=1e-6)
+                np.testing.assert_allclose(servers[0].scores(), answers(made), atol=near)
 
     callback = IncrementCallback(manager_of(made, train), save_increment_steps=1)
     fit(made, SEEN[:30], 7, [callback, Followed()])
