@@ -10,7 +10,13 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.catalog import Catalog, TensorRef
-from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_array, read_catalog
+from exporter.checkpoint.tensor_bundle import (
+    BundleWriter,
+    check_tensor,
+    memory_map,
+    read_array,
+    read_catalog,
+)
 from exporter.delta.format import (
     FORMAT_VERSION,
     LINEAGE_KEY,
@@ -122,6 +128,25 @@ def with_values(read: DeltaTensors, schema: Schema) -> Delta:
     except ValueError as exc:
         raise CorruptFile(f"{catalog.prefix} is damaged: {exc}") from exc
     return Delta(read.header, catalog, found)
+
+
+def row_numbers(read: DeltaTensors, variable: ServedVariable) -> Array:
+    """The numbers of a table's rows that a delta holds, int64 [n], checksum compared; the rows are not read.
+
+    Raises:
+        CorruptFile: they are damaged, or no numbers of rows.
+        CheckpointError: the file cannot be read, see errors.py.
+    """
+    refs = read.tensors.get(variable.name)
+    if refs is None:
+        return np.empty(0, np.int64)
+    check_tensor(read.catalog, refs[0])
+    ids = _array(read.catalog, refs[0])
+    try:
+        _check_numbers(variable, ids)
+    except ValueError as exc:
+        raise CorruptFile(f"{read.catalog.prefix} is damaged: {exc}") from exc
+    return ids
 
 
 def _check_nothing_else(catalog: Catalog, schema: Schema, packing: DeltaDtype | None) -> None:
@@ -305,6 +330,10 @@ def _tensors(variable: ServedVariable, change: Change | None) -> Iterator[RowVal
 def _check_ids(variable: ServedVariable, ids: Array, values: RowValues) -> None:
     if ids.dtype != np.int64 or ids.shape != values.shape[:1]:
         raise ValueError(f"{variable.name!r}: {ids.dtype}{list(ids.shape)} ids for {len(values)} rows")
+    _check_numbers(variable, ids)
+
+
+def _check_numbers(variable: ServedVariable, ids: Array) -> None:
     increasing = bool((ids[1:] > ids[:-1]).all())
     if len(ids) and not (increasing and ids[0] >= 0 and ids[-1] < variable.shape[0]):
         raise ValueError(

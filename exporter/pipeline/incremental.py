@@ -346,7 +346,7 @@ def _overlaid(planned: IncrementalPlan, changes: Mapping[str, Change]) -> Overla
         OverlayFull: servers have no room for them.
     """
     overlaid = OverlaidRows.of(planned.log)
-    overlaid.add(changes)
+    overlaid.add({name: change.ids for name, change in changes.items() if isinstance(change, Rows)})
     overlaid.require_room()
     return overlaid
 

@@ -272,7 +272,7 @@ class DeltaRestorer(Restorer):
         """
         overlaid = OverlaidRows.of(self.published)
         for delta in self._since(restoration) if overlaid.room else ():
-            overlaid.add(self.published.open(delta, only=overlaid.room.keys()).changes)
+            overlaid.add(self.published.row_numbers(delta, overlaid.room.keys()))
         try:
             overlaid.require_room()
         except OverlayFull as error:

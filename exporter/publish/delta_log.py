@@ -19,10 +19,10 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import check_tensor, read_catalog
-from exporter.delta.delta_files import DeltaTensors, read_tensors, with_values
+from exporter.delta.delta_files import DeltaTensors, read_tensors, row_numbers, with_values
 from exporter.delta.format import Delta, Schema, log_name, span_name
 from exporter.delta.row_reader import RowReader, served_in
-from exporter.delta.snapshot import Snapshot
+from exporter.delta.snapshot import Array, Snapshot
 from exporter.delta.spans import Position, Reach, check_fits, nearest_base, plan_chain
 from exporter.errors import CheckpointError, CorruptFile, ManifestError, NotUpdatable, PositionUnknown
 from exporter.increments.trained import TrainerVersion
@@ -246,6 +246,17 @@ class DeltaLog(Struct, frozen=True, dict=True):
                 found = replace(found, changes=changes)
             _check_values(found, self.schema, only)
             return found
+
+    def row_numbers(self, delta: LogDelta, tables: Collection[str]) -> dict[str, Array]:
+        """The numbers of the rows of some tables that a delta holds, checksums compared; no row is read.
+
+        Raises:
+            CheckpointError, ForeignLineage, SchemaChanged: as `tensors`.
+        """
+        tensors = self.tensors(delta)
+        with _hinted():
+            chosen = (variable for variable in self.schema.variables if variable.name in tables)
+            return {variable.name: row_numbers(tensors, variable) for variable in chosen}
 
     def tensors(self, delta: LogDelta) -> DeltaTensors:
         """The delta's tensors, whose values are not read.
