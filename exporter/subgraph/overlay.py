@@ -124,8 +124,8 @@ class Overlay(Struct, frozen=True):
         gathered = tf.raw_ops.ResourceGather(resource=self.table, indices=ids, dtype=dtype)
         return tf.raw_ops.InplaceUpdate(x=gathered, i=tf.cast(at, tf.int32), v=changed)
 
-    def place(self, ids: Tensor) -> Places:
-        """Where rows go that change, for row numbers int64 [n] that differ from each other.
+    def place(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Where rows go that change, for row numbers int64 [n] that differ: the last three of `Places`.
 
         `used` is assigned last. If an update died before, it may have led slots beyond it; the update that
         repairs changes the same rows at least, and so finds these slots here.
@@ -137,7 +137,7 @@ class Overlay(Struct, frozen=True):
         used = tf.maximum(read(self.used, DType.INT64, ()), tf.reduce_max(tf.concat([slots, [0]], 0)))
         places = tf.where(is_new, used + tf.cumsum(tf.cast(is_new, tf.int64)), slots)
         more = tf.reduce_sum(tf.cast(is_new, tf.int64))
-        return Places(ids, places, tf.cast(places, tf.int32), used + more)
+        return places, tf.cast(places, tf.int32), used + more
 
     def is_full(self, places: Places) -> Tensor:
         """True if there is no room for the rows, bool []."""

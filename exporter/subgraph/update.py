@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.storage.layout import DELTAS_DIRECTORY, HOLD_FILE, MANIFEST_FILE
-from exporter.subgraph.read_delta import Expected, ReadDelta, attempt, first_success, read_delta
+from exporter.subgraph.read_delta import Expected, attempt, first_success, read_delta
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign
 from exporter.subgraph.write_delta import UpdateTarget, position_vector, write_rows, write_snapshot
 from exporter.wire.update_status import ANOTHER_RUNS, UNREADABLE_HOLD, UpdateStatus
@@ -240,8 +240,9 @@ def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: U
         end = tf.gather(published.ends, before.choice)
         name = tf.gather(published.names, before.choice)
         delta = read_delta(published.directory, name, before.position[0], rules.expected)
-        if target.has_overlays:
-            delta = replace(delta, refusal=_without_room(name, delta, target))
+        places = target.places(delta)
+        if places:
+            delta = replace(delta, refusal=_without_room(name, delta.refusal, target.full_overlay(places)))
         accepted = tf.equal(delta.refusal, "")
         at_once = delta.rows + delta.entries <= rules.snapshot_max_rows
 
@@ -252,8 +253,8 @@ def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: U
             done = position_vector(end, delta.step)
             written = tf.cond(
                 at_once,
-                lambda: _and_then(write_snapshot(state, target, delta, under_way, done), done),
-                lambda: _and_then(write_rows(state, target, delta, under_way, done), done),
+                lambda: _and_then(write_snapshot(state, target, delta, places, under_way, done), done),
+                lambda: _and_then(write_rows(state, target, delta, places, under_way, done), done),
             )
             return tf.ensure_shape(written, [3])
 
@@ -282,23 +283,18 @@ def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: U
     )
 
 
-def _without_room(name: Tensor, delta: ReadDelta, target: UpdateTarget) -> Tensor:
-    """The refusal of a delta, also if its rows have no room in the overlays of mapped tables."""
+def _without_room(name: Tensor, refusal: Tensor, full: Tensor) -> Tensor:
+    """The refusal of a delta, also if its rows have no room in the overlay of the table `full`."""
     import tensorflow as tf
 
-    def look() -> Tensor:
-        table = target.full_overlay(delta)
-        said = [
-            f"{UpdateStatus.OVERLAY}: ",
-            name,
-            " changes more rows of ",
-            table,
-            " than its overlay has room for",
-        ]
-        return tf.where(tf.equal(table, ""), "", tf.strings.join(said))
-
-    refused = tf.not_equal(delta.refusal, "")
-    return tf.ensure_shape(tf.cond(refused, lambda: tf.identity(delta.refusal), look), [])
+    said = [
+        f"{UpdateStatus.OVERLAY}: ",
+        name,
+        " changes more rows of ",
+        full,
+        " than its overlay has room for",
+    ]
+    return tf.where(tf.equal(full, ""), refusal, tf.strings.join(said))
 
 
 def _and_then(operation: Tensor, value: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -34,6 +35,10 @@ _AT_ONCE = 4
 """Scatters that run at the same time: a model with fewer tables than this has them cut into parts."""
 
 
+DeltaPlaces: TypeAlias = dict[tuple[str, int], Places]
+"""Where a delta's rows go in overlays: by the name of the table, and the number of its handle."""
+
+
 class UpdateTarget(Struct, frozen=True):
     """The variables that a delta is written into: handles by the names of the schema.
 
@@ -44,41 +49,52 @@ class UpdateTarget(Struct, frozen=True):
     schema: Schema
     handles: Mapping[str, Sequence[Tensor | Overlay]]
 
-    @property
-    def has_overlays(self) -> bool:
-        """True if a delta may not fit for lack of room."""
-        return any(isinstance(handle, Overlay) for found in self.handles.values() for handle in found)
+    def places(self, delta: ReadDelta) -> DeltaPlaces:
+        """Where a delta's rows go in overlays; nowhere, if it is refused: its row numbers may be any.
 
-    def places(self, delta: ReadDelta) -> dict[tuple[str, int], Places]:
-        """Where a delta's rows go in overlays: by the name of the table, and the number of its handle."""
-        tensors = tensors_in(delta.tensors, self.schema)
-        return {
-            (variable.name, number): handle.place(its_tensors[0])
-            for variable, its_tensors in by_variable(self.schema, tensors)
+        Slots are read once, before anything is written: the same places tell whether there is room.
+        """
+        import tensorflow as tf
+
+        ids = {
+            (variable.name, number): its_tensors[0]
+            for variable, its_tensors in by_variable(self.schema, tensors_in(delta.tensors, self.schema))
             for number, handle in enumerate(self.handles[variable.name])
             if isinstance(handle, Overlay)
         }
+        if not ids:
+            return {}
 
-    def full_overlay(self, delta: ReadDelta) -> Tensor:
+        def place() -> list[Tensor]:
+            return [part for key, its in ids.items() for part in self._overlay(key).place(its)]
+
+        def nowhere() -> list[Tensor]:
+            return [tf.zeros([0], tf.int64), tf.zeros([0], tf.int32), tf.constant(0, tf.int64)] * len(ids)
+
+        parts = tf.cond(tf.equal(delta.refusal, ""), place, nowhere)
+        each = (parts[start : start + 3] for start in range(0, len(parts), 3))
+        return {key: Places(its, *found) for (key, its), found in zip(ids.items(), each, strict=True)}
+
+    def full_overlay(self, places: DeltaPlaces) -> Tensor:
         """The name of the first table whose overlay has no room for a delta's rows, string []; or empty."""
         import tensorflow as tf
 
         name = tf.constant("")
-        for (table, number), places in reversed(self.places(delta).items()):
-            overlay = self.handles[table][number]
-            assert isinstance(overlay, Overlay)
-            name = tf.where(overlay.is_full(places), table, name)
+        for key, found in reversed(places.items()):
+            name = tf.where(self._overlay(key).is_full(found), key[0], name)
         return name
 
-    def writes(self, delta: ReadDelta, places: Mapping[tuple[str, int], Places] | None = None) -> Writes:
-        """The writes that a delta needs. Variables without elements need none.
+    def _overlay(self, key: tuple[str, int]) -> Overlay:
+        table, number = key
+        overlay = self.handles[table][number]
+        assert isinstance(overlay, Overlay)
+        return overlay
 
-        `places` are those of `places`, where the caller has them.
-        """
+    def writes(self, delta: ReadDelta, places: DeltaPlaces) -> Writes:
+        """The writes that a delta needs, given its `places`. Variables without elements need none."""
         import tensorflow as tf
 
         tensors = tensors_in(delta.tensors, self.schema)
-        places = self.places(delta) if places is None else places
         writes = Writes(tensors, [], [], [], [], [], [])
         flags = tf.unstack(delta.changed)  # one node, where an index takes three for each variable
         changed = dict(zip(self.schema.variables, flags, strict=True))
@@ -125,7 +141,12 @@ class Writes(Struct, frozen=True):
 
 
 def write_snapshot(
-    state: UpdateState, target: UpdateTarget, delta: ReadDelta, start: Tensor, end: Tensor
+    state: UpdateState,
+    target: UpdateTarget,
+    delta: ReadDelta,
+    places: DeltaPlaces,
+    start: Tensor,
+    end: Tensor,
 ) -> Tensor:
     """Write all tensors while the sequence is odd. Returns the last operation.
 
@@ -134,7 +155,7 @@ def write_snapshot(
     """
     import tensorflow as tf
 
-    writes = target.writes(delta)
+    writes = target.writes(delta, places)
     # Readers wait while the sequence is odd. So everything else is done before it becomes odd: the delta was
     # read and checked, values are chosen and cut here, and quiet is granted. Only writes are left.
     tables, overlaid, slots = map(_in_parts, (writes.tables, writes.overlaid, writes.slots))
@@ -215,12 +236,16 @@ def _in_parts(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Ten
 
 
 def write_rows(
-    state: UpdateState, target: UpdateTarget, delta: ReadDelta, start: Tensor, end: Tensor
+    state: UpdateState,
+    target: UpdateTarget,
+    delta: ReadDelta,
+    places: DeltaPlaces,
+    start: Tensor,
+    end: Tensor,
 ) -> Tensor:
     """Write all tensors, tables chunk by chunk, outside the sequence. Returns the last operation."""
     import tensorflow as tf
 
-    places = target.places(delta)
     writes = target.writes(delta, places)
     placed = [at for _, *places in (*writes.overlaid, *writes.slots) for at in places[:1]]
     with tf.control_dependencies([*writes.tensors, start, end, *placed, *(used for _, used in writes.used)]):
@@ -292,9 +317,7 @@ def _import_if(handle: Tensor, changed: Tensor, keys: Tensor, values: Tensor) ->
     return tf.cond(changed, replace, lambda: tf.identity(changed))
 
 
-def _scatter_chunks(
-    target: UpdateTarget, delta: ReadDelta, places: Mapping[tuple[str, int], Places]
-) -> Tensor:
+def _scatter_chunks(target: UpdateTarget, delta: ReadDelta, places: DeltaPlaces) -> Tensor:
     """Scatter the rows of all tables: each round of a loop writes the next chunk of every table.
 
     The loop takes the delta as one tensor and holds a few raw ops for each table: a server prepares all of
