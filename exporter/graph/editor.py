@@ -135,34 +135,55 @@ class GraphEditor(Struct):
         With `as_written` TensorFlow's graph optimizers pass over it: optimizing a large function at its
         first call costs seconds, and gains nothing where the work is reading files and writing rows.
         """
-        import tensorflow as tf
+        return self.place(name, trace(part, inputs, as_written=as_written), inline=inline)
 
-        specs = [
-            tf.TensorSpec(shape, tf.as_dtype(int(dtype)), name=key) for key, (dtype, shape) in inputs.items()
-        ]
-        with tf.Graph().as_default():
-            traced = tf.compat.v1.wrap_function(part, specs)
-            definition = message_class("FunctionDef").FromString(traced.function_def.SerializeToString())
-            library = message_class("FunctionDefLibrary").FromString(
-                traced.graph.as_graph_def().library.SerializeToString()
-            )
-        own = [definition, *(f for f in library.function if not _BORROWED.match(f.signature.name))]
+    def place(self, name: str, traced: TracedFunction, *, inline: bool = True) -> PlacedFunction:
+        """Add a function that was traced, and those that it calls, under names of this editor."""
         full = f"{self.scope}_{self._spell(name)}"
+        own = traced.definitions
         renames = {f.signature.name: f"{full}_{n}" if n else full for n, f in enumerate(own)}
-        for function in own:
+        for definition in own:
+            function = self.graph_def.library.function.add()
+            function.CopyFrom(definition)
             rename_functions(function, renames)
-            _merge_constants(function)
-            if as_written:
-                _keep_as_written(function)
-            self.graph_def.library.function.add().CopyFrom(function)
         if not inline:
             self.graph_def.library.function[-len(own)].attr["_noinline"].b = True
         return PlacedFunction(
             full,
-            tuple(DType(argument.type) for argument in definition.signature.input_arg),
-            tuple(DType(argument.type) for argument in definition.signature.output_arg),
-            as_written,
+            tuple(DType(argument.type) for argument in own[0].signature.input_arg),
+            tuple(DType(argument.type) for argument in own[0].signature.output_arg),
+            traced.as_written,
         )
+
+
+class TracedFunction(Struct, frozen=True):
+    """A function, first, and the functions that it calls, by names that mean nothing."""
+
+    definitions: tuple[Proto, ...]
+    as_written: bool
+
+
+def trace(
+    part: Callable[..., Any], inputs: Mapping[str, tuple[DType, Any]], *, as_written: bool = False
+) -> TracedFunction:
+    """Trace a part, as `GraphEditor.function` has it."""
+    import tensorflow as tf
+
+    specs = [
+        tf.TensorSpec(shape, tf.as_dtype(int(dtype)), name=key) for key, (dtype, shape) in inputs.items()
+    ]
+    with tf.Graph().as_default():
+        traced = tf.compat.v1.wrap_function(part, specs)
+        definition = message_class("FunctionDef").FromString(traced.function_def.SerializeToString())
+        library = message_class("FunctionDefLibrary").FromString(
+            traced.graph.as_graph_def().library.SerializeToString()
+        )
+    own = (definition, *(f for f in library.function if not _BORROWED.match(f.signature.name)))
+    for function in own:
+        _merge_constants(function)
+        if as_written:
+            _keep_as_written(function)
+    return TracedFunction(own, as_written)
 
 
 class PlacedFunction(Struct, frozen=True):

@@ -47,7 +47,7 @@ Dataset = Any
 class Expected(Struct, frozen=True):
     """What a base demands of a delta: its lineage and schema, and with `finite` no NaN and no infinity."""
 
-    lineage: str
+    lineage: Tensor | str
     schema: Schema
     finite: bool
 

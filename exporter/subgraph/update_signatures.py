@@ -10,15 +10,17 @@ Every input and output is a vector of one length, so that the signatures work wi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
+from msgspec import Struct
 
 from exporter.delta.chunk_digest import CHUNK_ROWS, GOLDEN, LAST_SHIFT, ROUNDS, digested, row_count, word_size
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
-from exporter.graph.editor import CPU, GraphEditor
+from exporter.graph.editor import CPU, GraphEditor, TracedFunction, trace
 from exporter.graph.signatures import SignatureTensor, canonical, tensors_of
 from exporter.subgraph.overlay import Overlay, OverlayNodes, add_fill
+from exporter.subgraph.read_delta import Expected
 from exporter.subgraph.state import SETTLED, STATE_INPUTS, StateNodes, Tensor, UpdateState, read
 from exporter.subgraph.update import UpdateRules, update
 from exporter.subgraph.write_delta import UpdateTarget
@@ -27,6 +29,7 @@ from exporter.wire.protos import Proto, message_class
 
 PREDICT_METHOD = "tensorflow/serving/predict"
 STAMPS = ("model_position", "model_step")
+NO_TEXTS: Mapping[str, str] = {}
 
 Served = Mapping[ServedVariable, tuple[str, ...]]
 """The variables that deltas write, with the nodes of their handles; a lookup table's stand with its keys."""
@@ -40,15 +43,26 @@ def add_update(
     rules: UpdateRules,
 ) -> Proto:
     """Add the nodes of `incremental_update` and return its signature."""
-
-    def build(up_to: Tensor, inner: UpdateState, target: UpdateTarget) -> tuple[Tensor, ...]:
-        return update(up_to, inner, target, rules)
-
-    up_to, outputs = _add_part(editor, state, served, overlays, "update", "up_to", build)
+    texts = {"log": rules.log, "lineage": rules.expected.lineage}
+    build = _Update(rules.expected.finite, rules.snapshot_max_rows)
+    up_to, outputs = _add_part(editor, state, served, overlays, "update", "up_to", build, texts)
     dtypes = (*[DType.INT64] * 4, DType.STRING)
     position, step, rows, deltas, status = _unless_refused(editor, "update", outputs, dtypes)
     numbers = {"position": position, "step": step, "rows": rows, "deltas": deltas}
     return _signature({"up_to": up_to}, numbers, {"status": status})
+
+
+class _Update(Struct, frozen=True):
+    """Traces `update` for a log and a lineage that are given when it is called."""
+
+    finite: bool
+    snapshot_max_rows: int
+
+    def __call__(
+        self, up_to: Tensor, state: UpdateState, target: UpdateTarget, log: Tensor, lineage: Tensor
+    ) -> tuple[Tensor, ...]:
+        expected = Expected(lineage, target.schema, self.finite)
+        return update(up_to, state, target, UpdateRules(log, expected, self.snapshot_max_rows))
 
 
 def add_digest(
@@ -134,6 +148,32 @@ def _batched(tensors: Sequence[SignatureTensor]) -> SignatureTensor:
     return next(iter([*open_, *vectors, *tensors]))
 
 
+class _Handles(Struct, frozen=True):
+    """The handles that a part takes, by what it needs to know of them: not of which log they are.
+
+    `owners` are the variables of the handles, in their order; `overlays` has one for each handle, or None.
+    """
+
+    schema: Schema
+    owners: tuple[ServedVariable, ...]
+    overlays: tuple[OverlayNodes | None, ...]
+
+    def target(self, handles: Sequence[Tensor]) -> UpdateTarget:
+        """The tensors of the handles, those of overlays last, by the variables' names."""
+        by_name: dict[str, list[Tensor | Overlay]] = {variable.name: [] for variable in self.schema.variables}
+        further = iter(handles[len(self.owners) :])
+        for owner, overlay, handle in zip(self.owners, self.overlays, handles, strict=False):
+            valued = _with_value(handle, owner)
+            if overlay is not None:
+                slots, rows, used = (next(further) for _ in overlay.handles)
+                slots = _with_handle_data(slots, DType.INT32, owner.shape[:1])
+                rows = _with_handle_data(rows, owner.dtype, overlay.shape)
+                by_name[owner.name].append(Overlay(valued, slots, rows, used, overlay))
+            else:
+                by_name[owner.name].append(valued)
+        return UpdateTarget(self.schema, by_name)
+
+
 def _add_part(
     editor: GraphEditor,
     state: StateNodes,
@@ -141,36 +181,39 @@ def _add_part(
     overlays: Mapping[str, OverlayNodes],
     name: str,
     argument: str,
-    build: Callable[[Tensor, UpdateState, UpdateTarget], tuple[Tensor, ...]],
+    build: Callable[..., tuple[Tensor, ...]],
+    texts: Mapping[str, str] = NO_TEXTS,
 ) -> tuple[str, list[str]]:
-    """Add `build` as a function of int64 [n], the state, all served variables and overlays, and a call of it.
+    """Add `build` as a function of int64 [n], the state, all served variables, overlays and texts; call it.
 
     Returns the placeholder of the argument, and the call's outputs.
     """
     schema = Schema.of(served)
-    owners = [variable for variable in schema.variables for _ in served[variable]]
+    owners = tuple(variable for variable in schema.variables for _ in served[variable])
     nodes = [node for variable in schema.variables for node in served[variable]]
-    handles = [*nodes, *(handle for node in nodes if node in overlays for handle in overlays[node].handles)]
-
-    def with_target(given: Tensor, *resources: Tensor) -> tuple[Tensor, ...]:
-        by_name: dict[str, list[Tensor | Overlay]] = {variable.name: [] for variable in schema.variables}
-        own = resources[len(STATE_INPUTS) :]
-        further = iter(own[len(nodes) :])
-        for owner, node, handle in zip(owners, nodes, own, strict=False):
-            valued = _with_value(handle, owner)
-            if overlay := overlays.get(node):
-                slots, rows, used = (next(further) for _ in overlay.handles)
-                slots = _with_handle_data(slots, DType.INT32, owner.shape[:1])
-                rows = _with_handle_data(rows, owner.dtype, overlay.shape)
-                by_name[owner.name].append(Overlay(valued, slots, rows, used, overlay))
-            else:
-                by_name[owner.name].append(valued)
-        return build(given, UpdateState(*resources[: len(STATE_INPUTS)]), UpdateTarget(schema, by_name))
-
-    resources = STATE_INPUTS | {f"variable_{n}": (DType.RESOURCE, ()) for n in range(len(handles))}
-    part = editor.function(name, with_target, {argument: (DType.INT64, (None,))} | resources, as_written=True)
+    overlaid = tuple(overlays.get(node) for node in nodes)
+    further = [handle for overlay in overlaid if overlay is not None for handle in overlay.handles]
+    part = editor.place(name, _traced(build, argument, _Handles(schema, owners, overlaid), tuple(texts)))
     given = editor.placeholder(argument, DType.INT64, (None,))
-    return given, editor.call(name, part, [given, *state.names, *handles])
+    said = [editor.constant(f"{name}/{key}", text, DType.STRING) for key, text in texts.items()]
+    return given, editor.call(name, part, [given, *state.names, *nodes, *further, *said])
+
+
+@lru_cache(maxsize=8)
+def _traced(
+    build: Callable[..., tuple[Tensor, ...]], argument: str, handles: _Handles, texts: tuple[str, ...]
+) -> TracedFunction:
+    """`build` as a function, traced once for all bases of one schema: it takes a second."""
+    further = sum(len(overlay.handles) for overlay in handles.overlays if overlay is not None)
+    count = len(handles.owners) + further
+
+    def part(given: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        state, own = inputs[: len(STATE_INPUTS)], inputs[len(STATE_INPUTS) :]
+        return build(given, UpdateState(*state), handles.target(own[:count]), *own[count:])
+
+    resources = STATE_INPUTS | {f"variable_{n}": (DType.RESOURCE, ()) for n in range(count)}
+    kinds = {argument: (DType.INT64, (None,))} | resources | dict.fromkeys(texts, (DType.STRING, ()))
+    return trace(part, kinds, as_written=True)
 
 
 def _with_value(handle: Tensor, variable: ServedVariable) -> Tensor:

@@ -27,7 +27,7 @@ from exporter.tables import DynamicTable, dynamic_embedding
 from exporter.wire.dtypes import DType
 from tests.support.bundles import write
 from tests.support.commands import export_model
-from tests.support.updatable import loaded
+from tests.support.updatable import loaded_quickly
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "tfra"
 ANSWERED = sorted(path.with_suffix("") for path in FIXTURES.glob("**/*.npz"))
@@ -201,7 +201,7 @@ def test_what_is_served_answers_as_the_library_does(
         done = export_incremental(request)
         if server is None:
             assert isinstance(done, Exported)
-            opened = loaded(done.published.path)
+            opened = loaded_quickly(done.published.path)
             server = opened.__enter__()
         else:
             assert isinstance(done, ExportedDelta)

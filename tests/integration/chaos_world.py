@@ -42,7 +42,7 @@ from tests.support.failing_calls import ERRORS, NONE, Failure, failing_commands,
 from tests.support.kills import killed_at
 from tests.support.logs import assert_same_bits, values_at
 from tests.support.numpy_trainer import NumpyTrainer
-from tests.support.updatable import Loaded, loaded
+from tests.support.updatable import Loaded, loaded_quickly
 
 tf1 = tf.compat.v1
 
@@ -528,7 +528,7 @@ class World:
     def start_replica(self) -> None:
         """Load the newest base."""
         base = self.log.base
-        server = self.stack.enter_context(loaded(base.path))
+        server = self.stack.enter_context(loaded_quickly(base.path))
         entry = base.entry
         self.replicas.append(
             Replica(server, entry.schema, base.path, base.at.position, entry.log, base.at.position)

@@ -16,7 +16,7 @@ from exporter.publish.versions import read_manifest
 from tests.conftest import ROOT
 from tests.support.commands import export_model
 from tests.support.forks import run_warm
-from tests.support.updatable import Loaded, loaded
+from tests.support.updatable import Loaded, loaded_quickly
 
 MODEL = f"{ROOT / 'examples/ranker/model.py'}:serving"
 FEEDS = {"user": np.arange(0, 5000, 7), "item": np.arange(0, 5000, 7) % 2000}
@@ -50,7 +50,7 @@ def test_a_delta_from_a_full_checkpoint_serves_what_a_full_export_serves(
     assert second.code == 0, second.err
     assert (second.document["from_position"], second.document["position"]) == (20, 30)
     assert export_model(*common, "--out", tmp_path / "full").code == 0
-    with loaded(model / "20") as server, loaded(tmp_path / "full/30") as expected:
+    with loaded_quickly(model / "20") as server, loaded_quickly(tmp_path / "full/30") as expected:
         before = server.predict(**FEEDS)
         assert server.update()["position"] == 30
         after, wanted = server.predict(**FEEDS), expected.predict(**FEEDS)
@@ -80,7 +80,7 @@ def test_merged_deltas_rollback_and_resumption_serve_what_their_positions_served
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(followed[1], model)
-    with loaded(model / "20") as server:
+    with loaded_quickly(model / "20") as server:
         answers = {20: server.predict(**FEEDS)["click"]}
         for position in (30, 40):
             server.update(position)
@@ -92,7 +92,7 @@ def test_merged_deltas_rollback_and_resumption_serve_what_their_positions_served
         assert export_model("resume", model, "-q").code == 0
         assert server.update()["position"] == 42
         np.testing.assert_array_equal(server.predict(**FEEDS)["click"], answers[40])
-    with loaded(model / "20") as server:
+    with loaded_quickly(model / "20") as server:
         done = server.update()
         assert (done["position"], done["deltas"]) == (42, 2), "nobody passes 40 on the way back to 30"
         np.testing.assert_array_equal(server.predict(**FEEDS)["click"], answers[40])
@@ -107,7 +107,7 @@ def test_a_rebased_base_stands_where_its_deltas_led_and_goes_on(
     assert export_model("merge", model, "--rebase", "--json").document["position"] == 40
     assert export_model("verify", model, "--bytes", "-q").code == 0
     assert read_manifest(model / "40").source.digest is None, "no checkpoint holds what increments made of it"
-    with loaded(model / "20") as old, loaded(model / "40") as new:
+    with loaded_quickly(model / "20") as old, loaded_quickly(model / "40") as new:
         assert set(new.predict(**FEEDS)["model_step"]) == {40}
         assert old.update()["position"] == new.position() == 40
         np.testing.assert_array_equal(old.predict(**FEEDS)["click"], new.predict(**FEEDS)["click"])
@@ -142,7 +142,7 @@ def test_a_new_base_is_published_where_no_delta_fits_and_only_if_asked(
     done = export_model(*common, "--full-on-mismatch")
     assert (done.code, done.document["position"]) == (0, 41)
     assert export_model(*common).document["from_position"] == 41
-    with loaded(model / "41") as server:
+    with loaded_quickly(model / "41") as server:
         assert server.update()["position"] == 41, "the deltas of the log before are not its own"
         assert set(server.predict(**FEEDS)["model_position"]) == {41}, "stamped as the base before it"
 
@@ -157,7 +157,7 @@ def test_a_server_tells_digests_that_the_published_log_predicts(
     train(checkpoints, 10)
     assert export_model(*common).code == 0
     assert predicted(model, 40) != predicted(model, 50)
-    with loaded(model / "40") as server:
+    with loaded_quickly(model / "40") as server:
         for position in (40, 50):
             server.update(position)
             assert_digests(server, model, position)
@@ -202,7 +202,7 @@ def test_a_server_holds_rounded_rows_as_the_log_has_them_and_then_exact_ones(
     ]
     assert export_model(*common).code == 0
     sizes = {}
-    with loaded(model / "40") as server:
+    with loaded_quickly(model / "40") as server:
         for dtype in ("int8", "bfloat16"):
             train(checkpoints, 10)
             done = export_model(*common, "--delta-dtype", dtype).document
@@ -223,7 +223,7 @@ def test_a_server_holds_rounded_rows_as_the_log_has_them_and_then_exact_ones(
         assert_digests(server, model, 62)
     assert sizes["int8"] < sizes["bfloat16"] < sizes["exact"]
     assert export_model("--ckpt-dir", checkpoints, "--model", MODEL, "--out", tmp_path / "full").code == 0
-    with loaded(tmp_path / "full/60") as expected:
+    with loaded_quickly(tmp_path / "full/60") as expected:
         np.testing.assert_array_equal(found["click"], expected.predict(**FEEDS)["click"])
 
 
@@ -242,7 +242,7 @@ def test_a_server_follows_deltas_that_leave_rows_out_and_ends_where_an_exact_one
     shutil.copytree(followed[0], checkpoints)
     shutil.copytree(followed[1], model)
     common = ["--ckpt-dir", checkpoints, "--out", model, "--incr", "--json"]
-    with loaded(model / "20") as server:
+    with loaded_quickly(model / "20") as server:
         for position in (50, 60):
             train(checkpoints, 10)
             done = export_model(*common, "--min-change", "0.002").document
@@ -257,5 +257,5 @@ def test_a_server_follows_deltas_that_leave_rows_out_and_ends_where_an_exact_one
         assert server.update()["position"] == 61
         found = server.predict(**FEEDS)
     assert export_model("--ckpt-dir", checkpoints, "--model", MODEL, "--out", tmp_path / "full").code == 0
-    with loaded(tmp_path / "full/60") as expected:
+    with loaded_quickly(tmp_path / "full/60") as expected:
         np.testing.assert_array_equal(found["click"], expected.predict(**FEEDS)["click"])

@@ -33,7 +33,7 @@ from tests.support.deeprec_models import (
     assert_answers,
     build,
 )
-from tests.support.updatable import Loaded, loaded
+from tests.support.updatable import Loaded, loaded_quickly
 
 
 def request(trainer: Trainer, out: Path, **options: Any) -> ExportRequest:
@@ -51,7 +51,7 @@ def test_full_export(tmp_path: Path, generation: Generation, parts: int) -> None
     trainer = Trainer(tmp_path / "train", parts=parts, generation=generation)
     trainer.save()
     done = export(request(trainer, tmp_path / "model", verify=Verify.BYTES))
-    with loaded(done.published.path) as server:
+    with loaded_quickly(done.published.path) as server:
         assert_serves(server, trainer)
     assert not done.plan.notes
 
@@ -77,7 +77,7 @@ def test_a_saved_model_with_a_newer_checkpoint(tmp_path: Path) -> None:
             {name: tensors[name] for name in OUTPUTS},
         )
     done = export(ExportRequest(trainer.directory, tmp_path / "model", model=str(saved)))
-    with loaded(done.published.path) as server:
+    with loaded_quickly(done.published.path) as server:
         assert_serves(server, trainer)
 
 
@@ -88,7 +88,7 @@ def test_a_graph_of_other_parts_than_the_checkpoint(tmp_path: Path) -> None:
         build(program, parts=5)
         other = program.save_meta(tmp_path / "other.meta")
     done = export(request(trainer, tmp_path / "model", model=str(other)))
-    with loaded(done.published.path) as server:
+    with loaded_quickly(done.published.path) as server:
         assert_serves(server, trainer)
 
 
@@ -97,7 +97,7 @@ def test_increments_and_full_checkpoints_become_deltas(tmp_path: Path) -> None:
     trainer.save()
     asked = request(trainer, tmp_path / "model", updates=Updates(stamp=True))
     base = export(asked)
-    with loaded(base.published.path) as server:
+    with loaded_quickly(base.published.path) as server:
         assert_serves(server, trainer)
         for seed in range(3):
             trainer.train(seed)
@@ -121,7 +121,7 @@ def test_rows_as_bfloat16(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "train")
     trainer.save()
     asked = request(trainer, tmp_path / "model", casts=(".*_embedding/values=bfloat16",), updates=Updates())
-    with loaded(export(asked).published.path) as server:
+    with loaded_quickly(export(asked).published.path) as server:
         for seed in range(2):
             probes = trainer.probes()
             rows = trainer.answers(probes)["user_rows"]
@@ -142,7 +142,7 @@ def test_rows_in_8_bits(tmp_path: Path, maps: bool, monkeypatch: pytest.MonkeyPa
     asked = request(trainer, tmp_path / "model", casts=("int8",), map_tables=maps, updates=Updates())
     done = export(asked)
     assert done.variables.rounded.keys() == {f"{USERS}/values", f"{ITEMS}/values"}
-    with loaded(done.published.path) as server:
+    with loaded_quickly(done.published.path) as server:
         for seed in range(3):
             probes = trainer.probes()
             codes, scales, _ = to_codes(trainer.answers(probes)["user_rows"])
@@ -163,7 +163,7 @@ def test_rollback_resume_and_merge(tmp_path: Path) -> None:
     asked = request(trainer, model, updates=Updates())
     base = export(asked)
     states = [state_of(trainer)]
-    with loaded(base.published.path) as server:
+    with loaded_quickly(base.published.path) as server:
         for seed in range(3):
             trainer.train(seed)
             trainer.save_increment()
@@ -179,7 +179,7 @@ def test_rollback_resume_and_merge(tmp_path: Path) -> None:
         server.update()
         assert_answers(server.predict(**everything), states[3].answers(everything))
         assert log_maintenance.merge(model) is not None
-    with loaded(base.published.path) as server:
+    with loaded_quickly(base.published.path) as server:
         assert server.update()["deltas"] == 1
         assert_answers(server.predict(**everything), states[3].answers(everything))
 
@@ -242,7 +242,7 @@ def test_tables_of_other_names(tmp_path: Path) -> None:
     left = compare_names(renamed).unmatched
     assert not left.variables
     assert not [ref for ref in left.tensors if ref.name.startswith(USERS)]
-    with loaded(export(renamed).published.path) as server:
+    with loaded_quickly(export(renamed).published.path) as server:
         for seed in range(2):
             found = server.predict(user=trainer.probes()["user"])["rows"]
             assert np.array_equal(found, trainer.answers(trainer.probes())["user_rows"])

@@ -20,7 +20,7 @@ from tests.support.deeprec import Ev, write_full, write_increment
 from tests.support.deeprec_group import ABSENT, IDS, TABLES, combined, feeds, graph_with_group
 from tests.support.deeprec_rows import DIM
 from tests.support.dynamic_values import Rows
-from tests.support.updatable import Loaded, loaded
+from tests.support.updatable import Loaded, loaded_quickly
 
 Array = np.ndarray[Any, Any]
 Tables = dict[str, Ev]
@@ -105,7 +105,7 @@ def test_weighted_groups(tmp_path: Path) -> None:
     trainer, given = Trainer(tmp_path / "train", meta_graph), feeds(weighted=True)
     trainer.save()
     asked = request(trainer, given, verify=Verify.BYTES)
-    with loaded(export(asked).published.path) as server:
+    with loaded_quickly(export(asked).published.path) as server:
         before = trainer.expected("sqrtn", given)
         assert_close(server.predict(**given), before)
         trainer.train()
@@ -122,7 +122,7 @@ def test_groups_in_8_bits(tmp_path: Path) -> None:
     asked = request(trainer, given, casts=("int8",))
     done = export(asked)
     assert len(done.variables.rounded) == len(TABLES)
-    with loaded(done.published.path) as server:
+    with loaded_quickly(done.published.path) as server:
         for _ in range(2):
             expected, found = trainer.expected("mean", given), server.predict(**given)
             for name in TABLES:
@@ -161,7 +161,7 @@ def test_dense_groups_and_a_full_checkpoint_without_some_keys(tmp_path: Path) ->
             expected = Rows(ev.keys, ev.values).read(ids[name].ravel(), absent)
             np.testing.assert_array_equal(found[name], expected.reshape(2, 3, DIM))
 
-    with loaded(export(asked).published.path) as server:
+    with loaded_quickly(export(asked).published.path) as server:
         assert_serves(server)
         trainer.train()
         trainer.tables = {
@@ -198,7 +198,7 @@ def test_groups_of_ordinary_variables_send_rows(tmp_path: Path) -> None:
 
     save()
     asked = request(trainer, given)
-    with loaded(export(asked).published.path) as server:
+    with loaded_quickly(export(asked).published.path) as server:
         assert_close(server.predict(**given), expected())
         values["user"] = values["user"].copy()
         values["user"][[0, 7]] += 1
@@ -215,7 +215,7 @@ def test_requests_without_ids(tmp_path: Path) -> None:
     given = feeds()
     for name in TABLES:
         given |= {f"{name}_ids": np.empty(0, np.int64), f"{name}_indices": np.empty((0, 2), np.int64)}
-    with loaded(export(request(trainer, given)).published.path) as server:
+    with loaded_quickly(export(request(trainer, given)).published.path) as server:
         assert {found.shape for found in server.predict(**given).values()} == {(5, DIM)}
         assert not any(found.any() for found in server.predict(**given).values())
         given |= {f"{name}_shape": np.array([0, 4]) for name in TABLES}

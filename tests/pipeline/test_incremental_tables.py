@@ -27,7 +27,7 @@ from exporter.verify.log import verify_model
 from exporter.wire.dtypes import DType
 from tests.support.commands import export_model
 from tests.support.lookup_tables import KINDS, TableTrainer
-from tests.support.updatable import Loaded, loaded
+from tests.support.updatable import Loaded, loaded, loaded_quickly
 
 ENDS: dict[str, Mapping[str, str]] = {
     "inputs": {"x": "x", "ids": "ids"},
@@ -54,7 +54,7 @@ def publish(trainer: TableTrainer, model: Path, **options: Any) -> ExportedDelta
 
 @contextmanager
 def served(model: Path, position: int = 10) -> Iterator[Loaded]:
-    with loaded(model / str(position)) as server:
+    with loaded_quickly(model / str(position)) as server:
         yield server
 
 
@@ -232,7 +232,7 @@ def test_increments_say_nothing_of_tables_and_full_checkpoints_do(tmp_path: Path
         found = server.predict(**trainer.asked())
         assert str(found["y"]) != str(at_full)
         np.testing.assert_array_equal(found["rows"], trainer.answers()["rows"])
-    with loaded(_full_version(trainer, tmp_path / "full")) as full:
+    with loaded_quickly(_full_version(trainer, tmp_path / "full")) as full:
         np.testing.assert_array_equal(full.predict(**trainer.asked())["y"], found["y"])
 
 

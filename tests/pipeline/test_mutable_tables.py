@@ -16,7 +16,7 @@ from exporter.pipeline.incremental import export_incremental
 from tests.support.graph_runs import Trained, train
 from tests.support.lookup_tables import ENDS, ENTRIES, KINDS, dense, entries
 from tests.support.trained import answers_eagerly, answers_in_session
-from tests.support.updatable import loaded
+from tests.support.updatable import loaded_quickly
 
 
 def looked_up(kind: str, *, name: str = "seen", scope: str = "", insert: bool = True) -> Callable[[Any], Any]:
@@ -219,7 +219,7 @@ def test_a_model_of_nothing_but_a_renamed_table_takes_deltas(tmp_path: Path) -> 
     done = export_incremental(request)
 
     assert done.published is not None
-    with loaded(base) as server:
+    with loaded_quickly(base) as server:
         assert server.update()["deltas"] == 1
         assert server.predict(x=[5000, 6999, 7000])["y"].tolist() == [5007, 7006, -1]
         with pytest.raises(tf.errors.InvalidArgumentError, match="chunks"):

@@ -23,7 +23,7 @@ from exporter.storage.layout import CANARY_LOCK_FILE
 from tests.support.commands import export_model
 from tests.support.logs import set_hold, values_at
 from tests.support.step_models import MODEL, request_of, save, versions
-from tests.support.updatable import loaded
+from tests.support.updatable import loaded_quickly
 
 LATER = 1e12
 
@@ -64,11 +64,11 @@ def test_the_file_tells_the_kind_and_every_reader_the_position(tmp_path: Path) -
 
 
 def test_a_server_goes_no_further_than_what_is_approved_unless_it_is_told_to(request_: ExportRequest) -> None:
-    with loaded(request_.out / "10") as server:
+    with loaded_quickly(request_.out / "10") as server:
         assert server.update(-1)["position"] == 20
         assert server.update(30)["position"] == 30
     assert approve(log_of(request_).path, request_.out, expected=20, position=30)
-    with loaded(request_.out / "10") as server:
+    with loaded_quickly(request_.out / "10") as server:
         assert server.update(-1)["position"] == 30
 
 
@@ -108,7 +108,7 @@ def test_a_new_base_of_its_log_stands_at_what_is_approved(request_: ExportReques
     assert (done.published.position, done.deltas) == (20, 1)
     assert log_of(request_).at.position == 30
     assert rebase(request_.out) is None
-    with loaded(request_.out / "20") as server:
+    with loaded_quickly(request_.out / "20") as server:
         assert server.update(-1)["position"] == 20
         assert server.update(30)["position"] == 30
     values_at(log_of(request_), 30)
@@ -157,7 +157,7 @@ def test_a_rollback_that_was_killed_before_it_held_is_done_again(request_: Expor
     log = log_of(request_)
     set_hold(log, None)
     assert approve(log.path, request_.out, expected=None, position=20)
-    with loaded(request_.out / "10") as server, loaded(request_.out / "10") as canary:
+    with loaded_quickly(request_.out / "10") as server, loaded_quickly(request_.out / "10") as canary:
         assert server.update(-1)["position"] == 20
         assert canary.update(30)["position"] == 30
         log_maintenance.rollback(request_.out, 20, if_canary=True)
@@ -195,7 +195,7 @@ def test_a_person_rolls_back_past_a_canary_and_resumes(request_: ExportRequest) 
     done = log_maintenance.resume(request_.out)
     assert (done.hold, log_of(request_).approved) == (32, 32), "not for an instant may servers pass it"
     assert log_of(request_).at.position == 33
-    with loaded(request_.out / "10") as server:
+    with loaded_quickly(request_.out / "10") as server:
         assert server.update(-1)["position"] == 32
     log_maintenance.resume(request_.out, lift_canary=True)
     assert log_of(request_).hold.read() is None
@@ -242,7 +242,7 @@ def test_what_a_canary_failed_does_not_come_back_to_servers_by_resuming_twice(
     rolled_back_by_canary(request_)
     said = export_model("resume", request_.out, "--dry-run")
     assert "at 31: the agent's canary decides about what lies beyond" in said.out
-    with loaded(request_.out / "10") as server:
+    with loaded_quickly(request_.out / "10") as server:
         for _ in range(2):
             assert export_model("resume", request_.out).code == 0
             assert (log_of(request_).at.position, log_of(request_).approved) == (32, 31)

@@ -18,7 +18,7 @@ from exporter.publish.finite import unchecked
 from tests.support.agents import Published
 from tests.support.commands import Ran, export_model
 from tests.support.numpy_trainer import NumpyTrainer
-from tests.support.updatable import loaded
+from tests.support.updatable import loaded_quickly
 
 ROW = 3
 
@@ -88,7 +88,7 @@ def place(origin: Path, tmp_path: Path) -> Place:
 
 @contextmanager
 def server_of(place: Place) -> Iterator[Any]:
-    with loaded(place.base.path) as server:
+    with loaded_quickly(place.base.path) as server:
         server.update()
         yield server
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from msgspec.structs import replace
 
 from exporter.checkpoint.tensor_bundle import BundleWriter
-from exporter.delta.format import Rows
+from exporter.delta.format import Rows, log_name
 from exporter.errors import NotServable
 from exporter.graph.editor import _merge_constants
 from exporter.graph.inference_graph import InferenceGraph
@@ -497,6 +497,28 @@ def many_tables(count: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     ids = tf1.placeholder(tf.int64, [None], name="ids")
     tables = [tf1.get_variable(f"table{n:03d}", [50, 16], use_resource=True) for n in range(count)]
     return {"ids": ids}, {"sum": tf.add_n([tf.gather(table, ids) for table in tables])}
+
+
+def test_what_names_a_log_is_no_part_of_how_an_update_works(tmp_path: Path) -> None:
+    """So the update of a schema is traced once, however many bases a process makes."""
+
+    def made(**options: Any) -> tuple[dict[str, bytes], set[bytes]]:
+        graph = make_updatable(inference_graph(two_tables_and_dense), replace(OPTIONS, **options), tmp_path)
+        graph_def = graph.meta_graph.graph_def
+        constants = (node.attr["value"].tensor for node in graph_def.node if node.op == "Const")
+        return {
+            f.signature.name: f.SerializeToString(deterministic=True)
+            for f in graph_def.library.function
+            if f.signature.name.startswith("incremental_update")
+        }, {text for tensor in constants for text in tensor.string_val}
+
+    one, named = made()
+    other, otherwise = made(lineage="lineage-b", log=200, position=200)
+    assert one == other
+    assert {b"lineage-a", log_name(100).encode()} <= named
+    assert {b"lineage-b", log_name(200).encode()} <= otherwise
+    assert not {b"lineage-a", log_name(100).encode()} & otherwise
+    assert one != made(finite=True)[0]
 
 
 def test_an_update_has_few_nodes_for_each_table(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from exporter.subgraph.make_updatable import (
     mapped_counter,
     schema_of,
 )
+from tests.support.budget import THOROUGH
 from tests.support.trained import export, inference_graph, train
 
 tf1 = tf.compat.v1
@@ -252,8 +253,20 @@ class Loaded:
             return tf.tensor_scatter_nd_update(read(dtype=dtype), changed, rows, name=f"test_read/{name}")
 
 
+def loaded_quickly(model: Model | Path) -> AbstractContextManager[Loaded]:
+    """A loaded version whose graph TensorFlow does not optimise: that takes half the time of first calls.
+
+    For tests of what is published. Those of the graph itself load it as servers do, with `loaded`; in
+    `make thorough` all do.
+    """
+    config = tf1.ConfigProto()
+    config.graph_options.rewrite_options.disable_meta_optimizer = not THOROUGH
+    return loaded(model, config)
+
+
 @contextmanager
 def loaded(model: Model | Path, config: Any = None) -> Iterator[Loaded]:
+    """A version as servers load it."""
     version = model if isinstance(model, Path) else model.version
     session = tf1.Session(graph=tf.Graph(), config=config)
     with closing(session):

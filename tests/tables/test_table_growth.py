@@ -24,7 +24,7 @@ from tests.support.commands import export_model
 from tests.support.deeprec_logs import DeepRecTrainer, served
 from tests.support.logs import damage_tensor
 from tests.support.served_tables import DEFAULTS, LIMITS, assert_serves, request
-from tests.support.updatable import loaded
+from tests.support.updatable import loaded_quickly
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_the_new_base_of_a_watch_holds_the_increments(
     assert (log.at, log.deltas) == (log.base.at, ())
     if not casts:
         assert served(log, defaults=DEFAULTS) == trainer.now()
-    with loaded(based.published.path) as server:
+    with loaded_quickly(based.published.path) as server:
         if not casts:
             assert_serves(server, trainer)
         assert export_incremental(told, is_watching=True).published is None, "all of it is published"
@@ -103,7 +103,7 @@ def test_a_new_base_for_another_reason_holds_the_increments(trainer: DeepRecTrai
     based = export_incremental(told, full_on_mismatch=True)
     assert isinstance(based, Exported)
     assert (based.published.manifest.step, read_log(told.out).deltas) == (trainer.step, ())
-    with loaded(based.published.path) as server:
+    with loaded_quickly(based.published.path) as server:
         assert_serves(server, trainer)
 
 
