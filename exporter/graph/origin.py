@@ -24,7 +24,6 @@ from exporter.checkpoint.families import is_archive
 from exporter.errors import BuilderError, UsageError
 from exporter.graph.graph_digest import FileDigests, file_digest, graph_digest
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.graph.metagraph import MAX_GRAPH_BYTES
 from exporter.graph.source_graph import GraphRequest
 from exporter.graph.sources import (
     BuilderFile,
@@ -38,6 +37,7 @@ from exporter.graph.sources import (
 from exporter.storage.files import read_regular, require_size
 from exporter.storage.layout import SAVED_MODEL_FILE, SAVED_MODEL_TEXT_FILE
 from exporter.wire.json_documents import Sha256, Text, doc
+from exporter.wire.protos import MAX_MESSAGE_BYTES
 
 _MAX_SIGNATURES_BYTES = 64 << 20
 
@@ -216,7 +216,7 @@ def _is_in(builder: Any, path: Path) -> bool:
 def _graph_file_digest(path: Path) -> str:
     """The digest of a file; of a Keras archive's config alone, because its weights are not the graph."""
     if not is_archive(path):
-        require_size(path, path.stat().st_size, MAX_GRAPH_BYTES)
+        require_size(path, path.stat().st_size, MAX_MESSAGE_BYTES)
         return file_digest(path)
     from exporter.checkpoint.keras_archive import read_config
 
