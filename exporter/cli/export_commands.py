@@ -6,7 +6,6 @@ The stages of a full export take as long to import as a delta to make: they are 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ from exporter.cli.documents.deltas import DeltaExport, DeltaPlan
 from exporter.cli.notify import NOBODY, Notified, Servers
 from exporter.errors import (
     ExportError,
-    ManifestError,
     NoNewBase,
     PositionError,
     PositionMoved,
@@ -256,7 +254,7 @@ def exported(
         **asdict(_document(plan, Status.NOTHING_TO_DO if done.published is None else Status.PUBLISHED)),
         path=None if done.published is None else str(done.published.path),
         position=done.at.position,
-        hold=_hold(plan),
+        hold=plan.log.hold.position,  # a damaged file is not to be reported here: what was to do is done
         step=done.at.step,
         rows=done.rows,
         variables_changed=done.variables,
@@ -312,16 +310,9 @@ def _told(one: Notified) -> str:
     return f"{where}after {one.seconds:.2f} s" if one.problem is None else f"{where}{one.problem}"
 
 
-def _hold(plan: IncrementalPlan) -> int | None:
-    """The log's hold; a damaged file is not this command's to report: what it did is done."""
-    with suppress(ManifestError):
-        return plan.log.hold.read()
-    return None
-
-
 def _next_lines(plan: IncrementalPlan, *, is_told: bool) -> Iterator[str]:
     """The command that makes servers apply the delta, if none was notified; behind a hold, how to lift it."""
-    hold = _hold(plan)
+    hold = plan.log.hold.position
     if plan.log.hold.is_canary:
         yield labelled("hold", f"at {hold}: the agent's canary decides about what lies beyond")
     elif hold is not None:
