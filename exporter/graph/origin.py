@@ -22,7 +22,6 @@ from msgspec.structs import replace
 
 from exporter.checkpoint.families import is_archive
 from exporter.errors import BuilderError, UsageError
-from exporter.graph.graph_digest import FileDigests, file_digest, graph_digest
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.source_graph import GraphRequest
 from exporter.graph.sources import (
@@ -34,7 +33,7 @@ from exporter.graph.sources import (
     read_sources,
     require_function,
 )
-from exporter.storage.files import read_regular, require_size
+from exporter.storage.files import FileDigests, file_digest, read_regular, require_size
 from exporter.storage.layout import SAVED_MODEL_FILE, SAVED_MODEL_TEXT_FILE
 from exporter.wire.json_documents import Sha256, Text, doc
 from exporter.wire.protos import MAX_MESSAGE_BYTES
@@ -77,6 +76,8 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
         Raises:
             OSError: a file cannot be read.
         """
+        from exporter.graph.graph_digest import graph_digest  # late: a delta reads origins and makes none
+
         digests = {name: file_digest(path) for name, path in assets.items()}
         return replace(self, graph=graph_digest(graph), assets=digests)
 

@@ -21,12 +21,11 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog
 from exporter.checkpoint.families import is_archive, model_beside
 from exporter.errors import CheckpointError, GraphError, PublishError, SchemaChanged, UsageError
-from exporter.graph.graph_digest import FileDigests
 from exporter.graph.origin import GraphOrigin, changed_assets
 from exporter.graph.source_graph import GraphRequest
 from exporter.options import ExportRequest, Verify
 from exporter.publish.delta_log import DeltaLog
-from exporter.storage.files import make_directories
+from exporter.storage.files import FileDigests, make_directories
 from exporter.storage.layout import ASSETS_DIRECTORY, CACHES_DIRECTORY, SOURCES_FILE
 
 
