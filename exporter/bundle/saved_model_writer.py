@@ -44,7 +44,7 @@ from exporter.graph.inference_graph import (
     InferenceGraph,
     KeptState,
 )
-from exporter.graph.metagraph import MAX_GRAPH_BYTES, readable_version
+from exporter.graph.metagraph import readable_version
 from exporter.graph.nodes import new_node
 from exporter.graph.saved_model import SERVE_TAG
 from exporter.graph.signatures import DEFAULT_SIGNATURE
@@ -60,7 +60,7 @@ from exporter.storage.layout import (
 )
 from exporter.terminal.progress import human_bytes
 from exporter.wire.dtypes import DType
-from exporter.wire.protos import Proto, all_nodes, message_class
+from exporter.wire.protos import MAX_MESSAGE_BYTES, Proto, all_nodes, message_class
 
 ASSETS_COLLECTION = "saved_model_assets"
 _TYPE_URL = "type.googleapis.com/tensorflow.AssetFileDef"
@@ -444,7 +444,7 @@ def _describe(info: Proto, tags: str) -> None:
 def _serialise(saved_model: Proto) -> bytes:
     try:
         data = bytes(saved_model.SerializeToString(deterministic=True))
-        if len(data) <= MAX_GRAPH_BYTES:
+        if len(data) <= MAX_MESSAGE_BYTES:
             return data
     except EncodeError:
         pass  # the runtime's own way to say that a message is too large

@@ -17,7 +17,13 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import index_path
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.checkpoint.trainers import recognise
-from exporter.storage.layout import SAVED_MODEL_FILES, VARIABLES_NAME, VARIABLES_PREFIX
+from exporter.storage.layout import (
+    SAVED_MODEL_FILES,
+    VARIABLES_DIRECTORY,
+    VARIABLES_NAME,
+    VARIABLES_PREFIX,
+    is_saved_model,
+)
 
 V1_SHARD = re.compile(r"-([0-9]{5}|\?{5})-of-[0-9]{5}$")
 """Behind a prefix: which shard of how many, or, in a pattern, each of them."""
@@ -235,6 +241,25 @@ def describes_model(path: Path) -> bool:
     from exporter.checkpoint.keras_archive import read_config
 
     return read_config(path) is not None
+
+
+def model_beside(checkpoint: Path) -> str | None:
+    """What a checkpoint itself brings along to serve: `.meta`, SavedModel, or an archive's own config."""
+    for path in (meta_beside(checkpoint), saved_model_around(checkpoint)):
+        if path is not None and path.exists():
+            return str(path)
+    return str(checkpoint) if describes_model(checkpoint) else None
+
+
+def meta_beside(checkpoint: Path) -> Path:
+    """Where a Saver writes the graph of a checkpoint."""
+    return checkpoint.with_name(f"{V1_SHARD.sub('', checkpoint.name)}.meta")  # V1's shards share one
+
+
+def saved_model_around(checkpoint: Path) -> Path | None:
+    """The SavedModel whose `variables/` the checkpoint is."""
+    directory = checkpoint.parent.parent
+    return directory if checkpoint.parent.name == VARIABLES_DIRECTORY and is_saved_model(directory) else None
 
 
 def is_series(names: Collection[str]) -> bool:

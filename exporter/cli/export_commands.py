@@ -1,42 +1,33 @@
-"""`export-model` with and without `--incr`: export once, or follow training, and print the result."""
+"""`export-model` with and without `--incr`: export once, or follow training, and print the result.
+
+The stages of a full export take as long to import as a delta to make: they are imported where one is made.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from exporter.cli import render
 from exporter.cli.documents import Status
-from exporter.cli.documents import exported as documents
-from exporter.cli.documents.exported import (
-    DeltaExport,
-    DeltaPlan,
-    StandBy,
-)
+from exporter.cli.documents.deltas import DeltaExport, DeltaPlan
 from exporter.cli.notify import NOBODY, Notified, Servers
 from exporter.errors import (
     ExportError,
-    ManifestError,
     NoNewBase,
     PositionError,
     PositionMoved,
     UsageError,
     unreachable,
 )
-from exporter.graph.load import run_builders_once
-from exporter.graph.origin import check_named
 from exporter.options import ExportRequest
-from exporter.pipeline import full, incremental
+from exporter.pipeline import incremental
 from exporter.pipeline.incremental import ExportedDelta, Incremental, IncrementalPlan, plan_incremental
 from exporter.pipeline.trainer_state import MARKER_SECONDS
-from exporter.pipeline.watch import watch
 from exporter.pipeline.watch_loop import Arrivals, Poll, Watching, follow, is_for_a_person
-from exporter.publish.made_from import PublishedAlready
 from exporter.publish.permission import Permission, hold_in_force
 from exporter.storage.local_paths import quoted
 from exporter.terminal.edge import outlived, until_interrupted, watch_ended
@@ -48,10 +39,13 @@ from exporter.transfer.opened import OpenModel
 
 if TYPE_CHECKING:
     from exporter.pipeline.rebase import Rebased
+    from exporter.publish.made_from import PublishedAlready
 
 
 def stand_by(role: Role, sink: Output) -> None:
     """Say which role the node has, where that is known from, and how to export in spite of it."""
+    from exporter.cli.documents.exported import StandBy
+
     document = StandBy("nothing_to_do", None, role.type, role.index, role.source)
     why = f"this node is {role} ({role.source}), and the chief exports; --any-role exports here, too"
     sink.result(document, [labelled("nothing to do", why)], is_done=True)
@@ -65,6 +59,12 @@ def run_full(
     Raises:
         ExportError: any of errors.py.
     """
+    from exporter.cli import render
+    from exporter.graph.load import run_builders_once
+    from exporter.pipeline import full
+    from exporter.pipeline.watch import watch
+    from exporter.publish.made_from import PublishedAlready
+
     if watching is not None and not dry_run:
         tell, ended = partial(outlived, sink), partial(watch_ended, sink)
         with until_interrupted(sink) as published:
@@ -87,10 +87,12 @@ def published_already(
     request: ExportRequest, error: PublishedAlready, sink: Output, *, dry_run: bool
 ) -> None:
     """Print that the checkpoint is published already, by the same plan."""
+    from exporter.cli.documents.exported import PublishedAlready as Document
+
     made = error.made
     hold, is_newest = hold_in_force(request.out), made.version == made.newest
     at = None if hold is None else hold.position
-    document = documents.PublishedAlready(
+    document = Document(
         dry_run=dry_run,
         status="nothing_to_do",
         path=str(made.path),
@@ -141,6 +143,8 @@ def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dr
             Permission(request.despite_hold).check(request.out, takes_deltas=True)
         _once(request, sink, how)
     else:
+        from exporter.graph.origin import check_named
+
         check_named(request.model)
         tell, ended = partial(outlived, sink), partial(watch_ended, sink)
         sleep = Arrivals.of_trainer(request.ckpt_dir).sleep
@@ -250,7 +254,7 @@ def exported(
         **asdict(_document(plan, Status.NOTHING_TO_DO if done.published is None else Status.PUBLISHED)),
         path=None if done.published is None else str(done.published.path),
         position=done.at.position,
-        hold=_hold(plan),
+        hold=plan.log.hold.position,  # a damaged file is not to be reported here: what was to do is done
         step=done.at.step,
         rows=done.rows,
         variables_changed=done.variables,
@@ -268,7 +272,7 @@ def exported(
         lines.append(labelled("nothing to do", f"position {done.at} is published already"))
     else:
         size = sum(file.bytes_ for file in done.published.manifest.files)
-        what = f"{render.changed(done.rows, done.variables)}, {human_bytes(size)}"
+        what = f"{changed(done.rows, done.variables)}, {human_bytes(size)}"
         lines.append(labelled("delta", what))
         brief = f"{done.published.path} (step {done.at.step}): {what}, in {done.seconds:.2f} s"
         if left_out is not None:
@@ -294,21 +298,21 @@ def exported(
             sink.warn(f"{what}; {one.address} did not take it: {one.problem} (hint: {again})")
 
 
+def changed(rows: int, variables: int) -> str:
+    """What a delta holds: rows of tables, or variables that are sent whole."""
+    if rows:
+        return f"{count(rows, 'row')} in {count(variables, 'variable')}"
+    return f"{count(variables, 'variable')}, whole" if variables else "no change"
+
+
 def _told(one: Notified) -> str:
     where = f"{one.address}: " + ("" if one.position is None else f"at {one.position} ")
     return f"{where}after {one.seconds:.2f} s" if one.problem is None else f"{where}{one.problem}"
 
 
-def _hold(plan: IncrementalPlan) -> int | None:
-    """The log's hold; a damaged file is not this command's to report: what it did is done."""
-    with suppress(ManifestError):
-        return plan.log.hold.read()
-    return None
-
-
 def _next_lines(plan: IncrementalPlan, *, is_told: bool) -> Iterator[str]:
     """The command that makes servers apply the delta, if none was notified; behind a hold, how to lift it."""
-    hold = _hold(plan)
+    hold = plan.log.hold.position
     if plan.log.hold.is_canary:
         yield labelled("hold", f"at {hold}: the agent's canary decides about what lies beyond")
     elif hold is not None:

@@ -88,13 +88,6 @@ def in_rows(name: str) -> str:
     return f"{found[1]}[{','.join(f'{start}:{start + length}' for start, length in boxes)}]"
 
 
-def changed(rows: int, variables: int) -> str:
-    """What a delta holds: rows of tables, or variables that are sent whole."""
-    if rows:
-        return f"{count(rows, 'row')} in {count(variables, 'variable')}"
-    return f"{count(variables, 'variable')}, whole" if variables else "no change"
-
-
 def line(label: str, text: str) -> str:
     """A line of a result: what it is, and in a column of its own what was found."""
     return f"[bold]{label:<12}[/]{escape(text)}"

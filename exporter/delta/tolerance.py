@@ -25,7 +25,6 @@ from exporter.delta.snapshot import Changes, Snapshot
 from exporter.errors import CheckpointError
 from exporter.options import DeltaDtype
 from exporter.storage.layout import RESIDUAL_PREFIX
-from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import Count, Measure, doc
 
 
@@ -52,8 +51,6 @@ class Rounded(Struct, frozen=True):
 
 
 Array = np.ndarray[Any, Any]
-
-_FLOATS = {DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16}
 
 
 class Tolerance(Struct, frozen=True):
@@ -96,13 +93,13 @@ def apply_tolerance(
     """
     kept: dict[str, Change] = {}
     sieves: dict[str, _Sieve] = {}
-    inexact = [variable.name for variable in schema.variables if variable.dtype in _FLOATS]
+    inexact = [variable.name for variable in schema.variables if variable.dtype.is_floating]
     published.check(name for name in inexact if isinstance(changes.get(name), Rows))
     for variable in schema.variables:
         change = changes.get(variable.name)
         if change is None:
             continue
-        if not isinstance(change, Rows) or variable.dtype not in _FLOATS:
+        if not isinstance(change, Rows) or not variable.dtype.is_floating:
             kept[variable.name] = change
             continue
         sieve = sieves[variable.name] = _Sieve(variable, published, allowed)

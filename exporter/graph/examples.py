@@ -202,7 +202,7 @@ def _natural(dtype: DType) -> DType | None:
         return dtype
     if dtype in (DType.RESOURCE, DType.VARIANT):
         return None
-    return {"f": DType.FLOAT, "V": DType.FLOAT}.get(dtype.numpy.kind, DType.INT64)
+    return DType.INT64 if dtype.is_integer or dtype is DType.BOOL else DType.FLOAT
 
 
 def _check_sparse(index: GraphIndex, feature: Feature, tensors: tuple[Endpoint, ...]) -> None:

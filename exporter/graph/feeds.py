@@ -64,15 +64,15 @@ def _array(text: str, dtype: DType) -> np.ndarray:
         texts = np.asarray(value, dtype=object)
         return np.array([str(text).encode() for text in texts.ravel()], dtype=object).reshape(texts.shape)
     exact = np.asarray(value)
-    if exact.dtype.kind == "f" and dtype.numpy.kind in "iu":
+    if exact.dtype.kind == "f" and dtype.is_integer:
         raise ValueError("a whole number is expected")
     if (exact.dtype.kind == "b") != (dtype is DType.BOOL):
         raise ValueError(
             "true and false are for booleans" if exact.dtype.kind == "b" else "expected true or false"
         )
-    if exact.dtype.kind in "iu" and dtype.numpy.kind in "iu":
-        limits = np.iinfo(dtype.numpy)
-        if exact.size and (exact.min() < limits.min or exact.max() > limits.max):
+    if exact.dtype.kind in "iu" and dtype.is_integer:
+        least, greatest = dtype.limits
+        if exact.size and (exact.min() < least or exact.max() > greatest):
             raise ValueError("the number is out of range")
     return exact.astype(dtype.numpy)
 

@@ -20,10 +20,11 @@ from exporter.graph.clean import clean
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.metagraph import load_metagraph
 from exporter.graph.own_signatures import keep_servable
-from exporter.graph.saved_model import is_saved_model, load_saved_model
+from exporter.graph.saved_model import load_saved_model
 from exporter.graph.signatures import requested_specs
 from exporter.graph.source_graph import GraphRequest, SourceGraph
 from exporter.storage.files import nearest
+from exporter.storage.layout import is_saved_model
 from exporter.storage.local_paths import quoted
 
 __all__ = [

@@ -48,11 +48,8 @@ from exporter.tables.geometry import PARTS
 from exporter.tables.lookup import DEFAULTS, PART, TABLE
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
-from exporter.wire.protos import Proto
+from exporter.wire.protos import MAX_MESSAGE_BYTES, Proto
 from exporter.wire.tensor_proto import to_array
-
-MAX_GRAPH_BYTES = (1 << 31) - 1
-"""The largest message that readers of protocol buffers accept."""
 
 _PREFIX = "TFRA>"
 _VERSION = re.compile(r"(?P<release>\d+(\.\d+)*)(-?(a|b|rc|dev|alpha|beta)\.?\d*)?(\+[\w.]+)?", re.ASCII)
@@ -117,7 +114,7 @@ def read_graph_file(path: Path) -> bytes:
         OSError: it cannot be read.
     """
     try:
-        return read_regular(path, MAX_GRAPH_BYTES)
+        return read_regular(path, MAX_MESSAGE_BYTES)
     except OSError as error:
         if error.errno != errno.EFBIG:
             raise

@@ -22,9 +22,7 @@ from msgspec.structs import replace
 
 from exporter.checkpoint.families import is_archive
 from exporter.errors import BuilderError, UsageError
-from exporter.graph.graph_digest import FileDigests, file_digest, graph_digest
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.graph.metagraph import MAX_GRAPH_BYTES
 from exporter.graph.source_graph import GraphRequest
 from exporter.graph.sources import (
     BuilderFile,
@@ -35,9 +33,10 @@ from exporter.graph.sources import (
     read_sources,
     require_function,
 )
-from exporter.storage.files import read_regular, require_size
+from exporter.storage.files import FileDigests, file_digest, read_regular, require_size
 from exporter.storage.layout import SAVED_MODEL_FILE, SAVED_MODEL_TEXT_FILE
 from exporter.wire.json_documents import Sha256, Text, doc
+from exporter.wire.protos import MAX_MESSAGE_BYTES
 
 _MAX_SIGNATURES_BYTES = 64 << 20
 
@@ -77,6 +76,8 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
         Raises:
             OSError: a file cannot be read.
         """
+        from exporter.graph.graph_digest import graph_digest  # late: a delta reads origins and makes none
+
         digests = {name: file_digest(path) for name, path in assets.items()}
         return replace(self, graph=graph_digest(graph), assets=digests)
 
@@ -216,7 +217,7 @@ def _is_in(builder: Any, path: Path) -> bool:
 def _graph_file_digest(path: Path) -> str:
     """The digest of a file; of a Keras archive's config alone, because its weights are not the graph."""
     if not is_archive(path):
-        require_size(path, path.stat().st_size, MAX_GRAPH_BYTES)
+        require_size(path, path.stat().st_size, MAX_MESSAGE_BYTES)
         return file_digest(path)
     from exporter.checkpoint.keras_archive import read_config
 

@@ -20,7 +20,6 @@ from exporter.storage.files import below
 from exporter.storage.layout import (
     ASSETS_DIRECTORY,
     SAVED_MODEL_FILE,
-    SAVED_MODEL_FILES,
     SAVED_MODEL_PARTS_FILE,
     SAVED_MODEL_TEXT_FILE,
 )
@@ -35,11 +34,6 @@ _INIT_COLLECTIONS = ("saved_model_main_op", "legacy_init_op")
 
 _UPDATE = "incremental_update"
 """The signature that applies deltas, as the subgraph adds it."""
-
-
-def is_saved_model(path: Path) -> bool:
-    """True for a directory that holds a SavedModel in any of its spellings."""
-    return any((path / name).is_file() for name in (*SAVED_MODEL_FILES, SAVED_MODEL_PARTS_FILE))
 
 
 def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:

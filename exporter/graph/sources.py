@@ -29,8 +29,7 @@ from typing import Annotated, Any
 from msgspec import Struct
 
 from exporter.errors import BuilderError
-from exporter.graph.graph_digest import file_digest
-from exporter.storage.files import Unchanged, below
+from exporter.storage.files import Unchanged, below, file_digest
 from exporter.storage.local_paths import quoted
 from exporter.wire.json_documents import Sha256, Text, doc
 

@@ -275,7 +275,7 @@ def _scalar(node: Proto) -> Scalar:
 def _cast(value: Scalar, dtype: DType | None) -> Scalar:
     if dtype is DType.BOOL:
         return bool(value)
-    return int(value) if dtype is not None and dtype.numpy.kind in "iu" else float(value)
+    return int(value) if dtype is not None and dtype.is_integer else float(value)
 
 
 _RANDOM = re.compile(

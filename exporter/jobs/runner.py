@@ -38,7 +38,6 @@ from exporter.errors import (
     VerificationError,
 )
 from exporter.jobs.engines import Engine
-from exporter.jobs.engines.process import Asked, ProcessEngine
 from exporter.jobs.execute import decode, encode, execute, kept_receipt
 from exporter.jobs.task import Receipt, Task
 from exporter.options import DEFAULT_TASK_BYTES, EngineName, Jobs
@@ -105,6 +104,8 @@ def choose_engine(
     if name not in [*EngineName]:
         raise UsageError(f"there is no engine {name!r}", hint=f"one of {', '.join(EngineName)}")
     if name != EngineName.LOCAL:
+        from exporter.jobs.engines.process import Asked, ProcessEngine
+
         return ProcessEngine(Asked(name, workers, address, options or {}))
     if address or options:
         raise UsageError("the engine local takes neither an address nor options", hint="add --engine ray")

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
+from exporter.checkpoint.families import model_beside
 from exporter.checkpoint.identity import Identity
 from exporter.errors import MissingTensors, ObjectMismatch, UsageError
 from exporter.graph.inference_graph import InferenceGraph
@@ -23,7 +24,7 @@ from exporter.mapping.mapping_rules import MappingRules, parse_rules, read_renam
 from exporter.mapping.unmatched import Unmatched
 from exporter.options import ExportRequest
 from exporter.pipeline.table_layout import unmatched_with
-from exporter.pipeline.trainer_graph import model_beside, with_trained
+from exporter.pipeline.trainer_graph import with_trained
 
 
 class Both(Struct, frozen=True):
@@ -54,7 +55,7 @@ def read_both(
             f"{catalog.prefix} is not a tensor bundle: what changes in it cannot be followed",
             hint="leave --incr or --updatable out, or let the trainer save a tf.train.Checkpoint",
         )
-    asked = GraphRequest.of(request, model_beside(catalog))
+    asked = GraphRequest.of(request, model_beside(catalog.prefix))
     # Before it is loaded: what is edited meanwhile is refused later, not taken for what was loaded.
     origin = GraphOrigin.of(asked, is_beside=asked.is_found) if request.updates else None
     source = load(asked)

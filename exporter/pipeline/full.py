@@ -100,7 +100,7 @@ from exporter.publish.manifest import (
     MappedRecord,
     MappedTable,
     Origin,
-    RestoredTable,
+    UnmappedTable,
     tensor_entries,
 )
 from exporter.publish.permission import Permission
@@ -702,7 +702,7 @@ def _mapped_record(planned: Plan, tables: MappedTables, variables: VariablesRepo
         for variable in source.variables
         if (file := tables.files.get(variable.node)) is not None
     ]
-    restored = [RestoredTable(each.key, each.bytes_, each.why) for each in planned.unmapped]
+    restored = [UnmappedTable(each.key, each.bytes_, each.why) for each in planned.unmapped]
     place = os.fsencode(tables.directory).decode(errors="backslashreplace")  # a path need not be UTF-8
     return MappedRecord(tables.id, place if mapped else "", tuple(mapped), tuple(restored))
 

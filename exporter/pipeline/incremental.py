@@ -21,7 +21,6 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
-from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
 from exporter.delta.newest_rows import fold_whole, merge_changes, needs_folding
 from exporter.delta.row_hashes import (
@@ -538,6 +537,8 @@ def _all_changes(
             layers = fold_whole(layers, log.schema, published())
         layers = (*layers, table_changes(log, trainer, scratch).changes)
         return _Found({**merge_changes(layers, log.schema, scratch), **planned.lookups})
+    from exporter.delta.diff import Comparison, diff
+
     spec = log.base.entry.mapping_spec
     compared = ordinary(log.schema, spec)
     limit = most_bytes({each.name: _bytes_of(each) for each in compared.variables if each.is_table})

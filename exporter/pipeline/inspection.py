@@ -20,7 +20,7 @@ from exporter.graph.deeprec_conversion import looked_up
 from exporter.graph.feeds import hands_over_batches
 from exporter.graph.metagraph import input_placeholders, likely_outputs, read_metagraph
 from exporter.graph.nodes import Endpoint, GraphIndex
-from exporter.graph.saved_model import SERVE_TAG, is_saved_model, read_saved_model
+from exporter.graph.saved_model import SERVE_TAG, read_saved_model
 from exporter.mapping.build import Extra, classify_extras
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.manifest import Manifest
@@ -28,7 +28,13 @@ from exporter.publish.permission import held_at
 from exporter.publish.versions import read_manifest, version_dirs
 from exporter.storage import mirror
 from exporter.storage.files import is_gone
-from exporter.storage.layout import MANIFEST_FILE, SAVED_MODEL_FILES, VARIABLES_DIRECTORY, VARIABLES_NAME
+from exporter.storage.layout import (
+    MANIFEST_FILE,
+    SAVED_MODEL_FILES,
+    VARIABLES_DIRECTORY,
+    VARIABLES_NAME,
+    is_saved_model,
+)
 from exporter.tables.change_index import ArrayState, TableState, live_rows
 from exporter.tables.geometry import PARTS, TableGeometry
 from exporter.tables.lookup import first_defaults

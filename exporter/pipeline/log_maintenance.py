@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.delta.format import span_name
-from exporter.delta.merge_deltas import DeltaMerger
 from exporter.delta.spans import Position, Span, merge_due, merged, plan_chain
 from exporter.errors import (
     CheckpointError,
@@ -59,6 +58,9 @@ from exporter.storage.files import remove_tree, writing
 from exporter.storage.layout import CANARY_LOCK_FILE, DELTA_NAME
 from exporter.storage.local_paths import quoted
 from exporter.terminal.progress import ProgressFactory, no_progress
+
+if TYPE_CHECKING:
+    from exporter.delta.merge_deltas import DeltaMerger
 
 T = TypeVar("T")
 RACE_SECONDS = 60.0
@@ -189,6 +191,8 @@ def _merger(
     log: DeltaLog, run: Sequence[LogDelta], directory: Path, jobs: Jobs
 ) -> tuple[DeltaMerger, Publication]:
     """What writes the merged delta into a directory, and its header."""
+    from exporter.delta.merge_deltas import DeltaMerger  # late: of the deltas that are tidied few are merged
+
     newest, parts = run[-1], [log.tensors(delta) for delta in run]
     what = Publication(
         merged(run),

@@ -99,7 +99,7 @@ def make_base(
         warmed=frozenset(request.signature for request in requests),
     )
     updatable = make_updatable(graph, options, scratch, overlays)
-    entry = BaseEntry(place.position, schema, mapping_spec, trained, updates)
+    entry = BaseEntry.of(place.position, schema, mapping_spec, trained, updates)
     catch_up = parse_request(CATCH_UP_REQUEST, updatable.meta_graph.signature_def)
     records = (catch_up, *requests, catch_up) if requests else (catch_up,)
     if len(records) > MAX_RECORDS:

@@ -74,7 +74,6 @@ from exporter.publish.versions import VersionDir, greatest, last_position, newes
 from exporter.storage import mirror
 from exporter.storage.layout import PAIR_NAME, VARIABLES_PREFIX
 from exporter.storage.local_paths import quoted
-from exporter.verify.version_files import verify_bytes, verify_published
 from exporter.version import __version__
 
 
@@ -425,6 +424,8 @@ class VersionRestorer(Restorer):
                 f"version {number} takes deltas, and its log has ended: it cannot be the newest again",
                 hint="export its checkpoint once more: --updatable --again",
             )
+        from exporter.verify.version_files import verify_bytes, verify_published  # late: deltas need neither
+
         verify_published(found.path)
         for prefix in (VARIABLES_PREFIX, PAIR_NAME):
             if index_path(found.path / prefix).exists():

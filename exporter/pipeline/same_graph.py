@@ -19,15 +19,13 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog
-from exporter.checkpoint.families import is_archive
+from exporter.checkpoint.families import is_archive, model_beside
 from exporter.errors import CheckpointError, GraphError, PublishError, SchemaChanged, UsageError
-from exporter.graph.graph_digest import FileDigests
 from exporter.graph.origin import GraphOrigin, changed_assets
 from exporter.graph.source_graph import GraphRequest
 from exporter.options import ExportRequest, Verify
-from exporter.pipeline.trainer_graph import model_beside
 from exporter.publish.delta_log import DeltaLog
-from exporter.storage.files import make_directories
+from exporter.storage.files import FileDigests, make_directories
 from exporter.storage.layout import ASSETS_DIRECTORY, CACHES_DIRECTORY, SOURCES_FILE
 
 
@@ -92,7 +90,7 @@ def check_same_graph(log: DeltaLog, request: ExportRequest, catalog: Catalog) ->
         )
     base, origin = f"of base {log.base.at.position}", log.base.entry.origin
     is_beside = origin is not None and origin.is_beside
-    asked = GraphRequest.of(request, model_beside(catalog) if is_beside else None)
+    asked = GraphRequest.of(request, model_beside(catalog.prefix) if is_beside else None)
     differences = [*(origin or GraphOrigin()).differences(asked)]
     if origin is None and request.check_graph:
         raise UsageError(

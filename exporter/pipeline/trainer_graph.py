@@ -7,28 +7,20 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog
-from exporter.checkpoint.families import V1_SHARD, describes_model, is_archive
+from exporter.checkpoint.families import is_archive, meta_beside, model_beside, saved_model_around
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
 from exporter.errors import CheckpointNotFound, UsageError
 from exporter.graph.inference_graph import PartitionStrategy
 from exporter.graph.keys import trained_strategies, variable_keys
 from exporter.graph.metagraph import is_autodist, read_metagraph
 from exporter.graph.nodes import GraphIndex
-from exporter.graph.saved_model import SERVE_TAG, is_saved_model, load_training_graph, read_saved_model
+from exporter.graph.saved_model import SERVE_TAG, load_training_graph, read_saved_model
 from exporter.graph.source_graph import GraphRequest, SourceGraph
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.mapping_rules import MappingRules
 from exporter.options import ExportFormat, ExportRequest
-from exporter.storage.layout import VARIABLES_DIRECTORY
+from exporter.storage.layout import is_saved_model
 from exporter.wire.protos import Proto
-
-
-def model_beside(catalog: Catalog) -> str | None:
-    """What a checkpoint itself brings along to serve: `.meta`, SavedModel, or an archive's own config."""
-    for path in (_meta(catalog), _saved_model(catalog)):
-        if path is not None and path.exists():
-            return str(path)
-    return str(catalog.prefix) if describes_model(catalog.prefix) else None
 
 
 def require_graph(request: ExportRequest, catalog: Catalog) -> None:
@@ -41,22 +33,8 @@ def require_graph(request: ExportRequest, catalog: Catalog) -> None:
     """
     if request.model is not None or is_archive(catalog.prefix) or OBJECT_GRAPH in catalog.tensors:
         return
-    if model_beside(catalog) is None:
-        prefix = catalog.prefix
+    if model_beside(prefix := catalog.prefix) is None:
         raise CheckpointNotFound(f"there is no {prefix.name}.meta beside {prefix}, and no --model")
-
-
-def _meta(catalog: Catalog) -> Path:
-    prefix = V1_SHARD.sub("", catalog.prefix.name)  # the shards of format V1 have one graph together
-    return catalog.prefix.with_name(f"{prefix}.meta")
-
-
-def _saved_model(catalog: Catalog) -> Path | None:
-    """The SavedModel whose `variables/` the checkpoint is."""
-    directory = catalog.prefix.parent.parent
-    return (
-        directory if catalog.prefix.parent.name == VARIABLES_DIRECTORY and is_saved_model(directory) else None
-    )
 
 
 def with_trained(rules: MappingRules, catalog: Catalog, source: SourceGraph) -> MappingRules:
@@ -66,7 +44,7 @@ def with_trained(rules: MappingRules, catalog: Catalog, source: SourceGraph) -> 
     SavedModel has whole lies in its own `variables/` by ranges of rows, too.
     """
     sliced = {name for name, ref in catalog.tensors.items() if ref.slices}
-    meta, saved_model = _meta(catalog), _saved_model(catalog)
+    meta, saved_model = meta_beside(catalog.prefix), saved_model_around(catalog.prefix)
     by_ranges: set[str] = set()
     trainers: list[Proto] = []
     if sliced and meta.exists():
@@ -103,7 +81,7 @@ def training_graph(request: ExportRequest, catalog: Catalog) -> TrainingGraph | 
             hint="leave out --incr, --updatable and --format metagraph",
         )
     named = Path(request.model) if isinstance(request.model, str) else None
-    path = named if named is not None and is_saved_model(named) else _saved_model(catalog)
+    path = named if named is not None and is_saved_model(named) else saved_model_around(catalog.prefix)
     if path is None:
         raise UsageError(
             f"--train-tag {request.train_tag}: neither the model nor the checkpoint is a SavedModel",

@@ -13,7 +13,6 @@ from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
 from exporter.checkpoint.identity import index_digest
 from exporter.checkpoint.tensor_bundle import index_path
-from exporter.delta.diff import diff_lookups
 from exporter.delta.format import Schema
 from exporter.delta.row_reader import row_readers, translate
 from exporter.delta.snapshot import Changes, Snapshot
@@ -68,6 +67,8 @@ class TrainerState(Struct, frozen=True):
         is_same = self.plan.target.checkpoint == log.trained.checkpoint
         if not self.schema.lookups or not self.plan.is_known or is_same:
             return {}
+        from exporter.delta.diff import diff_lookups
+
         names = {half.name for pair in self.schema.lookups for half in pair}
         return diff_lookups(log.state(only=names), self.state(), self.schema)
 

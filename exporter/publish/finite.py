@@ -21,11 +21,9 @@ from exporter.delta.spans import Span
 from exporter.errors import NotFinite
 from exporter.publish.delta_log import DeltaLog, LogDelta
 from exporter.tables.integer_sets import among, distinct
-from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 
-_FLOATING = {DType.HALF, DType.BFLOAT16, DType.FLOAT, DType.DOUBLE}
 _VALUES_AT_ONCE = 1 << 20
 _WHOLE = np.zeros(1, np.int64)
 """Stands for a variable that is served as a whole, as if it had one row."""
@@ -50,7 +48,7 @@ def require_base_finite(catalog: Catalog) -> None:
         CheckpointChanged: the trainer removed a shard meanwhile.
     """
     for name, ref in catalog.tensors.items():
-        for part in ref.slices or (None,) if ref.dtype in _FLOATING else ():
+        for part in ref.slices or (None,) if ref.dtype.is_floating else ():
             values = memory_map(catalog, ref, part).reshape(-1)
             for start in range(0, len(values), _VALUES_AT_ONCE):
                 if not np.isfinite(values[start : start + _VALUES_AT_ONCE]).all():
@@ -118,7 +116,7 @@ def _not_finite(log: DeltaLog, changes: Mapping[str, Change]) -> Iterator[tuple[
     """The variables of which something is NaN or infinite, each with the numbers of its rows."""
     for variable in log.schema.variables:
         change = changes.get(variable.name)
-        if change is None or variable.dtype not in _FLOATING:
+        if change is None or not variable.dtype.is_floating:
             continue
         if isinstance(change, Rows):
             found = _places(change.values)

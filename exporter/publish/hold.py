@@ -77,6 +77,17 @@ class Hold(Struct, frozen=True):
             return self.read()
         return None
 
+    def for_servers(self) -> tuple[int | None, bool]:
+        """How far servers go by themselves, and whether a canary set that: one reading says both.
+
+        None without a hold. Where it cannot be read they go nowhere, as while a rollback is published: -1.
+        """
+        content = self.content()
+        try:
+            return self._position(content), _is_canary(content)
+        except ManifestError:
+            return -1, False
+
     def approved(self) -> int | None:
         """The position up to which a canary has approved the log; None if no canary's hold stands."""
         content = self.content()

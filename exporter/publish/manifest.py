@@ -25,11 +25,12 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from msgspec import Meta, Struct, to_builtins
-from msgspec.structs import asdict
+from msgspec import Meta, Struct, field
+from msgspec.structs import asdict, fields
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.delta.format import Schema
@@ -69,32 +70,52 @@ class DeltaOrigin(StrEnum):
     RESUME = "resume"
 
 
-class BaseDocument(Struct, frozen=True, omit_defaults=True):
-    """`incremental` in the manifest of a base."""
+class BaseEntry(
+    Struct,
+    frozen=True,
+    omit_defaults=True,
+    dict=True,
+    rename={"schema_rows": "schema", "origin": "graph"},
+):
+    """`incremental` in the manifest of a base that takes deltas."""
 
     log: Annotated[Count, doc("the position of the base that its log began with")]
     trained: Annotated[TrainerVersion, doc("the trainer's state that it serves")]
-    schema: Annotated[list[list[Any]], doc("name, dtype, shape and kind of each served variable")]
+    schema_rows: Annotated[list[list[Any]], doc("name, dtype, shape and kind of each served variable")]
     recipe: Annotated[MappingSpecDocument, doc("how the next delta is made of a checkpoint")]
     updates: Annotated[Updates, doc("how its graph takes deltas")]
     state: Annotated[Id | None, doc("the state that it was merged from")] = None
-    graph: Annotated[GraphOrigin | None, doc("what its graph was made from")] = None
+    origin: Annotated[GraphOrigin | None, doc("what its graph was made from; absent: that was not kept")] = (
+        None
+    )
 
+    @classmethod
+    def of(
+        cls, log: int, schema: Schema, mapping_spec: MappingSpec, trained: TrainerVersion, updates: Updates
+    ) -> BaseEntry:
+        """The entry of a base that begins a log."""
+        return cls(log, trained, schema.to_json(), mapping_spec.document(), updates)
 
-class BaseEntry(Struct, frozen=True):
-    """A base that takes deltas: its log, what they look like, and how the next one is made.
+    @cached_property
+    def schema(self) -> Schema:
+        """The served variables, as deltas hold them.
 
-    `updates` says how the graph of the base takes them. `state` is that of the delta whose values a base was
-    made of, if it was made of deltas. `origin` is what its graph was made from; None if that was not kept.
-    """
+        Raises:
+            DocumentError: what the manifest says of them is malformed.
+        """
+        try:
+            return Schema.from_json(self.schema_rows)
+        except ValueError as error:
+            raise DocumentError(f"manifest.incremental.schema: {error}") from error
 
-    log: int
-    schema: Schema
-    mapping_spec: MappingSpec
-    trained: TrainerVersion
-    updates: Updates
-    state: str | None = None
-    origin: GraphOrigin | None = None
+    @cached_property
+    def mapping_spec(self) -> MappingSpec:
+        """How served variables come from a trainer's checkpoint.
+
+        Raises:
+            DocumentError: a rule is malformed.
+        """
+        return MappingSpec.read(self.recipe)
 
     def check_updates(self, given: Updates | None) -> None:
         """Compare how the base takes deltas with what a later command line says, which may leave it all out.
@@ -116,39 +137,18 @@ class BaseEntry(Struct, frozen=True):
                 hint=f"give {' and '.join(differing)} as it was, or {SchemaChanged.default_hint}",
             )
 
-    def document(self) -> BaseDocument:
-        """What the manifest says of it."""
-        schema, recipe = self.schema.to_json(), self.mapping_spec.document()
-        return BaseDocument(self.log, self.trained, schema, recipe, self.updates, self.state, self.origin)
-
-    @classmethod
-    def of(cls, document: BaseDocument) -> BaseEntry:
-        """What the manifest says.
-
-        Raises:
-            DocumentError: its schema or a rule is malformed.
-        """
-        try:
-            schema = Schema.from_json(document.schema)
-        except ValueError as error:
-            raise DocumentError(f"manifest.incremental.schema: {error}") from error
-        return cls(
-            document.log,
-            schema,
-            MappingSpec.read(document.recipe),
-            document.trained,
-            document.updates,
-            document.state,
-            document.graph,
-        )
-
 
 def _as_typed(value: object) -> str:
     """A value of an option as a person says it: a flag is there or not."""
     return {True: "given", False: "not given"}[value] if isinstance(value, bool) else str(value)
 
 
-class DeltaEntry(Struct, frozen=True, kw_only=True):
+def _always_written(default: Any) -> Any:
+    """A default that is written, too: older releases expect the field. `omit_defaults` spares factories."""
+    return field(default_factory=lambda: default)
+
+
+class DeltaEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A delta's place in its log.
 
     `rounded` counts the rows of this delta; `trained.rounded` counts those of all deltas so far.
@@ -159,9 +159,13 @@ class DeltaEntry(Struct, frozen=True, kw_only=True):
     schema: Annotated[Id, doc("the digest of the log's schema")]
     made: Annotated[DeltaOrigin, doc("how it came to be")]
     rows: Annotated[Count, doc("rows of all tables together")]
-    parts: Annotated[Count, doc("how many publications it holds")] = 1
-    only_from: Annotated[bool, doc("true: it fits the position that it begins at alone")] = False
-    back_to: Annotated[Count | None, doc("the position whose values came back; null: none")] = None
+    parts: Annotated[Count, doc("how many publications it holds")] = _always_written(1)
+    only_from: Annotated[bool, doc("true: it fits the position that it begins at alone")] = _always_written(
+        False
+    )
+    back_to: Annotated[Count | None, doc("the position whose values came back; null: none")] = (
+        _always_written(None)
+    )
     before: Annotated[Count | None, doc("of a rollback: the position that resuming leads back to")] = None
     state: Annotated[Id | None, doc("of a merger: the state that its newest part leads to")] = None
     reason: Annotated[str | None, doc("of a rollback: why, in words; null or absent: nobody said")] = None
@@ -170,15 +174,10 @@ class DeltaEntry(Struct, frozen=True, kw_only=True):
         False
     )
     finite: Annotated[bool, doc("true: it was found to hold neither NaN nor infinity")] = False
-    rounded: Annotated[Rounded | None, doc("rows that were rounded for it; null: none")] = None
+    rounded: Annotated[Rounded | None, doc("rows that were rounded for it; null: none")] = _always_written(
+        None
+    )
     trained: Annotated[TrainerVersion, doc("the trainer's state that it leads to")]
-
-    def document(self) -> dict[str, Any]:
-        """What the manifest says of it."""
-        found = to_builtins(self)
-        later = ("before", "state", "reason", "canary", "failed", "finite")  # left out where they say nothing
-        silent = {name for name in later if found[name] is None or found[name] is False}
-        return {name: value for name, value in found.items() if name not in silent}
 
 
 FORMAT_VERSION = 1
@@ -243,7 +242,7 @@ class MappedTable(Struct, frozen=True, omit_defaults=True, rename={"bytes_": "by
     ] = None
 
 
-class RestoredTable(Struct, frozen=True, rename={"bytes_": "bytes"}):
+class UnmappedTable(Struct, frozen=True, rename={"bytes_": "bytes"}):
     """A large variable that servers read, although tables were to be mapped."""
 
     name: Annotated[Text, doc("its name in the bundle")]
@@ -257,7 +256,7 @@ class MappedRecord(Struct, frozen=True):
     id: Annotated[str, doc("what `variables/mapped.id` holds; empty: no table is mapped")]
     directory: Annotated[Text, doc("the version as servers see it, by the graph; elsewhere it is restored")]
     tables: Annotated[tuple[MappedTable, ...], doc("what is mapped")]
-    restored: Annotated[tuple[RestoredTable, ...], doc("large variables that are not")] = ()
+    restored: Annotated[tuple[UnmappedTable, ...], doc("large variables that are not")] = ()
 
 
 class ManifestDraft(Struct, frozen=True, kw_only=True):
@@ -314,12 +313,31 @@ class _LogOf(Struct, frozen=True):
     log: Count
 
 
-class _Head(Struct, frozen=True):
+class ManifestHead(Struct, frozen=True, rename={"created_text": "created"}):
+    """Where in the order of publications a directory stands, when it was published, and from what.
+
+    `plan_digest` is None where nobody kept it.
+    """
+
     position: Count
-    created: Time
+    created_text: Time
     source: Origin
     incremental: _LogOf | None = None
     plan_digest: Sha256 | None = None
+
+    @property
+    def created(self) -> datetime:
+        """When it was published.
+
+        Raises:
+            DocumentError: the text is not a time.
+        """
+        return _created(self.created_text)
+
+    @property
+    def log(self) -> int | None:
+        """The log that a base takes deltas of, or a delta belongs to."""
+        return None if self.incremental is None else self.incremental.log
 
 
 class _Document(Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -331,7 +349,6 @@ class _Document(Struct, frozen=True, kw_only=True, tag_field="kind"):
     source: Annotated[Origin, doc("the checkpoint that it was made from")]
     created: Annotated[Time, doc("when it was published, in UTC")]
     exporter: Annotated[Text, doc("the version of this program that published it")]
-    plan_digest: Annotated[Sha256 | None, doc("a digest of the graph and options it was made by")] = None
     tensors: Annotated[tuple[TensorEntry, ...], doc("what its bundle holds")]
     files: Annotated[tuple[FileEntry, ...], doc("every file of the directory but this one")]
 
@@ -339,8 +356,9 @@ class _Document(Struct, frozen=True, kw_only=True, tag_field="kind"):
 class VersionDocument(_Document, frozen=True, kw_only=True, tag="base"):
     """`<model>/<version>/manifest.json`."""
 
-    incremental: Annotated[BaseDocument | None, doc("how it takes deltas; absent: it takes none")] = None
+    incremental: Annotated[BaseEntry | None, doc("how it takes deltas; absent: it takes none")] = None
     taken_back: Annotated[RestoredValues | None, doc("why it was published again")] = None
+    plan_digest: Annotated[Sha256 | None, doc("a digest of the graph and options it was made by")] = None
     tensorflow: Annotated[Text | None, doc("the TensorFlow that ran to make it; absent: none did")] = None
     mapped: Annotated[MappedRecord | None, doc("the tables that servers map; absent: none were to be")] = None
 
@@ -350,25 +368,10 @@ class DeltaDocument(_Document, frozen=True, kw_only=True, tag="delta"):
 
     from_position: Annotated[Count, doc("the first position that it fits")]
     incremental: Annotated[DeltaEntry | None, doc("its place in its log")] = None
+    plan_digest: Annotated[Sha256 | None, doc("a digest of the graph and options it was made by")] = None
 
 
 Document: TypeAlias = VersionDocument | DeltaDocument
-_HEAD = ("from_position", "position", "step", "lineage", "schema_digest", "source", "created", "exporter")
-_IF_THERE = ("incremental", "taken_back", "plan_digest", "tensorflow", "mapped")
-
-
-class ManifestHead(Struct, frozen=True):
-    """Where in the order of publications a directory stands, when it was published, and from what.
-
-    `log` is the one that a base takes deltas of, or a delta belongs to. `plan_digest` is None where nobody
-    kept it.
-    """
-
-    position: int
-    created: datetime
-    source: Origin
-    log: int | None = None
-    plan_digest: str | None = None
 
 
 def tensor_entries(catalog: Catalog) -> tuple[TensorEntry, ...]:
@@ -405,9 +408,9 @@ def head_from_json(text: str | bytes) -> ManifestHead:
         ManifestError: as `from_json`.
     """
     with _damage_named(text):
-        head = decode_head(text, _Head, "manifest", end='"tensors": [')
-        log = None if head.incremental is None else head.incremental.log
-        return ManifestHead(head.position, _created(head.created), head.source, log, head.plan_digest)
+        head: ManifestHead = decode_head(text, ManifestHead, "manifest", end='"tensors": [')
+        _created(head.created_text)
+        return head
 
 
 @contextmanager
@@ -425,35 +428,41 @@ def _damage_named(text: str | bytes) -> Iterator[None]:
 
 def _document(manifest: Manifest) -> Document:
     kind = VersionDocument if manifest.from_position is None else DeltaDocument
-    entry = manifest.incremental
     said = asdict(manifest) | {
         "schema_digest": manifest.schema_digest,
         "created": manifest.created.astimezone(timezone.utc).isoformat(timespec="microseconds")[:-6] + "Z",
-        "incremental": entry.document() if isinstance(entry, BaseEntry) else entry,
     }
     return kind(**{name: said[name] for name in kind.__struct_fields__ if name in said})
 
 
 def _text(document: Document) -> bytes:
     kind = document.__struct_config__.tag
-    fields = [f'"format_version": {FORMAT_VERSION}'.encode(), f'"kind": "{kind}"'.encode()]
-    for name in (*_HEAD, *_IF_THERE):
-        value = getattr(document, name, None)
-        if isinstance(value, DeltaEntry):
-            value = value.document()
-        if value is not None or name in ("step", "lineage"):
-            fields.append(f'"{name}": '.encode() + encode(value))
-    fields.append(b'"tensors": ' + encode_lines(document.tensors))
-    fields.append(b'"files": ' + encode_lines(document.files))
-    return b"{" + b",\n ".join(fields) + b"}\n"
+    lines = [f'"format_version": {FORMAT_VERSION}'.encode(), f'"kind": "{kind}"'.encode()]
+    for name, is_required in _head_fields(type(document)):
+        value = getattr(document, name)
+        if is_required or value is not None:
+            lines.append(f'"{name}": '.encode() + encode(value))
+    lines.append(b'"tensors": ' + encode_lines(document.tensors))
+    lines.append(b'"files": ' + encode_lines(document.files))
+    return b"{" + b",\n ".join(lines) + b"}\n"
+
+
+@cache
+def _head_fields(kind: type[Document]) -> tuple[tuple[str, bool], ...]:
+    """The fields before the long lists, in the order of their lines, and whether a document must have them.
+
+    They are in the order of their declaration, except that a delta's two positions stand side by side.
+    """
+    apart = {"format_version", "tensors", "files"}
+    found = [(each.name, each.required) for each in fields(kind) if each.name not in apart]
+    return tuple(sorted(found, key=lambda each: each[0] != "from_position"))
 
 
 def _manifest(document: Document) -> Manifest:
-    said, entry = asdict(document), document.incremental
+    said = asdict(document)
     del said["format_version"]
     schema_digest = said.pop("schema_digest")
     said["created"] = _created(document.created)
-    said["incremental"] = BaseEntry.of(entry) if isinstance(entry, BaseDocument) else entry
     manifest = Manifest(**said)
     _check_consistency(manifest, schema_digest)
     return manifest
@@ -475,6 +484,8 @@ def _check_consistency(manifest: Manifest, schema_digest: str) -> None:
         raise DocumentError(f"from_position is {manifest.from_position}, position {manifest.position}")
     if schema_digest != manifest.schema_digest:
         raise DocumentError(f"schema_digest is {schema_digest[:64]}, of its tensors {manifest.schema_digest}")
+    if isinstance(base := manifest.incremental, BaseEntry):
+        _ = base.schema, base.mapping_spec  # found malformed here, not where a delta is made
 
 
 def _created(text: str) -> datetime:

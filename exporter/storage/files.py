@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from msgspec import Struct, field
 
 from exporter.errors import ExportError, ManifestError, os_error
+from exporter.newer_python import sha256_of
 from exporter.storage import mirror
 from exporter.storage.layout import flaw_of
 
@@ -295,6 +298,55 @@ def is_gone(path: Path) -> bool:
     except OSError:
         pass
     return False
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file's bytes.
+
+    Raises:
+        OSError: it cannot be read, or is not a regular file.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        return sha256_of(file)
+
+
+class FileDigests(Struct):
+    """Digests by path, each with its file's identity; `is_new` is true once there is one worth keeping.
+
+    A vocabulary may be large, and a delta is made every few seconds, so an unchanged file is not read again.
+    It is recognised by device, inode, size and the times of its last modification and change, as in Git's
+    index, and with the same care: a file that was changed just before it was read may change again within one
+    tick of the clock, so it is read once more.
+    """
+
+    known: dict[str, tuple[list[int], str]] = field(default_factory=dict)
+    is_new: bool = False
+
+    def __call__(self, path: Path, of: Callable[[Path], str] = file_digest) -> str:
+        """The digest of a file, taken by `of`, which must always be the same for one path.
+
+        Raises:
+            OSError: it cannot be read, or is not a regular file.
+        """
+        name, looks = str(path.absolute()), kept_identity(path)
+        was, digest = self.known.get(name, ([], ""))
+        if was == looks:
+            return digest
+        digest = of(path)
+        if time.time_ns() - max(looks[-2:]) > SETTLED_NS and kept_identity(path) == looks:
+            self.known[name] = (looks, digest)
+            self.is_new = True
+        return digest
+
+    def to_json(self) -> dict[str, Any]:
+        """The digests as a JSON object."""
+        return {name: [*looks, digest] for name, (looks, digest) in self.known.items()}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> FileDigests:
+        """The digests that `to_json` gave; entries of another form are left out."""
+        entries = {name: entry for name, entry in document.items() if isinstance(entry, list) and entry}
+        return cls({name: (looks, str(digest)) for name, (*looks, digest) in entries.items()})
 
 
 def nearest(path: Path) -> Path | None:

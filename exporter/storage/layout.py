@@ -84,6 +84,12 @@ SESSION_FILE = ".session"
 UNFINISHED_MARKER_PREFIX = ".milestone-"
 DEEPREC_INCREMENTS_DIRECTORY = ".incremental_checkpoint"
 
+
+def is_saved_model(path: Path) -> bool:
+    """True for a directory that holds a SavedModel in any of its spellings."""
+    return any((path / name).is_file() for name in (*SAVED_MODEL_FILES, SAVED_MODEL_PARTS_FILE))
+
+
 LONGEST_NAME, LONGEST_PATH = 255, 4095
 """Bytes of a name and of a path that Linux takes: NAME_MAX, and PATH_MAX without the NUL."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")

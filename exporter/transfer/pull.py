@@ -37,7 +37,6 @@ from exporter.errors import (
     CorruptFile,
     DiskFull,
     ForeignLineage,
-    ManifestError,
     MissingShard,
     PositionMoved,
     TruncatedFile,
@@ -110,19 +109,12 @@ def _settled(model: Path, items: Iterable[Item]) -> list[Item]:
     for item in items:
         path = model / item.path
         if path.parent not in holds:
-            holds[path.parent] = _read_hold(path.parent) if item.is_delta else None
+            holds[path.parent] = Hold(path.parent).for_servers()[0] if item.is_delta else None
         hold = holds[path.parent]
         is_free = hold is None or item.manifest.position <= hold
         if is_free and (path / MANIFEST_FILE).stat().st_mtime <= latest:
             found.append(item)
     return found
-
-
-def _read_hold(log: Path) -> int | None:
-    try:
-        return Hold(log).read()
-    except ManifestError:  # a rollback is being published: servers go nowhere
-        return -1
 
 
 def _replaces(new: Item, old: Item) -> bool:

@@ -28,6 +28,7 @@ from exporter.errors import UsageError
 from exporter.storage.files import read_regular
 from exporter.storage.layout import SAVED_MODEL_FILE
 from exporter.storage.local_paths import quoted
+from exporter.wire.dtypes import is_floating
 from exporter.wire.protos import Proto, message_class
 from exporter.wire.rest_json import predict_inputs
 
@@ -289,10 +290,7 @@ def _drifted(
 
 
 def _floats(values: NDArray[Any]) -> NDArray[np.float64] | None:
-    """The values if they are floats; types that numpy does not know by itself are (bfloat16)."""
-    if values.dtype.kind == "f" or (values.dtype.kind == "V" and values.dtype.name.startswith("bfloat")):
-        return values.astype(np.float64)
-    return None
+    return values.astype(np.float64) if is_floating(values) else None
 
 
 def _numbers(values: NDArray[Any]) -> NDArray[np.float64] | None:

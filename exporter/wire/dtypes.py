@@ -66,6 +66,22 @@ class DType(IntEnum):
         """Bytes of one element on disk, or None where elements vary in size."""
         return None if self in _VARIABLE_SIZE else _numpy(self).itemsize
 
+    @property
+    def is_floating(self) -> bool:
+        """True for the floats that TensorFlow computes with; those of 8 and 4 bits are for storing alone."""
+        return self in _FLOATING
+
+    @property
+    def is_integer(self) -> bool:
+        """True for whole numbers, those of quantised types and of less than 8 bits among them."""
+        return "INT" in self.name
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The least and the greatest value of an integer type. (numpy does not know them below 8 bits.)"""
+        kind, _, bits = self.name.partition("INT")
+        return (0, (1 << int(bits)) - 1) if "U" in kind else (-1 << int(bits) - 1, (1 << int(bits) - 1) - 1)
+
     @classmethod
     def of(cls, label: str) -> DType:
         """The type with a user's name for it.
@@ -77,6 +93,7 @@ class DType(IntEnum):
 
 
 _LABELS = {"FLOAT": "float32", "DOUBLE": "float64", "HALF": "float16"}
+_FLOATING = {DType.HALF, DType.BFLOAT16, DType.FLOAT, DType.DOUBLE}
 _VARIABLE_SIZE = {DType.STRING, DType.RESOURCE, DType.VARIANT}
 _BY_LABEL = {dtype.label: dtype for dtype in DType} | {dtype.name.lower(): dtype for dtype in DType}
 _QUANTIZED = {"QINT8": "int8", "QUINT8": "uint8", "QINT32": "int32", "QINT16": "int16", "QUINT16": "uint16"}
@@ -97,6 +114,11 @@ def _numpy(dtype: DType) -> np.dtype[Any]:
             raise TypeError(f"ml-dtypes {ml_dtypes.__version__} has no {name}") from None
         dtype_ = np.dtype(getattr(ml_dtypes, name))
     return dtype_
+
+
+def is_floating(values: np.ndarray[Any, Any]) -> bool:
+    """True for an array of floats; numpy takes bfloat16, which ml-dtypes adds, for raw bytes."""
+    return values.dtype.kind == "f" or str(values.dtype) == DType.BFLOAT16.label
 
 
 # RestoreV2 joins and cuts slices of these types alone; of others it reads a slice only as it is stored

@@ -36,6 +36,9 @@ _SERVING_FILES = (
     "tensorflow_serving/apis/prediction_service.proto",
 )
 
+MAX_MESSAGE_BYTES = (1 << 31) - 1
+"""The largest message that readers of protocol buffers accept."""
+
 Proto = Any
 """A message of the private pool; protobuf makes its class at run time, so there is no static type."""
 

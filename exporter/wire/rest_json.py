@@ -28,7 +28,6 @@ Json = Any
 """What `json.loads` gives."""
 
 _INT64_MIN, _UINT64_MAX = -(1 << 63), (1 << 64) - 1
-_FLOATS = {DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16}
 _INTEGERS = {
     DType.INT8,
     DType.INT16,
@@ -417,7 +416,7 @@ def _checked_array(value: Json, shape: tuple[int, ...], dtype: DType, name: str)
         items = [convert(leaf) for leaf in leaves]
     except ValueError as exc:
         raise ValueError(f"input {name!r}: expected {dtype.label}, found {exc}") from None
-    if dtype in _FLOATS:
+    if dtype.is_floating:
         return _rounded(np.array(items, np.float64), dtype).reshape(shape)
     array = np.empty(shape, object if dtype is DType.STRING else dtype.numpy)
     array.reshape(-1)[:] = items
@@ -432,11 +431,11 @@ def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[A
             return None
         items = list(chain.from_iterable(items))
     kinds = set(map(type, items))
-    if dtype in _FLOATS and kinds and kinds <= {int, float}:
+    if dtype.is_floating and kinds and kinds <= {int, float}:
         return _plain_floats(items, shape, dtype)
     if dtype in _INTEGERS and kinds == {int}:
-        bounds = np.iinfo(dtype.numpy)
-        if bounds.min <= min(items) and max(items) <= bounds.max:
+        least, greatest = dtype.limits
+        if least <= min(items) and max(items) <= greatest:
             return np.array(items, dtype.numpy).reshape(shape)
     return None
 
@@ -533,7 +532,7 @@ def _check_shape(shape: tuple[int, ...], name: str, dtype: DType, expected: Prot
 
 
 def _converter(dtype: DType) -> Callable[[Json], Any]:
-    if dtype in _FLOATS:
+    if dtype.is_floating:
         return _float
     if dtype in _INTEGERS:
         return lambda leaf: _integer(leaf, dtype)
@@ -561,8 +560,8 @@ def _as_float(leaf: float) -> float:
 def _integer(leaf: Json, dtype: DType) -> int:
     if isinstance(leaf, bool) or not isinstance(leaf, int):
         raise ValueError(_brief(leaf))
-    limits = np.iinfo(dtype.numpy)
-    if not limits.min <= leaf <= limits.max:
+    least, greatest = dtype.limits
+    if not least <= leaf <= greatest:
         raise ValueError(f"{_brief(leaf)}, which is out of range")
     return leaf
 

@@ -22,7 +22,6 @@ from exporter.storage.files import FileIdentity
 from exporter.storage.layout import DELTAS_DIRECTORY, MANIFEST_FILE
 from serving.agent.rollout import PublishedLog, PublishedLogs, Rollback
 
-_UNREADABLE_HOLD = -1
 _MOST_COMMITS = 20_000
 
 
@@ -157,7 +156,7 @@ class ModelDirectory:
     def _log(self, base: LogBase, lineage: str) -> PublishedLog:
         directory = log_path(self.path, base.entry.log)
         # The hold before the listing, as the graph reads them: see `_list_and_hold` in subgraph/update.py.
-        limit, is_canary = _read_hold(Hold(directory))
+        limit, is_canary = Hold(directory).for_servers()
         known, listed = self._deltas.get(lineage, {}), {}
         for delta in list_deltas(directory):
             place = delta.start, delta.end
@@ -187,14 +186,3 @@ class ModelDirectory:
             self._commits[lineage, position] = commit
         if len(self._commits) > _MOST_COMMITS:  # a replica may serve a merged position, but not one this old
             self._commits = dict(list(self._commits.items())[_MOST_COMMITS // 2 :])
-
-
-def _read_hold(hold: Hold) -> tuple[int | None, bool]:
-    """The hold's position, and whether a canary set it."""
-    approved = hold.approved()
-    if approved is not None:
-        return approved, True
-    try:
-        return hold.read(), False
-    except ManifestError:
-        return _UNREADABLE_HOLD, False

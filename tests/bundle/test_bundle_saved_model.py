@@ -232,7 +232,7 @@ def test_a_graph_above_protobufs_limit_names_its_largest_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit is lowered: a real graph of 2 GiB would take the machine's memory several times over."""
-    monkeypatch.setattr(saved_model_writer, "MAX_GRAPH_BYTES", 10_000)
+    monkeypatch.setattr(saved_model_writer, "MAX_MESSAGE_BYTES", 10_000)
     meta = protos.MetaGraphDef()
     node = meta.graph_def.node.add(name="table/init", op="Const")
     node.attr["value"].tensor.tensor_content = bytes(20_000)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from exporter.cli.render import changed, in_rows
+from exporter.cli.export_commands import changed
+from exporter.cli.render import in_rows
 from exporter.terminal import output
 from exporter.terminal.output import Output, OutputMode
 from tests.support.commands import export_model

@@ -178,7 +178,7 @@ def publish_base(
             exporter="0",
             step=trainer.step,
             lineage=secrets.token_hex(16),
-            incremental=BaseEntry(place.position, schema, spec, trained, Updates()),
+            incremental=BaseEntry.of(place.position, schema, spec, trained, Updates()),
         )
         return publish_version(staging, draft, place)
 

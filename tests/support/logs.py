@@ -229,7 +229,7 @@ def publish_base(trainer: Trainer, serving: Serving, model: Path) -> PublishedVe
             exporter="0",
             step=catalog.step,
             lineage=secrets.token_hex(16),
-            incremental=BaseEntry(
+            incremental=BaseEntry.of(
                 place.position,
                 serving.schema(),
                 mapping_spec,

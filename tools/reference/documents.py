@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from exporter.cli.documents import exported, inspections, logs
+from exporter.cli.documents import deltas, exported, inspections, logs
 from exporter.terminal.output import FORMAT_VERSION, Failure
 from serving import documents as served
 from serving.agent.journal import AgentEvent
@@ -20,7 +20,7 @@ from tools.reference.markdown import code, table, text
 
 PRINTED_BY: Mapping[str, Sequence[type[Struct]]] = {
     "export-model": (exported.Export, exported.ExportPlan, exported.PublishedAlready, exported.StandBy),
-    "export-model --incr": (exported.DeltaExport, exported.DeltaPlan),
+    "export-model --incr": (deltas.DeltaExport, deltas.DeltaPlan),
     "export-model inspect": (
         inspections.CheckpointInspection,
         inspections.GraphInspection,

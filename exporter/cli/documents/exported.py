@@ -1,4 +1,4 @@
-"""What `export-model` prints, with and without `--incr`: a plan, a publication, or that nothing is to do."""
+"""What `export-model` prints: a plan, a publication, or that nothing is to do."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from msgspec import Struct
 
 from exporter.bundle.variables import Rounding
 from exporter.cli.documents import Checkpoint, Status, TensorGroup
-from exporter.cli.notify import Notified
-from exporter.delta.tolerance import LeftOut, Rounded
 from exporter.pipeline.inspection import Signature
 from exporter.publish.retention import KeptVersion
 from exporter.terminal.parameters import Taken
@@ -150,67 +148,3 @@ class StandBy(Struct, frozen=True):
     """Its number among those, where the environment says so."""
     role_source: str
     """The environment variable that says so."""
-
-
-class DeltaPlan(Struct, frozen=True, kw_only=True):
-    """What `export-model --incr --dry-run` prints: the delta that would be published."""
-
-    dry_run: bool
-    """True if nothing was written."""
-    status: Status
-    """`planned`, `published` or `nothing_to_do`."""
-    checkpoint: str
-    """The full checkpoint that it starts from."""
-    log: int
-    """The log of deltas, named by the position of the base that it began with."""
-    lineage: str
-    """The log's id, which every delta carries."""
-    from_position: int
-    """The position that is published now."""
-    to_position: int
-    """The position that the delta leads to."""
-    to_step: int | None
-    """The training step of its values."""
-    increments: Sequence[str]
-    """The trainer's increments that it is made of."""
-    compares: bool
-    """True if every row of two checkpoints is compared, because nothing says what changed."""
-    why: str
-    """Why it has to compare; empty if it has not."""
-    graph: str
-    """How it is known that graph and assets are those of the base."""
-    notes: Sequence[str]
-    """What a person should know of it."""
-    taken: Sequence[Taken]
-    """Options that were not typed, and where they come from."""
-
-
-class DeltaExport(DeltaPlan, frozen=True, kw_only=True):
-    """What `export-model --incr` prints: the delta that it published."""
-
-    path: str | None
-    """The delta's directory; null if there was nothing to publish."""
-    position: int
-    """Where the model stands now."""
-    hold: int | None
-    """The position at which it is held: servers go no further."""
-    step: int | None
-    """The training step that is published now."""
-    rows: int
-    """Rows in the delta, of all tables together."""
-    variables_changed: int
-    """Variables in the delta."""
-    left_out: LeftOut | None
-    """Rows that were not sent, with `--min-change`."""
-    rounded: Rounded | None
-    """Rows that were sent rounded, with `--delta-dtype`."""
-    bytes_compared: int
-    """Bytes that had to be read to find what changed."""
-    seconds: float
-    """How long it took, without the start of the program."""
-    warnings: Sequence[str]
-    """What went wrong after it was published."""
-    notified: Sequence[Notified] = ()
-    """The servers that were asked to apply it (`--notify`)."""
-    new_base: str | None = None
-    """The base that `--rebase` published."""
