@@ -185,7 +185,7 @@ class WriteShard(Task, frozen=True, kw_only=True):
 
     Raises:
         CheckpointChanged: a source vanished, was replaced or became shorter.
-        CorruptFile, MappingError: as a section raises for its values.
+        CorruptFile, MappingError, NotFinite: as a section raises for its values.
     """
 
     sections: tuple[Any, ...]
@@ -340,7 +340,7 @@ class QuantisedRows(MovedRows, frozen=True, array_like=True, tag="rows8"):
     It counts by how much values differ: the largest difference and the sum of all, as the bits of float64.
 
     Raises:
-        MappingError: a row holds NaN or infinity, or is too large for a scale.
+        NotFinite: a row holds NaN or infinity, or is too large for a scale.
     """
 
     counted: ClassVar[int] = 2

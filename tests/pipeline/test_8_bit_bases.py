@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import exporter.bundle.mapped_tables as mapped_tables
-from exporter.errors import MappingError, SchemaChanged
+from exporter.errors import NotFinite, SchemaChanged
 from exporter.options import EngineName, Jobs, Updates, Verify
 from exporter.pipeline.full import Exported, export
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.watch_loop import is_for_a_person
 from exporter.publish.delta_log import read_log
 from exporter.wire.int8_codes import to_codes, values_of
 from tests.support.agents import Published
@@ -91,8 +92,9 @@ def test_a_row_without_codes_is_no_delta(model: MappedModel, value: float) -> No
     export(model.request(**options(map_tables=False)))
     model.table[7, 2] = value
     model.save(8, model.table)
-    with pytest.raises(MappingError, match=r"table 'emb.*' cannot be stored in 8 bits: it holds"):
+    with pytest.raises(NotFinite, match=r"table 'emb.*' cannot be stored in 8 bits: it holds") as caught:
         export_incremental(model.request(**options(map_tables=False)))
+    assert not is_for_a_person(caught.value), "a watch waits until the rows are numbers again"
     assert read_log(model.out).at.position == 7
 
 
