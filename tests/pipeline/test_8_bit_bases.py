@@ -144,6 +144,23 @@ def test_increments_of_a_trainer(tmp_path: Path, jobs: Jobs | None) -> None:
     np.testing.assert_array_equal(values_of(state.rows("s/users", 0, len(users))), in_8_bits(users))
 
 
+def test_rows_that_became_numbers_again_do_not_stand_in_the_way(tmp_path: Path) -> None:
+    """The increment in which they were NaN is not published; a later one holds them."""
+    published = Published(tmp_path, options=("--cast", "s/users=int8"))
+    variables = published.trainer.session.variables
+    for value, code in ((np.nan, 6), (0.5, 0)):
+        published.trainer.train()
+        variables.values["net/users"] = variables.values["net/users"].copy()
+        variables.values["net/users"][:3] = value
+        variables.touched["net/users"].update(range(3))
+        published.trainer.increment()
+        ran = export_model(*published.arguments())
+        assert ran.code == code, ran.err
+    log = read_log(published.model)
+    users = variables.values["net/users"]
+    np.testing.assert_array_equal(values_of(log.state().rows("s/users", 0, len(users))), in_8_bits(users))
+
+
 def test_tables_by_keys_are_left_as_they_are(tmp_path: Path) -> None:
     trainer = DeepRecTrainer(tmp_path / "train")
     trainer.train(200)
