@@ -364,7 +364,7 @@ class World:
         ("--map-tables", "--overlay-rows", "12"),
         ("--map-tables", "--overlay-rows", "18", "--cast", "int8"),
         ("--cast", "s/users=int8"),
-        ("--map-tables",),
+        ("--map-tables", "--overlay-rows", str(USERS)),
     ]
     OPTIONS: ClassVar[list[tuple[str, ...]]] = [
         *MAPPED,
