@@ -52,7 +52,7 @@ unit: $(STAMP)
 thorough: $(STAMP)
 	@$(COMPILE) exporter serving tests/support
 	THOROUGH=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
-	MAPPED_BASES=1 $(BIN)/python -m pytest -n auto --dist loadfile tests/subgraph
+	MAPPED_BASES=1 $(BIN)/python -m pytest -n auto --dist loadfile tests/subgraph tests/integration/test_incremental_server.py
 
 build/azurite:
 	@mkdir -p $@.new
