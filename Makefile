@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # By all cores, where pip takes one; and once, where PYTHONDONTWRITEBYTECODE has each process compile for itself.
 COMPILE = $(BIN)/python -m compileall -q -j 0
 
-.PHONY: help demo test lint unit thorough stores docs soak pictures fuzz chaos faults bench release lock matrix matrix-short clean
+.PHONY: help demo test lint unit thorough stores docs soak pictures fuzz chaos faults isolation bench release lock matrix matrix-short clean
 help:
 	@echo "make demo    train on a loopback cluster, export, serve, predict; then keep a running model fresh"
 	@echo "make test    lint, types and all tests"
@@ -18,6 +18,7 @@ help:
 	@echo "make soak    hundreds of increments of a cluster whose processes die at random; some minutes"
 	@echo "make fuzz    thousands of damaged files of every kind; some minutes"
 	@echo "make chaos   all that trainers, exporters, operators and accidents do, in random order; half an hour"
+	@echo "make isolation  a million responses beside updates of mapped tables, none of which mixes positions"
 	@echo "make faults  processes killed and paused, networks cut, disks full, clocks set, beside an agent: MINUTES=10"
 	@echo "make release a wheel, an sdist, checksums and a bill of materials in dist/, tried in an empty environment"
 	@echo "make lock    the versions that deploy/Dockerfile installs, anew"
@@ -51,7 +52,7 @@ unit: $(STAMP)
 thorough: $(STAMP)
 	@$(COMPILE) exporter serving tests/support
 	THOROUGH=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
-	MAPPED_BASES=1 $(BIN)/python -m pytest -n auto --dist loadfile tests/subgraph
+	MAPPED_BASES=1 $(BIN)/python -m pytest -n auto --dist loadfile tests/subgraph tests/integration/test_incremental_server.py
 
 build/azurite:
 	@mkdir -p $@.new
@@ -79,6 +80,9 @@ fuzz: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python -m pytest -s tests/integration/chaos.py
+
+isolation: $(STAMP)
+	$(BIN)/python -m pytest -s tests/integration/isolation.py
 
 MINUTES ?= 10
 faults: $(STAMP)

@@ -42,7 +42,7 @@
     │   └── PositionMoved                somebody else published meanwhile
     ├── VerificationError            6   the staged result is not what it should be
     │   ├── ManifestError                a manifest.json is missing, damaged or of another format version
-    │   └── NotFinite                    a delta would hold NaN or infinity, which the model refuses
+    │   └── NotFinite                    NaN or infinity would be published, which the model refuses
     ├── PublishError                 1   the target could not be written
     │   ├── TargetNotWritable            no permission, read-only file system, not a directory
     │   ├── DiskFull                     no space left, or a quota
@@ -401,7 +401,7 @@ class ManifestError(VerificationError):
 
 
 class NotFinite(VerificationError):
-    """A delta would hold NaN or infinity, and its model takes none; nothing was published."""
+    """NaN or infinity would be published, and the model takes none; nothing was published."""
 
     default_hint = (
         "mend the training, or set it back to where it was well: the next --incr leads on from what is "

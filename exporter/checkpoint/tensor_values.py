@@ -32,7 +32,7 @@ from msgspec import Struct
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.source_shard import open_shard
 from exporter.checkpoint.sstable import varint
-from exporter.errors import CheckpointChanged, CorruptFile, MappingError, UnsupportedFormat
+from exporter.errors import CheckpointChanged, CorruptFile, MappingError, NotFinite, UnsupportedFormat
 from exporter.storage import mirror
 from exporter.wire.crc32c import CHUNK, crc_of, extend, mask, read_into
 from exporter.wire.dtypes import DType
@@ -371,10 +371,10 @@ def _libc() -> ctypes.CDLL:
 # --- dtypes ------------------------------------------------------------------------------------------------
 
 
-def not_in_8_bits(name: str, row: Array) -> MappingError:
+def not_in_8_bits(name: str, row: Array) -> NotFinite:
     """The error for a table with a row that has no codes."""
     worst = row[np.abs(row.astype(np.float64)).argmax()]
-    return MappingError(
+    return NotFinite(
         f"table {name!r} cannot be stored in 8 bits: it holds {worst:g}",
         cause="a row has one scale for all its values, and neither NaN nor infinity has a code",
         hint="leave that table out of --cast, or train it without NaN and infinity",
@@ -387,7 +387,8 @@ def cast_values(values: Array, dtype: DType, name: str) -> Array:
     Rows [n, dim] in int8 are `exporter.wire.int8_codes`: [n, dim + 4].
 
     Raises:
-        MappingError: a finite value is too large for `dtype`; in int8 also NaN and infinity.
+        MappingError: a finite value is too large for `dtype`.
+        NotFinite: rows in int8 hold NaN or infinity, or are too large for a scale.
     """
     if dtype is DType.STRING or values.dtype == dtype.numpy:
         return values

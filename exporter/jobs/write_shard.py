@@ -185,7 +185,7 @@ class WriteShard(Task, frozen=True, kw_only=True):
 
     Raises:
         CheckpointChanged: a source vanished, was replaced or became shorter.
-        CorruptFile, MappingError: as a section raises for its values.
+        CorruptFile, MappingError, NotFinite: as a section raises for its values.
     """
 
     sections: tuple[Any, ...]
@@ -341,7 +341,7 @@ class QuantisedRows(MovedRows, frozen=True, array_like=True, tag="rows8"):
     and how many values there are, but for rows of zeros.
 
     Raises:
-        MappingError: a row holds NaN or infinity, or is too large for a scale.
+        NotFinite: a row holds NaN or infinity, or is too large for a scale.
     """
 
     counted: ClassVar[int] = 3

@@ -7,15 +7,16 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 from msgspec import Struct
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
 from exporter.checkpoint.identity import index_digest
 from exporter.checkpoint.tensor_bundle import index_path
-from exporter.delta.format import Schema
+from exporter.delta.format import Rows, Schema
 from exporter.delta.row_reader import row_readers, translate
-from exporter.delta.snapshot import Changes, Snapshot
+from exporter.delta.snapshot import Array, Changes, Snapshot
 from exporter.errors import SchemaChanged
 from exporter.increments.deeprec import plan_deeprec_changes, read_increment
 from exporter.increments.history import History, read_history
@@ -25,6 +26,7 @@ from exporter.increments.trained import TrainerVersion
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.publish.delta_log import DeltaLog
+from exporter.tables.integer_sets import among, distinct
 
 
 class TrainerState(Struct, frozen=True):
@@ -42,12 +44,18 @@ class TrainerState(Struct, frozen=True):
     def layers(self) -> tuple[Changes, ...]:
         """The plan's increments in served terms, oldest first, every checksum verified.
 
+        Of a table in 8 bits each row is in the newest of them alone: NaN has no codes, and must not stand in
+        the way once it is trained to a number.
+
         Raises:
             CorruptFile: an increment is damaged.
             SchemaChanged: one holds a variable of another shape or dtype than the checkpoint.
+            NotFinite: a row of a table in 8 bits has no codes.
         """
         by_tensor = {source.tensor.name: source for source in self.mapping.sources}
-        return tuple(self._translated(stored, by_tensor) for stored in self.plan.increments)
+        newer: dict[str, Array] = {}
+        newest_first = [self._translated(each, by_tensor, newer) for each in reversed(self.plan.increments)]
+        return tuple(reversed(newest_first))
 
     def state(self) -> Snapshot:
         """The values of all served variables."""
@@ -72,7 +80,10 @@ class TrainerState(Struct, frozen=True):
         names = {half.name for pair in self.schema.lookups for half in pair}
         return diff_lookups(log.state(only=names), self.state(), self.schema)
 
-    def _translated(self, stored: AnyIncrement, by_tensor: dict[str, TensorSource]) -> Changes:
+    def _translated(
+        self, stored: AnyIncrement, by_tensor: dict[str, TensorSource], newer: dict[str, Array]
+    ) -> Changes:
+        """An increment's layer; `newer` are the rows in 8 bits that later ones hold, and it adds its own."""
         kinds = {variable.name: variable for variable in self.schema.variables}
         layer: Changes = {}
         for changed, change in stored.changes():
@@ -85,6 +96,11 @@ class TrainerState(Struct, frozen=True):
                     f"{stored.path} holds {variable.name!r} as {variable.dtype.label}{list(variable.shape)}, "
                     f"the checkpoint as {tensor.dtype.label}{list(tensor.shape)}"
                 )
+            if source.is_in_8_bits and isinstance(change, Rows):
+                later = newer.get(variable.name, change.ids[:0])
+                newer[variable.name] = distinct(np.concatenate([later, change.ids]))
+                kept = ~among(change.ids, later)
+                change = Rows(change.ids[kept], np.asarray(change.values)[kept])
             layer = {**layer, **translate(source, change, kinds)}
         return layer
 

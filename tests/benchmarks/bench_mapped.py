@@ -1,4 +1,4 @@
-"""Mapped tables, and tables in fewer bits, against a table in memory: the load, memory, lookups, bytes."""
+"""Mapped tables, and tables in fewer bits, against a table in memory: load, memory, lookups, bytes, swaps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.benchmarks.harness import Benchmark, Lab, Medians, job
-from tests.benchmarks.rows import Quantity, Row, bytes_, cost, seconds
+from tests.benchmarks.rows import Quantity, Row, bounded, bytes_, cost, seconds
 
 KINDS = ("restored", "mapped", "bfloat16", "int8", "int8-mapped")
 LOOKUPS = {64: 1.05, 1_000: 1.05, 100_000: 1.05}
@@ -101,4 +101,98 @@ def _lookup(found: Medians, ids: int) -> Quantity:
     return seconds(statistics.median(sample.result["lookups"][str(ids)] for sample in found.samples))
 
 
-BENCHMARKS: tuple[Benchmark, ...] = (tables, bases)
+OWN_BYTES = 80 << 20
+"""What each server may have of its own."""
+
+
+def huge(lab: Lab) -> Iterator[Row]:
+    """A sparse table of 64 GB, in a plain version and in a base, against the model with one row of it."""
+    rows = 1 << 18 if lab.quick else 1 << 28
+    published = lab.once("huge", lambda directory: job("jobs_mapped_servers:publish_sparse", directory, rows))
+    kinds = [(kind, size) for kind in ("mapped", "base-mapped") for size in (rows, 1)]
+    found = lab.side_by_side(
+        *(
+            lambda kind=kind, size=size: job(
+                "jobs_mapped_servers:load_alone", published / _SIZES[size > 1] / kind / "1", size
+            )
+            for kind, size in kinds
+        ),
+        repeats=3,
+    )
+    assert len({str(sample.result["rows"]) for each in found for sample in each.samples}) == 1
+    for what, with_it, without, slots in (
+        ("a plain version", *found[:2], 0),
+        ("a base that takes deltas", *found[2:], 4 * rows),
+    ):
+        more = seconds(max(0.0, with_it.time.value - without.time.value))
+        size = f"{rows * 256 >> 30:,} GB" if rows * 256 >> 30 else f"{rows * 256 >> 20:,} MB"
+        yield bounded(
+            f"load of a sparse table of {size}, {what}: more than without", more, at_most=seconds(0.1)
+        )
+        memory = _anonymous(with_it).value - _anonymous(without).value
+        yield bounded(
+            "  anonymous memory, besides slots",
+            bytes_(max(0.0, memory - slots)),
+            at_most=bytes_(0.02 * rows * 256),
+        )
+
+
+_SIZES = ("none", "huge")
+
+
+def swap(lab: Lab) -> Iterator[Row]:
+    """A server takes another version of a table [rows, 64] under 200 predictions a second."""
+    rows, window_s = (1 << 14, 0.5) if lab.quick else (1 << 22, 8)
+    published = lab.once("pairs", lambda directory: job("jobs_mapped_servers:publish_pairs", directory, rows))
+    kinds = ("restored", "mapped", "base", "base-mapped")
+    found = lab.side_by_side(
+        *(lambda kind=kind: job("jobs_mapped_servers:swap", published / kind, window_s) for kind in kinds),
+        repeats=3,
+    )
+    assert len({sample.result["answer"] for each in found for sample in each.samples}) == 1
+    for kind, each in zip(kinds, found, strict=True):
+        p99, anonymous = (
+            [statistics.median(sample.result[what][at] for sample in each.samples) for at in (0, 1)]
+            for what in ("p99", "anonymous")
+        )
+        is_ours = kind.endswith("mapped")
+        yield cost(
+            f"p99 of 200 predictions/s during a swap, {kind}, against before",
+            *map(seconds, reversed(p99)),
+            at_most=1.2 if is_ours else None,
+        )
+        yield cost(
+            "  peak of anonymous memory",
+            *map(bytes_, reversed(anonymous)),
+            at_most=1.05 if is_ours else None,
+        )
+        yield Row("  until the new version answers", each.time)
+
+
+def servers(lab: Lab) -> Iterator[Row]:
+    """Servers of one host with one model, each asked for a row of every page of its table."""
+    rows = 1 << 14 if lab.quick else 1 << 22
+    published = lab.once("pairs", lambda directory: job("jobs_mapped_servers:publish_pairs", directory, rows))
+    one, three, restored = lab.side_by_side(
+        *(
+            lambda kind=kind, count=count: job(
+                "jobs_mapped_servers:servers_of_a_host", published / kind, rows, count
+            )
+            for kind, count in (("mapped", 1), ("mapped", 3), ("restored", 3))
+        ),
+        repeats=2,
+    )
+    samples = [sample.result for each in (one, three, restored) for sample in each.samples]
+    assert len({answer for result in samples for answer in result["answers"]}) == 1
+    together = [
+        statistics.median(sample.result["together"] for sample in each.samples)
+        for each in (one, three, restored)
+    ]
+    limit = bytes_(1.1 * together[0] + 2 * OWN_BYTES)
+    what = "memory of three servers of a host, mapped, against one"
+    yield bounded(what, bytes_(together[1]), at_most=limit, stock=bytes_(together[0]))
+    yield cost("  against three that restore it", bytes_(together[1]), bytes_(together[2]))
+    yield Row("  anonymous memory of each", _anonymous(three))
+
+
+BENCHMARKS: tuple[Benchmark, ...] = (tables, bases, huge, swap, servers)

@@ -14,7 +14,7 @@ from exporter.bundle.saved_model_writer import write_saved_model
 from exporter.bundle.tables_in_8_bits import choose_for_8_bits
 from exporter.bundle.variables import VariablesReport, write_variables
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
-from exporter.errors import MappingError
+from exporter.errors import MappingError, NotFinite
 from exporter.graph.inference_graph import PartitionStrategy
 from exporter.jobs.runner import Runner
 from exporter.mapping.build import VariableMapping, build_mapping
@@ -125,7 +125,7 @@ def test_values_without_a_scale_are_refused_by_name(tmp_path: Path, value: float
     table = table_of(dtype=np.float64)
     table[7, 2] = value
     prefix = save(tmp_path / "model.ckpt", table=table, kernel=np.ones((DIM, 3)))
-    with pytest.raises(MappingError, match=re.escape(f"cannot be stored in 8 bits: it holds {value:g}")):
+    with pytest.raises(NotFinite, match=re.escape(f"cannot be stored in 8 bits: it holds {value:g}")):
         export(tmp_path / "1", lookup(dtype=tf.float64), prefix)
 
 

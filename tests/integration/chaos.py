@@ -38,4 +38,7 @@ def play(directory: Path, seed: int, steps: int) -> None:
     finally:
         world.close()
     positions, answers = len(world.at), set().union(*(replica.answers for replica in world.replicas))
-    print(f"seed {seed}: {steps} happenings, {positions} positions, updates said {sorted(answers)}")
+    kind = " ".join((*world.kind.maps, *world.kind.cast)) or "plain"
+    print(f"seed {seed} ({kind}): {steps} happenings, {positions} positions, updates said {sorted(answers)}")
+    if world.kind.maps:
+        print(f"seed {seed}: {world.bases_for_room} bases because an overlay was full")

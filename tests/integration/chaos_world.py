@@ -8,6 +8,9 @@ do, and never from what the exporter wrote. After each happening:
 * a command that succeeded left the newest state at the trainer's; one that failed published nothing, and
   ended with an exit code and a message of its own;
 * a replica's position never goes back, it passes no hold, and its variables are those of its position.
+
+A world's seed says of which kind its model is: whether tables are mapped, for how many changed rows there is
+room, and whether rows are in 8 bits. Where there is no room for a delta, a base takes its place.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ from exporter.publish.delta_log import DeltaLog, list_deltas, read_log
 from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.versions import version_dirs
 from exporter.verify.log import verify_model
-from tests.support.commands import Ran, export_model
+from exporter.wire.int8_codes import beside_codes, to_codes, values_of
+from tests.support.commands import Ran, export_small
 from tests.support.directory_store import BUCKET, directory_store
 from tests.support.failing_calls import ERRORS, NONE, Failure, failing_commands, may_mount
 from tests.support.kills import killed_at
@@ -54,7 +58,44 @@ NEAR = 0.05
 LATER = 1e12
 """A time at which every grace period is over."""
 BASES = [(), ("--stamp",), ("--isolation", "row"), ("--snapshot-max-rows", "4"), ("--with-digest", "--stamp")]
+TABLES = {"user_rows": "s/users", "item_rows": "s/items"}
+"""What is served of each table, by the name of the output."""
 GOLDEN = {"requests": [{"inputs": {"user": [*range(USERS)], "item": [*range(ITEMS)]}}]}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a model is exported with: the options of mapped tables, and those of rows in 8 bits."""
+
+    maps: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+    in_8_bits: frozenset[str] = frozenset()
+
+    @property
+    def has_room(self) -> bool:
+        """True if no overlay is ever full."""
+        return not self.maps or self.maps[-1] == str(USERS)
+
+    def served(self, values: Values) -> Values:
+        """The trainer's values as they are served, by the names that they are served under."""
+        found = served(values)
+        for name in self.in_8_bits:
+            codes, scales, _ = to_codes(found[name])
+            found[name] = beside_codes(codes, scales)
+        return found
+
+
+ALL_IN_8_BITS = (("--cast", "int8"), frozenset(TABLES.values()))
+USERS_IN_8_BITS = (("--cast", "s/users=int8"), frozenset({"s/users"}))
+KINDS = (
+    Kind(("--map-tables", "--overlay-rows", str(USERS))),
+    Kind(),
+    Kind(("--map-tables", "--overlay-rows", "12")),
+    Kind(("--map-tables", "--overlay-rows", "12"), *ALL_IN_8_BITS),
+    Kind((), *USERS_IN_8_BITS),
+    Kind(("--map-tables",)),
+)
+"""With 12 places the overlay of `USERS` rows is soon full, and with a quarter, that of `ITEMS`, too."""
 
 
 def write_graph(path: Path) -> None:
@@ -90,6 +131,7 @@ class World:
 
     def __init__(self, directory: Path, seed: int, say: Callable[[str], None] = lambda line: None) -> None:
         self.dice = random.Random(seed)
+        self.kind = KINDS[seed % len(KINDS)]
         self.say = say
         self.model, self.graph = directory / "model", directory / "graph.meta"
         write_graph(self.graph)
@@ -105,6 +147,7 @@ class World:
         environment, _ = self.stack.enter_context(directory_store(self.bucket))
         self.stack.enter_context(patch.dict(os.environ, environment))
         self.commands = failing_commands()
+        self.bases_for_room = 0
         self.begin()
         assert self.command(*self._export()).code == 0
         self.account()
@@ -189,21 +232,40 @@ class World:
 
     def export(self) -> None:
         """`--incr`, which must leave the newest state at the trainer's, whatever was before."""
-        ran = self.command(*self._export())
+        ran = self.publish()
         self.account()
-        assert ran.code == 0, ran.err
-        self.assert_newest_is(self.visible)
+        if ran.code == 0:
+            self.assert_newest_is(self.visible)
 
     def export_near(self) -> None:
         """Rows that moved little may wait."""
-        assert self.command(*self._export(), "--min-change", NEAR).code == 0
+        self.publish("--min-change", NEAR)
         self.account(near=True)
 
     def export_rounded(self) -> None:
         """Rows may be rounded."""
-        dtype = self.dice.choice(["bfloat16", "int8"])
-        assert self.command(*self._export(), "--delta-dtype", dtype).code == 0
+        self.publish("--delta-dtype", self.dice.choice(["bfloat16", "int8"]))
         self.account(near=True)
+
+    def publish(self, *options: object) -> Ran:
+        """`--incr`, and a base where there is no room; it is refused for NaN in 8 bits, and by a hold."""
+        before = newest_of(self.model)
+        ran = self.command(*self._export(), *options)
+        if is_full := "the overlay of table" in ran.err:
+            assert ran.code == 5, ran.err
+            assert not self.kind.has_room, ran.err
+            ran = self.command(*self._export(), *options, "--full-on-mismatch")
+            self.bases_for_room += ran.code == 0
+        if ran.code:
+            is_held = is_full and self.log.hold.binds and f"{self.model} is held" in ran.err
+            # A base, and a comparison, also read the checkpoint below the increments.
+            values = (self.trained_now, self.saved_now)
+            is_sick = bool(self.kind.in_8_bits) and any(map(self.is_sick, values))
+            assert is_held or (is_sick and "cannot be stored in 8 bits" in ran.err), ran.err
+            assert newest_of(self.model) == before, ran.err
+            if not is_held:
+                self.heal()
+        return ran
 
     def rebase(self) -> None:
         """Base and deltas become a new base, unless the log is held."""
@@ -232,8 +294,12 @@ class World:
         target = self._older()
         if target is None:
             return
+        hold = self.log.hold.read()
         ran = self.command(*target)
         self.account()
+        if "the overlay of table" in ran.err:
+            assert not self.kind.has_room, ran.err
+            assert self.log.hold.read() == hold, "servers are held at values that are to go"
         if ran.code == 0:
             assert self.log.hold.read() == self.log.at.position
             self.assert_newest_is(self.at[int(str(target[-1]))])
@@ -254,11 +320,20 @@ class World:
     def sicken(self) -> None:
         """Some rows are no numbers, until they are trained again."""
         self.trainer.train()
+        self._set_users(self.dice.sample(range(USERS), 3), np.nan)
+
+    def heal(self) -> None:
+        """All rows are numbers again."""
+        self.trainer.train()
+        if self.trainer.session is not None:
+            users = self.trainer.session.variables.values["net/users"]
+            self._set_users(np.flatnonzero(~np.isfinite(users).all(axis=1)).tolist(), 0.5)
+
+    def _set_users(self, ids: list[int], value: float) -> None:
         session = self.trainer.session
         if session is not None:
-            ids = self.dice.sample(range(USERS), 3)
             users = session.variables.values["net/users"].copy()
-            users[ids] = np.nan
+            users[ids] = value
             session.variables.values["net/users"] = users
             session.variables.touched["net/users"].update(ids)
 
@@ -365,7 +440,9 @@ class World:
         if path is None:
             return
         before, arguments = newest_of(self.model), self._any_command()
-        with damaged(path, self.dice) as how:
+        # What truncates a file that is mapped ends the process: so a copy of it is damaged.
+        in_place = not (self.kind.maps and path.is_relative_to(self.model) and ".data-" in path.name)
+        with damaged(path, self.dice, in_place=in_place) as how:
             self.say(f"  {how} {path.relative_to(self.model.parent)}")
             self.update(damaged=True)
             ran = self.command(*arguments)
@@ -392,7 +469,7 @@ class World:
         if is_golden:
             options += ["--golden", self.golden]
         ran = self.command(*[o for o in self._export() if o != "--incr"], *options)
-        is_sick = is_golden and not all(np.isfinite(value).all() for value in self.saved.values())
+        is_sick = (is_golden or bool(self.kind.in_8_bits)) and self.is_sick(self.saved_now)
         assert ran.code == (6 if is_sick else 0) or self.log.hold.is_set, ran.err
         self.account()
 
@@ -405,9 +482,10 @@ class World:
         if not damaged and replica.log == self.log.base.entry.log:
             with suppress(ExportError):
                 hold = self.log.hold.read()
-        with suppress(tf.errors.OpError):
+        with suppress(tf.errors.OpError, ExportError):  # the log, too, may be damaged
             status = replica.server.update(target, timeout_ms=timeout_ms)["status"]
             replica.answers.add(status.partition(":")[0])
+            self._assert_room(replica, status)
         before = replica.position
         if timeout_ms:  # it may have died half-way, or may go on; the next one repairs and says where it is
             with suppress(tf.errors.OpError):
@@ -415,6 +493,12 @@ class World:
         if hold is not None and target == -1 and not timeout_ms:
             assert replica.server.position() in {before, *range(hold + 1)}
         self._look_at(replica)
+
+    def _assert_room(self, replica: Replica, status: str) -> bool:
+        """Whether there was room: for rows that changed since an older base there may be none beside it."""
+        is_full = status.startswith("overlay:")
+        assert not is_full or (replica.version != self.log.base.path and not self.kind.has_room), status
+        return not is_full
 
     def update_at_once(self) -> None:
         """Callers with deadlines, all at the same time, on one replica."""
@@ -447,14 +531,28 @@ class World:
     # --- what must hold ----------------------------------------------------------------------------------
 
     @property
-    def visible(self) -> Values:
-        """What should be served now: what the trainer would restore."""
-        return served(self.trainer.states[self.trainer.newest_state()])
+    def trained_now(self) -> Values:
+        """What the trainer would restore."""
+        return self.trainer.states[self.trainer.newest_state()]
 
     @property
-    def saved(self) -> Values:
+    def saved_now(self) -> Values:
         """The newest full checkpoint, without the increments after it."""
-        return served(self.trainer.states[self.trainer.newest()])
+        return self.trainer.states[self.trainer.newest()]
+
+    @property
+    def visible(self) -> Values:
+        """What should be served now."""
+        return self.kind.served(self.trained_now)
+
+    def of_base(self, step: int | None) -> Values:
+        """What a base of a step should hold: a full export knows nothing of increments, one for room does."""
+        saved = self.saved_now
+        return self.kind.served(saved if step == saved["global_step"] else self.trained_now)
+
+    def is_sick(self, values: Values) -> bool:
+        """True if something that is served is no number."""
+        return not all(np.isfinite(value).all() for value in served(values).values())
 
     @property
     def log(self) -> DeltaLog:
@@ -474,10 +572,10 @@ class World:
                 expected = self.at[delta.entry.back_to]
             elif made is DeltaOrigin.RESUME:
                 expected = self.trained
-            elif delta is None:  # a full export knows nothing of increments
-                expected = self.trained = self.saved
+            elif delta is None:
+                expected = self.trained = self.of_base(log.base.at.step)
             elif near or not delta.entry.trained.is_exact:
-                assert_near(values, self.visible)
+                assert_near(self._in_floats(values), self._in_floats(self.visible))
                 expected = self.trained = values
             else:
                 expected = self.trained = self.visible
@@ -501,10 +599,19 @@ class World:
         if self.log.hold.is_set:
             self.resume()
         self.end()
+        if self.kind.in_8_bits:
+            self.heal()
         self.increment()
         self.export()
-        for replica in self.replicas:
+        self.assert_newest_is(self.visible)
+        for replica in [*self.replicas]:
             status = replica.server.update()["status"]
+            if not self._assert_room(replica, status):
+                self._look_at(replica)
+                self.replicas.remove(replica)
+                self.start_replica()
+                replica = self.replicas[-1]
+                status = replica.server.update()["status"]
             if replica.log == self.log.base.entry.log and not status.startswith(("current", "reached")):
                 replica.server.reset(self.model)  # it was further behind than retention keeps
                 replica.position = replica.base
@@ -518,7 +625,7 @@ class World:
 
     def command(self, *arguments: object) -> Ran:
         """Run a command line; if it fails it says so properly."""
-        ran = export_model(*arguments)
+        ran = export_small(*arguments)
         first = ran.err.strip().splitlines()[:1]
         self.say(f"  {self._short(arguments)} -> {ran.code} {' '.join(first)}")
         if ran.code:
@@ -529,7 +636,10 @@ class World:
         """Load the newest base."""
         base = self.log.base
         server = self.stack.enter_context(loaded_quickly(base.path))
-        entry = base.entry
+        entry, record = base.entry, base.manifest.mapped
+        if record is not None and record.directory == str(base.path):
+            (mapped,) = server.call("incremental_status", probe=[0])["mapped_tables"]
+            assert mapped == len(record.tables) > 0
         self.replicas.append(
             Replica(server, entry.schema, base.path, base.at.position, entry.log, base.at.position)
         )
@@ -541,8 +651,13 @@ class World:
         expected = self.at[position]
         assert_same_bits(replica.server.values(replica.schema), expected)
         answer = replica.server.predict(user=np.arange(USERS), item=np.arange(ITEMS))
-        assert answer["user_rows"].tobytes() == expected["s/users"].tobytes()
-        assert answer["item_rows"].tobytes() == expected["s/items"].tobytes()
+        rows = self._in_floats(expected)
+        for output, table in TABLES.items():
+            assert answer[output].tobytes() == rows[table].tobytes(), output
+
+    def _in_floats(self, values: Values) -> Values:
+        """What the graph computes with, of what is served."""
+        return {**values, **{name: values_of(values[name]) for name in self.kind.in_8_bits}}
 
     def _assert_well_said(self, ran: Ran) -> None:
         assert ran.code in EXIT_CODES, ran.err
@@ -560,6 +675,8 @@ class World:
             *("--input", "user=user:0", "--input", "item=item:0"),
             *[part for name in tensors for part in ("--output", f"{name}={name}:0")],
             *("--rename", r"s/(.*)=net/\1", "--incr"),
+            *self.kind.cast,
+            *self.kind.maps,
         ]
 
     def _older(self) -> list[object] | None:
@@ -583,6 +700,9 @@ class World:
             ["resume", self.model],
             self._export(),
         ]
+        if self.kind.maps:  # what follows overlays that are full, and options that are said once
+            candidates.append([*self._export(), "--full-on-mismatch"])
+            candidates.append([word for word in self._export() if word not in self.kind.maps])
         older = self._older()
         if older:
             candidates.append(older)
@@ -624,7 +744,7 @@ def assert_near(found: Values, expected: Values) -> None:
 
 def run_quietly(_: Path, *arguments: str) -> None:
     """A command in a process of its own."""
-    export_model(*arguments)
+    export_small(*arguments)
 
 
 def run_together(commands: list[list[str]]) -> list[int]:
@@ -637,12 +757,26 @@ def run_together(commands: list[list[str]]) -> list[int]:
 
 
 def _exit_with(arguments: list[str]) -> None:
-    os._exit(export_model(*arguments).code)
+    os._exit(export_small(*arguments).code)
 
 
 @contextmanager
-def damaged(path: Path, dice: random.Random) -> Iterator[str]:
-    """One bit is another, the end is missing, or all of it; afterwards it is as it was, in the same inode."""
+def damaged(path: Path, dice: random.Random, *, in_place: bool = True) -> Iterator[str]:
+    """One bit is another, the end is missing, or all of it; afterwards it is as it was, in the same inode.
+
+    Unless `in_place`, it is a copy at its path that is damaged.
+    """
+    if not in_place:
+        aside = path.with_name(f".aside-{secrets.token_hex(4)}")
+        path.rename(aside)
+        shutil.copyfile(aside, path)
+        try:
+            with damaged(path, dice) as how:
+                yield how
+        finally:
+            with suppress(FileNotFoundError):  # retention has removed the directory meanwhile
+                aside.rename(path)
+        return
     is_text = path.suffix == ".json" or path.name in ("hold", "checkpoint")
     how = dice.choice(["cut", "gone"] if is_text else ["flip", "cut", "gone"])
     aside = path.with_name(f".aside-{secrets.token_hex(4)}")

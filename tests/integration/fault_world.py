@@ -35,6 +35,8 @@ from exporter.delta.chunk_digest import chunk_digest, chunks, served_digests
 from exporter.errors import CallFailed, Exit, ExportError
 from exporter.options import Isolation
 from exporter.publish.delta_log import DeltaLog, LogBase, list_deltas, read_log
+from exporter.wire.dtypes import DType
+from exporter.wire.int8_codes import beside_codes, to_codes
 from serving.client import ModelClient
 from serving.status import VersionState
 from serving.updates import read_incremental_status
@@ -51,6 +53,8 @@ _ASK_EVERY_S = 0.05
 _LONGEST_ACCIDENT_S = 4.0
 _TO_NOTICE_S = 5.0
 """A process may end so long after what it ends of."""
+EXPORTER = "tests.support.small_tables"
+"""The module of every `export-model`: small tables are mapped, too."""
 NAME = "ranker"
 """What servers call the model, wherever it lies."""
 
@@ -226,7 +230,7 @@ class World:
         root = directory if disk is None else disk
         self.disk = disk
         self.places = 1
-        self.options: tuple[str, ...] = ()
+        self.options: tuple[str, ...] = self.MAPPED[seed % len(self.MAPPED)]
         self._mixing: dict[int, bool] = {}
         self.calls = self.stack.enter_context(failing_calls())
         (directory / "bucket").mkdir()
@@ -256,7 +260,7 @@ class World:
         """What everybody runs from the next start on: where the model is now, with the options of now."""
         exporter, agent = (("tests.support.clocks", clock.file) for _, clock in self.clocks)
         watching = ("--incr", "--full-on-mismatch", "--watch", "--interval", "0.1")
-        self.exporter.command = [*exporter, "exporter", *self._publishing(), *watching]
+        self.exporter.command = [*exporter, EXPORTER, *self._publishing(), *watching]
         for server, port in zip(self.servers, self._ports, strict=True):
             server.command = [
                 *("serving.cli", "run", self.model, "--model-name", NAME, "--port", port),
@@ -355,8 +359,15 @@ class World:
         "move": 1,
         "copy": 1,
     }
-    OPTIONS: ClassVar[list[tuple[str, ...]]] = [
+    MAPPED: ClassVar[list[tuple[str, ...]]] = [
         (),
+        ("--map-tables", "--overlay-rows", "12"),
+        ("--map-tables", "--overlay-rows", "18", "--cast", "int8"),
+        ("--cast", "s/users=int8"),
+        ("--map-tables", "--overlay-rows", str(USERS)),
+    ]
+    OPTIONS: ClassVar[list[tuple[str, ...]]] = [
+        *MAPPED,
         ("--require-finite",),
         ("--cast", "s/items=bfloat16"),
         ("--cast", "s/users=float16", "--require-finite"),
@@ -558,7 +569,7 @@ class World:
             failure = Failure(self.dice.randint(1, 400), self.dice.choice(ERRORS), self.dice.random() < 0.3)
             environment |= failing(self.calls, self.model, failure)
             words += f" ({failure})"
-        program = Program(f"export-model {words}", ("exporter", *arguments), log, environment=environment)
+        program = Program(f"export-model {words}", (EXPORTER, *arguments), log, environment=environment)
         program.start()
         self.commands.append((time.monotonic() + limit_s, program))
         return words
@@ -674,9 +685,9 @@ class World:
         """Each chunk of it is what was published, and what was published is what was trained."""
         every = list(chunks(log.schema))
         published = served_digests(log.schema, log.state(), every)
-        own, dtypes = [], {variable.name: variable.dtype.numpy for variable in log.schema.variables}
+        own, dtypes = [], {variable.name: variable.dtype for variable in log.schema.variables}
         for chunk in every:
-            value = trained[chunk.variable].astype(dtypes[chunk.variable])
+            value = _as_served(trained[chunk.variable], dtypes[chunk.variable])
             own.append(chunk_digest(value[chunk.start : chunk.stop] if value.ndim else value))
         with ModelClient(f"127.0.0.1:{port}", NAME) as client:
             rows = {"rows": np.arange(len(every))}
@@ -708,6 +719,13 @@ def _standing(port: int, model: str, version: int) -> int | None:
             return None
         found = read_incremental_status(client, version)
     return None if found is None else found.position
+
+
+def _as_served(values: np.ndarray, dtype: DType) -> np.ndarray:
+    if dtype is not DType.INT8:
+        return values.astype(dtype.numpy)
+    codes, scales, _ = to_codes(values)
+    return beside_codes(codes, scales)
 
 
 def _free_port() -> int:

@@ -3,7 +3,7 @@
 `python tests/matrix/trainer.py KIND CKPT_DIR STEPS ANSWERS.npz`: trains on to that step, writes a full
 checkpoint and increments, and what the trained model answers. KIND is `session` (TF1 style, IncrementHook),
 `keras` (IncrementCallback; Keras 2 in TensorFlow 2.15, Keras 3 later) or `mapped` (a table that is large
-enough to be mapped; it writes a full checkpoint alone).
+enough to be mapped; it writes full checkpoints alone).
 """
 
 from __future__ import annotations
@@ -92,21 +92,24 @@ def wide() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def mapped(directory: str, steps: int, answers: str) -> None:
-    """The model of `wide`, without increments: a version with mapped tables takes no deltas."""
+    """The model of `wide`, without increments: what changed is compared."""
     random = np.random.default_rng(steps)
     asked = np.arange(ASKED) ** 2 % ROWS
     with tf.Graph().as_default(), v1.Session() as running:
         step = v1.train.create_global_step()
         inputs, outputs = wide()
         labels = tf.cast(inputs["ids"] % 2, tf.float32)
-        loss = tf.reduce_mean(tf.square(outputs["score"] - labels))
+        loss = tf.reduce_sum(tf.square(outputs["score"] - labels))
         train = v1.train.AdagradOptimizer(0.3).minimize(loss, global_step=step)
         running.run(v1.global_variables_initializer())
-        for _ in range(steps):
+        saver = v1.train.Saver(save_relative_paths=True)
+        if (newest := tf.train.latest_checkpoint(directory)) is not None:
+            saver.restore(running, newest)
+        for _ in range(running.run(step), steps):
             running.run(train, {inputs["ids"]: random.integers(0, ROWS, 4096)})
         found = running.run(outputs["score"], {inputs["ids"]: asked})
-        Path(directory).mkdir()
-        v1.train.Saver(save_relative_paths=True).save(running, f"{directory}/model.ckpt", step)
+        Path(directory).mkdir(exist_ok=True)
+        saver.save(running, f"{directory}/model.ckpt", step)
     np.savez(answers, in_ids=asked, out_score=found)
 
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import exporter.bundle.mapped_tables as mapped_tables
-from exporter.errors import MappingError, SchemaChanged
+from exporter.errors import NotFinite, SchemaChanged
 from exporter.options import EngineName, Jobs, Updates, Verify
 from exporter.pipeline.full import Exported, export
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.watch_loop import is_for_a_person
 from exporter.publish.delta_log import read_log
 from exporter.wire.int8_codes import to_codes, values_of
 from tests.support.agents import Published
@@ -89,8 +90,9 @@ def test_a_row_without_codes_is_no_delta(model: MappedModel, value: float) -> No
     export(model.request(**options(map_tables=False)))
     model.table[7, 2] = value
     model.save(8, model.table)
-    with pytest.raises(MappingError, match=r"table 'emb.*' cannot be stored in 8 bits: it holds"):
+    with pytest.raises(NotFinite, match=r"table 'emb.*' cannot be stored in 8 bits: it holds") as caught:
         export_incremental(model.request(**options(map_tables=False)))
+    assert not is_for_a_person(caught.value), "a watch waits until the rows are numbers again"
     assert read_log(model.out).at.position == 7
 
 
@@ -138,3 +140,20 @@ def test_increments_of_a_trainer(tmp_path: Path, jobs: Jobs | None) -> None:
             np.testing.assert_array_equal(found["user_rows"], in_8_bits(users))
     state = read_log(published.model).state()
     np.testing.assert_array_equal(values_of(state.rows("s/users", 0, len(users))), in_8_bits(users))
+
+
+def test_rows_that_became_numbers_again_do_not_stand_in_the_way(tmp_path: Path) -> None:
+    """The increment in which they were NaN is not published; a later one holds them."""
+    published = Published(tmp_path, options=("--cast", "s/users=int8"))
+    variables = published.trainer.session.variables
+    for value, code in ((np.nan, 6), (0.5, 0)):
+        published.trainer.train()
+        variables.values["net/users"] = variables.values["net/users"].copy()
+        variables.values["net/users"][:3] = value
+        variables.touched["net/users"].update(range(3))
+        published.trainer.increment()
+        ran = export_model(*published.arguments())
+        assert ran.code == code, ran.err
+    log = read_log(published.model)
+    users = variables.values["net/users"]
+    np.testing.assert_array_equal(values_of(log.state().rows("s/users", 0, len(users))), in_8_bits(users))

@@ -8,9 +8,11 @@ import re
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import typer
 
+from exporter.bundle import mapped_tables
 from exporter.cli import app as cli
 from exporter.errors import Exit
 from serving import cli as serving_cli
@@ -50,6 +52,12 @@ def run_app(app: typer.Typer, *arguments: object) -> Ran:
 
 def export_model(*arguments: object) -> Ran:
     return run_app(cli.app, *arguments)
+
+
+def export_small(*arguments: object) -> Ran:
+    """As `export_model`, where `--map-tables` maps tables of any size."""
+    with patch.object(mapped_tables, "LEAST_BYTES", 1):
+        return export_model(*arguments)
 
 
 class Bad(Exception):

@@ -250,12 +250,12 @@ ADVICE: dict[type[ExportError], Advice] = {
         "`export-model`.",
     ),
     errors.NotFinite: Advice(
-        "A base that was exported with `--require-finite` refuses deltas with NaN or infinity, so that none "
-        "is published: the trainer's newest state holds some, or the values that a merged delta, a rollback "
-        "or a resumption would bring.",
+        "A base that was exported with `--require-finite` refuses deltas with NaN or infinity, and rows in 8 "
+        "bits have no codes for them. So none is published: the trainer's newest state holds some, or the "
+        "values that a merged delta, a rollback or a resumption would bring.",
         "Servers stay where they are, and nothing is lost: the next `--incr` holds everything since. Look at "
         "the row that the `cause:` line names, mend the training or set it back. To serve such values after "
-        "all, publish a base without `--require-finite`.",
+        "all, publish a base without `--require-finite` and `--cast int8`.",
     ),
     errors.PublishError: Advice(
         "Writing failed for a reason other than space and permission; the `cause:` line is the operating "
