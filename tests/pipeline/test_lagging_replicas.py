@@ -103,10 +103,8 @@ class World:
                         log_maintenance.merge(self.model, start, end)
             case "tidy":
                 log_maintenance.tidy(self.model, clock=lambda: LATER)
-            case "rollback" if log.deltas:
-                log_maintenance.rollback(
-                    self.model, int(rng.choice(sorted(self.known() - {log.at.position})))
-                )
+            case "rollback" if log.deltas and (former := sorted(self.known() - {log.at.position})):
+                log_maintenance.rollback(self.model, int(rng.choice(former)))
             case "resume" if log.hold.read() is not None:
                 log_maintenance.resume(self.model)
             case "rebase":
