@@ -56,39 +56,38 @@ class UpdateTarget(Struct, frozen=True):
         """
         import tensorflow as tf
 
-        ids = {
-            (variable.name, number): its_tensors[0]
-            for variable, its_tensors in by_variable(self.schema, tensors_in(delta.tensors, self.schema))
-            for number, handle in enumerate(self.handles[variable.name])
+        overlays = {
+            (name, number): handle
+            for name, handles in self.handles.items()
+            for number, handle in enumerate(handles)
             if isinstance(handle, Overlay)
         }
-        if not ids:
+        if not overlays:
             return {}
+        found = by_variable(self.schema, tensors_in(delta.tensors, self.schema))
+        changed = {variable.name: its_tensors[0] for variable, its_tensors in found}
+        ids = {key: changed[key[0]] for key in overlays}
 
         def place() -> list[Tensor]:
-            return [part for key, its in ids.items() for part in self._overlay(key).place(its)]
+            return [part for key, overlay in overlays.items() for part in overlay.place(ids[key])]
 
         def nowhere() -> list[Tensor]:
             return [tf.zeros([0], tf.int64), tf.zeros([0], tf.int32), tf.constant(0, tf.int64)] * len(ids)
 
         parts = tf.cond(tf.equal(delta.refusal, ""), place, nowhere)
         each = (parts[start : start + 3] for start in range(0, len(parts), 3))
-        return {key: Places(its, *found) for (key, its), found in zip(ids.items(), each, strict=True)}
+        return {key: Places(its, *where) for (key, its), where in zip(ids.items(), each, strict=True)}
 
     def full_overlay(self, places: DeltaPlaces) -> Tensor:
         """The name of the first table whose overlay has no room for a delta's rows, string []; or empty."""
         import tensorflow as tf
 
         name = tf.constant("")
-        for key, found in reversed(places.items()):
-            name = tf.where(self._overlay(key).is_full(found), key[0], name)
+        for (table, number), found in reversed(places.items()):
+            overlay = self.handles[table][number]
+            assert isinstance(overlay, Overlay)
+            name = tf.where(overlay.is_full(found), table, name)
         return name
-
-    def _overlay(self, key: tuple[str, int]) -> Overlay:
-        table, number = key
-        overlay = self.handles[table][number]
-        assert isinstance(overlay, Overlay)
-        return overlay
 
     def writes(self, delta: ReadDelta, places: DeltaPlaces) -> Writes:
         """The writes that a delta needs, given its `places`. Variables without elements need none."""

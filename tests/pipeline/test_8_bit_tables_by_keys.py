@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import exporter.bundle.mapped_tables as mapped_tables
-from exporter.errors import MappingError, OverlayFull, SchemaChanged, TableFull, UsageError
+from exporter.checkpoint.admission import Admission
+from exporter.errors import CorruptFile, MappingError, OverlayFull, SchemaChanged, TableFull, UsageError
 from exporter.options import DeltaDtype, EngineName, ExportRequest, Jobs, Updates, Verify
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import Exported, export
@@ -21,11 +22,12 @@ from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import read_log
 from exporter.tables import DynamicTable
-from exporter.wire.int8_codes import to_codes, values_of
+from exporter.wire.int8_codes import beside_codes, to_codes, values_of
 from tests.support.budget import times
 from tests.support.commands import export_model
 from tests.support.deeprec import Ev, write_full, write_increment
-from tests.support.deeprec_logs import DIM, DeepRecTrainer, served
+from tests.support.deeprec_logs import DEFAULT, DIM, DeepRecTrainer, publish_base, served
+from tests.support.deeprec_logs import request as log_request
 from tests.support.served_tables import DEFAULTS, LIMITS, assert_serves, request
 from tests.support.updatable import Loaded, loaded
 
@@ -56,6 +58,22 @@ def asked(trainer: DeepRecTrainer, out: str = "model", **options: Any) -> Export
     return replace(told, out=told.out.with_name(out))
 
 
+CAST = ".*/values=int8"
+
+
+def log_of(trainer: DeepRecTrainer) -> Path:
+    """Where a base without a graph begins a log, which costs no TensorFlow."""
+    publish_base(trainer, trainer.directory.with_name("model"), casts=(CAST,))
+    return trainer.directory.with_name("model")
+
+
+def to_log(trainer: DeepRecTrainer, **options: Any) -> ExportedDelta:
+    """The next delta of such a log."""
+    done = export_incremental(log_request(trainer, trainer.directory.with_name("model"), **options))
+    assert isinstance(done, ExportedDelta)
+    return done
+
+
 def begin(trainer: DeepRecTrainer, **options: Any) -> Exported:
     done = export_incremental(asked(trainer, **options))
     assert isinstance(done, Exported)
@@ -71,17 +89,19 @@ def delta(trainer: DeepRecTrainer, **options: Any) -> ExportedDelta:
 
 def rows_at(trainer: DeepRecTrainer, position: int | None = None) -> dict[str, dict[int, bytes]]:
     """What the log's tables hold, with values for codes."""
-    tables = served(read_log(asked(trainer).out), position, defaults=stored_defaults())
+    log = read_log(asked(trainer).out)
+    has_several = any(table.defaults > 1 for table in log.base.entry.mapping_spec.dynamic)
+    tables = served(log, position, defaults=stored(DEFAULTS if has_several else DEFAULT))
     return {
         name: {key: values_of(np.frombuffer(row, np.int8)[np.newaxis]).tobytes() for key, row in rows.items()}
         for name, rows in tables.items()
     }
 
 
-def stored_defaults() -> np.ndarray:
-    """The default rows of the first table, as codes and scales, in the type that `served` compares."""
-    codes, scales, _ = to_codes(DEFAULTS)
-    return np.concatenate([codes, scales[:, np.newaxis].view(np.int8)], 1).astype(np.float32)
+def stored(rows: np.ndarray) -> np.ndarray:
+    """Rows as codes and scales, in the type that `served` compares."""
+    codes, scales, _ = to_codes(rows)
+    return beside_codes(codes, scales).astype(np.float32)
 
 
 def trained(trainer: DeepRecTrainer) -> dict[str, dict[int, bytes]]:
@@ -97,7 +117,7 @@ def test_a_server_that_follows_answers_as_a_full_export(trainer: DeepRecTrainer,
     done = begin(trainer, **told)
     with loaded(done.published.path) as server:
         assert_serves_8_bits(server, trainer)
-        for what in ("increment", "increment", "save", "increment", "save"):
+        for what in ("increment", "increment", "save"):
             trainer.train(keys=60)
             if what == "save":
                 trainer.evict("emb/user", [*list(trainer.tables["emb/user"])[::5], -1])
@@ -172,17 +192,17 @@ def test_back_and_forth_over_a_key_that_went_and_came(trainer: DeepRecTrainer, m
 @pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("value", [np.nan, -np.inf, 3e38])
 def test_a_row_without_codes_is_no_delta(trainer: DeepRecTrainer, value: float, saves: bool) -> None:
-    done = begin(trainer)
+    model = log_of(trainer)
     trainer.upsert("item", [55])
     trainer.tables["item"][55] = np.array([1, value, 2], np.float32).tobytes()
     trainer.step += 1
     trainer.save() if saves else trainer.increment()
     with pytest.raises(MappingError, match=r"table 'item.*' cannot be stored in 8 bits: it holds"):
-        export_incremental(asked(trainer))
-    assert read_log(asked(trainer).out).at.position == done.published.manifest.position
+        to_log(trainer)
+    assert read_log(model).at.position == 10
     if saves:
         with pytest.raises(MappingError, match="table 'item/values' cannot be stored in 8 bits: it holds"):
-            export(asked(trainer, again=True))
+            publish_base(trainer, model.with_name("other"), casts=(CAST,))
 
 
 def test_zeros_stay_zeros_and_their_mean_error_does_not_count(trainer: DeepRecTrainer) -> None:
@@ -214,13 +234,13 @@ def test_less_than_half_a_step_is_no_change(trainer: DeepRecTrainer) -> None:
     trainer.tables["item"][100] = np.array([1, 0.51, 0.25], np.float32).tobytes()
     trainer.step += 1
     trainer.save()
-    begin(trainer)
+    model = log_of(trainer)
     trainer.tables["item"][100] = np.array([1, 0.5101, 0.2501], np.float32).tobytes()
     trainer.evict("item", [101])
     trainer.step += 1
     trainer.save()
-    delta(trainer)
-    log = read_log(asked(trainer).out)
+    to_log(trainer)
+    log = read_log(model)
     changes = log.open(log.deltas[-1]).changes
     assert {"item/index_rows"} == {name for name in changes if name.startswith("item/")}
     assert rows_at(trainer) == trained(trainer)
@@ -303,7 +323,11 @@ def test_a_pattern_of_the_tables_name_leads_to_its_rows(trainer: DeepRecTrainer)
     with pytest.raises(UsageError, match="no floating variable is called so") as caught:
         export(asked(trainer, casts=("emb/user=int8",)))
     assert caught.value.hint.endswith(": --cast 'emb/user/values=int8'")
-    assert begin(trainer, casts=("emb/user/values=int8",)).variables.rounded.keys() == {"emb/user/values"}
+    done = begin(trainer, casts=("emb/user/values=int8",))
+    assert done.variables.rounded.keys() == {"emb/user/values"}
+    shown = {t["name"]: t for t in export_model("inspect", done.published.path, "--json").document["tables"]}
+    assert (shown["emb/user"]["dtype"], shown["emb/user"]["dimension"]) == ("int8", DIM)
+    assert (shown["item"]["dtype"], shown["item"]["dimension"]) == ("float32", DIM)
 
 
 def test_a_base_without_scales_takes_none(trainer: DeepRecTrainer) -> None:
@@ -321,10 +345,10 @@ def test_a_base_without_scales_takes_none(trainer: DeepRecTrainer) -> None:
 
 
 def test_rows_of_8_bits_are_neither_held_back_nor_rounded_again(trainer: DeepRecTrainer) -> None:
-    begin(trainer)
+    log_of(trainer)
     trainer.train(keys=100)
     trainer.increment()
-    done = delta(trainer, min_change=100.0, delta_dtype=DeltaDtype.INT8)
+    done = to_log(trainer, min_change=100.0, delta_dtype=DeltaDtype.INT8)
     assert (done.left_out, done.rounded) == (None, None)
     assert rows_at(trainer) == trained(trainer)
 
@@ -334,8 +358,7 @@ def test_keys_that_are_not_admitted_need_no_codes(tmp_path: Path) -> None:
     for name in NAMES:
         trainer.upsert(name, [*range(200), *range(100)])
     trainer.save()
-    told: dict[str, Any] = {"min_freq": 2}
-    begin(trainer, **told)
+    publish_base(trainer, tmp_path / "model", casts=(CAST,), admission=Admission(min_freq=2))
     for saves in (False, True):
         trainer.step += 1
         trainer.upsert("item", [*range(90, 150), 9_000])
@@ -344,7 +367,7 @@ def test_keys_that_are_not_admitted_need_no_codes(tmp_path: Path) -> None:
         trainer.save() if saves else trainer.increment()
         if saves:
             trainer.tables["item"].pop(9_000)
-        delta(trainer, **told)
+        to_log(trainer, min_freq=2, casts=(CAST,))
         counts = trainer.freqs
         expected = {
             name: {key: row for key, row in rows.items() if counts[name].get(key, 0) >= 2}
@@ -356,17 +379,16 @@ def test_keys_that_are_not_admitted_need_no_codes(tmp_path: Path) -> None:
 
 
 def test_differences_are_those_of_values(trainer: DeepRecTrainer) -> None:
-    done = begin(trainer)
-    before, model = trained(trainer)["item"], asked(trainer).out
+    model = log_of(trainer)
+    before = trained(trainer)["item"]
     assert export_model("diff", model, trainer.directory, "--json").document["equal"]
     trainer.evict("item", [100])
     trainer.upsert("item", [101, 102, 5_000])
     trainer.step += 1
     trainer.save()
-    sides = (f"{model}@{done.published.manifest.position}", model), (model, trainer.directory)
-    other = export_model("diff", *sides[1], "--json").document["tables"]
-    delta(trainer)
-    (found,) = export_model("diff", *sides[0], "--json").document["tables"]
+    other = export_model("diff", model, trainer.directory, "--json").document["tables"]
+    to_log(trainer)
+    (found,) = export_model("diff", f"{model}@10", model, "--json").document["tables"]
     assert [found] == other
     after = trained(trainer)["item"]
     pairs = [
@@ -379,8 +401,6 @@ def test_differences_are_those_of_values(trainer: DeepRecTrainer) -> None:
     assert found["changed_rows"] == np.count_nonzero(moved.any(axis=1))
     assert found["largest"] == moved.max()
     assert found["norm"] == pytest.approx(np.sqrt((moved**2).sum()))
-    shown = {t["name"]: t for t in export_model("inspect", done.published.path, "--json").document["tables"]}
-    assert (shown["item"]["dtype"], shown["item"]["dimension"], shown["item"]["keys"]) == ("int8", DIM, 50)
 
 
 def test_an_engine_makes_the_same_bytes(trainer: DeepRecTrainer) -> None:
@@ -398,10 +418,19 @@ def test_an_engine_makes_the_same_bytes(trainer: DeepRecTrainer) -> None:
         assert files[0][0][name].mean == pytest.approx(files[1][0][name].mean)
 
 
+def test_a_key_that_an_increment_holds_twice_is_no_delta(trainer: DeepRecTrainer) -> None:
+    model = log_of(trainer)
+    rows = np.ones((2, DIM), np.float32)
+    write_increment(trainer.directory, trainer.step + 1, {"item": Ev(np.array([100, 100]), rows)})
+    with pytest.raises(CorruptFile, match="twice"):
+        to_log(trainer)
+    assert read_log(model).at.position == 10
+
+
 OPERATIONS = ("train", "train", "evict", "save", "increment", "rollback", "resume", "merge", "rebase")
 
 
-@settings(max_examples=times(6))
+@settings(max_examples=times(8))
 @given(st.integers(0, 99), st.lists(st.sampled_from(OPERATIONS), min_size=4, max_size=12))
 def test_any_history_holds_what_a_dict_holds(
     tmp_path_factory: pytest.TempPathFactory, seed: int, operations: list[str]
@@ -409,8 +438,7 @@ def test_any_history_holds_what_a_dict_holds(
     trainer = DeepRecTrainer(tmp_path_factory.mktemp("history") / "train", seed=seed, has_codes=True)
     trainer.train(keys=40)
     trainer.save()
-    begin(trainer)
-    model = asked(trainer).out
+    model = log_of(trainer)
     states = {read_log(model).at.position: trained(trainer)}
     for what in operations:
         log = read_log(model)
@@ -420,12 +448,12 @@ def test_any_history_holds_what_a_dict_holds(
             trainer.evict("item", list(trainer.tables["item"])[::3])
             trainer.step += 1
             trainer.save()
-            export_incremental(asked(trainer))
+            to_log(trainer)
             states[read_log(model).at.position] = trained(trainer)
         elif what in ("save", "increment"):
             trainer.step += 1
             trainer.save() if what == "save" else trainer.increment()
-            export_incremental(asked(trainer))
+            to_log(trainer)
             states[read_log(model).at.position] = trained(trainer)
         elif what == "rollback":
             earlier = [p for p in states if log.base.entry.log <= p < log.at.position]

@@ -164,12 +164,12 @@ def publish_base(
         report = write_variables(mapping, staging.path)
         write_graph(staging.path, place.position, trainer.step)
         spec = MappingSpec(variables, {}, rules, (), dynamic)
-        dtypes = {source.key: source.dtype for source in mapping.sources}
+        stored = [(each, each.as_stored(v).shape) for each in mapping.sources for v in each.variables]
         schema = Schema.of(
             ServedVariable(
-                v.key, dtypes[v.key], v.shape, ChangeKind.DENSE if v.key == "kernel" else ChangeKind.TABLE
+                each.key, each.dtype, shape, ChangeKind.DENSE if each.key == "kernel" else ChangeKind.TABLE
             )
-            for v in variables
+            for each, shape in stored
         )
         trained = TrainerVersion(identify(prefix, trainer.step))
         draft = ManifestDraft(
