@@ -86,6 +86,7 @@ class TrainedTable(Struct, frozen=True, eq=False):
 
         Raises:
             MappingError: a value does not fit the dtype.
+            NotFinite: a row has no codes of 8 bits.
         """
         wanted = self.places[places]
         values = np.empty((len(wanted), self.variable.dim), self.variable.value_dtype.numpy)
@@ -104,6 +105,7 @@ def in_dtype(rows: KeyedRows, dtype: DType) -> KeyedRows:
 
     Raises:
         MappingError: a value does not fit the dtype.
+        NotFinite: a row has no codes of 8 bits.
     """
     values = cast_values(np.asarray(rows.values), dtype, rows.name)
     return KeyedRows(rows.name, rows.keys, values, rows.freqs)
