@@ -376,8 +376,8 @@ def not_in_8_bits(name: str, row: Array) -> NotFinite:
     worst = row[np.abs(row.astype(np.float64)).argmax()]
     return NotFinite(
         f"table {name!r} cannot be stored in 8 bits: it holds {worst:g}",
-        cause="a row has one scale for all its values, and neither NaN nor infinity has a code",
-        hint="leave that table out of --cast, or train it without NaN and infinity",
+        cause="a row has one scale for all its values; NaN, infinity and values above 1.68e38 have no code",
+        hint="leave that table out of --cast, or train it without such values",
     )
 
 

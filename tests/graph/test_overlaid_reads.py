@@ -17,7 +17,7 @@ from exporter.delta.format import Rows
 from exporter.errors import NotServable
 from exporter.graph.overlaid_reads import OverlaidReads, overlay_reads
 from exporter.options import Isolation
-from exporter.subgraph import write_delta
+from exporter.subgraph import update_signatures, write_delta
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import message_class
 from tests.support.mapped_models import mapped_below
@@ -237,7 +237,8 @@ def test_what_an_overlay_would_not_reach_is_restored(tmp_path: Path, build: Call
 
 def test_readers_beside_chunks_see_old_rows_or_new_ones(tmp_path: Path) -> None:
     """Row isolation, also with graph optimisation by MLIR, which loses control edges."""
-    with patch.object(write_delta, "CHUNK_ROWS", 64):
+    untraced = update_signatures._traced.__wrapped__
+    with patch.object(write_delta, "CHUNK_ROWS", 64), patch.object(update_signatures, "_traced", untraced):
         model = updatable_model(
             tmp_path, plain, {"ids": [0]}, mapped=True, isolation=Isolation.ROW, snapshot_max_rows=0
         )

@@ -22,6 +22,7 @@ LONGEST = (
     "integration/test_families_archives.py",
     "pipeline/test_incremental_tables.py",
     "integration/test_agent_rebuild.py",
+    "pipeline/test_8_bit_tables_by_keys.py",
     "guides/test_training.py",
     "integration/test_server_process.py",
     "integration/test_status_page.py",
