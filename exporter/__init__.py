@@ -8,10 +8,9 @@ The names below are the public API; each is imported when first used, so that `i
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from exporter.late_names import late_names
 from exporter.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -78,14 +77,7 @@ _HOMES = {
     "watch": "exporter.api",
 }
 __all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(
-            f"module 'exporter' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
-        )
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = late_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

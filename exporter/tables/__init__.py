@@ -5,9 +5,9 @@ Each name is imported when first used: an export needs neither the builders' tab
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from exporter.late_names import late_names
 
 if TYPE_CHECKING:
     from exporter.tables.dynamic_table import DynamicTable as DynamicTable
@@ -17,21 +17,14 @@ if TYPE_CHECKING:
     from exporter.tables.trainable_table import trainable_embedding_class as trainable_embedding_class
 
 _HOMES = {
-    "DynamicTable": "dynamic_table",
-    "TrainableTable": "trainable_table",
-    "dynamic_embedding": "dynamic_table",
-    "trainable_embedding": "trainable_table",
-    "trainable_embedding_class": "trainable_table",
+    "DynamicTable": "exporter.tables.dynamic_table",
+    "TrainableTable": "exporter.tables.trainable_table",
+    "dynamic_embedding": "exporter.tables.dynamic_table",
+    "trainable_embedding": "exporter.tables.trainable_table",
+    "trainable_embedding_class": "exporter.tables.trainable_table",
 }
 __all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(
-            f"module 'exporter.tables' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
-        )
-    return getattr(import_module(f"exporter.tables.{_HOMES[name]}"), name)
+__getattr__ = late_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

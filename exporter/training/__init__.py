@@ -7,10 +7,9 @@ Each name is imported when first used. A TensorFlow that does not fit is an erro
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from exporter.late_names import late_names
 from exporter.terminal.tensorflow_import import require_fitting
 
 if TYPE_CHECKING:
@@ -28,32 +27,30 @@ if TYPE_CHECKING:
     from exporter.training.warm_start import LoadReport as LoadReport
     from exporter.training.warm_start import load_checkpoint as load_checkpoint
 
+_CHIEF = "exporter.training.chief"
 _HOMES = {
-    "ExportCallback": "exports",
-    "ExportHook": "exports",
-    "ExportOutcome": "exports",
-    "IncrementCallback": "keras",
-    "IncrementHook": "hook",
-    "LoadReport": "warm_start",
-    "MonitoredTrainingSession": "hook",
-    "StopAfterCallback": "stop_after",
-    "StopAfterHook": "stop_after",
-    "checkpoint_dir": "chief",
-    "is_chief": "chief",
-    "load_checkpoint": "warm_start",
-    "restore_increments": "publisher",
+    "ExportCallback": "exporter.training.exports",
+    "ExportHook": "exporter.training.exports",
+    "ExportOutcome": "exporter.training.exports",
+    "IncrementCallback": "exporter.training.keras",
+    "IncrementHook": "exporter.training.hook",
+    "LoadReport": "exporter.training.warm_start",
+    "MonitoredTrainingSession": "exporter.training.hook",
+    "StopAfterCallback": "exporter.training.stop_after",
+    "StopAfterHook": "exporter.training.stop_after",
+    "checkpoint_dir": _CHIEF,
+    "is_chief": _CHIEF,
+    "load_checkpoint": "exporter.training.warm_start",
+    "restore_increments": "exporter.training.publisher",
 }
 __all__ = sorted(_HOMES)
+_get = late_names(__name__, _HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(
-            f"module 'exporter.training' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
-        )
-    if _HOMES[name] != "chief":  # what it has is asked without TensorFlow, too
+    if _HOMES.get(name, _CHIEF) != _CHIEF:  # what that has is asked without TensorFlow, too
         require_fitting()
-    return getattr(import_module(f"exporter.training.{_HOMES[name]}"), name)
+    return _get(name)
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,23 @@
+"""Names of a package that are imported when first used, so that importing the package is cheap."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose names `homes` leads to the modules that define them.
+
+    It raises AttributeError for any other name.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            message = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=sys.modules[package])
+        return getattr(import_module(homes[name]), name)
+
+    return get
