@@ -97,10 +97,12 @@ class TrainerState(Struct, frozen=True):
                     f"the checkpoint as {tensor.dtype.label}{list(tensor.shape)}"
                 )
             if source.is_in_8_bits and isinstance(change, Rows):
-                later = newer.get(variable.name, change.ids[:0])
-                newer[variable.name] = distinct(np.concatenate([later, change.ids]))
-                kept = ~among(change.ids, later)
-                change = Rows(change.ids[kept], np.asarray(change.values)[kept])
+                later = newer.get(variable.name)
+                newer[variable.name] = change.ids
+                if later is not None:
+                    newer[variable.name] = distinct(np.concatenate([later, change.ids]))
+                    kept = ~among(change.ids, later)
+                    change = Rows(change.ids[kept], np.asarray(change.values)[kept])
             layer = {**layer, **translate(source, change, kinds)}
         return layer
 
