@@ -34,13 +34,12 @@ from exporter.options import Isolation, Updates
 from exporter.storage.layout import UPDATABLE_NAME
 from exporter.subgraph.isolation import isolate, order_handles
 from exporter.subgraph.overlay import COUNTER, add_overlays
-from exporter.subgraph.read_delta import Expected
 from exporter.subgraph.state import StateNodes
-from exporter.subgraph.update import UpdateRules
 from exporter.subgraph.update_signatures import (
     OVERLAY_OUTPUTS,
     PREDICT_METHOD,
     STAMPS,
+    HowToUpdate,
     Served,
     add_digest,
     add_init,
@@ -106,10 +105,10 @@ def make_updatable(
     handles = [node for nodes in served.values() for node in nodes if node not in overlaid]
     handles += [handle for nodes in overlaid.values() for handle in (nodes.slots, nodes.rows)]
     _isolate_signatures(editor, state, signatures, handles, options)
-    expected = Expected(options.lineage, schema, options.finite)
     largest = options.snapshot_max_rows if options.isolation is Isolation.SNAPSHOT else -1
-    rules = UpdateRules(log_name(options.log), expected, largest)
-    signatures[UPDATE_SIGNATURE].CopyFrom(add_update(editor, state, served, overlaid, rules))
+    how = HowToUpdate(options.finite, largest)
+    names = {"log": log_name(options.log), "lineage": options.lineage}
+    signatures[UPDATE_SIGNATURE].CopyFrom(add_update(editor, state, served, overlaid, how, **names))
     signatures[STATUS_SIGNATURE].CopyFrom(add_status(editor, state, options.lineage, overlaid.values()))
     if options.digest:
         signatures[DIGEST_SIGNATURE].CopyFrom(add_digest(editor, state, served, overlaid))

@@ -45,9 +45,9 @@ Dataset = Any
 
 
 class Expected(Struct, frozen=True):
-    """What a base demands of a delta: its lineage and schema, and with `finite` no NaN and no infinity."""
+    """What a base demands of a delta: lineage, string [], and schema; with `finite` no NaN and no infinity."""
 
-    lineage: Tensor | str
+    lineage: Tensor
     schema: Schema
     finite: bool
 

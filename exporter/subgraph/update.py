@@ -47,11 +47,11 @@ Dataset = Any
 class UpdateRules(Struct, frozen=True):
     """How a base updates itself.
 
-    `log` is the name of the log's directory. A delta of more than `snapshot_max_rows` rows and entries is
-    written in chunks, outside the sequence.
+    `log`, string [], is the name of the log's directory. A delta of more than `snapshot_max_rows` rows and
+    entries is written in chunks, outside the sequence.
     """
 
-    log: Tensor | str
+    log: Tensor
     expected: Expected
     snapshot_max_rows: int
 
@@ -370,7 +370,7 @@ class ListedDeltas(Struct, frozen=True):
         return [getattr(self, name) for name in self.__struct_fields__]
 
 
-def list_published(base: Tensor, log: Tensor | str) -> ListedDeltas:
+def list_published(base: Tensor, log: Tensor) -> ListedDeltas:
     """List the directory of a log; entries other than deltas and the hold file are ignored."""
     import tensorflow as tf
 
@@ -391,7 +391,7 @@ def list_published(base: Tensor, log: Tensor | str) -> ListedDeltas:
     return ListedDeltas(directory, names, starts, stops, hold, is_gone)
 
 
-def list_step(base: Tensor, log: Tensor | str, start: Tensor, end: Tensor) -> ListedDeltas:
+def list_step(base: Tensor, log: Tensor, start: Tensor, end: Tensor) -> ListedDeltas:
     """A listing of the delta `start-end` alone, whether it is published or not.
 
     For a call from `start` to the explicit target `end` the whole log's listing would choose this delta, too;
@@ -420,7 +420,7 @@ def is_published(step: ListedDeltas) -> Tensor:
     return tf.size(_match(path[tf.newaxis])) > 0
 
 
-def _log_directory(base: Tensor, log: Tensor | str) -> Tensor:
+def _log_directory(base: Tensor, log: Tensor) -> Tensor:
     import tensorflow as tf
 
     return tf.strings.join([base, DELTAS_DIRECTORY, log], separator="/")

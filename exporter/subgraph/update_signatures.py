@@ -40,20 +40,22 @@ def add_update(
     state: StateNodes,
     served: Served,
     overlays: Mapping[str, OverlayNodes],
-    rules: UpdateRules,
+    how: HowToUpdate,
+    *,
+    log: str,
+    lineage: str,
 ) -> Proto:
-    """Add the nodes of `incremental_update` and return its signature."""
-    texts = {"log": rules.log, "lineage": rules.expected.lineage}
-    build = _Update(rules.expected.finite, rules.snapshot_max_rows)
-    up_to, outputs = _add_part(editor, state, served, overlays, "update", "up_to", build, texts)
+    """Add the nodes of `incremental_update` and return its signature; `log` is the name of a directory."""
+    texts = {"log": log, "lineage": lineage}
+    up_to, outputs = _add_part(editor, state, served, overlays, "update", "up_to", how, texts)
     dtypes = (*[DType.INT64] * 4, DType.STRING)
     position, step, rows, deltas, status = _unless_refused(editor, "update", outputs, dtypes)
     numbers = {"position": position, "step": step, "rows": rows, "deltas": deltas}
     return _signature({"up_to": up_to}, numbers, {"status": status})
 
 
-class _Update(Struct, frozen=True):
-    """Traces `update` for a log and a lineage that are given when it is called."""
+class HowToUpdate(Struct, frozen=True):
+    """What the traced update depends on besides the schema: see `Expected` and `UpdateRules`."""
 
     finite: bool
     snapshot_max_rows: int
@@ -61,6 +63,7 @@ class _Update(Struct, frozen=True):
     def __call__(
         self, up_to: Tensor, state: UpdateState, target: UpdateTarget, log: Tensor, lineage: Tensor
     ) -> tuple[Tensor, ...]:
+        """Trace `update`; log and lineage, string [], are inputs, so that bases share what is traced."""
         expected = Expected(lineage, target.schema, self.finite)
         return update(up_to, state, target, UpdateRules(log, expected, self.snapshot_max_rows))
 
