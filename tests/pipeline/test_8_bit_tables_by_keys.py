@@ -27,7 +27,7 @@ from exporter.wire.int8_codes import beside_codes, to_codes, values_of
 from tests.support.budget import times
 from tests.support.commands import export_model
 from tests.support.deeprec import Ev, write_full, write_increment
-from tests.support.deeprec_logs import DEFAULT, DIM, DeepRecTrainer, publish_base, served
+from tests.support.deeprec_logs import DEFAULT, DIM, DeepRecTrainer, publish_base, served, train_on
 from tests.support.deeprec_logs import request as log_request
 from tests.support.served_tables import DEFAULTS, LIMITS, assert_serves, request
 from tests.support.updatable import Loaded, loaded
@@ -119,13 +119,7 @@ def test_a_server_that_follows_answers_as_a_full_export(trainer: DeepRecTrainer,
     with loaded(done.published.path) as server:
         assert_serves_8_bits(server, trainer)
         for what in ("increment", "increment", "save"):
-            trainer.train(keys=60)
-            if what == "save":
-                trainer.evict("emb/user", [*list(trainer.tables["emb/user"])[::5], -1])
-                trainer.evict("item", list(trainer.tables["item"])[::2])
-                trainer.save()
-            else:
-                trainer.increment()
+            train_on(trainer, what)
             at = delta(trainer, **told).at.position
             assert server.update()["position"] == at
             assert_serves_8_bits(server, trainer)

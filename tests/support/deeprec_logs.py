@@ -236,3 +236,14 @@ def served(
             assert default.tobytes() == defaults.tobytes()
         found[table.name] = {key: row.tobytes() for key, row in zip(keys.tolist(), values, strict=True)}
     return found
+
+
+def train_on(trainer: DeepRecTrainer, what: str) -> None:
+    """Train new keys, then write an `increment`; or evict keys of both tables and `save` a checkpoint."""
+    trainer.train(keys=60)
+    if what == "increment":
+        trainer.increment()
+        return
+    trainer.evict("emb/user", [*list(trainer.tables["emb/user"])[::5], -1])
+    trainer.evict("item", list(trainer.tables["item"])[::2])
+    trainer.save()

@@ -18,7 +18,7 @@ from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import read_log
 from tests.support.commands import export_model
-from tests.support.deeprec_logs import DeepRecTrainer, served
+from tests.support.deeprec_logs import DeepRecTrainer, served, train_on
 from tests.support.served_tables import DEFAULTS, LIMITS, assert_serves, request
 from tests.support.updatable import loaded
 
@@ -38,13 +38,7 @@ def test_a_server_follows_increments_and_full_checkpoints(trainer: DeepRecTraine
     with loaded(done.published.path) as server:
         assert_serves(server, trainer)
         for what in ("increment", "increment", "save", "increment", "save"):
-            trainer.train(keys=60)
-            if what == "save":
-                trainer.evict("emb/user", [*list(trainer.tables["emb/user"])[::5], -1])
-                trainer.evict("item", list(trainer.tables["item"])[::2])
-                trainer.save()
-            else:
-                trainer.increment()
+            train_on(trainer, what)
             delta = export_incremental(request(trainer))
             assert isinstance(delta, ExportedDelta)
             assert server.update()["position"] == delta.at.position
