@@ -45,7 +45,7 @@ Dataset = Any
 
 
 class Expected(Struct, frozen=True):
-    """What a base demands of a delta: lineage, string [], and schema; with `finite` no NaN and no infinity."""
+    """What a base demands of a delta: lineage, string [], and schema; with `finite` no NaN or infinity."""
 
     lineage: Tensor
     schema: Schema
