@@ -6,10 +6,11 @@ STAMP  := $(VENV)/.installed
 # By all cores, where pip takes one; and once, where PYTHONDONTWRITEBYTECODE has each process compile for itself.
 COMPILE = $(BIN)/python -m compileall -q -j 0
 
-.PHONY: help demo test lint unit thorough stores docs soak pictures fuzz chaos faults isolation bench release lock matrix matrix-short clean
+.PHONY: help demo test test-all lint unit thorough stores docs soak pictures fuzz chaos faults isolation bench release lock matrix matrix-short clean
 help:
 	@echo "make demo    train on a loopback cluster, export, serve, predict; then keep a running model fresh"
-	@echo "make test    lint, types and all tests"
+	@echo "make test    lint, types, and the tests that show within ten minutes whether a change is right"
+	@echo "make test-all  all other tests: real processes in every combination, kills, campaigns; half an hour"
 	@echo "make thorough  all tests, ten times as much of what they leave to chance, and updates over mapped tables"
 	@echo "make stores  the tests of object stores, Azure's too; installs Azurite by npm"
 	@echo "make docs    the documentation as a site, in build/site; fails on a broken link"
@@ -45,14 +46,20 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+PYTEST = $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
 unit: $(STAMP)
 	@$(COMPILE) exporter serving tests/support
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m 'not landing'
+
+test-all: $(STAMP)
+	@$(COMPILE) exporter serving tests/support
+	$(PYTEST) -m landing
 
 thorough: $(STAMP)
 	@$(COMPILE) exporter serving tests/support
-	THOROUGH=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
-	MAPPED_BASES=1 $(BIN)/python -m pytest -n auto --dist loadfile tests/subgraph tests/integration/test_incremental_server.py
+	THOROUGH=1 $(PYTEST)
+	MAPPED_BASES=1 $(PYTEST) tests/subgraph tests/integration/test_incremental_server.py
 
 build/azurite:
 	@mkdir -p $@.new
