@@ -34,6 +34,7 @@ from exporter.graph.batch.opening import BatchSize, Ends, settle_batch
 from exporter.graph.deeprec_ops import drop_foreign_attributes, is_deeprecs
 from exporter.graph.feeds import cut_inputs, fix_constants, pipeline_batches, served_shape
 from exporter.graph.functions import (
+    callees_first,
     callers,
     gather_rows,
     graph_variables,
@@ -114,6 +115,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
     replaced = _cut(index, nodes, signatures.values(), foreign)
     roots = _roots(signatures.values(), replaced)
     needed, filling, makers = _needed(index, nodes, replaced, roots, source.init_op)
+    callees_first((nodes[name] for name in needed.inputs), index.functions)  # refuses recursion
     state = keep_restores(index, nodes, makers, source.meta_graph.saver_def)
     whole = [*filling, *state.importing]
     makers.require_filled(nodes, whole)
@@ -145,15 +147,16 @@ def clean(source: SourceGraph) -> InferenceGraph:
     )
     unknown = foreign_ops(protos.all_nodes(meta_graph.graph_def), index.functions)
     check_filled(meta_graph, filling)
+    fed = {_moved(tensor, moved).node for ends in signatures.values() for tensor in ends.inputs}
     outside = outside_ops(
         meta_graph.graph_def,
         files={asset.node for asset in assets},
         own=[name for name in reach(kept, state.importing).inputs if kept[name].op == "RestoreV2"],
+        fed=fed,
     )
     require_inside(outside, is_allowed=source.trust.file_ops)
     for name, signature in source.meta_graph.signature_def.items():
         meta_graph.signature_def[name].CopyFrom(_served_signature(index, signature, moved, size))
-    fed = {_moved(tensor, moved).node for ends in signatures.values() for tensor in ends.inputs}
     training = training_mode(meta_graph.graph_def, _roots(signatures.values(), moved), fed)
     return InferenceGraph(
         source=source.label,

@@ -125,6 +125,7 @@ class Effect(StrEnum):
     WRITES = "writes files"
     CALLS = "calls other processes or devices"
     RUNS = "runs code, or ends the process"
+    UNKNOWN = "may do anything: nobody has judged what it does"
 
 
 class Outside(Struct, frozen=True):

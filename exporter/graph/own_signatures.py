@@ -163,7 +163,7 @@ def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, Signatur
         foreign = foreign_ops(protos.all_nodes(source.meta_graph.graph_def), index.functions)
 
     def is_unfit(op: str) -> bool:
-        return is_refused(op) or op in foreign or effect_of(op) is not None
+        return op not in index.functions and (is_refused(op) or op in foreign or effect_of(op) is not None)
 
     own = [name for name, body in index.functions.items() if any(is_unfit(n.op) for n in body.node_def)]
     unfit, reasons = callers(index.functions, own), {}
