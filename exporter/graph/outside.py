@@ -336,8 +336,9 @@ class _Judge:
 
     def _reads(self, node: Proto, callee: str, scope: Scope) -> list[Outside]:
         """The reads in a function to which a call passes the name of a file outside of the version."""
-        body = self._library[callee].node_def
-        readers = [each for each in _judged(body, callee, self._library) if each.op in _FILE_INPUTS]
+        bodies = ((name, self._library[name].node_def) for name in self._alike(callee))
+        judged = (each for name, body in bodies for each in _judged(body, name, self._library))
+        readers = [each for each in judged if each.op in _FILE_INPUTS]
         return readers or [Outside(node.name, node.op, Effect.READS, scope.name)]
 
 
