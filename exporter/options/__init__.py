@@ -481,9 +481,9 @@ class GraphOptions(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
         tuple[Path, ...],
         _served("Let a graph that is not named take files from here, too. Repeatable.", metavar="DIR"),
     ] = ()
-    allow_file_ops: Annotated[bool, _served("Serve operations that read or write files, or call out.")] = (
-        False
-    )
+    allow_file_ops: Annotated[
+        bool, _served("Serve operations that use files, call out, or were not judged.")
+    ] = False
     allow_foreign_ops: Annotated[
         bool, _served("Serve operations that stock TensorFlow lacks, with all that they need.")
     ] = False

@@ -66,7 +66,7 @@ class ExportKeywords(TypedDict, total=False):
     allow_files: Sequence[StrPath]
     """Let a graph that is not named take files from here, too."""
     allow_file_ops: bool
-    """Serve operations that read or write files, or call out."""
+    """Serve operations that use files, call out, or were not judged."""
     allow_foreign_ops: bool
     """Serve operations that stock TensorFlow lacks, with all that they need."""
     custom_objects: Sequence[str]

@@ -306,8 +306,8 @@ def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
             hint="publish full versions: leave --incr and --updatable out",
         )
     asked = "--verify outputs" if request.verify is Verify.OUTPUTS else "--golden" if request.golden else ""
-    if asked:
-        require_harmless(graph.outside, asked, is_allowed=request.allow_code)
+    if imported := asked or ("--updatable" if request.updates else ""):
+        require_harmless(graph.outside, imported, is_allowed=request.allow_code)
     if asked and graph.foreign:
         raise UsageError(
             f"{asked} runs the model here, where TensorFlow lacks {by_library(graph.foreign)}",

@@ -104,7 +104,8 @@ ADVICE: dict[type[ExportError], Advice] = {
     errors.AccessRefused: Advice(
         "A graph asks for something outside of the model: a file of another directory, which nobody named "
         "for it (a vocabulary of the `.meta` beside a checkpoint), or an operation that reads or writes "
-        "files, calls other processes or runs code, on the server or where outputs are compared here.",
+        "files, calls other processes or runs code, on the server or where outputs are compared here. An "
+        "operation of TensorFlow that nobody has judged yet counts as one that may do anything.",
         "If the graph is yours, name it with `--model`, or allow what it asks for: `--allow-files DIR` for "
         "files, `--allow-file-ops` for operations that are served, `--allow-code` for what runs here.",
     ),
