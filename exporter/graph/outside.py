@@ -64,8 +64,7 @@ _EFFECTS = {
         WriteFile | Save(V2|Slices)? | SaveDataset(V2)? | MergeV2Checkpoints | DistributedSave
         | (Experimental)?DatasetToTFRecord | SnapshotDataset(V2)? | CacheDataset(V2)? | PrintV2 | DumpTensor
         | CalibrationStatisticsSaver | CreateSummary(File|Db)Writer | (Flush|Close)?SummaryWriter
-        | Write\w*Summary
-        | FileSystemSetConfiguration""",
+        | Write\w*Summary | FileSystemSetConfiguration""",
     Effect.CALLS: r"""
         Rpc\w+ | DeleteRpcFutureResource | RemoteCall | (_Host|_)?(Send|Recv) | Collective\w+ | Nccl\w+
         | _Nccl\w+ | DataServiceDataset(V\d)? | RegisterDataset(V2)? | DebugIdentity(V\d)? | DebugNanCount
@@ -288,19 +287,17 @@ class _Judge:
 
     def found(self, own: Collection[str]) -> list[Outside]:
         """The operations that reach out, each once."""
-        found: list[Outside] = []
-        for name in callees_first(self._nodes, self._library):
-            found += self._function(name)[1]
-        graph = Scope({node.name: node for node in self._nodes})
-        return [*dict.fromkeys([*(each for each in self._body(graph)[1] if each.node not in own), *found])]
+        inside: list[Outside] = []
+        for name in callees_first(self._nodes, self._library):  # deep calls without deep recursion
+            inside += self._function(name)[1]
+        found = self._body(Scope({node.name: node for node in self._nodes}))[1]
+        return [*dict.fromkeys([*(each for each in found if each.function or each.node not in own), *inside])]
 
     def _function(self, name: str) -> tuple[set[int], list[Outside]]:
         """The arguments of a function that name files, and its operations that reach out in other ways."""
         if name not in self._judged:
-            self._judged[name] = (
-                set(),
-                [],
-            )  # while it is judged: another of one `api_implements` may call it
+            # Functions of one `api_implements` may call each other: for the meantime it has nothing.
+            self._judged[name] = (set(), [])
             self._judged[name] = self._body(Scope.of(self._library[name]))
         return self._judged[name]
 
