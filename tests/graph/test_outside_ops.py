@@ -33,10 +33,11 @@ ENDS: Any = {"inputs": {"x": "x"}, "outputs": {"y": "y"}}
 
 NOT_JUDGED = re.compile(
     r"""
-    _?_Mkl\w+ | Risc\w+ | TPU\w+ | Tpu\w+ | GetTpu\w+ | Xla\w*Sparse\w+ | CheckPinned
+    _?_Mkl(?!LayerNorm|FusedInstanceNorm|FusedMish|Swish|FusedBatchMatMulV2)\w+
+    | Risc\w+ | TPU\w+ | Tpu\w+ | GetTpu\w+ | Xla\w*Sparse\w+ | CheckPinned
     | Xla(AllReduce|ReduceScatter)
     | _(Arg|Retval|Device(Arg|Retval)|ArrayToList|ListToArray|EagerConst|HostCast|If|While|XlaCompile|XlaRun)
-    | _(CopyFrom\w+|FusedBatchNormGradEx|FusedConv3D|Fused?Quantized\w+|Quantized\w+|Parallel\w+)
+    | _(CopyFrom\w+|Parallel\w+)
     | _(ReadVariablesOp|ScopedAllocator\w*|TensorToHashBucketFast|VarHandlesOp|XlaAotOnlyVarHandleOp|XlaMerge)
     | _XlaCompileMlirPlaceholderProgramKey | Copy(Host|Op|ToMesh|ToMeshGrad)? | Relayout(Like)? | DTensor\w+
     | CrossReplicaSum | AllToAll | SymbolicGradient | SerializeIterator | Prelinearize(Tuple)?

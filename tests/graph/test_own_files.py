@@ -25,7 +25,8 @@ from tests.support.trained import answers_in_session
 v1 = tf.compat.v1
 ENDS: Any = {"inputs": {"x": "x"}, "outputs": {"y": "y"}}
 TYPED = ("--input", "x=x", "--output", "y=y")
-WAYS = [(), ("--verify", "outputs"), ("--updatable",)]
+WAYS = [(), ("--verify", "outputs"), ("--updatable",), ("--incr",)]
+NAMES = ["plain", "outputs", "updatable", "increments"]
 Build = Callable[[Any], None]
 
 
@@ -78,7 +79,7 @@ def counted(path: Path) -> Build:
     return build
 
 
-@pytest.mark.parametrize("options", WAYS, ids=["plain", "outputs", "updatable"])
+@pytest.mark.parametrize("options", WAYS, ids=NAMES)
 def test_a_graph_in_a_text_is_not_run(options: tuple[str, ...], tmp_path: Path) -> None:
     written = tmp_path / "written"
     directory = found_in(tmp_path, counted(written))
@@ -306,6 +307,10 @@ def test_all_that_a_variable_gets_counts() -> None:
     for value in ("path", "asset", "kept"):
         assert reached(path_kept_in_a_variable(), fed=(value,)) == ["ReadFile"]
 
+    restored = path_kept_in_a_variable()
+    del restored.node[3]
+    assert reached(restored) == ["ReadFile"]
+
     twice = path_kept_in_a_variable()
     twice.node.add(name="again", op="AssignVariableOp", input=["kept", "other"])
     assert reached(twice) == ["ReadFile"]
@@ -385,7 +390,7 @@ def recursive(meta: Path) -> None:
     meta.write_bytes(graph.SerializeToString())
 
 
-@pytest.mark.parametrize("options", WAYS, ids=["plain", "outputs", "updatable"])
+@pytest.mark.parametrize("options", WAYS, ids=NAMES)
 def test_functions_that_reach_themselves_are_refused_by_name(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:
