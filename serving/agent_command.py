@@ -18,7 +18,7 @@ from exporter.errors import Exit, ExportError, UsageError
 from exporter.options import Option
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import local_path, path_parser, quoted
-from exporter.terminal import sleep_until_a_signal, stop_on_sigterm
+from exporter.terminal import Leave, sleep_until_a_signal, stop_on_sigterm
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.output import Output, OutputMode
 from exporter.terminal.server_access import ServerAccess
@@ -364,7 +364,7 @@ def agent(
                 printer.started(own.host, bound, "http" if own.tls_cert is None else "https")
                 sleep_until_a_signal()
         except KeyboardInterrupt:
-            raise SystemExit(int(Exit.INTERRUPTED)) from None
+            raise Leave(int(Exit.INTERRUPTED)) from None
 
 
 def _settings(
