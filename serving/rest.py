@@ -19,8 +19,10 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from exporter.wire import rest_json
+from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 from serving import rest_response
 from serving.calls import Calls
@@ -170,6 +172,9 @@ class RestInterface:
             if target.what == "predict":
                 return list(self._predict(target, document))
             return [_json(self._ask_examples(target, document))]
+        except rest_json.NoJsonForm as error:  # there, it is wrapped where it comes from a row
+            code = Code.UNIMPLEMENTED if "inputs" in document else Code.INVALID_ARGUMENT
+            raise StatusError(code, str(error)) from error
         except ValueError as error:
             raise invalid(str(error)) from error
 
@@ -199,7 +204,10 @@ class RestInterface:
                     f'Serving signature name: "{name or "serving_default"}" not found in signature def'
                 )
             signature = model.signatures[name or "serving_default"]
+            if not signature.inputs:
+                raise invalid(f"Failed to get input map for signature: {name or 'DEFAULT'}")
             inputs = rest_json.predict_inputs(document, signature, check_shapes=False)
+            _require_types(inputs, signature)
             outputs = self._calls.predict_arrays(model, name, inputs, self._timeout_ms)
         if not outputs:
             raise invalid("Cannot convert empty tensor map to JSON")
@@ -218,6 +226,16 @@ class RestInterface:
             )
         result = self._calls.regress(request, self._timeout_ms).result
         return rest_response.regressions([row.value for row in result.regressions])
+
+
+def _require_types(inputs: Mapping[str, NDArray[Any]], signature: Proto) -> None:
+    """Refuse values of types that TensorFlow Serving does not read from JSON; no value is of any type."""
+    for name, array in inputs.items():
+        dtype = DType(signature.inputs[name].dtype)
+        if array.size and dtype not in rest_json.REST_TYPES:
+            raise rest_json.NoJsonForm(
+                f"Conversion of JSON Value to type: {dtype.label} (input {name!r}): use gRPC"
+            )
 
 
 def _target(http_method: str, path: str) -> RequestedModel:

@@ -168,12 +168,11 @@ def _say_all_characters() -> None:
 
 
 def _keep_stderr() -> None:
-    """Give `sys.stderr` a descriptor of its own: number 2 leads elsewhere while some thread imports TensorFlow,
-    and what another thread said meanwhile, perhaps why the program ends, would be lost.
+    """Give `sys.stderr` a descriptor of its own: number 2 leads elsewhere while some thread imports
+    TensorFlow, and what another thread said meanwhile, perhaps why the program ends, would be lost.
     """
     if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr.fileno() == 2:
-        kept = os.dup(2)
-        sys.stderr = open(kept, "w", 1, sys.stderr.encoding, sys.stderr.errors)  # noqa: SIM115  for good
+        sys.stderr = os.fdopen(os.dup(2), "w", 1, sys.stderr.encoding, sys.stderr.errors)
 
 
 def _open_closed_streams() -> None:
