@@ -55,9 +55,7 @@ def _feed(index: GraphIndex, name: str, text: str) -> tuple[str, np.ndarray]:
         raise UsageError(
             f"--feed {name}={text}: shape {_shown(value.shape)} does not fit",
             cause=f"{tensor} has shape {_shown(shape)}",
-            hint=""
-            if value.shape
-            else f"give a list: --feed {quoted(f'{name}={_listed(value, len(shape))}')}",
+            hint="" if value.shape else f"give a list: --feed {quoted(f'{name}={_listed(value, shape)}')}",
         )
     return tensor.node, value
 
@@ -94,11 +92,11 @@ def _scalar(text: str, dtype: DType) -> Any:
         return complex(text) if dtype in (DType.COMPLEX64, DType.COMPLEX128) else float(text)
 
 
-def _listed(value: np.ndarray, rank: int) -> str:
-    """What is typed for a tensor of so many dimensions that holds one value: `[1.0]`."""
+def _listed(value: np.ndarray, shape: tuple[int, ...]) -> str:
+    """What is typed for a tensor that holds one value: `[1.0]`, with as many brackets as dimensions."""
     item = value.item()
     text = json.dumps(item.decode() if isinstance(item, bytes) else item, default=str)
-    return "[" * rank + text + "]" * rank
+    return "[" * len(shape) + text + "]" * len(shape)
 
 
 def _fits(shape: tuple[int, ...], declared: tuple[int, ...]) -> bool:

@@ -54,8 +54,8 @@ REST_TYPES = frozenset(
         DType.STRING,
     }
 )
-"""What TensorFlow Serving reads from JSON and writes as JSON (`AddValueToTensor` and `AddSingleValueAndAdvance`
-of json_tensor.cc). Here more have a form: `serve-model predict` sends them by gRPC.
+"""What TensorFlow Serving reads from JSON (`AddValueToTensor` of json_tensor.cc) and writes as JSON
+(`AddSingleValueAndAdvance`). Here more have a form: `serve-model predict` sends them by gRPC.
 """
 
 _MAY_OVERFLOW = (re.compile(r"[eE]\+?[0-9]{3}"), re.compile(r"[0-9]{309}"))

@@ -1,4 +1,4 @@
-"""Whatever ends a command is said: libraries that break while they are imported, ends beside other threads."""
+"""Whatever ends a command is said: libraries that break when imported, ends beside other threads."""
 
 from __future__ import annotations
 

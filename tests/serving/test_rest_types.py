@@ -47,7 +47,10 @@ WRITTEN = [
 
 
 def write_types(directory: Path) -> set[str]:
-    """Write signatures `in_T`, which count values of a type, and `out_T`, which give some; gives their names."""
+    """Write signatures `in_T`, which count values of a type, and `out_T`, which give some.
+
+    Returns their names.
+    """
     import tensorflow as tf
 
     v1 = tf.compat.v1
