@@ -47,6 +47,15 @@ class PortFlags(Struct, frozen=True):
     port: Annotated[
         int, typer.Option(metavar="PORT", min=0, max=65535, help="The agent's own port; 0 takes a free one.")
     ] = 8600
+    allow_host: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Further names of the agent's port, which refuses requests for other names unless it speaks "
+            "HTTPS. Its own are addresses, localhost and --host, and names without a dot unless it listens "
+            "on a loopback address. `*.NAME` is every name below it, `*` every name.",
+        ),
+    ] = None
     token_file: Annotated[
         str | None,
         typer.Option(
@@ -406,7 +415,7 @@ def _own_port(own: PortFlags, journal: Journal, look: Callable[[], FleetView]) -
     show = partial(http.page, look, recorder, journal, own.fresh_within)
     site = http.Site(look, metrics, show, own.fresh_within, own.token(), own.client_ca is not None)
     stop = threading.Event()
-    with http.serving(site, own.host, own.port, own.tls()) as bound:
+    with http.serving(site, own.host, own.port, own.tls(), own.allow_host) as bound:
         threading.Thread(target=recorder.follow, args=(stop,), daemon=True).start()
         try:
             yield bound

@@ -125,6 +125,7 @@ class RestInterface:
         self._calls = calls
         self._metrics = metrics
         self._timeout_ms = timeout_ms
+        self._allows_pages = allow_cors
         self._headers = [_JSON, *(_CORS if allow_cors else [])]
         self._metrics_path = metrics_path
 
@@ -150,6 +151,8 @@ class RestInterface:
                 _require_origin(request)
                 body = []
             else:
+                if request.method == "POST" and not self._allows_pages:
+                    _refuse_other_pages(request.headers)
                 target = _target(request.method, request.target)
                 name, method = target.name, target.what
                 body = self._process(target, request)
@@ -269,6 +272,26 @@ def _decoded(text: str, kind: str) -> str:
 def _require_origin(request: HttpRequest) -> None:
     if not re.search("https?://", request.headers.get("origin", "")):
         raise StatusError(Code.FAILED_PRECONDITION, "Origin header is missing in CORS preflight")
+
+
+def _refuse_other_pages(headers: Mapping[str, str]) -> None:
+    """Refuse what a page of another site makes a browser send without asking first: a form, or such a text.
+
+    JSON it would ask for, by OPTIONS, and without CORS in vain. Programs send neither of the two headers
+    (`curl -d` sends a form's type), proxies pass them on.
+    """
+    if headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
+        return
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is None and origin is not None:
+        is_own = origin.partition("://")[2].lower() == headers.get("host", "").lower()
+    else:
+        is_own = site in (None, "same-origin", "none")
+    if not is_own:
+        raise StatusError(
+            Code.PERMISSION_DENIED,
+            f"a page of another site asks ({origin or site!s:.99}): --rest-api-enable-cors-support allows it",
+        )
 
 
 def _document(request: HttpRequest) -> dict[str, Any]:
