@@ -209,10 +209,10 @@ def copy_file(source: Path | str, target: Path | str) -> None:
     """Copy a file's content and mode; of one that stands for an object of a store, the object's.
 
     Raises:
-        CheckpointError: as `open_regular`.
-        OSError: as `open_regular` and `shutil.copy`.
+        CheckpointError: it cannot be fetched.
+        OSError: as `shutil.copy`.
     """
-    os.close(open_regular(Path(source)))
+    mirror.fetch(Path(source))
     shutil.copy(source, target)
 
 
