@@ -132,13 +132,13 @@ def open_regular(path: Path, *, follow: bool = True, ranges: Iterable[tuple[int,
     kind = 0 if follow else os.O_NOFOLLOW
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | kind)
     try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-        if not stat.S_ISREG(mode):
+        if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
         mirror.fetch(path, ranges)
-        if os.fstat(descriptor).st_size < _LFS_BYTES and os.pread(descriptor, len(_LFS), 0) == _LFS:
+        if found.st_size < _LFS_BYTES and os.pread(descriptor, len(_LFS), 0) == _LFS:
             raise LfsPointer(f"{path} is a pointer of Git LFS: what it stands for was not fetched")
     except BaseException:
         os.close(descriptor)

@@ -8,7 +8,7 @@ import re
 import sys
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise, takewhile
 from typing import Annotated, Any, NoReturn
 
@@ -171,8 +171,9 @@ def _keep_stderr() -> None:
     """Give `sys.stderr` a descriptor of its own: number 2 leads elsewhere while some thread imports
     TensorFlow, and what another thread said meanwhile, perhaps why the program ends, would be lost.
     """
-    if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr.fileno() == 2:
-        sys.stderr = os.fdopen(os.dup(2), "w", 1, sys.stderr.encoding, sys.stderr.errors)
+    with suppress(OSError, ValueError):  # it has no descriptor, or there are no more
+        if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr.fileno() == 2:
+            sys.stderr = os.fdopen(os.dup(2), "w", 1, sys.stderr.encoding, sys.stderr.errors)
 
 
 def _open_closed_streams() -> None:

@@ -623,7 +623,7 @@ def _unescaped(text: str) -> bytes | None:
     """What absl::Base64Unescape reads, or None: the standard alphabet, white space anywhere, and at the end
     all of the padding, of `=` or `.`, or none of it (absl/strings/escaping.cc).
     """
-    found = _BASE64.fullmatch(text.translate(_NO_SPACE))
+    found = _BASE64.fullmatch(text) or _BASE64.fullmatch(text.translate(_NO_SPACE))
     if found is None:
         return None
     digits, lack = found[1], -len(found[1]) % 4
