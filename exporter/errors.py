@@ -9,6 +9,7 @@
     │   ├── TruncatedFile                an index or shard is shorter than its own records say
     │   ├── CorruptFile                  a checksum or a structure is wrong
     │   ├── UnsupportedFormat            another version, byte order, compression or family
+    │   ├── LfsPointer                   a pointer of Git LFS stands where the file should be
     │   ├── UnsafeArchive                an archive reaches outside itself, or unfolds beyond measure
     │   └── CheckpointChanged            files changed or vanished while they were read
     ├── GraphError                   1   the inference graph cannot be made
@@ -115,6 +116,15 @@ _ERRNO = re.compile(r"\A\[Errno -?[0-9]+\] ")
 """The beginning of an OSError's `str`, which means nothing to a user."""
 
 
+_LONGEST = 4000
+"""Characters of a message, or of a cause: no path is longer, and what others wrote may be, without end."""
+
+
+def bounded(text: str) -> str:
+    """The text, or its beginning and how long it is: errors quote files, servers and libraries."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
+
+
 class ExportError(Exception):
     """Base of every error this project raises on purpose.
 
@@ -126,9 +136,9 @@ class ExportError(Exception):
     default_hint = "run the command again with --debug and read the traceback"
 
     def __init__(self, message: str, *, cause: str = "", hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.cause = _ERRNO.sub("", cause)
+        self.message = bounded(message)
+        super().__init__(self.message)
+        self.cause = bounded(_ERRNO.sub("", cause))
         self.hint = hint or self.default_hint
 
     def advise(self, hint: str) -> None:
@@ -188,6 +198,12 @@ class UnsupportedFormat(CheckpointError):
     """A version, byte order, compression or family that is not read."""
 
     default_hint = "write the checkpoint again with a stock TensorFlow Saver in V2 format"
+
+
+class LfsPointer(CheckpointError):
+    """A repository was cloned without its large files: a pointer of Git LFS stands where one should be."""
+
+    default_hint = "fetch the files in the clone: git lfs pull"
 
 
 class UnsafeArchive(CheckpointError):

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from exporter.errors import Exit, ManifestError, UsageError
 from exporter.storage.local_paths import path_parser, quoted
-from exporter.terminal import sleep_until_a_signal, stop_on_sigterm
+from exporter.terminal import Leave, sleep_until_a_signal, stop_on_sigterm
 from exporter.terminal.edge import AS_TEXT, NOTES, OutputFlags, VersionFlag, command
 from exporter.terminal.output import Output, escape
 from exporter.terminal.tensorflow_import import require_tensorflow
@@ -133,7 +133,7 @@ def _serve(
             printer.begin(server)
             sleep_until_a_signal()
     except KeyboardInterrupt:
-        raise SystemExit(int(Exit.INTERRUPTED)) from None
+        raise Leave(int(Exit.INTERRUPTED)) from None
 
 
 def _announce(sink: Output, server: ModelServer) -> None:

@@ -83,6 +83,7 @@ from exporter.graph.training_mode import training_mode
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
+from exporter.wire.rest_json import REST_TYPES
 
 _STOCK_MAKERS = re.compile(r"BoostedTrees\w*(HandleOp|Resource)")
 """Operations of stock TensorFlow that make state which only operations of their own restore."""
@@ -173,6 +174,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
             *training.notes(),
             *_defaults(kept, fed),
             *_needs(unknown, outside),
+            *_beyond_rest(meta_graph.signature_def),
         ),
         objects=source.objects,
         traced_rows=size.traced,
@@ -299,6 +301,18 @@ def _defaults(kept: Mapping[str, Proto], fed: Collection[str]) -> Iterator[str]:
     for name, node in kept.items():
         if node.op == "PlaceholderWithDefault" and name not in fed:
             yield f"placeholder {name!r} keeps its default value; fix another with --feed {name}=VALUE"
+
+
+def _beyond_rest(signatures: Mapping[str, Proto]) -> Iterator[str]:
+    """Notes on signatures with types that TensorFlow Serving's REST has no JSON for."""
+    for name, signature in sorted(signatures.items()):
+        found = [
+            f"{alias} is {DType(info.dtype).label}"
+            for _, alias, info in signature_tensors(signature)
+            if info.WhichOneof("encoding") == "name" and info.dtype not in REST_TYPES
+        ]
+        if found:
+            yield f"REST cannot carry signature {name!r}, gRPC can: {', '.join(found)}"
 
 
 def _needs(foreign: Collection[str], outside: Iterable[Outside]) -> Iterator[str]:

@@ -193,8 +193,10 @@ class TensorSpec(Struct, frozen=True):
 
     @property
     def shape_text(self) -> str:
-        """`[?,3]`; `[?]` too if nothing is known."""
-        sizes = "?" if self.shape is None else ",".join("?" if size < 0 else str(size) for size in self.shape)
+        """`[?,3]`; `[...]` if not even the number of dimensions is known."""
+        sizes = (
+            "..." if self.shape is None else ",".join("?" if size < 0 else str(size) for size in self.shape)
+        )
         return f"[{sizes}]"
 
     def __str__(self) -> str:

@@ -192,11 +192,14 @@ class Site(Struct, frozen=True):
 
 
 @contextmanager
-def serving(site: Site, host: str, port: int, tls: HttpTls | None = None) -> Iterator[int]:
+def serving(
+    site: Site, host: str, port: int, tls: HttpTls | None = None, allow_host: str | None = None
+) -> Iterator[int]:
     """Serve inside the block; gives the number of the port.
 
     Raises:
         ServerError: the port cannot listen on the address.
+        UsageError: `allow_host` is no list of names.
     """
     listening = HttpPort(
         site,
@@ -208,6 +211,7 @@ def serving(site: Site, host: str, port: int, tls: HttpTls | None = None) -> Ite
         request_seconds=_REQUEST_S,
         is_quick=lambda request: request.path in _OPEN,
         tls=tls,
+        allow_host=allow_host,
     )
     try:
         yield listening.port

@@ -67,6 +67,7 @@ def test_the_port_speaks_tls_and_asks_for_certificates_and_a_token(
             return get(running.port, path, certified.ca, own, **headers)
 
         assert ask("/healthz") == (200, "ok\n"), "a probe shows no certificate"
+        assert ask("/healthz", Host="ml.example.com") == (200, "ok\n"), "the certificate has the names"
         status, text = ask("/readyz")
         assert (status, NOBODY in text) == (503, False), "and learns no address"
         for path in ("/", "/metrics", "/status.json"):
@@ -88,6 +89,25 @@ def test_the_port_speaks_tls_and_asks_for_certificates_and_a_token(
         assert "Traceback" not in said
         for secret in ("s3cret-w0rd", key):
             assert secret not in said
+
+
+@pytest.mark.parametrize("path", ["/", "/status.json", "/metrics", "/readyz"])
+def test_a_page_whose_name_leads_here_reads_nothing(published: Published, path: str) -> None:
+    """Of DNS rebinding: the browser takes the page for one of the site's own."""
+    with agent(
+        published.model, NOBODY, more=("--allow-host", "ml.example.com,*.svc.cluster.local")
+    ) as running:
+
+        def named(host: str) -> int:
+            connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
+            connection.request("GET", path, headers={"Host": host})
+            return connection.getresponse().status
+
+        own = {
+            named(host) for host in ("10.0.0.7:8600", "localhost", "ml.example.com", "a.b.svc.cluster.local")
+        }
+        assert named("evil.example") == 403
+        assert 403 not in own
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,11 @@ ADVICE: dict[type[ExportError], Advice] = {
         "Save it again as the text says. A newer format version needs the `export-model` that wrote it, "
         "or a newer one.",
     ),
+    errors.LfsPointer: Advice(
+        "The repository keeps large files in Git LFS, and was cloned without them: in their places are small "
+        "text files, which say what to fetch.",
+        "`git lfs install`, then `git lfs pull` in the clone.",
+    ),
     errors.UnsafeArchive: Advice(
         "An archive has pickled objects, links, paths that lead out of it, or unfolds to far more than it "
         "holds. Nothing of it was executed.",
