@@ -13,6 +13,7 @@ their entries in an order of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -44,6 +45,13 @@ def chunks(schema: Schema) -> Iterator[Chunk]:
         rows = row_count(variable)
         for start in range(0, rows, CHUNK_ROWS):
             yield Chunk(variable.name, start, min(rows, start + CHUNK_ROWS))
+
+
+def cheapest_chunk(schema: Schema) -> int | None:
+    """The number of a chunk with the fewest bytes; None if there are no chunks."""
+    row_bytes = {v.name: math.prod(v.shape[1:]) * (v.dtype.itemsize or 0) for v in digested(schema)}
+    sizes = [(chunk.stop - chunk.start) * row_bytes[chunk.variable] for chunk in chunks(schema)]
+    return min(range(len(sizes)), key=sizes.__getitem__, default=None)
 
 
 def chunk_digest(rows: NDArray[Any]) -> int:
