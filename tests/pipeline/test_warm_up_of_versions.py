@@ -1,4 +1,4 @@
-"""The warm-up file of every kind of version: its records, and that no client's first call prepares a graph."""
+"""The warm-up file of every kind of version: its records, and that no first call of a client prepares."""
 
 from __future__ import annotations
 
