@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from exporter.bundle.warmup import WarmupRequest, examples_request, takes_examples, tensors_request
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
-from exporter.graph.nodes import const_value, endpoint, input_names, through_identities
+from exporter.graph.nodes import attr, const_value, endpoint, input_names, through_identities
 from exporter.graph.signatures import canonical, tensors_of
 from exporter.graph.variable_uses import read_rows_only
 from exporter.tables.geometry import INDEX_ROWS, PARTS
@@ -80,6 +80,7 @@ _OF_REQUEST = """
 _CERTAIN_ANY, _CERTAIN_FIRST = frozenset(_ANY_VALUE.split()), frozenset(_FIRST_VALUE.split())
 _CERTAIN = _CERTAIN_ANY | _CERTAIN_FIRST | _SHAPE_OF | _UNIQUE | frozenset(_OF_REQUEST.split())
 _GATHERS = frozenset({"ResourceGather", "ResourceGatherNd"})
+_READS = _GATHERS | {"ReadVariableOp", "StatefulPartitionedCall"}
 _SAME_NUMBERS = frozenset({"ExpandDims", "Identity", "Reshape", "Squeeze"}) | _UNIQUE
 """Operations whose first output has the numbers of their first input, and no others."""
 
@@ -139,6 +140,7 @@ def _without_calls(graph_def: Proto, fetched: Iterable[str]) -> Proto:
     from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
     from tensorflow.python.grappler import tf_optimizer  # as convert_variables_to_constants does it
 
+    _keep_reads(graph_def)
     meta_graph = meta_graph_pb2.MetaGraphDef()
     meta_graph.graph_def.ParseFromString(graph_def.SerializeToString())
     meta_graph.collection_def["train_op"].node_list.value.extend(sorted(fetched))  # what grappler keeps
@@ -147,6 +149,20 @@ def _without_calls(graph_def: Proto, fetched: Iterable[str]) -> Proto:
     config.graph_options.rewrite_options.optimizers.append("function")
     inlined = tf_optimizer.OptimizeGraph(config, meta_graph)
     return message_class("GraphDef").FromString(inlined.SerializeToString())
+
+
+def _keep_reads(graph_def: Proto) -> None:
+    """Make reads of variables control outputs of the functions that they are in.
+
+    Grappler writes a function out only if every stateful node is one, or leads to one; a gather that the graph
+    stage made of a read (`graph.functions`) is none (inline_function_utils.cc, `Can't guarantee execution`).
+    """
+    for function in graph_def.library.function:
+        kept = {*function.control_ret.values()}
+        for node in function.node_def:
+            if node.op in _READS and node.name not in kept:
+                function.signature.control_output.append(node.name)
+                function.control_ret[node.name] = node.name
 
 
 def _is_certain(
@@ -258,7 +274,8 @@ class _Certainty:
     def _bound_rows(self, gather: Proto) -> None:
         """Note what bounds the row numbers of a gather by the rows of its table."""
         handle = through_identities(self._nodes, endpoint(gather.input[0]).node)
-        if gather.op != "ResourceGather" or not self._shape(handle):
+        is_plain = gather.op == "ResourceGather" and not attr(gather, "batch_dims").i
+        if not is_plain or not self._shape(handle):
             raise _Uncertain(gather.op)
         pending, seen = [(str(gather.input[1]), self._shape(handle)[0])], set()
         while pending:

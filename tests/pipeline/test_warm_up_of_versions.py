@@ -129,6 +129,20 @@ def test_each_signature_is_played_once(tmp_path: Path) -> None:
     assert_played(done.published.path, UPDATE, STATUS, "rows", "totals", UPDATE)
 
 
+@pytest.mark.parametrize("casts", [(), ("int8",)])
+def test_a_model_of_keras(tmp_path: Path, casts: tuple[str, ...]) -> None:
+    """Its signatures call functions that call functions, which take the tables' handles."""
+    keras = tf.keras
+    user, tags = (keras.Input((size,), dtype="int64", name=name) for size, name in ((1, "user"), (3, "tags")))
+    users = keras.layers.Flatten()(keras.layers.Embedding(1000, 8)(user))
+    tagged = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(50, 8)(tags))
+    hidden = keras.layers.Dense(4, activation="relu")(keras.layers.Concatenate()([users, tagged]))
+    score = keras.layers.Dense(1, activation="sigmoid")(keras.layers.BatchNormalization()(hidden))
+    keras.Model([user, tags], score).export(str(tmp_path / "trained"))
+    asked = ExportRequest(tmp_path / "trained", tmp_path / "model", casts=casts, updates=Updates())
+    assert_played(export(asked).published.path, UPDATE, STATUS, "serve", PREDICT, UPDATE)
+
+
 def dense_ids() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     ids = tf1.placeholder(tf.int64, [None], name="ids")
     defaults = np.arange(2 * DIM, dtype=np.float32).reshape(2, DIM)
