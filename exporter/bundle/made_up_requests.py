@@ -154,8 +154,8 @@ def _without_calls(graph_def: Proto, fetched: Iterable[str]) -> Proto:
 def _keep_reads(graph_def: Proto) -> None:
     """Make reads of variables control outputs of the functions that they are in.
 
-    Grappler writes a function out only if every stateful node is one, or leads to one; a gather that the graph
-    stage made of a read (`graph.functions`) is none (inline_function_utils.cc, `Can't guarantee execution`).
+    Grappler writes a function out only if every stateful node is one, or leads to one; a gather that the
+    graph stage made of a read is none (inline_function_utils.cc, `Can't guarantee execution`).
     """
     for function in graph_def.library.function:
         kept = {*function.control_ret.values()}
