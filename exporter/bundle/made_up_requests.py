@@ -317,12 +317,13 @@ class _Certainty:
     def _mask(self, reference: str) -> int | None:
         """The largest number that a BitwiseAnd with a constant lets through; None for other tensors."""
         node = self._nodes[endpoint(reference).node]
-        if node.op != "BitwiseAnd":
+        if node.op != "BitwiseAnd" or not self._is_valued(reference):
             return None
-        known = (const_value(self._nodes[endpoint(each).node]) for each in input_names(node))
-        return next(
-            (int(value) for value in known if value is not None and value.shape == () and value >= 0), None
-        )
+        for each in input_names(node):
+            mask = const_value(self._nodes[endpoint(each).node])
+            if mask is not None and mask.shape == () and mask.dtype.kind == "i" and mask >= 0:
+                return int(mask)
+        return None
 
 
 def _free_inputs(node: Proto, count: int) -> range:

@@ -48,10 +48,15 @@ def chunks(schema: Schema) -> Iterator[Chunk]:
 
 
 def cheapest_chunk(schema: Schema) -> int | None:
-    """The number of a chunk with the fewest bytes; None if there are no chunks."""
-    row_bytes = {v.name: math.prod(v.shape[1:]) * (v.dtype.itemsize or 0) for v in digested(schema)}
-    sizes = [(chunk.stop - chunk.start) * row_bytes[chunk.variable] for chunk in chunks(schema)]
-    return min(range(len(sizes)), key=sizes.__getitem__, default=None)
+    """The variables' first chunk with the fewest bytes, by its number; None if there are no chunks."""
+    sizes, number = dict[int, int](), 0
+    for variable in digested(schema):
+        rows = row_count(variable)
+        if rows:
+            element_bytes = variable.dtype.itemsize or 0  # strings are not read
+            sizes[number] = min(rows, CHUNK_ROWS) * math.prod(variable.shape[1:]) * element_bytes
+        number += -(-rows // CHUNK_ROWS)
+    return min(sizes, key=sizes.__getitem__, default=None)
 
 
 def chunk_digest(rows: NDArray[Any]) -> int:

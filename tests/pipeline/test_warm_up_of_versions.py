@@ -14,7 +14,6 @@ import exporter.bundle.mapped_tables as mapped_tables
 import serving.manager
 from exporter.delta.chunk_digest import CHUNK_ROWS, cheapest_chunk
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
-from exporter.errors import TensorFlowNeeded
 from exporter.options import ExportRequest, Isolation, Updates
 from exporter.pipeline.full import export
 from exporter.publish.delta_log import read_log
@@ -202,16 +201,6 @@ def test_the_digest_asked_for_is_cheap() -> None:
     assert cheapest_chunk(Schema.of(kept[2:])) is None
     for schema, count in ((Schema.of(kept), 3), (Schema.of(kept[2:]), 2)):
         assert len(first_requests(schema, {DIGEST_SIGNATURE: None})) == count, "it would fail"
-
-
-def test_a_plain_version_needs_no_tensorflow_for_it(
-    model: MappedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(_: object) -> Any:
-        raise TensorFlowNeeded("this runs in TensorFlow, which is not installed")
-
-    monkeypatch.setattr("exporter.pipeline.full.made_up_requests", missing)
-    assert played(export(model.request()).published.path) == []
 
 
 class Prepared(LoadedModel):
