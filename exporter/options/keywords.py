@@ -110,7 +110,7 @@ class ExportKeywords(TypedDict, total=False):
     warmup: StrPath | None
     """Warm-up requests: one request in REST's JSON on each line."""
     no_warmup: bool
-    """Make no warm-up requests for a base that takes deltas."""
+    """Generate no warm-up requests of the model's signatures."""
     keep: int | None
     """Keep only the newest N versions."""
     table_head_room: float | None

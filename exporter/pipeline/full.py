@@ -21,6 +21,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from exporter.bundle.made_up_requests import made_up_requests
 from exporter.bundle.mapped_tables import (
     NOTHING_MAPPED,
     MappedTables,
@@ -49,6 +50,7 @@ from exporter.errors import (
     MissingAsset,
     NotServable,
     NotUpdatable,
+    TensorFlowNeeded,
     UsageError,
 )
 from exporter.graph.feeds import mode_switches
@@ -73,6 +75,7 @@ from exporter.pipeline.both_sides import advised, read_both
 from exporter.pipeline.newest_base import (
     BaseState,
     UpdatableBase,
+    as_served,
     lay_increments_over,
     make_base,
     newest_state,
@@ -516,7 +519,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
             tables.write_id(staging.path)
         if request.format is not ExportFormat.SAVED_MODEL:
             write_pair(graph, mapping, staging.path)
-        if warmup := base.warmup if base else planned.warmup:
+        if warmup := base.warmup if base else _plain_warmup(planned):
             write_warmup(warmup, staging.path)
         differences = check_staged(planned, staging.path, variables, progress)
         if request.format is ExportFormat.METAGRAPH:
@@ -652,6 +655,17 @@ def _updatable(planned: Plan, staging: Staging, state: BaseState) -> UpdatableBa
         planned.warmup if planned.request.warmup or planned.request.no_warmup else None,
         _overlays(planned),
     )
+
+
+def _plain_warmup(planned: Plan) -> tuple[WarmupRequest, ...]:
+    """The given requests; without any, generated ones for mapped tables: their first reads are slow, too."""
+    request = planned.request
+    if request.warmup or request.no_warmup or not request.map_tables:
+        return planned.warmup
+    try:
+        return made_up_requests(as_served(planned.graph, planned.mapping)[0])
+    except (ImportError, TensorFlowNeeded):  # a plain export of a graph that is given works without it
+        return ()
 
 
 def _overlays(planned: Plan) -> dict[str, int]:
