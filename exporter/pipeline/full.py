@@ -43,6 +43,7 @@ from exporter.checkpoint import candidates, open_checkpoint
 from exporter.checkpoint.convert import write_bundle
 from exporter.checkpoint.identity import Identity
 from exporter.errors import (
+    AccessRefused,
     CheckpointChanged,
     CheckpointError,
     LinkRefused,
@@ -663,8 +664,9 @@ def _plain_warmup(planned: Plan) -> tuple[WarmupRequest, ...]:
     if request.warmup or request.no_warmup or not request.map_tables:
         return planned.warmup
     try:
+        require_harmless(planned.graph.outside, "warm-up", is_allowed=request.allow_code)  # it is tried here
         return made_up_requests(as_served(planned.graph, planned.mapping)[0])
-    except (ImportError, TensorFlowNeeded):  # a plain export of a graph that is given works without it
+    except (AccessRefused, ImportError, TensorFlowNeeded):  # a plain export of a given graph works without
         return ()
 
 

@@ -95,6 +95,17 @@ def test_a_graph_in_a_text_is_not_run(options: tuple[str, ...], tmp_path: Path) 
     assert not written.exists()
 
 
+def test_what_may_be_served_is_not_tried_here(tmp_path: Path) -> None:
+    """A version with mapped tables brings warm-up requests, which are tried while they are made up."""
+    written = tmp_path / "written"
+    directory = found_in(tmp_path, counted(written))
+    written.unlink(missing_ok=True)
+    typed = ("--ckpt-dir", directory, "--out", tmp_path / "model", *TYPED, "--allow-file-ops", "--map-tables")
+    ran = export_model(*typed)
+    assert ran.code == 0, ran.err
+    assert not written.exists()
+
+
 def in_a_process(directory: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own, which it may break."""
     typed = ("--ckpt-dir", directory, "--out", out, *TYPED, *options)
