@@ -4,9 +4,12 @@
 VariableDefs in the collections (partitions), the variable's name.
 
 In an object-based SavedModel node names say little: TensorFlow may capture one variable under several handles
-called `kernel_1` or `Variable_7`. Its restore function pairs each handle with a key of the object graph
-(`layers/1/kernel/.ATTRIBUTES/VARIABLE_VALUE`), and the object at the key's path has the variable's name as
-the program gave it. (Source: tensorflow/core/protobuf/saved_object_graph.proto;
+called `kernel_1` or `Variable_7`. The object graph lists, for each function, the objects that it captures;
+calls of the function take their handles last, in that order. Its restore function pairs handles with keys of
+the object graph (`layers/1/kernel/.ATTRIBUTES/VARIABLE_VALUE`), which counts for variables that no function
+captures. They may differ: Keras 3's variables are saved under one handle, and computed from under another,
+so that TensorFlow Serving itself does not find them. A variable's object has its name as the program gave it.
+(Source: tensorflow/core/protobuf/saved_object_graph.proto; tensorflow/python/saved_model/load.py;
 tensorflow/python/checkpoint/trackable_view.py.)
 
 *Row order* (`lookup_strategies`). `embedding_lookup` over n parts assigns ids to parts, sends them there by
@@ -155,6 +158,7 @@ def saved_objects(meta_graph: Proto, index: GraphIndex) -> ObjectGraph:
         found = bare.at(key.removesuffix(SUFFIX)) if key.endswith(SUFFIX) else None
         if found is not None:
             handles[found] = handle
+    handles |= _captured(meta_graph, index)
     return ObjectGraph(
         tuple(
             TrackedObject(children, TrackedVariable(nodes[number].variable.name, handles[number]))
@@ -164,6 +168,20 @@ def saved_objects(meta_graph: Proto, index: GraphIndex) -> ObjectGraph:
         )
         or (TrackedObject({}),)
     )
+
+
+def _captured(meta_graph: Proto, index: GraphIndex) -> dict[int, str]:
+    """The handle's node of each variable that a function takes which the graph calls, by its object's number."""
+    objects = meta_graph.object_graph_def
+    found = {}
+    for node in index.nodes.values():
+        for name in called_functions(node) & {*objects.concrete_functions}:
+            numbers, taken = objects.concrete_functions[name].bound_inputs, data_inputs(node)
+            for number, handle in zip(numbers, taken[len(taken) - len(numbers) :], strict=False):
+                is_known = 0 <= number < len(objects.nodes) and handle.node in index.nodes
+                if is_known and index.nodes[handle.node].op in VARIABLE_OPS:
+                    found[number] = handle.node
+    return found
 
 
 def _restored_keys(meta_graph: Proto, index: GraphIndex) -> Iterator[tuple[str, str]]:

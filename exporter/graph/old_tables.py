@@ -12,7 +12,7 @@ from exporter.graph.nodes import GraphIndex, closure
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
-_MAKERS = frozenset({"HashTable", "MutableHashTable", "MutableHashTableOfTensors", "MutableDenseHashTable"})
+_MAKERS = frozenset({"HashTable", "MutableHashTable", "MutableHashTableOfTensors"})
 _USERS = frozenset(
     {
         "InitializeTable",
