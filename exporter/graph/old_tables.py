@@ -1,4 +1,4 @@
-"""Give lookup tables of TensorFlow 1.0 to 1.3 the handles that tables have had since: resources.
+"""Give lookup tables of TensorFlow 1.0 to 1.2 the handles that tables have had since: resources.
 
 An operation such as HashTable hands its table on as a reference, which no function takes, so that a signature
 could not be computed again after an update. HashTableV2 makes the same table, in the same kernel with the
