@@ -171,7 +171,7 @@ def saved_objects(meta_graph: Proto, index: GraphIndex) -> ObjectGraph:
 
 
 def _captured(meta_graph: Proto, index: GraphIndex) -> dict[int, str]:
-    """The handle's node of each variable that a function takes which the graph calls, by its object's number."""
+    """The handle of each variable that functions take which the graph calls, by its object's number."""
     objects = meta_graph.object_graph_def
     found = {}
     for node in index.nodes.values():
