@@ -193,7 +193,8 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
     effects = {name: find.signature(one) for name, one in ends.items() if name not in reasons}
     reasons |= _training(source, effects)
     reasons |= {
-        name: f"an inference graph lacks its effect: {_listed(source, done)}"
+        name: "its purpose is an effect, which an inference graph lacks: "
+        + (_listed(done.dropped) or f"it changes {_names(source, done.writes)}")
         for name, done in effects.items()
         if name not in reasons and done.is_purpose
     }
@@ -201,11 +202,12 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
         way_out = "name tensors that need no change: --input NAME=TENSOR --output NAME=TENSOR"
         raise none_servable(source.label, reasons, way_out)
     notes = left_out(reasons)
-    notes += [
-        f"signature {name!r} no longer has an effect on which no answer depends: {_listed(source, done)}"
-        for name, done in effects.items()
-        if name not in reasons and (done.writes or done.dropped)
-    ]
+    for name, done in effects.items():
+        if name not in reasons and done.writes:
+            changed = _names(source, done.writes)
+            notes.append(f"signature {name!r} no longer changes {changed}, on which no answer depends")
+        if name not in reasons and done.dropped:
+            notes.append(f"signature {name!r} no longer does what no answer needs: {_listed(done.dropped)}")
     if not notes:
         return source
     meta_graph = deepcopy(source.meta_graph)
@@ -256,12 +258,10 @@ def _training(source: SourceGraph, effects: Mapping[str, Effects]) -> dict[str, 
     return found
 
 
-def _listed(source: SourceGraph, done: Effects) -> str:
-    """The effects of a signature that an inference graph does not have."""
-    changes = [f"it changes {_names(source, done.writes)}"] if done.writes else []
-    outside = sorted(map(str, done.dropped))
-    more = [f"and {len(outside) - 3} more"] if len(outside) > 3 else []
-    return "; ".join([*changes, *outside[:3], *more])
+def _listed(outside: Collection[Outside]) -> str:
+    shown = sorted(map(str, outside))
+    more = f"; and {len(shown) - 3} more" if len(shown) > 3 else ""
+    return "; ".join(shown[:3]) + more
 
 
 def _names(source: SourceGraph, handles: frozenset[str]) -> str:
