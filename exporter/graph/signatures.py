@@ -395,6 +395,8 @@ def _take_apart(infos: Any) -> str:
     given = sorted(infos)
     for alias in given:
         parts = [*_parts(infos[alias])]
+        if not parts or not all(part.name for part in parts):
+            return f"{alias!r} names no tensor"
         if any(base_dtype(part.dtype) in (DType.RESOURCE, DType.VARIANT) for part in parts):
             return f"{alias!r} is {_kind(infos[alias])}, and a request and a response hold values"
         names = [f"{alias}_{number}" if number else alias for number in range(len(parts))]
@@ -413,7 +415,7 @@ def _parts(info: Proto) -> Iterator[Proto]:
         rank = None if shape is None else len(shape)
         for name, dtype, sizes in (
             (sparse.indices_tensor_name, DType.INT64, (None, rank)),
-            (sparse.values_tensor_name, DType(info.dtype), (None,)),
+            (sparse.values_tensor_name, base_dtype(info.dtype), (None,)),
             (sparse.dense_shape_tensor_name, DType.INT64, (rank,)),
         ):
             part = protos.TensorInfo(name=name, dtype=int(dtype))

@@ -14,6 +14,7 @@ from exporter.errors import NotServable
 from exporter.graph.load import GraphRequest, load_graph
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.full import export
+from exporter.wire import protos
 
 tf1 = tf.compat.v1
 X = tf.constant([[1.0, 2.0], [3.0, 4.0]])
@@ -230,6 +231,27 @@ def test_a_variant_is_no_answer(tmp_path: Path) -> None:
     with pytest.raises(NotServable) as error:
         load_graph(GraphRequest(model=str(tmp_path / "source")))
     assert "'handle' is a variant" in error.value.cause
+
+
+def drop_name(signature: Any) -> None:
+    signature.outputs["sum"].ClearField("name")
+
+
+def drop_components(signature: Any) -> None:
+    signature.outputs["rows"].composite_tensor.ClearField("components")
+
+
+@pytest.mark.parametrize(("damage", "output"), [(drop_name, "sum"), (drop_components, "rows")])
+def test_an_output_that_names_no_tensor_is_named(damage: Any, output: str, tmp_path: Path) -> None:
+    model = Composites()
+    tf.saved_model.save(model, str(tmp_path), {"serving_default": model.ragged})
+    file = tmp_path / "saved_model.pb"
+    saved_model = protos.SavedModel.FromString(file.read_bytes())
+    damage(saved_model.meta_graphs[0].signature_def["serving_default"])
+    file.write_bytes(saved_model.SerializeToString())
+    with pytest.raises(NotServable) as error:
+        load_graph(GraphRequest(model=str(tmp_path)))
+    assert f"{output!r} names no tensor" in error.value.cause
 
 
 def test_tables_that_a_program_fills_are_found_by_the_restore_function(tmp_path: Path) -> None:
