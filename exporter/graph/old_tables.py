@@ -39,6 +39,10 @@ def use_resource_tables(meta_graph: Proto, index: GraphIndex) -> bool:
     if any(node.op not in _MAKERS | _USERS | _HANDING_ON.keys() for node in found):
         return False
     for node in found:
+        if node.op not in _USERS:
+            node.attr.pop(
+                "_output_shapes", None
+            )  # a reference is a vector of two strings, a resource a scalar
         if node.op in _HANDING_ON:
             node.op = _HANDING_ON[node.op]
             node.attr["T"].type = int(DType.RESOURCE)

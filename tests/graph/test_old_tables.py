@@ -15,7 +15,7 @@ from tensorflow.python.framework import op_def_registry  # the public API does n
 from exporter import export
 from exporter.graph import old_tables
 from exporter.graph.load import GraphRequest, load_graph
-from exporter.options import ExportRequest, Updates
+from exporter.options import ExportRequest, Updates, Verify
 
 tf1 = tf.compat.v1
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "tf1_tables" / "tables.tar.xz"
@@ -39,7 +39,7 @@ def ask(loaded: Any, text: list[str]) -> dict[str, Any]:
 def test_tables_of_tensorflow_1_2_answer_as_they_did(
     options: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
-    done = export(ExportRequest(model, tmp_path / "m", **options))
+    done = export(ExportRequest(model, tmp_path / "m", verify=Verify.OUTPUTS, **options))
     loaded = tf.saved_model.load(str(done.published.path))
     for request in json.loads((model.parent / "answers.json").read_text()):
         found = ask(loaded, request["text"])
