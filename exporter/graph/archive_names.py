@@ -29,20 +29,21 @@ _LAYERS = """
     GaussianDropout GaussianNoise GlobalAveragePooling1D GlobalAveragePooling2D GlobalAveragePooling3D
     GlobalAvgPool1D GlobalAvgPool2D GlobalAvgPool3D GlobalMaxPool1D GlobalMaxPool2D GlobalMaxPool3D
     GlobalMaxPooling1D GlobalMaxPooling2D GlobalMaxPooling3D GroupNormalization GroupQueryAttention
-    HashedCrossing Hashing Identity InputLayer IntegerLookup LSTM LSTMCell LSTMCellV1 LSTMCellV2 LSTMV1
-    LSTMV2 LayerNormalization LeakyReLU LocallyConnected1D LocallyConnected2D Masking
-    MaxNumBoundingBoxes MaxPool1D MaxPool2D MaxPool3D MaxPooling1D MaxPooling2D MaxPooling3D Maximum
-    MelSpectrogram Minimum MixUp MultiHeadAttention Multiply Normalization PReLU Permute Pipeline
-    RMSNormalization RNN RandAugment RandomBrightness RandomColorDegeneration RandomColorJitter
-    RandomContrast RandomCrop RandomElasticTransform RandomErasing RandomFlip RandomFourierFeatures
-    RandomGaussianBlur RandomGrayscale RandomHeight RandomHue RandomInvert RandomPerspective
-    RandomPosterization RandomRotation RandomSaturation RandomSharpness RandomShear RandomTranslation
-    RandomWidth RandomZoom ReLU RepeatVector Rescaling Reshape Resizing ReversibleEmbedding
-    STFTSpectrogram SeparableConv1D SeparableConv2D SeparableConvolution1D SeparableConvolution2D
-    SequenceFeatures SimpleRNN SimpleRNNCell Softmax Solarization SpatialDropout1D SpatialDropout2D
-    SpatialDropout3D SpectralNormalization StackedRNNCells StringLookup Subtract SyncBatchNormalization
-    TextVectorization ThresholdedReLU TimeDistributed UnitNormalization UpSampling1D UpSampling2D
-    UpSampling3D ZeroPadding1D ZeroPadding2D ZeroPadding3D
+    GroupedQueryAttention HashedCrossing Hashing Identity InputLayer IntegerLookup LSTM LSTMCell
+    LSTMCellV1 LSTMCellV2 LSTMV1 LSTMV2 LayerNormalization LeakyReLU LocallyConnected1D
+    LocallyConnected2D Masking MaxNumBoundingBoxes MaxPool1D MaxPool2D MaxPool3D MaxPooling1D
+    MaxPooling2D MaxPooling3D Maximum MelSpectrogram Minimum MixUp MultiHeadAttention Multiply
+    Normalization PReLU Permute Pipeline RMSNormalization RNN RandAugment RandomBrightness
+    RandomColorDegeneration RandomColorJitter RandomContrast RandomCrop RandomElasticTransform
+    RandomErasing RandomFlip RandomFourierFeatures RandomGaussianBlur RandomGrayscale RandomHeight
+    RandomHue RandomInvert RandomPerspective RandomPosterization RandomRotation RandomSaturation
+    RandomSharpness RandomShear RandomTranslation RandomWidth RandomZoom ReLU RepeatVector Rescaling
+    Reshape Resizing ReversibleEmbedding STFTSpectrogram SeparableConv1D SeparableConv2D
+    SeparableConvolution1D SeparableConvolution2D SequenceFeatures SimpleRNN SimpleRNNCell Softmax
+    Solarization SpatialDropout1D SpatialDropout2D SpatialDropout3D SpectralNormalization
+    StackedRNNCells StringLookup Subtract SyncBatchNormalization TextVectorization ThresholdedReLU
+    TimeDistributed UnitNormalization UpSampling1D UpSampling2D UpSampling3D ZeroPadding1D ZeroPadding2D
+    ZeroPadding3D
 """
 """Of Keras 3 and 2. Not among them: Lambda, and what wraps a model of another library or file."""
 
@@ -54,14 +55,19 @@ _INNER_LAYERS = """
 _MODELS = "Functional LinearModel Model Sequential WideDeepModel"
 
 _VALUES = """
-    AWQConfig AWQDTypePolicy AbsMaxQuantizer Constant DTypePolicy DTypePolicyMap
-    Float8QuantizationConfig FloatDTypePolicy GPTQConfig GPTQDTypePolicy GlorotNormal GlorotUniform
-    HeNormal HeUniform Identity InputSpec Int4DTypePolicy Int4QuantizationConfig Int8QuantizationConfig
-    L1 L1L2 L2 LecunNormal LecunUniform MaxNorm MinMaxNorm NonNeg Ones Orthogonal OrthogonalRegularizer
-    Policy QuantizedDTypePolicy QuantizedFloat8DTypePolicy RadialConstraint RandomNormal RandomUniform
-    STFT SeedGenerator TruncatedNormal UnitNorm VarianceScaling Zeros constant glorot_normal
-    glorot_uniform he_normal he_uniform identity l1 l1_l2 l2 lecun_normal lecun_uniform max_norm
-    min_max_norm non_neg ones orthogonal random_normal random_uniform truncated_normal unit_norm zeros
+    AWQConfig AWQDTypePolicy AbsMaxQuantizer Constant ConstantV2 DTypePolicy DTypePolicyMap
+    Float8QuantizationConfig FloatDTypePolicy GPTQConfig GPTQDTypePolicy GlorotNormal GlorotNormalV2
+    GlorotUniform GlorotUniformV2 HeNormal HeNormalV2 HeUniform HeUniformV2 Identity IdentityInitializer
+    IdentityV2 InputSpec Int4DTypePolicy Int4QuantizationConfig Int8QuantizationConfig L1 L1L2 L2
+    LecunNormal LecunNormalV2 LecunUniform LecunUniformV2 MaxNorm MinMaxNorm NonNeg Ones OnesV2
+    Orthogonal OrthogonalInitializer OrthogonalRegularizer OrthogonalV2 Policy QuantizedDTypePolicy
+    QuantizedFloat8DTypePolicy RadialConstraint RandomNormal RandomNormalV2 RandomUniform
+    RandomUniformV2 STFT STFTInitializer SeedGenerator TruncatedNormal TruncatedNormalV2 UnitNorm
+    VarianceScaling VarianceScalingV2 Zeros ZerosV2 constant glorot_normal glorot_normalV2
+    glorot_uniform glorot_uniformV2 he_normal he_normalV2 he_uniform he_uniformV2 identity l1 l1_l2 l2
+    lecun_normal lecun_normalV2 lecun_uniform lecun_uniformV2 max_norm maxnorm min_max_norm non_neg
+    nonneg normal one ones orthogonal orthogonal_regularizer radial_constraint random_normal
+    random_uniform stft truncated_normal uniform unit_norm unitnorm variance_scaling zero zeros
 """
 """Initialisers, regularisers, constraints (Keras 2 also had them in small letters), types, quantizations."""
 
