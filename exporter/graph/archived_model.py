@@ -19,12 +19,16 @@ import json
 import sys
 import tempfile
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from exporter.catalog import TensorRef
-from exporter.checkpoint.keras_archive import ModelConfig, read_config, unpack_assets
+from exporter.checkpoint.keras_archive import ModelConfig, read_config, read_keras, unpack_assets
 from exporter.errors import AccessRefused, BuilderError, UsageError
 from exporter.graph.archived_code import KERASES, entries, refuse_code
 from exporter.graph.object_models import keras_of
@@ -36,11 +40,13 @@ from exporter.tables.dynamic_table import ServedEmbedding
 from exporter.wire.dtypes import DType
 
 
-def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dict[str, TensorRef]:
-    """The tensor that a weights file has for each variable, by the variable's node.
+def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dict[str, tuple[TensorRef, ...]]:
+    """The tensors that a weights file has for each variable, by the variable's node.
 
-    `node_of` names the TensorFlow variables of a model that was built outside of a graph. The result is empty
-    for an object that is not a Keras model, and for a model that computes the values that it saves.
+    A file has several of a variable that several layers hold, as a wrapper may hold the kernel of the layer
+    inside. Keras loads them in this order, so that the last one counts. `node_of` names the TensorFlow
+    variables of a model that was built outside of a graph. The result is empty for an object that is not a
+    Keras model, and for a model that computes the values that it saves.
     """
     import tensorflow as tf
 
@@ -48,16 +54,17 @@ def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dic
         stored = list(_walk(model))
     except Exception:  # noqa: BLE001 - a layer's own save method; then layers are matched by their names
         return {}
-    places = {}
+    places = defaultdict[str, tuple[TensorRef, ...]](tuple)
     for path, owner, value in stored:
+        value = getattr(value, _WEIGHTS, value)
         variable: Any = getattr(value, "value", None)  # a Keras 3 variable's own; of TensorFlow's, a method
         variable = variable if isinstance(variable, tf.Variable) else value
         if isinstance(variable, tf.Variable):
             shape = tuple(int(size) for size in variable.shape)
             dtype = DType(variable.dtype.base_dtype.as_datatype_enum)
             node = node_of(variable) if node_of else variable.handle.op.name
-            places[node] = TensorRef(path, dtype, shape, owner=owner)
-    return places
+            places[node] += (TensorRef(path, dtype, shape, owner=owner),)
+    return {**places}
 
 
 def _walk(model: Any) -> Iterator[tuple[str, str, Any]]:
@@ -67,17 +74,18 @@ def _walk(model: Any) -> Iterator[tuple[str, str, Any]]:
     if keras is not None and isinstance(model, keras.Model) and not hasattr(keras, "Variable"):
         from keras.src.saving import saving_lib  # Keras 2, beside TensorFlow 2.15
 
-        with _symbols_saved(keras.layers.Layer):
+        with _symbols_saved(keras):
             saving_lib._save_state(model, store, None, "", set())
     elif keras is not None and isinstance(model, keras.Model):
         from keras.src.saving import saving_lib
 
         store_class = type("Recorder", (_Recorder, saving_lib.H5IOStore), {})  # it asks for its own class
-        saving_lib._save_state(model, store := store_class(), None, "", set())
+        with _symbols_saved(keras):
+            saving_lib._save_state(model, store := store_class(), None, "", set())
     elif tf_keras is not None and isinstance(model, tf_keras.Model):
         from tf_keras.src.saving import saving_lib
 
-        with _symbols_saved(tf_keras.layers.Layer):
+        with _symbols_saved(tf_keras):
             saving_lib._save_state(model, store, None, "", set())
     for path, key, value in store.values:
         yield (f"{path}/vars/{key}" if path else f"vars/{key}"), store.owner(path), value
@@ -113,20 +121,36 @@ class _Recorder:
 
 
 @contextlib.contextmanager
-def _symbols_saved(layer: Any) -> Iterator[None]:
-    """Let tf-keras' layers store their variables themselves instead of values, which a graph lacks."""
+def _symbols_saved(keras: Any) -> Iterator[None]:
+    """Let layers store themselves or their variables instead of values, which a graph lacks.
 
-    def save_own_variables(self: Any, store: Any) -> None:
+    Those are layers of Keras 2, and lookups that weigh their tokens.
+    """
+
+    def save_variables(self: Any, store: Any) -> None:
         for number, variable in enumerate(self._trainable_weights + self._non_trainable_weights):
             store[f"{number}"] = variable
 
-    before = layer.save_own_variables
-    layer.save_own_variables = save_own_variables
+    def save_lookup(self: Any, store: Any) -> None:
+        if self.output_mode == "tf_idf":
+            store[_WEIGHTS] = self
+
+    lookup = importlib.import_module(f"{keras.__name__}.src.layers.preprocessing.index_lookup").IndexLookup
+    patched = {lookup: save_lookup}
+    if not hasattr(keras, "Variable"):
+        patched[keras.layers.Layer] = save_variables
+    before = {kind: kind.save_own_variables for kind in patched}
+    for kind, method in patched.items():
+        kind.save_own_variables = method
     try:
         yield
     finally:
-        layer.save_own_variables = before
+        for kind, method in before.items():
+            kind.save_own_variables = method
 
+
+_WEIGHTS = "idf_weights"
+"""The attribute, and the name in a weights file, by which a lookup with `output_mode="tf_idf"` multiplies."""
 
 _TRAINED_TABLE, _SERVED_TABLE = "exporter>TrainableEmbedding", "exporter>ServedEmbedding"
 """The registered name of `exporter.tables.trainable_embedding`, and of the layer that serves it."""
@@ -216,6 +240,8 @@ def model_builder(model: Any) -> Builder:
     saving_lib = importlib.import_module(f"{keras.__name__}.src.saving.saving_lib")
     store = saving_lib.DiskIOStore("assets", mode="w")
     saving_lib._save_state(model, None, store, "", set())
+    places = keras_places(model, lambda variable: str(id(variable)))
+    shapes = {place.name: place.shape for several in places.values() for place in several}
 
     def build() -> Any:
         try:
@@ -227,6 +253,7 @@ def model_builder(model: Any) -> Builder:
                 cause=error_line(error),
                 hint=_MAKER,
             ) from error
+        _shape_weights(made, shapes)
         _load_vocabularies(label, made, keras, Path(store.working_dir))
         return made
 
@@ -256,14 +283,36 @@ def _load_assets(path: Path, model: Any, keras: Any) -> None:
     """
     with tempfile.TemporaryDirectory() as scratch:
         if unpack_assets(path, Path(scratch)):
+            _shape_weights(model, {name: ref.shape for name, ref in read_keras(path).tensors.items()})
             _load_vocabularies(str(path), model, keras, Path(scratch))
+
+
+def _shape_weights(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Give lookups with `output_mode="tf_idf"` weights of the stored shapes, whose values are restored later.
+
+    Keras 3 makes the variable while it loads a vocabulary, from values that it would have loaded before.
+    Keras 2 makes one without a shape.
+    """
+    import tensorflow as tf
+
+    for name, _, lookup in _walk(model):
+        if not name.endswith(f"/{_WEIGHTS}") or name not in shapes:
+            continue
+        zeros = np.zeros(shapes[name], np.float32)
+        if not hasattr(lookup, _WEIGHTS):
+            lookup.idf_weights_const = SimpleNamespace(numpy=lambda zeros=zeros: zeros)
+        elif lookup.idf_weights.shape.rank is None or None in lookup.idf_weights.shape:
+            lookup.idf_weights = tf.Variable(zeros, trainable=False, dtype=lookup.idf_weights.dtype)
+            lookup.idf_weights_const = lookup.idf_weights.value()
 
 
 def _load_vocabularies(label: str, model: Any, keras: Any, directory: Path) -> None:
     saving_lib = importlib.import_module(f"{keras.__name__}.src.saving.saving_lib")
     store = saving_lib.DiskIOStore(str(directory), mode="r")
+    inner = (getattr(layer, "_lookup_layer", None) for layer in model._flatten_layers())
+    visited = {id(lookup) for lookup in inner}  # TextVectorization loads its own, and not twice
     try:
-        saving_lib._load_state(model, None, store, "", False, set())
+        saving_lib._load_state(model, None, store, "", False, visited)
     except Exception as error:
         raise BuilderError(
             f"a layer of {label} cannot be given its vocabulary",
