@@ -158,6 +158,7 @@ _GRAPH_FUNCTIONS = {
     "__operators__": "add eq getitem ne ragged_getitem",
     "audio": "decode_wav encode_wav",
     "bitwise": "bitwise_and bitwise_or bitwise_xor invert left_shift right_shift",
+    "debugging": "check_numerics",
     "dtypes": "complex saturate_cast",
     "image": """
         adjust_brightness adjust_contrast adjust_gamma adjust_hue adjust_jpeg_quality
