@@ -59,7 +59,7 @@ def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dic
         value = getattr(value, _WEIGHTS, value)
         variable: Any = getattr(value, "value", None)  # a Keras 3 variable's own; of TensorFlow's, a method
         variable = variable if isinstance(variable, tf.Variable) else value
-        if isinstance(variable, tf.Variable):
+        if isinstance(variable, tf.Variable) and variable.shape.is_fully_defined():
             shape = tuple(int(size) for size in variable.shape)
             dtype = DType(variable.dtype.base_dtype.as_datatype_enum)
             node = node_of(variable) if node_of else variable.handle.op.name
@@ -240,8 +240,7 @@ def model_builder(model: Any) -> Builder:
     saving_lib = importlib.import_module(f"{keras.__name__}.src.saving.saving_lib")
     store = saving_lib.DiskIOStore("assets", mode="w")
     saving_lib._save_state(model, None, store, "", set())
-    places = keras_places(model, lambda variable: str(id(variable)))
-    shapes = {place.name: place.shape for several in places.values() for place in several}
+    shapes = {name: tuple(own.idf_weights_const.shape) for name, own in _weighing_lookups(model).items()}
 
     def build() -> Any:
         try:
@@ -295,8 +294,8 @@ def _shape_weights(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """
     import tensorflow as tf
 
-    for name, _, lookup in _walk(model):
-        if not name.endswith(f"/{_WEIGHTS}") or name not in shapes:
+    for name, lookup in _weighing_lookups(model).items():
+        if name not in shapes:
             continue
         zeros = np.zeros(shapes[name], np.float32)
         if not hasattr(lookup, _WEIGHTS):
@@ -304,6 +303,13 @@ def _shape_weights(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
         elif lookup.idf_weights.shape.rank is None or None in lookup.idf_weights.shape:
             lookup.idf_weights = tf.Variable(zeros, trainable=False, dtype=lookup.idf_weights.dtype)
             lookup.idf_weights_const = lookup.idf_weights.value()
+
+
+def _weighing_lookups(model: Any) -> dict[str, Any]:
+    """Lookups with `output_mode="tf_idf"`, by the places of their weights in a weights file."""
+    if all(getattr(layer, "output_mode", None) != "tf_idf" for layer in model._flatten_layers()):
+        return {}
+    return {name: value for name, _, value in _walk(model) if name.endswith(f"/{_WEIGHTS}")}
 
 
 def _load_vocabularies(label: str, model: Any, keras: Any, directory: Path) -> None:
