@@ -192,8 +192,9 @@ class InferenceGraph(Struct, frozen=True):
     part); a variable that is missing there is looked up in an unknown way. `objects` is the object graph of
     the model, whose variables name nodes of the graph (some of which are gone). `layers` has, for each
     variable of a Keras model by key (also for those that are not served), the places where Keras would look
-    for it (the last one counts): path, dtype, shape, and the layer's name. `tables` are those that are restored; `dynamic_tables`
-    are served from variables, which are among `variables` once their shapes are known. `training` are the
+    for it (the last one counts): path, dtype, shape, and the layer's name. `tables` are those that are
+    restored; `dynamic_tables` are served from variables, which are among `variables` once their shapes are
+    known. `training` are the
     parts of the graph that compute as in training. `notes` are for the user who exports. `traced_rows` is
     the number of rows that the source graph accepts, if it accepts only one number. `foreign` are the
     operations that stock TensorFlow lacks; `state` is restored by operations of their libraries; `outside`
