@@ -40,8 +40,6 @@ _CARRIES_CODE = {
     "FlaxLayer": "pickled functions in the archive",
     "TFSMLayer": "a SavedModel in another place",
 }
-_TRUST = "if you trust it: --allow-code; otherwise name a builder: --model pkg.mod:fn"
-_CUSTOM_OBJECTS = "name what defines it: --custom-objects pkg.mod, or path/file.py"
 _MAX_DEPTH = 200
 
 Entry = dict[str, Any]
@@ -61,22 +59,22 @@ def refuse_code(path: Path, config: Any, known: Mapping[str, Any], keras: Any) -
 def _require_listed(path: Path, place: str, entry: Entry) -> None:
     name = str(entry["class_name"])
     if name in _CARRIES_CODE:
-        raise CodeRefused(f"{path} asks to run {_CARRIES_CODE[name]}: {name} at {place}", hint=_TRUST)
+        raise CodeRefused(f"{path} asks to run {_CARRIES_CODE[name]}: {name} at {place}")
     if name in _CALLS:
         if (called := _CALLS[name](_arguments(entry))) is not None:
             raise CodeRefused(
-                f"{path} asks to call {called} at {place}, which may do more than add nodes to a graph",
-                hint=_TRUST,
+                f"{path} asks to call {called} at {place}, which may do more than add nodes to a graph"
             )
     elif _is_listed(entry):
         return
     elif _is_of_keras(entry):
         raise CodeRefused(
-            f"{path} asks for {_full_name(entry)} at {place}, which is not known to be harmless", hint=_TRUST
+            f"{path} asks for {_full_name(entry)} at {place}, which is not known to be harmless"
         )
     else:
         raise CodeRefused(
-            f"{path} asks for {_full_name(entry)} at {place}, which is not Keras' own", hint=_CUSTOM_OBJECTS
+            f"{path} asks for {_full_name(entry)} at {place}, which is not Keras' own",
+            hint="name what defines it: --custom-objects pkg.mod, or path/file.py",
         )
 
 
@@ -89,7 +87,10 @@ def is_known(entry: Entry, known: Mapping[str, Any], keras: Any) -> bool:
     name = entry.get("config") if kind == "function" else entry.get("registered_name", kind)
     if not isinstance(name, str):
         return False
-    found = known.get(name) or keras.saving.get_registered_object(name)
+    found = known.get(name)
+    if str(getattr(found, "__module__", "")).partition(".")[0] in KERASES:  # imported by the user's module
+        found = None
+    found = found or keras.saving.get_registered_object(name)
     return found is not None and kind in (name, "function", getattr(found, "__name__", None))
 
 

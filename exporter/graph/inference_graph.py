@@ -194,11 +194,10 @@ class InferenceGraph(Struct, frozen=True):
     variable of a Keras model by key (also for those that are not served), the places where Keras would look
     for it (the last one counts): path, dtype, shape, and the layer's name. `tables` are those that are
     restored; `dynamic_tables` are served from variables, which are among `variables` once their shapes are
-    known. `training` are the
-    parts of the graph that compute as in training. `notes` are for the user who exports. `traced_rows` is
-    the number of rows that the source graph accepts, if it accepts only one number. `foreign` are the
-    operations that stock TensorFlow lacks; `state` is restored by operations of their libraries; `outside`
-    are the operations that reach out of the model.
+    known. `training` are the parts of the graph that compute as in training. `notes` are for the user who
+    exports. `traced_rows` is the number of rows that the source graph accepts, if it accepts only one
+    number. `foreign` are the operations that stock TensorFlow lacks; `state` is restored by operations of
+    their libraries; `outside` are the operations that reach out of the model.
     """
 
     source: str

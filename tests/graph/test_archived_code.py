@@ -258,6 +258,8 @@ def test_a_function_is_refused_in_every_kind_of_file(tmp_path: Path, version: st
 def test_what_the_user_names_does_not_excuse_what_keras_calls() -> None:
     known = {"Special": type("Special", (), {}), "Lambda": keras.layers.Lambda}
     for entry in (
+        named("keras.layers", "Lambda"),
+        named("keras.layers", "Lambda", registered_name="Lambda"),
         named("keras.layers", "Lambda", registered_name="Special"),
         named("antigravity", "Special", registered_name=None),
         {"class_name": "TFOpLambda", "registered_name": "Special", "config": {"function": "io.write_file"}},
