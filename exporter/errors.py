@@ -242,7 +242,7 @@ class CodeRefused(GraphError):
     """A model's archive asks for code that the user did not allow."""
 
     exit_code = Exit.USAGE
-    default_hint = "name a builder that makes the model: --model pkg.mod:fn"
+    default_hint = "if you trust it: --allow-code; otherwise name a builder: --model pkg.mod:fn"
 
 
 class AccessRefused(GraphError):

@@ -223,7 +223,7 @@ class _Built(Struct, frozen=True):
 
     meta_graph: Proto
     view: ObjectView | None
-    layers: Mapping[str, TensorRef]
+    layers: Mapping[str, tuple[TensorRef, ...]]
     tables: Mapping[str, TableKey]
     notes: tuple[str, ...] = ()
 
@@ -233,7 +233,7 @@ def _run(builder: Builder, kwargs: Mapping[str, Any], label: str) -> _Built:
     import tensorflow as tf
 
     graph = tf.Graph()
-    view, layers, notes = None, dict[str, TensorRef](), tuple[str, ...]()
+    view, layers, notes = None, dict[str, tuple[TensorRef, ...]](), tuple[str, ...]()
     with unchanged_classes(), known_contents(), contextlib.redirect_stdout(sys.stderr):
         with graph.as_default(), failures(f"builder {label}"):
             result = builder(**kwargs)

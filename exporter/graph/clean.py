@@ -179,7 +179,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
         objects=source.objects,
         traced_rows=size.traced,
         dynamic_tables=dynamic,
-        layers={source.keys[node].key: place for node, place in source.layers.items() if node in source.keys},
+        layers={source.keys[node].key: at for node, at in source.layers.items() if node in source.keys},
         foreign=tuple(sorted(unknown)),
         state=state,
         outside=tuple(outside),

@@ -192,13 +192,13 @@ class InferenceGraph(Struct, frozen=True):
     each variable by its key, how ids find its rows (a whole one that rows are gathered from is `DIV` over one
     part); a variable that is missing there is looked up in an unknown way. `objects` is the object graph of
     the model, whose variables name nodes of the graph (some of which are gone). `layers` has, for each
-    variable of a Keras model by key (also for those that are not served), the place where Keras would look
-    for it: path, dtype, shape, and the layer's name. `tables` are those that are restored; `dynamic_tables`
-    are served from variables, which are among `variables` once their shapes are known. `training` are the
-    parts of the graph that compute as in training. `notes` are for the user who exports. `traced_rows` is
-    the number of rows that the source graph accepts, if it accepts only one number. `foreign` are the
-    operations that stock TensorFlow lacks; `state` is restored by operations of their libraries; `outside`
-    are the operations that reach out of the model.
+    variable of a Keras model by key (also for those that are not served), the places where Keras would look
+    for it (the last one counts): path, dtype, shape, and the layer's name. `tables` are those that are
+    restored; `dynamic_tables` are served from variables, which are among `variables` once their shapes are
+    known. `training` are the parts of the graph that compute as in training. `notes` are for the user who
+    exports. `traced_rows` is the number of rows that the source graph accepts, if it accepts only one
+    number. `foreign` are the operations that stock TensorFlow lacks; `state` is restored by operations of
+    their libraries; `outside` are the operations that reach out of the model.
     """
 
     source: str
@@ -211,7 +211,7 @@ class InferenceGraph(Struct, frozen=True):
     training: TrainingMode = field(default_factory=TrainingMode)
     notes: tuple[str, ...] = ()
     objects: ObjectGraph | None = None
-    layers: Mapping[str, TensorRef] = field(default_factory=dict)
+    layers: Mapping[str, tuple[TensorRef, ...]] = field(default_factory=dict)
     traced_rows: int | None = None
     dynamic_tables: tuple[GraphDynamicTable, ...] = ()
     foreign: tuple[str, ...] = ()

@@ -273,6 +273,10 @@ def _built_shapes(model: Any) -> Any:
 def _placeholder(spec: Any, name: str) -> Any:
     import tensorflow as tf
 
+    if isinstance(
+        spec, tf.SparseTensor | tf.RaggedTensor
+    ):  # of Keras 2, which declares inputs by placeholders
+        spec = tf.type_spec_from_value(spec)
     if isinstance(spec, tf.SparseTensorSpec | tf.RaggedTensorSpec):
         return _composite(spec, name)
     if isinstance(kind := getattr(spec, "type_spec", None), tf.RaggedTensorSpec):
