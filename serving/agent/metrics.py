@@ -77,6 +77,10 @@ _OF_STORE: _Gauges[StoreView] = {
 }
 _OF_REPLICA: _Gauges[ReplicaView] = {
     "replica_up": ("1 if the replica responded to the last call.", lambda replica: replica.is_answering),
+    "replica_ready": (
+        "1 if the replica serves a version and has caught up once since it started, as /readyz says.",
+        lambda replica: replica.is_ready,
+    ),
 }
 _OF_STATE: _Gauges[State] = {
     "replica_fresh": (

@@ -200,16 +200,19 @@ class Observed(Struct, frozen=True):
         ended = (known.state is VersionState.END and not known.message for known in self.versions)
         return bool(self.versions) and all(ended)
 
+    @property
+    def served(self) -> Version | None:
+        """The version that requests without a version got when it responded last: the newest available one;
+        None if there was none.
+        """
+        return _newest(version for version in self.versions if version.state is VersionState.AVAILABLE)
+
     def standing(self, lineage: str) -> Version | None:
         """The newest version that it serves of a log; None if it does not respond, or serves none."""
         if self.failures:
             return None
-        serving = [
-            version
-            for version in self.versions
-            if version.state is VersionState.AVAILABLE and version.lineage == lineage
-        ]
-        return max(serving, key=lambda version: version.number, default=None)
+        serving = (version for version in self.versions if version.state is VersionState.AVAILABLE)
+        return _newest(version for version in serving if version.lineage == lineage)
 
     def answered(self, versions: Sequence[Version], now: float) -> Observed:
         """After the replica reported its versions and positions."""
@@ -262,6 +265,10 @@ class Observed(Struct, frozen=True):
             or any(refusal.lineage == lineage and refusal.delta.accepts(at) for lineage, at in standing)
         )
         return replace(self, refusals=tuple(kept))
+
+
+def _newest(versions: Iterable[Version]) -> Version | None:
+    return max(versions, key=lambda version: version.number, default=None)
 
 
 class Wait(Struct, frozen=True):
