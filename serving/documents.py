@@ -84,7 +84,7 @@ class ServedVersion(Struct, frozen=True):
     tables: str | None = None
     """`mapped`, or `restored: ` and why, and how full their overlay is; null: none were to be mapped."""
     overlay_percent: int | None = None
-    """How full the fullest overlay of changed rows is; null as for `tables`."""
+    """How full the fullest overlay of changed rows is, of those that can fill up; null as for `tables`."""
     problem: str | None = None
     """Why a field is unknown."""
 

@@ -125,7 +125,8 @@ _OF_VERSION: _Gauges[VersionView] = {
         lambda version: version.unsettled,
     ),
     "overlay_ratio": (
-        "How full the overlay of changed rows of a version with mapped tables is: 0 to 1.",
+        "How full the overlay of changed rows of a version with mapped tables is: 0 to 1; one with room for "
+        "every row counts as empty.",
         lambda version: version.tables.overlay_percent / 100 if version.tables else None,
     ),
     "mapped_tables_ratio": (

@@ -49,6 +49,8 @@ BYTES_A_SECOND = 20e6
 _AFTER_A_SURPRISE_S = 1.0
 _LONGEST_WAIT_S = 60.0
 _REFUSED = "INVALID_ARGUMENT"
+_NOT_CONNECTED = "failed to connect to all addresses"
+"""gRPC's words for a call that it has not sent."""
 
 Allowed = Callable[[str, str, PublishedLogs], PublishedLogs]
 """The part of the published logs that a replica may take, by model, address and all published logs."""
@@ -393,7 +395,8 @@ class Replica:
     def _failed(self, error: CallFailed) -> None:
         before = self.observed
         text = error.cause or error.message
-        self.observed = before.failed(text, time.monotonic(), random.random())
+        was_sent = _NOT_CONNECTED not in error.cause
+        self.observed = before.failed(text, time.monotonic(), random.random(), was_sent=was_sent)
         if not before.failures or before.error != text:
             self._report(EventKind.FAILED, text)
 
