@@ -17,7 +17,7 @@ class ServedModel(Struct, frozen=True):
     version: int
     """Its newest available version."""
     tables: str | None = None
-    """`mapped`, or `restored: ` and why; null: the version was not made to be mapped."""
+    """`mapped`, of a copy ` from ` the original, or `restored: ` and why; null: not made to be mapped."""
 
 
 class Serving(Struct, frozen=True):

@@ -168,7 +168,7 @@ def _tables(version: Path) -> str | None:
 
     with suppress(ManifestError):  # a version of another program has none
         record = read_manifest(version).mapped
-        return None if record is None else tables_state(record)
+        return None if record is None else tables_state(record, version)
     return None
 
 
