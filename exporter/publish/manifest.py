@@ -497,9 +497,9 @@ def _check_mapped(mapped: MappedRecord, manifest: Manifest) -> None:
     base = manifest.incremental if isinstance(manifest.incremental, BaseEntry) else None
     files = {file.path: file.bytes_ for file in manifest.files}
     rows = {each.name: each.shape[0] for each in base.schema.variables if each.is_table} if base else {}
-    for what, given in (("table", [table.name for table in mapped.tables]), ("file", _files_of(mapped))):
-        if len(set(given)) != len(given):
-            raise DocumentError(f"mapped: a {what} is listed twice")
+    for what in ("name", "file"):
+        if len({getattr(table, what) for table in mapped.tables}) != len(mapped.tables):
+            raise DocumentError(f"mapped: two tables have one {what}")
     if bool(mapped.id) != bool(mapped.tables):
         raise DocumentError(f"mapped: id is {mapped.id[:64]!r}, for {len(mapped.tables)} tables")
     for table in mapped.tables:
@@ -508,10 +508,6 @@ def _check_mapped(mapped: MappedRecord, manifest: Manifest) -> None:
             raise DocumentError(f"{named} is not the whole of a file {table.file!r} that is listed")
         if base is not None and table.overlay_rows not in range(rows.get(table.name, -1) + 1):
             raise DocumentError(f"{named} has an overlay of {table.overlay_rows} rows: it has no more itself")
-
-
-def _files_of(mapped: MappedRecord) -> list[str]:
-    return [table.file for table in mapped.tables]
 
 
 def _created(text: str) -> datetime:

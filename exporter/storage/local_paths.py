@@ -93,7 +93,7 @@ def require_no_pattern(what: str, place: Path) -> None:
         raise UsageError(
             f"{what} {path} cannot be served: TensorFlow takes a path with {found[0]} for a pattern",
             cause="servers would find no variables there, or the deltas of other models",
-            hint=r"name a directory whose whole path has none of * ? [ \\",
+            hint="name a directory whose whole path has none of * ? [ \\",
         )
 
 
