@@ -81,7 +81,7 @@ class PortFlags(Struct, frozen=True):
         typer.Option(
             metavar="SECONDS",
             min=0,
-            help="/readyz fails when a replica has lacked a delta for longer than this.",
+            help="A replica that has lacked a delta for longer than this is late, and /freshz fails.",
         ),
     ] = 30.0
 
@@ -323,8 +323,8 @@ def agent(
 
     With --canary, one replica goes first; golden requests decide whether the others follow.
 
-    The agent's own port serves /metrics (Prometheus), /healthz, /readyz, /livez, /status.json, and a status
-    page at /.
+    The agent's own port serves /metrics (Prometheus), /healthz, /readyz, /freshz, /livez, /status.json, and
+    a status page at /.
 
     \b
     Examples:

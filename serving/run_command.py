@@ -11,7 +11,7 @@ import typer
 from msgspec.structs import replace
 
 from exporter.errors import Exit, ManifestError, UsageError
-from exporter.storage.local_paths import path_parser, quoted
+from exporter.storage.local_paths import path_parser, quoted, require_no_pattern
 from exporter.terminal import Leave, sleep_until_a_signal, stop_on_sigterm
 from exporter.terminal.edge import AS_TEXT, NOTES, OutputFlags, VersionFlag, command
 from exporter.terminal.output import Output, escape
@@ -168,7 +168,7 @@ def _tables(version: Path) -> str | None:
 
     with suppress(ManifestError):  # a version of another program has none
         record = read_manifest(version).mapped
-        return None if record is None else tables_state(record)
+        return None if record is None else tables_state(record, version)
     return None
 
 
@@ -192,6 +192,7 @@ def _the_model(
         )
     path = argument or option
     if path is not None:
+        require_no_pattern("MODEL_BASE_PATH", path)
         _require_no_neighbour(sink, path)
     return path, name or (_DEFAULT_NAME if option else None)
 

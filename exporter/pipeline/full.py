@@ -112,7 +112,7 @@ from exporter.publish.versions import newest_version, read_manifest, require_bas
 from exporter.storage import mirror
 from exporter.storage.files import writing
 from exporter.storage.layout import ASSETS_DIRECTORY
-from exporter.storage.local_paths import quoted
+from exporter.storage.local_paths import quoted, require_no_pattern
 from exporter.subgraph.make_updatable import mapped_counter
 from exporter.tables.lay_out import TableLayout
 from exporter.terminal.progress import ProgressFactory, no_progress
@@ -197,6 +197,8 @@ def _planned(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
     require_local(request)
     version = VersionRule.parse(request.version)
     require_base_path(request.out)
+    if not mirror.is_remote(request.out):
+        require_no_pattern("--out", request.out)
     _require_consistent(request)
     rules = parse_rules(request)
     catalog = open_checkpoint(request.ckpt_dir)
@@ -296,6 +298,8 @@ def _require_mappable(request: ExportRequest) -> None:
             f"--served-at {place!r}: expected an absolute path",
             hint=f"name the model's directory as servers see it: --served-at /models/{request.out.name}",
         )
+    if place is not None:
+        require_no_pattern("--served-at", Path(place))
 
 
 def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:

@@ -184,11 +184,12 @@ def test_deltas_that_vanish_are_not_taken_for_none(published: Published, server:
         wait(lambda: running.get("/readyz")[0] == 200)
         deltas.rename(away)
         try:
-            wait(lambda: "has vanished: is its volume mounted?" in running.get("/readyz")[1])
+            wait(lambda: "has vanished: is its volume mounted?" in running.get("/freshz")[1])
+            assert running.get("/readyz")[0] == 200, "the server answers as before"
         finally:
             away.rename(deltas)
         wait(lambda: running.of("seen"))
-        wait(lambda: running.get("/readyz")[0] == 200)
+        wait(lambda: running.get("/freshz")[0] == 200)
 
 
 def test_an_empty_directory_where_a_model_was_is_an_unmounted_volume(
@@ -201,10 +202,11 @@ def test_an_empty_directory_where_a_model_was_is_an_unmounted_volume(
         published.model.rename(away)
         published.model.mkdir()
         try:
-            wait(lambda: "is its volume mounted?" in running.get("/readyz")[1])
+            wait(lambda: "is its volume mounted?" in running.get("/freshz")[1])
             assert f'published_visible{{model="{published.model.name}"}} 0.0' in running.get("/metrics")[1]
             (published.model / "deltas").mkdir()
-            assert running.get("/readyz")[0] == 503
+            assert running.get("/freshz")[0] == 503
+            assert running.get("/readyz")[0] == 200, "the server answers as before"
         finally:
             shutil.rmtree(published.model)
             away.rename(published.model)
