@@ -23,7 +23,7 @@
     │   ├── MissingTensors               variables without a tensor
     │   ├── ShapeMismatch                shapes or dtypes differ
     │   ├── ObjectMismatch               model and checkpoint have other objects, or other names for them
-    │   ├── TrainingModeServed           batch normalisation without the moving statistics that are there
+    │   ├── TrainingModeServed           dropout that is on, or batch normalisation without moving statistics
     │   ├── AmbiguousRename              two variables claim one tensor, or two rules disagree
     │   ├── NoCertainMatch               values without names of their own fit in no way, or in several
     │   └── PartitionStrategyUnknown     a re-partitioned lookup table whose row order is unknown
@@ -280,7 +280,9 @@ class ObjectMismatch(MappingError):
 
 
 class TrainingModeServed(MappingError):
-    """The graph normalises by the batch, while the checkpoint has moving statistics for inference."""
+    """The graph computes as in training: dropout is on, or it normalises by the batch although the checkpoint
+    has moving statistics for inference.
+    """
 
     default_hint = (
         "build the graph with training=False, or write its .meta from an inference graph; "

@@ -154,7 +154,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
     for name, signature in source.meta_graph.signature_def.items():
         meta_graph.signature_def[name].CopyFrom(_served_signature(index, signature, moved, size))
     fed = {_moved(tensor, moved).node for ends in signatures.values() for tensor in ends.inputs}
-    training = training_mode(meta_graph.graph_def, _roots(signatures.values(), moved), fed)
+    training = training_mode(meta_graph)
     return InferenceGraph(
         source=source.label,
         meta_graph=meta_graph,

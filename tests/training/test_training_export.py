@@ -68,6 +68,7 @@ FULL = ExportRequest(
     allow_files=(Path("/data"), Path("words")),
     allow_file_ops=True,
     allow_batch_statistics=True,
+    allow_dropout=True,
     despite_hold=True,
     again=True,
     custom_objects=("pkg.mod", "other"),
