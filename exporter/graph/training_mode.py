@@ -52,14 +52,28 @@ _MAX_STEPS = 8
 _MOST_FEEDS = 8
 
 
-def training_mode(meta_graph: Proto, fixed: Mapping[str, Array] = MappingProxyType({})) -> TrainingMode:
-    """The signs of training in the nodes that signatures run, if nodes had the values `fixed`."""
-    graph_def = meta_graph.graph_def
-    if not any(map(_is_suspicious, all_nodes(graph_def))):
+def training_mode(meta_graph: Proto) -> TrainingMode:
+    """The signs of training in the nodes that signatures run."""
+    if not any(map(_is_suspicious, all_nodes(meta_graph.graph_def))):
         return TrainingMode()
-    library = {function.signature.name: function for function in graph_def.library.function}
-    nodes = {node.name: node for node in graph_def.node}
-    graphs = [
+    graphs = _graphs(meta_graph)
+    bodies = [body for graph in graphs for body in graph.bodies()]
+    drawn = [sign for body in bodies for sign in _drawn(body)]
+    variables = {node.name for node in meta_graph.graph_def.node if node.op == "VarHandleOp"}
+    return TrainingMode(
+        batch_norms=tuple(dict.fromkeys(name for body in bodies for name in _batch_norms(body))),
+        dropouts=tuple(dict.fromkeys((s.name, s.rate) for s in drawn if s.kind is _Kind.DROPOUT)),
+        noises=tuple(dict.fromkeys(s.name for s in drawn if s.kind is _Kind.NOISE)),
+        random=tuple(dict.fromkeys(s.name for s in drawn if s.kind is _Kind.OTHER)),
+        idle=frozenset(variables.difference(*(graph.live for graph in graphs))),
+    )
+
+
+def _graphs(meta_graph: Proto, fixed: Mapping[str, Array] = MappingProxyType({})) -> list[CalledBody]:
+    """The graph as each signature runs it, if nodes had the values `fixed`."""
+    nodes = {node.name: node for node in meta_graph.graph_def.node}
+    library = {function.signature.name: function for function in meta_graph.graph_def.library.function}
+    return [
         CalledBody(
             nodes,
             [tensor.node for tensor in ends.outputs],
@@ -69,16 +83,6 @@ def training_mode(meta_graph: Proto, fixed: Mapping[str, Array] = MappingProxyTy
         )
         for ends in map(SignatureEnds.of, meta_graph.signature_def.values())
     ]
-    bodies = [body for graph in graphs for body in graph.bodies()]
-    drawn = [sign for body in bodies for sign in _drawn(body)]
-    variables = {node.name for node in graph_def.node if node.op == "VarHandleOp"}
-    return TrainingMode(
-        batch_norms=tuple(dict.fromkeys(name for body in bodies for name in _batch_norms(body))),
-        dropouts=tuple(dict.fromkeys((s.name, s.rate) for s in drawn if s.kind is _Kind.DROPOUT)),
-        noises=tuple(dict.fromkeys(s.name for s in drawn if s.kind is _Kind.NOISE)),
-        random=tuple(dict.fromkeys(s.name for s in drawn if s.kind is _Kind.OTHER)),
-        idle=frozenset(variables.difference(*(graph.live for graph in graphs))),
-    )
 
 
 def check_dropout(graph: InferenceGraph, feeds: Mapping[str, Array]) -> None:
@@ -107,7 +111,8 @@ def _off(graph: InferenceGraph, feeds: Mapping[str, Array]) -> dict[str, str]:
     values = _switchable(graph.meta_graph, feeds)
 
     def drops(fixed: Mapping[str, Array]) -> bool:
-        return any(training_mode(graph.meta_graph, fixed).dropping())
+        bodies = (body for graph_ in _graphs(graph.meta_graph, fixed) for body in graph_.bodies())
+        return any(sign.kind in _TRAINS for body in bodies for sign in _drawn(body))
 
     for number in (1, 0) if len(values) <= _MOST_FEEDS else ():
         off = {name: np.full_like(value, value.dtype != bool and number) for name, value in values.items()}
@@ -186,9 +191,13 @@ def _origin(body: CalledBody, tensor: str) -> Proto | None:
 
 class _Kind(Enum):
     OFF = "it has no effect"
+    ALL = "all of something is dropped"
     DROPOUT = "a part of something is dropped"
     NOISE = "noise is added, or multiplied by"
     OTHER = "something else, or what the request asks for"
+
+
+_TRAINS = (_Kind.ALL, _Kind.DROPOUT, _Kind.NOISE)
 
 
 class _Drawn(Struct, frozen=True):
@@ -286,25 +295,32 @@ class _Uses:
         return compute(node, values, 0, _MOST_BYTES)
 
     def _compared(self, node: Proto, source: Proto, span: Array | None) -> tuple[_Kind, float | None]:
-        if self._varies(node, source) or not self._is_mask(node):
+        kept = None if self._varies(node, source) else self._kept_where(node)
+        if kept is None:
             return _Kind.OTHER, None
         bound = self._body.each(self._others(node, source)[0])
-        return _verdict(_parts(node, source, span, bound))
+        parts = _parts(node, source, span, bound)
+        return _verdict(parts if kept or parts is None else 1 - parts)
 
-    def _is_mask(self, comparison: Proto) -> bool:
-        """True unless all that a comparison does is to choose: between branches, between two tensors."""
-        pending = [comparison]
+    def _kept_where(self, comparison: Proto) -> bool | None:
+        """What a comparison gives where a mask that is made of it keeps something, as far as that shows.
+
+        None if it makes no mask, and only chooses: between branches, or between two tensors.
+        """
+        pending = [(comparison, True)]
         for _ in range(_MAX_STEPS * _MAX_STEPS):
             if not pending:
-                return False
-            for node in self._readers.get(pending.pop().name, ()):
+                return None
+            source, is_same = pending.pop()
+            for node in self._readers.get(source.name, ()):
                 if node.op in _SAME_MASK:
-                    pending.append(node)
+                    pending.append((node, is_same != (node.op == "LogicalNot")))
                 elif node.op in _SELECTS:
-                    if any(self._body.each(text) is not None for text in input_names(node)[1:]):
-                        return True
+                    is_constant = [self._body.each(text) is not None for text in input_names(node)[1:]]
+                    if any(is_constant):
+                        return is_same != is_constant[0]
                 elif node.op not in _DECIDES and not (node.op == "Cast" and _is_integer(node)):
-                    return True
+                    return is_same
         return True
 
 
@@ -325,9 +341,9 @@ def _only(value: Array | None) -> float | None:
 
 def _verdict(parts: Array | None) -> tuple[_Kind, float | None]:
     """What a mask does that drops these parts of something."""
-    if parts is not None and not ((parts > 0) & (parts < 1)).any():
-        return _Kind.OFF, None
-    return _Kind.DROPOUT, _only(parts)
+    if parts is None or ((parts > 0) & (parts < 1)).any():
+        return _Kind.DROPOUT, _only(parts)
+    return _Kind.ALL if parts.all() else _Kind.OFF, None
 
 
 def _parts(node: Proto, source: Proto, span: Array | None, bound: Array | None) -> Array | None:
