@@ -137,6 +137,10 @@ class ExportError(Exception):
             self.hint = hint
 
 
+class ExportWarning(UserWarning):
+    """A note of an export in a Python program: what was published, and may not be what was meant."""
+
+
 class UsageError(ExportError):
     """The command line, or an argument of the Python API, is wrong."""
 
