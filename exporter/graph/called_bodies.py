@@ -164,9 +164,12 @@ class CalledBody:
 
     @cached_property
     def _chosen(self) -> Collection[str]:
-        """The nodes in branches between which the request chooses."""
+        """The nodes in branches between which the request chooses; how often a loop turns is no choice."""
         found = set[str]()
         for predicate, switches in self._switches.items():
+            node = self.nodes.get(node_of(predicate))
+            if node is None or node.op == "LoopCond":
+                continue
             if self.number(predicate) is None and self.depends(predicate):
                 for side in (0, 1):
                     found |= self._spread({f"{switch}:{side}" for switch in switches})
@@ -199,7 +202,7 @@ class CalledBody:
         name, inputs = called
         function, body = self._library[name], self._body(name, self._passed(name, inputs))
         results = [result.name for result in function.signature.output_arg]
-        return None if body is None else body.value(function.ret[results[_position(tensor)]])
+        return None if body is None else body.value(function.ret.get(results[_position(tensor)], ""))
 
     def _returns(self, tensor: str, merge: str) -> bool:
         """True if a loop hands a value on as it was from one turn to the next."""
@@ -275,7 +278,7 @@ class CalledBody:
         if (called := self._one_function(node)) is not None:
             name, arguments = called
             return [*inputs[: len(inputs) - len(arguments)], *self._used(name, arguments)]
-        is_chosen = node.op in _CONDITIONALS and self.depends(inputs[0])
+        is_chosen = node.op in _CONDITIONALS and any(map(self.depends, inputs[:1]))
         is_asked = any(map(self.depends, inputs))
         for name in names:
             self._run(name, self._handed_on(node, inputs), is_asked=is_asked, is_chosen=is_chosen)
@@ -284,7 +287,7 @@ class CalledBody:
     def _one_function(self, node: Proto) -> tuple[str, list[str]] | None:
         """The function that a call runs, and its arguments; None if that is one of several, or in a loop."""
         inputs = input_names(node)
-        if node.op in _CONDITIONALS and (taken := self.number(inputs[0])) is not None:
+        if node.op in _CONDITIONALS and inputs and (taken := self.number(inputs[0])) is not None:
             name, inputs = attr(node, "then_branch" if taken else "else_branch").func.name, inputs[1:]
         elif node.op in _PLAIN_CALLS:
             name = attr(node, "f").func.name
@@ -303,7 +306,7 @@ class CalledBody:
             return [""] * len(inputs)
         nodes = {each.name: each for each in body.node_def}
         names = zip(body.signature.input_arg, body.signature.output_arg, strict=False)
-        same = [_behind(nodes, body.ret[result.name]) == argument.name for argument, result in names]
+        same = [_behind(nodes, body.ret.get(result.name, "")) == argument.name for argument, result in names]
         return [text if is_same else "" for text, is_same in zip(inputs, same, strict=False)]
 
     def _used(self, name: str, inputs: list[str]) -> list[str]:
@@ -376,7 +379,7 @@ def _behind(nodes: Mapping[str, Proto], tensor: str) -> str:
     """The argument or node whose value a tensor is, behind Identity nodes."""
     name = node_of(tensor)
     for _ in range(_MAX_STEPS):
-        if name not in nodes or nodes[name].op != "Identity":
+        if name not in nodes or nodes[name].op != "Identity" or not nodes[name].input:
             break
         name = node_of(nodes[name].input[0])
     return name

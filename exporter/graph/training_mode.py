@@ -128,12 +128,9 @@ def _switchable(meta_graph: Proto, feeds: Mapping[str, Array]) -> dict[str, Arra
     """The values of the flags and numbers that `--feed` may fix."""
     nodes = {node.name: node for node in meta_graph.graph_def.node}
     values = dict(feeds)
-    for node in nodes.values():
-        if (
-            node.op == "PlaceholderWithDefault"
-            and (value := const_value(nodes.get(node_of(node.input[0])))) is not None
-        ):
-            values[node.name] = value
+    for node in (node for node in nodes.values() if node.op == "PlaceholderWithDefault"):
+        default = [const_value(nodes.get(node_of(text))) for text in input_names(node)[:1]]
+        values |= {node.name: value for value in default if value is not None}
     signatures = map(SignatureEnds.of, meta_graph.signature_def.values())
     given = {tensor.node for ends in signatures for tensor in ends.inputs}
     return {name: value for name, value in values.items() if name not in given and value.dtype.kind in "bf"}
@@ -292,7 +289,8 @@ class _Uses:
         if span is None or None in numbers.values():
             return None
         values = [np.asarray(numbers.get(text, span)) for text in input_names(node)]
-        return compute(node, values, 0, _MOST_BYTES)
+        moved = compute(node, values, 0, _MOST_BYTES)
+        return moved if np.isfinite(moved).all() else None
 
     def _compared(self, node: Proto, source: Proto, span: Array | None) -> tuple[_Kind, float | None]:
         kept = None if self._varies(node, source) else self._kept_where(node)

@@ -185,8 +185,19 @@ def by_a_variable(v1: Any, x: Any) -> Any:
     return rated(v1, x, v1.get_variable("rate", [], initializer=v1.zeros_initializer()))
 
 
-def test_a_rate_that_nobody_knows_counts_as_one_that_is_on(tmp_path: Path) -> None:
-    trained = train(tmp_path, built(by_a_variable))
+def as_often_as_asked(v1: Any, x: Any) -> Any:
+    import tensorflow as tf
+
+    turns = tf.cast(tf.reduce_max(x), tf.int32)
+    return v1.while_loop(lambda at, _: at < turns, lambda at, y: (at + 1, rated(v1, y, 0.25)), [0, x])[1]
+
+
+@pytest.mark.parametrize("control_flow_v2", [False, True])
+@pytest.mark.parametrize("make", [by_a_variable, as_often_as_asked])
+def test_a_rate_that_nobody_knows_or_chooses_counts_as_one_that_is_on(
+    make: Callable[[Any, Any], Any], control_flow_v2: bool, tmp_path: Path
+) -> None:
+    trained = train(tmp_path, built(make), control_flow_v2=control_flow_v2)
     assert is_refused(load_graph(GraphRequest(model=trained.meta, **ENDS)))
 
 
