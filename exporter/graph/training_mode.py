@@ -128,9 +128,11 @@ def _switchable(meta_graph: Proto, feeds: Mapping[str, Array]) -> dict[str, Arra
     """The values of the flags and numbers that `--feed` may fix."""
     nodes = {node.name: node for node in meta_graph.graph_def.node}
     values = dict(feeds)
-    for node in (node for node in nodes.values() if node.op == "PlaceholderWithDefault"):
-        default = [const_value(nodes.get(node_of(text))) for text in input_names(node)[:1]]
-        values |= {node.name: value for value in default if value is not None}
+    for node in nodes.values():
+        has_default = node.op == "PlaceholderWithDefault" and len(node.input) > 0
+        default = const_value(nodes.get(node_of(node.input[0]))) if has_default else None
+        if default is not None:
+            values[node.name] = default
     signatures = map(SignatureEnds.of, meta_graph.signature_def.values())
     given = {tensor.node for ends in signatures for tensor in ends.inputs}
     return {name: value for name, value in values.items() if name not in given and value.dtype.kind in "bf"}
