@@ -24,7 +24,7 @@
     │   ├── MissingTensors               variables without a tensor
     │   ├── ShapeMismatch                shapes or dtypes differ
     │   ├── ObjectMismatch               model and checkpoint have other objects, or other names for them
-    │   ├── TrainingModeServed           batch normalisation without the moving statistics that are there
+    │   ├── TrainingModeServed           dropout that is on, or batch normalisation without moving statistics
     │   ├── AmbiguousRename              two variables claim one tensor, or two rules disagree
     │   ├── NoCertainMatch               values without names of their own fit in no way, or in several
     │   └── PartitionStrategyUnknown     a re-partitioned lookup table whose row order is unknown
@@ -145,6 +145,10 @@ class ExportError(Exception):
         """Give it a hint in place of its class's own; one that was chosen for this very failure stays."""
         if hint and self.hint == self.default_hint:
             self.hint = hint
+
+
+class ExportWarning(UserWarning):
+    """A note of an export in a Python program: what was published, and may not be what was meant."""
 
 
 class UsageError(ExportError):
@@ -296,7 +300,9 @@ class ObjectMismatch(MappingError):
 
 
 class TrainingModeServed(MappingError):
-    """The graph normalises by the batch, while the checkpoint has moving statistics for inference."""
+    """The graph computes as in training: dropout is on, or it normalises by the batch although the checkpoint
+    has moving statistics for inference.
+    """
 
     default_hint = (
         "build the graph with training=False, or write its .meta from an inference graph; "

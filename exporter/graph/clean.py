@@ -158,7 +158,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
     require_inside(outside, is_allowed=source.trust.file_ops)
     for name, signature in source.meta_graph.signature_def.items():
         meta_graph.signature_def[name].CopyFrom(_served_signature(index, signature, moved, size))
-    training = training_mode(meta_graph.graph_def, _roots(signatures.values(), moved), fed)
+    training = training_mode(meta_graph)
     return InferenceGraph(
         source=source.label,
         meta_graph=meta_graph,

@@ -145,12 +145,14 @@ class TrainingMode(Struct, frozen=True):
     """The parts of a served graph that compute as in training.
 
     All fields hold names of nodes. `batch_norms` normalise by the request's own batch, `dropouts` drop a
-    random part of their input (with that part, if it is a constant), `random` draw other random numbers.
-    `idle` are nodes of variables that are read only in branches that never run.
+    random part of their input (with that part, if it is a constant), `noises` add normal noise to it, or
+    multiply it by such noise; `random` draw other random numbers. `idle` are nodes of variables that are read
+    only in branches that never run.
     """
 
     batch_norms: tuple[str, ...] = ()
     dropouts: tuple[tuple[str, float | None], ...] = ()
+    noises: tuple[str, ...] = ()
     random: tuple[str, ...] = ()
     idle: frozenset[str] = frozenset()
 
@@ -158,14 +160,18 @@ class TrainingMode(Struct, frozen=True):
         """Notes for the user, a line each."""
         for name in self.batch_norms:
             yield f"{name} normalises by the request's own batch, as in training"
-        for name, rate in self.dropouts:
-            part = "a random part" if rate is None else f"a random {rate:.3g}"
-            yield (
-                f"{name} drops {part} of its input at each request, as dropout does in training: "
-                "build the graph with training=False, or fix the rate with --feed"
-            )
+        for said in self.dropping():
+            yield f"{said}: build the graph with training=False, or fix the rate with --feed"
         for name in self.random:
             yield f"{name} draws random numbers at each request: is it dropout?"
+
+    def dropping(self) -> Iterator[str]:
+        """Sentences on dropout and noise that are on, for the user."""
+        for name, rate in self.dropouts:
+            part = "a random part" if rate is None else f"a random {rate:.3g}"
+            yield f"{name} drops {part} of its input at each request, as dropout does in training"
+        for name in self.noises:
+            yield f"{name} puts noise on its input at each request, as in training"
 
 
 class KeptState(Struct, frozen=True):

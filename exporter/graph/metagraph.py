@@ -30,6 +30,7 @@ from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.graph.keys import VARIABLE_OPS, variable_keys
 from exporter.graph.nodes import Endpoint, GraphIndex, all_before, closure, data_inputs
 from exporter.graph.old_tables import use_resource_tables
+from exporter.graph.recording_nodes import without_recording
 from exporter.graph.servable import called_functions, changes_state, refusal
 from exporter.graph.signatures import (
     SignatureEnds,
@@ -95,7 +96,7 @@ def is_autodist(meta_graph: Proto) -> bool:
 
 
 def read_metagraph(path: Path) -> Proto:
-    """The `protos.MetaGraphDef` in a file.
+    """The `protos.MetaGraphDef` in a file, without what `IncrementHook` added to the trainer's graph.
 
     Raises:
         CorruptFile: it is truncated, or not a graph.
@@ -105,7 +106,8 @@ def read_metagraph(path: Path) -> Proto:
         data = read_graph_file(path)
     except OSError as error:
         raise UsageError(f"the graph {path} cannot be read", cause=error.strerror or str(error)) from error
-    return parse_message("MetaGraphDef", data, path, is_text=path.suffix == ".pbtxt", nonempty="graph_def")
+    is_text = path.suffix == ".pbtxt"
+    return without_recording(parse_message("MetaGraphDef", data, path, is_text=is_text, nonempty="graph_def"))
 
 
 def read_graph_file(path: Path) -> bytes:

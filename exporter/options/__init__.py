@@ -498,6 +498,9 @@ class GraphOptions(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
         bool,
         _served("Serve batch normalisation by each request's own batch, although moving statistics exist."),
     ] = False
+    allow_dropout: Annotated[
+        bool, _served("Serve dropout and noise that are on, so that equal requests get different answers.")
+    ] = False
 
 
 class ExportOptions(GraphOptions, frozen=True, kw_only=True):

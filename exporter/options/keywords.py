@@ -75,6 +75,8 @@ class ExportKeywords(TypedDict, total=False):
     """Also keep the SavedModel's training graph of this tag."""
     allow_batch_statistics: bool
     """Serve batch normalisation by each request's own batch, although moving statistics exist."""
+    allow_dropout: bool
+    """Serve dropout and noise that are on, so that equal requests get different answers."""
     format: ExportFormat | Literal["saved_model", "metagraph", "both"]
     """Write a SavedModel, Cloud ML's pair, or both."""
     version: str | int | None

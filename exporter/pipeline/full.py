@@ -62,6 +62,7 @@ from exporter.graph.origin import GraphOrigin
 from exporter.graph.outside import require_harmless
 from exporter.graph.servable import by_library
 from exporter.graph.training_graph import TrainingGraph
+from exporter.graph.training_mode import check_dropout
 from exporter.increments.history import read_history
 from exporter.increments.increment import CheckpointId
 from exporter.increments.trained import TrainerVersion
@@ -217,6 +218,8 @@ def _planned(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
     if not request.allow_batch_statistics:
         switches = mode_switches(graph.meta_graph.graph_def, found.source.feeds)
         check_batch_statistics(graph, found.catalog, mapping.sources, switches)
+    if not request.allow_dropout:
+        check_dropout(graph, found.source.feeds)
     in_8_bits = choose_for_8_bits(graph, mapping)
     graph, mapping = in_8_bits.graph, in_8_bits.mapping
     unmapped: tuple[Unmapped, ...] = ()

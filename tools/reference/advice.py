@@ -154,11 +154,11 @@ ADVICE: dict[type[ExportError], Advice] = {
         "Build the model as the trainer did; if only names changed, say so with `--rename`.",
     ),
     errors.TrainingModeServed: Advice(
-        "Batch normalisation in the graph uses the statistics of each request's own batch, as in "
-        "training, although the checkpoint holds moving averages for inference. Answers would depend on "
-        "what else is in the batch.",
-        "Build the graph with `training=False`, freeze the placeholder with `--feed is_training=false`, "
-        "or say `--allow-batch-statistics` if it is meant.",
+        "The graph computes as in training. Either batch normalisation uses the statistics of each request's "
+        "own batch, although the checkpoint holds moving averages for inference: answers would depend on "
+        "what else is in the batch. Or dropout or noise is on, or may be: answers would be random.",
+        "Build the graph with `training=False`, freeze the placeholder with `--feed is_training=false` or "
+        "`--feed keep_prob=1.0`, or say `--allow-batch-statistics` or `--allow-dropout` if it is meant.",
     ),
     errors.AmbiguousRename: Advice(
         "Two `--rename` rules give one variable different names, or two variables claim one tensor.",
