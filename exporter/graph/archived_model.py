@@ -20,6 +20,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from exporter.graph.source_graph import ANY_FILES, Trust
 from exporter.graph.sources import import_code
 from exporter.graph.user_errors import error_line, keras_choice, way_out
 from exporter.tables.dynamic_table import ServedEmbedding
+from exporter.while_needed import WhileNeeded
 from exporter.wire.dtypes import DType
 
 
@@ -65,7 +67,7 @@ def _walk(model: Any) -> Iterator[tuple[str, str, Any]]:
     if keras is not None and isinstance(model, keras.Model) and not hasattr(keras, "Variable"):
         from keras.src.saving import saving_lib  # Keras 2, beside TensorFlow 2.15
 
-        with _symbols_saved(keras.layers.Layer):
+        with _symbols_saved(keras.layers.Layer)():
             saving_lib._save_state(model, store, None, "", set())
     elif keras is not None and isinstance(model, keras.Model):
         from keras.src.saving import saving_lib
@@ -75,7 +77,7 @@ def _walk(model: Any) -> Iterator[tuple[str, str, Any]]:
     elif tf_keras is not None and isinstance(model, tf_keras.Model):
         from tf_keras.src.saving import saving_lib
 
-        with _symbols_saved(tf_keras.layers.Layer):
+        with _symbols_saved(tf_keras.layers.Layer)():
             saving_lib._save_state(model, store, None, "", set())
     for path, key, value in store.values:
         yield (f"{path}/vars/{key}" if path else f"vars/{key}"), store.owner(path), value
@@ -110,20 +112,28 @@ class _Recorder:
         return "/".join(names) if path in self._names else ""
 
 
-@contextlib.contextmanager
-def _symbols_saved(layer: Any) -> Iterator[None]:
-    """Let tf-keras' layers store their variables themselves instead of values, which a graph lacks."""
+@cache
+def _symbols_saved(layer: Any) -> WhileNeeded:
+    """Let tf-keras' layers store their variables themselves in a `_Recorder`: a graph lacks their values."""
 
-    def save_own_variables(self: Any, store: Any) -> None:
-        for number, variable in enumerate(self._trainable_weights + self._non_trainable_weights):
-            store[f"{number}"] = variable
+    @contextlib.contextmanager
+    def patched() -> Iterator[None]:
+        before = layer.save_own_variables
 
-    before = layer.save_own_variables
-    layer.save_own_variables = save_own_variables
-    try:
-        yield
-    finally:
-        layer.save_own_variables = before
+        def save_own_variables(self: Any, store: Any) -> None:
+            if not isinstance(store, _Recorder):  # another thread's, which saves a model
+                before(self, store)
+                return
+            for number, variable in enumerate(self._trainable_weights + self._non_trainable_weights):
+                store[f"{number}"] = variable
+
+        layer.save_own_variables = save_own_variables
+        try:
+            yield
+        finally:
+            layer.save_own_variables = before
+
+    return WhileNeeded(patched)
 
 
 _OWN_PACKAGES = {"keras", "builtins", "keras_hub", "keras_cv", "keras_nlp", "tf_keras"}

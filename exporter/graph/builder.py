@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -44,13 +44,17 @@ from exporter.graph.tables import table_keys
 from exporter.graph.user_errors import error_line, failures, way_out
 from exporter.storage.files import nearest
 from exporter.storage.local_paths import quoted
+from exporter.while_needed import WhileNeeded
 from exporter.wire import protos
 from exporter.wire.protos import Proto
 
+_GRAPHS: WeakSet[Any] = WeakSet()
+"""The graphs that builders run in: tables of others, as of a training in another thread, are left alone."""
+
 
 @contextlib.contextmanager
-def known_contents() -> Iterator[None]:
-    """Have `size` and `export` of static tables give values, as they do where execution is eager."""
+def _known() -> Iterator[None]:
+    """Have `size` and `export` of builders' static tables give values, as in eager execution."""
     from tensorflow.python.ops.lookup_ops import StaticHashTable
 
     size, export = StaticHashTable.size, StaticHashTable.export
@@ -70,12 +74,15 @@ def known_contents() -> Iterator[None]:
         StaticHashTable.size, StaticHashTable.export = size, export
 
 
+known_contents = WhileNeeded(_known)
+
+
 def _read(table: Any, method: Callable[[Any], Any]) -> Any:
     """The result of a table's method after filling it; None outside of a builder's graph, or on failure."""
     import tensorflow as tf
 
     graph = getattr(table.resource_handle, "graph", None)
-    if not isinstance(graph, tf.Graph) or getattr(graph, "outer_graph", None) is not None:
+    if graph is None or graph not in _GRAPHS:
         return None
     with contextlib.suppress(tf.errors.OpError, ValueError):
         with graph.as_default(), graph.control_dependencies(None):
@@ -234,7 +241,8 @@ def _run(builder: Builder, kwargs: Mapping[str, Any], label: str) -> _Built:
 
     graph = tf.Graph()
     view, layers, notes = None, dict[str, TensorRef](), tuple[str, ...]()
-    with unchanged_classes(), known_contents(), contextlib.redirect_stdout(sys.stderr):
+    _GRAPHS.add(graph)
+    with unchanged_classes(), known_contents():
         with graph.as_default(), failures(f"builder {label}"):
             result = builder(**kwargs)
         if is_object(result):
