@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import h5py
@@ -251,21 +250,6 @@ def test_packed_values_may_be_read_side_by_side_and_left_half_way(tmp_path: Path
     left.close()
     for one, other in zip(first.blocks(), second.blocks(), strict=True):
         np.testing.assert_array_equal(one + 1, other)
-
-
-def test_threads_read_packed_values_at_once(tmp_path: Path) -> None:
-    path, value = tmp_path / "m.weights.h5", np.arange(20, dtype=np.float32)
-    with h5py.File(path, "w") as file:
-        file.create_dataset("layers/dense/vars/0", data=value, chunks=(5,), compression="gzip")
-
-    def read(number: int) -> None:
-        for _ in range(times(8)):
-            (ref,) = read_keras(path).tensors.values()
-            assert isinstance(ref.content, Packed)
-            np.testing.assert_array_equal(np.concatenate([*ref.content.blocks()]), value)
-
-    with ThreadPoolExecutor(4) as threads:
-        assert [*threads.map(read, range(4))] == [None] * 4
 
 
 def test_a_reader_may_take_its_time_with_each_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
