@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from exporter.catalog import TensorRef
 from exporter.errors import BuilderError, UsageError
 from exporter.graph.archived_model import keras_places
+from exporter.graph.init_scopes import InitScopes
 from exporter.graph.metagraph import with_signatures
 from exporter.graph.nodes import GraphIndex
 from exporter.graph.object_models import (
@@ -108,6 +109,11 @@ _TRAINING_FLAGS = ("training", "is_training")
 _EXPECTED = (
     "expected (inputs, outputs), two dicts of tensors, or {signature: (inputs, outputs[, method])}, "
     "or a Keras model, or a tf.Module with signatures"
+)
+
+_INSISTS = (
+    "a builder runs in a graph, and this one asks for eager execution in tf.init_scope(): "
+    "export it with tf.saved_model.save, and name that: --model DIRECTORY"
 )
 
 
@@ -236,17 +242,34 @@ class _Built(Struct, frozen=True):
 
 
 def _run(builder: Builder, kwargs: Mapping[str, Any], label: str) -> _Built:
-    """Run the builder in a fresh graph."""
+    """Run the builder in a fresh graph; once more if it failed where TensorFlow 2 may be asked for."""
     import tensorflow as tf
 
-    graph = tf.Graph()
+    try:
+        return _build(builder, kwargs, label, scopes := InitScopes(tf.Graph()))
+    except BuilderError as error:
+        if not scopes.are_asked_for:
+            raise
+        first = error
+    try:
+        return _build(builder, kwargs, label, InitScopes(tf.Graph(), are_eager=True))
+    except BuilderError as error:
+        if error.cause != first.cause:
+            first.hint = _INSISTS
+    raise first
+
+
+def _build(builder: Builder, kwargs: Mapping[str, Any], label: str, scopes: InitScopes) -> _Built:
+    import tensorflow as tf
+
+    graph = scopes.graph
     view, layers, notes = None, dict[str, TensorRef](), tuple[str, ...]()
     _GRAPHS.add(graph)
     with unchanged_classes(), known_contents():
-        with graph.as_default(), failures(f"builder {label}"):
+        with scopes.in_graph(), failures(f"builder {label}"):
             result = builder(**kwargs)
         if is_object(result):
-            with graph.as_default():
+            with scopes.in_graph():
                 entries = signatures_of(result, label)
             view = view_objects(result)
             layers, notes = keras_places(result), guessed_inputs(result)

@@ -28,6 +28,7 @@ from exporter.graph.load import GraphRequest, load_graph
 from exporter.graph.sources import code_behind, import_code, importable
 from tests.support.budget import times
 from tests.support.publishing import hidden, versions
+from tests.support.threads import at_once
 
 tf1 = tf.compat.v1
 
@@ -129,7 +130,12 @@ def the_process() -> dict[str, Any]:
     patched = {"size": StaticHashTable.size, "export": StaticHashTable.export}
     saved = [library.layers.Layer.save_own_variables for library in (keras, tf_keras)]
     lists = {"path": [*sys.path], "meta_path": [*sys.meta_path], "filters": [*warnings.filters]}
-    streams = {"stdout": sys.stdout, "stderr": sys.stderr, "in": Path.cwd(), "environ": {**os.environ, "PYTEST_CURRENT_TEST": ""}}
+    streams = {
+        "stdout": sys.stdout,
+        "stderr": sys.stderr,
+        "in": Path.cwd(),
+        "environ": {**os.environ, "PYTEST_CURRENT_TEST": ""},
+    }
     modes = {"eager": tf.executing_eagerly(), "gc": gc.isenabled(), "bases": Net.__bases__}
     return {**patched, "saved": saved, **lists, **streams, **modes}
 
@@ -139,18 +145,6 @@ def _process_is_as_before() -> Iterator[None]:
     before = the_process()
     yield
     assert the_process() == before
-
-
-def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
-    """Their results, of calls in a thread each, which begin together."""
-    barrier = threading.Barrier(len(calls))
-
-    def run(call: Callable[[], Any]) -> Any:
-        barrier.wait(60)
-        return call()
-
-    with ThreadPoolExecutor(len(calls)) as threads:
-        return [found.result(300) for found in [threads.submit(run, call) for call in calls]]
 
 
 def test_all_are_as_one_thread_makes_them(models: Models, tmp_path: Path) -> None:
