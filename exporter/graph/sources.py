@@ -45,10 +45,14 @@ _IMPORTING = threading.RLock()
 """One builder is imported at a time: modules of two that have one name are not to be mixed up."""
 
 
+_PARSING = threading.Lock()
+"""Python 3.11 takes the depth of another thread's tree for its own, and raises SystemError."""
+
+
 def _in_child() -> None:
     """A fork has none of the threads that import here."""
-    global _IMPORTING
-    _IMPORTING = threading.RLock()
+    global _IMPORTING, _PARSING
+    _IMPORTING, _PARSING = threading.RLock(), threading.Lock()
 
 
 os.register_at_fork(after_in_child=_in_child)
@@ -334,7 +338,7 @@ _PARSED_IN_SILENCE = WhileNeeded(_silence)
 
 def _parse(path: Path) -> ast.Module:
     try:
-        with _PARSED_IN_SILENCE():
+        with _PARSED_IN_SILENCE(), _PARSING:
             return ast.parse(path.read_bytes(), f"{_PARSED}{path.name}")
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BuilderError(f"importing {path} failed", cause=f"{type(error).__name__}: {error}") from error

@@ -321,3 +321,20 @@ def test_a_files_warnings_are_not_told_and_the_programs_are(tmp_path: Path) -> N
         for thread in threads:
             thread.join()
     assert [str(each.message) for each in told] == [f"the program's {n}" for n in range(times(100))]
+
+
+def test_large_files_are_read_at_once(tmp_path: Path) -> None:
+    """Python 3.11 counts how deep it is in the trees of all threads in one number, and stumbles over that."""
+
+    def change_threads(*_: object) -> None:
+        time.sleep(0)
+
+    large = tmp_path / "large.py"
+    large.write_text("def fn(x):\n    return [x, (x + 1) * (x - (2 + x)), {x: [x]}]\n" * 300)
+    (alone,) = code_behind(f"{large}:fn")
+    gc.callbacks.append(change_threads)  # in the midst of a tree
+    try:
+        for _ in range(times(2)):
+            assert at_once([lambda: code_behind(f"{large}:fn")] * 4) == [(alone,)] * 4
+    finally:
+        gc.callbacks.remove(change_threads)
