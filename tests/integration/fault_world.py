@@ -507,8 +507,8 @@ class World:
             self.unreadable.end()
         return f"{newer[chosen].path.name}/{path.name} ({how})"
 
-    def _published_after(self, log: DeltaLog, seconds: float = 20.0) -> list[LogDelta]:
-        """Two deltas or more beyond a log's position; none if they do not come, or if another base does."""
+    def _published_after(self, log: DeltaLog, seconds: float = 30.0) -> list[LogDelta]:
+        """The deltas beyond a log's position; none if none comes, or if another base does."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self._restart()
@@ -518,7 +518,7 @@ class World:
                 newer = [delta for delta in now.deltas if delta.end > log.at.position]
                 if now.base.path != log.base.path:
                     return []
-                if len(newer) > 1:
+                if newer:
                     return newer
         return []
 

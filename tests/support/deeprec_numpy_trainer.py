@@ -17,7 +17,7 @@ from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.increments.history import StateId
 from exporter.increments.increment import CheckpointId
 from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY
-from tests.support.numpy_trainer import TABLES, NumpyTrainer, Session, Variables
+from tests.support.numpy_trainer import TABLES, NumpyTrainer, Session, Variables, named_by
 
 _AGO_S = 100_000
 
@@ -49,9 +49,8 @@ class DeepRecNumpyTrainer(NumpyTrainer):
         full = self.newest()
         later = {int(index.stem.partition("-")[2]) for index in self.directory.glob("*.index")}
         last = min((step for step in later if step > full.step), default=1 << 60)
-        named = self.increments / "checkpoint"
-        newest = int(named.read_text().split('"')[1].rpartition("-")[2]) if named.exists() else 0
         there = {int(index.stem.rpartition("-")[2]) for index in self.increments.glob("*.index")}
+        newest = int(named_by(self.increments / "checkpoint").rpartition("-")[2] or max(there, default=0))
         steps = [
             step
             for step in there
