@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any
 
 from msgspec import Struct
@@ -61,6 +62,10 @@ class InitScopes(Struct):
 def _opened_by() -> str:
     """The package of the code that opens a scope."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_ON_THE_WAY):
+    while frame.f_back is not None and _module_of(frame).startswith(_ON_THE_WAY):
         frame = frame.f_back
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return _module_of(frame).partition(".")[0]
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

@@ -361,7 +361,7 @@ class World:
         "pause": 4,
         "network": 8,
         "damage": 4,
-        "spoil": 2,
+        "spoil": 1,
         "fill_disk": 2,
         "clock_jump": 3,
         "read_only": 2,
