@@ -21,6 +21,7 @@ import tempfile
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,7 @@ from exporter.graph.sources import import_code
 from exporter.graph.user_errors import error_line, keras_choice, way_out
 from exporter.storage.local_paths import quoted
 from exporter.tables.dynamic_table import ServedEmbedding
+from exporter.while_needed import WhileNeeded
 from exporter.wire.dtypes import DType
 
 
@@ -74,18 +76,18 @@ def _walk(model: Any) -> Iterator[tuple[str, str, Any]]:
     if keras is not None and isinstance(model, keras.Model) and not hasattr(keras, "Variable"):
         from keras.src.saving import saving_lib  # Keras 2, beside TensorFlow 2.15
 
-        with _symbols_saved(keras):
+        with _symbols_saved(keras)():
             saving_lib._save_state(model, store, None, "", set())
     elif keras is not None and isinstance(model, keras.Model):
         from keras.src.saving import saving_lib
 
         store_class = type("Recorder", (_Recorder, saving_lib.H5IOStore), {})  # it asks for its own class
-        with _symbols_saved(keras):
+        with _symbols_saved(keras)():
             saving_lib._save_state(model, store := store_class(), None, "", set())
     elif tf_keras is not None and isinstance(model, tf_keras.Model):
         from tf_keras.src.saving import saving_lib
 
-        with _symbols_saved(tf_keras):
+        with _symbols_saved(tf_keras)():
             saving_lib._save_state(model, store, None, "", set())
     for path, key, value in store.values:
         yield (f"{path}/vars/{key}" if path else f"vars/{key}"), store.owner(path), value
@@ -120,33 +122,47 @@ class _Recorder:
         return "/".join(names) if path in self._names else ""
 
 
-@contextlib.contextmanager
-def _symbols_saved(keras: Any) -> Iterator[None]:
-    """Let layers store themselves or their variables instead of values, which a graph lacks.
+@cache
+def _symbols_saved(keras: Any) -> WhileNeeded:
+    """Let layers store themselves or their variables in a `_Recorder` instead of values, which a graph lacks.
 
     Those are layers of Keras 2, and lookups that weigh their tokens.
     """
 
-    def save_variables(self: Any, store: Any) -> None:
-        for number, variable in enumerate(self._trainable_weights + self._non_trainable_weights):
+    def save_variables(layer: Any, store: Any) -> None:
+        for number, variable in enumerate(layer._trainable_weights + layer._non_trainable_weights):
             store[f"{number}"] = variable
 
-    def save_lookup(self: Any, store: Any) -> None:
-        if self.output_mode == "tf_idf":
-            store[_WEIGHTS] = self
+    def save_lookup(layer: Any, store: Any) -> None:
+        if layer.output_mode == "tf_idf":
+            store[_WEIGHTS] = layer
 
     lookup = importlib.import_module(f"{keras.__name__}.src.layers.preprocessing.index_lookup").IndexLookup
-    patched = {lookup: save_lookup}
+    saving = {lookup: save_lookup}
     if not hasattr(keras, "Variable"):
-        patched[keras.layers.Layer] = save_variables
-    before = {kind: kind.save_own_variables for kind in patched}
-    for kind, method in patched.items():
-        kind.save_own_variables = method
-    try:
-        yield
-    finally:
-        for kind, method in before.items():
-            kind.save_own_variables = method
+        saving[keras.layers.Layer] = save_variables
+
+    @contextlib.contextmanager
+    def patched() -> Iterator[None]:
+        before = {kind: kind.save_own_variables for kind in saving}
+        for kind, save in saving.items():
+            kind.save_own_variables = _in_recorders(save, before[kind])
+        try:
+            yield
+        finally:
+            for kind, method in before.items():
+                kind.save_own_variables = method
+
+    return WhileNeeded(patched)
+
+
+def _in_recorders(save: Callable[[Any, Any], None], before: Callable[[Any, Any], None]) -> Any:
+    """The method `save` for recorders, and `before` for the stores of other threads, which save models."""
+
+    def save_own_variables(self: Any, store: Any) -> None:
+        (save if isinstance(store, _Recorder) else before)(self, store)
+
+    return save_own_variables
 
 
 _WEIGHTS = "idf_weights"

@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -96,6 +97,11 @@ _LFS, _LFS_BYTES = b"version https://git-lfs.github.com/spec/v1\n", 1024
 
 _NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 """What the kernel reports of a directory whose file system has no fsync: `vfs_fsync_range` in fs/sync.c."""
+
+
+def beside(path: Path) -> Path:
+    """A name for what is to replace a file, in its directory; no other thread or process writes it."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}")
 
 
 def sync(path: Path) -> bool:

@@ -8,7 +8,7 @@ import re
 import sys
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from itertools import pairwise, takewhile
 from typing import Annotated, Any, NoReturn
 
@@ -83,7 +83,7 @@ def command(flags: OutputFlags) -> Iterator[Output]:
     on_import_of_tensorflow()
     interrupt_by_exception()
     try:
-        with sink.at_work(COMMAND.get()):
+        with redirect_stdout(sys.stderr), sink.at_work(COMMAND.get()):  # what a user's code prints is talk
             yield sink
     except ExportError as error:
         _finish(sink, error, flags.debug)
