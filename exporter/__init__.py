@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from exporter.api import watch as watch
     from exporter.catalog import Catalog as Catalog
     from exporter.errors import ExportError as ExportError
+    from exporter.errors import ExportWarning as ExportWarning
     from exporter.options import DataMode as DataMode
     from exporter.options import DeltaDtype as DeltaDtype
     from exporter.options import ExportRequest as ExportRequest
@@ -51,6 +52,7 @@ _HOMES = {
     "DeltaDtype": "exporter.options",
     "ExportError": "exporter.errors",
     "ExportRequest": "exporter.options",
+    "ExportWarning": "exporter.errors",
     "Exported": "exporter.pipeline.full",
     "ExportedDelta": "exporter.pipeline.incremental",
     "Jobs": "exporter.options",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect as inspection_of
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
@@ -17,7 +18,7 @@ from msgspec.structs import fields, replace
 
 from exporter import checkpoint
 from exporter.catalog import Catalog
-from exporter.errors import ExportError, NothingChanged, UsageError
+from exporter.errors import ExportError, ExportWarning, NothingChanged, UsageError
 from exporter.options import LOCALLY, ExportRequest, Jobs, given, require_exact
 from exporter.options.given import StrPath
 from exporter.pipeline.watch_loop import EVERY_SECOND, Watching
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from exporter.verify.log import VerifiedModel
 
 T = TypeVar("T")
+DoneT = TypeVar("DoneT", "Exported", "ExportedDelta", "Incremental")
 Served: TypeAlias = "StrPath | Callable[..., Any] | None"
 
 
@@ -85,7 +87,8 @@ def export(
     values come from the checkpoint. An `ExportRequest` takes the place of all of these, and of the options.
 
     A checkpoint that is published already, by the same graph and options, is not published again: the result
-    has that version, and `is_new` is False. `again=True` publishes it once more.
+    has that version, and `is_new` is False. `again=True` publishes it once more. Each note of the export, as
+    the command prints them, is an `ExportWarning`.
 
     For a delta, the trainer's increments (DeepRec's, too) say what changed, or its newest checkpoint is
     compared with what is published. `export_incremental` does the same, but begins with a base, and nothing
@@ -194,7 +197,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
     if not isinstance(planned, full.Plan):
         raise given.wrong("planned", planned, "what plan(...) returns", "execute(plan(...)), or export(...)")
     with said_by_name():
-        return full.execute(planned, progress)
+        return _told(full.execute(planned, progress), stacklevel=3)
 
 
 @overload
@@ -258,7 +261,8 @@ def _watch(
     from exporter.pipeline import watch as watches
 
     with said_by_name(), opened(request.out) as target:
-        yield from watches.watch(_at(request, target), watching, tell, progress, ended, target.carry)
+        for done in watches.watch(_at(request, target), watching, tell, progress, ended, target.carry):
+            yield _told(done, stacklevel=3)
 
 
 def merge(
@@ -428,11 +432,19 @@ def _at(request: ExportRequest, target: OpenModel) -> ExportRequest:
     return replace(request, out=target.path, data=data_mode(request.out, request.data))
 
 
-def _publish(request: ExportRequest, work: Callable[[ExportRequest], T]) -> T:
+def _publish(request: ExportRequest, work: Callable[[ExportRequest], DoneT]) -> DoneT:
     """Do what publishes; a model that is named by a URL is opened for it."""
     with said_by_name(), opened(request.out) as target:
         local = _at(request, target)
-        return target.carry(lambda: work(local))
+        done = target.carry(lambda: work(local))
+    return _told(done, stacklevel=4)
+
+
+def _told(done: DoneT, stacklevel: int) -> DoneT:
+    """Warn of each note of an export that was done, in the caller's line."""
+    for note in done.plan.notes:
+        warnings.warn(note, ExportWarning, stacklevel=stacklevel)
+    return done
 
 
 def _with_model(model: StrPath, work: Callable[..., T], *, read_only: bool = False) -> T:

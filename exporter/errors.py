@@ -9,6 +9,7 @@
     │   ├── TruncatedFile                an index or shard is shorter than its own records say
     │   ├── CorruptFile                  a checksum or a structure is wrong
     │   ├── UnsupportedFormat            another version, byte order, compression or family
+    │   ├── LfsPointer                   a pointer of Git LFS stands where the file should be
     │   ├── UnsafeArchive                an archive reaches outside itself, or unfolds beyond measure
     │   └── CheckpointChanged            files changed or vanished while they were read
     ├── GraphError                   1   the inference graph cannot be made
@@ -23,7 +24,7 @@
     │   ├── MissingTensors               variables without a tensor
     │   ├── ShapeMismatch                shapes or dtypes differ
     │   ├── ObjectMismatch               model and checkpoint have other objects, or other names for them
-    │   ├── TrainingModeServed           batch normalisation without the moving statistics that are there
+    │   ├── TrainingModeServed           dropout that is on, or batch normalisation without moving statistics
     │   ├── AmbiguousRename              two variables claim one tensor, or two rules disagree
     │   ├── NoCertainMatch               values without names of their own fit in no way, or in several
     │   └── PartitionStrategyUnknown     a re-partitioned lookup table whose row order is unknown
@@ -115,6 +116,15 @@ _ERRNO = re.compile(r"\A\[Errno -?[0-9]+\] ")
 """The beginning of an OSError's `str`, which means nothing to a user."""
 
 
+_LONGEST = 4000
+"""Characters of a message, or of a cause: no path is longer, and what others wrote may be, without end."""
+
+
+def bounded(text: str) -> str:
+    """The text, or its beginning and how long it is: errors quote files, servers and libraries."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
+
+
 class ExportError(Exception):
     """Base of every error this project raises on purpose.
 
@@ -126,15 +136,19 @@ class ExportError(Exception):
     default_hint = "run the command again with --debug and read the traceback"
 
     def __init__(self, message: str, *, cause: str = "", hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.cause = _ERRNO.sub("", cause)
+        self.message = bounded(message)
+        super().__init__(self.message)
+        self.cause = bounded(_ERRNO.sub("", cause))
         self.hint = hint or self.default_hint
 
     def advise(self, hint: str) -> None:
         """Give it a hint in place of its class's own; one that was chosen for this very failure stays."""
         if hint and self.hint == self.default_hint:
             self.hint = hint
+
+
+class ExportWarning(UserWarning):
+    """A note of an export in a Python program: what was published, and may not be what was meant."""
 
 
 class UsageError(ExportError):
@@ -190,6 +204,12 @@ class UnsupportedFormat(CheckpointError):
     default_hint = "write the checkpoint again with a stock TensorFlow Saver in V2 format"
 
 
+class LfsPointer(CheckpointError):
+    """A repository was cloned without its large files: a pointer of Git LFS stands where one should be."""
+
+    default_hint = "fetch the files in the clone: git lfs pull"
+
+
 class UnsafeArchive(CheckpointError):
     """An archive reaches outside itself, asks for code to run, or unfolds beyond measure."""
 
@@ -226,7 +246,7 @@ class CodeRefused(GraphError):
     """A model's archive asks for code that the user did not allow."""
 
     exit_code = Exit.USAGE
-    default_hint = "name a builder that makes the model: --model pkg.mod:fn"
+    default_hint = "if you trust it: --allow-code; otherwise name a builder: --model pkg.mod:fn"
 
 
 class AccessRefused(GraphError):
@@ -280,7 +300,9 @@ class ObjectMismatch(MappingError):
 
 
 class TrainingModeServed(MappingError):
-    """The graph normalises by the batch, while the checkpoint has moving statistics for inference."""
+    """The graph computes as in training: dropout is on, or it normalises by the batch although the checkpoint
+    has moving statistics for inference.
+    """
 
     default_hint = (
         "build the graph with training=False, or write its .meta from an inference graph; "

@@ -31,6 +31,14 @@ def sha256_of(file: BinaryIO) -> str:
     return digest.hexdigest()
 
 
+def module_command(module: str) -> list[str]:
+    """The command line `python -P -m MODULE`: modules are not looked for in the working directory."""
+    if sys.version_info >= (3, 11):
+        return [sys.executable, "-P", "-m", module]
+    run = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", f"import runpy, sys; del sys.path[0]; {run}"]
+
+
 def timeout(seconds: float) -> Any:
     """`asyncio.timeout`."""
     if sys.version_info < (3, 11):

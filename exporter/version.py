@@ -1,3 +1,3 @@
 """The version of this program; the package's metadata takes it from here."""
 
-__version__ = "0.2.0"
+__version__ = "0.2.1"

@@ -18,7 +18,7 @@ from exporter.errors import Exit, ExportError, UsageError
 from exporter.options import Option
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import local_path, path_parser, quoted
-from exporter.terminal import sleep_until_a_signal, stop_on_sigterm
+from exporter.terminal import Leave, sleep_until_a_signal, stop_on_sigterm
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.output import Output, OutputMode
 from exporter.terminal.server_access import ServerAccess
@@ -47,6 +47,15 @@ class PortFlags(Struct, frozen=True):
     port: Annotated[
         int, typer.Option(metavar="PORT", min=0, max=65535, help="The agent's own port; 0 takes a free one.")
     ] = 8600
+    allow_host: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Further names of the agent's port, which refuses requests for other names unless it speaks "
+            "HTTPS. Its own are addresses, localhost and --host, and names without a dot unless it listens "
+            "on a loopback address. `*.NAME` is every name below it, `*` every name.",
+        ),
+    ] = None
     token_file: Annotated[
         str | None,
         typer.Option(
@@ -72,7 +81,7 @@ class PortFlags(Struct, frozen=True):
         typer.Option(
             metavar="SECONDS",
             min=0,
-            help="/readyz fails when a replica has lacked a delta for longer than this.",
+            help="A replica that has lacked a delta for longer than this is late, and /freshz fails.",
         ),
     ] = 30.0
 
@@ -314,8 +323,8 @@ def agent(
 
     With --canary, one replica goes first; golden requests decide whether the others follow.
 
-    The agent's own port serves /metrics (Prometheus), /healthz, /readyz, /livez, /status.json, and a status
-    page at /.
+    The agent's own port serves /metrics (Prometheus), /healthz, /readyz, /freshz, /livez, /status.json, and
+    a status page at /.
 
     \b
     Examples:
@@ -364,7 +373,7 @@ def agent(
                 printer.started(own.host, bound, "http" if own.tls_cert is None else "https")
                 sleep_until_a_signal()
         except KeyboardInterrupt:
-            raise SystemExit(int(Exit.INTERRUPTED)) from None
+            raise Leave(int(Exit.INTERRUPTED)) from None
 
 
 def _settings(
@@ -406,7 +415,7 @@ def _own_port(own: PortFlags, journal: Journal, look: Callable[[], FleetView]) -
     show = partial(http.page, look, recorder, journal, own.fresh_within)
     site = http.Site(look, metrics, show, own.fresh_within, own.token(), own.client_ca is not None)
     stop = threading.Event()
-    with http.serving(site, own.host, own.port, own.tls()) as bound:
+    with http.serving(site, own.host, own.port, own.tls(), own.allow_host) as bound:
         threading.Thread(target=recorder.follow, args=(stop,), daemon=True).start()
         try:
             yield bound

@@ -17,7 +17,7 @@ class ServedModel(Struct, frozen=True):
     version: int
     """Its newest available version."""
     tables: str | None = None
-    """`mapped`, or `restored: ` and why; null: the version was not made to be mapped."""
+    """`mapped`, of a copy ` from ` the original, or `restored: ` and why; null: not made to be mapped."""
 
 
 class Serving(Struct, frozen=True):
@@ -84,7 +84,7 @@ class ServedVersion(Struct, frozen=True):
     tables: str | None = None
     """`mapped`, or `restored: ` and why, and how full their overlay is; null: none were to be mapped."""
     overlay_percent: int | None = None
-    """How full the fullest overlay of changed rows is; null as for `tables`."""
+    """How full the fullest overlay of changed rows is, of those that can fill up; null as for `tables`."""
     problem: str | None = None
     """Why a field is unknown."""
 

@@ -38,6 +38,7 @@ from exporter.errors import ServerError, UsageError
 from exporter.newer_python import timeout
 from exporter.storage.local_paths import local_path
 from serving.credentials import require_key_pair
+from serving.http_names import OwnNames, listed_names
 
 _log = logging.getLogger(__name__)
 _IDLE_S = 60.0
@@ -142,6 +143,7 @@ class HttpPort:
         request_seconds: float,
         is_quick: Callable[[HttpRequest], bool],
         tls: HttpTls | None = None,
+        allow_host: str | None = None,
     ) -> None:
         """Listen.
 
@@ -156,12 +158,18 @@ class HttpPort:
             request_seconds: a client that takes longer to send a request, or to receive its response, is
                 disconnected; long bodies get more time.
             is_quick: True for requests that two reserved threads handle, even when all others are busy.
-            tls: files for TLS; without them the port speaks plain HTTP.
+            tls: files for TLS; without them the port speaks plain HTTP, and requests for names that are not
+                its own are refused. (With TLS, a browser has compared the name with the certificate.)
+            allow_host: further names of the port: see `OwnNames`.
 
         Raises:
             ServerError: the port cannot listen on the address.
+            UsageError: `allow_host` is no list of names.
         """
+        names = (host, *listed_names(allow_host))
         self._listening = _listen(host, port, option)
+        address = str(self._listening.getsockname()[0])
+        self.names = None if tls is not None else OwnNames.of(names, address)
         self.port = int(self._listening.getsockname()[1])
         self.max_body_bytes, self.request_seconds = max_body_bytes, request_seconds
         self.held_bytes = 0
@@ -382,6 +390,7 @@ class _Connection:
             self._is_certified,
         )
         self._has_body = request.method != "HEAD"
+        self._require_name(request.headers.get("host"))
         _require_one_end(request.headers, head.http_version)
         self._require_length(int(request.headers.get("content-length", 0)))
         if self._http.they_are_waiting_for_100_continue:
@@ -394,6 +403,12 @@ class _Connection:
             body += event.data
             deadline.reschedule(first + len(body) / _SLOWEST_BYTES_PER_S)
         return request
+
+    def _require_name(self, host: str | None) -> None:
+        names = self._port.names
+        if host is not None and names is not None and not names.has(host):  # HTTP/1.0 need not name a host
+            why = f"the host {host!r:.99} is not a name of this port: --allow-host NAME allows another one"
+            raise _Refused(HTTPStatus.FORBIDDEN, why)
 
     def _require_length(self, length: int) -> None:
         if length > (most := self._port.max_body_bytes):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import os
 import stat
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from numpy.typing import NDArray
 
 from exporter.storage.files import open_regular
 from exporter.storage.layout import MANIFEST_FILE, SAVED_MODEL_FILES
+from exporter.while_needed import uncollected
 from exporter.wire.protos import message_class
 from serving.status import Code, StatusError, invalid
 
@@ -97,38 +96,6 @@ class LoadedModel:
             self._lock = None
 
 
-class _Collection:
-    """Python's garbage collection, which pauses while TensorFlow builds a graph.
-
-    A collection in another thread (of a call that comes meanwhile) walks objects that the loading thread has
-    half made: the process died of SIGSEGV in a third of the starts under load (2.21, Python 3.11).
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pauses = 0
-        self._was_on = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Collect nothing during the block; the last of several blocks at once ends the pause."""
-        with self._lock:
-            if not self._pauses:
-                self._was_on = gc.isenabled()
-                gc.disable()
-            self._pauses += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._pauses -= 1
-                if not self._pauses and self._was_on:
-                    gc.enable()
-
-
-_COLLECTION = _Collection()
-
-
 def has_saved_model(directory: Path) -> bool:
     """True if the directory holds a SavedModel's graph; during a copy it may not be there yet."""
     return any((directory / name).is_file() for name in SAVED_MODEL_FILES)
@@ -155,7 +122,7 @@ def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
     config.inter_op_parallelism_threads = loading.inter_op_threads or config.inter_op_parallelism_threads
     session = tf.compat.v1.Session(graph=tf.Graph(), config=config)
     try:
-        with _COLLECTION.paused(), session.graph.as_default():
+        with uncollected(), session.graph.as_default():
             # `tf.compat.v1.saved_model.load` calls this, and logs a deprecation notice for each load.
             meta_graph = SavedModelLoader(str(directory)).load(session, list(loading.tags))
         session._extend_graph()

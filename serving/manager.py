@@ -357,7 +357,7 @@ class VersionManager:
         fingerprint = _fingerprint(directory)
         try:
             model = self._load_model(directory)
-        except Exception as error:  # noqa: BLE001 - any error of a foreign model becomes that version's status
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - of a foreign model, or of TensorFlow's import
             status = status_of(error)
             unfinished = status.code is Code.UNAVAILABLE or not has_saved_model(directory)
             self._failures[version] = None if status.code is Code.UNAVAILABLE else fingerprint

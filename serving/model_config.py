@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from exporter.errors import UsageError
 from exporter.publish.versions import version_dirs
-from exporter.storage.local_paths import local_path
+from exporter.storage.local_paths import local_path, require_no_pattern
 from exporter.wire.protos import Proto
 from serving.status import StatusError, VersionState, invalid
 from serving.text_config import read_text_config
@@ -226,7 +226,10 @@ def _require_absolute(entry: Proto) -> None:
 def _base_path(entry: Proto) -> Path:
     _require_absolute(entry)
     try:
-        return local_path(f"The base_path of {entry.name!r}:", entry.base_path)
+        what = f"The base_path of {entry.name!r}:"
+        path = local_path(what, entry.base_path)
+        require_no_pattern(what, path)
+        return path
     except UsageError as error:
         raise invalid(f"{error.message} ({error.cause}); {error.hint}") from error
 

@@ -19,8 +19,10 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from exporter.wire import rest_json
+from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 from serving import rest_response
 from serving.calls import Calls
@@ -123,6 +125,7 @@ class RestInterface:
         self._calls = calls
         self._metrics = metrics
         self._timeout_ms = timeout_ms
+        self._allows_pages = allow_cors
         self._headers = [_JSON, *(_CORS if allow_cors else [])]
         self._metrics_path = metrics_path
 
@@ -148,6 +151,8 @@ class RestInterface:
                 _require_origin(request)
                 body = []
             else:
+                if request.method == "POST" and not self._allows_pages:
+                    _refuse_other_pages(request.headers)
                 target = _target(request.method, request.target)
                 name, method = target.name, target.what
                 body = self._process(target, request)
@@ -170,6 +175,9 @@ class RestInterface:
             if target.what == "predict":
                 return list(self._predict(target, document))
             return [_json(self._ask_examples(target, document))]
+        except rest_json.NoJsonForm as error:  # there, it is wrapped where it comes from a row
+            code = Code.UNIMPLEMENTED if "inputs" in document else Code.INVALID_ARGUMENT
+            raise StatusError(code, str(error)) from error
         except ValueError as error:
             raise invalid(str(error)) from error
 
@@ -199,7 +207,10 @@ class RestInterface:
                     f'Serving signature name: "{name or "serving_default"}" not found in signature def'
                 )
             signature = model.signatures[name or "serving_default"]
+            if not signature.inputs:
+                raise invalid(f"Failed to get input map for signature: {name or 'DEFAULT'}")
             inputs = rest_json.predict_inputs(document, signature, check_shapes=False)
+            _require_types(inputs, signature)
             outputs = self._calls.predict_arrays(model, name, inputs, self._timeout_ms)
         if not outputs:
             raise invalid("Cannot convert empty tensor map to JSON")
@@ -218,6 +229,16 @@ class RestInterface:
             )
         result = self._calls.regress(request, self._timeout_ms).result
         return rest_response.regressions([row.value for row in result.regressions])
+
+
+def _require_types(inputs: Mapping[str, NDArray[Any]], signature: Proto) -> None:
+    """Refuse values of types that TensorFlow Serving does not read from JSON; no value is of any type."""
+    for name, array in inputs.items():
+        dtype = DType(signature.inputs[name].dtype)
+        if array.size and dtype not in rest_json.REST_TYPES:
+            raise rest_json.NoJsonForm(
+                f"Conversion of JSON Value to type: {dtype.label} (input {name!r}): use gRPC"
+            )
 
 
 def _target(http_method: str, path: str) -> RequestedModel:
@@ -251,6 +272,26 @@ def _decoded(text: str, kind: str) -> str:
 def _require_origin(request: HttpRequest) -> None:
     if not re.search("https?://", request.headers.get("origin", "")):
         raise StatusError(Code.FAILED_PRECONDITION, "Origin header is missing in CORS preflight")
+
+
+def _refuse_other_pages(headers: Mapping[str, str]) -> None:
+    """Refuse what a page of another site makes a browser send without asking first: a form, or such a text.
+
+    JSON it would ask for, by OPTIONS, and without CORS in vain. Programs send neither of the two headers
+    (`curl -d` sends a form's type), proxies pass them on.
+    """
+    if headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
+        return
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is None and origin is not None:
+        is_own = origin.partition("://")[2].lower() == headers.get("host", "").lower()
+    else:
+        is_own = site in (None, "same-origin", "none")
+    if not is_own:
+        raise StatusError(
+            Code.PERMISSION_DENIED,
+            f"a page of another site asks ({origin or site!s:.99}): --rest-api-enable-cors-support allows it",
+        )
 
 
 def _document(request: HttpRequest) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from exporter.wire.dtypes import DType
+from exporter.wire.rest_json import REST_TYPES
 from exporter.wire.tensor_proto import dtype_of
 
 Json = Any
@@ -28,8 +29,10 @@ def texts(outputs: Mapping[str, NDArray[Any]], *, by_row: bool) -> Iterator[byte
     """The JSON of `rows` or `columns` in parts, so that only a part of a long response is Python objects.
 
     Raises:
-        ValueError: as `rows` and `columns`, perhaps between two parts.
+        ValueError: as `rows` and `columns`, perhaps between two parts; or TensorFlow Serving writes no values
+            of an output's type.
     """
+    _require_types(outputs)
     size = sum(map(_items, outputs.values()))
     if size <= _BLOCK:
         yield _text_of(rows(outputs) if by_row else columns(outputs))
@@ -48,6 +51,15 @@ def texts(outputs: Mapping[str, NDArray[Any]], *, by_row: bool) -> Iterator[byte
             else:
                 yield begin + _text_of(to_json(array, name))
         yield b"}" if len(outputs) == 1 else b"}}"
+
+
+def _require_types(outputs: Mapping[str, NDArray[Any]]) -> None:
+    for name, array in outputs.items():
+        dtype = dtype_of(array)
+        if array.size and dtype not in REST_TYPES:
+            raise ValueError(
+                f"Failed to write JSON value for tensor type: {dtype.label} (output {name!r}): use gRPC"
+            )
 
 
 def _items(array: NDArray[Any]) -> int:

@@ -11,8 +11,8 @@ import typer
 from msgspec.structs import replace
 
 from exporter.errors import Exit, ManifestError, UsageError
-from exporter.storage.local_paths import path_parser, quoted
-from exporter.terminal import sleep_until_a_signal, stop_on_sigterm
+from exporter.storage.local_paths import path_parser, quoted, require_no_pattern
+from exporter.terminal import Leave, sleep_until_a_signal, stop_on_sigterm
 from exporter.terminal.edge import AS_TEXT, NOTES, OutputFlags, VersionFlag, command
 from exporter.terminal.output import Output, escape
 from exporter.terminal.tensorflow_import import require_tensorflow
@@ -133,7 +133,7 @@ def _serve(
             printer.begin(server)
             sleep_until_a_signal()
     except KeyboardInterrupt:
-        raise SystemExit(int(Exit.INTERRUPTED)) from None
+        raise Leave(int(Exit.INTERRUPTED)) from None
 
 
 def _announce(sink: Output, server: ModelServer) -> None:
@@ -168,7 +168,7 @@ def _tables(version: Path) -> str | None:
 
     with suppress(ManifestError):  # a version of another program has none
         record = read_manifest(version).mapped
-        return None if record is None else tables_state(record)
+        return None if record is None else tables_state(record, version)
     return None
 
 
@@ -192,6 +192,7 @@ def _the_model(
         )
     path = argument or option
     if path is not None:
+        require_no_pattern("MODEL_BASE_PATH", path)
         _require_no_neighbour(sink, path)
     return path, name or (_DEFAULT_NAME if option else None)
 

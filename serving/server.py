@@ -230,6 +230,7 @@ class ModelServer:
                 max_body_bytes=MAX_BODY_BYTES,
                 request_seconds=_REQUEST_S,
                 is_quick=lambda request: request.method != "POST",
+                allow_host=network.allow_host,
             )
         except BaseException:
             self.stop(0.0)

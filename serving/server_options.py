@@ -55,6 +55,15 @@ class NetworkOptions(Struct, frozen=True, kw_only=True):
         bool,
         _of_rest("--rest-api-enable-cors-support", help="Allow requests from web pages of other origins."),
     ] = False
+    allow_host: Annotated[
+        str | None,
+        _of_rest(
+            metavar="NAME,...",
+            help="Further names of the REST port; requests for other names are refused. Its own are "
+            "addresses, localhost and --host, and names without a dot unless it listens on a loopback "
+            "address. `*.NAME` is every name below it, `*` every name.",
+        ),
+    ] = None
     monitoring_config_file: Annotated[
         Path | None,
         _of_rest(

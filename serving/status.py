@@ -75,7 +75,7 @@ def invalid(message: str) -> StatusError:
     return StatusError(Code.INVALID_ARGUMENT, message)
 
 
-def status_of(error: Exception) -> StatusError:
+def status_of(error: BaseException) -> StatusError:
     """The canonical status of any exception, TensorFlow's own included."""
     if isinstance(error, StatusError):
         return error

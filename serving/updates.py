@@ -44,7 +44,8 @@ _LONGEST_PAUSE_S = 0.1
 class ServedTables(Struct, frozen=True):
     """The tables of a base that was made to map them: how many a server maps, of how many.
 
-    `overlay_percent` is how full the fullest overlay of changed rows is.
+    `overlay_percent` is how full the fullest overlay of changed rows is; one with room for every row does not
+    count.
     """
 
     mapped: int

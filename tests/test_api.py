@@ -13,20 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import exporter
 from exporter import DataMode, ExportRequest, Jobs, StopWhen, Updates, Verify, Watching, export
-from exporter.errors import ExportError, NothingChanged, UsageError
+from exporter.errors import ExportError, ExportWarning, NothingChanged, UsageError
 from exporter.options import Isolation, declared
 from exporter.pipeline.inspection import ModelView
 from exporter.training import ExportHook, IncrementCallback, IncrementHook, StopAfterHook
 from tests.support.directory_store import BUCKET, reached
+from tests.support.graph_runs import train
 from tests.support.step_models import MODEL, save, versions
 
 PROMISED = {
-    "exporter": """Catalog DataMode DeltaDtype ExportError ExportRequest Exported ExportedDelta Jobs Plan Role
-        StopWhen Updates Verify Watching execute export export_incremental inspect is_chief merge node_role
-        open_checkpoint opened plan rebase resume rollback verify_model watch""",
+    "exporter": """Catalog DataMode DeltaDtype ExportError ExportRequest ExportWarning Exported ExportedDelta
+        Jobs Plan Role StopWhen Updates Verify Watching execute export export_incremental inspect is_chief
+        merge node_role open_checkpoint opened plan rebase resume rollback verify_model watch""",
     "exporter.tables": """DynamicTable TrainableTable dynamic_embedding trainable_embedding
         trainable_embedding_class""",
     "exporter.training": """ExportCallback ExportHook ExportOutcome IncrementCallback IncrementHook LoadReport
@@ -364,3 +366,30 @@ def test_a_wrong_use_is_a_named_error_with_what_to_write(case: str, here: Path) 
     assert {path.name for path in here.iterdir()} <= {"model.py", "train", "__pycache__"}, (
         "nothing is written"
     )
+
+
+# --- notes -------------------------------------------------------------------------------------------------
+
+
+def dropping(v1: Any) -> None:
+    import tensorflow as tf
+
+    x = v1.placeholder(tf.float32, [None, 2], name="x")
+    tf.matmul(v1.nn.dropout(x, rate=0.25), v1.get_variable("w", [2, 1]), name="y")
+
+
+def test_notes_are_warnings_in_the_callers_line(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    train(tmp_path / "train", dropping)
+    options: dict[str, Any] = {"inputs": {"x": "x"}, "outputs": {"y": "y"}, "allow_dropout": True}
+    request = ExportRequest(tmp_path / "train", tmp_path / "watched", **options)
+    exports: dict[str, Callable[[], Any]] = {
+        "export": lambda: export(tmp_path / "train", tmp_path / "exported", **options),
+        "execute": lambda: exporter.execute(exporter.plan(replace(request, out=tmp_path / "planned"))),
+        "base": lambda: exporter.export_incremental(tmp_path / "train", tmp_path / "base", **options),
+        "watch": lambda: [*exporter.watch(request, watching=Watching(stop=StopWhen(count=1)))],
+    }
+    for name, call in exports.items():
+        with pytest.warns(ExportWarning, match=r"drops a random 0\.25") as told:
+            call()
+        assert {Path(each.filename) for each in told} == {Path(__file__)}, name

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 # A room may import the rooms of the lines above its own, and no other room of its own line.
 STAGES = [
-    {"late_names", "newer_python"},
+    {"late_names", "newer_python", "while_needed"},
     {"errors", "version", "wire"},
     {"storage"},
     {"catalog"},
@@ -41,7 +41,7 @@ STAGES = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(STAGES) for room in rooms}
 # What serving may know of the exporter: values and the wire, never the stages that make a model.
-SERVING_MAY_IMPORT = {"errors", "newer_python", "wire", "publish", "terminal"}
+SERVING_MAY_IMPORT = {"errors", "newer_python", "while_needed", "wire", "publish", "terminal"}
 # What both command lines share, the algebra of positions, by which the agent plans as the graph does,
 # the name of what it compares, and what both ask a model before it is served by all.
 SERVING_SHARES = {

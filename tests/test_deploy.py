@@ -17,7 +17,6 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
-import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -37,17 +36,12 @@ from serving.agent.view import (
 from serving.cli import app as serving_app
 from serving.updates import ServedTables
 from tests.support.commands import export_model, run_app
+from tests.support.deployed import DEPLOY, KUBERNETES, agent_of, documents, kserve_pod, pods
 from tests.support.forks import run_warm
 from tests.support.guide_pages import pages
 from tests.support.project import requirements
 
-DEPLOY = Path(__file__).parent.parent / "deploy"
 FIXTURES = Path(__file__).parent / "fixtures"
-KUBERNETES = sorted(path for path in DEPLOY.glob("kubernetes*/*.yaml") if path.stem != "kustomization")
-
-
-def documents(path: Path) -> list[dict[str, Any]]:
-    return [document for document in yaml.safe_load_all(path.read_text()) if document]
 
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
@@ -61,26 +55,6 @@ def test_the_kustomization_names_every_manifest() -> None:
     assert sorted(found["resources"]) == [
         path.name for path in KUBERNETES if path.parent.name == "kubernetes"
     ]
-
-
-def kserve_pod() -> dict[str, Any]:
-    """What KServe makes of the runtime and the service: one pod with the containers of both."""
-    runtime, service = documents(DEPLOY / "kserve/ranker.yaml")
-    assert service["spec"]["predictor"]["model"]["runtime"] == runtime["metadata"]["name"]
-    (server,) = runtime["spec"]["containers"]
-    name = service["metadata"]["name"]
-    server = {**server, "args": [word.replace("{{.Name}}", name) for word in server["args"]]}
-    containers = [server, *service["spec"]["predictor"]["containers"]]
-    return {"containers": containers, "volumes": runtime["spec"]["volumes"]}
-
-
-def pods() -> Iterator[dict[str, Any]]:
-    """The specification of every pod."""
-    for path in KUBERNETES:
-        for document in documents(path):
-            if "template" in document.get("spec", {}):
-                yield document["spec"]["template"]["spec"]
-    yield kserve_pod()
 
 
 @pytest.mark.parametrize("document", documents(DEPLOY / "kserve/ranker.yaml"), ids=lambda each: each["kind"])
@@ -128,6 +102,14 @@ def test_claims_are_defined_once_and_servers_read_what_the_exporter_writes() -> 
     assert "/models/ranker" in seen.pop("exporter")
     assert len(seen) == 3  # servers, and agents
     assert set(map(frozenset, seen.values())) == {frozenset({"/models/ranker"})}
+
+
+def test_no_layout_makes_readiness_hang_on_freshness() -> None:
+    """All pods share what is published; what the probe says of that, `test_agent_ready.py` tries."""
+    probes = [
+        agent_of(pod)["readinessProbe"]["httpGet"]["path"] for pod in pods() if len(pod["containers"]) > 1
+    ]
+    assert probes == ["/readyz"] * 3
 
 
 def test_images_have_versions_and_ours_is_this_one() -> None:

@@ -48,8 +48,8 @@ def test_what_builds_it_is_one_version_that_the_project_allows() -> None:
 
 def test_a_bill_of_materials_says_of_which_release_it_is() -> None:
     bill = {"components": [1], "metadata": {"component": {"name": "export-model"}}}
-    found = json.loads(of_version(json.dumps(bill), "0.2.0"))
-    assert found["metadata"]["component"] == {"name": "export-model", "version": "0.2.0"}
+    found = json.loads(of_version(json.dumps(bill), "0.2.1"))
+    assert found["metadata"]["component"] == {"name": "export-model", "version": "0.2.1"}
     assert found["components"] == [1]
 
 

@@ -140,6 +140,8 @@ def test_what_does_not_run_tensorflow(machine: Machine) -> None:
     export = ("export-model", "--ckpt-dir", "train")
     run(*export, "--model", "models/plain/40", "--out", "models/pair", "--format", "metagraph")
     run(*export, "--model", "models/plain/40", "--out", "models/saved")
+    run(*export, "--model", "models/plain/40", "--out", "models/mapped", "--map-tables")
+    assert not (machine.directory / "models/mapped/40/assets.extra").exists(), "no requests are tried out"
     meta = next((machine.directory / "models/pair").rglob("*.meta"))
     shutil.copy(meta, machine.directory / "train/model.ckpt-40.meta")
     run(*export, "--out", "models/from-meta")

@@ -50,7 +50,7 @@ from exporter.graph.saved_model import SERVE_TAG
 from exporter.graph.signatures import DEFAULT_SIGNATURE
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import TensorSource, VariableMapping
-from exporter.storage.files import below
+from exporter.storage.files import below, open_regular
 from exporter.storage.layout import (
     ASSETS_DIRECTORY,
     PAIR_NAME,
@@ -109,6 +109,7 @@ def _place(asset: Asset, source: Path, target: Path) -> None:
             f"asset {asset.source} of node {asset.node!r} cannot be read", hint="make the file readable"
         )
     try:
+        os.close(open_regular(source))  # refuses a pointer of Git LFS
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
     except OSError as exc:

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -51,8 +52,8 @@ _IDLE_SECONDS = 5.0  # then a process that is asked nothing ends by itself
 _BLOCK_BYTES = 4 << 20  # a multiple of every item's size
 _MAX_LIST_BYTES = 256 << 20
 _SETTINGS = {"OPENBLAS_NUM_THREADS": "1", "HDF5_PLUGIN_PRELOAD": "::"}  # no threads, and no plug-ins
-_idle: list[_Library] = []
-"""At most one process whose file is likely to be asked for again."""
+_idle: deque[_Library] = deque()
+"""The process whose file is likely to be asked for again. Threads read, too: it is taken in one step."""
 
 
 class Dataset(Struct, frozen=True):
@@ -151,26 +152,31 @@ def _dataset(source: FileRange, found: Mapping[str, Any]) -> Dataset | None:
 def _library(source: FileRange) -> Iterator[_Library]:
     """A process with `source` open: one that is idle, or else a new one. It ends if the block fails."""
     with source.open() as descriptor:
-        library = next((one for one in _idle if one.is_for(source)), None)
-        if library is None:
-            library = _Library(source, descriptor)
-        else:
-            _idle.remove(library)
+        library = _take(source) or _Library(source, descriptor)
     try:
         yield library
     except BaseException:
         library.end()  # the rest of an answer is still in its pipe
         raise
     library.idle_since = time.monotonic()
-    _idle.append(library)
-    while len(_idle) > 1:  # starting one takes 0.2 s, and a file may have hundreds of packed datasets
-        _idle.pop(0).end()
+    _end_idle()
+    _idle.append(library)  # starting one takes 0.2 s, and a file may have hundreds of packed datasets
+
+
+def _take(source: FileRange) -> _Library | None:
+    """The idle process, if it has `source` open; another one stays idle."""
+    with suppress(IndexError):
+        if (library := _idle.popleft()).is_for(source):
+            return library
+        _idle.append(library)
+    return None
 
 
 @atexit.register
 def _end_idle() -> None:
-    while _idle:
-        _idle.pop().end()
+    with suppress(IndexError):
+        while True:
+            _idle.popleft().end()
 
 
 class _Library:

@@ -264,6 +264,16 @@ def _serve(config: Mapping[str, Any], answers: int) -> None:
             deadline.stop()
 
 
+def _require_library() -> None:
+    """Import the library, so that what is wrong with it is not taken for damage of the file."""
+    try:
+        import h5py  # noqa: F401
+    except (Exception, SystemExit) as error:  # a module that is broken raises what it likes
+        cause = f"{type(error).__name__}: {error}"
+        hint = "install h5py again, in the environment of this command"
+        raise Refused("CheckpointError", " cannot be read: h5py cannot be imported", cause, hint) from error
+
+
 def _reason(error: BaseException, memory_bytes: int) -> Refused:
     """What an error of the library is to the parent."""
     if isinstance(error, Refused):
@@ -302,6 +312,7 @@ def main() -> None:
     os.dup2(nowhere, 1)  # a library may print, and that is not an answer
     os.dup2(nowhere, 2)
     try:
+        _require_library()
         _serve(config, answers)
     except (Refused, MemoryError, *_LIBRARY_ERRORS) as error:
         os.write(reasons, json.dumps(_reason(error, config["memory_bytes"]).document).encode())

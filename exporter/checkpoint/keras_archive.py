@@ -251,8 +251,8 @@ def _catalog(
         if ref.name in found:
             raise CorruptFile(f"{path} holds two tensors named {ref.name!r}")
         found[ref.name] = ref
-    if not found:
-        raise CorruptFile(f"{path} holds no weights")
+    if not found and read_config(path) is None:
+        raise CorruptFile(f"{path} holds no weights, and no model that could do without")
     sizes = tuple(FileRange.whole(file).size for file in files)
     notes = tuple(_backup_notes(path))
     return Catalog(family, path, found, tuple(files), sizes, _step(found), notes, naming)

@@ -164,7 +164,8 @@ def _read_header(path: Path, member: Member) -> _Header | None:
     except _BAD_HEADER as error:
         if str(error).startswith("EOF"):
             raise TruncatedFile(f"{where} ends within its header") from None
-        raise CorruptFile(f"{where} has a damaged header", cause=str(error)) from None
+        cause = f"{error!s:.200}"  # numpy quotes the header, of up to 64 KiB
+        raise CorruptFile(f"{where} has a damaged header", cause=cause) from None
     if not all(type(size) is int and size >= 0 for size in shape):
         raise CorruptFile(f"{where} has the shape {shape!r:.99}")
     _refuse_objects(stored, where)

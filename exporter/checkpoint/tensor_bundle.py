@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 import stat
 from pathlib import Path
@@ -43,7 +44,7 @@ from exporter.errors import (
     TruncatedFile,
     UnsupportedFormat,
 )
-from exporter.storage.files import FileIdentity, read_regular
+from exporter.storage.files import FileIdentity, open_regular, read_regular
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 
@@ -310,6 +311,7 @@ def _shard_size(path: Path, reach: tuple[int, str], index: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise CorruptFile(f"{path} is not a regular file")
     if found.st_size < end:
+        os.close(open_regular(path, ranges=()))  # a pointer of Git LFS is said by name
         raise TruncatedFile(f"{path} has {found.st_size} bytes, {name[:99]!r} ends at byte {end}")
     return found.st_size
 

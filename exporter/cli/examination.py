@@ -40,7 +40,7 @@ from exporter.publish.commit import NO_SYNC_HINT, cannot_sync
 from exporter.publish.delta_log import DeltaLog, LogDelta, read_log
 from exporter.publish.finite import lasting, refused
 from exporter.publish.hold import Hold
-from exporter.publish.mapped_state import network_file_system, why_restored
+from exporter.publish.mapped_state import mapped_elsewhere, network_file_system, why_restored
 from exporter.publish.permission import binding
 from exporter.publish.retention import logs_without_base
 from exporter.publish.staging import Staging, dead_leftovers
@@ -606,6 +606,14 @@ def mapped(model: Path, ckpt_dir: Path | None) -> Iterator[Finding]:
     if why := why_restored(record):
         message = f"a server on this machine restores the tables of version {newest.version}"
         yield Finding(Check.MAPPED, Level.WARNING, message, f"{again} --served-at DIR", cause=why)
+    elif (place := mapped_elsewhere(record, newest.path)) and not _is_version_of(model, Path(place)):
+        yield Finding(
+            Check.MAPPED,
+            Level.WARNING,
+            f"a server that is given this copy maps the tables of {place}",
+            f"{again} --served-at DIR",
+            cause="its graph looks for its tables there, and restores its own once they are gone",
+        )
     elif kind := network_file_system(Path(record.directory)):
         yield Finding(
             Check.MAPPED,
@@ -615,6 +623,11 @@ def mapped(model: Path, ckpt_dir: Path | None) -> Iterator[Finding]:
             cause="when its file server removes a file that is still mapped, the model server dies; "
             "pull copies to a local disk, and map them there (--served-at)",
         )
+
+
+def _is_version_of(model: Path, place: Path) -> bool:
+    """True for the version that a rollback published again: the new one maps its files."""
+    return place.parent.resolve() == model.resolve()
 
 
 def size_of(directory: Path) -> int:

@@ -343,7 +343,7 @@ def _dry_run(request: ExportRequest, sink: Output, how: RunOptions) -> None:
         lines.append(labelled("new base", "the base and all deltas, unless the newest base stands there"))
     sink.result(_document(planned, status, dry_run=True), lines)
     for note in planned.notes:
-        if note != planned.goes_back:  # which is among the lines
+        if note not in planned.setbacks:  # which are among the lines
             sink.note(f"note: {note}")
 
 
@@ -379,8 +379,7 @@ def _plan_lines(planned: IncrementalPlan) -> Iterator[str]:
     yield labelled("so far", f"position {log.at}; this log of deltas began with version {log.base.entry.log}")
     tail = f", {count(len(plan.increments), 'increment')}" if plan.increments else ""
     yield labelled("checkpoint", f"{planned.trainer.catalog.prefix.name}, step {plan.step}{tail}")
-    if planned.goes_back:
-        yield labelled("note", planned.goes_back)
+    yield from (labelled("note", said) for said in planned.setbacks)
     yield labelled("graph", f"and assets: {planned.graph.said}")
     if not plan.is_known:
         yield labelled("compared", f"all rows: {plan.reason}")

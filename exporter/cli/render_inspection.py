@@ -153,6 +153,7 @@ def _bundle_document(found: BundleView, *, tensors: bool) -> inspections.Version
         variables=None if catalog is None else checkpoint_document(catalog),
         signatures=found.signatures,
         tables=found.tables,
+        mapped=found.mapped,
         tensors=list(map(_tensor, _by_name(catalog))) if tensors and catalog is not None else None,
     )
 
@@ -166,6 +167,8 @@ def _bundle_lines(found: BundleView) -> Iterator[str]:
     yield line("saved model", f"{found.path}{size}{origin}")
     yield from (line("signature", f"{name}{each}") for name, each in found.signatures.items())
     yield from (line("table", served_text(table)) for table in found.tables)
+    if found.mapped is not None:
+        yield line("large tables", found.mapped)
 
 
 def compared(found: Unmatchable, sink: Output) -> None:

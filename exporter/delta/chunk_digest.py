@@ -13,6 +13,7 @@ their entries in an order of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -44,6 +45,18 @@ def chunks(schema: Schema) -> Iterator[Chunk]:
         rows = row_count(variable)
         for start in range(0, rows, CHUNK_ROWS):
             yield Chunk(variable.name, start, min(rows, start + CHUNK_ROWS))
+
+
+def cheapest_chunk(schema: Schema) -> int | None:
+    """The variables' first chunk with the fewest bytes, by its number; None if there are no chunks."""
+    sizes, number = dict[int, int](), 0
+    for variable in digested(schema):
+        rows = row_count(variable)
+        if rows:
+            element_bytes = variable.dtype.itemsize or 0  # strings are not read
+            sizes[number] = min(rows, CHUNK_ROWS) * math.prod(variable.shape[1:]) * element_bytes
+        number += -(-rows // CHUNK_ROWS)
+    return min(sizes, key=sizes.__getitem__, default=None)
 
 
 def chunk_digest(rows: NDArray[Any]) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from exporter.storage.files import read_regular
+from exporter.storage.files import beside, read_regular
 from exporter.tables.integer_sets import distinct
 from exporter.wire.crc32c import masked_crc
 
@@ -106,7 +105,7 @@ def write_index(path: Path, index: HashIndex) -> None:
     np.savez(buffer, meta=meta, names=np.frombuffer(text.encode(), np.uint8), **arrays)
     content = buffer.getvalue()
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = beside(path)
     temporary.write_bytes(_MAGIC + masked_crc(content).to_bytes(8, "little") + content)
     temporary.replace(path)
 

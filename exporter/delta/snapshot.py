@@ -18,7 +18,6 @@ A rollback or a new base, which publish the bytes as they were read, do not use 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,7 +30,7 @@ from exporter.delta.format import Change, Rows
 from exporter.delta.row_reader import RowReader, StoredRun, check_stored
 from exporter.errors import CheckpointError
 from exporter.storage import mirror
-from exporter.storage.files import kept_identity
+from exporter.storage.files import beside, kept_identity
 from exporter.tables.integer_sets import among, distinct
 
 _Identity = list[int]
@@ -65,7 +64,7 @@ class CheckedFiles(Struct, frozen=True):
         """Save what was verified; failing to do so does no harm."""
         runs = [_key(run) for run in checked if run.path.name in self.identities]
         content = json.dumps({"files": self.identities, "runs": sorted(runs)})
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        temporary = beside(self.path)
         with suppress(OSError):
             self.path.parent.mkdir(exist_ok=True)
             temporary.write_text(content)

@@ -19,26 +19,36 @@ import json
 import sys
 import tempfile
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from exporter.catalog import TensorRef
-from exporter.checkpoint.keras_archive import ModelConfig, read_config, unpack_assets
-from exporter.errors import BuilderError, CodeRefused, UsageError
+from exporter.checkpoint.keras_archive import ModelConfig, read_config, read_keras, unpack_assets
+from exporter.errors import AccessRefused, BuilderError, UsageError
+from exporter.graph.archived_code import KERASES, entries, refuse_code
 from exporter.graph.object_models import keras_of
 from exporter.graph.source_graph import ANY_FILES, Trust
 from exporter.graph.sources import import_code
 from exporter.graph.user_errors import error_line, keras_choice, way_out
+from exporter.storage.local_paths import quoted
 from exporter.tables.dynamic_table import ServedEmbedding
+from exporter.while_needed import WhileNeeded
 from exporter.wire.dtypes import DType
 
 
-def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dict[str, TensorRef]:
-    """The tensor that a weights file has for each variable, by the variable's node.
+def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dict[str, tuple[TensorRef, ...]]:
+    """The tensors that a weights file has for each variable, by the variable's node.
 
-    `node_of` names the TensorFlow variables of a model that was built outside of a graph. The result is empty
-    for an object that is not a Keras model, and for a model that computes the values that it saves.
+    A file has several of a variable that several layers hold, as a wrapper may hold the kernel of the layer
+    inside. Keras loads them in this order, so that the last one counts. `node_of` names the TensorFlow
+    variables of a model that was built outside of a graph. The result is empty for an object that is not a
+    Keras model, and for a model that computes the values that it saves.
     """
     import tensorflow as tf
 
@@ -46,16 +56,17 @@ def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dic
         stored = list(_walk(model))
     except Exception:  # noqa: BLE001 - a layer's own save method; then layers are matched by their names
         return {}
-    places = {}
+    places = defaultdict[str, tuple[TensorRef, ...]](tuple)
     for path, owner, value in stored:
+        value = getattr(value, _WEIGHTS, value)
         variable: Any = getattr(value, "value", None)  # a Keras 3 variable's own; of TensorFlow's, a method
         variable = variable if isinstance(variable, tf.Variable) else value
-        if isinstance(variable, tf.Variable):
+        if isinstance(variable, tf.Variable) and variable.shape.is_fully_defined():
             shape = tuple(int(size) for size in variable.shape)
             dtype = DType(variable.dtype.base_dtype.as_datatype_enum)
             node = node_of(variable) if node_of else variable.handle.op.name
-            places[node] = TensorRef(path, dtype, shape, owner=owner)
-    return places
+            places[node] += (TensorRef(path, dtype, shape, owner=owner),)
+    return {**places}
 
 
 def _walk(model: Any) -> Iterator[tuple[str, str, Any]]:
@@ -65,17 +76,18 @@ def _walk(model: Any) -> Iterator[tuple[str, str, Any]]:
     if keras is not None and isinstance(model, keras.Model) and not hasattr(keras, "Variable"):
         from keras.src.saving import saving_lib  # Keras 2, beside TensorFlow 2.15
 
-        with _symbols_saved(keras.layers.Layer):
+        with _symbols_saved(keras)():
             saving_lib._save_state(model, store, None, "", set())
     elif keras is not None and isinstance(model, keras.Model):
         from keras.src.saving import saving_lib
 
         store_class = type("Recorder", (_Recorder, saving_lib.H5IOStore), {})  # it asks for its own class
-        saving_lib._save_state(model, store := store_class(), None, "", set())
+        with _symbols_saved(keras)():
+            saving_lib._save_state(model, store := store_class(), None, "", set())
     elif tf_keras is not None and isinstance(model, tf_keras.Model):
         from tf_keras.src.saving import saving_lib
 
-        with _symbols_saved(tf_keras.layers.Layer):
+        with _symbols_saved(tf_keras)():
             saving_lib._save_state(model, store, None, "", set())
     for path, key, value in store.values:
         yield (f"{path}/vars/{key}" if path else f"vars/{key}"), store.owner(path), value
@@ -110,40 +122,60 @@ class _Recorder:
         return "/".join(names) if path in self._names else ""
 
 
-@contextlib.contextmanager
-def _symbols_saved(layer: Any) -> Iterator[None]:
-    """Let tf-keras' layers store their variables themselves instead of values, which a graph lacks."""
+@cache
+def _symbols_saved(keras: Any) -> WhileNeeded:
+    """Let layers store themselves or their variables in a `_Recorder` instead of values, which a graph lacks.
 
-    def save_own_variables(self: Any, store: Any) -> None:
-        for number, variable in enumerate(self._trainable_weights + self._non_trainable_weights):
+    Those are layers of Keras 2, and lookups that weigh their tokens.
+    """
+
+    def save_variables(layer: Any, store: Any) -> None:
+        for number, variable in enumerate(layer._trainable_weights + layer._non_trainable_weights):
             store[f"{number}"] = variable
 
-    before = layer.save_own_variables
-    layer.save_own_variables = save_own_variables
-    try:
-        yield
-    finally:
-        layer.save_own_variables = before
+    def save_lookup(layer: Any, store: Any) -> None:
+        if layer.output_mode == "tf_idf":
+            store[_WEIGHTS] = layer
+
+    lookup = importlib.import_module(f"{keras.__name__}.src.layers.preprocessing.index_lookup").IndexLookup
+    saving = {lookup: save_lookup}
+    if not hasattr(keras, "Variable"):
+        saving[keras.layers.Layer] = save_variables
+
+    @contextlib.contextmanager
+    def patched() -> Iterator[None]:
+        before = {kind: kind.save_own_variables for kind in saving}
+        for kind, save in saving.items():
+            kind.save_own_variables = _in_recorders(save, before[kind])
+        try:
+            yield
+        finally:
+            for kind, method in before.items():
+                kind.save_own_variables = method
+
+    return WhileNeeded(patched)
 
 
-_OWN_PACKAGES = {"keras", "builtins", "keras_hub", "keras_cv", "keras_nlp", "tf_keras"}
-_CARRIES_CODE = {
-    "Lambda": "byte code in the archive",
-    "__lambda__": "byte code in the archive",
-    "TorchModuleWrapper": "a pickled module in the archive",
-    "JaxLayer": "pickled functions in the archive",
-    "FlaxLayer": "pickled functions in the archive",
-    "TFSMLayer": "a SavedModel in another place",
-}
+def _in_recorders(save: Callable[[Any, Any], None], before: Callable[[Any, Any], None]) -> Any:
+    """The method `save` for recorders, and `before` for the stores of other threads, which save models."""
+
+    def save_own_variables(self: Any, store: Any) -> None:
+        (save if isinstance(store, _Recorder) else before)(self, store)
+
+    return save_own_variables
+
+
+_WEIGHTS = "idf_weights"
+"""The attribute, and the name in a weights file, by which a lookup with `output_mode="tf_idf"` multiplies."""
+
 _TRAINED_TABLE, _SERVED_TABLE = "exporter>TrainableEmbedding", "exporter>ServedEmbedding"
 """The registered name of `exporter.tables.trainable_embedding`, and of the layer that serves it."""
 
-_FILES = ("vocabulary", "merges", "proto")
-"""Keys of a layer's config whose value is a file's path if it is a string: lookups, KerasHub's tokenizers."""
+_FILES = ("vocabulary", "vocabulary_file", "ckpt_to_load_from", "merges", "proto")
+"""Keys of a config whose value is a file if it is a string: lookups, columns, KerasHub's tokenizers."""
 
 _MAKER = "give the function that makes it: model=make_model, which takes no arguments"
 _CUSTOM_OBJECTS = "--custom-objects pkg.mod, or path/file.py"
-_MAX_DEPTH = 200
 
 Builder = Callable[[], Any]
 
@@ -167,26 +199,24 @@ def archive_builder(
     known = {_SERVED_TABLE: ServedEmbedding} | dict(_public_objects(custom_objects))
     config = _parsed(path, described)
     for file in _named_files(config):
+        _require_local(path, file, trust)
         trust.require_file(Path(file), path.parent)
     _serve_tables(config)
+    _forget_training(config)
     if allow_code:
         known |= dict(_public_objects(_named_modules(config)))
     else:
-        _refuse_code(path, config, known, keras)
+        refuse_code(path, config, known, keras)
     _require_one_keras(path, described, config, known, keras)
-    if isinstance(config, dict):
-        config.pop("compile_config", None)
 
     def build() -> Any:
         try:
             with keras.utils.custom_object_scope(known):
                 if described.is_legacy:
-                    return _legacy_reader(keras)(config, custom_objects=known)
+                    return _read_legacy(keras, json.dumps(config), known)
                 model = keras.saving.deserialize_keras_object(config, safe_mode=not allow_code)
         except Exception as error:
             foreign = _foreign(_parsed(path, described), known, keras)
-            if foreign and not allow_code:
-                raise _not_keras_own(path, *foreign) from error
             raise BuilderError(
                 f"Keras cannot make the model that {path} describes",
                 cause=f"nothing defines {foreign[0]} at {foreign[1]}" if foreign else error_line(error),
@@ -219,13 +249,14 @@ def model_builder(model: Any) -> Builder:
             cause=error_line(error),
             hint=_MAKER,
         ) from error
-    config.pop("compile_config", None)
+    _forget_training(config)
     _serve_tables(config)
     layers = {type(layer).__name__: type(layer) for layer in (model, *model._flatten_layers())}
     own = {name: kind for name, kind in layers.items() if kind.__module__.partition(".")[0] != keras.__name__}
     saving_lib = importlib.import_module(f"{keras.__name__}.src.saving.saving_lib")
     store = saving_lib.DiskIOStore("assets", mode="w")
     saving_lib._save_state(model, None, store, "", set())
+    shapes = {name: tuple(own.idf_weights_const.shape) for name, own in _weighing_lookups(model).items()}
 
     def build() -> Any:
         try:
@@ -237,6 +268,7 @@ def model_builder(model: Any) -> Builder:
                 cause=error_line(error),
                 hint=_MAKER,
             ) from error
+        _shape_weights(made, shapes)
         _load_vocabularies(label, made, keras, Path(store.working_dir))
         return made
 
@@ -246,9 +278,15 @@ def model_builder(model: Any) -> Builder:
 
 def _serve_tables(config: Any) -> None:
     """Have a config's tables by keys made as they are served."""
-    for _, entry in _entries(config, "", 0):
+    for _, entry in entries(config):
         if entry.get("registered_name") == _TRAINED_TABLE:  # by its name, as what is registered comes first
             entry |= {"registered_name": _SERVED_TABLE, "class_name": ServedEmbedding.__name__}
+
+
+def _forget_training(config: Any) -> None:
+    """Leave out of a config, in place, how its models were trained: losses, metrics and optimizers."""
+    for _, entry in entries(config):
+        entry.pop("compile_config", None)
 
 
 def _load_assets(path: Path, model: Any, keras: Any) -> None:
@@ -260,14 +298,43 @@ def _load_assets(path: Path, model: Any, keras: Any) -> None:
     """
     with tempfile.TemporaryDirectory() as scratch:
         if unpack_assets(path, Path(scratch)):
+            _shape_weights(model, {name: ref.shape for name, ref in read_keras(path).tensors.items()})
             _load_vocabularies(str(path), model, keras, Path(scratch))
+
+
+def _shape_weights(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Give lookups with `output_mode="tf_idf"` weights of the stored shapes, whose values are restored later.
+
+    Keras 3 makes the variable while it loads a vocabulary, from values that it would have loaded before.
+    Keras 2 makes one without a shape.
+    """
+    import tensorflow as tf
+
+    for name, lookup in _weighing_lookups(model).items():
+        if name not in shapes:
+            continue
+        zeros = np.zeros(shapes[name], np.float32)
+        if not hasattr(lookup, _WEIGHTS):
+            lookup.idf_weights_const = SimpleNamespace(numpy=lambda zeros=zeros: zeros)
+        elif lookup.idf_weights.shape.rank is None or None in lookup.idf_weights.shape:
+            lookup.idf_weights = tf.Variable(zeros, trainable=False, dtype=lookup.idf_weights.dtype)
+            lookup.idf_weights_const = lookup.idf_weights.value()
+
+
+def _weighing_lookups(model: Any) -> dict[str, Any]:
+    """Lookups with `output_mode="tf_idf"`, by the places of their weights in a weights file."""
+    if all(getattr(layer, "output_mode", None) != "tf_idf" for layer in model._flatten_layers()):
+        return {}
+    return {name: value for name, _, value in _walk(model) if name.endswith(f"/{_WEIGHTS}")}
 
 
 def _load_vocabularies(label: str, model: Any, keras: Any, directory: Path) -> None:
     saving_lib = importlib.import_module(f"{keras.__name__}.src.saving.saving_lib")
     store = saving_lib.DiskIOStore(str(directory), mode="r")
+    inner = (getattr(layer, "_lookup_layer", None) for layer in model._flatten_layers())
+    visited = {id(lookup) for lookup in inner}  # TextVectorization loads its own, and not twice
     try:
-        saving_lib._load_state(model, None, store, "", False, set())
+        saving_lib._load_state(model, None, store, "", False, visited)
     except Exception as error:
         raise BuilderError(
             f"a layer of {label} cannot be given its vocabulary",
@@ -289,12 +356,13 @@ def _keras(described: ModelConfig) -> Any:
         ) from error
 
 
-def _legacy_reader(keras: Any) -> Callable[..., Any]:
+def _read_legacy(keras: Any, text: str, known: Mapping[str, Any]) -> Any:
+    """The model of a legacy file's config, which writes `...` and tuples in its own way."""
+    names = ("keras.src.legacy.saving.saving_utils", "keras.src.legacy.saving.json_utils")
     if keras.__name__ == "tf_keras":
-        return keras.models.model_from_config  # type: ignore[no-any-return]  # Keras has no types
-    from keras.src.legacy.saving import saving_utils
-
-    return saving_utils.model_from_config  # type: ignore[no-any-return]
+        names = ("tf_keras.models", "tf_keras.src.saving.legacy.saved_model.json_utils")
+    reader, decoder = map(importlib.import_module, names)
+    return reader.model_from_config(decoder.decode(text), custom_objects=known)
 
 
 def _parsed(path: Path, described: ModelConfig) -> Any:
@@ -306,10 +374,24 @@ def _parsed(path: Path, described: ModelConfig) -> Any:
 
 def _named_files(config: Any) -> Iterator[str]:
     """Files that layers would read while they are made: vocabularies, and models of tokenizers."""
-    for _, entry in _entries(config, "", 0):
+    for _, entry in entries(config):
         given = entry.get("config")
         if isinstance(given, dict):
             yield from (value for name in _FILES if isinstance(value := given.get(name), str))
+
+
+def _require_local(path: Path, file: str, trust: Trust) -> None:
+    """Refuse a file that TensorFlow would fetch from another machine for an archive that was found.
+
+    Raises:
+        AccessRefused: it is one.
+    """
+    if trust.is_found and "://" in file:
+        raise AccessRefused(
+            f"{path} asks for a file that lies elsewhere: {file!r}",
+            cause="the request does not name the archive, which therefore may only read files beside it",
+            hint=f"if it may have it, name the archive: --model {quoted(path)}",
+        )
 
 
 def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
@@ -329,28 +411,12 @@ def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
 
 def _named_modules(config: Any) -> list[str]:
     """Modules outside Keras that a config names."""
-    found = (entry.get("module") for _, entry in _entries(config, "", 0))
+    found = (entry.get("module") for _, entry in entries(config))
     return [
-        *dict.fromkeys(m for m in found if isinstance(m, str) and m.partition(".")[0] not in _OWN_PACKAGES)
+        *dict.fromkeys(
+            m for m in found if isinstance(m, str) and m.partition(".")[0] not in KERASES | {"builtins"}
+        )
     ]
-
-
-def _refuse_code(path: Path, config: Any, known: Mapping[str, Any], keras: Any) -> None:
-    for place, entry in _entries(config, "", 0):
-        name = str(entry["class_name"])
-        module = entry.get("module")
-        if name in _CARRIES_CODE and name not in known:
-            raise CodeRefused(
-                f"{path} asks to run {_CARRIES_CODE[name]}: {name} at {place or '/'}",
-                hint="if you trust it: --allow-code; otherwise name a builder: --model pkg.mod:fn",
-            )
-        registered = entry.get("registered_name")
-        registered_name = str(registered or name)
-        is_known = name in known or registered_name in known
-        is_known = is_known or keras.saving.get_registered_object(registered_name) is not None
-        is_own = module is None and not _is_custom(registered, name)
-        if not (is_known or is_own or str(module).partition(".")[0] in _OWN_PACKAGES):
-            raise _not_keras_own(path, f"{module or registered}.{name}", place or "/")
 
 
 def _require_one_keras(
@@ -362,7 +428,7 @@ def _require_one_keras(
         BuilderError: one of `known` that the config names is of the other Keras.
     """
     other = sys.modules.get("keras" if keras.__name__ == "tf_keras" else "tf_keras")
-    for _, entry in _entries(config, "", 0):
+    for _, entry in entries(config):
         found = known.get(str(entry.get("registered_name"))) or known.get(str(entry["class_name"]))
         if other is None or not isinstance(found, type) or issubclass(found, keras.layers.Layer):
             continue
@@ -379,7 +445,7 @@ def _require_one_keras(
 def _foreign(config: Any, known: Mapping[str, Any], keras: Any) -> tuple[str, str] | None:
     """The first class or function, with its place, that is neither Keras' own nor in `known`."""
     loaded = [module for name, module in sys.modules.items() if name.startswith(f"{keras.__name__}.")]
-    for place, entry in _entries(config, "", 0):
+    for place, entry in entries(config):
         is_function = entry["class_name"] == "function"
         name = entry.get("config" if is_function else "class_name")
         if not isinstance(name, str) or name.startswith("__") or name in known:
@@ -387,28 +453,3 @@ def _foreign(config: Any, known: Mapping[str, Any], keras: Any) -> tuple[str, st
         if is_function or not any(isinstance(vars(module).get(name), type) for module in loaded):
             return name, place or "/"
     return None
-
-
-def _not_keras_own(path: Path, name: str, place: str) -> CodeRefused:
-    return CodeRefused(
-        f"{path} asks for {name} at {place}, which is not Keras' own",
-        hint=f"name what defines it: {_CUSTOM_OBJECTS}",
-    )
-
-
-def _is_custom(registered: object, name: str) -> bool:
-    return isinstance(registered, str) and registered != name
-
-
-def _entries(value: Any, place: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every object in a config that names a class, with its place."""
-    if depth > _MAX_DEPTH:
-        raise CodeRefused(f"the config is nested more than {_MAX_DEPTH} deep at {place[:99]}")
-    if isinstance(value, dict):
-        if "class_name" in value:
-            yield place, value
-        for key, child in value.items():
-            yield from _entries(child, f"{place}/{key}", depth + 1)
-    elif isinstance(value, list):
-        for number, child in enumerate(value):
-            yield from _entries(child, f"{place}/{number}", depth + 1)

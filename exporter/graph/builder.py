@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from exporter.catalog import TensorRef
 from exporter.errors import BuilderError, UsageError
 from exporter.graph.archived_model import keras_places
+from exporter.graph.init_scopes import InitScopes
 from exporter.graph.metagraph import with_signatures
 from exporter.graph.nodes import GraphIndex
 from exporter.graph.object_models import (
@@ -44,13 +45,17 @@ from exporter.graph.tables import table_keys
 from exporter.graph.user_errors import error_line, failures, way_out
 from exporter.storage.files import nearest
 from exporter.storage.local_paths import quoted
+from exporter.while_needed import WhileNeeded
 from exporter.wire import protos
 from exporter.wire.protos import Proto
 
+_GRAPHS: WeakSet[Any] = WeakSet()
+"""The graphs that builders run in: tables of others, as of a training in another thread, are left alone."""
+
 
 @contextlib.contextmanager
-def known_contents() -> Iterator[None]:
-    """Have `size` and `export` of static tables give values, as they do where execution is eager."""
+def _known() -> Iterator[None]:
+    """Have `size` and `export` of builders' static tables give values, as in eager execution."""
     from tensorflow.python.ops.lookup_ops import StaticHashTable
 
     size, export = StaticHashTable.size, StaticHashTable.export
@@ -70,12 +75,15 @@ def known_contents() -> Iterator[None]:
         StaticHashTable.size, StaticHashTable.export = size, export
 
 
+known_contents = WhileNeeded(_known)
+
+
 def _read(table: Any, method: Callable[[Any], Any]) -> Any:
     """The result of a table's method after filling it; None outside of a builder's graph, or on failure."""
     import tensorflow as tf
 
     graph = getattr(table.resource_handle, "graph", None)
-    if not isinstance(graph, tf.Graph) or getattr(graph, "outer_graph", None) is not None:
+    if graph is None or graph not in _GRAPHS:
         return None
     with contextlib.suppress(tf.errors.OpError, ValueError):
         with graph.as_default(), graph.control_dependencies(None):
@@ -101,6 +109,11 @@ _TRAINING_FLAGS = ("training", "is_training")
 _EXPECTED = (
     "expected (inputs, outputs), two dicts of tensors, or {signature: (inputs, outputs[, method])}, "
     "or a Keras model, or a tf.Module with signatures"
+)
+
+_INSISTS = (
+    "a builder runs in a graph, and this one asks for eager execution in tf.init_scope(): "
+    "export it with tf.saved_model.save, and name that: --model DIRECTORY"
 )
 
 
@@ -223,22 +236,40 @@ class _Built(Struct, frozen=True):
 
     meta_graph: Proto
     view: ObjectView | None
-    layers: Mapping[str, TensorRef]
+    layers: Mapping[str, tuple[TensorRef, ...]]
     tables: Mapping[str, TableKey]
     notes: tuple[str, ...] = ()
 
 
 def _run(builder: Builder, kwargs: Mapping[str, Any], label: str) -> _Built:
-    """Run the builder in a fresh graph."""
+    """Run the builder in a fresh graph; once more if it failed where TensorFlow 2 may be asked for."""
     import tensorflow as tf
 
-    graph = tf.Graph()
-    view, layers, notes = None, dict[str, TensorRef](), tuple[str, ...]()
-    with unchanged_classes(), known_contents(), contextlib.redirect_stdout(sys.stderr):
-        with graph.as_default(), failures(f"builder {label}"):
+    try:
+        return _build(builder, kwargs, label, scopes := InitScopes(tf.Graph()))
+    except BuilderError as error:
+        if not scopes.are_asked_for:
+            raise
+        first = error
+    try:
+        return _build(builder, kwargs, label, InitScopes(tf.Graph(), are_eager=True))
+    except BuilderError as error:
+        if error.cause != first.cause:
+            first.hint = _INSISTS
+    raise first
+
+
+def _build(builder: Builder, kwargs: Mapping[str, Any], label: str, scopes: InitScopes) -> _Built:
+    import tensorflow as tf
+
+    graph = scopes.graph
+    view, layers, notes = None, dict[str, tuple[TensorRef, ...]](), tuple[str, ...]()
+    _GRAPHS.add(graph)
+    with unchanged_classes(), known_contents():
+        with scopes.in_graph(), failures(f"builder {label}"):
             result = builder(**kwargs)
         if is_object(result):
-            with graph.as_default():
+            with scopes.in_graph():
                 entries = signatures_of(result, label)
             view = view_objects(result)
             layers, notes = keras_places(result), guessed_inputs(result)

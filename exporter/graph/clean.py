@@ -34,6 +34,7 @@ from exporter.graph.batch.opening import BatchSize, Ends, settle_batch
 from exporter.graph.deeprec_ops import drop_foreign_attributes, is_deeprecs
 from exporter.graph.feeds import cut_inputs, fix_constants, pipeline_batches, served_shape
 from exporter.graph.functions import (
+    callees_first,
     callers,
     gather_rows,
     graph_variables,
@@ -82,6 +83,7 @@ from exporter.graph.training_mode import training_mode
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
+from exporter.wire.rest_json import REST_TYPES
 
 _STOCK_MAKERS = re.compile(r"BoostedTrees\w*(HandleOp|Resource)")
 """Operations of stock TensorFlow that make state which only operations of their own restore."""
@@ -114,6 +116,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
     replaced = _cut(index, nodes, signatures.values(), foreign)
     roots = _roots(signatures.values(), replaced)
     needed, filling, makers = _needed(index, nodes, replaced, roots, source.init_op)
+    callees_first((nodes[name] for name in needed.inputs), index.functions)  # refuses recursion
     state = keep_restores(index, nodes, makers, source.meta_graph.saver_def)
     whole = [*filling, *state.importing]
     makers.require_filled(nodes, whole)
@@ -145,16 +148,17 @@ def clean(source: SourceGraph) -> InferenceGraph:
     )
     unknown = foreign_ops(protos.all_nodes(meta_graph.graph_def), index.functions)
     check_filled(meta_graph, filling)
+    fed = {_moved(tensor, moved).node for ends in signatures.values() for tensor in ends.inputs}
     outside = outside_ops(
         meta_graph.graph_def,
         files={asset.node for asset in assets},
         own=[name for name in reach(kept, state.importing).inputs if kept[name].op == "RestoreV2"],
+        fed=fed,
     )
     require_inside(outside, is_allowed=source.trust.file_ops)
     for name, signature in source.meta_graph.signature_def.items():
         meta_graph.signature_def[name].CopyFrom(_served_signature(index, signature, moved, size))
-    fed = {_moved(tensor, moved).node for ends in signatures.values() for tensor in ends.inputs}
-    training = training_mode(meta_graph.graph_def, _roots(signatures.values(), moved), fed)
+    training = training_mode(meta_graph)
     return InferenceGraph(
         source=source.label,
         meta_graph=meta_graph,
@@ -170,11 +174,12 @@ def clean(source: SourceGraph) -> InferenceGraph:
             *training.notes(),
             *_defaults(kept, fed),
             *_needs(unknown, outside),
+            *_beyond_rest(meta_graph.signature_def),
         ),
         objects=source.objects,
         traced_rows=size.traced,
         dynamic_tables=dynamic,
-        layers={source.keys[node].key: place for node, place in source.layers.items() if node in source.keys},
+        layers={source.keys[node].key: at for node, at in source.layers.items() if node in source.keys},
         foreign=tuple(sorted(unknown)),
         state=state,
         outside=tuple(outside),
@@ -296,6 +301,18 @@ def _defaults(kept: Mapping[str, Proto], fed: Collection[str]) -> Iterator[str]:
     for name, node in kept.items():
         if node.op == "PlaceholderWithDefault" and name not in fed:
             yield f"placeholder {name!r} keeps its default value; fix another with --feed {name}=VALUE"
+
+
+def _beyond_rest(signatures: Mapping[str, Proto]) -> Iterator[str]:
+    """Notes on signatures with types that TensorFlow Serving's REST has no JSON for."""
+    for name, signature in sorted(signatures.items()):
+        found = [
+            f"{alias} is {DType(info.dtype).label}"
+            for _, alias, info in signature_tensors(signature)
+            if info.WhichOneof("encoding") == "name" and info.dtype not in REST_TYPES
+        ]
+        if found:
+            yield f"REST cannot carry signature {name!r}, gRPC can: {', '.join(found)}"
 
 
 def _needs(foreign: Collection[str], outside: Iterable[Outside]) -> Iterator[str]:

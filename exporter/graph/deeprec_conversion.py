@@ -46,6 +46,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from exporter.errors import ExportError, NotServable, UsageError
+from exporter.graph.constant_values import compute, is_computed
 from exporter.graph.deeprec_groups import group_handles, take_groups_apart
 from exporter.graph.deeprec_ops import GATHERS, HANDLE, INITIALISERS, is_deeprecs
 from exporter.graph.inference_graph import GraphDynamicTable
@@ -654,8 +655,7 @@ class _Evaluation:
             return None, "its initializer draws random numbers"
         if node.op == "Const":
             return _constant_value(node)
-        compute = _COMPUTED.get(node.op)
-        if compute is None:
+        if not is_computed(node.op):
             return None, f"its initializer needs {node.op} {node.name!r}, which is not computed here"
         values = []
         for source in data_inputs(node):
@@ -664,9 +664,8 @@ class _Evaluation:
                 return None, why
             values.append(value)
         try:
-            with np.errstate(all="ignore"):
-                return compute(node, values), ""
-        except (ValueError, TypeError, IndexError) as error:
+            return compute(node, values, tensor.output, _MAX_BYTES), ""
+        except (ValueError, TypeError, IndexError, ArithmeticError) as error:
             return None, f"its initializer cannot be computed ({error})"
 
 
@@ -678,33 +677,5 @@ def _constant_value(node: Proto) -> tuple[Array | None, str]:
     except (ExportError, ValueError, TypeError) as error:
         return None, f"its initializer's constant is damaged ({error})"
 
-
-def _fill(_: Proto, values: list[Array]) -> Array:
-    shape = tuple(int(size) for size in values[0])
-    if np.prod(shape, dtype=np.float64) * values[1].itemsize > _MAX_BYTES:
-        raise ValueError("it has too many values")
-    return np.broadcast_to(values[1], shape)
-
-
-def _cast(node: Proto, values: list[Array]) -> Array:
-    wanted = attr_dtype(node, "DstT")
-    return values[0].astype(wanted.numpy) if wanted is not None else values[0]
-
-
-_COMPUTED: Mapping[str, Callable[[Proto, list[Array]], Array]] = {
-    "Identity": lambda _, values: values[0],
-    "Fill": _fill,
-    "Cast": _cast,
-    "Reshape": lambda _, values: values[0].reshape([int(size) for size in values[1]]),
-    "BroadcastTo": lambda _, values: np.broadcast_to(values[0], [int(size) for size in values[1]]),
-    "ZerosLike": lambda _, values: np.zeros_like(values[0]),
-    "OnesLike": lambda _, values: np.ones_like(values[0]),
-    "Add": lambda _, values: values[0] + values[1],
-    "AddV2": lambda _, values: values[0] + values[1],
-    "Sub": lambda _, values: values[0] - values[1],
-    "Mul": lambda _, values: values[0] * values[1],
-    "RealDiv": lambda _, values: values[0] / values[1],
-    "Neg": lambda _, values: -values[0],
-}
 
 _PUT, _TAKE = "TensorBufferPut", "TensorBufferTake"

@@ -11,6 +11,7 @@ import numpy as np
 
 from exporter.errors import UsageError
 from exporter.graph.nodes import Endpoint, GraphIndex, attr_dtype, constant, free_name, new_node, shape_proto
+from exporter.storage.local_paths import quoted
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -54,6 +55,7 @@ def _feed(index: GraphIndex, name: str, text: str) -> tuple[str, np.ndarray]:
         raise UsageError(
             f"--feed {name}={text}: shape {_shown(value.shape)} does not fit",
             cause=f"{tensor} has shape {_shown(shape)}",
+            hint="" if value.shape else f"give a list: --feed {quoted(f'{name}={_listed(value, shape)}')}",
         )
     return tensor.node, value
 
@@ -88,6 +90,13 @@ def _scalar(text: str, dtype: DType) -> Any:
         return int(text)
     except ValueError:
         return complex(text) if dtype in (DType.COMPLEX64, DType.COMPLEX128) else float(text)
+
+
+def _listed(value: np.ndarray, shape: tuple[int, ...]) -> str:
+    """What is typed for a tensor that holds one value: `[1.0]`, with as many brackets as dimensions."""
+    item = value.item()
+    text = json.dumps(item.decode() if isinstance(item, bytes) else item, default=str)
+    return "[" * len(shape) + text + "]" * len(shape)
 
 
 def _fits(shape: tuple[int, ...], declared: tuple[int, ...]) -> bool:

@@ -20,6 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
+from graphlib import CycleError, TopologicalSorter
 
 from msgspec.structs import replace
 
@@ -58,6 +59,7 @@ _REF_FORMS = {
 
 _GATHERS = frozenset({"Gather", "GatherV2"})
 _MAX_STEPS = 32
+_SHOWN = 4
 _FILLS = frozenset({"InitializeTable", "InitializeTableV2", "LookupTableImport", "LookupTableImportV2"})
 _STATIC = frozenset({"HashTable", "HashTableV2"})
 _CONST = re.compile("Const")
@@ -212,6 +214,25 @@ def reachable(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> set[str]:
         GraphError: a node calls a function that the library lacks.
     """
     return {*closure(_callees(nodes, library), lambda name: _callees(library[name].node_def, library))}
+
+
+def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[str]:
+    """The functions that `nodes` call, directly or through others, each after those that it calls itself.
+
+    Raises:
+        NotServable: one reaches itself, which TensorFlow expands for ever; the message names it.
+    """
+    calls = {name: {*_callees(library[name].node_def, library)} for name in sorted(reachable(nodes, library))}
+    try:
+        return [*TopologicalSorter(calls).static_order()]
+    except CycleError as error:
+        name, *others = error.args[1][:-1]
+        way = f", through {', '.join(map(repr, others[:_SHOWN]))}" if others else ""
+        raise NotServable(
+            f"function {name!r} calls itself{way}",
+            cause="TensorFlow expands the functions that a graph calls, and would never come to an end",
+            hint="write it as a loop (tf.while_loop), or choose other outputs",
+        ) from None
 
 
 def _callees(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> Iterator[str]:

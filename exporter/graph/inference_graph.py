@@ -125,6 +125,7 @@ class Effect(StrEnum):
     WRITES = "writes files"
     CALLS = "calls other processes or devices"
     RUNS = "runs code, or ends the process"
+    UNKNOWN = "may do anything: nobody has judged what it does"
 
 
 class Outside(Struct, frozen=True):
@@ -144,12 +145,14 @@ class TrainingMode(Struct, frozen=True):
     """The parts of a served graph that compute as in training.
 
     All fields hold names of nodes. `batch_norms` normalise by the request's own batch, `dropouts` drop a
-    random part of their input (with that part, if it is a constant), `random` draw other random numbers.
-    `idle` are nodes of variables that are read only in branches that never run.
+    random part of their input (with that part, if it is a constant), `noises` add normal noise to it, or
+    multiply it by such noise; `random` draw other random numbers. `idle` are nodes of variables that are read
+    only in branches that never run.
     """
 
     batch_norms: tuple[str, ...] = ()
     dropouts: tuple[tuple[str, float | None], ...] = ()
+    noises: tuple[str, ...] = ()
     random: tuple[str, ...] = ()
     idle: frozenset[str] = frozenset()
 
@@ -157,14 +160,18 @@ class TrainingMode(Struct, frozen=True):
         """Notes for the user, a line each."""
         for name in self.batch_norms:
             yield f"{name} normalises by the request's own batch, as in training"
-        for name, rate in self.dropouts:
-            part = "a random part" if rate is None else f"a random {rate:.3g}"
-            yield (
-                f"{name} drops {part} of its input at each request, as dropout does in training: "
-                "build the graph with training=False, or fix the rate with --feed"
-            )
+        for said in self.dropping():
+            yield f"{said}: build the graph with training=False, or fix the rate with --feed"
         for name in self.random:
             yield f"{name} draws random numbers at each request: is it dropout?"
+
+    def dropping(self) -> Iterator[str]:
+        """Sentences on dropout and noise that are on, for the user."""
+        for name, rate in self.dropouts:
+            part = "a random part" if rate is None else f"a random {rate:.3g}"
+            yield f"{name} drops {part} of its input at each request, as dropout does in training"
+        for name in self.noises:
+            yield f"{name} puts noise on its input at each request, as in training"
 
 
 class KeptState(Struct, frozen=True):
@@ -191,13 +198,13 @@ class InferenceGraph(Struct, frozen=True):
     each variable by its key, how ids find its rows (a whole one that rows are gathered from is `DIV` over one
     part); a variable that is missing there is looked up in an unknown way. `objects` is the object graph of
     the model, whose variables name nodes of the graph (some of which are gone). `layers` has, for each
-    variable of a Keras model by key (also for those that are not served), the place where Keras would look
-    for it: path, dtype, shape, and the layer's name. `tables` are those that are restored; `dynamic_tables`
-    are served from variables, which are among `variables` once their shapes are known. `training` are the
-    parts of the graph that compute as in training. `notes` are for the user who exports. `traced_rows` is
-    the number of rows that the source graph accepts, if it accepts only one number. `foreign` are the
-    operations that stock TensorFlow lacks; `state` is restored by operations of their libraries; `outside`
-    are the operations that reach out of the model.
+    variable of a Keras model by key (also for those that are not served), the places where Keras would look
+    for it (the last one counts): path, dtype, shape, and the layer's name. `tables` are those that are
+    restored; `dynamic_tables` are served from variables, which are among `variables` once their shapes are
+    known. `training` are the parts of the graph that compute as in training. `notes` are for the user who
+    exports. `traced_rows` is the number of rows that the source graph accepts, if it accepts only one
+    number. `foreign` are the operations that stock TensorFlow lacks; `state` is restored by operations of
+    their libraries; `outside` are the operations that reach out of the model.
     """
 
     source: str
@@ -210,7 +217,7 @@ class InferenceGraph(Struct, frozen=True):
     training: TrainingMode = field(default_factory=TrainingMode)
     notes: tuple[str, ...] = ()
     objects: ObjectGraph | None = None
-    layers: Mapping[str, TensorRef] = field(default_factory=dict)
+    layers: Mapping[str, tuple[TensorRef, ...]] = field(default_factory=dict)
     traced_rows: int | None = None
     dynamic_tables: tuple[GraphDynamicTable, ...] = ()
     foreign: tuple[str, ...] = ()

@@ -4,9 +4,12 @@
 VariableDefs in the collections (partitions), the variable's name.
 
 In an object-based SavedModel node names say little: TensorFlow may capture one variable under several handles
-called `kernel_1` or `Variable_7`. Its restore function pairs each handle with a key of the object graph
-(`layers/1/kernel/.ATTRIBUTES/VARIABLE_VALUE`), and the object at the key's path has the variable's name as
-the program gave it. (Source: tensorflow/core/protobuf/saved_object_graph.proto;
+called `kernel_1` or `Variable_7`. The object graph lists, for each function, the objects that it captures;
+calls of the function take their handles last, in that order. Its restore function pairs handles with keys of
+the object graph (`layers/1/kernel/.ATTRIBUTES/VARIABLE_VALUE`), which counts for variables that no function
+captures. They may differ: Keras 3's variables are saved under one handle, and computed from under another,
+so that TensorFlow Serving itself does not find them. A variable's object has its name as the program gave it.
+(Source: tensorflow/core/protobuf/saved_object_graph.proto; tensorflow/python/saved_model/load.py;
 tensorflow/python/checkpoint/trackable_view.py.)
 
 *Row order* (`lookup_strategies`). `embedding_lookup` over n parts assigns ids to parts, sends them there by
@@ -151,10 +154,11 @@ def saved_objects(meta_graph: Proto, index: GraphIndex) -> ObjectGraph:
     ]
     bare = ObjectGraph(tuple(map(TrackedObject, known)) or (TrackedObject({}),))
     handles: dict[int, str] = {}
-    for handle, key in _restored_keys(meta_graph, index):
+    for handle, (key,) in _restored_in_function(meta_graph, index, _ASSIGNS, count=1):
         found = bare.at(key.removesuffix(SUFFIX)) if key.endswith(SUFFIX) else None
         if found is not None:
             handles[found] = handle
+    handles |= _captured(meta_graph, index)
     return ObjectGraph(
         tuple(
             TrackedObject(children, TrackedVariable(nodes[number].variable.name, handles[number]))
@@ -166,8 +170,24 @@ def saved_objects(meta_graph: Proto, index: GraphIndex) -> ObjectGraph:
     )
 
 
-def _restored_keys(meta_graph: Proto, index: GraphIndex) -> Iterator[tuple[str, str]]:
-    """(handle's node, key) for each assignment in the restore function."""
+def _captured(meta_graph: Proto, index: GraphIndex) -> dict[int, str]:
+    """The handle of each variable that functions take which the graph calls, by its object's number."""
+    objects = meta_graph.object_graph_def
+    captures = {name: function.bound_inputs for name, function in objects.concrete_functions.items()}
+    found = {}
+    for node in index.nodes.values():
+        for name in called_functions(node) & captures.keys():
+            for number, handle in zip(reversed(captures[name]), reversed(data_inputs(node)), strict=False):
+                is_known = 0 <= number < len(objects.nodes) and handle.node in index.nodes
+                if is_known and index.nodes[handle.node].op in VARIABLE_OPS:
+                    found[number] = handle.node
+    return found
+
+
+def _restored_in_function(
+    meta_graph: Proto, index: GraphIndex, ops: Collection[str], *, count: int
+) -> Iterator[tuple[str, list[str]]]:
+    """(handle's node, `count` keys) for each node of these kinds in the restore function."""
     call = index.nodes.get(endpoint(meta_graph.saver_def.restore_op_name).node)
     function = index.functions.get(attr(call, "f").func.name) if call is not None else None
     if call is None or function is None:
@@ -176,10 +196,11 @@ def _restored_keys(meta_graph: Proto, index: GraphIndex) -> Iterator[tuple[str, 
     nodes = {node.name: node for node in function.node_def}
     restored: dict[str, list[str]] = {}
     for node in nodes.values():
-        if node.op == "AssignVariableOp" and len(node.input) > 1 and node.input[0] in handles:
-            key = _key_of(nodes, restored, node.input[1])
-            if key is not None:
-                yield handles[node.input[0]].node, key
+        if node.op in ops and len(node.input) > count and node.input[0] in handles:
+            keys = [_key_of(nodes, restored, text) for text in node.input[1 : count + 1]]
+            found = [key for key in keys if key is not None]
+            if len(found) == count:
+                yield handles[node.input[0]].node, found
 
 
 def _key_of(nodes: dict[str, Proto], restored: dict[str, list[str]], text: str) -> str | None:
@@ -264,6 +285,7 @@ def restored_names(
     """Each node that the Saver's nodes of these kinds restore, and the names of its `count` tensors."""
     for node, keys in _from_restore(meta_graph, index, ops, count=count):
         yield node, [key.key for key in keys]
+    yield from _restored_in_function(meta_graph, index, ops, count=count)
 
 
 def _from_restore(

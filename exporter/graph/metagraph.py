@@ -29,6 +29,8 @@ from exporter.graph.functions import callers
 from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.graph.keys import VARIABLE_OPS, variable_keys
 from exporter.graph.nodes import Endpoint, GraphIndex, all_before, closure, data_inputs
+from exporter.graph.old_tables import use_resource_tables
+from exporter.graph.recording_nodes import without_recording
 from exporter.graph.servable import called_functions, changes_state, refusal
 from exporter.graph.signatures import (
     SignatureEnds,
@@ -36,6 +38,7 @@ from exporter.graph.signatures import (
     check_signatures,
     collection_spec,
     drop_internal,
+    keep_answering,
     parse_examples,
     requested_specs,
     set_signatures,
@@ -93,7 +96,7 @@ def is_autodist(meta_graph: Proto) -> bool:
 
 
 def read_metagraph(path: Path) -> Proto:
-    """The `protos.MetaGraphDef` in a file.
+    """The `protos.MetaGraphDef` in a file, without what `IncrementHook` added to the trainer's graph.
 
     Raises:
         CorruptFile: it is truncated, or not a graph.
@@ -103,7 +106,8 @@ def read_metagraph(path: Path) -> Proto:
         data = read_graph_file(path)
     except OSError as error:
         raise UsageError(f"the graph {path} cannot be read", cause=error.strerror or str(error)) from error
-    return parse_message("MetaGraphDef", data, path, is_text=path.suffix == ".pbtxt", nonempty="graph_def")
+    is_text = path.suffix == ".pbtxt"
+    return without_recording(parse_message("MetaGraphDef", data, path, is_text=is_text, nonempty="graph_def"))
 
 
 def read_graph_file(path: Path) -> bytes:
@@ -161,24 +165,26 @@ def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, dir
     Raises:
         UsageError: there are no signatures.
         UnknownTensor: a signature names a tensor that the graph lacks.
-        NotServable: outputs need an embedding variable of a kind that cannot be served, or operations of
-            TFRA.
+        NotServable: no signature can be answered; or outputs need an embedding variable of a kind that cannot
+            be served, or operations of TFRA.
     """
     index = GraphIndex.of(meta_graph)
     drop_internal(meta_graph)
     specs = requested_specs(request) or _own_specs(meta_graph)
+    notes: list[str] = []
     if specs:
         specs = parse_examples(meta_graph, index, specs)
         index = GraphIndex.of(meta_graph)
         set_signatures(meta_graph, index, specs)
     elif meta_graph.signature_def:
+        notes = keep_answering(meta_graph, label)
         check_signatures(meta_graph, index)
     if not request.trust.foreign_ops:
         check_addons(meta_graph, index, label)
     if not meta_graph.signature_def:
         raise _nothing_to_serve(index, label)
     converted = convert_deeprec(meta_graph, request.absent_keys)
-    if converted.tables:
+    if use_resource_tables(meta_graph, index) or converted.tables:
         index = GraphIndex.of(meta_graph)
     return SourceGraph(
         label=label,
@@ -188,7 +194,7 @@ def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, dir
         init_op=add_init_op(meta_graph, index),
         directory=directory,
         tables=table_keys(meta_graph, index),
-        notes=converted.notes,
+        notes=(*notes, *converted.notes),
         dynamic_tables=(*converted.tables, *marked_tables(meta_graph.graph_def)),
         trust=request.trust,
     )

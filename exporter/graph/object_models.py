@@ -22,6 +22,7 @@ from exporter.checkpoint.object_graph import ObjectGraph, TrackedObject, Tracked
 from exporter.errors import BuilderError
 from exporter.graph.signatures import DEFAULT_SIGNATURE
 from exporter.graph.user_errors import failures
+from exporter.while_needed import WhileNeeded
 
 Tensors = Mapping[str, Any]
 
@@ -153,22 +154,37 @@ def _names(objects: ObjectGraph) -> Iterator[tuple[str, str]]:
             yield entry.variable.tensor, objects.paths[number] if is_unnamed else name
 
 
+_BASES: dict[type, tuple[type, ...]] = {}
+"""The bases of tf-keras' classes, as they were before the first of the builders that run now."""
+
+
 @contextlib.contextmanager
 def unchanged_classes() -> Iterator[None]:
-    """Undo what building in a graph does to a program's own tf-keras classes.
+    """Undo what building in graphs does to a program's own tf-keras classes, once no builder runs.
 
     tf-keras gives a subclass of Model other bases while there is no eager execution, and models that exist
     already would lose theirs. (Source: tf_keras/src/utils/version_utils.py, swap_class.)
     """
     loaded: list[Any] = [sys.modules.get(name) for name in ("keras", "tf_keras")]
-    kerases_2 = [each for each in loaded if _is_keras_2(each)]
-    before = {c: c.__bases__ for each in kerases_2 for c in _subclasses(each.layers.Layer)}
+    with _PUT_BACK():
+        for each in filter(_is_keras_2, loaded):
+            for known in _subclasses(each.layers.Layer):
+                _BASES.setdefault(known, known.__bases__)
+        yield
+
+
+@contextlib.contextmanager
+def _put_back() -> Iterator[None]:
     try:
         yield
     finally:
-        for changed, bases in before.items():
+        while _BASES:
+            changed, bases = _BASES.popitem()
             if changed.__bases__ != bases:
                 changed.__bases__ = bases
+
+
+_PUT_BACK = WhileNeeded(_put_back)
 
 
 def _is_keras_2(keras: Any) -> bool:
@@ -273,6 +289,10 @@ def _built_shapes(model: Any) -> Any:
 def _placeholder(spec: Any, name: str) -> Any:
     import tensorflow as tf
 
+    if isinstance(
+        spec, tf.SparseTensor | tf.RaggedTensor
+    ):  # of Keras 2, which declares inputs by placeholders
+        spec = tf.type_spec_from_value(spec)
     if isinstance(spec, tf.SparseTensorSpec | tf.RaggedTensorSpec):
         return _composite(spec, name)
     if isinstance(kind := getattr(spec, "type_spec", None), tf.RaggedTensorSpec):

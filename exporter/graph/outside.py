@@ -2,9 +2,14 @@
 
 *Reaching out* is reading or writing files, calling other processes, or running code. A graph is data until a
 process runs it: then a server reads its own disk for any client that asks, and so does this process where it
-compares answers. One table says what each operation does, from its kernel in tensorflow/core;
-`tests/graph/test_outside_ops.py` compares the table with TensorFlow's own registry. Reading a file of the
-version itself (an asset) does not count: the loader gives its path.
+compares answers. `harmless_ops.txt` lists the operations that were judged not to reach out, and
+`_EFFECTS` those that do; any other operation of TensorFlow counts as one that may do anything.
+`tests/graph/test_outside_ops.py` compares both with TensorFlow's own registry. Reading a file of the version
+itself (an asset) does not count: see `exporter.graph.own_files`.
+
+*Attributes.* Functions and tensors stand in a node's attributes, too. Functions that an attribute names are
+judged like the graph. What cannot be followed counts as an operation that may do anything: functions in the
+attributes of functions, and tensors that hold handles of resources or serialised objects.
 
 *Running a source graph* (`runnable_graph`). Control edges may lead from an output to operations that only
 training can run: checks of a label that is not fed, reads of a queue that is not filled, updates of an
@@ -16,32 +21,35 @@ and nodes that read from them, which cannot be imported.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from copy import deepcopy
 from functools import cache
-
-from msgspec import Struct
+from pathlib import Path
 
 from exporter.errors import AccessRefused, NotServable
 from exporter.graph.deeprec_ops import foreign_attributes, is_deeprecs
-from exporter.graph.functions import reachable
+from exporter.graph.functions import callees_first
 from exporter.graph.inference_graph import Effect, Outside
 from exporter.graph.nodes import (
-    CALLS,
     GraphIndex,
     Pivots,
     all_before,
     attr,
+    attr_dtype,
     attr_text,
     closure,
-    const_texts,
     data_inputs,
     endpoint,
+    input_names,
     put_nodes,
 )
+from exporter.graph.own_files import OwnFiles, Scope
 from exporter.graph.servable import called_functions, foreign_ops, is_refused
 from exporter.graph.source_graph import SourceGraph
+from exporter.graph.stablehlo import is_plain_module
+from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
+from exporter.wire.stock_ops import is_stock
 
 _EFFECTS = {
     Effect.READS: r"""
@@ -55,8 +63,8 @@ _EFFECTS = {
     Effect.WRITES: r"""
         WriteFile | Save(V2|Slices)? | SaveDataset(V2)? | MergeV2Checkpoints | DistributedSave
         | (Experimental)?DatasetToTFRecord | SnapshotDataset(V2)? | CacheDataset(V2)? | PrintV2 | DumpTensor
-        | CalibrationStatisticsSaver | CreateSummary(File|Db)Writer | SummaryWriter | Write\w*Summary
-        | FileSystemSetConfiguration""",
+        | CalibrationStatisticsSaver | CreateSummary(File|Db)Writer | (Flush|Close)?SummaryWriter
+        | Write\w*Summary | FileSystemSetConfiguration""",
     Effect.CALLS: r"""
         Rpc\w+ | DeleteRpcFutureResource | RemoteCall | (_Host|_)?(Send|Recv) | Collective\w+ | Nccl\w+
         | _Nccl\w+ | DataServiceDataset(V\d)? | RegisterDataset(V2)? | DebugIdentity(V\d)? | DebugNanCount
@@ -65,16 +73,24 @@ _EFFECTS = {
         | _Xla(Send|Recv)\w+ | _XlaHostComputeMlir | Xla(Send|Recv) | ConfigureAndInitializeGlobalTPU
         | _?(DTensor)?SetGlobalTPUArray | UpdateTaskIdAndGlobalCoreArray | TPUCompile | _TPUCompileMlir
         | _TPUReplicate | TPUReshardVariables""",
-    Effect.RUNS: r"(Eager)?PyFunc | PyFuncStateless | Abort",
+    Effect.RUNS: r"""
+        (Eager)?PyFunc | PyFuncStateless | Abort | DatasetFromGraph | DeserializeIterator | ParseTensor
+        | XlaCallModule | XlaCustomCall(V2)?""",
 }
 
 _PATTERNS = {effect: re.compile(pattern, re.VERBOSE) for effect, pattern in _EFFECTS.items()}
 
-_HARMLESS: dict[str, Callable[[Proto], bool]] = {
+_HARMLESS = Path(__file__).with_name("harmless_ops.txt")
+_OPAQUE = frozenset({DType.RESOURCE, DType.VARIANT})
+"""Types whose values name state of the process, or hold serialised objects."""
+
+_UNLESS: dict[str, Callable[[Proto], bool]] = {
     "PrintV2": lambda node: not attr_text(node, "output_stream").startswith("file:"),
     "DecodeProtoV2": lambda node: _is_in_memory(attr_text(node, "descriptor_source")),
     "EncodeProto": lambda node: _is_in_memory(attr_text(node, "descriptor_source")),
     "FixedUnigramCandidateSampler": lambda node: not attr_text(node, "vocab_file"),
+    "ParseTensor": lambda node: attr_dtype(node, "out_type") not in _OPAQUE,
+    "XlaCallModule": lambda node: is_plain_module(attr(node, "module").s),
     "DebugIdentity": lambda node: _has_no_urls(node),
     "DebugIdentityV2": lambda node: _has_no_urls(node),
     "DebugIdentityV3": lambda node: _has_no_urls(node),
@@ -99,36 +115,71 @@ _FILE_INPUTS = {
 }
 """The inputs that name a file, for operations that read just the files that these inputs name."""
 
-_HANDS_ON = frozenset({"Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "ReadVariableOp"})
-_JOINS = frozenset({"Pack", "ConcatV2"})
 _PYTHON = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless"})
 _SHOWN = 6
-_MAX_STEPS = 64
 
 
 @cache
 def effect_of(op: str) -> Effect | None:
-    """The effect that operations of this kind may have, whatever their attributes say."""
-    return next((effect for effect, pattern in _PATTERNS.items() if pattern.fullmatch(op)), None)
+    """The effect that operations of this kind may have, whatever their attributes say; None if harmless."""
+    known = next((effect for effect, pattern in _PATTERNS.items() if pattern.fullmatch(op)), None)
+    return known if known or op in _harmless() else Effect.UNKNOWN
 
 
-def outside_ops(graph_def: Proto, files: Collection[str] = (), own: Collection[str] = ()) -> list[Outside]:
+@cache
+def _harmless() -> frozenset[str]:
+    lines = _HARMLESS.read_text().splitlines()
+    return frozenset(op for line in lines if not line.startswith("#") for op in line.split())
+
+
+def outside_ops(
+    graph_def: Proto, files: Collection[str] = (), own: Collection[str] = (), fed: Collection[str] = ()
+) -> list[Outside]:
     """Every operation of a served graph that reaches out, except reads of the version's own files.
 
-    `files` are nodes that hold the path of such a file; the nodes `own` are not judged.
+    `files` are nodes that hold the path of such a file; the nodes `own` are not judged; clients send values
+    for the nodes `fed`.
     """
-    return _Judge(graph_def, files).found(own)
+    return _Judge(graph_def, OwnFiles(graph_def, files, fed)).found(own)
 
 
-def running_outside(graph_def: Proto, names: Iterable[str]) -> list[Outside]:
-    """Operations of these nodes, and of functions that they call, that reach out and do more than read."""
+def running_outside(
+    graph_def: Proto, names: Collection[str], is_stateful: Callable[[str], bool]
+) -> list[Outside]:
+    """Operations that reach out and do more than read, when this process imports a graph and runs some nodes.
+
+    Besides the nodes `names`, and the functions that they call, operations without state count wherever they
+    stand: to know shapes, TensorFlow computes constants from them while it imports a graph.
+
+    Raises:
+        NotServable: a function calls itself.
+    """
     library = {function.signature.name: function for function in graph_def.library.function}
-    wanted = {*names}
-    nodes = [node for node in graph_def.node if node.name in wanted]
-    found = [*_judged(nodes, "")]
-    for name in sorted(reachable(nodes, library)):
-        found += _judged(library[name].node_def, name)
+    running = [node for node in graph_def.node if node.name in names]
+    called = {*callees_first(running, library)}
+    found = [*_judged(running, "", library)]
+    for name in sorted(called):
+        found += _judged(library[name].node_def, name, library)
+    idle = [*_judged((node for node in graph_def.node if node.name not in names), "", library)]
+    for name in sorted(library.keys() - called):
+        idle += _judged(library[name].node_def, name, library)
+    found += [each for each in idle if not is_stateful(each.op)]
     return [each for each in found if each.effect is not Effect.READS]
+
+
+def keep_before(graph_def: Proto, names: Collection[str]) -> None:
+    """Reduce a graph, in place, to some nodes, all that they read or wait for, and functions called there.
+
+    What is not imported cannot be run. Colocation goes, too: it may name nodes that are dropped.
+    """
+    nodes = {node.name: node for node in graph_def.node}
+    kept = all_before(nodes, [endpoint(name) for name in names])
+    put_nodes(graph_def.node, [node for name, node in nodes.items() if name in kept])
+    for node in graph_def.node:
+        node.attr.pop("_class", None)
+    library = {function.signature.name: function for function in graph_def.library.function}
+    called = callees_first(graph_def.node, library)
+    put_nodes(graph_def.library.function, [library[name] for name in called])
 
 
 def require_inside(found: Iterable[Outside], *, is_allowed: bool) -> None:
@@ -150,7 +201,7 @@ def require_inside(found: Iterable[Outside], *, is_allowed: bool) -> None:
             f"a served graph may not reach out of its version: {_listed(found)}",
             cause="a server would do that for any client that sends a request, or when it loads the version",
             hint="make the file an asset (a constant path in the graph), or choose other outputs; "
-            "if it is meant: --allow-file-ops",
+            "if you trust the graph: --allow-file-ops",
         )
 
 
@@ -173,11 +224,47 @@ def _listed(found: list[Outside]) -> str:
     return "; ".join(map(str, found[:_SHOWN])) + more
 
 
-def _judged(nodes: Iterable[Proto], function: str) -> Iterator[Outside]:
+def _judged(nodes: Iterable[Proto], function: str, library: Collection[str]) -> Iterator[Outside]:
     for node in nodes:
-        effect = effect_of(node.op)
-        if effect is not None and not _HARMLESS.get(node.op, lambda _: False)(node):
+        effect = _effect(node, library)
+        if effect is not None:
             yield Outside(node.name, node.op, effect, function)
+
+
+def _effect(node: Proto, library: Collection[str]) -> Effect | None:
+    """The effect of a node; a function's call has none of its own, and `clean` judges foreign operations."""
+    effect = effect_of(node.op)
+    is_fixed = not any(value.placeholder for value in node.attr.values()) if effect else True
+    if effect is Effect.UNKNOWN and (node.op in library or not is_stock(node.op)):
+        effect = None
+    if is_fixed and _UNLESS.get(node.op, lambda _: False)(node):
+        effect = None
+    return effect or (Effect.UNKNOWN if _is_opaque(node, library) else None)
+
+
+def _is_opaque(node: Proto, library: Collection[str]) -> bool:
+    """True if an attribute holds what cannot be followed."""
+    for value in node.attr.values():
+        kind = value.WhichOneof("value")
+        if kind == "tensor" and value.tensor.dtype in _OPAQUE:
+            return True
+        if kind == "func" and not _can_be_followed(value.func, library):
+            return True
+        if kind == "list" and (
+            any(tensor.dtype in _OPAQUE for tensor in value.list.tensor)
+            or not all(_can_be_followed(function, library) for function in value.list.func)
+        ):
+            return True
+    return False
+
+
+def _can_be_followed(function: Proto, library: Collection[str]) -> bool:
+    """True for a function of the graph that gets no functions or tensors in attributes."""
+    is_known = not function.name or function.name in library
+    return is_known and not any(
+        value.WhichOneof("value") in ("func", "tensor") or value.list.func or value.list.tensor
+        for value in function.attr.values()
+    )
 
 
 def _is_in_memory(source: str) -> bool:
@@ -189,105 +276,67 @@ def _has_no_urls(node: Proto) -> bool:
     return not attr(node, "debug_urls").list.s
 
 
-class _Scope(Struct, frozen=True):
-    """A graph (with the name "") or a function: its nodes, and the arguments found to name files."""
-
-    function: str
-    nodes: Mapping[str, Proto]
-    arguments: set[str]
-
-
 class _Judge:
     """Judges a graph with its functions; an argument that names a file is judged at the function's calls."""
 
-    def __init__(self, graph_def: Proto, files: Collection[str]) -> None:
-        self._graph = {node.name: node for node in graph_def.node}
+    def __init__(self, graph_def: Proto, own: OwnFiles) -> None:
+        self._nodes = graph_def.node
         self._library = {function.signature.name: function for function in graph_def.library.function}
-        self._files = {*files}
-        for node in self._graph.values():  # a variable that holds an asset's path
-            if node.op == "AssignVariableOp" and _node_of(node.input[1]) in self._files:
-                self._files.add(_node_of(node.input[0]))
+        self._own = own
         self._judged: dict[str, tuple[set[int], list[Outside]]] = {}
 
     def found(self, own: Collection[str]) -> list[Outside]:
         """The operations that reach out, each once."""
-        found = [each for each in self._body(_Scope("", self._graph, set())) if each.node not in own]
-        for name in sorted(reachable(self._graph.values(), self._library)):
-            found += self._function(name)[1]
-        return [*dict.fromkeys(found)]
+        inside: list[Outside] = []
+        for name in callees_first(self._nodes, self._library):  # deep calls without deep recursion
+            inside += self._function(name)[1]
+        found = self._body(Scope({node.name: node for node in self._nodes}))[1]
+        return [*dict.fromkeys([*(each for each in found if each.function or each.node not in own), *inside])]
 
     def _function(self, name: str) -> tuple[set[int], list[Outside]]:
         """The arguments of a function that name files, and its operations that reach out in other ways."""
         if name not in self._judged:
-            self._judged[name] = (set(), [])  # of a function that calls itself
-            function = self._library[name]
-            scope = _Scope(name, {node.name: node for node in function.node_def}, set())
-            found = self._body(scope)
-            places = [argument.name for argument in function.signature.input_arg]
-            self._judged[name] = ({places.index(a) for a in scope.arguments if a in places}, found)
+            # Functions of one `api_implements` may call each other: for the meantime it has nothing.
+            self._judged[name] = (set(), [])
+            self._judged[name] = self._body(Scope.of(self._library[name]))
         return self._judged[name]
 
-    def _body(self, scope: _Scope) -> list[Outside]:
-        found = []
-        for each in _judged(scope.nodes.values(), scope.function):
-            node = scope.nodes[each.node]
-            if _is_memory_cache(node, scope.nodes):
+    def _body(self, scope: Scope) -> tuple[set[int], list[Outside]]:
+        found: list[Outside] = []
+        arguments: set[int] = set()
+        for each in _judged(scope.nodes.values(), scope.name, self._library):
+            inputs = input_names(node := scope.nodes[each.node])
+            if self._own.is_memory_cache(node, scope):
                 continue
-            places = _FILE_INPUTS.get(each.op)
-            if places is None or not self._are_files(node, places, scope):
-                found.append(each)
+            places = _FILE_INPUTS.get(each.op, ())
+            is_named = places and max(places) < len(inputs) and each.effect is Effect.READS
+            needed = self._own.needs(scope, [inputs[place] for place in places]) if is_named else None
+            arguments |= needed or set()
+            found += [each] if needed is None else []
         for node in scope.nodes.values():
             for callee in sorted(called_functions(node) & self._library.keys()):
-                found += self._call(node, callee, scope)
-        return found
+                needed = self._needed(node, callee, scope)
+                arguments |= needed or set()
+                found += self._reads(node, callee, scope) if needed is None else []
+        return arguments, found
 
-    def _call(self, node: Proto, callee: str, scope: _Scope) -> list[Outside]:
-        """The reads in a function to which this call passes the name of a file outside of the version."""
-        named, _ = self._function(callee)
-        is_plain = node.op in CALLS or node.op == callee
-        places = [place + CALLS.get(node.op, 0) for place in sorted(named)]
-        if not places or (is_plain and self._are_files(node, places, scope)):
-            return []
-        body = self._library[callee].node_def
-        readers = [each for each in _judged(body, callee) if each.op in _FILE_INPUTS]
-        return readers or [Outside(node.name, node.op, Effect.READS, scope.function)]
+    def _needed(self, node: Proto, callee: str, scope: Scope) -> set[int] | None:
+        """The scope's arguments that must be own files so that a call reads no other; None if it does."""
+        places = {place for name in self._alike(callee) for place in self._function(name)[0]}
+        return self._own.needs_of_call(node, callee, places, scope) if places else set()
 
-    def _are_files(self, node: Proto, places: Iterable[int], scope: _Scope) -> bool:
-        """True if these inputs are paths of the version's own files, or arguments; the scope notes those."""
-        inputs = [text for text in node.input if not text.startswith("^")]
-        taken: set[str] = set()
-        if all(place < len(inputs) and self._is_file(inputs[place], scope, taken) for place in places):
-            scope.arguments.update(taken)
-            return True
-        return False
+    def _alike(self, name: str) -> list[str]:
+        """A function, and those by which TensorFlow's optimizer may replace it: of one `api_implements`."""
+        interface = attr(self._library[name], "api_implements").s
+        others = self._library.items() if interface else ()
+        return [name, *(n for n, f in others if attr(f, "api_implements").s == interface and n != name)]
 
-    def _is_file(self, text: str, scope: _Scope, taken: set[str], steps: int = 0) -> bool:
-        name = _node_of(text)
-        if scope.function and ":" not in text:
-            taken.add(name)
-            return True
-        node = scope.nodes.get(name)
-        if node is None or steps > _MAX_STEPS:
-            return False
-        if not scope.function and name in self._files:
-            return True
-        inputs = [source for source in node.input if not source.startswith("^")]
-        if node.op in _JOINS:
-            sources = inputs[:-1] if node.op == "ConcatV2" else inputs
-        else:
-            sources = inputs[:1] if node.op in _HANDS_ON else []
-        return bool(sources) and all(self._is_file(source, scope, taken, steps + 1) for source in sources)
-
-
-def _is_memory_cache(node: Proto, known: Mapping[str, Proto]) -> bool:
-    """True for a dataset that is cached in memory, whose file name is empty."""
-    if node.op not in ("CacheDataset", "CacheDatasetV2") or len(node.input) < 2:
-        return False
-    return const_texts(known.get(_node_of(node.input[1]))) == [""]
-
-
-def _node_of(text: str) -> str:
-    return text.removeprefix("^").partition(":")[0]
+    def _reads(self, node: Proto, callee: str, scope: Scope) -> list[Outside]:
+        """The reads in a function to which a call passes the name of a file outside of the version."""
+        bodies = ((name, self._library[name].node_def) for name in self._alike(callee))
+        judged = (each for name, body in bodies for each in _judged(body, name, self._library))
+        readers = [each for each in judged if each.op in _FILE_INPUTS]
+        return readers or [Outside(node.name, node.op, Effect.READS, scope.name)]
 
 
 def runnable_graph(source: SourceGraph) -> Proto:

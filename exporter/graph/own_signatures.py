@@ -1,44 +1,86 @@
-"""Decide which of a graph's own signatures can be served: those that train or count are left out.
+"""Decide which of a graph's own signatures can be served: those that train, save or count are left out.
 
 An inference graph has no side effects. A signature whose purpose is a side effect would answer as if it had
-trained, and do nothing. If no answer depends on a change, such as a count of requests, the change is dropped.
+trained or saved, and do nothing. If a signature computes an answer, and none depends on a change that it also
+makes, such as a count of requests or a line in a log, the change is dropped.
 
 So the variables and tables are found that a signature changes, and those that its outputs depend on, also in
-the functions that it calls: a `train_step` may have its gradients and assignments three calls deep.
+the functions that it calls: a `train_step` may have its gradients and assignments three calls deep. Besides,
+the operations are found that reach out of the model, and on which no output depends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.errors import GraphError, NotServable
+from exporter.errors import GraphError
 from exporter.graph.clean import clean
 from exporter.graph.functions import callers, needed_by
+from exporter.graph.inference_graph import Effect, Outside
 from exporter.graph.keys import VARIABLE_OPS
-from exporter.graph.nodes import CALLS, ENTERS, SWITCHES, GraphIndex, all_before, attr_dtype, endpoint, reach
+from exporter.graph.nodes import CALLS, ENTERS, SWITCHES, GraphIndex, all_before, attr_dtype, reach
 from exporter.graph.outside import effect_of
 from exporter.graph.servable import called_functions, changes_state, foreign_ops, is_refused
-from exporter.graph.signatures import SignatureEnds
+from exporter.graph.signatures import SignatureEnds, left_out, none_servable
 from exporter.graph.source_graph import SourceGraph
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 _MAX_IDENTITIES = 32
+_GIVEN = frozenset({"Identity", "IdentityN", "Const", "Placeholder", "PlaceholderWithDefault"})
+_SAVES = frozenset({"Save", "SaveV2", "SaveSlices", "MergeV2Checkpoints"})
 
 
 class Effects(Struct, frozen=True):
-    """The variables and tables that are read and changed: names of nodes, or of a function's inputs."""
+    """What runs for outputs, or for a function's results, besides computing them.
 
-    reads: frozenset[str]
-    writes: frozenset[str]
+    `reads` and `writes` are the variables and tables that are read for outputs, and changed: names of nodes,
+    or of a function's inputs. `outside` are the operations that reach out of the model and do more than read,
+    `dropped` those of them that an inference graph lacks, because no output needs them. If not `computes`,
+    the outputs are what was given: inputs and constants.
+    """
+
+    reads: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset()
+    outside: frozenset[Outside] = frozenset()
+    dropped: frozenset[Outside] = frozenset()
+    computes: bool = False
+
+    @property
+    def is_purpose(self) -> bool:
+        """True if a client calls for these effects: it saves, or answers nothing that was not given."""
+        saves = any(each.op in _SAVES for each in self.dropped)
+        return saves or (bool(self.writes or self.dropped) and not self.computes)
 
 
-_NONE = Effects(frozenset(), frozenset())
+class _Body(Struct, frozen=True):
+    """What runs in a function, or in a graph (""); `computing` are the nodes that results need."""
+
+    function: str
+    nodes: Mapping[str, Proto]
+    computing: Collection[str]
+    handles: Collection[str]
+
+    def handles_of(self, node: Proto) -> dict[int, str]:
+        """The handles that a node takes, by the position among its inputs."""
+        inputs = [text for text in node.input if not text.startswith("^")]
+        taken = {at: self._origin(text) for at, text in enumerate(inputs)}
+        return {at: handle for at, handle in taken.items() if handle in self.handles}
+
+    def _origin(self, text: str) -> str:
+        """The node or argument that a tensor comes from, handles handed on by Identity nodes."""
+        name = text.partition(":")[0]
+        for _ in range(_MAX_IDENTITIES):
+            node = self.nodes.get(name)
+            if node is None or not _hands_on(node) or not node.input:
+                break
+            name = node.input[0].partition(":")[0]
+        return name
 
 
 class EffectsOf:
@@ -54,63 +96,78 @@ class EffectsOf:
         runs = all_before(nodes, ends.outputs, ends.inputs)
         computing = reach(nodes, ends.computed, given=ends.inputs).inputs
         handles = {name for name in runs if nodes[name].op in VARIABLE_OPS or "HashTable" in nodes[name].op}
-        return self._effects(
-            {name: nodes[name] for name in runs}, computing, handles, lambda t: endpoint(t).node
-        )
+        return self._effects(_Body("", {name: nodes[name] for name in runs}, computing, handles))
 
     def _function(self, name: str) -> Effects:
         if name not in self._known:
-            self._known[name] = _NONE  # of a function that calls itself
+            self._known[name] = Effects()  # of a function that calls itself
             function = self._index.functions[name]
             nodes = {node.name: node for node in function.node_def}
             has_switches = any(node.op in SWITCHES or node.op in ENTERS for node in nodes.values())
             computing = set(nodes) if has_switches else needed_by(nodes, function.ret.values())
             handles = {a.name for a in function.signature.input_arg if a.type == int(DType.RESOURCE)}
-            self._known[name] = self._effects(nodes, computing, handles, lambda text: text.partition(":")[0])
+            self._known[name] = self._effects(_Body(name, nodes, computing, handles))
         return self._known[name]
 
-    def _effects(
-        self,
-        nodes: Mapping[str, Proto],
-        computing: Collection[str],
-        handles: Collection[str],
-        producer: Callable[[str], str],
-    ) -> Effects:
+    def _called(self, node: Proto) -> dict[str, Effects]:
+        """The effects of the functions that a node calls."""
+        callees = sorted(called_functions(node) & self._index.functions.keys())
+        return {callee: self._function(callee) for callee in callees}
+
+    def _effects(self, body: _Body) -> Effects:
+        reads, writes = self._touched(body)
+        outside, dropped = self._reaching_out(body)
+        return Effects(reads, writes, outside, dropped, self._computes(body))
+
+    def _touched(self, body: _Body) -> tuple[frozenset[str], frozenset[str]]:
+        """The variables and tables that are read for results, and those that are changed."""
         reads, writes = set[str](), set[str]()
-        for node in nodes.values():
-            inputs = [text for text in node.input if not text.startswith("^")]
-            taken = {at: _origin(nodes, producer, text) for at, text in enumerate(inputs)}
-            taken = {at: handle for at, handle in taken.items() if handle in handles}
+        for node in body.nodes.values():
+            taken = body.handles_of(node)
             if not taken or _hands_on(node):
                 continue
+            is_computing = node.name in body.computing
             if changes_state(node.op):
                 writes |= {*taken.values()}
-            elif callees := sorted(called_functions(node) & self._index.functions.keys()):
-                for callee in callees:
-                    inner, given = self._function(callee), self._arguments(node, callee, taken)
+            elif called := self._called(node):
+                for callee, inner in called.items():
+                    given = self._arguments(node, callee, taken)
                     writes |= {handle for argument, handle in given.items() if argument in inner.writes}
-                    if node.name in computing:
+                    if is_computing:
                         reads |= {handle for argument, handle in given.items() if argument in inner.reads}
-            elif node.name in computing:
+            elif is_computing:
                 reads |= {*taken.values()}
-        return Effects(frozenset(reads), frozenset(writes))
+        return frozenset(reads), frozenset(writes)
+
+    def _reaching_out(self, body: _Body) -> tuple[frozenset[Outside], frozenset[Outside]]:
+        """The operations that reach out and do more than read, and those of them that no result needs."""
+        outside, dropped = set[Outside](), set[Outside]()
+        for node in body.nodes.values():
+            called, effect = self._called(node).values(), effect_of(node.op)
+            runs = {each for inner in called for each in inner.outside}
+            if effect not in (None, Effect.READS, Effect.UNKNOWN):  # unknown are other libraries' operations
+                runs.add(Outside(node.name, node.op, effect, body.function))
+            outside |= runs
+            needed = node.name in body.computing
+            dropped |= {each for inner in called for each in inner.dropped} if needed else runs
+        return frozenset(outside), frozenset(dropped)
+
+    def _computes(self, body: _Body) -> bool:
+        """True if results are more than inputs and constants."""
+        return any(
+            any(inner.computes for inner in called)
+            if (called := self._called(node).values())
+            # a handle is what is read, and nothing that is computed
+            else node.op not in _GIVEN and name not in body.handles
+            for name, node in body.nodes.items()
+            if name in body.computing
+        )
 
     def _arguments(self, node: Proto, callee: str, taken: Mapping[int, str]) -> dict[str, str]:
         """Which handle each argument of a called function gets."""
         arguments = [argument.name for argument in self._index.functions[callee].signature.input_arg]
         shift = CALLS.get(node.op, 0)
         return {arguments[at - shift]: h for at, h in taken.items() if 0 <= at - shift < len(arguments)}
-
-
-def _origin(nodes: Mapping[str, Proto], producer: Callable[[str], str], text: str) -> str:
-    """The node or argument that a handle comes from."""
-    name = producer(text)
-    for _ in range(_MAX_IDENTITIES):
-        node = nodes.get(name)
-        if node is None or not _hands_on(node) or not node.input:
-            break
-        name = producer(node.input[0])
-    return name
 
 
 def _hands_on(node: Proto) -> bool:
@@ -124,7 +181,8 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
     If none can be served, the graph stays as it is, and `clean` reports why.
 
     Raises:
-        NotServable: every signature changes a variable or table that it, or another one, answers from.
+        NotServable: the purpose of every signature is an effect, or it changes a variable or table that it or
+            another one answers from.
     """
     index = GraphIndex.of(source.meta_graph)
     ends = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
@@ -134,18 +192,22 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
     find = EffectsOf(index)
     effects = {name: find.signature(one) for name, one in ends.items() if name not in reasons}
     reasons |= _training(source, effects)
-    if len(reasons) == len(ends):
-        raise NotServable(
-            f"no signature of {source.label} can be served",
-            cause="; ".join(f"{name!r}: {reason}" for name, reason in reasons.items()),
-            hint="name tensors that need no change: --input NAME=TENSOR --output NAME=TENSOR",
-        )
-    notes = [f"signature {name!r} is left out: {reason}" for name, reason in sorted(reasons.items())]
-    notes += [
-        f"signature {name!r} no longer changes {_names(source, done.writes)}, on which no answer depends"
+    reasons |= {
+        name: "its purpose is an effect, which an inference graph lacks: "
+        + (_listed(done.dropped) or f"it changes {_names(source, done.writes)}")
         for name, done in effects.items()
-        if name not in reasons and done.writes
-    ]
+        if name not in reasons and done.is_purpose
+    }
+    if len(reasons) == len(ends):
+        way_out = "name tensors that need no change: --input NAME=TENSOR --output NAME=TENSOR"
+        raise none_servable(source.label, reasons, way_out)
+    notes = left_out(reasons)
+    for name, done in effects.items():
+        if name not in reasons and done.writes:
+            changed = _names(source, done.writes)
+            notes.append(f"signature {name!r} no longer changes {changed}, on which no answer depends")
+        if name not in reasons and done.dropped:
+            notes.append(f"signature {name!r} no longer does what no answer needs: {_listed(done.dropped)}")
     if not notes:
         return source
     meta_graph = deepcopy(source.meta_graph)
@@ -163,7 +225,7 @@ def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, Signatur
         foreign = foreign_ops(protos.all_nodes(source.meta_graph.graph_def), index.functions)
 
     def is_unfit(op: str) -> bool:
-        return is_refused(op) or op in foreign or effect_of(op) is not None
+        return op not in index.functions and (is_refused(op) or op in foreign or effect_of(op) is not None)
 
     own = [name for name, body in index.functions.items() if any(is_unfit(n.op) for n in body.node_def)]
     unfit, reasons = callers(index.functions, own), {}
@@ -194,6 +256,12 @@ def _training(source: SourceGraph, effects: Mapping[str, Effects]) -> dict[str, 
         if changed:
             found[name] = f"it changes {_names(source, changed)}, which answers are computed from"
     return found
+
+
+def _listed(outside: Collection[Outside]) -> str:
+    shown = sorted(map(str, outside))
+    more = f"; and {len(shown) - 3} more" if len(shown) > 3 else ""
+    return "; ".join(shown[:3]) + more
 
 
 def _names(source: SourceGraph, handles: frozenset[str]) -> str:

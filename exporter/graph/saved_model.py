@@ -13,6 +13,7 @@ from exporter.graph.functions import drop_refills
 from exporter.graph.keys import saved_objects
 from exporter.graph.metagraph import parse_message, read_graph_file, with_signatures
 from exporter.graph.nodes import GraphIndex, endpoint
+from exporter.graph.recording_nodes import without_recording
 from exporter.graph.signatures import collection_spec, drop_internal, requested_specs
 from exporter.graph.source_graph import ANY_FILES, GraphRequest, SourceGraph, Trust
 from exporter.graph.training_graph import TrainingGraph, drop_training_signatures
@@ -87,7 +88,7 @@ def load_training_graph(path: Path, tag: str, trust: Trust = ANY_FILES) -> Train
 
 
 def read_saved_model(path: Path) -> Proto:
-    """The `protos.SavedModel` in a directory.
+    """The `protos.SavedModel` in a directory, its graphs without what `IncrementHook` added to them.
 
     Raises:
         CorruptFile: it is damaged.
@@ -113,6 +114,8 @@ def read_saved_model(path: Path) -> Proto:
             f"{file} has schema version {model.saved_model_schema_version}, expected {_SCHEMA_VERSION}",
             hint="save it again with TensorFlow 1.x or 2.x",
         )
+    for meta_graph in model.meta_graphs:
+        without_recording(meta_graph)
     return model
 
 

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.errors import GraphError, UsageError
+from exporter.errors import GraphError, NotServable, UsageError
 from exporter.graph.examples import Feature, add_parser, read_features
 from exporter.graph.nodes import Endpoint, GraphIndex, base_dtype, endpoint, shape_proto
 from exporter.graph.source_graph import GraphRequest
@@ -36,17 +37,19 @@ StaticShape = tuple[int | None, ...] | None
 
 
 class SignatureTensor(Struct, frozen=True):
-    """A tensor by its canonical name (`node:0`); `is_shape` if it holds the shape of a sparse tensor."""
+    """A tensor by its canonical name (`node:0`)."""
 
     name: str
     dtype: DType
     shape: StaticShape
-    is_shape: bool = False
 
 
 def tensors_of(infos: Mapping[str, Proto]) -> list[SignatureTensor]:
     """The tensors of a signature's inputs or outputs, each once, in the order of their keys."""
-    found = (tensor for key in sorted(infos) for tensor in _tensors(infos[key]))
+    found = (
+        SignatureTensor(canonical(info.name), DType(info.dtype), _shape(info.tensor_shape))
+        for _, info in sorted(infos.items())
+    )
     return list({tensor.name: tensor for tensor in found}.values())
 
 
@@ -118,20 +121,6 @@ def _names(info: Proto) -> Iterator[tuple[Proto, str]]:
             yield from _names(part)
     elif info.name:
         yield info, "name"
-
-
-def _tensors(info: Proto) -> Iterator[SignatureTensor]:
-    encoding = info.WhichOneof("encoding")
-    if encoding == "name":
-        yield SignatureTensor(canonical(info.name), DType(info.dtype), _shape(info.tensor_shape))
-    elif encoding == "coo_sparse":
-        sparse = info.coo_sparse
-        yield SignatureTensor(canonical(sparse.values_tensor_name), DType(info.dtype), (None,))
-        yield SignatureTensor(canonical(sparse.indices_tensor_name), DType.INT64, (None, None))
-        yield SignatureTensor(canonical(sparse.dense_shape_tensor_name), DType.INT64, (None,), is_shape=True)
-    elif encoding == "composite_tensor":
-        for part in info.composite_tensor.components:
-            yield from _tensors(part)
 
 
 def _shape(shape: Proto) -> StaticShape:
@@ -359,16 +348,100 @@ def drop_internal(meta_graph: Proto) -> None:
         meta_graph.signature_def.pop(name, None)
 
 
+def none_servable(label: str, reasons: Mapping[str, str], hint: str) -> NotServable:
+    """The error for a graph without a signature that can be served, with the reason for each by name."""
+    listed = "; ".join(f"{name!r}: {reason}" for name, reason in reasons.items())
+    return NotServable(f"no signature of {label} can be served", cause=listed, hint=hint)
+
+
+def left_out(reasons: Mapping[str, str]) -> list[str]:
+    """Notes on signatures that are left out, with the reason for each by name."""
+    return [f"signature {name!r} is left out: {reason}" for name, reason in sorted(reasons.items())]
+
+
+def keep_answering(meta_graph: Proto, label: str) -> list[str]:
+    """Keep the signatures that TensorFlow Serving can answer, with plain tensors, in place; returns notes.
+
+    A server fetches tensors by their names, and at least one. A sparse or ragged tensor has none, so it is
+    served as its components: `ids`, `ids_1` and so on.
+
+    Raises:
+        NotServable: no signature is left.
+    """
+    reasons = {}
+    for name, signature in sorted(meta_graph.signature_def.items()):
+        for infos in (signature.inputs, signature.outputs):
+            if reason := _take_apart(infos):
+                reasons[name] = reason
+        if not signature.outputs:
+            reasons[name] = "it has no outputs"
+    if reasons and len(reasons) == len(meta_graph.signature_def):
+        raise none_servable(
+            label,
+            reasons,
+            "save the model with a signature that returns tensors, or name tensors: "
+            "--input NAME=TENSOR --output NAME=TENSOR",
+        )
+    for name in reasons:
+        del meta_graph.signature_def[name]
+    return left_out(reasons)
+
+
+def _take_apart(infos: Any) -> str:
+    """Put a TensorInfo for each component in the place of composite ones, in place.
+
+    Returns why that cannot be served, "" if it can.
+    """
+    given = sorted(infos)
+    for alias in given:
+        parts = [*_parts(infos[alias])]
+        if not parts or not all(part.name for part in parts):
+            return f"{alias!r} names no tensor"
+        if any(base_dtype(part.dtype) in (DType.RESOURCE, DType.VARIANT) for part in parts):
+            return f"{alias!r} is {_kind(infos[alias])}, and a request and a response hold values"
+        names = [f"{alias}_{number}" if number else alias for number in range(len(parts))]
+        if taken := {*names[1:]} & {*given}:
+            return f"{alias!r} is served as its components, and {min(taken)!r} is taken"
+        del infos[alias]
+        for name, part in zip(names, parts, strict=True):
+            infos[name].CopyFrom(part)
+    return ""
+
+
+def _parts(info: Proto) -> Iterator[Proto]:
+    """The plain TensorInfos of a TensorInfo, in the order in which `tf.nest.flatten` has components."""
+    if info.HasField("coo_sparse"):
+        shape, sparse = _shape(info.tensor_shape), info.coo_sparse
+        rank = None if shape is None else len(shape)
+        for name, dtype, sizes in (
+            (sparse.indices_tensor_name, DType.INT64, (None, rank)),
+            (sparse.values_tensor_name, base_dtype(info.dtype), (None,)),
+            (sparse.dense_shape_tensor_name, DType.INT64, (rank,)),
+        ):
+            part = protos.TensorInfo(name=name, dtype=int(dtype))
+            part.tensor_shape.CopyFrom(shape_proto(tuple(-1 if size is None else size for size in sizes)))
+            yield part
+    elif info.HasField("composite_tensor"):
+        for component in info.composite_tensor.components:
+            yield from _parts(component)
+    else:
+        yield deepcopy(info)
+
+
+def _kind(info: Proto) -> str:
+    """The kind of a tensor without values, as its author knows it."""
+    if info.HasField("composite_tensor"):
+        return f"a composite tensor with a handle ({info.composite_tensor.type_spec.type_spec_class_name})"
+    return f"a {base_dtype(info.dtype).label}"
+
+
 def check_signatures(meta_graph: Proto, index: GraphIndex) -> None:
     """Check that every tensor of `signature_def` exists, and write its name as `node:index`, in place.
 
     Raises:
         UnknownTensor: a tensor does not exist.
-        GraphError: a signature has no outputs.
     """
     for name, signature in meta_graph.signature_def.items():
-        if not signature.outputs:
-            raise GraphError(f"signature {name!r} has no outputs")
         for role, alias, info in signature_tensors(signature):
             for text in tensor_names(info):
                 tensor = index.resolve(text, f"{role} {alias!r} of {name!r}")

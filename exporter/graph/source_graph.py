@@ -110,7 +110,7 @@ class SourceGraph(Struct, frozen=True):
     `assets` maps a node that holds a file's path to that file; `init_op` is the node that initialises tables.
     A relative path in the graph is looked up in `directory` if it does not exist in the working directory.
     `objects` is the object graph, whose variables name nodes; None if the graph was made without objects.
-    `layers` has, for a Keras 3 model, the place of each variable in a weights file (by node). `code` are the
+    `layers` has, for a Keras model, the places of each variable in a weights file (by node). `code` are the
     files of a builder as they were when it was run. `notes` are for the user who exports. `trust` is that of
     the request.
     """
@@ -123,7 +123,7 @@ class SourceGraph(Struct, frozen=True):
     init_op: str | None = None
     directory: Path = Path()
     objects: ObjectGraph | None = None
-    layers: Mapping[str, TensorRef] = field(default_factory=dict)
+    layers: Mapping[str, tuple[TensorRef, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     tables: Mapping[str, TableKey] = field(default_factory=dict)
     code: tuple[SourceFile, ...] = ()

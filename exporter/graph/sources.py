@@ -19,9 +19,13 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import os
+import re
 import sys
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,22 +35,44 @@ from msgspec import Struct
 from exporter.errors import BuilderError
 from exporter.storage.files import Unchanged, below, file_digest
 from exporter.storage.local_paths import quoted
+from exporter.while_needed import WhileNeeded
 from exporter.wire.json_documents import Sha256, Text, doc
 
 _imported: dict[Path, str] = {}
 """Digests of files as they were when this process imported them for a user."""
 
+_IMPORTING = threading.RLock()
+"""One builder is imported at a time: modules of two that have one name are not to be mixed up."""
+
+
+_PARSING = threading.Lock()
+"""Python 3.11 takes the depth of another thread's tree for its own, and raises SystemError."""
+
+
+def _in_child() -> None:
+    """A fork has none of the threads that import here."""
+    global _IMPORTING, _PARSING
+    _IMPORTING, _PARSING = threading.RLock(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+_ADDED: ContextVar[list[str]] = ContextVar("added")
+"""What this thread has put on the path, while it is in `importable`."""
+
 
 def import_code(where: str) -> Any:
-    """The module `pkg.mod`, or the file `path/file.py` as a module; its output goes to stderr.
+    """The module `pkg.mod`, or the file `path/file.py` as a module.
 
     Raises:
         Exception: whatever the import raises.
     """
-    with contextlib.suppress(BuilderError):  # the import says what is wrong
-        if (found := find_builder(where)) is not None:
-            _forget_edited({found.root / file.path: file.digest for file in read_sources(found)})
-    with contextlib.redirect_stdout(sys.stderr):
+    with _IMPORTING:
+        with contextlib.suppress(BuilderError):  # the import says what is wrong
+            if (found := find_builder(where)) is not None:
+                files = {found.root / file.path: file.digest for file in read_sources(found)}
+                _forget_namesakes(found.root, files)
+                _forget_edited(files)
         return _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
 
 
@@ -71,22 +97,36 @@ def _forget_edited(files: dict[Path, str]) -> None:
     _imported.update(files)
 
 
+def _forget_namesakes(root: Path, files: Iterable[Path]) -> None:
+    """Forget what another builder imported from its own directory, under the names of these files."""
+    for path in files:
+        *packages, last = path.relative_to(root).with_suffix("").parts
+        name = ".".join(packages if last == "__init__" else (*packages, last))
+        found = getattr(sys.modules.get(name), "__file__", None)
+        if found is not None and (own := Path(found).resolve()) != path and own in _imported:
+            _forget_module(name)
+
+
 def _forget(files: Iterable[Path]) -> None:
     gone = {*files}
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None)
         if name == "__main__" or file is None or Path(file).resolve() not in gone:
             continue
-        del sys.modules[name]
-        parent, _, child = name.rpartition(".")
-        if parent in sys.modules and getattr(sys.modules[parent], child, None) is module:
-            delattr(sys.modules[parent], child)  # `from pkg import mod` would find it there
+        _forget_module(name)
+
+
+def _forget_module(name: str) -> None:
+    module = sys.modules.pop(name, None)
+    parent, _, child = name.rpartition(".")
+    if parent in sys.modules and getattr(sys.modules[parent], child, None) is module:
+        delattr(sys.modules[parent], child)  # `from pkg import mod` would find it there
 
 
 def _import_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
-    sys.path.insert(0, str(path.parent.resolve()))
+    _put_first(path.parent.resolve())
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
@@ -135,12 +175,21 @@ class BuilderFile(Struct, frozen=True):
 @contextlib.contextmanager
 def importable() -> Iterator[None]:
     """Put the working directory first on the path, as `python -m` does, while user code is imported."""
-    before = [*sys.path]
-    sys.path.insert(0, str(Path.cwd()))
+    added: list[str] = []
+    token = _ADDED.set(added)
     try:
+        _put_first(Path.cwd())
         yield
     finally:
-        sys.path[:] = before
+        _ADDED.reset(token)
+        for place in added:  # these alone: another thread may have added its own meanwhile
+            with contextlib.suppress(ValueError):
+                sys.path.remove(place)
+
+
+def _put_first(directory: Path) -> None:
+    _ADDED.get([]).append(str(directory))
+    sys.path.insert(0, str(directory))
 
 
 def find_builder(where: str) -> BuilderFile | None:
@@ -269,11 +318,28 @@ def _source(path: Path, root: Path, tree: ast.Module) -> SourceFile:
     return SourceFile(path.relative_to(root).as_posix(), file_digest(path), _code(tree))
 
 
+_PARSED = "<parsed>/"
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Ignore warnings of what is parsed here: of nothing else, as other threads have the same filters."""
+    ours = ("ignore", None, Warning, re.compile(re.escape(_PARSED)), 0)
+    warnings.filters.insert(0, ours)  # type: ignore[attr-defined]  # a list, says the documentation
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            warnings.filters.remove(ours)  # type: ignore[attr-defined]
+
+
+_PARSED_IN_SILENCE = WhileNeeded(_silence)
+
+
 def _parse(path: Path) -> ast.Module:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return ast.parse(path.read_bytes())
+        with _PARSED_IN_SILENCE(), _PARSING:
+            return ast.parse(path.read_bytes(), f"{_PARSED}{path.name}")
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BuilderError(f"importing {path} failed", cause=f"{type(error).__name__}: {error}") from error
 

@@ -11,8 +11,15 @@ with the option for ordinary tables, rows of `<var>` or of its part p are in
 
 and a table without touched rows is absent. None says which full save it builds on: one that lies beyond
 another full checkpoint's step builds on that one, if any. A trainer that was set back leaves what it wrote
-before, so what was published is led on from only if all of its rows are in the newest increment, too.
+before: increments of higher steps than the next full save, to which they are not to be added. The trainer
+writes an increment after the full save that it builds on, so one whose index is older is of another. What
+was published is led on from only if all of its rows are in the newest increment, too.
 Source: DeepRec's incremental_saver and its documentation.
+
+Times are compared with each other alone, and never with a clock. Equal ones, of file systems and stores that
+count seconds, say nothing: no trainer is set back within one. Copies that do not keep times may make an
+increment look older than it is: then it is left out, and what is served is the full checkpoint, never a
+mixture.
 
 Rows of embedding variables, whose keys are not row numbers, are in
 
@@ -301,21 +308,42 @@ def read_increment(full: Catalog) -> DeepRecIncrement | None:
         CheckpointError: it is damaged, see errors.py.
     """
     directory = full.prefix.parent / DEEPREC_INCREMENTS_DIRECTORY
-    first = full.step or 0
-    try:
-        newest = step_in_name(candidates(directory)[0].name)
-    except CheckpointNotFound:
-        return None
-    last = min(_later_fulls(full.prefix, first), default=_HIGHEST + 1) - 1
-    found = [each for each in _listed(directory) if first < each[0] <= last]
-    for step, name in sorted(found, reverse=True):
-        if newest is not None and step > newest:
+    for step, name in _beyond(full):
+        if _is_older(directory / name, full.prefix):
             continue
         try:
             return DeepRecIncrement(full, read_catalog(directory / name), step)
         except (CheckpointNotFound, CheckpointChanged, MissingShard):
             continue
     return None
+
+
+def abandoned_increment(full: Catalog) -> str:
+    """The newest incremental checkpoint of a higher step if it is not of this full one; else ""."""
+    directory = full.prefix.parent / DEEPREC_INCREMENTS_DIRECTORY
+    return next((name for _, name in _beyond(full)[:1] if _is_older(directory / name, full.prefix)), "")
+
+
+def _beyond(full: Catalog) -> list[tuple[int, str]]:
+    """The increments of higher steps than a full checkpoint, up to the next one; the newest first."""
+    directory = full.prefix.parent / DEEPREC_INCREMENTS_DIRECTORY
+    first = full.step or 0
+    try:
+        newest = step_in_name(candidates(directory)[0].name)
+    except CheckpointNotFound:
+        return []
+    last = min(_later_fulls(full.prefix, first), default=_HIGHEST + 1) - 1
+    last = last if newest is None else min(last, newest)
+    return sorted((found for found in _listed(directory) if first < found[0] <= last), reverse=True)
+
+
+def _is_older(increment: Path, full: Path) -> bool:
+    """True if an increment was complete before the full checkpoint was."""
+    try:
+        times = [index_path(prefix).stat().st_mtime_ns for prefix in (increment, full)]
+    except FileNotFoundError:  # it is pruned, which its reader finds, too
+        return False
+    return times[0] < times[1]
 
 
 def _listed(directory: Path) -> list[tuple[int, str]]:

@@ -18,6 +18,7 @@ import hashlib
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -344,7 +345,8 @@ class StoredJob:
 
 
 def _me() -> bytes:
-    return f"{_OWNER}-{os.getpid()}".encode()  # a fork has our name, and is another
+    # A fork has our name, and is another; two threads may be in one job.
+    return f"{_OWNER}-{os.getpid()}-{threading.get_ident()}".encode()
 
 
 # --- abandoned jobs ----------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def match_unnamed(
 
 
 def _by_owner(
-    wanted: Mapping[str, GraphVariable], catalog: Catalog, places: Mapping[str, TensorRef]
+    wanted: Mapping[str, GraphVariable], catalog: Catalog, places: Mapping[str, tuple[TensorRef, ...]]
 ) -> dict[str, str] | None:
     """A legacy file's tensors by the layers that own them, where it has the model's very layers.
 
@@ -165,7 +165,7 @@ def _by_owner(
     an inner model holds is that model, as `places` say. None if layers differ, or a layer has several
     tensors of one last name and shape (of which those of a Bidirectional layer say their direction).
     """
-    owners = {key: place.owner.partition("/")[0] for key, place in places.items() if place.owner}
+    owners = {key: at[0].owner.partition("/")[0] for key, at in places.items() if at[0].owner}
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for ref in catalog.tensors.values():
         if ref.owner:
@@ -236,13 +236,14 @@ def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[st
 
 
 def _by_path(
-    open_: Mapping[str, GraphVariable], layers: Mapping[str, TensorRef], catalog: Catalog
+    open_: Mapping[str, GraphVariable], layers: Mapping[str, tuple[TensorRef, ...]], catalog: Catalog
 ) -> dict[str, str]:
     """As Keras itself would load them; refused where the layers' names or their number contradict."""
     stored = {name: ref for name, ref in catalog.tensors.items() if not _NO_LAYER.search(name)}
-    expected = {place.name: place for place in layers.values() if not _NO_LAYER.search(place.name)}
+    places = (place for several in layers.values() for place in several)
+    expected = {place.name: place for place in places if not _NO_LAYER.search(place.name)}
     _refuse_other_structure(stored, expected)
-    found = {key: layers[key].name for key in open_ if key in layers}
+    found = {key: layers[key][-1].name for key in open_ if key in layers}
     _refuse_other_names((expected[name], stored[name]) for name in found.values() if name in stored)
     return found
 

@@ -108,7 +108,7 @@ class _Partial(Struct, frozen=True):
             ).by_name.items():
                 trained[name] = [catalog.tensors[v.tensor] for v in variables if v.tensor in catalog.tensors]
         elif catalog.naming is Naming.LAYERS:
-            served |= {key: _in_layer(place) for key, place in graph.layers.items() if key in wanted}
+            served |= {key: _in_layer(places[-1]) for key, places in graph.layers.items() if key in wanted}
             for ref in catalog.tensors.values():
                 trained[_in_layer(ref)].append(ref)
         elif catalog.naming is Naming.NAMES:

@@ -187,14 +187,14 @@ def require_company(given: Iterable[Struct]) -> None:
 def without_company(found: Sequence[tuple[DeclaredOption, Any]]) -> Iterator[DeclaredOption]:
     """Options that are given without one that they go with, of all options and their values.
 
-    What goes with an option that is not among them is not judged.
+    What goes with an option that is not among them, perhaps beside others that are, is not judged.
     """
     known = {one.name for one, _ in found}
     given = {one.name: one.option.text(value) for one, value in found if value != one.default}
     there = {*given, *(f"{name} {text}" for name, text in given.items())}
     for one, _ in found:
         company = one.option.goes_with.split(" or ") if one.option.goes_with else []
-        is_known = any(text.partition(" ")[0] in known for text in company)
+        is_known = bool(company) and all(text.partition(" ")[0] in known for text in company)
         if one.name in given and is_known and not there.intersection(company):
             yield one
 
@@ -481,9 +481,9 @@ class GraphOptions(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
         tuple[Path, ...],
         _served("Let a graph that is not named take files from here, too. Repeatable.", metavar="DIR"),
     ] = ()
-    allow_file_ops: Annotated[bool, _served("Serve operations that read or write files, or call out.")] = (
-        False
-    )
+    allow_file_ops: Annotated[
+        bool, _served("Serve operations that use files, call out, or were not judged.")
+    ] = False
     allow_foreign_ops: Annotated[
         bool, _served("Serve operations that stock TensorFlow lacks, with all that they need.")
     ] = False
@@ -497,6 +497,9 @@ class GraphOptions(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     allow_batch_statistics: Annotated[
         bool,
         _served("Serve batch normalisation by each request's own batch, although moving statistics exist."),
+    ] = False
+    allow_dropout: Annotated[
+        bool, _served("Serve dropout and noise that are on, so that equal requests get different answers.")
     ] = False
 
 
@@ -589,12 +592,12 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
         Path | None,
         _storage("Warm-up requests: one request in REST's JSON on each line.", metavar="FILE"),
     ] = None
-    """Without them a base that takes deltas brings generated ones."""
+    """Without them a base that takes deltas, and a version that maps its tables, brings generated ones."""
     no_warmup: Annotated[
         bool,
         _storage(
-            "Make no warm-up requests for a base that takes deltas.",
-            goes_with="--incr or --updatable",
+            "Generate no warm-up requests of the model's signatures.",
+            goes_with="--incr or --updatable or --map-tables",
             digest="always",
         ),
     ] = False

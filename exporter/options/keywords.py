@@ -66,7 +66,7 @@ class ExportKeywords(TypedDict, total=False):
     allow_files: Sequence[StrPath]
     """Let a graph that is not named take files from here, too."""
     allow_file_ops: bool
-    """Serve operations that read or write files, or call out."""
+    """Serve operations that use files, call out, or were not judged."""
     allow_foreign_ops: bool
     """Serve operations that stock TensorFlow lacks, with all that they need."""
     custom_objects: Sequence[str]
@@ -75,6 +75,8 @@ class ExportKeywords(TypedDict, total=False):
     """Also keep the SavedModel's training graph of this tag."""
     allow_batch_statistics: bool
     """Serve batch normalisation by each request's own batch, although moving statistics exist."""
+    allow_dropout: bool
+    """Serve dropout and noise that are on, so that equal requests get different answers."""
     format: ExportFormat | Literal["saved_model", "metagraph", "both"]
     """Write a SavedModel, Cloud ML's pair, or both."""
     version: str | int | None
@@ -110,7 +112,7 @@ class ExportKeywords(TypedDict, total=False):
     warmup: StrPath | None
     """Warm-up requests: one request in REST's JSON on each line."""
     no_warmup: bool
-    """Make no warm-up requests for a base that takes deltas."""
+    """Generate no warm-up requests of the model's signatures."""
     keep: int | None
     """Keep only the newest N versions."""
     table_head_room: float | None

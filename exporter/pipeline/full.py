@@ -21,6 +21,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from exporter.bundle.made_up_requests import made_up_requests
 from exporter.bundle.mapped_tables import (
     NOTHING_MAPPED,
     MappedTables,
@@ -42,6 +43,7 @@ from exporter.checkpoint import candidates, open_checkpoint
 from exporter.checkpoint.convert import write_bundle
 from exporter.checkpoint.identity import Identity
 from exporter.errors import (
+    AccessRefused,
     CheckpointChanged,
     CheckpointError,
     LinkRefused,
@@ -49,6 +51,7 @@ from exporter.errors import (
     MissingAsset,
     NotServable,
     NotUpdatable,
+    TensorFlowNeeded,
     UsageError,
 )
 from exporter.graph.feeds import mode_switches
@@ -59,6 +62,7 @@ from exporter.graph.origin import GraphOrigin
 from exporter.graph.outside import require_harmless
 from exporter.graph.servable import by_library
 from exporter.graph.training_graph import TrainingGraph
+from exporter.graph.training_mode import check_dropout
 from exporter.increments.history import read_history
 from exporter.increments.increment import CheckpointId
 from exporter.increments.trained import TrainerVersion
@@ -73,6 +77,7 @@ from exporter.pipeline.both_sides import advised, read_both
 from exporter.pipeline.newest_base import (
     BaseState,
     UpdatableBase,
+    as_served,
     lay_increments_over,
     make_base,
     newest_state,
@@ -108,7 +113,7 @@ from exporter.publish.versions import newest_version, read_manifest, require_bas
 from exporter.storage import mirror
 from exporter.storage.files import writing
 from exporter.storage.layout import ASSETS_DIRECTORY
-from exporter.storage.local_paths import quoted
+from exporter.storage.local_paths import quoted, require_no_pattern
 from exporter.subgraph.make_updatable import mapped_counter
 from exporter.tables.lay_out import TableLayout
 from exporter.terminal.progress import ProgressFactory, no_progress
@@ -193,6 +198,8 @@ def _planned(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
     require_local(request)
     version = VersionRule.parse(request.version)
     require_base_path(request.out)
+    if not mirror.is_remote(request.out):
+        require_no_pattern("--out", request.out)
     _require_consistent(request)
     rules = parse_rules(request)
     catalog = open_checkpoint(request.ckpt_dir)
@@ -211,6 +218,8 @@ def _planned(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
     if not request.allow_batch_statistics:
         switches = mode_switches(graph.meta_graph.graph_def, found.source.feeds)
         check_batch_statistics(graph, found.catalog, mapping.sources, switches)
+    if not request.allow_dropout:
+        check_dropout(graph, found.source.feeds)
     in_8_bits = choose_for_8_bits(graph, mapping)
     graph, mapping = in_8_bits.graph, in_8_bits.mapping
     unmapped: tuple[Unmapped, ...] = ()
@@ -292,6 +301,8 @@ def _require_mappable(request: ExportRequest) -> None:
             f"--served-at {place!r}: expected an absolute path",
             hint=f"name the model's directory as servers see it: --served-at /models/{request.out.name}",
         )
+    if place is not None:
+        require_no_pattern("--served-at", Path(place))
 
 
 def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
@@ -306,8 +317,8 @@ def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
             hint="publish full versions: leave --incr and --updatable out",
         )
     asked = "--verify outputs" if request.verify is Verify.OUTPUTS else "--golden" if request.golden else ""
-    if asked:
-        require_harmless(graph.outside, asked, is_allowed=request.allow_code)
+    if imported := asked or ("--updatable" if request.updates else ""):
+        require_harmless(graph.outside, imported, is_allowed=request.allow_code)
     if asked and graph.foreign:
         raise UsageError(
             f"{asked} runs the model here, where TensorFlow lacks {by_library(graph.foreign)}",
@@ -516,7 +527,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
             tables.write_id(staging.path)
         if request.format is not ExportFormat.SAVED_MODEL:
             write_pair(graph, mapping, staging.path)
-        if warmup := base.warmup if base else planned.warmup:
+        if warmup := base.warmup if base else _plain_warmup(planned):
             write_warmup(warmup, staging.path)
         differences = check_staged(planned, staging.path, variables, progress)
         if request.format is ExportFormat.METAGRAPH:
@@ -652,6 +663,18 @@ def _updatable(planned: Plan, staging: Staging, state: BaseState) -> UpdatableBa
         planned.warmup if planned.request.warmup or planned.request.no_warmup else None,
         _overlays(planned),
     )
+
+
+def _plain_warmup(planned: Plan) -> tuple[WarmupRequest, ...]:
+    """The given requests; without any, generated ones for mapped tables: their first reads are slow, too."""
+    request = planned.request
+    if request.warmup or request.no_warmup or not request.map_tables:
+        return planned.warmup
+    try:
+        require_harmless(planned.graph.outside, "warm-up", is_allowed=request.allow_code)  # it is tried here
+        return made_up_requests(as_served(planned.graph, planned.mapping)[0])
+    except (AccessRefused, ImportError, TensorFlowNeeded):  # a plain export of a given graph works without
+        return ()
 
 
 def _overlays(planned: Plan) -> dict[str, int]:

@@ -145,15 +145,21 @@ class IncrementalPlan(Struct, frozen=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know about the deltas of this log, and of one that leads back."""
-        return (*self.log.schema.notes, *([self.goes_back] if self.goes_back else []))
+        """What a person should know about the deltas of this log, and of this one."""
+        return (*self.log.schema.notes, *self.setbacks)
 
     @property
-    def goes_back(self) -> str:
-        """Which step takes the place of which later one; empty if the model goes on."""
+    def setbacks(self) -> tuple[str, ...]:
+        """That the model goes back to an earlier step, and which increment the trainer abandoned, if so."""
         step, published = self.trainer.plan.step, self.log.at.step
-        is_back = not self.is_nothing and self.trainer.catalog.step is not None and step < (published or 0)
-        return f"the model goes back from step {published}, which is published, to step {step}" * is_back
+        full, abandoned = self.trainer.catalog, self.trainer.abandoned
+        is_back = not self.is_nothing and full.step is not None and step < (published or 0)
+        back = f"the model goes back from step {published}, which is published, to step {step}"
+        left_out = (
+            f"{abandoned} is left out: it is older than {full.prefix.name}, so the trainer went back in "
+            "between; or a copy lost the files' times: copy with them (cp -p, rsync -t)"
+        )
+        return (*([back] if is_back else []), *([left_out] if abandoned else []))
 
     @property
     def span(self) -> Span:

@@ -24,6 +24,7 @@ from exporter.graph.saved_model import SERVE_TAG, read_saved_model
 from exporter.mapping.build import Extra, classify_extras
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.manifest import Manifest
+from exporter.publish.mapped_state import tables_state
 from exporter.publish.permission import held_at
 from exporter.publish.versions import read_manifest, version_dirs
 from exporter.storage import mirror
@@ -193,8 +194,10 @@ class TensorSpec(Struct, frozen=True):
 
     @property
     def shape_text(self) -> str:
-        """`[?,3]`; `[?]` too if nothing is known."""
-        sizes = "?" if self.shape is None else ",".join("?" if size < 0 else str(size) for size in self.shape)
+        """`[?,3]`; `[...]` if not even the number of dimensions is known."""
+        sizes = (
+            "..." if self.shape is None else ",".join("?" if size < 0 else str(size) for size in self.shape)
+        )
         return f"[{sizes}]"
 
     def __str__(self) -> str:
@@ -259,7 +262,7 @@ class BundleView(Struct, frozen=True):
     """A SavedModel with the signatures of its graphs for serving, or of all if it has none.
 
     `manifest` is None if another program wrote it, `catalog` if it has no variables. `tables` are its dynamic
-    tables.
+    tables. `mapped` says what servers here do with tables that were made to be mapped; None if none were.
     """
 
     path: Path
@@ -267,6 +270,7 @@ class BundleView(Struct, frozen=True):
     catalog: Catalog | None
     manifest: Manifest | None
     tables: tuple[ServedTableView, ...] = ()
+    mapped: str | None = None
 
 
 class ModelView(Struct, frozen=True):
@@ -360,12 +364,15 @@ def _bundle(path: Path) -> BundleView:
     graphs = [*read_saved_model(path).meta_graphs]
     graphs = [graph for graph in graphs if SERVE_TAG in graph.meta_info_def.tags] or graphs
     catalog = read_catalog(prefix) if index_path(prefix).exists() else None
+    manifest = read_manifest(path) if (path / MANIFEST_FILE).exists() else None
+    record = None if manifest is None or mirror.is_remote(path) else manifest.mapped
     return BundleView(
         path,
         dict(sorted({name: one for graph in graphs for name, one in signatures_of(graph).items()}.items())),
         catalog,
-        read_manifest(path) if (path / MANIFEST_FILE).exists() else None,
+        manifest,
         () if catalog is None else tuple(tables_of_bundle(catalog, graphs)),
+        None if record is None else tables_state(record, path),
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
+from exporter.bundle.made_up_requests import made_up_requests
 from exporter.bundle.variables import (
     ShardOrigin,
     ShardReport,
@@ -23,7 +24,7 @@ from exporter.bundle.variables import (
     over_bundle,
     write_variables,
 )
-from exporter.bundle.warmup import MAX_RECORDS, WarmupRequest, made_up_requests, parse_request
+from exporter.bundle.warmup import MAX_RECORDS, WarmupRequest, parse_request
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
@@ -43,9 +44,9 @@ from exporter.publish.manifest import BaseEntry
 from exporter.storage.files import writing
 from exporter.storage.layout import VARIABLES_DIRECTORY, VARIABLES_PREFIX
 from exporter.subgraph.make_updatable import (
-    CATCH_UP_REQUEST,
     NO_OVERLAYS,
     IncrementalOptions,
+    first_requests,
     make_updatable,
     schema_of,
 )
@@ -78,8 +79,9 @@ def make_base(
     """The base of a new log that begins at `place`.
 
     Its warm-up catches up with the log before a server lets the version answer, first and last: the requests
-    between, `warmup` or without any generated ones, may take seconds in which more is published. `overlays`
-    are the mapped tables, as `make_updatable` takes them.
+    between may take seconds in which more is published. They are those of the base's own signatures, and
+    `warmup`, or generated ones if that is None. `overlays` are the mapped tables, as `make_updatable` takes
+    them.
 
     Raises:
         NotServable: the graph cannot take deltas.
@@ -100,11 +102,13 @@ def make_base(
     )
     updatable = make_updatable(graph, options, scratch, overlays)
     entry = BaseEntry.of(place.position, schema, mapping_spec, trained, updates)
-    catch_up = parse_request(CATCH_UP_REQUEST, updatable.meta_graph.signature_def)
-    records = (catch_up, *requests, catch_up) if requests else (catch_up,)
+    signatures = updatable.meta_graph.signature_def
+    own = [parse_request(text, signatures) for text in first_requests(schema, signatures)]
+    records = (*own, *requests, own[0])
     if len(records) > MAX_RECORDS:
+        room = MAX_RECORDS - len(own) - 1
         raise UsageError(
-            f"{len(requests)} warm-up requests; a base that takes deltas has room for {MAX_RECORDS - 2}",
+            f"{len(requests)} warm-up requests; a base that takes deltas has room for {room}",
             hint="leave some out: one of a kind is enough",
         )
     return UpdatableBase(updatable, mapping, lineage, entry, place, records)

@@ -8,7 +8,6 @@ Paths of a trainer's files are kept beside what is published, not in it.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,7 +24,7 @@ from exporter.graph.origin import GraphOrigin, changed_assets
 from exporter.graph.source_graph import GraphRequest
 from exporter.options import ExportRequest, Verify
 from exporter.publish.delta_log import DeltaLog
-from exporter.storage.files import FileDigests, make_directories
+from exporter.storage.files import FileDigests, beside, make_directories
 from exporter.storage.layout import ASSETS_DIRECTORY, CACHES_DIRECTORY, SOURCES_FILE
 
 
@@ -56,7 +55,7 @@ class SourceFiles(Struct):
             "graph": self.graph,
             "digests": self.digests.to_json(),
         }
-        temporary = (log / SOURCES_FILE).with_name(f".{SOURCES_FILE.name}.{os.getpid()}")
+        temporary = beside(log / SOURCES_FILE)
         with suppress(OSError, PublishError):
             make_directories(log / CACHES_DIRECTORY)
             temporary.write_text(json.dumps(document))

@@ -18,7 +18,7 @@ from exporter.delta.format import Rows, Schema
 from exporter.delta.row_reader import row_readers, translate
 from exporter.delta.snapshot import Array, Changes, Snapshot
 from exporter.errors import SchemaChanged
-from exporter.increments.deeprec import plan_deeprec_changes, read_increment
+from exporter.increments.deeprec import abandoned_increment, plan_deeprec_changes, read_increment
 from exporter.increments.history import History, read_history
 from exporter.increments.increment import CheckpointId
 from exporter.increments.plan import AnyIncrement, ChangePlan, plan_changes
@@ -32,7 +32,8 @@ from exporter.tables.integer_sets import among, distinct
 class TrainerState(Struct, frozen=True):
     """The trainer's files, how the served variables lie in them, and the changes since what is published.
 
-    `awaits_marker`: the trainer may say in a moment where its newest full checkpoint stands.
+    `awaits_marker`: the trainer may say in a moment where its newest full checkpoint stands. `abandoned` is
+    an increment that is not of the full checkpoint, although its step is higher; "" if there is none.
     """
 
     catalog: Catalog
@@ -40,6 +41,7 @@ class TrainerState(Struct, frozen=True):
     schema: Schema
     plan: ChangePlan
     awaits_marker: bool = False
+    abandoned: str = ""
 
     def layers(self) -> tuple[Changes, ...]:
         """The plan's increments in served terms, oldest first, every checksum verified.
@@ -143,7 +145,8 @@ def read_trainer(
         awaits_marker = is_marker_due and _may_be_marked(catalog.prefix, full, published, history)
         if is_watching and awaits_marker:
             plan = ChangePlan(published, full.step)
-    return TrainerState(catalog, mapping_spec.mapping(catalog), schema, plan, awaits_marker)
+    abandoned = "" if is_ours else abandoned_increment(catalog)
+    return TrainerState(catalog, mapping_spec.mapping(catalog), schema, plan, awaits_marker, abandoned)
 
 
 class _Known(Struct, frozen=True):

@@ -41,7 +41,8 @@ from exporter.increments.trained import TrainerVersion
 from exporter.mapping.mapping_spec import MappingSpec, MappingSpecDocument
 from exporter.newer_python import StrEnum
 from exporter.options import Updates, option_of
-from exporter.storage.layout import MANIFEST_FILE, flaw_of
+from exporter.publish.served_check import Stored, require_fitting
+from exporter.storage.layout import MANIFEST_FILE, VARIABLES_DIRECTORY, flaw_of
 from exporter.wire.json_documents import (
     Count,
     Crc,
@@ -484,8 +485,29 @@ def _check_consistency(manifest: Manifest, schema_digest: str) -> None:
         raise DocumentError(f"from_position is {manifest.from_position}, position {manifest.position}")
     if schema_digest != manifest.schema_digest:
         raise DocumentError(f"schema_digest is {schema_digest[:64]}, of its tensors {manifest.schema_digest}")
-    if isinstance(base := manifest.incremental, BaseEntry):
-        _ = base.schema, base.mapping_spec  # found malformed here, not where a delta is made
+    if isinstance(manifest.incremental, BaseEntry):
+        stored = {tensor.name: Stored(tensor.dtype, tensor.shape) for tensor in manifest.tensors}
+        require_fitting(manifest.incremental.schema, manifest.incremental.mapping_spec, stored)
+    if manifest.mapped is not None:
+        _check_mapped(manifest.mapped, manifest)
+
+
+def _check_mapped(mapped: MappedRecord, manifest: Manifest) -> None:
+    """Compare what servers map with the files and served variables of the version."""
+    base = manifest.incremental if isinstance(manifest.incremental, BaseEntry) else None
+    files = {file.path: file.bytes_ for file in manifest.files}
+    rows = {each.name: each.shape[0] for each in base.schema.variables if each.is_table} if base else {}
+    for what in ("name", "file"):
+        if len({getattr(table, what) for table in mapped.tables}) != len(mapped.tables):
+            raise DocumentError(f"mapped: two tables have one {what}")
+    if bool(mapped.id) != bool(mapped.tables):
+        raise DocumentError(f"mapped: id is {mapped.id[:64]!r}, for {len(mapped.tables)} tables")
+    for table in mapped.tables:
+        named = f"mapped table {table.name!r}"
+        if files.get(f"{VARIABLES_DIRECTORY}/{table.file}") != table.bytes_:
+            raise DocumentError(f"{named} is not the whole of a file {table.file!r} that is listed")
+        if base is not None and table.overlay_rows not in range(rows.get(table.name, -1) + 1):
+            raise DocumentError(f"{named} has an overlay of {table.overlay_rows} rows: it has no more itself")
 
 
 def _created(text: str) -> datetime:

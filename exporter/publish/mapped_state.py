@@ -78,10 +78,21 @@ def _available_bytes(path: Path = Path("/proc/meminfo")) -> int:
     return 0 if found is None else (int(found[1]) << 10) // 2
 
 
-def tables_state(record: MappedRecord) -> str:
-    """`mapped`, or `restored: ` and why."""
-    why = why_restored(record)
-    return f"restored: {why}" if why else "mapped"
+def mapped_elsewhere(record: MappedRecord, version: Path) -> str:
+    """The directory that servers map in place of `version`, which is a copy of it; "" if it is its own."""
+    try:
+        is_own = Path(record.directory).samefile(version)
+    except (OSError, ValueError):
+        return ""  # nothing is mapped
+    return "" if is_own else record.directory
+
+
+def tables_state(record: MappedRecord, version: Path) -> str:
+    """`mapped`, of a copy with ` from ` and the directory whose files it maps; or `restored: ` and why."""
+    why, elsewhere = why_restored(record), mapped_elsewhere(record, version)
+    if why:
+        return f"restored: {why}"
+    return f"mapped from {elsewhere}" if elsewhere else "mapped"
 
 
 def network_file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:

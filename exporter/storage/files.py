@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from msgspec import Struct, field
 
-from exporter.errors import ExportError, ManifestError, os_error
+from exporter.errors import ExportError, LfsPointer, ManifestError, os_error
 from exporter.newer_python import sha256_of
 from exporter.storage import mirror
 from exporter.storage.layout import flaw_of
@@ -90,8 +91,17 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+_LFS, _LFS_BYTES = b"version https://git-lfs.github.com/spec/v1\n", 1024
+"""How a pointer of Git LFS begins, and how long one can be (docs/spec.md of git-lfs)."""
+
+
 _NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 """What the kernel reports of a directory whose file system has no fsync: `vfs_fsync_range` in fs/sync.c."""
+
+
+def beside(path: Path) -> Path:
+    """A name for what is to replace a file, in its directory; no other thread or process writes it."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}")
 
 
 def sync(path: Path) -> bool:
@@ -122,18 +132,20 @@ def open_regular(path: Path, *, follow: bool = True, ranges: Iterable[tuple[int,
     `ranges` (start, stop) are those to fetch of a file that stands for an object of a store; all by default.
 
     Raises:
-        CheckpointError: what the file stands for cannot be fetched.
+        CheckpointError: what the file stands for cannot be fetched, or Git LFS has not fetched it.
         OSError: as `os.open`; EISDIR for a directory, EINVAL for whatever else is no file.
     """
     kind = 0 if follow else os.O_NOFOLLOW
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | kind)
     try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-        if not stat.S_ISREG(mode):
+        if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
         mirror.fetch(path, ranges)
+        if found.st_size < _LFS_BYTES and os.pread(descriptor, len(_LFS), 0) == _LFS:
+            raise LfsPointer(f"{path} is a pointer of Git LFS: what it stands for was not fetched")
     except BaseException:
         os.close(descriptor)
         raise

@@ -19,6 +19,8 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 _URL_AS_PATH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(.*)", re.DOTALL)
 """What is left of a URL in a `Path`, which knows no doubled slash."""
 
+_PATTERN = re.compile(r"[*?\[\\]")
+
 _GET = {
     "gs": "gcloud storage cp -r {url} LOCAL",
     "s3": "aws s3 cp --recursive {url} LOCAL",
@@ -77,6 +79,22 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
         cause=f"{scheme}:// names a store elsewhere",
         hint=hint,
     )
+
+
+def require_no_pattern(what: str, place: Path) -> None:
+    """Refuse a directory from which TensorFlow cannot serve a model, because it takes the path for a pattern.
+
+    It does so where it looks for variables and for deltas (`internal::GetMatchingPaths`).
+
+    Raises:
+        UsageError: one of its names has a character of a pattern.
+    """
+    if found := _PATTERN.search(path := str(place.absolute())):
+        raise UsageError(
+            f"{what} {path} cannot be served: TensorFlow takes a path with {found[0]} for a pattern",
+            cause="servers would find no variables there, or the deltas of other models",
+            hint="name a directory whose whole path has none of * ? [ \\",
+        )
 
 
 def quoted(place: object) -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from exporter.delta.chunk_digest import cheapest_chunk
 from exporter.delta.format import OPEN, ChangeKind, Schema, ServedVariable, TableContents, TableSide, log_name
 from exporter.errors import NotServable
 from exporter.graph.editor import GraphEditor
@@ -55,6 +56,8 @@ STATUS_SIGNATURE = "incremental_status"
 DIGEST_SIGNATURE = "incremental_digest"
 CATCH_UP_REQUEST = '{"signature_name": "incremental_update", "inputs": {"up_to": [-1]}}'
 """A warm-up request in REST's JSON: a server that plays it is at the newest position before it answers."""
+
+STATUS_REQUEST = '{"signature_name": "incremental_status", "inputs": {"probe": [0]}}'
 
 NO_OVERLAYS: Mapping[str, int] = {}
 
@@ -121,6 +124,20 @@ def make_updatable(
         assets=(*graph.assets, asset),
         init_op=init_op,
     )
+
+
+def first_requests(schema: Schema, signatures: Mapping[str, Proto]) -> tuple[str, ...]:
+    """Warm-up requests, in REST's JSON, of the signatures that a base has for updates; the first catches up.
+
+    The first call of a signature is prepared under a lock that all predictions take: 0.1 to 0.7 s. These ask
+    for all outputs, as agents and commands do; another choice of outputs would be prepared by itself. A
+    digest of one chunk prepares those of all variables. Without chunks every digest fails, so there is none.
+    """
+    chunk = cheapest_chunk(schema) if DIGEST_SIGNATURE in signatures else None
+    if chunk is None:
+        return CATCH_UP_REQUEST, STATUS_REQUEST
+    digest = {"signature_name": DIGEST_SIGNATURE, "inputs": {"rows": [chunk]}}
+    return CATCH_UP_REQUEST, STATUS_REQUEST, json.dumps(digest)
 
 
 def mapped_counter(graph: InferenceGraph) -> str:

@@ -47,6 +47,11 @@ class OverlayNodes(Struct, frozen=True):
         )
 
     @property
+    def capacity(self) -> int:
+        """For how many changed rows there is room."""
+        return self.shape[0] - 1
+
+    @property
     def handles(self) -> tuple[str, str, str]:
         """The nodes that an update takes, in the order of `Overlay`."""
         return self.slots, self.rows, self.used
@@ -85,21 +90,23 @@ def add_fill(editor: GraphEditor, overlays: Collection[OverlayNodes]) -> tuple[s
     """Add nodes that report on the overlays; tensors int64 [].
 
     They are how many tables are mapped, how many were to be, and how full the fullest overlay is in percent.
+    An overlay that has room for every row of its table never becomes full, and does not count.
     """
     counter = editor.variable(COUNTER, DType.INT64)
+    bounded = [overlay for overlay in overlays if overlay.capacity < overlay.table_rows]
 
     def report(counter: Tensor, *used: Tensor) -> list[Tensor]:
         import tensorflow as tf
 
-        rooms = [max(1, overlay.shape[0] - 1) for overlay in overlays]
+        rooms = [max(1, overlay.capacity) for overlay in bounded]
         percents = [100 * read(each, DType.INT64, ()) // room for each, room in zip(used, rooms, strict=True)]
-        count = tf.constant(len(rooms), tf.int64)
-        return [read(counter, DType.INT64, ()), count, tf.reduce_max(tf.stack(percents))]
+        count, none = tf.constant(len(overlays), tf.int64), tf.constant(0, tf.int64)
+        return [read(counter, DType.INT64, ()), count, tf.reduce_max(tf.stack([none, *percents]))]
 
-    names = ["counter", *(f"used_{number}" for number in range(len(overlays)))]
+    names = ["counter", *(f"used_{number}" for number in range(len(bounded)))]
     part = editor.function("overlay_fill", report, dict.fromkeys(names, (DType.RESOURCE, ())))
     mapped, count, percent = editor.call(
-        "overlay_fill", part, [counter, *(overlay.used for overlay in overlays)]
+        "overlay_fill", part, [counter, *(overlay.used for overlay in bounded)]
     )
     return mapped, count, percent
 
@@ -141,7 +148,7 @@ class Overlay(Struct, frozen=True):
 
     def is_full(self, places: Places) -> Tensor:
         """True if there is no room for the rows, bool []."""
-        return places.used > self.nodes.shape[0] - 1
+        return places.used > self.nodes.capacity
 
     def _slots_of(self, ids: Tensor) -> Tensor:
         import tensorflow as tf

@@ -127,9 +127,7 @@ def add_stamps(
             f"{name}/position", "ReadVariableOp", [state.position], device=CPU, dtype=DType.INT64
         )
     batched = _batched([*tensors_of(signature.inputs), *tensors_of(signature.outputs)])
-    shape = batched.name
-    if not batched.is_shape:
-        shape = editor.node(f"{name}/batch", "Shape", [shape], T=batched.dtype, out_type=DType.INT64)
+    shape = editor.node(f"{name}/batch", "Shape", [batched.name], T=batched.dtype, out_type=DType.INT64)
 
     def stamps(shape: Tensor, vector: Tensor) -> list[Tensor]:
         import tensorflow as tf
@@ -146,7 +144,7 @@ def add_stamps(
 
 def _batched(tensors: Sequence[SignatureTensor]) -> SignatureTensor:
     """The tensor whose length is the batch size: the first of unknown length, else the first that has one."""
-    open_ = [t for t in tensors if t.is_shape or (t.shape and t.shape[0] is None)]
+    open_ = [t for t in tensors if t.shape and t.shape[0] is None]
     vectors = [t for t in tensors if t.shape != ()]
     return next(iter([*open_, *vectors, *tensors]))
 

@@ -7,6 +7,10 @@ import signal
 from types import FrameType
 
 
+class Leave(SystemExit):
+    """The end of a command that has said all there is to say; any other SystemExit is a library's."""
+
+
 def interrupt_at_once() -> None:
     """Until a command begins there is nothing to unwind: Ctrl-C ends the process, and prints no traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a script's `command &` ignores it
@@ -44,4 +48,4 @@ def _stop(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     from exporter.errors import Exit  # late: Ctrl-C is set before anything else is imported
 
-    raise SystemExit(int(Exit.DONE))
+    raise Leave(int(Exit.DONE))

@@ -8,7 +8,7 @@ import re
 import sys
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 from itertools import pairwise, takewhile
 from typing import Annotated, Any, NoReturn
 
@@ -18,7 +18,7 @@ from msgspec import Struct
 from exporter.errors import Exit, ExportError, UsageError, in_lines, nearest, unreachable
 from exporter.options import Option
 from exporter.storage.local_paths import quoted
-from exporter.terminal import interrupt_by_exception
+from exporter.terminal import Leave, interrupt_by_exception
 from exporter.terminal.output import Output, OutputMode, silence
 from exporter.terminal.parameters import COMMAND, MISSPELT, TAKEN, help_of, variable_of, with_names
 from exporter.terminal.progress import count
@@ -83,7 +83,7 @@ def command(flags: OutputFlags) -> Iterator[Output]:
     on_import_of_tensorflow()
     interrupt_by_exception()
     try:
-        with sink.at_work(COMMAND.get()):
+        with redirect_stdout(sys.stderr), sink.at_work(COMMAND.get()):  # what a user's code prints is talk
             yield sink
     except ExportError as error:
         _finish(sink, error, flags.debug)
@@ -96,6 +96,10 @@ def command(flags: OutputFlags) -> Iterator[Output]:
         _finish(sink, needed(error), flags.debug)
     except OSError as error:  # of some look at a path: whether it is there, or a file
         _finish(sink, unreachable(error), flags.debug)
+    except Leave:
+        raise
+    except SystemExit as error:  # a library's: our own commands leave by `Leave`, or return
+        _finish(sink, ExportError(f"a library ended the program: SystemExit({error.code!r})"), flags.debug)
     except Exception as error:  # noqa: BLE001 - the edge of the program: no traceback without --debug
         _finish(sink, ExportError(f"unexpected {type(error).__name__}: {error}"), flags.debug)
     finally:
@@ -163,6 +167,15 @@ def _say_all_characters() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def _keep_stderr() -> None:
+    """Give `sys.stderr` a descriptor of its own: number 2 leads elsewhere while some thread imports
+    TensorFlow, and what another thread said meanwhile, perhaps why the program ends, would be lost.
+    """
+    with suppress(OSError, ValueError):  # it has no descriptor, or there are no more
+        if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr.fileno() == 2:
+            sys.stderr = os.fdopen(os.dup(2), "w", 1, sys.stderr.encoding, sys.stderr.errors)
+
+
 def _open_closed_streams() -> None:
     """Give closed standard streams (`>&-`) their descriptors back: a file that is opened next would get them,
     and with them what is printed. Writing to such a stream still fails, as it should.
@@ -213,6 +226,7 @@ def run(
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     _open_closed_streams()
+    _keep_stderr()
     _say_all_characters()
     if arguments == ["--version"]:  # alone; an export's version number stands behind it
         arguments = ["-V"]

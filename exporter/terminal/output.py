@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 from msgspec import Struct, field
 from msgspec.structs import asdict
 
-from exporter.errors import DiskFull, ExportError, in_lines, printable
+from exporter.errors import DiskFull, ExportError, bounded, in_lines, printable
 from exporter.storage.mirror import shown
 from exporter.terminal.progress import NoProgress, Progress, human_bytes
 
@@ -189,12 +189,12 @@ class Output(Struct):
     def note(self, text: str) -> None:
         """Talk, on stderr, for people."""
         if self.mode is OutputMode.HUMAN:
-            self._say(escape(" ".join([*self._time(), text])))
+            self._say(escape(" ".join([*self._time(), bounded(text)])))
 
     def warn(self, text: str) -> None:
         """Talk that a person should not miss, on stderr, unless --quiet."""
         if self.mode is not OutputMode.QUIET:
-            self._say(f"[yellow]warning:[/] {escape(text)}")
+            self._say(f"[yellow]warning:[/] {escape(bounded(text))}")
 
     def _say(self, *lines: str) -> None:
         """Talk never fails a command, whatever became of stderr."""
@@ -227,7 +227,7 @@ class Output(Struct):
 
     def trouble(self, text: str) -> None:
         """Something that went wrong and is outlived, on stderr, also with --quiet."""
-        self._say(escape(" ".join([*self._time(), text])))
+        self._say(escape(" ".join([*self._time(), bounded(text)])))
 
     def close(self) -> None:
         """Write what is left; what cannot be written is let go."""

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
 from exporter.errors import ExportError, TensorFlowNeeded
+from exporter.while_needed import WhileNeeded
 
 if TYPE_CHECKING:  # importing it takes as long as a small command
     from importlib.abc import Loader
@@ -59,18 +60,28 @@ def said_by_name() -> Iterator[None]:
     """
     if sys.modules.get(_PACKAGE) is not None:
         require_fitting()
+    try:
+        with _WATCHED():
+            yield
+    except ModuleNotFoundError as error:
+        if not _is_of_tensorflow(error):
+            raise
+        raise needed(error) from error
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
     finder = _Finder(is_quiet=False)
     if not _is_watched():
         sys.meta_path.insert(0, finder)
     try:
         yield
-    except ModuleNotFoundError as error:
-        if not _is_of_tensorflow(error):
-            raise
-        raise needed(error) from error
     finally:
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
+
+
+_WATCHED = WhileNeeded(_watched)
 
 
 def require_fitting() -> None:

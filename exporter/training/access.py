@@ -61,6 +61,7 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.errors import MissingTensors, ShapeMismatch
+from exporter.graph.recording_nodes import SCOPE
 from exporter.increments.changed_tables import ChangedTable, TableRows
 from exporter.increments.increment import StoredIncrement
 from exporter.tables.trainable_table import TrainableTable
@@ -80,9 +81,6 @@ Tensor = Any
 Variable = Any
 Array = np.ndarray[Any, Any]
 Session = Any
-
-SCOPE = "increments"
-"""Prefix of the names of everything that is added to a graph."""
 
 CHUNK_BYTES = 32 << 20
 """The largest number of bytes that one call of a session carries, unless a single row is larger."""

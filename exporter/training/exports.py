@@ -32,6 +32,7 @@ from msgspec.structs import replace
 from exporter.checkpoint.locate import candidates
 from exporter.checkpoint.tensor_bundle import index_path
 from exporter.errors import CheckpointError, Exit, ExportFailed, UsageError
+from exporter.newer_python import module_command
 from exporter.options import ExportRequest, arguments, given, require_exact
 from exporter.storage.files import FileIdentity, identity_of
 from exporter.storage.layout import CHECKPOINT_STATE_FILE
@@ -39,6 +40,7 @@ from exporter.storage.local_paths import checkpoint_path, trained_path
 from exporter.training import roles
 from exporter.training.chief import callback_base, is_multi_worker
 from exporter.training.chief import is_chief as is_chief_of
+from exporter.training.session_hook import SessionHook
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ _STOP_SECONDS = 30.0  # for an export to remove its staging directory before it 
 _TAIL_BYTES = 64 << 10
 
 
-class ExportHook:
+class ExportHook(SessionHook):
     """A `SessionRunHook` for MonitoredTrainingSession: pass it in `hooks=`, which follow the session's saver.
 
     `what` is an `ExportRequest`, or the arguments of `export-model`; its `ckpt_dir` is the session's
@@ -365,7 +367,7 @@ class Exports:
         """The command's exit code. Its output goes to files: a pipe would break if the trainer ends first."""
         arguments = (*self._arguments.at(checkpoint.absolute()), "--json")
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "exporter", *arguments],
+            [*module_command("exporter"), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

@@ -27,6 +27,7 @@ from exporter.training.change_tracking import TrackingMode, VariableTracking, pl
 from exporter.training.collector import Collector
 from exporter.training.event_time import EventClock, EventTime
 from exporter.training.publisher import Publisher
+from exporter.training.session_hook import SessionHook
 from exporter.training.store import Store
 
 Session = Any
@@ -50,7 +51,7 @@ class _Chief(Struct, frozen=True):
     tables: tuple[TableAccess, ...]
 
 
-class IncrementHook:
+class IncrementHook(SessionHook):
     """A `SessionRunHook` that writes increments into `<ckpt_dir>/increments`.
 
     `save_increment_secs` or `save_increment_steps` is the interval; DeepRec's names

@@ -13,11 +13,12 @@ from typing import Any
 from exporter.errors import UsageError
 from exporter.options import given
 from exporter.training.chief import callback_base, is_multi_worker
+from exporter.training.session_hook import SessionHook
 
 log = logging.getLogger(__name__)
 
 
-class StopAfterHook:
+class StopAfterHook(SessionHook):
     """A `SessionRunHook` that asks its session to stop once `seconds` have passed since the hook was made.
 
     Give it to every worker of an asynchronous training: each stops after its own step.

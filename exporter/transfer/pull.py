@@ -57,7 +57,7 @@ from exporter.storage.layout import (
     PULL_LOCK_FILE,
     PULL_PREFIX,
 )
-from exporter.storage.local_paths import quoted
+from exporter.storage.local_paths import quoted, require_no_pattern
 from exporter.storage.objects import ObjectWriter, RemoteObject, Tag
 from exporter.storage.requests import PART_BYTES
 from exporter.storage.url import Url
@@ -216,6 +216,7 @@ class LocalCopy:
             )
         _require_own_directory(model)
         require_base_path(model)
+        require_no_pattern("DIR", model)
         with writing(model):
             make_directories(model)
         with model_lock(model, _LOCK_SECONDS, PULL_LOCK_FILE):

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from exporter.checkpoint.source_shard import fetch_tensors
 from exporter.errors import VerificationError
 from exporter.graph.nodes import all_before, endpoint
-from exporter.graph.outside import require_harmless, runnable_graph, running_outside
+from exporter.graph.outside import keep_before, require_harmless, runnable_graph, running_outside
 from exporter.graph.signatures import SignatureEnds, tensor_names
 from exporter.graph.source_graph import SourceGraph
 from exporter.graph.tables import files_to_feed
@@ -243,7 +243,7 @@ def _run_source(
     import tensorflow as tf
 
     runnable = runnable_graph(source)
-    _require_harmless(source, runnable, requests)
+    _keep_harmless(source, mapping, runnable, requests)
     tables.size(source, runnable)
     graph_def = tf.compat.v1.GraphDef.FromString(runnable.SerializeToString())
     for node in protos.all_nodes(graph_def):
@@ -259,18 +259,31 @@ def _run_source(
         return [_in_parts(session, signatures, request, fixed, rows) for request in requests]
 
 
-def _require_harmless(source: SourceGraph, runnable: Proto, requests: list[Probe]) -> None:
-    """Refuse a source graph that does more than compute and read, in its outputs or in its init op.
+def _keep_harmless(
+    source: SourceGraph, mapping: TensorMapping, runnable: Proto, requests: list[Probe]
+) -> None:
+    """Reduce the source graph, in place, to what is run, restored or fed, and refuse one that does more.
 
     Raises:
-        AccessRefused: it does, and code is not allowed.
+        AccessRefused: it does more than compute and read, in its outputs or its init op; code is not allowed.
     """
+    from tensorflow.python.framework import op_def_registry
+
+    def is_stateful(op: str) -> bool:
+        known = op_def_registry.get(op)
+        return known is not None and bool(known.is_stateful)
+
     nodes = {node.name: node for node in runnable.node}
     runs = all_before(nodes, [endpoint(source.init_op)] if source.init_op else [])
+    others = {variable.node for item in mapping.sources for variable in item.variables}
+    others |= {table.node for table in mapping.tables} | source.feeds.keys()
     for name in {request.signature for request in requests} & {*source.meta_graph.signature_def}:
         ends = SignatureEnds.of(source.meta_graph.signature_def[name])
         runs |= all_before(nodes, ends.outputs, ends.inputs)
-    require_harmless(running_outside(runnable, runs), "--verify outputs", is_allowed=source.trust.code)
+        others |= {tensor.node for tensor in [*ends.inputs, *ends.outputs]}
+    keep_before(runnable, {*runs, *others})
+    found = running_outside(runnable, runs, is_stateful)
+    require_harmless(found, "--verify outputs", is_allowed=source.trust.code)
 
 
 def _in_parts(session: Any, signatures: Any, request: Probe, fixed: Feeds, rows: int | None) -> Feeds:

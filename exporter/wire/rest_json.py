@@ -8,7 +8,6 @@ Source: https://www.tensorflow.org/tfx/serving/api_rest and tensorflow_serving/u
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
 import re
@@ -40,12 +39,33 @@ _INTEGERS = {
 }
 
 
+REST_TYPES = frozenset(
+    {
+        DType.FLOAT,
+        DType.DOUBLE,
+        DType.INT8,
+        DType.INT16,
+        DType.INT32,
+        DType.INT64,
+        DType.UINT8,
+        DType.UINT32,
+        DType.UINT64,
+        DType.BOOL,
+        DType.STRING,
+    }
+)
+"""What TensorFlow Serving reads from JSON (`AddValueToTensor` of json_tensor.cc) and writes as JSON
+(`AddSingleValueAndAdvance`). Here more have a form: `serve-model predict` sends them by gRPC.
+"""
+
 _MAY_OVERFLOW = (re.compile(r"[eE]\+?[0-9]{3}"), re.compile(r"[0-9]{309}"))
 """Where a JSON text may have a number beyond float64: a hook for each number is slow, and one pattern for
 both is, too.
 """
 
 
+_NO_SPACE = dict.fromkeys(map(ord, " \t\n\v\f\r"))
+_BASE64 = re.compile(r"([A-Za-z0-9+/]*)([=.]*)")
 _SPACE = re.compile(r"[ \t\n\r]*")
 _MOST_DIMENSIONS = 254
 """Of a tensor (TensorShape::MaxDimensions); numpy takes fewer, and says so."""
@@ -479,12 +499,12 @@ def _rows(
 
 
 def _is_named(row: Json) -> bool:
-    return isinstance(row, dict) and _binary(row) is None
+    return isinstance(row, dict) and not _is_binary(row)
 
 
 def _columns(document: Mapping[str, Json], signature: Proto) -> dict[str, Json]:
     columns, names = document["inputs"], sorted(signature.inputs)
-    if not isinstance(columns, dict) or _binary(columns) is not None:
+    if not _is_named(columns):
         if len(names) != 1:
             raise ValueError(f"expected 'inputs' to be an object with the inputs {', '.join(names)}")
         return {names[0]: columns}
@@ -531,6 +551,10 @@ def _check_shape(shape: tuple[int, ...], name: str, dtype: DType, expected: Prot
         raise ValueError(f"input {name!r}: expected {dtype.label}[{wanted}], found the shape {list(shape)}")
 
 
+class NoJsonForm(ValueError):
+    """A type that the JSON of TensorFlow Serving's REST does not have."""
+
+
 def _converter(dtype: DType) -> Callable[[Json], Any]:
     if dtype.is_floating:
         return _float
@@ -540,7 +564,7 @@ def _converter(dtype: DType) -> Callable[[Json], Any]:
         return _bool
     if dtype is DType.STRING:
         return _string
-    raise ValueError(f"JSON has no form for {dtype.label} tensors")
+    raise NoJsonForm(f"JSON has no form for {dtype.label} tensors")
 
 
 def _float(leaf: Json) -> float:
@@ -581,15 +605,31 @@ def _string(leaf: Json) -> bytes:
     return data
 
 
+def _is_binary(value: Json) -> bool:
+    return isinstance(value, dict) and value.keys() == {"b64"} and isinstance(value["b64"], str)
+
+
 def _binary(value: Json) -> bytes | None:
     """The bytes of `{"b64": "..."}`; None if the value is something else."""
-    if not isinstance(value, dict) or value.keys() != {"b64"} or not isinstance(value["b64"], str):
+    if not _is_binary(value):
         return None
-    text = value["b64"].replace("-", "+").replace("_", "/").rstrip("=")
-    try:
-        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
-    except (binascii.Error, ValueError):
-        raise ValueError(f"{_brief(value)}, which is not base64") from None
+    data = _unescaped(value["b64"])
+    if data is None:
+        raise ValueError(f"{_brief(value)}, which is not base64")
+    return data
+
+
+def _unescaped(text: str) -> bytes | None:
+    """What absl::Base64Unescape reads, or None: the standard alphabet, white space anywhere, and at the end
+    all of the padding, of `=` or `.`, or none of it (absl/strings/escaping.cc).
+    """
+    found = _BASE64.fullmatch(text) or _BASE64.fullmatch(text.translate(_NO_SPACE))
+    if found is None:
+        return None
+    digits, lack = found[1], -len(found[1]) % 4
+    if lack == 3 or len(found[2]) not in (0, lack):
+        return None
+    return base64.b64decode(digits + "=" * lack)
 
 
 def _fill_example(example: Proto, features: Json, where: str) -> None:

@@ -20,8 +20,8 @@ A base that servers load by themselves is also asked the golden requests, but no
     | the canary's, at G | one can take a delta beyond G           | `Go`: first, for a limited time   |
     | the canary's, at G | none can                                | `Idle`: they refuse, or are down  |
 
-A replica that has not passed the hold within its time is replaced by the next; if it refuses the delta, the
-next one goes at once. This module reads no clock, file or network.
+A replica that has not passed the hold within its time is replaced by the next; if it refuses the delta, or
+ended before it was sent there, the next one goes at once. This module reads no clock, file or network.
 """
 
 from __future__ import annotations
@@ -207,7 +207,9 @@ def _send(
     """Choose the replica that goes first, or continue with the chosen one. `log` is without its hold."""
     if trial is None:
         trial = Trial(approved, "", now)
-    if trial.address and now - trial.began >= patience_s:
+    if _never_took(trial.address, replicas, approved):  # the delta is not to blame, and it is not `lost`
+        trial = replace(trial, address="", began=now)
+    elif trial.address and now - trial.began >= patience_s:
         trial = _lose(trial, replicas, now)
     if len(trial.dead) >= LOST_MEANS_BAD and any(
         observed.standing(log.lineage) for observed in replicas.values()
@@ -236,6 +238,14 @@ def _lose(trial: Trial, replicas: Mapping[str, Observed], now: float) -> Trial:
 
 def _is_silent(address: str, replicas: Mapping[str, Observed]) -> bool:
     return address in replicas and bool(replicas[address].failures)
+
+
+def _never_took(address: str, replicas: Mapping[str, Observed], approved: int) -> bool:
+    """True if a replica ended before it was sent anything beyond the approved position."""
+    observed = replicas.get(address)
+    if observed is None or not observed.failures or not observed.was_away:
+        return False
+    return all((version.position or 0) <= approved for version in observed.versions)
 
 
 def _can_pass(log: PublishedLog, observed: Observed, approved: int, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""The agent's own port: /metrics, /healthz, /readyz, /livez, /status.json and the status page at /.
+"""The agent's own port: /metrics, /healthz, /readyz, /freshz, /livez, /status.json, the status page at /.
 
 The status page is one HTML document without external resources. Its script fetches the page again and puts
 in what changed; without JavaScript the browser reloads it.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _EVENTS = 30
 _WIDTH, _HEIGHT = 600, 48
 _HERE = Path(__file__).parent
-_OPEN = frozenset({"/healthz", "/livez", "/readyz"})
+_OPEN = frozenset({"/freshz", "/healthz", "/livez", "/readyz"})
 """Paths for an orchestrator's probes: they need no token, and their responses reveal nothing of the model."""
 _THREADS = 8
 _LARGEST_BODY_BYTES = 64 << 10
@@ -166,7 +166,9 @@ class Site(Struct, frozen=True):
             case "/healthz":
                 return "200 OK", "text/plain", b"ok\n"
             case "/readyz":
-                return self._probe(self.view().why_not_ready(self.fresh_within_s), "replicas are not fresh")
+                return self._probe(self.view().why_not_ready(), "replicas are not ready")
+            case "/freshz":
+                return self._probe(self.view().why_not_fresh(self.fresh_within_s), "replicas are not fresh")
             case "/livez":
                 return self._probe(self.view().wrong(), "replicas have to be restarted")
             case "/status.json":
@@ -179,7 +181,7 @@ class Site(Struct, frozen=True):
                 return (
                     "404 Not Found",
                     "text/plain",
-                    b"see /, /metrics, /status.json, /healthz, /livez or /readyz\n",
+                    b"see /, /metrics, /status.json, /healthz, /livez, /readyz or /freshz\n",
                 )
 
     def _probe(self, reasons: tuple[str, ...], summary: str) -> tuple[str, str, bytes]:
@@ -192,11 +194,14 @@ class Site(Struct, frozen=True):
 
 
 @contextmanager
-def serving(site: Site, host: str, port: int, tls: HttpTls | None = None) -> Iterator[int]:
+def serving(
+    site: Site, host: str, port: int, tls: HttpTls | None = None, allow_host: str | None = None
+) -> Iterator[int]:
     """Serve inside the block; gives the number of the port.
 
     Raises:
         ServerError: the port cannot listen on the address.
+        UsageError: `allow_host` is no list of names.
     """
     listening = HttpPort(
         site,
@@ -208,6 +213,7 @@ def serving(site: Site, host: str, port: int, tls: HttpTls | None = None) -> Ite
         request_seconds=_REQUEST_S,
         is_quick=lambda request: request.path in _OPEN,
         tls=tls,
+        allow_host=allow_host,
     )
     try:
         yield listening.port

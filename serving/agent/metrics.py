@@ -77,6 +77,10 @@ _OF_STORE: _Gauges[StoreView] = {
 }
 _OF_REPLICA: _Gauges[ReplicaView] = {
     "replica_up": ("1 if the replica responded to the last call.", lambda replica: replica.is_answering),
+    "replica_ready": (
+        "1 if the replica serves a version and has caught up once since it started, as /readyz says.",
+        lambda replica: replica.is_ready,
+    ),
 }
 _OF_STATE: _Gauges[State] = {
     "replica_fresh": (
@@ -121,7 +125,8 @@ _OF_VERSION: _Gauges[VersionView] = {
         lambda version: version.unsettled,
     ),
     "overlay_ratio": (
-        "How full the overlay of changed rows of a version with mapped tables is: 0 to 1.",
+        "How full the overlay of changed rows of a version with mapped tables is: 0 to 1; one with room for "
+        "every row counts as empty.",
         lambda version: version.tables.overlay_percent / 100 if version.tables else None,
     ),
     "mapped_tables_ratio": (

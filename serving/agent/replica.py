@@ -26,6 +26,7 @@ from serving.agent.journal import AgentEvent, EventKind, Journal
 from serving.agent.pacing import Latencies, PacePolicy, Waiting, next_pause
 from serving.agent.probe import Prober
 from serving.agent.publications import FollowedModel, Publications
+from serving.agent.readiness import Readiness
 from serving.agent.rebuild import Rebuilder
 from serving.agent.rollout import (
     Apply,
@@ -48,6 +49,8 @@ BYTES_A_SECOND = 20e6
 _AFTER_A_SURPRISE_S = 1.0
 _LONGEST_WAIT_S = 60.0
 _REFUSED = "INVALID_ARGUMENT"
+_NOT_CONNECTED = "failed to connect to all addresses"
+"""gRPC's words for a call that it has not sent."""
 
 Allowed = Callable[[str, str, PublishedLogs], PublishedLogs]
 """The part of the published logs that a replica may take, by model, address and all published logs."""
@@ -141,6 +144,7 @@ class Replica:
         self.address = address
         self.publications = publications
         self.observed = Observed()
+        self.readiness = Readiness()
         self.last_applied = 0.0
         self.last_audit = time.monotonic()
         self.audited: Audited | None = None
@@ -185,8 +189,8 @@ class Replica:
     @property
     def served_version(self) -> int | None:
         """The version that requests without a version get."""
-        available = (v.number for v in self.observed.versions if v.state is VersionState.AVAILABLE)
-        return max(available, default=None)
+        served = self.observed.served
+        return None if served is None else served.number
 
     @property
     def serves_rightly(self) -> bool:
@@ -243,14 +247,19 @@ class Replica:
             versions = _versions(client)
         except CallFailed as error:
             self._failed(error)
+            self.readiness = Readiness()
             return
         before = self.observed
-        self.observed = before.answered(versions, time.monotonic())
+        self._saw(before.answered(versions, time.monotonic()))
         for version, what, message in rollout.differences(before.versions, self.observed.versions):
             if EventKind(what) is EventKind.RESTARTED:
                 self.audited = None
             self._report(EventKind(what), message, version=version.number, position=version.position)
         self._restore()
+
+    def _saw(self, observed: Observed) -> None:
+        self.observed = observed
+        self.readiness = self.readiness.seen(observed, self.published)
 
     def _apply(self, client: ModelClient, action: Apply) -> None:
         bytes_ = self.publications.directory.size(action.lineage, action.chain)
@@ -262,16 +271,18 @@ class Replica:
             if error.code == _REFUSED:
                 self._refused(client, action, error.cause or error.message)
             else:
+                self.readiness = self.readiness.sent_in_vain(action.version)
                 self._failed(error)
             return
         if done.found_another:  # that update may lead as far: ask for the position again
+            self.readiness = self.readiness.sent_in_vain(action.version)
             self._observe(client)
             return
         self.last_applied = now = time.monotonic()
         if done.position < action.up_to:
             self._refused(client, action, f"the update stopped at {done.position}: {done.status}")
             return
-        self.observed = self.observed.moved(done.version, done.position, done.step)
+        self._saw(self.observed.moved(done.version, done.position, done.step))
         self._applied(action, done, now - began)
         if self.pacer is not None and (text := self.pacer.adapt()):
             self._report(EventKind.PACED, text)
@@ -321,7 +332,7 @@ class Replica:
         if not way:  # it is there by now, or gone, or its position is unknown
             return
         refusal = Refusal(action.lineage, way[0], reason, time.monotonic())
-        self.observed = self.observed.refused(refusal)
+        self._saw(self.observed.refused(refusal))
         self._report(EventKind.REFUSED, f"delta {way[0]} was refused: {reason}", version=action.version)
 
     def _audit(self, client: ModelClient, action: Audit) -> None:
@@ -384,7 +395,8 @@ class Replica:
     def _failed(self, error: CallFailed) -> None:
         before = self.observed
         text = error.cause or error.message
-        self.observed = before.failed(text, time.monotonic(), random.random())
+        was_sent = _NOT_CONNECTED not in error.cause
+        self.observed = before.failed(text, time.monotonic(), random.random(), was_sent=was_sent)
         if not before.failures or before.error != text:
             self._report(EventKind.FAILED, text)
 

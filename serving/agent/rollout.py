@@ -179,7 +179,8 @@ class Refusal(Struct, frozen=True):
 class Observed(Struct, frozen=True):
     """What is known of a replica. Times are seconds of a monotonic clock.
 
-    `seen_at` is None before the first response, and after a call without a response.
+    `seen_at` is None before the first response, and after a call without a response. `was_away` is True if
+    the first of the failed calls since then was never sent, because nothing accepted a connection.
     """
 
     seen_at: float | None = None
@@ -188,6 +189,7 @@ class Observed(Struct, frozen=True):
     retry_at: float = 0.0
     error: str = ""
     refusals: tuple[Refusal, ...] = ()
+    was_away: bool = False
 
     @property
     def was_asked(self) -> bool:
@@ -200,16 +202,19 @@ class Observed(Struct, frozen=True):
         ended = (known.state is VersionState.END and not known.message for known in self.versions)
         return bool(self.versions) and all(ended)
 
+    @property
+    def served(self) -> Version | None:
+        """The version that requests without a version got when it responded last: the newest available one;
+        None if there was none.
+        """
+        return _newest(version for version in self.versions if version.state is VersionState.AVAILABLE)
+
     def standing(self, lineage: str) -> Version | None:
         """The newest version that it serves of a log; None if it does not respond, or serves none."""
         if self.failures:
             return None
-        serving = [
-            version
-            for version in self.versions
-            if version.state is VersionState.AVAILABLE and version.lineage == lineage
-        ]
-        return max(serving, key=lambda version: version.number, default=None)
+        serving = (version for version in self.versions if version.state is VersionState.AVAILABLE)
+        return _newest(version for version in serving if version.lineage == lineage)
 
     def answered(self, versions: Sequence[Version], now: float) -> Observed:
         """After the replica reported its versions and positions."""
@@ -227,15 +232,19 @@ class Observed(Struct, frozen=True):
         )
         return replace(self, versions=tuple(moved), failures=0, retry_at=0.0, error="")._forget_passed()
 
-    def failed(self, error: str, now: float, jitter: float) -> Observed:
+    def failed(self, error: str, now: float, jitter: float, *, was_sent: bool = True) -> Observed:
         """After a call without a response, or with an error: what is known of the replica is in doubt.
 
         `jitter` is in 0..1, and spreads the retries of replicas that failed together over half of the
-        back-off.
+        back-off. `was_sent` is False if the call cannot have reached the server.
         """
         longest = min(LONGEST_BACK_OFF_S, FIRST_BACK_OFF_S * 2 ** min(self.failures, 30))
         retry_at = now + longest * (0.5 + jitter / 2)
-        return replace(self, seen_at=None, failures=self.failures + 1, retry_at=retry_at, error=error)
+        was_away = self.was_away if self.failures else not was_sent
+        failures = self.failures + 1
+        return replace(
+            self, seen_at=None, failures=failures, retry_at=retry_at, error=error, was_away=was_away
+        )
 
     def refused(self, refusal: Refusal) -> Observed:
         """After the replica refused a delta; its position has to be observed again."""
@@ -262,6 +271,10 @@ class Observed(Struct, frozen=True):
             or any(refusal.lineage == lineage and refusal.delta.accepts(at) for lineage, at in standing)
         )
         return replace(self, refusals=tuple(kept))
+
+
+def _newest(versions: Iterable[Version]) -> Version | None:
+    return max(versions, key=lambda version: version.number, default=None)
 
 
 class Wait(Struct, frozen=True):

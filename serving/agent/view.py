@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
@@ -64,7 +64,8 @@ class PaceView(Struct, frozen=True):
 
 class ReplicaView(Struct, frozen=True):
     """One model of one server. `is_answering` is False after a call without a response; `audited` is the
-    result of the last audit; `pace` is None without pacing.
+    result of the last audit; `pace` is None without pacing. `is_ready`: it serves a version, and has caught
+    up once since it started (see `readiness`).
     """
 
     model: str
@@ -74,6 +75,7 @@ class ReplicaView(Struct, frozen=True):
     versions: tuple[VersionView, ...]
     audited: Audited | None = None
     pace: PaceView | None = None
+    is_ready: bool = False
 
     @property
     def trouble(self) -> str:
@@ -167,37 +169,47 @@ class FleetView(Struct, frozen=True):
     at: datetime
     models: tuple[ModelView, ...]
 
-    def why_not_ready(self, fresh_within_s: float) -> tuple[str, ...]:
+    def why_not_ready(self) -> tuple[str, ...]:
+        """The reasons why replicas of this agent should get no requests; empty if all may.
+
+        What is published, and whether it can be seen, is no reason: all replicas share it.
+        """
+        return (
+            *self.wrong(),
+            *self._without_replicas(),
+            *(why for name, each in self._replicas() if (why := _why_unready(name, each))),
+        )
+
+    def why_not_fresh(self, fresh_within_s: float) -> tuple[str, ...]:
         """The reasons why this agent's replicas are not fresh; empty if they are.
 
         A fresh replica responds, serves a version, and has not lacked a published delta for longer than
         `fresh_within_s`. A store that cannot be read is not a reason, because replicas serve what was
         fetched.
         """
-        reasons = [*self.wrong()]
+        return (
+            *self.wrong(),
+            *(why for model in self.models for why in _unseen(model)),
+            *self._without_replicas(),
+            *(why for name, each in self._replicas() if (why := _why_stale(name, each, fresh_within_s))),
+        )
+
+    def _replicas(self) -> Iterator[tuple[str, ReplicaView]]:
+        """Each replica, and the words for it."""
         for model in self.models:
-            if model.problem:
-                reasons.append(model.problem)
-                if model.store is not None and model.store.problem:
-                    reasons.append(model.store.problem)
-            if not model.replicas:  # a name may resolve to no address, or not yet
-                reasons.append(f"no replica of {model.name} is known")
             for replica in model.replicas:
-                where = f"{model.name} on {replica.address}"
-                if not replica.is_answering:
-                    reasons.append(f"{where} {replica.trouble}")
-                elif replica.served is None:
-                    reasons.append(f"{where} has no version available")
-                elif (replica.served.stale_s or 0.0) > fresh_within_s:
-                    reasons.append(f"{where} is {replica.served.stale_s:.1f} s behind what is published")
-        return tuple(reasons)
+                yield f"{model.name} on {replica.address}", replica
+
+    def _without_replicas(self) -> Iterator[str]:
+        for model in self.models:
+            if not model.replicas:  # a name may resolve to no address, or not yet
+                yield f"no replica of {model.name} is known"
 
     def wrong(self) -> tuple[str, ...]:
         """The replicas whose values differ from what was published, which only a restart repairs."""
         return tuple(
-            f"{model.name} on {replica.address} does not hold what was published"
-            for model in self.models
-            for replica in model.replicas
+            f"{name} does not hold what was published"
+            for name, replica in self._replicas()
             if replica.audited is not None and replica.audited.differing
         )
 
@@ -215,6 +227,33 @@ class FleetView(Struct, frozen=True):
                 for model in self.models
             ],
         }
+
+
+def _unseen(model: ModelView) -> Iterator[str]:
+    """Why it is unknown what is published."""
+    if model.problem:
+        yield model.problem
+        if model.store is not None and model.store.problem:
+            yield model.store.problem
+
+
+def _why_unready(name: str, replica: ReplicaView) -> str:
+    if replica.is_ready:
+        return ""
+    at = None if replica.served is None else replica.served.position
+    return _why_unserved(name, replica) or f"{name} is at {at}, and has not caught up since it started"
+
+
+def _why_stale(name: str, replica: ReplicaView, fresh_within_s: float) -> str:
+    stale_s = 0.0 if replica.served is None else replica.served.stale_s or 0.0
+    behind = f"{name} is {stale_s:.1f} s behind what is published"
+    return _why_unserved(name, replica) or (behind if stale_s > fresh_within_s else "")
+
+
+def _why_unserved(name: str, replica: ReplicaView) -> str:
+    if not replica.is_answering:
+        return f"{name} {replica.trouble}"
+    return f"{name} has no version available" if replica.served is None else ""
 
 
 def view(fleet: Fleet, canaries: Canaries, pullers: Mapping[str, Puller]) -> FleetView:
@@ -302,7 +341,14 @@ def _replica(replica: Replica, directory: ModelDirectory, now: datetime) -> Repl
     )
     answering = bool(observed.versions) and not observed.failures
     return ReplicaView(
-        replica.model, replica.address, answering, observed.error, versions, replica.audited, _pace(replica)
+        replica.model,
+        replica.address,
+        answering,
+        observed.error,
+        versions,
+        replica.audited,
+        _pace(replica),
+        replica.readiness.is_ready,
     )
 
 

@@ -49,6 +49,12 @@ def down(name: str, *versions: int) -> Member:
     return (name, replica(name, *versions)[1].failed("UNAVAILABLE", NOW, 0.0))
 
 
+def away(name: str, *versions: int) -> Member:
+    """Nothing listened when it was called, nor does anything since."""
+    known = replica(name, *versions)[1].failed("UNAVAILABLE", NOW, 0.0, was_sent=False)
+    return (name, known.failed("UNAVAILABLE", NOW, 0.0))
+
+
 def refusing(name: str, position: int, *pair: int, ago: float = 0.0) -> Member:
     refusal = Refusal(LINE, Span(*pair), "damaged", NOW - ago)
     return (name, replica(name, position)[1].refused(refusal).answered([at(position)], NOW))
@@ -207,6 +213,22 @@ DECISIONS: dict[str, tuple[PublishedLog, list[Member], Trial | None, bool, Actio
     "it does not answer, and may come back": (
         HELD,
         [down("a", 1), B1],
+        trial("a", 29),
+        True,
+        Idle("waiting for a, which goes first", STUCK),
+    ),
+    "it was gone before it was sent anything": (HELD, [away("a", 1), B1], trial("a"), True, Go("b", 3)),
+    "so is the next": (HELD, [away("a", 1), away("b", 1), C1], trial("b", dead=("a",)), True, Go("c", 3)),
+    "it died on the way, and nothing listens since": (
+        HELD,
+        [("a", down("a", 1)[1].failed("UNAVAILABLE", NOW, 0.0, was_sent=False)), B1],
+        trial("a"),
+        True,
+        Idle("waiting for a, which goes first", STUCK),
+    ),
+    "it stood beyond, and is gone since": (
+        HELD,
+        [away("a", 2), B1],
         trial("a", 29),
         True,
         Idle("waiting for a, which goes first", STUCK),

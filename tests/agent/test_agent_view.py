@@ -1,10 +1,11 @@
-"""When the agent calls its replicas fresh, and what its metrics tell of those that are gone."""
+"""When the agent calls its replicas fresh and ready, and what its metrics tell of those that are gone."""
 
 from __future__ import annotations
 
 from datetime import datetime, timezone
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from exporter.delta.chunk_digest import Chunk
@@ -21,7 +22,7 @@ def replica(
     return ReplicaView("m", address, not error, error, (version,))
 
 
-READY = {
+FRESH = {
     "fresh": ((replica(),), ()),
     "behind, not for long": ((replica(29.0),), ()),
     "behind for too long": ((replica(), replica(31.0)), ("m on h:1 is 31.0 s behind what is published",)),
@@ -36,28 +37,51 @@ READY = {
 }
 
 
-@pytest.mark.parametrize("case", READY)
-def test_a_fleet_is_ready(case: str) -> None:
-    replicas, expected = READY[case]
+@pytest.mark.parametrize("case", FRESH)
+def test_a_fleet_is_fresh(case: str) -> None:
+    replicas, expected = FRESH[case]
     model = ModelView("m", "/m", "", 1, 5, None, (), False, replicas)
-    assert FleetView(datetime.now(timezone.utc), (model,)).why_not_ready(30.0) == expected
+    assert FleetView(datetime.now(timezone.utc), (model,)).why_not_fresh(30.0) == expected
 
 
-def test_what_differs_or_cannot_be_seen_is_not_ready() -> None:
+READY = {
+    "behind for ever": (replace(replica(1e6), is_ready=True), ""),
+    "an update got no response": (replace(replica(error="DEADLINE_EXCEEDED"), is_ready=True), ""),
+    "not caught up": (replica(), "m on h:1 is at 5, and has not caught up since it started"),
+    "nothing available": (replica(state="LOADING"), "m on h:1 has no version available"),
+    "no answer": (replica(error="UNAVAILABLE"), "m on h:1 does not answer: UNAVAILABLE"),
+}
+
+
+@pytest.mark.parametrize("case", READY)
+def test_a_replica_is_ready_whatever_all_of_them_share(case: str) -> None:
+    each, why = READY[case]
+    store = StoreView("s3://b/m", 400.0, "s3://b/m is not fetched", ())
+    model = ModelView("m", "/m", "/m does not exist", 1, 5, None, (), False, (each,), store=store)
+    assert FleetView(datetime.now(timezone.utc), (model,)).why_not_ready() == ((why,) if why else ())
+
+
+def test_a_model_without_replicas_is_not_ready() -> None:
+    model = ModelView("m", "/m", "", 1, 5, None, (), False, ())
+    assert FleetView(datetime.now(timezone.utc), (model,)).why_not_ready() == ("no replica of m is known",)
+
+
+def test_what_differs_or_cannot_be_seen_is_not_fresh() -> None:
     found = Audited(5, 1, (Chunk("table", 0, 4),))
-    other = ReplicaView("m", "h:2", True, "", replica().versions, found)
+    other = ReplicaView("m", "h:2", True, "", replica().versions, found, is_ready=True)
     model = ModelView("m", "/m", "/m does not exist", 1, 5, None, (), False, (replica(), other))
     view = FleetView(datetime.now(timezone.utc), (model,))
     assert view.wrong() == ("m on h:2 does not hold what was published",)
-    assert view.why_not_ready(30.0) == (*view.wrong(), "/m does not exist")
+    assert view.why_not_fresh(30.0) == (*view.wrong(), "/m does not exist")
+    assert view.wrong()[0] in view.why_not_ready()
 
 
 def test_a_store_that_cannot_be_read_is_a_reason_only_while_nothing_was_fetched() -> None:
     store = StoreView("s3://b/m", 400.0, "s3://b/m is not fetched", ())
     served = ModelView("m", "/m", "", 1, 5, None, (), False, (replica(),), store=store)
-    assert FleetView(datetime.now(timezone.utc), (served,)).why_not_ready(30.0) == ()
+    assert FleetView(datetime.now(timezone.utc), (served,)).why_not_fresh(30.0) == ()
     empty = ModelView("m", "/m", "/m does not exist", None, None, None, (), False, (replica(),), store=store)
-    found = FleetView(datetime.now(timezone.utc), (empty,)).why_not_ready(30.0)
+    found = FleetView(datetime.now(timezone.utc), (empty,)).why_not_fresh(30.0)
     assert found == ("/m does not exist", "s3://b/m is not fetched")
 
 

@@ -50,4 +50,20 @@ def first_calls(lab: Lab) -> Iterator[Row]:
         yield cost("  without warm-up", cold.time, plain.time)
 
 
-BENCHMARKS: tuple[Benchmark, ...] = (latency, first_calls)
+def first_status(lab: Lab) -> Iterator[Row]:
+    """The longest of many predictions beside the first status and digest of a base, against none of these."""
+    checkpoint = data.ranker(lab, "100 MB")
+    none, warm, cold = lab.side_by_side(
+        *(
+            lambda kind=kind: job("jobs_predict:first_status", checkpoint.prefix, checkpoint.rows, kind)
+            for kind in ("none", "warm", "cold")
+        ),
+        repeats=3,
+    )
+    assert len({sample.result for found in (none, warm, cold) for sample in found.samples}) == 1
+    what = "longest prediction beside a base's first status and digest, against without these calls"
+    yield cost(what, warm.time, none.time)
+    yield cost("  where the warm-up lacks them", cold.time, none.time)
+
+
+BENCHMARKS: tuple[Benchmark, ...] = (latency, first_calls, first_status)

@@ -6,16 +6,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from exporter import export
 from exporter.options import Updates
+from exporter.storage.layout import WARMUP_FILE
+from exporter.wire.protos import message_class
+from exporter.wire.tfrecord import encode_records, read_records
+from serving.inference import Model, predict_arrays
 from tests.benchmarks.job import Timer
 from tests.benchmarks.jobs_full_export import export_request, requests
 
@@ -69,12 +76,69 @@ def first_call(timer: Timer, prefix: str, rows: str, kind: str) -> str:
         for _ in range(2):
             with closing(load(version)) as model:
                 if kind == "warm":
-                    assert warm_up(model, version) == 3, "catch up, the signature, catch up"
+                    assert warm_up(model, version) == 4, "catch up, status, the signature, catch up"
                 signature = model.signatures["serving_default"]
                 score, fed = signature.outputs["score"].name, signature.inputs["ids"].name
                 with timer:
                     (answer,) = model.run({fed: ids}, [score])
     return str(answer.tobytes().hex())
+
+
+def first_status(timer: Timer, prefix: str, rows: str, kind: str) -> str:
+    """Predictions one after the other, and beside them the first status and digest since a load: the longest.
+
+    `kind` is `none`, without them; `warm`, they were warm-up requests; or `cold`, they were not. The process
+    has served the model before.
+    """
+    from serving.manager import load_warm
+
+    ids = requests(int(rows))
+    with tempfile.TemporaryDirectory() as scratch:
+        request = replace(export_request(prefix, f"{scratch}/model"), updates=Updates(digest=True))
+        version = export(request).published.path
+        if kind == "cold":
+            _leave_out(version / WARMUP_FILE, {"incremental_status", "incremental_digest"})
+        for _ in range(2):
+            stop = threading.Event()
+            with closing(load_warm(version)) as model, ThreadPoolExecutor(1) as pool:
+                longest = pool.submit(_longest, model, ids, stop)
+                try:
+                    time.sleep(_STEADY_S)
+                    if kind != "none":
+                        predict_arrays(model, "incremental_status", {"probe": np.zeros(1, np.int64)})
+                        predict_arrays(model, "incremental_digest", {"rows": np.zeros(1, np.int64)})
+                    time.sleep(_STEADY_S)
+                finally:
+                    stop.set()
+                answer, timer.seconds = longest.result()
+    return answer
+
+
+_STEADY_S = 0.5
+
+
+def _longest(model: Model, ids: Any, stop: threading.Event) -> tuple[str, float]:
+    """Ask again and again until told to stop; the last answer, and the seconds of the longest call."""
+    longest = 0.0
+    while not stop.is_set():
+        started = time.perf_counter()
+        answer = predict_arrays(model, "serving_default", {"ids": ids})["score"]
+        longest = max(longest, time.perf_counter() - started)
+    return answer.tobytes().hex(), longest
+
+
+def _leave_out(file: Path, signatures: set[str]) -> None:
+    """Take the requests of signatures out of a file of warm-up requests."""
+    with file.open("rb") as source:
+        records = list(read_records(source))
+    log = message_class("serving.PredictionLog")
+    kept = [
+        record
+        for record in records
+        if log.FromString(record).predict_log.request.model_spec.signature_name not in signatures
+    ]
+    assert len(kept) == len(records) - len(signatures)
+    file.write_bytes(encode_records(kept))
 
 
 def _time_calls(timer: Timer, ask: Callable[[Any], Any], rows: str, batch: str, calls: str) -> Any:

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import exporter.bundle.made_up_requests as made_up
 from exporter import ExportRequest, export
-from exporter.bundle.warmup import MAX_RECORDS, made_up_requests
+from exporter.bundle.made_up_requests import made_up_requests
+from exporter.bundle.warmup import MAX_RECORDS
 from exporter.errors import UsageError
 from exporter.options import Updates
 from exporter.storage.layout import WARMUP_FILE
@@ -153,6 +155,56 @@ def test_functions_are_looked_into() -> None:
     assert signatures_of(bad) == []
 
 
+def test_a_table_of_a_function_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A SavedModel's functions take handles as arguments."""
+
+    def build() -> tuple[Tensors, Tensors]:
+        ids = tf1.placeholder(tf.int64, [None], name="ids")
+        table = variable("table", [1_000_000, 4])
+        return {"ids": ids}, {"rows": tf.function(lambda: tf.gather(table, ids), autograph=False)()}
+
+    monkeypatch.setattr(made_up, "_MAX_TRIAL_BYTES", 1024)
+    assert signatures_of(build) == ["serving_default"]
+
+
+def test_a_variable_that_is_not_read() -> None:
+    """As where operations that only have effects were taken out of a signature."""
+
+    def build() -> tuple[Tensors, Tensors]:
+        x = tf1.placeholder(tf.float32, [None], name="x")
+        with tf.control_dependencies([variable("unread", []).handle.op]):
+            return {"x": x}, {"score": tf.identity(x)}
+
+    assert signatures_of(build) == ["serving_default"]
+
+
+def index_of_rows(ids: Any, rows: int) -> Any:
+    """Numbers that depend on values, from 0 up to 7 more than `ids`."""
+    few = tf.bitwise.bitwise_and(tf.gather(variable("few", [rows], tf.int64), ids), 7)
+    return ids + few
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(8, ["serving_default"]), (7, [])])
+def test_a_masked_value_may_be_a_row_number(rows: int, expected: list[str]) -> None:
+    def build() -> tuple[Tensors, Tensors]:
+        ids = tf1.placeholder(tf.int64, [None], name="ids")
+        return {"ids": ids}, {"row": tf.gather(variable("table", [rows, 2]), index_of_rows(ids, rows))}
+
+    assert signatures_of(build) == expected
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, ["serving_default"]), (2, [])])
+def test_shapes_that_depend_on_values(count: int, expected: list[str]) -> None:
+    """One number is unique whatever it is; of two numbers nobody knows."""
+
+    def build() -> tuple[Tensors, Tensors]:
+        ids = tf1.placeholder(tf.int64, [count], name="ids")
+        unique, _ = tf.unique(tf.gather(variable("parents", [9], tf.int64), ids))
+        return {"ids": ids}, {"unique": tf.reshape(unique, [1])}
+
+    assert signatures_of(build) == expected
+
+
 def logs(version: Path) -> list[tuple[str, dict[str, list[Any]]]]:
     records = tf.data.TFRecordDataset(str(version / WARMUP_FILE)).as_numpy_iterator()
     requests = [
@@ -166,6 +218,8 @@ def logs(version: Path) -> list[tuple[str, dict[str, list[Any]]]]:
         for r in requests
     ]
 
+
+FIRST = ("incremental_update", "incremental_status")
 
 BUILDER = """
 import tensorflow as tf
@@ -195,30 +249,26 @@ def exported(request: ExportRequest, **changes: Any) -> list[str]:
 
 
 def test_a_base_catches_up_before_and_after_its_warm_up(request_: ExportRequest) -> None:
-    assert exported(request_) == ["incremental_update", "serving_default", "incremental_update"]
+    assert exported(request_) == [*FIRST, "serving_default", "incremental_update"]
 
 
 def test_requests_of_the_users_own_replace_made_up_ones(request_: ExportRequest, tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text('{"inputs": [3]}\n{"inputs": [4, 5]}\n')
-    assert exported(request_, warmup=own) == [
-        "incremental_update",
-        "serving_default",
-        "serving_default",
-        "incremental_update",
-    ]
+    expected = [*FIRST, "serving_default", "serving_default", "incremental_update"]
+    assert exported(request_, warmup=own) == expected
 
 
 def test_without_warm_up_a_base_still_catches_up(request_: ExportRequest) -> None:
-    assert exported(request_, no_warmup=True) == ["incremental_update"]
+    assert exported(request_, no_warmup=True) == [*FIRST, "incremental_update"]
 
 
 def test_the_catch_up_counts_among_the_records(request_: ExportRequest, tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text('{"inputs": [3]}\n' * (MAX_RECORDS - 1))
-    with pytest.raises(UsageError, match="999 warm-up requests; a base that takes deltas has room for 998"):
+    with pytest.raises(UsageError, match=f"has room for {MAX_RECORDS - 3}"):
         exported(request_, warmup=own)
-    own.write_text('{"inputs": [3]}\n' * (MAX_RECORDS - 2))
+    own.write_text('{"inputs": [3]}\n' * (MAX_RECORDS - 3))
     assert len(exported(request_, warmup=own)) == MAX_RECORDS
 
 

@@ -30,18 +30,26 @@ def saved(name: str, path: Path) -> None:
         layers.StringLookup(num_oov_indices=3, mask_token="a"),
         layers.StringLookup(output_mode="multi_hot", max_tokens=8),
         layers.StringLookup(vocabulary=["ü c", "told"]),
+        layers.StringLookup(output_mode="tf_idf"),
+        layers.StringLookup(output_mode="tf_idf", vocabulary=["ü c", "told"], idf_weights=[0.5, 0.25]),
     ]
     for lookup, words in zip(lookups[:3], (["a", "b", "b", "ü c"], ["a", "z"], ["b", "a"]), strict=True):
         lookup.adapt(np.array(words))
+    lookups[4].adapt(np.array([["a", "b"], ["ü c", "a"]]))
     integers = layers.IntegerLookup()
     integers.adapt(np.array([7, 7, -3, 100]))
     vectorize = layers.TextVectorization(max_tokens=20, output_sequence_length=4)
     vectorize.adapt(np.array(["the cat sat", "the dog"]))
+    weighed = layers.TextVectorization(output_mode="tf_idf")
+    weighed.adapt(np.array(["the cat sat", "the dog"]))
+    numbers = layers.IntegerLookup(output_mode="tf_idf")
+    numbers.adapt(np.array([[7, 8], [-3, 7]]))
     embedding = layers.Embedding(30, 4)
     ids = [lookups[0](word), lookups[1](word), lookups[3](word), integers(number), vectorize(text)]
     rows = layers.Flatten()(layers.Concatenate(axis=1)([embedding(each) for each in ids]))
-    hot = lookups[2](word)
-    keras.Model([word, number, text], layers.Dense(2)(layers.Concatenate()([rows, hot]))).save(path)
+    counts = [lookups[2](word), lookups[4](word), lookups[5](word), numbers(number), weighed(text)]
+    together = layers.Concatenate()([rows, *map(layers.Flatten(), counts)])
+    keras.Model([word, number, text], layers.Dense(2)(together)).save(path)
 
 
 @pytest.fixture(scope="module")

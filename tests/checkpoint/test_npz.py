@@ -157,6 +157,13 @@ def test_a_damaged_header(tmp_path: Path, header: str) -> None:
         read_npz(zip_of(tmp_path / "m.npz", [("w.npy", npy_header(header))]))
 
 
+def test_a_long_header_is_not_quoted_whole(tmp_path: Path) -> None:
+    header = npy_header("{'descr': '<f4', 'fortran_order': " + "x" * 60_000 + "}")
+    with pytest.raises(CorruptFile) as caught:
+        read_npz(zip_of(tmp_path / "m.npz", [("w.npy", header)]))
+    assert 0 < len(caught.value.cause) < 1000
+
+
 def test_a_huge_shape_is_no_promise(tmp_path: Path) -> None:
     header = npy_header("{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776, 1024)}")
     with pytest.raises(TruncatedFile, match="header declares"):

@@ -223,3 +223,18 @@ def test_text_is_printed_as_it_is_beside_styles(text: str, after: str) -> None:
 def test_a_cause_tells_what_the_system_said_without_its_number() -> None:
     said = str(FileNotFoundError(errno.ENOENT, "No such file or directory", "golden.json"))
     assert ExportError("found", cause=said).cause == "No such file or directory: 'golden.json'"
+
+
+def test_an_unknown_rank_is_no_vector(tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    with tf.Graph().as_default():
+        any_rank = tf.compat.v1.placeholder(tf.float32, None, "any_rank")
+        vector = tf.compat.v1.placeholder(tf.float32, [None], "vector")
+        tf.add(any_rank, vector, "y")
+        tf.compat.v1.train.export_meta_graph(str(tmp_path / "m.meta"))
+
+    shown = export_model("inspect", tmp_path / "m.meta").out
+
+    assert "any_rank float32[...]" in shown
+    assert "vector float32[?]" in shown

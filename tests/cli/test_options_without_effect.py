@@ -16,7 +16,7 @@ ALONE = {
     "--interval": ([*EXPORT, "--interval", "2"], "--watch"),
     "--tolerance": ([*EXPORT, "--tolerance", "0.1", "--verify", "bytes"], "--verify outputs"),
     "--verify-inputs": ([*EXPORT, "--verify-inputs", "requests"], "--verify outputs"),
-    "--no-warmup": ([*EXPORT, "--no-warmup"], "--incr or --updatable"),
+    "--no-warmup": ([*EXPORT, "--no-warmup"], "--incr or --updatable or --map-tables"),
     "--grpc-ca": ([*EXPORT, "--incr", "--grpc-ca", "system"], "--notify"),
     "--keep": (["merge", "model", "--keep", "2"], "--rebase"),
     "--despite-hold": (["merge", "model", "--despite-hold"], "--rebase"),

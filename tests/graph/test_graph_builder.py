@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.errors import BuilderError, NotServable, UsageError
 from exporter.graph.inference_graph import PartitionStrategy
 from exporter.graph.load import GraphRequest, load_graph
+from tests.support.commands import export_model
 from tests.support.graph_runs import ops, serve, v1_graph
 
 
@@ -43,11 +45,15 @@ def write_module(directory: Path, name: str, source: str) -> Path:
 
 
 MODEL = """
+    import threading
     import tensorflow as tf
     import {beside}
 
     def build(width: int = 2, scale=1.0, is_training=True):
         print("talk")
+        thread = threading.Thread(target=print, args=("talk",))
+        thread.start()
+        thread.join()
         assert is_training is False and {beside}.VALUE == 3
         x = tf.compat.v1.placeholder(tf.float32, [None, 4], name="x")
         w = tf.compat.v1.get_variable("w", [4, width])
@@ -71,15 +77,28 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("form", ["{0}:build", "{0}.py:build", "./{0}.py:build"])
-def test_modules_and_files_are_found_from_the_working_directory(
-    module: str, form: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_modules_and_files_are_found_from_the_working_directory(module: str, form: str) -> None:
     graph = load_graph(GraphRequest(model=form.format(module), model_args={"width": "3", "scale": "2.0"}))
 
     assert [variable.shape for variable in graph.variables] == [(4, 3)]
-    captured = capsys.readouterr()
-    assert captured.out == ""  # stdout belongs to the command's own result
-    assert "talk" in captured.err
+
+
+def test_what_a_builder_prints_is_no_part_of_a_commands_result(module: str, tmp_path: Path) -> None:
+    with BundleWriter(tmp_path / "model.ckpt-1") as writer:
+        writer.add("w", WEIGHTS)
+
+    ran = export_model(
+        *("--ckpt-dir", tmp_path, "--out", tmp_path / "out"), *("--model", f"{module}:build", "--json")
+    )
+    assert ran.code == 0 and ran.document  # one document, and nothing else
+    assert ran.err.count("talk") == 2  # its own, and its thread's
+
+
+def test_what_a_builder_prints_in_a_program_is_the_programs(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_graph(GraphRequest(model=f"{module}:build"))
+    assert capsys.readouterr().out.split() == ["talk", "talk"]
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,55 @@ def test_feeds_that_do_not_fit(trained: Trained, feed: dict[str, str], message: 
         load_graph(request)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "shape", "typed", "wanted"),
+    [
+        ("float32", [None], "1.0", "'p=[1.0]'"),
+        ("float32", [None], ".5", "'p=[0.5]'"),
+        ("int64", [None, None], "3", "'p=[[3]]'"),
+        ("bool", [None], "yes", "'p=[true]'"),
+        ("string", [None], "a b", """'p=["a b"]'"""),
+    ],
+)
+def test_the_hint_for_a_number_where_a_list_is_expected_works(
+    tmp_path: Path, dtype: str, shape: list[int | None], typed: str, wanted: str
+) -> None:
+    import tensorflow as tf
+
+    with tf.Graph().as_default():
+        x = tf.compat.v1.placeholder(tf.float32, [None], "x")
+        factor = tf.compat.v1.placeholder(dtype, shape, "p")
+        tf.identity(x + tf.cast(tf.size(factor), tf.float32), "y")
+        tf.compat.v1.train.export_meta_graph(str(tmp_path / "m.meta"))
+    ends = {"inputs": {"x": "x"}, "outputs": {"y": "y"}}
+
+    with pytest.raises(UsageError, match="does not fit") as caught:
+        load_graph(GraphRequest(model=str(tmp_path / "m.meta"), feeds={"p": typed}, **ends))
+
+    assert f"--feed {wanted}" in caught.value.hint
+    load_graph(
+        GraphRequest(model=str(tmp_path / "m.meta"), feeds={"p": wanted.strip("'").partition("=")[2]}, **ends)
+    )
+
+
+def test_types_that_rest_has_no_json_for_are_told(tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    with tf.Graph().as_default():
+        x = tf.compat.v1.placeholder(tf.float32, [None], "x")
+        for dtype in ("float16", "bfloat16", "uint16", "int32"):
+            tf.cast(x, dtype, name=dtype)
+        tf.compat.v1.train.export_meta_graph(str(tmp_path / "m.meta"))
+
+    def notes(output: str) -> str:
+        asked = GraphRequest(model=str(tmp_path / "m.meta"), inputs={"x": "x"}, outputs={"y": output})
+        return " ".join(load_graph(asked).notes)
+
+    for output in ("float16", "bfloat16", "uint16"):
+        assert f"REST cannot carry signature 'serving_default', gRPC can: y is {output}" in notes(output)
+    assert "REST" not in notes("int32")
+
+
 def test_a_tensor_is_fed_or_fixed_and_not_both(trained: Trained) -> None:
     request = GraphRequest(
         model=trained.meta, **(REQUEST | {"inputs": {"image": "image", "keep": "keep_prob"}})

@@ -167,6 +167,17 @@ def test_a_delta_without_room_is_refused_and_a_smaller_one_is_not(tmp_path: Path
         assert (status["mapped_tables"][0], status["tables_to_map"][0]) == (1, 1)
 
 
+def test_an_overlay_with_room_for_every_row_is_never_nearly_full(tmp_path: Path) -> None:
+    model = updatable_model(tmp_path, plain, {"ids": [0]}, mapped=True, overlay_rows=1 << 20)
+    rows = len(model.at(100)["table"])
+    model.publish_rows(100, 110, "table", np.arange(rows), np.ones((rows, DIM), np.float32))
+    with loaded(model) as server:
+        assert server.update()["position"] == 110
+        status = server.call("incremental_status", probe=[0])
+        assert (status["mapped_tables"][0], status["tables_to_map"][0]) == (1, 1)
+        assert status["overlay_percent"][0] == 0
+
+
 def test_a_base_that_was_moved_is_restored_and_updated_all_the_same(tmp_path: Path) -> None:
     model = updatable_model(tmp_path, plain, {"ids": [0]}, mapped=True)
     (model.version / "variables/mapped.id").write_text("another")

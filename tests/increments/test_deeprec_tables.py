@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from exporter.checkpoint.tensor_bundle import read_array, read_catalog
 from exporter.delta.table_changes import KeyedRows
 from exporter.errors import CorruptFile
-from exporter.increments.deeprec import DeepRecIncrement, read_increment
+from exporter.increments.deeprec import DeepRecIncrement, abandoned_increment, read_increment
 from tests.support.bundles import write
 from tests.support.deeprec import Ev, write_full, write_increment
 
@@ -62,6 +63,17 @@ def test_an_increment_older_than_the_full_checkpoint_is_ignored(tmp_path: Path, 
     write_full(tmp_path / "model.ckpt-10", {"t": Ev.random(5)})
     write_increment(tmp_path, step, {"t": Ev.random(5)})
     assert read_increment(read_catalog(tmp_path / "model.ckpt-10")) is None
+
+
+def test_an_increment_of_another_full_checkpoint_is_left_out(tmp_path: Path) -> None:
+    increment = write_increment(tmp_path, 40, {"t": Ev.random(5)})
+    full = write_full(tmp_path / "model.ckpt-30", {"t": Ev.random(5)})
+    for path in full.parent.glob("model.ckpt-30.*"):
+        os.utime(path, (100, 100))
+    for seconds, is_of_it in ((99, False), (100, True), (101, True)):
+        os.utime(increment.with_name(f"{increment.name}.index"), (seconds, seconds))
+        assert (read_increment(read_catalog(full)) is not None) == is_of_it
+        assert (abandoned_increment(read_catalog(full)) == "") == is_of_it
 
 
 def test_a_later_increment_of_one_training_covers_an_earlier_one(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ parts."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -199,6 +200,93 @@ def test_a_trainer_that_went_back_to_its_full_save_abandons_rows(
     trainer.train()
     save_increment(trainer)
     assert exported(trainer, model).compared_bytes == 0
+
+
+def written(prefix: Path, before: Path, seconds: float) -> None:
+    """Have all files of a checkpoint written so many seconds before another one."""
+    other = before.with_name(f"{before.name}.index").stat().st_mtime_ns
+    for path in prefix.parent.glob(f"{prefix.name}.*"):
+        os.utime(path, ns=(other, other - int(seconds * 1e9)))
+
+
+def went_back(trainer: Trainer, steps: int, seconds: float = 0.001) -> tuple[Path, Path]:
+    """An increment, and the next full save after the trainer began again at the one before.
+
+    The increment was written `seconds` before that, and is `steps` ahead.
+    """
+    (saved,) = trainer.saved
+    trainer.step = saved.step + 10 + steps
+    abandoned = save_increment(trainer)
+    restore(trainer, trainer.saved[saved], saved.step)
+    trainer.train(rows=2)
+    trainer.step = saved.step + 10
+    full = trainer.directory / trainer.save().name
+    trainer.touched = {}
+    written(abandoned, full, seconds)
+    return abandoned, full
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+def test_an_increment_of_before_the_trainer_went_back_is_left_out(
+    published: tuple[Trainer, Path], is_published: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, model = published
+    save = trainer.save
+    if is_published:  # before the trainer goes back
+        monkeypatch.setattr(trainer, "save", lambda: (export_incremental(request(trainer, model)), save())[1])
+    abandoned, full = went_back(trainer, 10)
+    before = read_log(model).at
+    assert (before.step == full_step(abandoned)) == is_published
+
+    done = exported(trainer, model)
+
+    now = read_log(model).at
+    assert (now.step, now.position > before.position) == (full_step(full), True)
+    assert any(abandoned.name in note and full.name in note for note in done.plan.notes)
+    assert done.compared_bytes > 0
+    trainer.train()
+    trainer.step = now.step + 5
+    save_state(save_increment(trainer))
+    after = exported(trainer, model)
+    assert (after.compared_bytes, after.plan.setbacks) == (0, ())
+    assert exported(trainer, model).published is None
+
+
+def full_step(prefix: Path) -> int:
+    return int(prefix.name.rpartition("-")[2])
+
+
+def save_state(newest: Path) -> None:
+    """The state file beside increments, as the trainer writes it with each."""
+    (newest.parent / "checkpoint").write_text(f'model_checkpoint_path: "{newest.name}"\n')
+
+
+def test_a_base_that_is_made_after_the_trainer_went_back_holds_nothing_of_before(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "train", parts=2)
+    trainer.save()
+    trainer.train()
+    went_back(trainer, 10)
+    publish_base(trainer, Serving(), tmp_path / "model")
+    done = exported(trainer, tmp_path / "model")
+    assert done.published is None
+    assert len(done.plan.setbacks) == 1
+
+
+@pytest.mark.parametrize("how", ["at once", "anew"])
+def test_an_increment_that_may_be_of_the_full_save_is_taken(
+    published: tuple[Trainer, Path], how: str
+) -> None:
+    """Where times count whole seconds, both may have the same; and a trainer that comes to a step again
+    writes its increment again."""
+    trainer, model = published
+    abandoned, full = went_back(trainer, 10)
+    trainer.train()
+    trainer.step = full_step(abandoned)
+    assert save_increment(trainer) == abandoned
+    written(abandoned, full, 0 if how == "at once" else -60)
+    done = exported(trainer, model)
+    assert done.at.step == full_step(abandoned)
+    assert done.plan.setbacks[1:] == ()
 
 
 def test_the_state_file_says_which_increment_is_the_newest(published: tuple[Trainer, Path]) -> None:

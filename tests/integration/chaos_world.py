@@ -10,7 +10,8 @@ do, and never from what the exporter wrote. After each happening:
 * a replica's position never goes back, it passes no hold, and its variables are those of its position.
 
 A world's seed says of which kind its model is: whether tables are mapped, for how many changed rows there is
-room, and whether rows are in 8 bits. Where there is no room for a delta, a base takes its place.
+room, whether rows are in 8 bits, and whether the trainer is DeepRec's. Where there is no room for a delta, a
+base takes its place.
 """
 
 from __future__ import annotations
@@ -20,32 +21,41 @@ import os
 import random
 import secrets
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops.lookup_ops import StaticHashTable
 
+import exporter
+from exporter.bundle import mapped_tables
 from exporter.delta.format import Schema
-from exporter.errors import ExportError
+from exporter.errors import ExportError, UsageError
 from exporter.pipeline import log_maintenance
 from exporter.publish.approval import approve
 from exporter.publish.delta_log import DeltaLog, list_deltas, read_log
 from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.versions import version_dirs
+from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY
 from exporter.verify.log import verify_model
 from exporter.wire.int8_codes import beside_codes, to_codes, values_of
 from tests.support.commands import Ran, export_small
+from tests.support.deeprec_numpy_trainer import DeepRecNumpyTrainer
 from tests.support.directory_store import BUCKET, directory_store
 from tests.support.failing_calls import ERRORS, NONE, Failure, failing_commands, may_mount
 from tests.support.kills import killed_at
 from tests.support.logs import assert_same_bits, values_at
 from tests.support.numpy_trainer import NumpyTrainer
+from tests.support.threads import at_once
 from tests.support.updatable import Loaded, loaded_quickly
 
 tf1 = tf.compat.v1
@@ -55,6 +65,7 @@ Values = dict[str, np.ndarray]
 USERS, ITEMS = 23, 10
 EXIT_CODES = {0, 1, 2, 3, 4, 5, 6}
 NEAR = 0.05
+NOT_UPDATABLE = {"map_tables": False, "overlay_rows": None}
 LATER = 1e12
 """A time at which every grace period is over."""
 BASES = [(), ("--stamp",), ("--isolation", "row"), ("--snapshot-max-rows", "4"), ("--with-digest", "--stamp")]
@@ -70,6 +81,7 @@ class Kind:
     maps: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
     in_8_bits: frozenset[str] = frozenset()
+    trainer: type[NumpyTrainer] = NumpyTrainer
 
     @property
     def has_room(self) -> bool:
@@ -94,21 +106,50 @@ KINDS = (
     Kind(("--map-tables", "--overlay-rows", "12"), *ALL_IN_8_BITS),
     Kind((), *USERS_IN_8_BITS),
     Kind(("--map-tables",)),
+    Kind(trainer=DeepRecNumpyTrainer),
+    Kind(("--map-tables", "--overlay-rows", str(USERS)), trainer=DeepRecNumpyTrainer),
 )
 """With 12 places the overlay of `USERS` rows is soon full, and with a quarter, that of `ITEMS`, too."""
 
 
+def serving() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A builder of the graph that serves the variables of `tests.support.numpy_trainer`."""
+    user = tf1.placeholder(tf.int64, [None], name="user")
+    item = tf1.placeholder(tf.int64, [None], name="item")
+    with tf1.variable_scope("s", use_resource=True):
+        users, items = tf1.get_variable("users", [USERS, 3]), tf1.get_variable("items", [ITEMS, 2])
+        kernel, scale = tf1.get_variable("kernel", [3, 4]), tf1.get_variable("scale", [])
+    outputs = {
+        "user_rows": tf.gather(users, user),
+        "item_rows": tf.gather(items, item),
+        "dense": kernel * scale,
+    }
+    return {"user": user, "item": item}, {name: tf.identity(it, name) for name, it in outputs.items()}
+
+
+def with_vocabulary() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same by the names of users, which a table of the builder's has."""
+    names = [f"user {number}" for number in range(USERS)]
+    inputs, outputs = serving()
+    lookup = keras.layers.StringLookup(vocabulary=names, num_oov_indices=0)
+    assert lookup.vocabulary_size() == USERS
+    name = tf1.placeholder(tf.string, [None], name="name")
+    outputs["number"] = tf.identity(lookup(name), "number")
+    return {**inputs, "name": name}, outputs
+
+
+def told(call: Callable[[], Any]) -> Any:
+    """What a call returns, or its error by name."""
+    try:
+        return call()
+    except ExportError as error:
+        return error
+
+
 def write_graph(path: Path) -> None:
-    """The `.meta` of a graph that serves the variables of `tests.support.numpy_trainer`."""
+    """The `.meta` of the same graph."""
     with tf.Graph().as_default():
-        user = tf1.placeholder(tf.int64, [None], name="user")
-        item = tf1.placeholder(tf.int64, [None], name="item")
-        with tf1.variable_scope("s", use_resource=True):
-            users, items = tf1.get_variable("users", [USERS, 3]), tf1.get_variable("items", [ITEMS, 2])
-            kernel, scale = tf1.get_variable("kernel", [3, 4]), tf1.get_variable("scale", [])
-        tf.identity(tf.gather(users, user), name="user_rows")
-        tf.identity(tf.gather(items, item), name="item_rows")
-        tf.identity(kernel * scale, name="dense")
+        serving()
         tf1.train.Saver()
         tf1.train.export_meta_graph(str(path))
 
@@ -135,7 +176,7 @@ class World:
         self.say = say
         self.model, self.graph = directory / "model", directory / "graph.meta"
         write_graph(self.graph)
-        self.trainer = NumpyTrainer(directory / "train", seed)
+        self.trainer = self.kind.trainer(directory / "train", seed)
         self.at: dict[int, Values] = {}
         self.trained: Values = {}
         self.replicas: list[Replica] = []
@@ -166,6 +207,7 @@ class World:
         "save": 5,
         "end": 3,
         "set_back": 3,
+        "abandon": 3,
         "export": 14,
         "export_near": 2,
         "export_rounded": 2,
@@ -177,6 +219,7 @@ class World:
         "approve": 6,
         "kill": 6,
         "at_once": 3,
+        "threads": 3,
         "damage": 8,
         "new_log": 1,
         "update": 16,
@@ -220,9 +263,17 @@ class World:
     def set_back(self) -> None:
         """Somebody names an older checkpoint; the later ones are left, deleted, or have lost their shards."""
         self.trainer.kill()
-        self.trainer.set_back(self.dice.choice(["kept", "deleted", "lost", "lost by itself"]))
+        # Nothing in DeepRec's files tells that the full checkpoint is gone that an increment builds on.
+        gone = [] if isinstance(self.trainer, DeepRecNumpyTrainer) else ["deleted"]
+        self.trainer.set_back(self.dice.choice(["kept", "lost", "lost by itself", *gone]))
         if self.dice.random() < 0.7:
             self.begin()
+
+    def abandon(self) -> None:
+        """DeepRec's increments of a branch that was left lie beside a full checkpoint saved since."""
+        if isinstance(self.trainer, DeepRecNumpyTrainer):
+            self.trainer.abandon()
+            self.export()
 
     def begin(self) -> None:
         """A session begins."""
@@ -433,6 +484,45 @@ class World:
         codes = run_together([list(map(str, arguments)) for arguments in commands])
         assert set(codes) <= EXIT_CODES, (commands, codes)
         self.account()
+
+    def threads(self) -> None:
+        """Exports in threads of one program: of this model, and of another by a builder, all at once."""
+        beside = [self.graph.with_name(name) for name in ("beside", "plain")]
+        own = partial(exporter.export_incremental, **self._keywords(self.model, self.graph))
+        other = partial(exporter.export_incremental, **self._keywords(beside[0], with_vocabulary))
+        plain = partial(exporter.export, **{**self._keywords(beside[1], with_vocabulary), **NOT_UPDATABLE})
+        before = sys.stdout, [*sys.path], StaticHashTable.size
+        with patch.object(mapped_tables, "LEAST_BYTES", 1):
+            found = at_once([partial(told, call) for call in (own, own, other, other, plain)])
+            found.append(told(other))  # after a base, the increments
+        assert (sys.stdout, [*sys.path], StaticHashTable.size) == before
+        assert not any(isinstance(each, UsageError) for each in found), found
+        failed = [isinstance(each, ExportError) for each in found]
+        self.say("  " + " ".join(type(each).__name__ for each in found))
+        self.account()
+        if not all(failed[:2]):
+            self.assert_newest_is(self.visible)
+        if not self.kind.in_8_bits or not any(map(self.is_sick, (self.trained_now, self.saved_now))):
+            assert not failed[4], found[4]
+            if self.kind.has_room:
+                assert not failed[5], found[5]
+                assert_same_bits(values_at(read_log(beside[0])), self.visible)
+        for directory in beside:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _keywords(self, out: Path, model: Any) -> dict[str, Any]:
+        names = () if callable(model) else ("user_rows", "item_rows", "dense")
+        options: dict[str, Any] = {"renames": [r"s/(.*)=net/\1"]}
+        if names:
+            options["inputs"] = {"user": "user:0", "item": "item:0"}
+            options["outputs"] = {name: f"{name}:0" for name in names}
+        if self.kind.cast:
+            options["casts"] = [self.kind.cast[1]]
+        if self.kind.maps:
+            options["map_tables"] = True
+        if len(self.kind.maps) > 1:
+            options["overlay_rows"] = int(self.kind.maps[2])
+        return {"ckpt_dir": self.trainer.directory, "out": out, "model": model, **options}
 
     def damage(self) -> None:
         """A file is damaged, a replica and a command meet it, and it is healed."""
@@ -778,6 +868,7 @@ def damaged(path: Path, dice: random.Random, *, in_place: bool = True) -> Iterat
                 aside.rename(path)
         return
     is_text = path.suffix == ".json" or path.name in ("hold", "checkpoint")
+    was = path.stat()
     how = dice.choice(["cut", "gone"] if is_text else ["flip", "cut", "gone"])
     aside = path.with_name(f".aside-{secrets.token_hex(4)}")
     size = path.stat().st_size
@@ -802,3 +893,5 @@ def damaged(path: Path, dice: random.Random, *, in_place: bool = True) -> Iterat
         os.ftruncate(handle, 0)
         os.pwrite(handle, content, 0)
         os.close(handle)
+        if DEEPREC_INCREMENTS_DIRECTORY in path.parts:  # where time tells what was written before what
+            os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))

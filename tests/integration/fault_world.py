@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ import numpy as np
 from exporter.delta.chunk_digest import chunk_digest, chunks, served_digests
 from exporter.errors import CallFailed, Exit, ExportError
 from exporter.options import Isolation
-from exporter.publish.delta_log import DeltaLog, LogBase, list_deltas, read_log
+from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta, list_deltas, read_log
 from exporter.wire.dtypes import DType
 from exporter.wire.int8_codes import beside_codes, to_codes
 from serving.client import ModelClient
@@ -249,6 +250,7 @@ class World:
         self.exporter, self.agent = program("exporter"), program("agent")
         self.clocks = [(name, Clock(directory / f"{name}.clock")) for name in ("exporter", "agent")]
         self._ports = [_free_port() for _ in range(replicas)]
+        self._agent_port = _free_port()
         self.servers = [program(f"server{number}") for number in range(replicas)]
         self.proxies = [self.stack.enter_context(Proxy(port)) for port in self._ports]
         self._set_commands()
@@ -277,7 +279,16 @@ class World:
                 *targets,
                 "--json",
             ),
-            *("--port", "0", "--refresh-seconds", "1", "--deadline", "2", "--audit-seconds", "0.5"),
+            *(
+                "--port",
+                self._agent_port,
+                "--refresh-seconds",
+                "1",
+                "--deadline",
+                "2",
+                "--audit-seconds",
+                "0.5",
+            ),
         ]
 
     def _publishing(self) -> list[str]:
@@ -350,6 +361,7 @@ class World:
         "pause": 4,
         "network": 8,
         "damage": 4,
+        "spoil": 1,
         "fill_disk": 2,
         "clock_jump": 3,
         "read_only": 2,
@@ -445,6 +457,94 @@ class World:
             self._mend_later(f"{path.name} is healed", lambda: _leave(damage), self.unreadable)
             return f"{how} {delta.path.name}/{path.name}"
         return None
+
+    def spoil(self) -> str | None:
+        """A delta is damaged before a server has it: all stay where good ones lead, and ready, until a base.
+
+        Nothing else happens meanwhile.
+        """
+        self._mend(None)
+        self._wait("the end of every command", self._is_idle)
+        if read_log(self.model).hold.is_set:
+            return None
+        self._wait("a ready agent", self._is_ready)
+        self.exporter.signal(signal.SIGSTOP)
+        try:
+            with suppress(OSError, ExportError):
+                log = read_log(self.model)
+                self._wait("every server at the newest position", lambda: self._all_at(log))
+                return self._spoil_after(log)
+        finally:
+            for program in (self.exporter, self.agent):
+                program.signal(signal.SIGCONT)
+        return None
+
+    def _spoil_after(self, log: DeltaLog) -> str | None:
+        """Let the exporter go on, damage what it publishes beyond a position, and mend that by a base."""
+        self.agent.signal(signal.SIGSTOP)
+        self.exporter.signal(signal.SIGCONT)
+        newer = self._published_after(log)
+        self.exporter.signal(signal.SIGSTOP)
+        if not newer:
+            return None
+        chosen = self.dice.randrange(len(newer))
+        good = newer[chosen - 1].end if chosen else log.at.position
+        files = [path for path in newer[chosen].path.iterdir() if path.is_file() and path.suffix != ".json"]
+        damage = damaged(path := self.dice.choice(sorted(files)), self.dice)
+        self.unreadable.begin()
+        how = damage.__enter__()
+        try:
+            self.agent.signal(signal.SIGCONT)
+            self._wait("a ready agent beside the damage", self._is_ready)
+            self._stay(log, good)
+            self.exporter.signal(signal.SIGCONT)
+            for attempt in ((), ("merge", self.model), (*self._publishing(), "--updatable", "--again")):
+                if attempt:
+                    self._command(*attempt, limit_s=SETTLED_WITHIN_S)
+                    self._wait("the end of every command", self._is_idle)
+        finally:
+            _leave(damage)
+            self.unreadable.end()
+        return f"{newer[chosen].path.name}/{path.name} ({how})"
+
+    def _published_after(self, log: DeltaLog, seconds: float = 30.0) -> list[LogDelta]:
+        """The deltas beyond a log's position; none if none comes, or if another base does."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._restart()
+            time.sleep(0.1)
+            with suppress(OSError, ExportError):
+                now = read_log(self.model)
+                newer = [delta for delta in now.deltas if delta.end > log.at.position]
+                if now.base.path != log.base.path:
+                    return []
+                if newer:
+                    return newer
+        return []
+
+    def _stay(self, log: DeltaLog, good: int) -> None:
+        """For some seconds no server passes a position, and the agent is ready."""
+        version, until, ready_at = int(log.base.path.name), time.monotonic() + 5, time.monotonic()
+        while time.monotonic() < until:
+            for server, port in zip(self.servers, self._ports, strict=True):
+                with suppress(CallFailed):
+                    position = _standing(port, NAME, version)
+                    if position is not None and not log.at.position <= position <= good:
+                        self.fault(f"{server.name} is at {position}: the delta after {good} is damaged")
+            if self._is_ready():
+                ready_at = time.monotonic()
+            elif time.monotonic() - ready_at > 3:
+                self.fault("the agent is not ready for a damaged delta that no server needs to answer")
+                return
+            time.sleep(0.2)
+
+    def _is_ready(self) -> bool:
+        """What the agent's probe says of all replicas."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._agent_port}/readyz", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
 
     def fill_disk(self) -> str | None:
         """No space is left, for trainer and exporter."""

@@ -457,6 +457,23 @@ def test_a_canary_that_hangs_gives_way(published: Published, servers: list[Serve
         assert not running.of("rolled_back")
 
 
+def test_a_canary_that_is_gone_when_it_is_sent_gives_way_at_once(
+    published: Published, servers: list[Server], golden: Path
+) -> None:
+    """Whoever waits for it, or asks it in vain, waits for ever."""
+    never = ("--canary-seconds", "100000", "--refresh-seconds", "100000")
+    with canary(published, servers, golden, *never) as running:
+        good = publish(published, normal)
+        wait(lambda: positions(servers, published) == {good})
+        servers[0].kill()
+        newest = publish(published)
+        wait(lambda: positions(servers[1:], published) == {newest})
+        assert servers[0].address in {event["replica"] for event in running.of("failed")}
+        servers[0].start()
+        wait(lambda: positions(servers, published) == {newest})
+        assert not running.of("rolled_back")
+
+
 @pytest.mark.parametrize(
     "killed", ["agent", pytest.param("first", marks=thorough), pytest.param("second", marks=thorough)]
 )

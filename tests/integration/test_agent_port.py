@@ -67,6 +67,7 @@ def test_the_port_speaks_tls_and_asks_for_certificates_and_a_token(
             return get(running.port, path, certified.ca, own, **headers)
 
         assert ask("/healthz") == (200, "ok\n"), "a probe shows no certificate"
+        assert ask("/healthz", Host="ml.example.com") == (200, "ok\n"), "the certificate has the names"
         status, text = ask("/readyz")
         assert (status, NOBODY in text) == (503, False), "and learns no address"
         for path in ("/", "/metrics", "/status.json"):
@@ -88,6 +89,25 @@ def test_the_port_speaks_tls_and_asks_for_certificates_and_a_token(
         assert "Traceback" not in said
         for secret in ("s3cret-w0rd", key):
             assert secret not in said
+
+
+@pytest.mark.parametrize("path", ["/", "/status.json", "/metrics", "/readyz"])
+def test_a_page_whose_name_leads_here_reads_nothing(published: Published, path: str) -> None:
+    """Of DNS rebinding: the browser takes the page for one of the site's own."""
+    with agent(
+        published.model, NOBODY, more=("--allow-host", "ml.example.com,*.svc.cluster.local")
+    ) as running:
+
+        def named(host: str) -> int:
+            connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
+            connection.request("GET", path, headers={"Host": host})
+            return connection.getresponse().status
+
+        own = {
+            named(host) for host in ("10.0.0.7:8600", "localhost", "ml.example.com", "a.b.svc.cluster.local")
+        }
+        assert named("evil.example") == 403
+        assert 403 not in own
 
 
 @pytest.mark.parametrize(
@@ -164,11 +184,12 @@ def test_deltas_that_vanish_are_not_taken_for_none(published: Published, server:
         wait(lambda: running.get("/readyz")[0] == 200)
         deltas.rename(away)
         try:
-            wait(lambda: "has vanished: is its volume mounted?" in running.get("/readyz")[1])
+            wait(lambda: "has vanished: is its volume mounted?" in running.get("/freshz")[1])
+            assert running.get("/readyz")[0] == 200, "the server answers as before"
         finally:
             away.rename(deltas)
         wait(lambda: running.of("seen"))
-        wait(lambda: running.get("/readyz")[0] == 200)
+        wait(lambda: running.get("/freshz")[0] == 200)
 
 
 def test_an_empty_directory_where_a_model_was_is_an_unmounted_volume(
@@ -181,10 +202,11 @@ def test_an_empty_directory_where_a_model_was_is_an_unmounted_volume(
         published.model.rename(away)
         published.model.mkdir()
         try:
-            wait(lambda: "is its volume mounted?" in running.get("/readyz")[1])
+            wait(lambda: "is its volume mounted?" in running.get("/freshz")[1])
             assert f'published_visible{{model="{published.model.name}"}} 0.0' in running.get("/metrics")[1]
             (published.model / "deltas").mkdir()
-            assert running.get("/readyz")[0] == 503
+            assert running.get("/freshz")[0] == 503
+            assert running.get("/readyz")[0] == 200, "the server answers as before"
         finally:
             shutil.rmtree(published.model)
             away.rename(published.model)

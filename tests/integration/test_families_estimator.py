@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exporter.errors import MissingAsset, NotServable
+from exporter.errors import MissingAsset, NotServable, TrainingModeServed
 from exporter.options import DataMode, ExportRequest, Verify
 from exporter.pipeline.full import Exported, export, plan
 from exporter.wire.protos import message_class
@@ -191,7 +191,7 @@ def test_a_feature_that_is_left_out(model_dirs: Path, tmp_path: Path) -> None:
         )
 
 
-def test_dropout_in_a_training_graph_is_told(model_dirs: Path, tmp_path: Path) -> None:
+def test_dropout_in_a_training_graph_is_refused(model_dirs: Path, tmp_path: Path) -> None:
     signatures = {
         "serving_default": {
             "examples": {"clicks": "IteratorGetNext:0", "ids": {"sparse": "DeserializeSparse"}},
@@ -199,7 +199,8 @@ def test_dropout_in_a_training_graph_is_told(model_dirs: Path, tmp_path: Path) -
         }
     }
     request = ExportRequest(model_dirs / "custom", tmp_path, signatures=signatures_file(tmp_path, signatures))
-    assert any("dropout" in note for note in plan(request).notes)
+    with pytest.raises(TrainingModeServed, match="dropout"):
+        plan(request)
 
 
 def test_a_vocabulary_that_is_gone(model_dirs: Path, tmp_path: Path) -> None:

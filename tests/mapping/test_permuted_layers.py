@@ -140,7 +140,7 @@ def with_places(layers: list[str]) -> InferenceGraph:
     for group, (layer, own) in stored(values_of(layers)).items():
         for number, (leaf, value) in enumerate(zip(SHAPES, own, strict=True)):
             ref = TensorRef(f"{group}/vars/{number}", DType.FLOAT, value.shape, owner=layer)
-            places[f"{layer}/{leaf}"] = ref
+            places[f"{layer}/{leaf}"] = (ref,)
     return replace(by_names(layers), layers=places)
 
 

@@ -42,7 +42,7 @@ def served(owners: list[str], *, knows_places: bool) -> InferenceGraph:
         return graph(*variables)
     refs = stored(owners).tensors.values()
     leaves = {"0": "kernel", "1": "bias"}
-    places = {f"{ref.owner}/{leaves[ref.name.rpartition('/')[2]]}": ref for ref in refs}
+    places = {f"{ref.owner}/{leaves[ref.name.rpartition('/')[2]]}": (ref,) for ref in refs}
     return replace(graph(*variables), layers=places)
 
 

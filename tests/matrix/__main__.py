@@ -1,12 +1,13 @@
 """`python -m tests.matrix [--short]`: every supported TensorFlow makes a base, every one loads it.
 
 Each environment has one Python and one TensorFlow. In each: install TensorFlow, then this package with its
-dependencies (TensorFlow must not move); train by a session with the hook, and by Keras with the callback;
-export a base, train on, publish a delta. Then every environment serves every base: the first answers have to
-be the trainer's, an update while predictions run has to lead to the trainer's next, and no answer may mix the
-two. The C++ loader of each TensorFlow, which is that of TensorFlow Serving, loads each base, too. Each also
-makes two versions and two bases whose table is mapped (`--map-tables`), one of each in 8 bits: every loader
-has to map it, and to answer as the trainer does; the bases get a delta, too.
+dependencies (TensorFlow must not move); train by a session with the hook, by an Estimator where there are
+any, and by Keras with the callback; export a base, train on, publish a delta. Then every environment serves
+every base: the first answers have to be the trainer's, an update while predictions run has to lead to the
+trainer's next, and no answer may mix the two. The C++ loader of each TensorFlow, which is that of TensorFlow
+Serving, loads each base, too. Each also makes two versions and two bases whose table is mapped
+(`--map-tables`), one of each in 8 bits: every loader has to map it, and to answer as the trainer does; the
+bases get a delta, too.
 
 One more environment has no TensorFlow. It takes the training and the base of another one, publishes the
 delta, a version of the training's own graph (`.meta`) and the mapped versions, and updates servers by itself.
@@ -52,6 +53,8 @@ ENVIRONMENTS = (
 SHORT = ("2.15.1", "2.20.0")
 """The oldest TensorFlow, there with the lowest bounds of all libraries; and one on the newest Python."""
 NONE = "none"
+ESTIMATORS = "2.15."
+"""The last TensorFlow that has Estimators."""
 WITHOUT = "3.13"
 """The Python of the environment without TensorFlow; its training is that of another on this Python."""
 BESIDE = {"2.20.0": ["protobuf<7"]}
@@ -60,6 +63,7 @@ EXTRAS = ("server", "agent", "stores")
 """Those of the environments; extras of engines have tests of their own, each in an environment with it."""
 MODELS = {
     "session": "examples/ranker/model.py:serving",
+    "estimator": "examples/ranker/model.py:serving",
     "keras": "tests/matrix/trainer.py:tower",
     "mapped": "tests/matrix/trainer.py:wide",
 }
@@ -94,7 +98,7 @@ class Environment:
         self.python, self.tensorflow = python, tensorflow
         self.has_tensorflow = tensorflow != NONE
         self.bounds = ["--constraint", str(work / "lowest.txt")] if lowest else []
-        self.kinds = [*MODELS]
+        self.kinds = [kind for kind in MODELS if kind != "estimator" or tensorflow.startswith(ESTIMATORS)]
         name = f"{python}-{tensorflow}" + ("-lowest" if lowest else "")  # else both forms would share it
         self.directory = work / f"env-{name}"
         self.models = work / "made" / name

@@ -2,8 +2,9 @@
 
 `python tests/matrix/trainer.py KIND CKPT_DIR STEPS ANSWERS.npz`: trains on to that step, writes a full
 checkpoint and increments, and what the trained model answers. KIND is `session` (TF1 style, IncrementHook),
-`keras` (IncrementCallback; Keras 2 in TensorFlow 2.15, Keras 3 later) or `mapped` (a table that is large
-enough to be mapped; it writes full checkpoints alone).
+`estimator` (an Estimator with the same hook and the two others; up to TensorFlow 2.15), `keras`
+(IncrementCallback; Keras 2 in TensorFlow 2.15, Keras 3 later) or `mapped` (a table that is large enough to be
+mapped; it writes full checkpoints alone).
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from exporter.training import IncrementCallback, IncrementHook
+from exporter.training import ExportHook, IncrementCallback, IncrementHook, StopAfterHook
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from examples.ranker.model import ITEMS, USERS, Batch, click_logit
 
 v1 = tf.compat.v1
 EVERY = 10
+RANKER = f"{Path(__file__).parents[2] / 'examples/ranker/model.py'}:serving"
 ASKED = 500
 ROWS = 80_000
 
@@ -56,6 +58,44 @@ def session(directory: str, steps: int, answers: str) -> None:
             feeds = {user: asked["user"], item: asked["item"]}
             found = running.run_step_fn(lambda step_context: step_context.session.run(click, feeds))
         np.savez(answers, **{f"in_{name}": value for name, value in asked.items()}, out_click=found)
+
+
+def estimator(directory: str, steps: int, answers: str) -> None:
+    """The same ranker: first by `train`, called twice with one hook, then by `train_and_evaluate`."""
+    some = np.arange(ASKED)
+    asked = {"user": some**2 % USERS, "item": some * 5 % ITEMS}
+
+    def model_fn(features: Any, labels: Any, mode: str) -> Any:
+        logit = click_logit(Batch(features["user"], features["item"]))
+        if mode == tf.estimator.ModeKeys.PREDICT:
+            return tf.estimator.EstimatorSpec(mode, predictions={"click": tf.sigmoid(logit)})
+        loss = tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels=labels, logits=logit))
+        optimizer = v1.train.AdagradOptimizer(0.3)
+        train = optimizer.minimize(loss, global_step=v1.train.get_global_step())
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train)
+
+    def trained_on() -> Any:
+        random = np.random.default_rng(steps)
+        ids = {"user": random.integers(0, USERS, 4096), "item": random.integers(0, ITEMS, 4096)}
+        labels = (ids["user"] % 5 == ids["item"] % 5).astype(np.float32)
+        return tf.data.Dataset.from_tensor_slices((ids, labels)).repeat().batch(64)
+
+    config = tf.estimator.RunConfig(save_checkpoints_steps=1 << 30)
+    trainer = tf.estimator.Estimator(model_fn, directory, config)
+    increments = IncrementHook(directory, save_increment_steps=EVERY, is_chief=config.is_chief)
+    export = ["--ckpt-dir", directory, "--model", RANKER, "--out", "models/exported"]
+    exports = ExportHook(export, raise_on_failure=True)
+    if steps == EVERY:
+        trainer.train(trained_on, max_steps=steps // 2, hooks=[increments])
+        trainer.train(trained_on, max_steps=steps, hooks=[increments, StopAfterHook(3600), exports])
+    else:
+        train = tf.estimator.TrainSpec(trained_on, steps, hooks=[increments, StopAfterHook(3600), exports])
+        evaluate = tf.estimator.EvalSpec(trained_on, steps=1, start_delay_secs=0, throttle_secs=0)
+        tf.estimator.train_and_evaluate(trainer, train, evaluate)
+    assert all(outcome.is_done for outcome in exports.outcomes)
+    found = trainer.predict(lambda: tf.data.Dataset.from_tensors(asked))
+    clicks = np.array([each["click"] for each in found])
+    np.savez(answers, **{f"in_{name}": value for name, value in asked.items()}, out_click=clicks)
 
 
 def tower() -> Any:
@@ -115,4 +155,5 @@ def mapped(directory: str, steps: int, answers: str) -> None:
 
 if __name__ == "__main__":
     kind, directory, steps, answers = sys.argv[1:]
-    {"session": session, "keras": keras, "mapped": mapped}[kind](directory, int(steps), answers)
+    kinds = {"session": session, "estimator": estimator, "keras": keras, "mapped": mapped}
+    kinds[kind](directory, int(steps), answers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import tempfile
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exporter.errors import CorruptFile, ExportError
+from exporter.errors import CorruptFile, ExportError, ManifestError
 from exporter.increments.history import identify, read_history
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
@@ -221,8 +220,9 @@ def test_a_manifest_that_omits_a_tensor_is_not_believed(tmp_path: Path, what: st
         text = json.dumps(entries, separators=(",", ":"))
         manifest["schema_digest"] = hashlib.sha256(text.encode()).hexdigest()
     (directory / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CorruptFile, match=re.escape(omitted["name"])):
+    with pytest.raises((CorruptFile, ManifestError)) as caught:
         if what == "increment":
             export_incremental(request(trainer, model))
         else:
             read_log(model).state()
+    assert omitted["name"] in f"{caught.value.message} {caught.value.cause}"

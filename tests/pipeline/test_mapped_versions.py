@@ -313,6 +313,30 @@ def test_doctor_names_a_model_that_is_restored(model: MappedModel, tmp_path: Pat
     assert cause == f"{model.out}/7/variables/mapped.id: No such file or directory"
 
 
+def test_a_copy_says_that_it_maps_the_original(model: MappedModel, tmp_path: Path) -> None:
+    """It does while that is there; the version that a rollback publishes again maps its own model's files."""
+    export(model.request())
+    copy = Path(shutil.copytree(model.out, tmp_path / "copy"))
+    assert mapped_by_inspect(model.out) == ["mapped"]
+    assert mapped_by_inspect(copy) == [f"mapped from {model.out / '7'}"]
+    ((message, _),) = doctor(copy)
+    assert f"maps the tables of {model.out / '7'}" in message
+    with in_session(copy / "7"):
+        assert {Path(path).parts[-3] for path in mapped_below(model.out)} == {"7"}
+    model.save(8)
+    export(model.request())
+    assert export_model("rollback", model.out, "--to", "7").code == 0
+    assert doctor(model.out) == []
+    assert mapped_by_inspect(model.out) == [f"mapped from {model.out / '7'}", "mapped", "mapped"]
+    shutil.rmtree(model.out)
+    (state,) = mapped_by_inspect(copy)
+    assert state.startswith("restored: ")
+
+
+def mapped_by_inspect(model: Path) -> list[str]:
+    return [version["mapped"] for version in export_model("inspect", model, "--json").document["versions"]]
+
+
 def doctor(model: Path) -> list[tuple[str, str]]:
     found = export_model("doctor", model, "--json").document["findings"]
     return [(each["message"], each["cause"]) for each in found if each["check"] == "mapped"]

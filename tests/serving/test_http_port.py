@@ -63,8 +63,8 @@ HALVES = [
     b"",
     b"G",
     b"GET / HTTP/1.1\r\nHost: a",
-    b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\nx",
-    b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nfff\r\nx",
+    b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nx",
+    b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nfff\r\nx",
 ]
 
 
@@ -123,7 +123,7 @@ def test_probes_are_answered_while_all_threads_work() -> None:
 def test_bodies_of_all_clients_together_have_a_limit() -> None:
     with listening() as port, ExitStack() as stack:
         length = 1 << 20
-        head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % length
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % length
         held = [stack.enter_context(connected(port, head + b"x" * (length - 1))) for _ in range(2)]
         until = time.monotonic() + WAIT_S
         while port.held_bytes < 2 * (length - 1):
@@ -153,7 +153,7 @@ def test_there_is_always_room_for_one_more(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_answer_that_is_not_taken_is_let_go() -> None:
     long = [b"x" * (1 << 20)] * 64
     with listening(lambda _: HttpResponse("200 OK", [], long), request_seconds=1.0) as port:
-        with connected(port, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n") as link:
+        with connected(port, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n") as link:
             link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
             until = time.monotonic() + WAIT_S
             for is_over in (lambda: port.held_bytes, lambda: not port.held_bytes):
@@ -168,7 +168,7 @@ def test_an_answer_that_is_not_taken_is_let_go() -> None:
 
 
 def test_a_client_that_asks_whether_to_send_its_body() -> None:
-    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\nExpect: 100-continue\r\n\r\n"
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\nExpect: 100-continue\r\n\r\n"
     with listening() as port:
         with connected(port, head % 2) as link:
             assert link.recv(1000).startswith(b"HTTP/1.1 100 ")
@@ -181,7 +181,7 @@ def test_a_client_that_asks_whether_to_send_its_body() -> None:
 def test_heads_have_no_body() -> None:
     with (
         listening() as port,
-        connected(port, b"HEAD / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n") as link,
+        connected(port, b"HEAD / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n") as link,
     ):
         head, _, body = heard(link).partition(b"\r\n\r\n")
         assert (b"Content-Length: 2" in head, body) == (True, b"")
@@ -202,7 +202,7 @@ def test_it_ends_with_what_is_under_way() -> None:
 
     with (
         listening(work) as port,
-        connected(port, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n") as link,
+        connected(port, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n") as link,
         connected(port),
     ):
         assert begun.wait(WAIT_S)

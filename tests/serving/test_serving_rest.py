@@ -38,7 +38,7 @@ from tools.reference.rest import HTTP_OUTCOMES, HttpOutcome
 WAIT_SECONDS = 60
 X = [[1.0, 2.0], [3.0, 4.0]]
 MODEL = "/v1/models/ranker"
-PREDICT = b"POST /v1/models/ranker:predict HTTP/1.1\r\nHost: h\r\n"
+PREDICT = b"POST /v1/models/ranker:predict HTTP/1.1\r\nHost: localhost\r\n"
 DEEP = b"[" * 100_000 + b"]" * 100_000
 CHUNKED = PREDICT + b"Transfer-Encoding: chunked\r\n\r\n"
 
@@ -483,21 +483,21 @@ class TestHttp:
         with socket.create_connection(("127.0.0.1", server.rest_port or 0), WAIT_SECONDS) as link:
             length = (512 << 20) + 1
             link.sendall(
-                b"POST /v1/models/ranker:predict HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % length
+                b"POST /v1/models/ranker:predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+                % length
             )
             assert link.recv(1000).startswith(b"HTTP/1.1 413 ")
 
     def test_headers_without_an_end(self, server: ModelServer, web: Web) -> None:
         with socket.create_connection(("127.0.0.1", server.rest_port or 0), WAIT_SECONDS) as link:
-            link.sendall(b"GET /v1/models/ranker HTTP/1.1\r\nHost: h\r\nX: " + b"x" * (65 << 10))
+            link.sendall(b"GET /v1/models/ranker HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (65 << 10))
             assert link.recv(1000).startswith(b"HTTP/1.1 431 ")
         assert web("GET", MODEL).code == 200
 
     def test_a_client_that_leaves_in_the_middle(self, server: ModelServer, web: Web) -> None:
         for sent in (b'{"inst', b""):
             with socket.create_connection(("127.0.0.1", server.rest_port or 0), WAIT_SECONDS) as link:
-                head = b"POST /v1/models/ranker:predict HTTP/1.1\r\nHost: h\r\nContent-Length: 90\r\n\r\n"
-                link.sendall(head + sent)
+                link.sendall(PREDICT + b"Content-Length: 90\r\n\r\n" + sent)
         assert web.ask("predict", {"instances": X}).code == 200
 
     def test_many_at_once(self, server: ModelServer) -> None:

@@ -198,16 +198,14 @@ def test_v1_loops_conditions_lookups_strings_and_sparse_tensors(tmp_path: Path) 
             server.signatures["serving_default"].inputs,
             server.signatures["serving_default"].outputs,
         )
-        sparse = given["bags"].coo_sparse
-        fetches = [found["scores"].name, found["text"].name, found["sparse"].coo_sparse.values_tensor_name]
-        fetches += [found["model_position"].name, found["sparse"].coo_sparse.dense_shape_tensor_name]
+        names = ["scores", "text", "sparse_1", "model_position", "sparse_2"]
+        fetches = [found[name].name for name in names]
 
         def call(n: int) -> list[Any]:
             feeds = {given["steps"].name: n, given["words"].name: ["a", "zz"]}
-            feeds |= {sparse.indices_tensor_name: bag.indices, sparse.values_tensor_name: bag.values}
-            answer: list[Any] = server.session.run(
-                fetches, feeds | {sparse.dense_shape_tensor_name: bag.dense_shape}
-            )
+            parts = zip(("bags", "bags_1", "bags_2"), bag, strict=True)
+            feeds |= {given[name].name: part for name, part in parts}
+            answer: list[Any] = server.session.run(fetches, feeds)
             return answer
 
         for n in (3, 0, 3):

@@ -34,13 +34,15 @@ def weights_file(target: Any, layers: Mapping[str, tuple[str, list[Any]]] = LAYE
     return target
 
 
-def keras_archive(path: Path, *, config: str = "{}", weights: bytes | None = None, **options: Any) -> Path:
+def keras_archive(
+    path: Path, *, config: str = "{}", weights: bytes | None = None, version: str = "3.10.0", **options: Any
+) -> Path:
     """A `.keras` archive; `options` go to ZipFile."""
     if weights is None:
         weights_file(buffer := io.BytesIO())
         weights = buffer.getvalue()
     with zipfile.ZipFile(path, "w", **options) as archive:
-        archive.writestr("metadata.json", '{"keras_version": "3.10.0"}')
+        archive.writestr("metadata.json", f'{{"keras_version": "{version}"}}')
         archive.writestr("config.json", config)
         archive.writestr("model.weights.h5", weights)
     return path

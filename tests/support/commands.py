@@ -64,8 +64,8 @@ class Bad(Exception):
     """What must not happen."""
 
 
-def run_command(*arguments: object) -> None:
-    """A command line must end in a code of the table, and in a named error if in any."""
+def run_command(*arguments: object) -> int:
+    """A command line must end in a code of the table, and in a named error if in any; the code."""
     ran = export_model(*arguments)
     if ran.code not in set(Exit):
         raise Bad(f"exit code {ran.code}")
@@ -73,3 +73,4 @@ def run_command(*arguments: object) -> None:
         raise Bad(ran.err)
     if ran.code not in (Exit.DONE, Exit.DIFFERENT) and "error" not in ran.err:
         raise Bad(f"exit code {ran.code} and no error: {ran.err!r}")
+    return ran.code

@@ -6,6 +6,7 @@ runs, parents, generations or milestones: those are what is tested.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -79,6 +80,12 @@ class Access:
             session.values[name] = np.array(values)
 
 
+def named_by(state_file: Path) -> str:
+    """The checkpoint that a state file names; "" if it does not name one."""
+    found = re.search(r'"(.+)"', state_file.read_text() if state_file.exists() else "")
+    return found[1] if found else ""
+
+
 def collector() -> Collector:
     tracked = []
     for name, shape in {**TABLES, **DENSE, STEP: ()}.items():
@@ -137,8 +144,8 @@ class NumpyTrainer:
 
     @property
     def named(self) -> str:
-        """What the state file names."""
-        return (self.directory / "checkpoint").read_text().split('"')[1]
+        """What the state file names; "" while there is none, or half of one."""
+        return named_by(self.directory / "checkpoint")
 
     def newest(self) -> CheckpointId:
         """The full checkpoint that counts: the named one, else the highest step of those that are whole."""

@@ -17,6 +17,7 @@ from msgspec.structs import fields, replace
 
 from exporter.cli import app as cli
 from exporter.errors import ExportFailed, UsageError
+from exporter.newer_python import module_command
 from exporter.options import (
     DataMode,
     DeltaDtype,
@@ -67,6 +68,7 @@ FULL = ExportRequest(
     allow_files=(Path("/data"), Path("words")),
     allow_file_ops=True,
     allow_batch_statistics=True,
+    allow_dropout=True,
     despite_hold=True,
     again=True,
     custom_objects=("pkg.mod", "other"),
@@ -190,11 +192,17 @@ def test_the_export_has_no_role_and_no_gpu() -> None:
     assert made["PATH"] == "/bin"
 
 
-def test_the_module_runs_as_the_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "exporter", "--help"], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0
+@pytest.mark.parametrize("python", [(3, 10), (3, 11)])
+def test_the_module_runs_as_the_command_whatever_lies_in_the_working_directory(
+    python: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.10 has no option for that: the command line that it gets runs here, too."""
+    monkeypatch.setattr(sys, "version_info", python)
+    command = module_command("exporter")
+    monkeypatch.undo()
+    (tmp_path / "typing.py").write_text("raise SystemExit('a file of the trainer was imported')")
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert "export-model --ckpt-dir" in done.stdout
 
 

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import copy
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,44 @@ import tensorflow as tf
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.errors import CorruptFile, MissingTensors, PublishError, ShapeMismatch, UsageError
 from exporter.increments.history import read_history
-from exporter.training import IncrementHook, MonitoredTrainingSession, restore_increments
+from exporter.training import (
+    ExportHook,
+    IncrementHook,
+    MonitoredTrainingSession,
+    StopAfterHook,
+    restore_increments,
+)
 from exporter.training import store as store_module
 from exporter.training.store import Store
 from tests.support.increments import apply_increments, differing, full, starts, values_of
 from tests.support.training_graphs import LAZY, OPTIMIZERS, Training, two_towers, v1
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda directory: IncrementHook(directory, save_increment_steps=1),
+        lambda directory: ExportHook(["--ckpt-dir", str(directory), "--out", "models/ranker"]),
+        lambda _: StopAfterHook(60),
+        lambda directory: Renamed(directory, save_increment_steps=1),
+    ],
+)
+def test_hooks_are_tensorflows_own(tmp_path: Path, hook: Callable[[Path], Any]) -> None:
+    """Estimators refuse any other; tests/matrix trains with the real ones."""
+    made = hook(tmp_path)
+    assert isinstance(made, v1.train.SessionRunHook)
+    assert isinstance(made, (IncrementHook, ExportHook, StopAfterHook))
+    assert type(copy.copy(made)) is type(made) is type(hook(tmp_path))
+
+
+class Renamed(IncrementHook):
+    """A hook of a user's, which is one of TensorFlow's, too."""
+
+
+def test_the_names_of_hooks_are_imported_without_tensorflow() -> None:
+    code = "import sys; from exporter.training import ExportHook, IncrementHook, StopAfterHook"
+    code += "; raise SystemExit('tensorflow' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def assert_exact(training: Training, final: Path) -> None:

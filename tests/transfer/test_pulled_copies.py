@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.errors import DiskFull, ForeignLineage
+from exporter.errors import DiskFull, ForeignLineage, UsageError
 from exporter.pipeline.log_maintenance import merge
 from exporter.publish.delta_log import read_log
 from exporter.publish.staging import Staging
@@ -132,6 +132,13 @@ def test_what_finds_no_room_is_not_fetched(
             pull(url, tmp_path / "copy")
     assert "100 B are free" in (full.value.cause or "")
     assert pull(url, tmp_path / "copy").position == 30
+
+
+def test_nothing_is_fetched_to_where_it_cannot_be_served(machine: Machine, url: str, tmp_path: Path) -> None:
+    pushed(machine.model, url)
+    with pytest.raises(UsageError, match="pattern"):
+        pull(url, tmp_path / "a[b]")
+    assert not (tmp_path / "a[b]").exists()
 
 
 def test_a_canarys_rollback_stays_when_the_store_has_merged(

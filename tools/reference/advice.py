@@ -68,6 +68,11 @@ ADVICE: dict[type[ExportError], Advice] = {
         "Save it again as the text says. A newer format version needs the `export-model` that wrote it, "
         "or a newer one.",
     ),
+    errors.LfsPointer: Advice(
+        "The repository keeps large files in Git LFS, and was cloned without them: in their places are small "
+        "text files, which say what to fetch.",
+        "`git lfs install`, then `git lfs pull` in the clone.",
+    ),
     errors.UnsafeArchive: Advice(
         "An archive has pickled objects, links, paths that lead out of it, or unfolds to far more than it "
         "holds. Nothing of it was executed.",
@@ -104,7 +109,8 @@ ADVICE: dict[type[ExportError], Advice] = {
     errors.AccessRefused: Advice(
         "A graph asks for something outside of the model: a file of another directory, which nobody named "
         "for it (a vocabulary of the `.meta` beside a checkpoint), or an operation that reads or writes "
-        "files, calls other processes or runs code, on the server or where outputs are compared here.",
+        "files, calls other processes or runs code, on the server or where outputs are compared here. An "
+        "operation of TensorFlow that nobody has judged yet counts as one that may do anything.",
         "If the graph is yours, name it with `--model`, or allow what it asks for: `--allow-files DIR` for "
         "files, `--allow-file-ops` for operations that are served, `--allow-code` for what runs here.",
     ),
@@ -148,11 +154,11 @@ ADVICE: dict[type[ExportError], Advice] = {
         "Build the model as the trainer did; if only names changed, say so with `--rename`.",
     ),
     errors.TrainingModeServed: Advice(
-        "Batch normalisation in the graph uses the statistics of each request's own batch, as in "
-        "training, although the checkpoint holds moving averages for inference. Answers would depend on "
-        "what else is in the batch.",
-        "Build the graph with `training=False`, freeze the placeholder with `--feed is_training=false`, "
-        "or say `--allow-batch-statistics` if it is meant.",
+        "The graph computes as in training. Either batch normalisation uses the statistics of each request's "
+        "own batch, although the checkpoint holds moving averages for inference: answers would depend on "
+        "what else is in the batch. Or dropout or noise is on, or may be: answers would be random.",
+        "Build the graph with `training=False`, freeze the placeholder with `--feed is_training=false` or "
+        "`--feed keep_prob=1.0`, or say `--allow-batch-statistics` or `--allow-dropout` if it is meant.",
     ),
     errors.AmbiguousRename: Advice(
         "Two `--rename` rules give one variable different names, or two variables claim one tensor.",

@@ -66,6 +66,26 @@ _DIFFERENCES = (
     ),
     ("numbers beyond int8, uint8 or int16 in requests", "400; there other numbers of that type"),
     ("`Inf` and `-Inf` in requests", "no JSON; as there, `NaN`, `Infinity` and `-Infinity` are numbers"),
+    (
+        "types that have no JSON there: float16, bfloat16, uint16, complex and quantised ones, and more",
+        "as there, values of them in requests are refused with 400 by rows and 501 by columns, values in "
+        "answers with 400; `[]`, which has no value, is taken. gRPC carries them",
+    ),
+    (
+        "base64 in requests",
+        "as there, of the standard alphabet alone, with white space anywhere, and with all of its padding, "
+        "of `=` or `.`, or none",
+    ),
+    (
+        "`Host`",
+        "403 unless it is an address, `localhost`, `--host` or in `--allow-host`, or a name without a dot "
+        "where the port is not on a loopback address; there any",
+    ),
+    (
+        "what a page of another site sends without asking first: `Origin` or `Sec-Fetch-Site` says so, and "
+        "the type is not `application/json`",
+        "403 without `--rest-api-enable-cors-support`; there it is computed",
+    ),
     ("a key that an object has twice", "the last counts; there the first"),
     ("bytes in requests that are not UTF-8", "400; there taken as they are"),
     ("paths that begin with `//v1/`", "404, as of any other path; there `v1` is taken for a host's name"),

@@ -74,6 +74,8 @@ class VersionInspection(Struct, frozen=True):
     """Its signatures, by name."""
     tables: Sequence[ServedTableView]
     """Its dynamic tables, as its variables hold them."""
+    mapped: str | None
+    """`mapped`, of a copy ` from ` the original, or `restored: ` and why; null: not made for it."""
     tensors: Sequence[Tensor] | None
     """Every variable, with `--tensors`."""
 

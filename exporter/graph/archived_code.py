@@ -1,0 +1,205 @@
+"""Judge what a Keras archive's config names, before Keras makes and calls it.
+
+Everything that is allowed is listed in `archive_names`, or was named by the user (`--custom-objects`) or by
+the running program (what it registered with Keras). The rest is refused.
+
+Keras looks names up in several ways: below the module that an entry says, in its public API, in tables of its
+own, in the module that reads the entry. All of them stay within Keras, once an entry has no module but
+Keras' own and no second name (`registered_name`), so that the name decides.
+Source: `_retrieve_class_or_fn` in saving/serialization_lib.py, and saving/legacy/serialization.py of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format
+from google.protobuf.message import DecodeError
+
+from exporter.errors import CodeRefused
+from exporter.graph.archive_names import (
+    CLASSES,
+    FUNCTIONS,
+    GRAPH_FUNCTIONS,
+    PLAIN_VALUES,
+    RAGGED_MAKERS,
+    TENSOR_MEMBERS,
+    TYPE_SPECS,
+)
+from exporter.graph.outside import effect_of
+from exporter.wire import protos
+
+KERASES = frozenset({"keras", "tf_keras"})
+_CARRIES_CODE = {
+    "Lambda": "byte code in the archive",
+    "__lambda__": "byte code in the archive",
+    "TorchModuleWrapper": "a pickled module in the archive",
+    "JaxLayer": "pickled functions in the archive",
+    "FlaxLayer": "pickled functions in the archive",
+    "TFSMLayer": "a SavedModel in another place",
+}
+_MAX_DEPTH = 200
+
+Entry = dict[str, Any]
+
+
+def refuse_code(path: Path, config: Any, known: Mapping[str, Any], keras: Any) -> None:
+    """Refuse a config that names what is neither listed nor known.
+
+    Raises:
+        CodeRefused: it does; the message gives the name with its place.
+    """
+    for place, entry in entries(config):
+        if not is_known(entry, known, keras):
+            _require_listed(path, place or "/", entry)
+
+
+def _require_listed(path: Path, place: str, entry: Entry) -> None:
+    name = str(entry["class_name"])
+    if name in _CARRIES_CODE:
+        raise CodeRefused(f"{path} asks to run {_CARRIES_CODE[name]}: {name} at {place}")
+    if name in _CALLS:
+        if (called := _CALLS[name](_arguments(entry))) is not None:
+            raise CodeRefused(
+                f"{path} asks to call {called} at {place}, which may do more than add nodes to a graph"
+            )
+    elif _is_listed(entry):
+        return
+    elif _is_of_keras(entry):
+        raise CodeRefused(
+            f"{path} asks for {_full_name(entry)} at {place}, which is not known to be harmless"
+        )
+    else:
+        raise CodeRefused(
+            f"{path} asks for {_full_name(entry)} at {place}, which is not Keras' own",
+            hint="name what defines it: --custom-objects pkg.mod, or path/file.py",
+        )
+
+
+def is_known(entry: Entry, known: Mapping[str, Any], keras: Any) -> bool:
+    """True if Keras finds what an entry asks for among what the user or the program named.
+
+    A registered name counts if it is of the class that the entry says: legacy files are read by the latter.
+    """
+    kind = entry["class_name"]
+    name = entry.get("config") if kind == "function" else entry.get("registered_name", kind)
+    if not isinstance(name, str):
+        return False
+    found = known.get(name)
+    if str(getattr(found, "__module__", "")).partition(".")[0] in KERASES:  # imported by the user's module
+        found = None
+    found = found or keras.saving.get_registered_object(name)
+    return found is not None and kind in (name, "function", getattr(found, "__name__", None))
+
+
+def entries(value: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, Entry]]:
+    """Every object in a config that names a class, with its place."""
+    if depth > _MAX_DEPTH:
+        raise CodeRefused(f"the config is nested more than {_MAX_DEPTH} deep at {place[:99]}")
+    if isinstance(value, dict):
+        if "class_name" in value:
+            yield place, value
+        for key, child in value.items():
+            yield from entries(child, f"{place}/{key}", depth + 1)
+    elif isinstance(value, list):
+        for number, child in enumerate(value):
+            yield from entries(child, f"{place}/{number}", depth + 1)
+
+
+def _is_listed(entry: Entry) -> bool:
+    name = entry["class_name"]
+    if name == "TypeSpec":  # of a legacy file
+        return str(entry.get("type_spec")).removeprefix("tf.") in TYPE_SPECS
+    if name == "__typespec__":
+        top = str(entry.get("module")).partition(".")[0]
+        return entry.get("spec_name") in TYPE_SPECS and top == "tensorflow"
+    if isinstance(name, str) and name in PLAIN_VALUES:
+        return True
+    if not _is_of_keras(entry):
+        return False
+    if name == "function":
+        return isinstance(function := entry.get("config"), str) and function in FUNCTIONS
+    return isinstance(name, str) and name in CLASSES
+
+
+def _is_of_keras(entry: Entry) -> bool:
+    """True if Keras looks an entry's name up among its own: it names no other module, nor a second name."""
+    module, name = entry.get("module"), entry["class_name"]
+    own = (None, name, entry.get("config") if name == "function" else name)
+    is_own_module = module in (None, "builtins") or str(module).partition(".")[0] in KERASES
+    return is_own_module and entry.get("registered_name") in own
+
+
+def _full_name(entry: Entry) -> str:
+    name = entry.get("config") if entry["class_name"] == "function" else entry["class_name"]
+    owner = entry.get("module") or entry.get("registered_name")
+    return f"{owner}.{name}" if owner else str(name)
+
+
+# --- what Keras 2 applies to tensors -----------------------------------------------------------------------
+
+
+def _arguments(entry: Entry) -> Entry:
+    config = entry.get("config")
+    return config if isinstance(config, dict) else {}
+
+
+def _function(config: Entry) -> str | None:
+    """The symbol that a layer calls, None if it is listed.
+
+    An older Keras may have written another name of a function: then the one that today's would write counts.
+    """
+    name = config.get("function")
+    if isinstance(name, str) and (name in GRAPH_FUNCTIONS or _name_of_today(name) in GRAPH_FUNCTIONS):
+        return None
+    return f"tf.{name}"
+
+
+def _name_of_today(name: str) -> str | None:
+    from tensorflow.python.util import tf_export
+
+    if (symbol := tf_export.get_symbol_from_name(name)) is None:
+        return None
+    for api in ("tensorflow", "keras"):
+        found = tf_export.get_canonical_name_for_symbol(symbol, api, add_prefix_to_v1_names=True)
+        if found is not None:
+            return str(found)
+    return None
+
+
+def _class_method(config: Entry) -> str | None:
+    owner, name = config.get("cls_symbol"), config.get("method_name")
+    is_listed = owner == "RaggedTensor" and name in RAGGED_MAKERS
+    return None if is_listed else f"tf.{owner}.{name}"
+
+
+def _member(config: Entry) -> str | None:
+    name = config.get("attr_name")
+    return None if name in TENSOR_MEMBERS else f"{name} of a tensor"
+
+
+def _operation(config: Entry) -> str | None:
+    """The operation of a NodeDef, None if it is harmless; it may call no function."""
+    text = config.get("node_def")
+    try:
+        if isinstance(text, dict):
+            node = json_format.ParseDict(text, protos.NodeDef())
+        else:
+            node = protos.NodeDef.FromString(str(text).encode())
+    except (json_format.ParseError, DecodeError):
+        return "an operation that cannot be read"
+    calls = any(value.HasField("func") or value.list.func for value in node.attr.values())
+    return f"the operation {node.op}" if calls or effect_of(node.op) is not None else None
+
+
+_CALLS: dict[str, Callable[[Entry], str | None]] = {
+    "TFOpLambda": _function,
+    "SlicingOpLambda": _function,
+    "ClassMethod": _class_method,
+    "InstanceProperty": _member,
+    "InstanceMethod": _member,
+    "TensorFlowOpLayer": _operation,
+}
+"""Layers that call what their config names, each with a function that returns what, or None if it may."""

@@ -1,0 +1,408 @@
+"""Follow constants through a graph and the functions that it calls: what runs, and with which values.
+
+`--feed` makes a flag or a rate a constant and leaves both branches, and everything that is computed from it,
+in the served graph. Here such values are followed into Switch and Merge, into functions and their results,
+and into loops that hand them on unchanged. Beside that it is known what depends on the request.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from exporter.graph.constant_values import compute, is_computed
+from exporter.graph.nodes import (
+    MERGES,
+    NEXT_ITERATIONS,
+    SWITCHES,
+    attr,
+    closure,
+    const_value,
+    input_names,
+)
+from exporter.graph.servable import called_functions
+from exporter.wire.protos import Proto
+
+Array = np.ndarray[Any, Any]
+Scalar = Any
+"""A constant of one element as Python has it."""
+
+_FUSED = re.compile(r"_?FusedBatchNorm(Ex|V\d+)?")
+_CONDITIONALS = frozenset({"If", "StatelessIf"})
+_LOOPS = frozenset({"While", "StatelessWhile"})
+_PLAIN_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+_SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
+_PASSED_ON = SWITCHES | NEXT_ITERATIONS | {"Identity"}
+_REPEATED = {
+    "Fill": 1,
+    "BroadcastTo": 0,
+    "Tile": 0,
+    "Reshape": 0,
+    "ExpandDims": 0,
+    "Squeeze": 0,
+    "Identity": 0,
+}
+"""Operations that repeat or arrange the values of one of their inputs, and which one that is."""
+_OF_SHAPE = {"ZerosLike": 0, "OnesLike": 1}
+_MOST_BYTES = 1 << 15  # of a value that is followed: rates and flags are small, weights are not
+_MAX_DEPTH = 48
+_MAX_STEPS = 8
+_MOST_STEPS = 64
+_ROUNDS = 4
+"""Nested conditionals whose inner flag is computed by the outer one."""
+
+
+class CalledBody:
+    """The graph, or a function as one call of it runs it.
+
+    `fed` are nodes whose values come from the request, `asked` the arguments of a call that depend on those;
+    `arguments` are the constants that it passes, `roots` the wanted tensors. `is_chosen`: the request decides
+    whether it runs. Inputs are written as in a GraphDef (`node:1`) or a FunctionDef (`node:output:0`).
+    """
+
+    def __init__(
+        self,
+        nodes: Mapping[str, Proto],
+        roots: Iterable[str],
+        library: Mapping[str, Proto],
+        *,
+        fed: Collection[str] = (),
+        arguments: Mapping[str, Array] | None = None,
+        asked: Collection[str] = (),
+        is_chosen: bool = False,
+        depth: int = 0,
+    ) -> None:
+        self.nodes = nodes
+        self._roots = [*roots]
+        self._library = library
+        self._fed = fed
+        self._arguments = arguments or {}
+        self._asked = asked
+        self._is_chosen = is_chosen
+        self._depth = depth
+        self._values: dict[str, Array | None] = {}
+        self._steps = 0
+        self._made: dict[tuple[object, ...], CalledBody] = {}
+        self._called: dict[int, CalledBody] = {}
+        self._dead = self._find_dead()
+
+    def value(self, tensor: str) -> Array | None:
+        """The value of a tensor that is always the same, and small; None for any other tensor."""
+        if tensor not in self._values:
+            self._values[tensor] = None  # a value that a loop passes back to itself is not constant
+            if self._steps < _MOST_STEPS:  # flags are computed in fewer steps
+                self._steps += 1
+                with suppress(KeyError, TypeError, ValueError, IndexError, ArithmeticError):
+                    self._values[tensor] = self._evaluate(tensor)
+                self._steps -= 1
+        return self._values[tensor]
+
+    def number(self, tensor: str) -> Scalar:
+        """The value of a tensor that is always the same scalar; None for any other tensor."""
+        value = self.each(tensor)
+        return None if value is None or value.size != 1 else value.item()
+
+    def each(self, tensor: str) -> Array | None:
+        """The values that a tensor's elements always have, of a shape that may be unknown."""
+        if (value := self.value(tensor)) is not None:
+            return value
+        node = self.nodes.get(node_of(tensor))
+        if node is None or node.name in self._fed:
+            return None
+        if node.op in _OF_SHAPE:
+            return np.array(_OF_SHAPE[node.op])
+        source = input_names(node)[_REPEATED.get(node.op, 0) :]
+        return self.each(source[0]) if node.op in _REPEATED and source else None
+
+    def depends(self, tensor: str) -> bool:
+        """True if a tensor's values, not its shape alone, may depend on the request."""
+        return node_of(tensor) in self._of_request
+
+    def chosen(self, name: str) -> bool:
+        """True if the request decides whether a node runs."""
+        return self._is_chosen or name in self._chosen
+
+    @cached_property
+    def live(self) -> frozenset[str]:
+        """The nodes that run, and the arguments that are used, by name."""
+        found, pending = set[str](), [*self._roots]
+        while pending:
+            name = node_of(pending.pop())
+            if name in found:
+                continue
+            found.add(name)
+            if name in self.nodes and name not in self._fed:
+                pending += self._needed(self.nodes[name])
+        return frozenset(found)
+
+    def bodies(self) -> Iterator[CalledBody]:
+        """The body itself, and those of all calls that run."""
+        assert self.live  # calls are found on the way
+        yield self
+        for called in [*self._called.values()]:
+            yield from called.bodies()
+
+    def after(self, names: Iterable[str]) -> Collection[str]:
+        """These nodes, and those that are computed from their values."""
+
+        def readers(name: str) -> Iterator[str]:
+            for node in self._readers.get(name, ()):
+                if node.op not in _SHAPES:
+                    yield node.name
+
+        return closure(names, readers)
+
+    @cached_property
+    def _of_request(self) -> Collection[str]:
+        return self.after([*self._fed, *self._asked])
+
+    @cached_property
+    def _chosen(self) -> Collection[str]:
+        """The nodes in branches between which the request chooses; how often a loop turns is no choice."""
+        found = set[str]()
+        for predicate, switches in self._switches.items():
+            node = self.nodes.get(node_of(predicate))
+            if node is None or node.op == "LoopCond":
+                continue
+            if self.number(predicate) is None and self.depends(predicate):
+                for side in (0, 1):
+                    found |= self._spread({f"{switch}:{side}" for switch in switches})
+        return found
+
+    def _evaluate(self, tensor: str) -> Array | None:
+        name = node_of(tensor)
+        node = self.nodes.get(name)
+        if node is None or name in self._fed:
+            return self._arguments.get(name)
+        if node.op == "Const":
+            return _small_constant(node)
+        inputs = input_names(node)
+        if node.op in SWITCHES:
+            return self.value(inputs[0])
+        if node.op in MERGES:
+            running = [text for text in inputs if not self._is_dead(text) and not self._returns(text, name)]
+            return self.value(running[0]) if len(running) == 1 else None
+        if is_computed(node.op):
+            values = [self.value(text) for text in inputs]
+            known = [value for value in values if value is not None]
+            return compute(node, known, _position(tensor), _MOST_BYTES) if len(known) == len(values) else None
+        return self._result(node, tensor)
+
+    def _result(self, node: Proto, tensor: str) -> Array | None:
+        """What a call returns, if it is always the same."""
+        called = self._one_function(node)
+        if called is None:
+            return None
+        name, inputs = called
+        function, body = self._library[name], self._body(name, self._passed(name, inputs))
+        results = [result.name for result in function.signature.output_arg]
+        return None if body is None else body.value(function.ret.get(results[_position(tensor)], ""))
+
+    def _returns(self, tensor: str, merge: str) -> bool:
+        """True if a loop hands a value on as it was from one turn to the next."""
+        for _ in range(_MAX_STEPS):
+            node = self.nodes.get(node_of(tensor))
+            if node is None or node.op not in _PASSED_ON:
+                return node is not None and node.name == merge
+            tensor = input_names(node)[0]
+        return False
+
+    @cached_property
+    def _switches(self) -> dict[str, list[str]]:
+        """The Switch nodes by the tensor that decides."""
+        found: dict[str, list[str]] = {}
+        for node in self.nodes.values():
+            if node.op in SWITCHES and len(inputs := input_names(node)) == 2:
+                found.setdefault(inputs[1], []).append(node.name)
+        return found
+
+    def _find_dead(self) -> frozenset[str]:
+        """Tensors that are never computed, by node, and by output for a Switch."""
+        self._dead = frozenset[str]()
+        for _ in range(_ROUNDS if self._switches else 0):
+            self._values.clear()
+            found = set[str]()
+            for predicate, switches in self._switches.items():
+                if (taken := self.number(predicate)) is not None:
+                    found |= {f"{name}:{0 if taken else 1}" for name in switches}
+            found = self._spread(found)
+            if found == self._dead:
+                break
+            self._dead = frozenset(found)
+        self._values.clear()
+        return self._dead
+
+    def _spread(self, dead: set[str]) -> set[str]:
+        """Add the nodes that read one of these tensors; a Merge if it reads no other."""
+        pending = [*dead]
+        while pending:
+            for node in self._readers.get(node_of(pending.pop()), ()):
+                if node.name in dead:
+                    continue
+                inputs = input_names(node) if node.op in MERGES else [*node.input]
+                is_gone = [node_of(text) in dead or _output(self.nodes, text) in dead for text in inputs]
+                if (all if node.op in MERGES else any)(is_gone):
+                    dead.add(node.name)
+                    pending.append(node.name)
+        return dead
+
+    @cached_property
+    def _readers(self) -> dict[str, list[Proto]]:
+        readers: dict[str, list[Proto]] = {}
+        for node in self.nodes.values():
+            for text in node.input:
+                readers.setdefault(node_of(text), []).append(node)
+        return readers
+
+    def _is_dead(self, tensor: str) -> bool:
+        return bool(self._dead) and (
+            node_of(tensor) in self._dead or _output(self.nodes, tensor) in self._dead
+        )
+
+    def _needed(self, node: Proto) -> list[str]:
+        """The inputs that a running node waits for; for a call those that its function uses."""
+        inputs = input_names(node)
+        if node.op in MERGES:
+            return [text for text in inputs if not self._is_dead(text)]
+        if is_by_batch(node):  # moving statistics are its inputs to be moved, not to normalise by
+            return inputs[:3]
+        names = [name for name in called_functions(node) if name in self._library]
+        if not names:
+            return [text.removeprefix("^") for text in node.input]
+        if (called := self._one_function(node)) is not None:
+            name, arguments = called
+            return [*inputs[: len(inputs) - len(arguments)], *self._used(name, arguments)]
+        is_chosen = node.op in _CONDITIONALS and any(map(self.depends, inputs[:1]))
+        is_asked = any(map(self.depends, inputs))
+        for name in names:
+            self._run(name, self._handed_on(node, inputs), is_asked=is_asked, is_chosen=is_chosen)
+        return inputs
+
+    def _one_function(self, node: Proto) -> tuple[str, list[str]] | None:
+        """The function that a call runs, and its arguments; None if that is one of several, or in a loop."""
+        inputs = input_names(node)
+        if node.op in _CONDITIONALS and inputs and (taken := self.number(inputs[0])) is not None:
+            name, inputs = attr(node, "then_branch" if taken else "else_branch").func.name, inputs[1:]
+        elif node.op in _PLAIN_CALLS:
+            name = attr(node, "f").func.name
+        else:
+            name = node.op
+        return (name, inputs) if name in self._library else None
+
+    def _handed_on(self, node: Proto, inputs: list[str]) -> list[str]:
+        """The arguments that each of a node's functions gets; "" for those that may be another value."""
+        if node.op in _CONDITIONALS:
+            return inputs[1:]
+        if node.op not in _LOOPS:
+            return [""] * len(inputs)
+        body = self._library.get(attr(node, "body").func.name)
+        if body is None:
+            return [""] * len(inputs)
+        nodes = {each.name: each for each in body.node_def}
+        names = zip(body.signature.input_arg, body.signature.output_arg, strict=False)
+        same = [_behind(nodes, body.ret.get(result.name, "")) == argument.name for argument, result in names]
+        return [text if is_same else "" for text, is_same in zip(inputs, same, strict=False)]
+
+    def _used(self, name: str, inputs: list[str]) -> list[str]:
+        called = self._run(name, inputs)
+        parameters = [argument.name for argument in self._library[name].signature.input_arg]
+        return [
+            text
+            for parameter, text in zip(parameters, inputs, strict=False)
+            if called is None or parameter in called.live
+        ]
+
+    def _run(
+        self, name: str, inputs: list[str], *, is_asked: bool = False, is_chosen: bool = False
+    ) -> CalledBody | None:
+        """The body of a function that runs with these tensors as arguments.
+
+        Those that are not known, "", depend on the request if `is_asked`.
+        """
+        body = self._body(name, self._passed(name, inputs, is_asked=is_asked), is_chosen=is_chosen)
+        if body is not None:
+            self._called[id(body)] = body
+        return body
+
+    def _passed(self, name: str, inputs: list[str], *, is_asked: bool = False) -> dict[str, Array | bool]:
+        """For each argument its constant, or whether it depends on the request."""
+        parameters = (argument.name for argument in self._library[name].signature.input_arg)
+        passed: dict[str, Array | bool] = {}
+        for parameter, text in zip(parameters, inputs, strict=False):
+            value = self.value(text) if text else None
+            passed[parameter] = value if value is not None else self.depends(text) if text else is_asked
+        return passed
+
+    def _body(
+        self, name: str, passed: Mapping[str, Array | bool], *, is_chosen: bool = False
+    ) -> CalledBody | None:
+        if self._depth >= _MAX_DEPTH:
+            return None
+        known = {parameter: value for parameter, value in passed.items() if isinstance(value, np.ndarray)}
+        asked = [parameter for parameter, value in passed.items() if value is True]
+        told = ((key, str(value.dtype), value.shape, value.tobytes()) for key, value in known.items())
+        key = (name, is_chosen, *told, *asked)
+        if key not in self._made:
+            function = self._library[name]
+            nodes = {node.name: node for node in function.node_def}
+            self._made[key] = CalledBody(
+                nodes,
+                function.ret.values(),
+                self._library,
+                arguments=known,
+                asked=asked,
+                is_chosen=is_chosen or self._is_chosen,
+                depth=self._depth + 1,
+            )
+        return self._made[key]
+
+
+def node_of(tensor: str) -> str:
+    """The node (or argument) that an input names, in a graph or in a function."""
+    return tensor.removeprefix("^").partition(":")[0]
+
+
+def is_by_batch(node: Proto) -> bool:
+    """True for a FusedBatchNorm that normalises by the batch, which is the default of `is_training`."""
+    if _FUSED.fullmatch(node.op) is None:
+        return False
+    return "is_training" not in node.attr or bool(node.attr["is_training"].b)
+
+
+def _behind(nodes: Mapping[str, Proto], tensor: str) -> str:
+    """The argument or node whose value a tensor is, behind Identity nodes."""
+    name = node_of(tensor)
+    for _ in range(_MAX_STEPS):
+        if name not in nodes or nodes[name].op != "Identity" or not nodes[name].input:
+            break
+        name = node_of(nodes[name].input[0])
+    return name
+
+
+def _position(tensor: str) -> int:
+    """Which of its node's outputs a tensor is; of a list of outputs, in a function."""
+    last = tensor.rpartition(":")[2]
+    return int(last) if ":" in tensor and last.isdecimal() else 0
+
+
+def _output(nodes: Mapping[str, Proto], tensor: str) -> str:
+    """`switch:0` or `switch:1` for an output of a Switch, "" for any other tensor."""
+    name, _, output = tensor.partition(":")
+    node = nodes.get(name)
+    if node is None or node.op not in SWITCHES:
+        return ""
+    return f"{name}:{1 if output in ('1', 'output_true:0') else 0}"
+
+
+def _small_constant(node: Proto) -> Array | None:
+    shape = attr(node, "value").tensor.tensor_shape
+    if math.prod(dim.size for dim in shape.dim) > _MOST_BYTES:
+        return None
+    value = const_value(node)
+    return None if value is None or value.dtype == object or value.nbytes > _MOST_BYTES else value

@@ -1,0 +1,250 @@
+"""Compute what stock operations make of constants, in numpy: a rate, a flag, an initial value.
+
+Results may be views of their inputs. What would be larger than a bound is not computed, whatever a graph
+says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from exporter.graph.nodes import attr, attr_dtype
+from exporter.wire.protos import Proto
+
+Array = np.ndarray[Any, Any]
+_Computed = Callable[[Proto, list[Array]], Array]
+
+
+def is_computed(op: str) -> bool:
+    """True for the operations that `compute` knows."""
+    return op in _COMPUTED or op in _OUTPUTS
+
+
+def compute(node: Proto, values: list[Array], output: int, most_bytes: int) -> Array:
+    """The value of one output of a node whose inputs have these values.
+
+    Raises:
+        KeyError: the operation is not known here.
+        ValueError, TypeError, IndexError, ArithmeticError: the values do not fit the operation, or the result
+            would be larger than `most_bytes`.
+    """
+    with np.errstate(all="ignore"):
+        if node.op in _OUTPUTS:
+            return np.asarray(_OUTPUTS[node.op](node, values)[output])
+        if node.op in _GROWS:
+            _require_size(_GROWS[node.op](values), most_bytes)
+        found = np.asarray(_COMPUTED[node.op](node, values))
+    _require_size(found.nbytes, most_bytes)
+    return found
+
+
+def _require_size(size: float, most_bytes: int) -> None:
+    if not size <= most_bytes:
+        raise ValueError("it has too many values")
+
+
+def _numbers(value: Array) -> list[int]:
+    return [int(number) for number in value.ravel()]
+
+
+def _product(value: Array) -> float:
+    return math.prod(float(number) for number in value.ravel())
+
+
+def _axis(value: Array) -> int:
+    return int(value.ravel()[0])
+
+
+def _cast(node: Proto, values: list[Array]) -> Array:
+    wanted = attr_dtype(node, "DstT")
+    return values[0].astype(wanted.numpy) if wanted is not None else values[0]
+
+
+def _divide(_: Proto, values: list[Array]) -> Array:
+    left, right = values
+    if left.dtype.kind in "iu":  # Div rounds toward zero, unlike numpy
+        return np.trunc(np.true_divide(left, right)).astype(left.dtype)
+    return left / right
+
+
+def _select(_: Proto, values: list[Array]) -> Array:
+    chosen, first, second = values
+    if chosen.ndim == 1 and first.ndim > 1:  # Select chooses whole rows
+        chosen = chosen.reshape(-1, *[1] * (first.ndim - 1))
+    return np.where(chosen, first, second)
+
+
+def _strided_slice(node: Proto, values: list[Array]) -> Array:
+    source, *bounds = values
+    masks = ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+    open_begin, open_end, ellipsis, new_axis, shrink = (attr(node, f"{name}_mask").i for name in masks)
+    items: list[Any] = []
+    for at, (begin, end, stride) in enumerate(zip(*map(_numbers, bounds), strict=True)):
+        bit = 1 << at
+        if ellipsis & bit:
+            items.append(Ellipsis)
+        elif new_axis & bit:
+            items.append(None)
+        elif shrink & bit:
+            items.append(begin)
+        else:
+            items.append(slice(None if open_begin & bit else begin, None if open_end & bit else end, stride))
+    return np.asarray(source[tuple(items)])
+
+
+def _slice(_: Proto, values: list[Array]) -> Array:
+    source, begins, sizes = values
+    spans = zip(_numbers(begins), _numbers(sizes), strict=True)
+    return np.asarray(source[tuple(slice(at, None if size < 0 else at + size) for at, size in spans)])
+
+
+def _gather(node: Proto, values: list[Array]) -> Array:
+    if attr(node, "batch_dims").i:
+        raise ValueError("batches of indices are not followed")
+    return np.asarray(np.take(values[0], values[1], _axis(values[2]) if len(values) > 2 else 0))
+
+
+def _gather_nd(_: Proto, values: list[Array]) -> Array:
+    return np.asarray(values[0][tuple(np.moveaxis(values[1], -1, 0))])
+
+
+def _squeeze(node: Proto, values: list[Array]) -> Array:
+    axes = tuple(attr(node, "squeeze_dims").list.i) or tuple(attr(node, "axis").list.i)
+    return np.squeeze(values[0], axes or None)
+
+
+def _reduced(reduce: Callable[..., Any]) -> _Computed:
+    def compute(node: Proto, values: list[Array]) -> Array:
+        axes = tuple(_numbers(values[1])) if len(values) > 1 else None
+        return np.asarray(reduce(values[0], axis=axes, keepdims=attr(node, "keep_dims").b))
+
+    return compute
+
+
+def _unary(function: Callable[..., Any]) -> _Computed:
+    return lambda _, values: function(values[0])
+
+
+def _binary(function: Callable[..., Any]) -> _Computed:
+    return lambda _, values: function(*values)
+
+
+def _broadcast_bytes(values: list[Array]) -> float:
+    shape = np.broadcast_shapes(*(value.shape for value in values))
+    return math.prod(map(float, shape)) * max(value.itemsize for value in values)
+
+
+_SAME = (
+    "EnsureShape",
+    "Enter",
+    "Identity",
+    "PlaceholderWithDefault",
+    "RefEnter",
+    "Snapshot",
+    "StopGradient",
+)
+
+_BINARY: Mapping[str, _Computed] = {
+    "Add": _binary(np.add),
+    "AddV2": _binary(np.add),
+    "Equal": _binary(np.equal),
+    "FloorDiv": _binary(np.floor_divide),
+    "FloorMod": _binary(np.mod),
+    "Greater": _binary(np.greater),
+    "GreaterEqual": _binary(np.greater_equal),
+    "Less": _binary(np.less),
+    "LessEqual": _binary(np.less_equal),
+    "LogicalAnd": _binary(np.logical_and),
+    "LogicalOr": _binary(np.logical_or),
+    "Maximum": _binary(np.maximum),
+    "Minimum": _binary(np.minimum),
+    "Mul": _binary(np.multiply),
+    "NotEqual": _binary(np.not_equal),
+    "Pow": _binary(np.power),
+    "Sub": _binary(np.subtract),
+    "ClipByValue": _binary(np.clip),
+    "Div": _divide,
+    "DivNoNan": lambda _, values: np.where(values[1] == 0, 0, values[0] / values[1]).astype(values[0].dtype),
+    "RealDiv": _divide,
+    "SelectV2": _binary(np.where),
+    "SquaredDifference": lambda _, values: np.square(values[0] - values[1]),
+}
+"""Operations whose inputs are broadcast."""
+
+_COMPUTED: Mapping[str, _Computed] = {
+    **_BINARY,
+    **dict.fromkeys(_SAME, lambda _, values: values[0]),
+    "Abs": _unary(np.abs),
+    "AddN": lambda _, values: np.sum(values, axis=0, dtype=values[0].dtype),
+    "All": _reduced(np.all),
+    "Any": _reduced(np.any),
+    "BroadcastTo": lambda _, values: np.broadcast_to(values[0], _numbers(values[1])),
+    "Cast": _cast,
+    "Ceil": _unary(np.ceil),
+    "ConcatV2": lambda _, values: np.concatenate(values[:-1], _axis(values[-1])),
+    "Exp": _unary(np.exp),
+    "ExpandDims": lambda _, values: np.expand_dims(values[0], _axis(values[1])),
+    "Fill": lambda _, values: np.broadcast_to(values[1], _numbers(values[0])),
+    "Floor": _unary(np.floor),
+    "Gather": _gather,
+    "GatherNd": _gather_nd,
+    "GatherV2": _gather,
+    "Inv": lambda _, values: 1 / values[0],
+    "Log": _unary(np.log),
+    "LogicalNot": _unary(np.logical_not),
+    "Max": _reduced(np.max),
+    "Mean": _reduced(np.mean),
+    "Min": _reduced(np.min),
+    "Neg": _unary(np.negative),
+    "OnesLike": _unary(np.ones_like),
+    "Pack": lambda node, values: np.stack(values, attr(node, "axis").i),
+    "Prod": _reduced(np.prod),
+    "Rank": lambda _, values: np.array(values[0].ndim, np.int32),
+    "Reciprocal": lambda _, values: 1 / values[0],
+    "Reshape": lambda _, values: values[0].reshape(_numbers(values[1])),
+    "Rint": _unary(np.rint),
+    "Round": _unary(np.rint),
+    "Rsqrt": lambda _, values: 1 / np.sqrt(values[0]),
+    "Select": _select,
+    "Shape": lambda _, values: np.array(values[0].shape, np.int32),
+    "Sigmoid": lambda _, values: 1 / (1 + np.exp(-values[0])),
+    "Sign": _unary(np.sign),
+    "Size": lambda _, values: np.array(values[0].size, np.int32),
+    "Slice": _slice,
+    "Sqrt": _unary(np.sqrt),
+    "Square": _unary(np.square),
+    "Squeeze": _squeeze,
+    "StridedSlice": _strided_slice,
+    "Sum": _reduced(np.sum),
+    "Tile": lambda _, values: np.tile(values[0], _numbers(values[1])),
+    "Transpose": lambda _, values: np.transpose(values[0], _numbers(values[1])),
+    "ZerosLike": _unary(np.zeros_like),
+}
+
+
+def _split_sizes(_: Proto, values: list[Array]) -> list[Array]:
+    return np.split(values[0], np.cumsum(values[1])[:-1], _axis(values[2]))
+
+
+_OUTPUTS: Mapping[str, Callable[[Proto, list[Array]], list[Array]]] = {
+    "IdentityN": lambda _, values: values,
+    "Split": lambda node, values: np.split(values[1], attr(node, "num_split").i, _axis(values[0])),
+    "SplitV": _split_sizes,
+    "Unpack": lambda node, values: [*np.moveaxis(values[0], attr(node, "axis").i, 0)],
+}
+
+_GROWS: Mapping[str, Callable[[list[Array]], float]] = {
+    **dict.fromkeys(_BINARY, _broadcast_bytes),
+    **dict.fromkeys(("Pack", "ConcatV2"), lambda values: sum(float(value.nbytes) for value in values)),
+    "BroadcastTo": lambda values: _product(values[1]) * values[0].itemsize,
+    "Fill": lambda values: _product(values[0]) * values[1].itemsize,
+    "GatherV2": lambda values: float(values[0].nbytes) * values[1].size,
+    "Gather": lambda values: float(values[0].nbytes) * values[1].size,
+    "GatherNd": lambda values: float(values[0].nbytes) * values[1].size,
+    "Tile": lambda values: _product(values[1]) * values[0].nbytes,
+}
+"""Operations whose results may be much larger than their inputs, and the bytes that they may have."""

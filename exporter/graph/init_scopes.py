@@ -1,0 +1,71 @@
+"""Where `tf.init_scope()` leads to while a builder runs: into its graph, or out of it for those who insist.
+
+The scope leads out of functions, but not out of a plain graph, in which builders run: TensorFlow and Keras
+make variables in it, which are symbols there. Some libraries refuse to work unless `tf.executing_eagerly()`
+is True in it (Sonnet 2, `assert_tf2`). A builder of theirs is run once more, with eager execution in the
+scopes that are opened by others than TensorFlow and Keras.
+
+Which context the scope enters stands on a stack of TensorFlow's, one for each thread. (Source: `init_scope`
+in tensorflow/python/framework/ops.py, `_ContextSwitchStack` in tensorflow/python/eager/context.py.)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
+from typing import Any
+
+from msgspec import Struct
+
+_FRAMEWORKS = {"tensorflow", "keras", "tf_keras"}
+_ON_THE_WAY = (
+    __name__,
+    "contextlib",
+    "tensorflow.python.framework.ops",
+    "tensorflow.python.util",
+    "tensorflow.python.autograph",
+)
+"""Modules between the scope and the code that opens it."""
+
+
+class InitScopes(Struct):
+    """The scopes that are opened in a graph; `are_asked_for` once code opened one that is no framework's."""
+
+    graph: Any
+    are_eager: bool = False
+    are_asked_for: bool = False
+
+    @contextmanager
+    def in_graph(self) -> Iterator[None]:
+        """Make the graph the default one, and decide where its scopes lead to."""
+        from tensorflow.python.eager import context
+
+        with self.graph.as_default():
+            switches = context.context().context_switches
+            switches.push(False, self._enter, self.graph._device_function_stack)
+            try:
+                yield
+            finally:
+                switches.pop()
+
+    def _enter(self) -> AbstractContextManager[Any]:
+        from tensorflow.python.eager import context
+
+        if _opened_by() in _FRAMEWORKS:
+            return self.in_graph()
+        self.are_asked_for = True
+        return context.eager_mode() if self.are_eager else self.in_graph()
+
+
+def _opened_by() -> str:
+    """The package of the code that opens a scope."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _module_of(frame).startswith(_ON_THE_WAY):
+        frame = frame.f_back
+    return _module_of(frame).partition(".")[0]
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

@@ -1,0 +1,187 @@
+"""Follow the paths that operations read: which tensors name files of the version itself.
+
+The loader gives an asset's path to a constant. It stays the version's own where it is only handed on: by an
+operation that leaves it as it is, by a variable that gets nothing else, as an argument of a function. What
+computes a text may compute another path, so nothing else counts.
+
+*Variables.* All that is assigned to it counts, and another handle of the same name is the same variable.
+
+*Loops.* What a loop's body returns is what it takes in the next turn. So an argument of a loop is a file of
+the version only if the body returns such an argument in its place.
+
+*Feeds.* A client sends values for any tensor that is an input of a signature, also for one in the middle of
+the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from msgspec import Struct
+
+from exporter.errors import GraphError
+from exporter.graph.nodes import CALLS, LOOPS, attr, attr_text, const_texts, input_names
+from exporter.wire.protos import Proto
+
+_HANDS_ON = frozenset({"Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient"})
+
+
+class Scope(Struct, frozen=True):
+    """The nodes of a graph, or of a function with its arguments' names."""
+
+    nodes: Mapping[str, Proto]
+    function: Proto | None = None
+
+    @classmethod
+    def of(cls, function: Proto) -> Scope:
+        """The scope of a function's body.
+
+        Raises:
+            GraphError: two of its nodes have one name.
+        """
+        nodes = {node.name: node for node in function.node_def}
+        if len(nodes) < len(function.node_def):
+            raise GraphError(f"function {function.signature.name!r} has two nodes of one name")
+        return cls(nodes, function)
+
+    @property
+    def name(self) -> str:
+        """The function's name, "" for the graph."""
+        return "" if self.function is None else str(self.function.signature.name)
+
+    def place(self, argument: str) -> int | None:
+        """The place of an argument among the function's inputs; None if it has none, or an unclear one."""
+        if self.function is None:
+            return None
+        names = [each.name for each in self.function.signature.input_arg]
+        return names.index(argument) if argument in names and not _has_lists(self.function) else None
+
+
+class OwnFiles:
+    """Answers for one graph which tensors are paths of the version's own files.
+
+    `files` are nodes that hold such a path; the nodes `fed` get values from clients.
+    """
+
+    def __init__(self, graph_def: Proto, files: Collection[str], fed: Collection[str] = ()) -> None:
+        self._graph_def = graph_def
+        self._scope = Scope({node.name: node for node in graph_def.node})
+        self._library = {function.signature.name: function for function in graph_def.library.function}
+        self._files = {*files}
+        self._fed = {*fed}
+
+    def needs(self, scope: Scope, texts: Iterable[str]) -> set[int] | None:
+        """The scope's arguments that must be own files so that these tensors are; None if they are not."""
+        places: set[int] = set()
+        pending, seen = [*texts], set[str]()
+        while pending:
+            text = pending.pop()
+            if text in seen:
+                continue
+            seen.add(text)
+            if scope.function is not None and ":" not in text:
+                place = scope.place(text)
+                if place is None:
+                    return None
+                places.add(place)
+            elif (sources := self._sources(text, scope)) is not None:
+                pending += sources
+            else:
+                return None
+        return places
+
+    def needs_of_call(self, node: Proto, callee: str, places: Iterable[int], scope: Scope) -> set[int] | None:
+        """As `needs`, for a call of a function whose arguments at `places` must be own files."""
+        inputs, before = input_names(node), CALLS.get(node.op, 0)
+        if node.op != callee and not (node.op in CALLS and callee in _direct_callees(node)):
+            return None
+        needed = self._carried(node, {*places}) if node.op in LOOPS else {*places}
+        if needed is None or any(place + before >= len(inputs) for place in needed):
+            return None
+        return self.needs(scope, [inputs[place + before] for place in needed])
+
+    def is_memory_cache(self, node: Proto, scope: Scope) -> bool:
+        """True for a dataset that is cached in memory, whose file name is empty."""
+        inputs = input_names(node)
+        if node.op not in ("CacheDataset", "CacheDatasetV2") or len(inputs) < 2:
+            return False
+        name = _node_of(inputs[1])
+        return not self._is_fed(name, scope) and const_texts(scope.nodes.get(name)) == [""]
+
+    def _carried(self, node: Proto, places: set[int]) -> set[int] | None:
+        """The arguments of a loop that must be own files so that those at `places` are in every turn."""
+        body = self._library.get(attr(node, "body").func.name)
+        if body is None or _has_lists(body):
+            return None
+        results = [body.ret.get(each.name, "") for each in body.signature.output_arg]
+        pending = {*places}
+        while pending:
+            place = pending.pop()
+            needed = self.needs(Scope.of(body), results[place : place + 1]) if place < len(results) else None
+            if needed is None:
+                return None
+            pending |= needed - places
+            places |= needed
+        return places
+
+    def _sources(self, text: str, scope: Scope) -> list[str] | None:
+        """The tensors that a tensor's paths come from, none for an own file; None if they may be others."""
+        name = _node_of(text)
+        node = scope.nodes.get(name)
+        if node is None or self._is_fed(name, scope):
+            return None
+        inputs = input_names(node)
+        if scope.function is None and name in self._files:
+            return []
+        if scope.function is None and node.op == "ReadVariableOp" and inputs:
+            return self._assigned(_node_of(inputs[0]))
+        if node.op == "ConcatV2":
+            return inputs[:-1] or None
+        return (inputs if node.op == "Pack" else inputs[:1] if node.op in _HANDS_ON else []) or None
+
+    def _is_fed(self, name: str, scope: Scope) -> bool:
+        return scope.function is None and name in self._fed
+
+    def _assigned(self, handle: str) -> list[str] | None:
+        """All that a variable of the graph gets; None if something else may change it."""
+        node = self._scope.nodes.get(handle)
+        if node is None or node.op != "VarHandleOp" or handle in self._fed or not self._is_only_handle(node):
+            return None
+        assigned = []
+        for user in self._graph_def.node:
+            inputs = input_names(user)
+            places = [at for at, text in enumerate(inputs) if _node_of(text) == handle]
+            if places == [0] and user.op == "AssignVariableOp":
+                assigned += inputs[1:]
+            elif places and user.op != "ReadVariableOp":
+                return None
+        return assigned or None
+
+    def _is_only_handle(self, node: Proto) -> bool:
+        """True if no other node makes a handle of the same variable."""
+        shared = attr_text(node, "shared_name")
+        bodies = (each.node_def for each in self._graph_def.library.function)
+        handles = [
+            each
+            for nodes in (self._graph_def.node, *bodies)
+            for each in nodes
+            if each.op == "VarHandleOp"
+            and (attr_text(each, "shared_name") == shared or attr(each, "shared_name").placeholder)
+        ]
+        return bool(shared) and len(handles) == 1
+
+
+def _direct_callees(node: Proto) -> set[str]:
+    return {value.func.name for value in node.attr.values()} | {
+        function.name for value in node.attr.values() for function in value.list.func
+    }
+
+
+def _has_lists(function: Proto) -> bool:
+    """True if an argument or result stands for several tensors, so that places do not count them."""
+    arguments = [*function.signature.input_arg, *function.signature.output_arg]
+    return any(each.number_attr or each.type_list_attr for each in arguments)
+
+
+def _node_of(text: str) -> str:
+    return text.removeprefix("^").partition(":")[0]

@@ -1,0 +1,209 @@
+"""Find out whether a program of an `XlaCallModule`, as JAX exports it, does nothing but compute.
+
+Such a program is MLIR in bytecode. One section names every kind of operation that the program has, so it need
+not be understood to see that each of them is known and computes.
+
+*Custom calls* run a function of the server's process by its name; some names XLA takes for notes. From
+version 5 of the bytecode on, an operation's own attributes are numbers in a table of *properties*. Those of
+a custom call are eight, among them its target's name. So every text among eight or more properties has to be
+one that XLA takes for a note, whichever operation they belong to. (Elsewhere a target stands beside its
+attribute's name, `call_target_name`, which is then one of the strings.)
+
+Sources: mlir/docs/BytecodeFormat.md, mlir/lib/Bytecode; stablehlo/dialect/VhloBytecode.cpp, VhloOps.td.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+_MAGIC = b"ML\xefR"
+_STRINGS, _DIALECTS, _ATTRIBUTES, _OFFSETS, _PROPERTIES = 0, 1, 2, 3, 8
+_OPERATION_COUNT = 4
+_REGISTERED_FLAG = 5
+"""The versions of the format since which dialects have their number of operations, and names a flag."""
+_NEWEST = 6
+_TEXTS = {("builtin", 2), ("vhlo", 14)}
+"""The dialects and codes of attributes that are a text: StringAttr, StringV1Attr."""
+_CUSTOM_CALL, _ITS_PROPERTIES, _TARGET = "vhlo.custom_call_v1", 8, "call_target_name"
+_NOTES = re.compile(r"|shape_assertion|Sharding|mhlo\.(acosh?|asinh?|atanh|cosh|erf|sinh|tan|topk)")
+"""What XLA reads at custom calls without running a function of that name."""
+
+_COMPUTES = re.compile(
+    r"""builtin\.module | func\.(func|call|return) | (vhlo|stablehlo|chlo)\.(
+    abs | acos | acosh | add | after_all | and | asin | asinh | atan | atan2 | atanh
+    | batch_norm_(grad|inference|training) | bessel_i1e | bitcast_convert | broadcast | broadcast_\w+
+    | call | case | cbrt | ceil | cholesky | clamp | compare | complex | composite | concatenate | conj
+    | constant | constant_like | convert | convolution | cosh | cosine | count_leading_zeros
+    | create_token | digamma | divide | dot | dot_general
+    | dynamic_(broadcast_in_dim|conv|gather|iota|pad|reshape|slice|update_slice) | einsum | erf | erf_inv
+    | erfc | exponential | exponential_minus_one | fft | floor | func | gather | get_dimension_size
+    | get_tuple_element | if | imag | iota | is_finite | is_(neg_|pos_)?inf | lgamma | log | log_plus_one
+    | logistic | map | maximum | minimum | multiply | negate | next_after | not | optimization_barrier
+    | or | pad | polygamma | popcnt | power | ragged_dot | real | real_dynamic_slice | reduce
+    | reduce_precision | reduce_window | remainder | reshape | return | reverse | rng | rng_bit_generator
+    | round_nearest_(afz|even) | rsqrt | scatter | select | select_and_scatter | set_dimension_size
+    | shift_(left|right_arithmetic|right_logical) | sign | sine | sinh | slice | sort | sqrt | square
+    | subtract | tan | tanh | top_k | torch_index_select | transpose | triangular_solve | tuple
+    | unary_einsum | uniform_(de)?quantize | while | xor | zeta
+    )(_v\d+)?""",
+    re.VERBOSE,
+)
+"""The operations that compute their results from their operands, by their full names."""
+
+
+class Program(Struct, frozen=True):
+    """The kinds of operations of a program by their full names, and the texts that its custom calls may have.
+
+    `texts` is None if they have none, or could have others.
+    """
+
+    operations: frozenset[str]
+    texts: frozenset[str] | None = None
+
+
+def is_plain_module(module: bytes) -> bool:
+    """True for a program in bytecode all of whose operations only compute; False for any other bytes."""
+    try:
+        program = read_program(module)
+    except (ValueError, IndexError):
+        return False
+    others = [each for each in program.operations if not _COMPUTES.fullmatch(each)]
+    are_notes = program.texts is not None and all(map(_NOTES.fullmatch, program.texts))
+    return bool(program.operations) and (not others or (others == [_CUSTOM_CALL] and are_notes))
+
+
+def read_program(module: bytes) -> Program:
+    """Read what a program in MLIR's bytecode may run.
+
+    Raises:
+        ValueError: the bytes are no such program, or of a newer version.
+        IndexError: they end too early.
+    """
+    reader = _Reader(module)
+    if reader.take(len(_MAGIC)) != _MAGIC:
+        raise ValueError("no MLIR bytecode")
+    version = reader.number()
+    if version > _NEWEST:
+        raise ValueError(f"version {version} of MLIR's bytecode")
+    while reader.take(1)[0]:
+        pass  # the producer's name
+    sections: dict[int, memoryview] = {}
+    while not reader.is_at_end:
+        kind, content = reader.section()
+        if kind in sections:
+            raise ValueError("a section comes twice")
+        sections[kind] = content
+    if not {_STRINGS, _DIALECTS} <= sections.keys():
+        raise ValueError("a section is missing")
+    strings = _strings(_Reader(sections[_STRINGS]))
+    dialects, operations = _dialects(_Reader(sections[_DIALECTS]), strings, version)
+    is_told = version >= _REGISTERED_FLAG and _TARGET not in strings and _PROPERTIES in sections
+    texts = _texts(sections, strings, dialects) if is_told and _CUSTOM_CALL in operations else None
+    return Program(operations, texts)
+
+
+class _Reader:
+    """Reads bytes from the front."""
+
+    def __init__(self, content: bytes | memoryview) -> None:
+        self._content = memoryview(content)
+        self._at = 0
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._at >= len(self._content)
+
+    def take(self, count: int) -> memoryview:
+        taken = self._content[self._at : self._at + count]
+        if len(taken) < count:
+            raise IndexError("the bytes end too early")
+        self._at += count
+        return taken
+
+    def number(self) -> int:
+        """A number of variable length: zeros at the end of its first byte count the bytes that follow."""
+        first = self.take(1)[0]
+        more = (first & -first).bit_length() - 1 if first else 8
+        return (int.from_bytes(self.take(more), "little") << 8 | first) >> min(more + 1, 8)
+
+    def section(self) -> tuple[int, memoryview]:
+        """The next section's kind and content.
+
+        Raises:
+            ValueError: it is aligned, so that its place depends on where the bytes lie in memory.
+        """
+        kind = self.take(1)[0]
+        if kind & 0x80:
+            raise ValueError("an aligned section")
+        return kind, self.take(self.number())
+
+
+def _strings(reader: _Reader) -> list[str]:
+    """The table of strings; their lengths, which come first, are in reverse order and count a zero byte."""
+    lengths = [reader.number() for _ in range(reader.number())]
+    found = [str(reader.take(length)[:-1], "utf-8") for length in reversed(lengths)]
+    if not reader.is_at_end:
+        raise ValueError("more bytes than strings")
+    return found
+
+
+def _dialects(reader: _Reader, strings: list[str], version: int) -> tuple[list[str], frozenset[str]]:
+    """The names of the dialects, and the full names of the operations."""
+    dialects, operations = [], set[str]()
+    for _ in range(reader.number()):
+        index = reader.number()
+        if version >= 1:
+            if index & 1:
+                reader.section()
+            index >>= 1
+        dialects.append(strings[index])
+    if version >= _OPERATION_COUNT:
+        reader.number()
+    while not reader.is_at_end:
+        dialect = dialects[reader.number()]
+        for _ in range(reader.number()):
+            index = reader.number()
+            name = strings[index >> 1 if version >= _REGISTERED_FLAG else index]
+            operations.add(f"{dialect}.{name}")
+    return dialects, frozenset(operations)
+
+
+def _texts(
+    sections: Mapping[int, memoryview], strings: list[str], dialects: list[str]
+) -> frozenset[str] | None:
+    """The texts among as many properties as a custom call has; None if an attribute is not encoded."""
+    attributes = _attributes(_Reader(sections[_OFFSETS]), _Reader(sections[_ATTRIBUTES]), dialects)
+    if attributes is None:
+        return None
+    found = set[str]()
+    reader = _Reader(sections[_PROPERTIES])
+    for _ in range(reader.number()):
+        properties = _Reader(reader.take(reader.number()))
+        numbers = []
+        while not properties.is_at_end:
+            numbers.append(properties.number())
+        for number in numbers if len(numbers) >= _ITS_PROPERTIES else ():
+            dialect, content = attributes[number] if number < len(attributes) else ("", b"\1")
+            encoded = _Reader(content)
+            if (dialect, encoded.number()) in _TEXTS:
+                found.add(strings[encoded.number()])
+    return frozenset(found)
+
+
+def _attributes(
+    offsets: _Reader, contents: _Reader, dialects: list[str]
+) -> list[tuple[str, memoryview]] | None:
+    """Each attribute's dialect and encoded content; None if one is a text to be parsed."""
+    count, _ = offsets.number(), offsets.number()
+    found: list[tuple[str, memoryview]] = []
+    while len(found) < count:
+        dialect = dialects[offsets.number()]
+        for _ in range(offsets.number()):
+            size = offsets.number()
+            if not size & 1:
+                return None
+            found.append((dialect, contents.take(size >> 1)))
+    return found

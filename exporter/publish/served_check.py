@@ -1,0 +1,79 @@
+"""Whether what a base's manifest says of its served variables fits together: schema, recipe and tensors.
+
+Deltas are made by the recipe, and written and applied by the schema; both say how the base's own tensors lie.
+A manifest where these differ is damaged, or another program's: nothing can be made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from msgspec import Struct
+
+from exporter.catalog import SliceSpec
+from exporter.delta.format import OPEN, Schema, ServedVariable
+from exporter.mapping.build import TensorSource
+from exporter.mapping.mapping_spec import MappingSpec
+from exporter.wire.json_documents import DocumentError
+
+
+class Stored(Struct, frozen=True):
+    """The dtype and shape of a tensor or of a served variable."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def require_fitting(schema: Schema, spec: MappingSpec, tensors: Mapping[str, Stored]) -> None:
+    """Compare a base's served variables with its recipe, and this with its tensors.
+
+    Raises:
+        DocumentError: they differ, or the recipe contradicts itself.
+    """
+    made = {name: stored for source in spec.sources() for name, stored in _made(source, tensors)}
+    said = {variable.name: _said(variable) for variable in schema.variables}
+    for name in sorted(made.keys() | said.keys()):
+        if made.get(name) != said.get(name):
+            raise DocumentError(
+                f"manifest.incremental: {name!r} is {said.get(name, 'nothing')} by its schema, "
+                f"{made.get(name, 'nothing')} by its recipe"
+            )
+
+
+def _said(variable: ServedVariable) -> Stored:
+    if variable.is_table and not variable.shape:
+        raise DocumentError(f"manifest.incremental.schema: {variable.name!r} is a table and has no rows")
+    return Stored(variable.dtype.label, variable.shape)
+
+
+def _made(source: TensorSource, tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Stored]]:
+    """What is served of a source, by name; its tensor is compared with that of the bundle."""
+    found, label = tensors.get(source.key), source.dtype.label
+    if found is None:
+        raise DocumentError(f"manifest.incremental.recipe: there is no tensor {source.key!r}")
+    if not source.variables:
+        yield source.key, Stored(label, (OPEN, *found.shape[1:]))
+        return
+    whole = SliceSpec.whole(source.tensor.shape)
+    if found != (wanted := Stored(label, _shape(source, whole))):
+        raise DocumentError(f"tensor {source.key!r} is {found}, by the recipe {wanted}")
+    for variable in source.variables:
+        if variable.full_shape != whole.full_shape or not _is_inside(variable.box):
+            raise DocumentError(
+                f"manifest.incremental.recipe: {variable.served_name!r} is no part of {found}"
+            )
+        yield variable.served_name, Stored(label, _shape(source, variable.box))
+
+
+def _shape(source: TensorSource, box: SliceSpec) -> tuple[int, ...]:
+    if source.is_in_8_bits and not box.lengths:
+        raise DocumentError(f"manifest.incremental.recipe: {source.key!r} has no rows to be stored in 8 bits")
+    return source.stored(box).lengths
+
+
+def _is_inside(box: SliceSpec) -> bool:
+    sizes = zip(box.full_shape, box.starts, box.lengths, strict=True)
+    return all(start + length <= full for full, start, length in sizes)

@@ -1,0 +1,87 @@
+"""Changes to the whole process, made once for all threads that need them at a time.
+
+Whoever comes first makes the change, and whoever leaves last undoes it, in whatever order they end: each for
+itself would put back what another one's change had made. A user's code is never run under the lock, so code
+that starts threads, or exports, waits for nobody.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+_LOCK = threading.RLock()  # a signal's handler may come in the midst of a change, and export
+
+
+class WhileNeeded:
+    """A change as a context manager that any number of threads may be in at once."""
+
+    def __init__(self, change: Callable[[], AbstractContextManager[object]]) -> None:
+        self._change = change
+        self._made: AbstractContextManager[object] | None = None
+        self._users: list[int] = []
+        _ALL.add(self)
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Make the change, unless it is made; undo it at the end of the last block that needs it."""
+        me = threading.get_ident()
+        try:
+            with _LOCK:
+                self._users.append(me)
+                if self._made is None:
+                    made = self._change()
+                    made.__enter__()
+                    self._made = made
+            yield
+        finally:
+            with _LOCK:
+                self._leave(me)
+
+    def _leave(self, user: int) -> None:
+        if user in self._users:
+            self._users.remove(user)
+        if not self._users and self._made is not None:
+            made, self._made = self._made, None
+            made.__exit__(None, None, None)
+
+    def _keep_only(self, user: int) -> None:
+        for other in {*self._users} - {user}:
+            while other in self._users:
+                self._leave(other)
+
+
+_ALL: weakref.WeakSet[WhileNeeded] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    """A fork has the thread alone that forked: what the others needed is undone."""
+    for each in [*_ALL]:
+        each._keep_only(threading.get_ident())
+    _LOCK.release()
+
+
+os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_in_child)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+uncollected = WhileNeeded(_no_collection)
+"""A pause of Python's garbage collection, for what makes a graph of TensorFlow.
+
+A collection in another thread walks objects that the first has half made: a model server died of SIGSEGV in a
+third of the starts under load (2.21, Python 3.11).
+"""

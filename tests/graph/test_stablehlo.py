@@ -1,0 +1,92 @@
+"""Programs of JAX (`tests/fixtures/jax/make.py`): those that only compute are served, others if asked for."""
+
+from __future__ import annotations
+
+import random
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from exporter.errors import AccessRefused
+from exporter.graph.stablehlo import is_plain_module, read_program
+from exporter.options import ExportRequest, Verify
+from exporter.pipeline.full import export
+from exporter.wire import protos
+from tests.support.budget import times
+from tests.support.trained import answers_in_session
+
+ARCHIVE = Path(__file__).parents[1] / "fixtures/jax/0.9.0.tar.xz"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("jax")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(directory, filter="data")
+    return directory
+
+
+def programs(model: Path) -> list[bytes]:
+    read = protos.message_class("SavedModel").FromString((model / "saved_model.pb").read_bytes())
+    functions = read.meta_graphs[0].graph_def.library.function
+    nodes = [node for function in functions for node in function.node_def]
+    found = [bytes(node.attr["module"].s) for node in nodes if node.op == "XlaCallModule"]
+    assert found
+    return found
+
+
+def assert_answers_as_jax(version: Path, model: Path) -> None:
+    with np.load(f"{model}.answers.npz") as answers:
+        found = answers_in_session(version, {"rows": answers["inputs/rows"]})
+        np.testing.assert_allclose(found["y"], answers["outputs/y"], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fixed", "any_rows"])
+def test_a_program_that_only_computes_is_served(name: str, models: Path, tmp_path: Path) -> None:
+    request = ExportRequest(models / name, tmp_path / "model", verify=Verify.OUTPUTS)
+    assert_answers_as_jax(export(request).published.path, models / name)
+
+
+def test_a_program_that_calls_other_functions_is_served_if_asked_for(models: Path, tmp_path: Path) -> None:
+    with pytest.raises(AccessRefused, match="XlaCallModule") as caught:
+        export(ExportRequest(models / "factors", tmp_path / "model"))
+    assert "--allow-file-ops" in (caught.value.hint or "")
+    export(ExportRequest(models / "factors", tmp_path / "model", allow_file_ops=True))
+
+
+def test_every_custom_call_counts(models: Path) -> None:
+    for program in programs(models / "any_rows"):
+        assert is_plain_module(program)
+        assert read_program(program).texts == {"", "shape_assertion"}
+        assert not is_plain_module(program.replace(b"shape_assertion", b"shape_assertiom"))
+    replaced = b"\0broadcast_in_dim\0"  # the name of a place in the source
+    backward = next(each for each in programs(models / "any_rows") if replaced in each)
+    assert not is_plain_module(backward.replace(replaced, b"\0call_target_name\0"))
+    for program in programs(models / "factors"):
+        assert any(text.startswith("lapack_") for text in read_program(program).texts or ())
+        assert not is_plain_module(program)
+
+
+def test_every_kind_of_operation_counts(models: Path) -> None:
+    (*_, program) = programs(models / "fixed")
+    assert is_plain_module(program)
+    assert {"vhlo.tanh_v2", "vhlo.dot_general_v2", "builtin.module"} <= read_program(program).operations
+    for other in (b"send_v2", b"tonh_v2"):
+        assert not is_plain_module(program.replace(b"tanh_v2", other))
+    assert not is_plain_module(program.replace(b"vhlo", b"mhlo"))
+
+
+def test_other_bytes_are_no_plain_program(models: Path) -> None:
+    (*_, program) = programs(models / "fixed")
+    for other in (b"", b"module {}", b"ML\xefR", program[4:], b"ML\xefR\xff" + program[5:], program * 2):
+        assert not is_plain_module(other)
+    for length in range(0, len(program), 7):
+        is_plain_module(program[:length])
+    chance = random.Random(1)
+    for _ in range(times(300)):
+        damaged = bytearray(program)
+        for _ in range(3):
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        is_plain_module(bytes(damaged))
