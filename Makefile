@@ -6,11 +6,12 @@ STAMP  := $(VENV)/.installed
 # By all cores, where pip takes one; and once, where PYTHONDONTWRITEBYTECODE has each process compile for itself.
 COMPILE = $(BIN)/python -m compileall -q -j 0
 
-.PHONY: help demo test test-all lint unit thorough stores docs soak pictures fuzz chaos faults isolation bench release lock matrix matrix-short clean
+.PHONY: help demo test test-all lint unit durations thorough stores docs soak pictures fuzz chaos faults isolation bench release lock matrix matrix-short clean
 help:
 	@echo "make demo    train on a loopback cluster, export, serve, predict; then keep a running model fresh"
 	@echo "make test    lint, types, and the tests that show within ten minutes whether a change is right"
 	@echo "make test-all  all other tests: real processes in every combination, kills, campaigns; half an hour"
+	@echo "make durations  how long each test file takes, measured anew: on an idle machine, so that long ones begin first"
 	@echo "make thorough  all tests, ten times as much of what they leave to chance, and updates over mapped tables"
 	@echo "make stores  the tests of object stores, Azure's too; installs Azurite by npm"
 	@echo "make docs    the documentation as a site, in build/site; fails on a broken link"
@@ -55,6 +56,10 @@ unit: $(STAMP)
 test-all: $(STAMP)
 	@$(COMPILE) exporter serving tests/support
 	$(PYTEST) -m landing
+
+durations: $(STAMP)
+	RECORD_DURATIONS=1 $(PYTEST) -m 'not landing'
+	RECORD_DURATIONS=1 $(PYTEST) -m landing
 
 thorough: $(STAMP)
 	@$(COMPILE) exporter serving tests/support

@@ -13,7 +13,7 @@ from exporter.storage import mirror
 from tests.support.budget import times
 from tests.support.commands import export_model
 from tests.support.forks import run_warm
-from tests.support.longest_first import longest_first
+from tests.support.longest_first import Stopwatch, longest_first
 from tests.support.machines import Machine, machine_in
 from tests.support.object_stores import (
     AZURITE,
@@ -31,16 +31,26 @@ from tests.support.serving_models import write_models
 
 ROOT = Path(__file__).parent.parent
 
-# A slow machine is no failure: no test of ours is about time. Each run draws other examples.
-hypothesis.settings.register_profile("export-model", deadline=None, print_blob=True, max_examples=times(50))
-hypothesis.settings.load_profile("export-model")
-
 
 def pytest_xdist_auto_num_workers() -> int:
     """Twice as many as cores: much of their time, tests wait for servers, leases and deadlines."""
     return len(os.sched_getaffinity(0)) * 2
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.register_profile(
+        "export-model",
+        deadline=None,  # a slow machine is no failure: no test of ours is about time
+        print_blob=True,
+        max_examples=times(50),
+        derandomize=config.getoption("markexpr") == "not landing",  # `make test`: nothing is left to chance
+    )
+    hypothesis.settings.load_profile("export-model")
+    if "RECORD_DURATIONS" in os.environ:
+        config.pluginmanager.register(Stopwatch())
+
+
+@pytest.hookimpl(trylast=True)  # after the tests of the other tier are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     longest_first(items)
 

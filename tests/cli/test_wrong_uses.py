@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from exporter.errors import UsageError
+from exporter.options import ExportRequest, Verify
 from serving import cli as serving_cli
 from tests.support.commands import Ran, export_model, run_app
 
 GOLDEN = Path(__file__).parents[1] / "golden/0.1.1"
 EXPORT = "export-model --ckpt-dir train --out models/new"
+AGENT = "serve-model agent --model-base-path models/ranker --target localhost --port 0"
 
 WRONG = [
     # no such command, option or value
@@ -38,6 +41,27 @@ WRONG = [
     ("export-model inspect", 2, "export-model inspect PATH"),
     ("export-model history models/ranker 3", 2, "export-model history models/ranker"),
     ("export-model history models/ranker --last 0", 2, "--last N: Show only the newest N events."),
+    # an option that has no effect without another
+    (f"{EXPORT} --interval 2", 2, "add --watch, or leave out --interval"),
+    (f"{EXPORT} --tolerance 0.1 --verify bytes", 2, "add --verify outputs, or leave out --tolerance"),
+    (f"{EXPORT} --verify-inputs requests", 2, "add --verify outputs, or leave out --verify-inputs"),
+    (f"{EXPORT} --no-warmup", 2, "add --incr or --updatable"),
+    (f"{EXPORT} --incr --grpc-ca system", 2, "add --notify HOST"),
+    (
+        f"{EXPORT} --notify localhost --min-change 0.1",
+        2,
+        "add --incr, or leave out --notify and --min-change",
+    ),
+    ("export-model merge models/ranker --keep 2", 2, "add --rebase, or leave out --keep"),
+    ("export-model merge models/ranker --despite-hold", 2, "add --rebase, or leave out --despite-hold"),
+    ("export-model verify models/ranker --engine ray", 2, "add --bytes, or leave out --engine"),
+    ("export-model doctor models/ranker --patience 2", 2, "add --target, or leave out --patience"),
+    ("export-model doctor models/ranker --deadline 2", 2, "add --target, or leave out --deadline"),
+    ("export-model doctor models/ranker --model-name m", 2, "add --target, or leave out --model-name"),
+    (f"{AGENT} --pace-max-delay 2", 2, "add --pace-factor, or leave out --pace-max-delay"),
+    (f"{AGENT} --probe-seconds 2", 2, "add --pace-factor, or leave out --probe-seconds"),
+    (f"{AGENT} --canary-drift 2", 2, "add --canary, or leave out --canary-drift"),
+    (f"{AGENT} --canary-seconds 2", 2, "add --canary, or leave out --canary-seconds"),
     # what is read
     ("export-model --ckpt-dir tran --out models/new", 3, "name what is there: train"),
     ("export-model --ckpt-dir empty --out models/new", 3, "--watch waits for its first checkpoint"),
@@ -166,3 +190,38 @@ def test_rest_without_its_libraries_is_refused_before_anything_runs(
     ran = typed("serve-model run models/ranker --port 0 --rest-api-port 0")
     assert (ran.code, "--rest-api-port needs h11" in ran.err) == (2, True), ran.err
     assert "pip install '.[server]'" in ran.err
+
+
+def test_a_request_from_python_is_judged_by_what_it_holds() -> None:
+    with pytest.raises(UsageError, match=r"^--tolerance goes with --verify outputs"):
+        ExportRequest(Path("train"), Path("model"), tolerance=0.1)
+    request = ExportRequest(Path("train"), Path("model"), tolerance=0.1, verify=Verify.OUTPUTS)
+    assert request.tolerance == 0.1
+    ExportRequest(Path("train"), Path("model"), min_change=0.1)  # `export_incremental` is no option
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "hint"),
+    [
+        (["--object-path", "net"], "holds no objects", "leave out --object-path"),
+        (["--by-order"], "the checkpoint's arrays have names", "leave out --by-order"),
+        (
+            ["--partition-strategy", "ranker/user_embeddin=mod"],
+            "no served variable is called so",
+            "or name a variable: ranker/user_embedding, for example",
+        ),
+        (
+            ["--rename", "user_embedding=x"],
+            "no served variable is called so",
+            "or name a variable: ranker/user_embedding, for example",
+        ),
+    ],
+)
+def test_what_no_variable_is_matched_by(
+    ranker: Path, ranker_graph: Path, tmp_path: Path, arguments: list[str], said: str, hint: str
+) -> None:
+    places = ["--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path / "m"]
+    ran = export_model(*places, *arguments)
+    assert (ran.code, arguments[0] in ran.err, said in ran.err) == (2, True, True), ran.err
+    assert hint in ran.err
+    assert not (tmp_path / "m").exists()
