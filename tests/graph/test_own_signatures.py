@@ -113,9 +113,12 @@ def test_signatures_for_an_effect_or_without_outputs_are_left_out(
     np.testing.assert_array_equal(answers(loaded, "predict", x=X)["y"], [[21.0], [43.0]])
 
 
-def test_a_prediction_with_effects_is_served_without_them_and_that_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"updates": Updates()}], ids=["plain", "updatable"])
+def test_a_prediction_with_effects_is_served_without_them_and_that_is_told(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     source = Model().saved(tmp_path / "source", "predict_and_log")
-    loaded, notes = exported(source, tmp_path / "m")
+    loaded, notes = exported(source, tmp_path / "m", **options)
     assert "'predict_and_log' no longer changes 'Variable'" in notes
     dropped = notes.partition("'predict_and_log' no longer does what no answer needs")[2]
     assert "PrintV2" in dropped and "WriteFile" in dropped
