@@ -19,11 +19,11 @@ from msgspec.structs import replace
 
 from exporter.errors import GraphError
 from exporter.graph.clean import clean
-from exporter.graph.functions import callers, needed_by
+from exporter.graph.functions import callers, needed_by, recursive
 from exporter.graph.inference_graph import Effect, Outside
 from exporter.graph.keys import VARIABLE_OPS
 from exporter.graph.nodes import CALLS, ENTERS, SWITCHES, GraphIndex, all_before, attr_dtype, reach
-from exporter.graph.outside import effect_of
+from exporter.graph.outside import effect_in, effect_of
 from exporter.graph.servable import called_functions, changes_state, foreign_ops, is_refused
 from exporter.graph.signatures import SignatureEnds, left_out, none_servable
 from exporter.graph.source_graph import SourceGraph
@@ -224,15 +224,16 @@ def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, Signatur
     if not source.trust.foreign_ops:
         foreign = foreign_ops(protos.all_nodes(source.meta_graph.graph_def), index.functions)
 
-    def is_unfit(op: str) -> bool:
-        return op not in index.functions and (is_refused(op) or op in foreign or effect_of(op) is not None)
+    def is_unfit(node: Proto) -> bool:
+        is_known = node.op in index.functions or not (is_refused(node.op) or node.op in foreign)
+        return not is_known or effect_in(node, index.functions) is not None
 
-    own = [name for name, body in index.functions.items() if any(is_unfit(n.op) for n in body.node_def)]
-    unfit, reasons = callers(index.functions, own), {}
+    own = [name for name, body in index.functions.items() if any(map(is_unfit, body.node_def))]
+    unfit, reasons = {*callers(index.functions, own), *recursive(index.functions)}, {}
     for name, one in ends.items():
         before = [index.nodes[node] for node in all_before(index.nodes, one.outputs, one.inputs)]
         fed = {tensor.node for tensor in one.inputs} | source.feeds.keys()
-        if any(is_unfit(n.op) or called_functions(n) & unfit or _is_unfed(n, fed) for n in before):
+        if any(is_unfit(n) or called_functions(n) & unfit or _is_unfed(n, fed) for n in before):
             alone = deepcopy(source.meta_graph)
             for other in ends.keys() - {name}:
                 del alone.signature_def[other]

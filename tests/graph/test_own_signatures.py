@@ -15,6 +15,7 @@ from exporter.graph.load import GraphRequest, load_graph
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.full import export
 from exporter.wire import protos
+from exporter.wire.dtypes import DType
 
 tf1 = tf.compat.v1
 X = tf.constant([[1.0, 2.0], [3.0, 4.0]])
@@ -78,6 +79,10 @@ class Model(tf.Module):
         return {"words": words}
 
     @tf.function(input_signature=VECTORS)
+    def spoilt(self, x: Any) -> Any:
+        return {"y": tf.raw_ops.Neg(x=x)}
+
+    @tf.function(input_signature=VECTORS)
     def predict_and_log(self, x: Any) -> Any:
         self.requests.assign_add(1)
         tf.print("seen", tf.shape(x))
@@ -132,6 +137,38 @@ def test_such_a_signature_alone_is_refused_by_name(name: str, tmp_path: Path) ->
         export(ExportRequest(source, tmp_path / "m"))
     assert repr(name) in error.value.cause and "--output" in error.value.hint
     assert not list((tmp_path / "m").glob("[0-9]*"))
+
+
+def call_itself(function: Any, node: Any) -> None:
+    node.op = "StatefulPartitionedCall"
+    node.attr.clear()
+    node.attr["Tin"].list.type.append(1)
+    node.attr["Tout"].list.type.append(1)
+    node.attr["f"].func.name = function.signature.name
+    for reader in function.node_def:
+        reader.input[:] = [text.replace(f"{node.name}:y:", f"{node.name}:output:") for text in reader.input]
+
+
+def hold_a_handle(_: Any, node: Any) -> None:
+    node.attr["_kept"].tensor.dtype = int(DType.RESOURCE)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"), [(call_itself, "calls itself"), (hold_a_handle, "nobody has judged")]
+)
+def test_a_signature_that_is_refused_for_itself_does_not_stop_another(
+    spoil: Any, reason: str, tmp_path: Path
+) -> None:
+    source = Model().saved(tmp_path / "source", "predict", "spoilt")
+    saved_model = protos.SavedModel.FromString((source / "saved_model.pb").read_bytes())
+    for function in saved_model.meta_graphs[0].graph_def.library.function:
+        for node in function.node_def:
+            if node.op == "Neg":
+                spoil(function, node)
+    (source / "saved_model.pb").write_bytes(saved_model.SerializeToString())
+    loaded, notes = exported(source, tmp_path / "m")
+    assert {*loaded.signatures} == {"predict"}
+    assert reason in notes.partition("'spoilt' is left out")[2]
 
 
 IDS = tf.ragged.constant([[0, 1], [], [1]], tf.int64)
