@@ -279,17 +279,17 @@ def callers(library: Mapping[str, Proto], called: Iterable[str]) -> set[str]:
     return {*closure(found, calling.__getitem__)}
 
 
-def recursive(library: Mapping[str, Proto]) -> set[str]:
-    """The functions that do not end: they call themselves, or one that does, directly or through others."""
+def ending(library: Mapping[str, Proto]) -> list[str]:
+    """The functions that do not reach one that calls itself, each after those that it calls."""
     calls = {name: {*_callees(function.node_def, library)} for name, function in library.items()}
     order = TopologicalSorter(calls)
     with suppress(CycleError):
         order.prepare()
-    ended = set[str]()
+    found = list[str]()
     while ready := order.get_ready():
-        ended.update(ready)
+        found += ready
         order.done(*ready)
-    return library.keys() - ended
+    return found
 
 
 def constant_fills(nodes: Mapping[str, Proto]) -> dict[str, str]:

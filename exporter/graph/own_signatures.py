@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from exporter.errors import GraphError
 from exporter.graph.clean import clean
-from exporter.graph.functions import callers, needed_by, recursive
+from exporter.graph.functions import callers, ending, needed_by, reachable
 from exporter.graph.inference_graph import Effect, Outside
 from exporter.graph.keys import VARIABLE_OPS
 from exporter.graph.nodes import CALLS, ENTERS, SWITCHES, GraphIndex, all_before, attr_dtype, reach
@@ -89,11 +89,15 @@ class EffectsOf:
     def __init__(self, index: GraphIndex) -> None:
         self._index = index
         self._known: dict[str, Effects] = {}
+        self._order = ending(index.functions)  # deep calls without deep recursion
 
     def signature(self, ends: SignatureEnds) -> Effects:
         """The effects of the nodes that a session runs for it, including those that outputs only wait for."""
         nodes = self._index.nodes
         runs = all_before(nodes, ends.outputs, ends.inputs)
+        called = reachable((nodes[name] for name in runs), self._index.functions)
+        for name in filter(called.__contains__, self._order):
+            self._function(name)
         computing = reach(nodes, ends.computed, given=ends.inputs).inputs
         handles = {name for name in runs if nodes[name].op in VARIABLE_OPS or "HashTable" in nodes[name].op}
         return self._effects(_Body("", {name: nodes[name] for name in runs}, computing, handles))
@@ -229,7 +233,7 @@ def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, Signatur
         return not is_known or effect_in(node, index.functions) is not None
 
     own = [name for name, body in index.functions.items() if any(map(is_unfit, body.node_def))]
-    unfit, reasons = {*callers(index.functions, own), *recursive(index.functions)}, {}
+    unfit, reasons = {*callers(index.functions, own), *index.functions.keys() - ending(index.functions)}, {}
     for name, one in ends.items():
         before = [index.nodes[node] for node in all_before(index.nodes, one.outputs, one.inputs)]
         fed = {tensor.node for tensor in one.inputs} | source.feeds.keys()

@@ -171,6 +171,21 @@ def test_a_signature_that_is_refused_for_itself_does_not_stop_another(
     assert reason in notes.partition("'spoilt' is left out")[2]
 
 
+def test_functions_that_nest_deeper_than_python_does(tmp_path: Path) -> None:
+    source = Model().saved(tmp_path, "predict", "nothing", "spoilt")
+    saved_model = protos.SavedModel.FromString((source / "saved_model.pb").read_bytes())
+    library = saved_model.meta_graphs[0].graph_def.library
+    deep = next(f for f in library.function if any(node.op == "MatMul" for node in f.node_def))
+    for number in range(2000):
+        function = library.function.add()
+        function.signature.name = f"f{number}"
+        function.node_def.add(name="call", op=f"f{number + 1}" if number < 1999 else "NoOp")
+    deep.node_def.add(name="call", op="f0")
+    (source / "saved_model.pb").write_bytes(saved_model.SerializeToString())
+    graph = load_graph(GraphRequest(model=str(source)))
+    assert {*graph.meta_graph.signature_def} == {"predict", "spoilt"}
+
+
 IDS = tf.ragged.constant([[0, 1], [], [1]], tf.int64)
 SPARSE = tf.sparse.from_dense([[0.0, 2.0], [1.5, 0.0]])
 
