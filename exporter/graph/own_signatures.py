@@ -121,7 +121,7 @@ class EffectsOf:
     def _effects(self, body: _Body) -> Effects:
         reads, writes = self._touched(body)
         outside, dropped = self._reaching_out(body)
-        return Effects(reads, writes, outside, dropped, self._computes(body))
+        return Effects(reads, writes, outside, dropped, bool(reads) or self._computes(body))
 
     def _touched(self, body: _Body) -> tuple[frozenset[str], frozenset[str]]:
         """The variables and tables that are read for results, and those that are changed."""

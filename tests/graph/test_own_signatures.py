@@ -139,6 +139,24 @@ def test_such_a_signature_alone_is_refused_by_name(name: str, tmp_path: Path) ->
     assert not list((tmp_path / "m").glob("[0-9]*"))
 
 
+@pytest.mark.parametrize("use_resource", [False, True], ids=["reference", "resource"])
+def test_a_variables_value_is_an_answer_although_requests_are_counted(
+    use_resource: bool, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    with tf.Graph().as_default(), tf1.Session() as session:
+        x = tf1.placeholder(tf.float32, [], name="x")
+        w = tf1.get_variable("w", initializer=[1.0, 2.0], use_resource=use_resource)
+        requests = tf1.get_variable("requests", initializer=0, use_resource=use_resource)
+        with tf.control_dependencies([tf1.assign_add(requests, 1)]):
+            value = tf.identity(w)
+        session.run(tf1.global_variables_initializer())
+        tf1.saved_model.simple_save(session, str(source), {"x": x}, {"w": value})
+    loaded, notes = exported(source, tmp_path / "m")
+    assert "'serving_default' no longer changes 'requests'" in notes
+    np.testing.assert_array_equal(answers(loaded, "serving_default", x=tf.constant(0.0))["w"], [1.0, 2.0])
+
+
 def call_itself(function: Any, node: Any) -> None:
     node.op = "StatefulPartitionedCall"
     node.attr.clear()
