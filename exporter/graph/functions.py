@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from graphlib import CycleError, TopologicalSorter
 
@@ -276,6 +277,19 @@ def callers(library: Mapping[str, Proto], called: Iterable[str]) -> set[str]:
             for callee in called_functions(node) & library.keys():
                 calling[callee].add(name)
     return {*closure(found, calling.__getitem__)}
+
+
+def ending(library: Mapping[str, Proto]) -> list[str]:
+    """The functions that do not reach one that calls itself, each after those that it calls."""
+    calls = {name: {*_callees(function.node_def, library)} for name, function in library.items()}
+    order = TopologicalSorter(calls)
+    with suppress(CycleError):
+        order.prepare()
+    found = list[str]()
+    while ready := order.get_ready():
+        found += ready
+        order.done(*ready)
+    return found
 
 
 def constant_fills(nodes: Mapping[str, Proto]) -> dict[str, str]:
