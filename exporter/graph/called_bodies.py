@@ -7,7 +7,6 @@ and into loops that hand them on unchanged. Beside that it is known what depends
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -15,8 +14,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 
-from exporter.graph.constant_values import compute, is_computed
+from exporter.graph.constant_values import compute, extent, is_computed
 from exporter.graph.nodes import (
     MERGES,
     NEXT_ITERATIONS,
@@ -54,8 +54,16 @@ _MOST_BYTES = 1 << 15  # of a value that is followed: rates and flags are small,
 _MAX_DEPTH = 48
 _MAX_STEPS = 8
 _MOST_STEPS = 64
+_MOST_BODIES = 4096  # models have some hundreds; functions that call others twice have 2 ** depth
 _ROUNDS = 4
 """Nested conditionals whose inner flag is computed by the outer one."""
+
+
+class _Shared(Struct):
+    """What the bodies of one graph have in common: those that were made, and the steps under way in them."""
+
+    made: dict[tuple[object, ...], CalledBody] = field(default_factory=dict)
+    steps: int = 0
 
 
 class CalledBody:
@@ -77,6 +85,7 @@ class CalledBody:
         asked: Collection[str] = (),
         is_chosen: bool = False,
         depth: int = 0,
+        shared: _Shared | None = None,
     ) -> None:
         self.nodes = nodes
         self._roots = [*roots]
@@ -87,8 +96,7 @@ class CalledBody:
         self._is_chosen = is_chosen
         self._depth = depth
         self._values: dict[str, Array | None] = {}
-        self._steps = 0
-        self._made: dict[tuple[object, ...], CalledBody] = {}
+        self._shared = shared or _Shared()
         self._called: dict[int, CalledBody] = {}
         self._dead = self._find_dead()
 
@@ -96,11 +104,11 @@ class CalledBody:
         """The value of a tensor that is always the same, and small; None for any other tensor."""
         if tensor not in self._values:
             self._values[tensor] = None  # a value that a loop passes back to itself is not constant
-            if self._steps < _MOST_STEPS:  # flags are computed in fewer steps
-                self._steps += 1
+            if self._shared.steps < _MOST_STEPS:  # flags are computed in fewer steps
+                self._shared.steps += 1
                 with suppress(KeyError, TypeError, ValueError, IndexError, ArithmeticError):
                     self._values[tensor] = self._evaluate(tensor)
-                self._steps -= 1
+                self._shared.steps -= 1
         return self._values[tensor]
 
     def number(self, tensor: str) -> Scalar:
@@ -110,15 +118,19 @@ class CalledBody:
 
     def each(self, tensor: str) -> Array | None:
         """The values that a tensor's elements always have, of a shape that may be unknown."""
-        if (value := self.value(tensor)) is not None:
-            return value
-        node = self.nodes.get(node_of(tensor))
-        if node is None or node.name in self._fed:
-            return None
-        if node.op in _OF_SHAPE:
-            return np.array(_OF_SHAPE[node.op])
-        source = input_names(node)[_REPEATED.get(node.op, 0) :]
-        return self.each(source[0]) if node.op in _REPEATED and source else None
+        for _ in range(_MOST_STEPS):
+            if (value := self.value(tensor)) is not None:
+                return value
+            node = self.nodes.get(node_of(tensor))
+            if node is None or node.name in self._fed:
+                return None
+            if node.op in _OF_SHAPE:
+                return np.array(_OF_SHAPE[node.op])
+            source = input_names(node)[_REPEATED.get(node.op, 0) :]
+            if node.op not in _REPEATED or not source:
+                return None
+            tensor = source[0]
+        return None
 
     def depends(self, tensor: str) -> bool:
         """True if a tensor's values, not its shape alone, may depend on the request."""
@@ -142,11 +154,14 @@ class CalledBody:
         return frozenset(found)
 
     def bodies(self) -> Iterator[CalledBody]:
-        """The body itself, and those of all calls that run."""
-        assert self.live  # calls are found on the way
-        yield self
-        for called in [*self._called.values()]:
-            yield from called.bodies()
+        """The body itself, and those of all calls that run, each once."""
+        pending, seen = [self], {id(self)}
+        while pending:
+            body = pending.pop()
+            assert body.live  # calls are found on the way
+            yield body
+            pending += [called for key, called in body._called.items() if key not in seen]
+            seen |= body._called.keys()
 
     def after(self, names: Iterable[str]) -> Collection[str]:
         """These nodes, and those that are computed from their values."""
@@ -344,23 +359,27 @@ class CalledBody:
     ) -> CalledBody | None:
         if self._depth >= _MAX_DEPTH:
             return None
+        if len(self._shared.made) >= _MOST_BODIES:
+            passed = dict.fromkeys(passed, True)
+        is_chosen = is_chosen or self._is_chosen
         known = {parameter: value for parameter, value in passed.items() if isinstance(value, np.ndarray)}
         asked = [parameter for parameter, value in passed.items() if value is True]
         told = ((key, str(value.dtype), value.shape, value.tobytes()) for key, value in known.items())
-        key = (name, is_chosen, *told, *asked)
-        if key not in self._made:
+        key = (name, self._depth, is_chosen, *told, *asked)
+        if key not in self._shared.made:
             function = self._library[name]
             nodes = {node.name: node for node in function.node_def}
-            self._made[key] = CalledBody(
+            self._shared.made[key] = CalledBody(
                 nodes,
                 function.ret.values(),
                 self._library,
                 arguments=known,
                 asked=asked,
-                is_chosen=is_chosen or self._is_chosen,
+                is_chosen=is_chosen,
                 depth=self._depth + 1,
+                shared=self._shared,
             )
-        return self._made[key]
+        return self._shared.made[key]
 
 
 def node_of(tensor: str) -> str:
@@ -402,7 +421,7 @@ def _output(nodes: Mapping[str, Proto], tensor: str) -> str:
 
 def _small_constant(node: Proto) -> Array | None:
     shape = attr(node, "value").tensor.tensor_shape
-    if math.prod(dim.size for dim in shape.dim) > _MOST_BYTES:
+    if extent(dim.size for dim in shape.dim) > _MOST_BYTES:
         return None
     value = const_value(node)
     return None if value is None or value.dtype == object or value.nbytes > _MOST_BYTES else value

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from exporter.errors import GraphError
 from exporter.graph.clean import clean
-from exporter.graph.functions import callers, needed_by
+from exporter.graph.functions import callees_first, callers, needed_by
 from exporter.graph.inference_graph import Effect, Outside
 from exporter.graph.keys import VARIABLE_OPS
 from exporter.graph.nodes import CALLS, ENTERS, SWITCHES, GraphIndex, all_before, attr_dtype, reach
@@ -91,9 +91,15 @@ class EffectsOf:
         self._known: dict[str, Effects] = {}
 
     def signature(self, ends: SignatureEnds) -> Effects:
-        """The effects of the nodes that a session runs for it, including those that outputs only wait for."""
+        """The effects of the nodes that a session runs for it, including those that outputs only wait for.
+
+        Raises:
+            NotServable: a function calls itself, or its calls are too deep or too many.
+        """
         nodes = self._index.nodes
         runs = all_before(nodes, ends.outputs, ends.inputs)
+        for name in callees_first((nodes[each] for each in runs), self._index.functions):
+            self._function(name)  # deep calls without deep recursion
         computing = reach(nodes, ends.computed, given=ends.inputs).inputs
         handles = {name for name in runs if nodes[name].op in VARIABLE_OPS or "HashTable" in nodes[name].op}
         return self._effects(_Body("", {name: nodes[name] for name in runs}, computing, handles))
