@@ -237,19 +237,33 @@ def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[
             cause="TensorFlow expands the functions that a graph calls, and would never come to an end",
             hint="write it as a loop (tf.while_loop), or choose other outputs",
         ) from None
+    _require_expandable(ordered, calls, library)
+    return ordered
+
+
+def _require_expandable(
+    ordered: Iterable[str], calls: Mapping[str, Iterable[str]], library: Mapping[str, Proto]
+) -> None:
+    """Refuse functions whose calls are too deep, or would become too many nodes; callees come first.
+
+    Raises:
+        NotServable: one is; the message names it.
+    """
     sizes, levels = dict[str, int](), dict[str, int]()
     for name in ordered:
         sizes[name] = len(library[name].node_def) + sum(sizes[callee] for callee in calls[name])
         levels[name] = 1 + max((levels[callee] for callee in calls[name]), default=0)
-        if sizes[name] > _MOST_EXPANDED or levels[name] > _MOST_LEVELS:
+        if levels[name] > _MOST_LEVELS:
             raise NotServable(
-                f"function {name!r} calls others on more than {_MOST_LEVELS} levels"
-                if levels[name] > _MOST_LEVELS
-                else f"function {name!r} would become more than {_MOST_EXPANDED} nodes",
+                f"function {name!r} calls others on more than {_MOST_LEVELS} levels",
+                hint="repeat it in a loop (tf.while_loop), or choose other outputs",
+            )
+        if sizes[name] > _MOST_EXPANDED:
+            raise NotServable(
+                f"function {name!r} would become more than {_MOST_EXPANDED} nodes",
                 cause="TensorFlow writes the body of a function out for each call of it, on every level",
                 hint="repeat it in a loop (tf.while_loop), or choose other outputs",
             )
-    return ordered
 
 
 def _callees(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> Iterator[str]:

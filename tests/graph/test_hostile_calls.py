@@ -17,7 +17,7 @@ from exporter.graph.constant_values import compute
 from exporter.graph.functions import callees_first
 from exporter.graph.training_mode import training_mode
 from exporter.wire import protos
-from tests.graph.test_own_files import found_in, in_a_process
+from tests.support.graph_runs import train
 
 MOST = 1 << 15
 
@@ -142,7 +142,9 @@ def test_the_real_command_refuses_such_calls(tmp_path: Path) -> None:
         w = v1.get_variable("w", [], initializer=v1.ones_initializer())
         tf.multiply(x, w, name="y")
 
-    directory = found_in(tmp_path, build)
+    directory = tmp_path / "bucket"
+    directory.mkdir()
+    train(directory, build)
     path = next(directory.glob("*.meta"))
     meta_graph = protos.MetaGraphDef.FromString(path.read_bytes())
     added = calling(40, twice=True)
@@ -151,5 +153,7 @@ def test_the_real_command_refuses_such_calls(tmp_path: Path) -> None:
     product.name = "product"
     meta_graph.graph_def.node.add(name="y", op="f0", input=["product", "product"])
     path.write_bytes(meta_graph.SerializeToString())
-    ran = in_a_process(directory, tmp_path / "model", "--updatable", "--allow-dropout")
+    typed = ["--ckpt-dir", directory, "--out", tmp_path / "model", "--input", "x=x", "--output", "y=y"]
+    command = [sys.executable, "-m", "exporter", *map(str, typed), "--updatable", "--allow-dropout"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 1 and "would become more than" in ran.stderr, ran.stderr
