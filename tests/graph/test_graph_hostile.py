@@ -153,7 +153,7 @@ def test_functions_that_pass_two_constants_on_at_each_call(tmp_path: Path) -> No
         function.ret["y"] = "second:y:0"
 
     nodes = [X, ONE, ("y", "f0", ["x", "one"])]
-    path = meta(tmp_path / "model.meta", nodes, lambda meta_graph: calling(meta_graph, 40, fill))  # 2 ** 40
+    path = meta(tmp_path / "model.meta", nodes, lambda meta_graph: calling(meta_graph, 18, fill))  # 2 ** 18
 
     graph = load_graph(GraphRequest(model=path, inputs={"x": "x"}, outputs={"y": "y"}))
 
