@@ -15,7 +15,9 @@ from msgspec import Struct
 
 from exporter.errors import UsageError
 
-_HOST = re.compile(r"(?:\[([^\[\]]+)\]|([\w.-]+))(?::[0-9]*)?")
+_HOST = re.compile(r"(?:\[([^\[\]]+)\]|([\w.-]{1,254}))(?::[0-9]*)?")
+"""No name is longer (RFC 1035): what is compared takes the square of its length."""
+
 _ALLOWED = re.compile(r"\*|(?:\*\.)?[\w-]+(?:\.[\w-]+)*\.?")
 
 

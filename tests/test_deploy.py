@@ -250,6 +250,12 @@ def test_the_dashboard_is_one() -> None:
     assert len(set(covered)) == len(covered), "no panel covers another"
 
 
+def test_no_two_alerts_are_of_one_thing() -> None:
+    (rules,) = documents(DEPLOY / "prometheus/alerts.yaml")
+    watched = [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
+    assert len({*watched}) == len(watched) > 10
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_prometheus_takes_the_rules() -> None:
     rules = DEPLOY / "prometheus/alerts.yaml"

@@ -40,6 +40,7 @@ from exporter.publish.commit import NO_SYNC_HINT, cannot_sync
 from exporter.publish.delta_log import DeltaLog, LogDelta, read_log
 from exporter.publish.finite import lasting, refused
 from exporter.publish.hold import Hold
+from exporter.publish.manifest import BaseEntry
 from exporter.publish.mapped_state import mapped_elsewhere, network_file_system, why_restored
 from exporter.publish.permission import binding
 from exporter.publish.retention import logs_without_base
@@ -597,12 +598,15 @@ def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
 def mapped(model: Path, ckpt_dir: Path | None) -> Iterator[Finding]:
     """Find that servers here restore the newest version, made to be mapped, or map it where they may die."""
     newest = newest_version(model)
-    record = read_manifest(newest.path).mapped if newest is not None and newest.has_manifest else None
-    if newest is None or record is None or not record.tables:
+    if newest is None or not newest.has_manifest:
         return
-    again = command(
-        "export-model", "--ckpt-dir", ckpt_dir or "CKPT_DIR", "--out", model, "--map-tables", "--again"
-    )
+    manifest = read_manifest(newest.path)
+    record = manifest.mapped
+    if record is None or not record.tables:
+        return
+    deltas = ["--updatable"] if isinstance(manifest.incremental, BaseEntry) else []
+    words = ["--ckpt-dir", ckpt_dir or "CKPT_DIR", "--out", model, *deltas, "--map-tables", "--again"]
+    again = command("export-model", *words)
     if why := why_restored(record):
         message = f"a server on this machine restores the tables of version {newest.version}"
         yield Finding(Check.MAPPED, Level.WARNING, message, f"{again} --served-at DIR", cause=why)

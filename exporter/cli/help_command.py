@@ -6,7 +6,9 @@ fits a screen: the options of most runs; `help TOPIC` has those of one topic.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from typing import Annotated
 
 import typer
@@ -82,5 +84,6 @@ def help(
       export-model help deltas
       export-model help merge
     """
-    with command(AS_TEXT):
+    out = sys.stdout
+    with command(AS_TEXT), redirect_stdout(out):  # what a command prints itself is talk, and this is a result
         _print(HELP.short(context) if topic is None else HELP.topic(context, topic))

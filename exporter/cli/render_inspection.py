@@ -168,7 +168,7 @@ def _bundle_lines(found: BundleView) -> Iterator[str]:
     yield from (line("signature", f"{name}{each}") for name, each in found.signatures.items())
     yield from (line("table", served_text(table)) for table in found.tables)
     if found.mapped is not None:
-        yield line("large tables", found.mapped)
+        yield line("tables", found.mapped)
 
 
 def compared(found: Unmatchable, sink: Output) -> None:

@@ -40,6 +40,7 @@ _CARRIES_CODE = {
     "FlaxLayer": "pickled functions in the archive",
     "TFSMLayer": "a SavedModel in another place",
 }
+_DEFINE_IT = "name what defines it: --custom-objects pkg.mod, or path/file.py"
 _MAX_DEPTH = 200
 
 Entry = dict[str, Any]
@@ -69,12 +70,13 @@ def _require_listed(path: Path, place: str, entry: Entry) -> None:
         return
     elif _is_of_keras(entry):
         raise CodeRefused(
-            f"{path} asks for {_full_name(entry)} at {place}, which is not known to be harmless"
+            f"{path} asks for {_full_name(entry)} at {place}, which is not known to be harmless",
+            hint=f"{_DEFINE_IT}; or trust it: --allow-code",
         )
     else:
         raise CodeRefused(
             f"{path} asks for {_full_name(entry)} at {place}, which is not Keras' own",
-            hint="name what defines it: --custom-objects pkg.mod, or path/file.py",
+            hint=_DEFINE_IT,
         )
 
 

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 
 from exporter.graph.constant_values import compute, is_computed
 from exporter.graph.nodes import (
@@ -52,14 +53,22 @@ _REPEATED = {
 _OF_SHAPE = {"ZerosLike": 0, "OnesLike": 1}
 _MOST_BYTES = 1 << 15  # of a value that is followed: rates and flags are small, weights are not
 _MAX_DEPTH = 48
+_MOST_CALLS = 256  # of one function that differ; what further ones pass is not followed
 _MAX_STEPS = 8
 _MOST_STEPS = 64
 _ROUNDS = 4
 """Nested conditionals whose inner flag is computed by the outer one."""
 
 
+class _Shared(Struct):
+    """What the bodies of one graph share: those that were made, and how many values are being computed."""
+
+    made: dict[str, dict[tuple[object, ...], CalledBody]] = field(default_factory=dict)
+    steps: int = 0
+
+
 class CalledBody:
-    """The graph, or a function as one call of it runs it.
+    """The graph, or a function as one call of it in the body `caller` runs it.
 
     `fed` are nodes whose values come from the request, `asked` the arguments of a call that depend on those;
     `arguments` are the constants that it passes, `roots` the wanted tensors. `is_chosen`: the request decides
@@ -76,7 +85,7 @@ class CalledBody:
         arguments: Mapping[str, Array] | None = None,
         asked: Collection[str] = (),
         is_chosen: bool = False,
-        depth: int = 0,
+        caller: CalledBody | None = None,
     ) -> None:
         self.nodes = nodes
         self._roots = [*roots]
@@ -85,22 +94,21 @@ class CalledBody:
         self._arguments = arguments or {}
         self._asked = asked
         self._is_chosen = is_chosen
-        self._depth = depth
+        self._depth: int = 0 if caller is None else caller._depth + 1
+        self._shared: _Shared = _Shared() if caller is None else caller._shared
         self._values: dict[str, Array | None] = {}
-        self._steps = 0
-        self._made: dict[tuple[object, ...], CalledBody] = {}
-        self._called: dict[int, CalledBody] = {}
+        self._called: dict[CalledBody, None] = {}
         self._dead = self._find_dead()
 
     def value(self, tensor: str) -> Array | None:
         """The value of a tensor that is always the same, and small; None for any other tensor."""
         if tensor not in self._values:
             self._values[tensor] = None  # a value that a loop passes back to itself is not constant
-            if self._steps < _MOST_STEPS:  # flags are computed in fewer steps
-                self._steps += 1
+            if self._shared.steps < _MOST_STEPS:  # flags are computed in fewer steps, through all calls
+                self._shared.steps += 1
                 with suppress(KeyError, TypeError, ValueError, IndexError, ArithmeticError):
                     self._values[tensor] = self._evaluate(tensor)
-                self._steps -= 1
+                self._shared.steps -= 1
         return self._values[tensor]
 
     def number(self, tensor: str) -> Scalar:
@@ -110,15 +118,19 @@ class CalledBody:
 
     def each(self, tensor: str) -> Array | None:
         """The values that a tensor's elements always have, of a shape that may be unknown."""
-        if (value := self.value(tensor)) is not None:
-            return value
-        node = self.nodes.get(node_of(tensor))
-        if node is None or node.name in self._fed:
-            return None
-        if node.op in _OF_SHAPE:
-            return np.array(_OF_SHAPE[node.op])
-        source = input_names(node)[_REPEATED.get(node.op, 0) :]
-        return self.each(source[0]) if node.op in _REPEATED and source else None
+        for _ in range(_MOST_STEPS):
+            if (value := self.value(tensor)) is not None:
+                return value
+            node = self.nodes.get(node_of(tensor))
+            if node is None or node.name in self._fed:
+                break
+            if node.op in _OF_SHAPE:
+                return np.array(_OF_SHAPE[node.op])
+            source = input_names(node)[_REPEATED.get(node.op, 0) :]
+            if node.op not in _REPEATED or not source:
+                break
+            tensor = source[0]
+        return None
 
     def depends(self, tensor: str) -> bool:
         """True if a tensor's values, not its shape alone, may depend on the request."""
@@ -141,12 +153,13 @@ class CalledBody:
                 pending += self._needed(self.nodes[name])
         return frozenset(found)
 
-    def bodies(self) -> Iterator[CalledBody]:
-        """The body itself, and those of all calls that run."""
-        assert self.live  # calls are found on the way
-        yield self
-        for called in [*self._called.values()]:
-            yield from called.bodies()
+    def bodies(self) -> Iterable[CalledBody]:
+        """The body itself, and those of all calls that run, each once."""
+        return closure([self], CalledBody._running)
+
+    def _running(self) -> Iterable[CalledBody]:
+        _ = self.live  # calls are found on the way
+        return self._called
 
     def after(self, names: Iterable[str]) -> Collection[str]:
         """These nodes, and those that are computed from their values."""
@@ -327,7 +340,7 @@ class CalledBody:
         """
         body = self._body(name, self._passed(name, inputs, is_asked=is_asked), is_chosen=is_chosen)
         if body is not None:
-            self._called[id(body)] = body
+            self._called[body] = None
         return body
 
     def _passed(self, name: str, inputs: list[str], *, is_asked: bool = False) -> dict[str, Array | bool]:
@@ -344,23 +357,26 @@ class CalledBody:
     ) -> CalledBody | None:
         if self._depth >= _MAX_DEPTH:
             return None
+        made = self._shared.made.setdefault(name, {})
+        if len(made) >= _MOST_CALLS:
+            passed = dict.fromkeys(passed, True)
+        is_chosen = is_chosen or self._is_chosen
         known = {parameter: value for parameter, value in passed.items() if isinstance(value, np.ndarray)}
         asked = [parameter for parameter, value in passed.items() if value is True]
         told = ((key, str(value.dtype), value.shape, value.tobytes()) for key, value in known.items())
-        key = (name, is_chosen, *told, *asked)
-        if key not in self._made:
+        key = (self._depth, is_chosen, *told, *asked)
+        if key not in made:
             function = self._library[name]
-            nodes = {node.name: node for node in function.node_def}
-            self._made[key] = CalledBody(
-                nodes,
+            made[key] = CalledBody(
+                {node.name: node for node in function.node_def},
                 function.ret.values(),
                 self._library,
                 arguments=known,
                 asked=asked,
-                is_chosen=is_chosen or self._is_chosen,
-                depth=self._depth + 1,
+                is_chosen=is_chosen,
+                caller=self,
             )
-        return self._made[key]
+        return made[key]
 
 
 def node_of(tensor: str) -> str:

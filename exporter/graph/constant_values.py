@@ -7,7 +7,7 @@ says.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -38,8 +38,13 @@ def compute(node: Proto, values: list[Array], output: int, most_bytes: int) -> A
         if node.op in _GROWS:
             _require_size(_GROWS[node.op](values), most_bytes)
         found = np.asarray(_COMPUTED[node.op](node, values))
-    _require_size(found.nbytes, most_bytes)
+    _require_size(extent(found.shape) * found.itemsize, most_bytes)
     return found
+
+
+def extent(sizes: Iterable[float]) -> float:
+    """How many values a shape has; a size of 0 counts as 1: what is empty may have any other sizes."""
+    return math.prod(max(float(size), 1.0) for size in sizes)
 
 
 def _require_size(size: float, most_bytes: int) -> None:
@@ -49,10 +54,6 @@ def _require_size(size: float, most_bytes: int) -> None:
 
 def _numbers(value: Array) -> list[int]:
     return [int(number) for number in value.ravel()]
-
-
-def _product(value: Array) -> float:
-    return math.prod(float(number) for number in value.ravel())
 
 
 def _axis(value: Array) -> int:
@@ -73,6 +74,8 @@ def _divide(_: Proto, values: list[Array]) -> Array:
 
 def _select(_: Proto, values: list[Array]) -> Array:
     chosen, first, second = values
+    if first.shape != second.shape or chosen.shape not in ((), first.shape[:1], first.shape):
+        raise ValueError("Select takes values of one shape")
     if chosen.ndim == 1 and first.ndim > 1:  # Select chooses whole rows
         chosen = chosen.reshape(-1, *[1] * (first.ndim - 1))
     return np.where(chosen, first, second)
@@ -135,7 +138,7 @@ def _binary(function: Callable[..., Any]) -> _Computed:
 
 def _broadcast_bytes(values: list[Array]) -> float:
     shape = np.broadcast_shapes(*(value.shape for value in values))
-    return math.prod(map(float, shape)) * max(value.itemsize for value in values)
+    return extent(shape) * max(value.itemsize for value in values)
 
 
 _SAME = (
@@ -226,25 +229,32 @@ _COMPUTED: Mapping[str, _Computed] = {
 }
 
 
+def _split(node: Proto, values: list[Array]) -> list[Array]:
+    axis, source = _axis(values[0]), values[1]
+    if (count := attr(node, "num_split").i) > source.shape[axis]:
+        raise ValueError("numpy makes a list of as many parts as are asked for")
+    return np.split(source, count, axis)
+
+
 def _split_sizes(_: Proto, values: list[Array]) -> list[Array]:
     return np.split(values[0], np.cumsum(values[1])[:-1], _axis(values[2]))
 
 
 _OUTPUTS: Mapping[str, Callable[[Proto, list[Array]], list[Array]]] = {
     "IdentityN": lambda _, values: values,
-    "Split": lambda node, values: np.split(values[1], attr(node, "num_split").i, _axis(values[0])),
+    "Split": _split,
     "SplitV": _split_sizes,
     "Unpack": lambda node, values: [*np.moveaxis(values[0], attr(node, "axis").i, 0)],
 }
 
 _GROWS: Mapping[str, Callable[[list[Array]], float]] = {
     **dict.fromkeys(_BINARY, _broadcast_bytes),
-    **dict.fromkeys(("Pack", "ConcatV2"), lambda values: sum(float(value.nbytes) for value in values)),
-    "BroadcastTo": lambda values: _product(values[1]) * values[0].itemsize,
-    "Fill": lambda values: _product(values[0]) * values[1].itemsize,
+    **dict.fromkeys(("AddN", "ConcatV2", "Pack"), lambda values: sum(float(v.nbytes) for v in values)),
+    "BroadcastTo": lambda values: extent(values[1].ravel()) * values[0].itemsize,
+    "Fill": lambda values: extent(values[0].ravel()) * values[1].itemsize,
     "GatherV2": lambda values: float(values[0].nbytes) * values[1].size,
     "Gather": lambda values: float(values[0].nbytes) * values[1].size,
     "GatherNd": lambda values: float(values[0].nbytes) * values[1].size,
-    "Tile": lambda values: _product(values[1]) * values[0].nbytes,
+    "Tile": lambda values: extent(values[1].ravel()) * values[0].nbytes,
 }
 """Operations whose results may be much larger than their inputs, and the bytes that they may have."""

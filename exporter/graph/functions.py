@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from graphlib import CycleError, TopologicalSorter
 
@@ -60,6 +61,8 @@ _REF_FORMS = {
 _GATHERS = frozenset({"Gather", "GatherV2"})
 _MAX_STEPS = 32
 _SHOWN = 4
+_MOST_LEVELS = 128
+_MOST_EXPANDED = 1 << 22  # nodes; graphs that are served have some ten thousand, and 2 GB hold not many more
 _FILLS = frozenset({"InitializeTable", "InitializeTableV2", "LookupTableImport", "LookupTableImportV2"})
 _STATIC = frozenset({"HashTable", "HashTableV2"})
 _CONST = re.compile("Const")
@@ -220,11 +223,13 @@ def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[
     """The functions that `nodes` call, directly or through others, each after those that it calls itself.
 
     Raises:
-        NotServable: one reaches itself, which TensorFlow expands for ever; the message names it.
+        NotServable: one reaches itself, which TensorFlow expands for ever, or its calls are too deep or
+            too many to be expanded; the message names it.
     """
-    calls = {name: {*_callees(library[name].node_def, library)} for name in sorted(reachable(nodes, library))}
+    nodes = [*nodes]
+    calls = {name: [*_callees(library[name].node_def, library)] for name in sorted(reachable(nodes, library))}
     try:
-        return [*TopologicalSorter(calls).static_order()]
+        ordered = [*TopologicalSorter({name: {*callees} for name, callees in calls.items()}).static_order()]
     except CycleError as error:
         name, *others = error.args[1][:-1]
         way = f", through {', '.join(map(repr, others[:_SHOWN]))}" if others else ""
@@ -233,6 +238,33 @@ def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[
             cause="TensorFlow expands the functions that a graph calls, and would never come to an end",
             hint="write it as a loop (tf.while_loop), or choose other outputs",
         ) from None
+    _require_expandable(ordered, calls, library)
+    return ordered
+
+
+def _require_expandable(
+    ordered: Iterable[str], calls: Mapping[str, Iterable[str]], library: Mapping[str, Proto]
+) -> None:
+    """Refuse functions whose calls are too deep, or would become too many nodes; callees come first.
+
+    Raises:
+        NotServable: one is; the message names it.
+    """
+    sizes, levels = dict[str, int](), dict[str, int]()
+    for name in ordered:
+        sizes[name] = len(library[name].node_def) + sum(sizes[callee] for callee in calls[name])
+        levels[name] = 1 + max((levels[callee] for callee in calls[name]), default=0)
+        if levels[name] > _MOST_LEVELS:
+            raise NotServable(
+                f"function {name!r} calls others on more than {_MOST_LEVELS} levels",
+                hint="repeat it in a loop (tf.while_loop), or choose other outputs",
+            )
+        if sizes[name] > _MOST_EXPANDED:
+            raise NotServable(
+                f"function {name!r} would become more than {_MOST_EXPANDED} nodes",
+                cause="TensorFlow writes the body of a function out for each call of it, on every level",
+                hint="repeat it in a loop (tf.while_loop), or choose other outputs",
+            )
 
 
 def _callees(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> Iterator[str]:
@@ -276,6 +308,19 @@ def callers(library: Mapping[str, Proto], called: Iterable[str]) -> set[str]:
             for callee in called_functions(node) & library.keys():
                 calling[callee].add(name)
     return {*closure(found, calling.__getitem__)}
+
+
+def ending(library: Mapping[str, Proto]) -> list[str]:
+    """The functions that do not reach one that calls itself, each after those that it calls."""
+    calls = {name: {*_callees(function.node_def, library)} for name, function in library.items()}
+    order = TopologicalSorter(calls)
+    with suppress(CycleError):
+        order.prepare()
+    found = list[str]()
+    while ready := order.get_ready():
+        found += ready
+        order.done(*ready)
+    return found
 
 
 def constant_fills(nodes: Mapping[str, Proto]) -> dict[str, str]:

@@ -226,12 +226,12 @@ def _listed(found: list[Outside]) -> str:
 
 def _judged(nodes: Iterable[Proto], function: str, library: Collection[str]) -> Iterator[Outside]:
     for node in nodes:
-        effect = _effect(node, library)
+        effect = effect_in(node, library)
         if effect is not None:
             yield Outside(node.name, node.op, effect, function)
 
 
-def _effect(node: Proto, library: Collection[str]) -> Effect | None:
+def effect_in(node: Proto, library: Collection[str]) -> Effect | None:
     """The effect of a node; a function's call has none of its own, and `clean` judges foreign operations."""
     effect = effect_of(node.op)
     is_fixed = not any(value.placeholder for value in node.attr.values()) if effect else True

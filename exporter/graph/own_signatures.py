@@ -19,11 +19,11 @@ from msgspec.structs import replace
 
 from exporter.errors import GraphError
 from exporter.graph.clean import clean
-from exporter.graph.functions import callers, needed_by
+from exporter.graph.functions import callers, ending, needed_by, reachable
 from exporter.graph.inference_graph import Effect, Outside
 from exporter.graph.keys import VARIABLE_OPS
 from exporter.graph.nodes import CALLS, ENTERS, SWITCHES, GraphIndex, all_before, attr_dtype, reach
-from exporter.graph.outside import effect_of
+from exporter.graph.outside import effect_in, effect_of
 from exporter.graph.servable import called_functions, changes_state, foreign_ops, is_refused
 from exporter.graph.signatures import SignatureEnds, left_out, none_servable
 from exporter.graph.source_graph import SourceGraph
@@ -89,11 +89,15 @@ class EffectsOf:
     def __init__(self, index: GraphIndex) -> None:
         self._index = index
         self._known: dict[str, Effects] = {}
+        self._order = ending(index.functions)  # deep calls without deep recursion
 
     def signature(self, ends: SignatureEnds) -> Effects:
         """The effects of the nodes that a session runs for it, including those that outputs only wait for."""
         nodes = self._index.nodes
         runs = all_before(nodes, ends.outputs, ends.inputs)
+        called = reachable((nodes[name] for name in runs), self._index.functions)
+        for name in filter(called.__contains__, self._order):
+            self._function(name)
         computing = reach(nodes, ends.computed, given=ends.inputs).inputs
         handles = {name for name in runs if nodes[name].op in VARIABLE_OPS or "HashTable" in nodes[name].op}
         return self._effects(_Body("", {name: nodes[name] for name in runs}, computing, handles))
@@ -117,7 +121,7 @@ class EffectsOf:
     def _effects(self, body: _Body) -> Effects:
         reads, writes = self._touched(body)
         outside, dropped = self._reaching_out(body)
-        return Effects(reads, writes, outside, dropped, self._computes(body))
+        return Effects(reads, writes, outside, dropped, bool(reads) or self._computes(body))
 
     def _touched(self, body: _Body) -> tuple[frozenset[str], frozenset[str]]:
         """The variables and tables that are read for results, and those that are changed."""
@@ -224,15 +228,16 @@ def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, Signatur
     if not source.trust.foreign_ops:
         foreign = foreign_ops(protos.all_nodes(source.meta_graph.graph_def), index.functions)
 
-    def is_unfit(op: str) -> bool:
-        return op not in index.functions and (is_refused(op) or op in foreign or effect_of(op) is not None)
+    def is_unfit(node: Proto) -> bool:
+        is_known = node.op in index.functions or not (is_refused(node.op) or node.op in foreign)
+        return not is_known or effect_in(node, index.functions) is not None
 
-    own = [name for name, body in index.functions.items() if any(is_unfit(n.op) for n in body.node_def)]
-    unfit, reasons = callers(index.functions, own), {}
+    own = [name for name, body in index.functions.items() if any(map(is_unfit, body.node_def))]
+    unfit, reasons = {*callers(index.functions, own), *index.functions.keys() - ending(index.functions)}, {}
     for name, one in ends.items():
         before = [index.nodes[node] for node in all_before(index.nodes, one.outputs, one.inputs)]
         fed = {tensor.node for tensor in one.inputs} | source.feeds.keys()
-        if any(is_unfit(n.op) or called_functions(n) & unfit or _is_unfed(n, fed) for n in before):
+        if any(is_unfit(n) or called_functions(n) & unfit or _is_unfed(n, fed) for n in before):
             alone = deepcopy(source.meta_graph)
             for other in ends.keys() - {name}:
                 del alone.signature_def[other]

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 
 from exporter.graph.nodes import closure, control_inputs, data_inputs
+from exporter.graph.signatures import signature_tensors, tensor_names
 from exporter.wire.protos import Proto
 
 SCOPE = "increments"
@@ -24,20 +25,27 @@ _ADDED = re.compile(
 def without_recording(meta_graph: Proto) -> Proto:
     """Remove the nodes that record increments, in place, and every wait for them; returned for convenience.
 
-    A node whose value the rest of the graph reads is the program's own, whatever its name.
+    A node whose value the rest of the graph reads, or a signature names, is the program's own, whatever its
+    name.
     """
     nodes = meta_graph.graph_def.node
     added = {node.name: node for node in nodes if _ADDED.fullmatch(node.name)}
     if not added:
         return meta_graph
-    read = {source for node in nodes if node.name not in added for source in _sources(node)} & added.keys()
+    read = {source for node in nodes if node.name not in added for source in _sources(node)}
+    read |= {
+        text.partition(":")[0]
+        for signature in meta_graph.signature_def.values()
+        for _, _, info in signature_tensors(signature)
+        for text in tensor_names(info)
+    }
 
     def needed(name: str) -> Iterator[str]:
         return (
             source for source in (*_sources(added[name]), *control_inputs(added[name])) if source in added
         )
 
-    gone = added.keys() - closure(read, needed).keys()
+    gone = added.keys() - closure(read & added.keys(), needed).keys()
     for at in reversed(range(len(nodes))):  # they are the last ones: the end of the list is cut
         if nodes[at].name in gone:
             del nodes[at]

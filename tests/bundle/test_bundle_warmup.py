@@ -78,7 +78,7 @@ class TestPredict:
         words = signature(words=(DType.STRING, (-1,)))
         assert predict_inputs({"instances": [{"b64": "YQ=="}, "b"]}, words)["words"].tolist() == [b"a", b"b"]
         scalar = signature(word=(DType.STRING, ()))
-        assert predict_inputs({"inputs": {"b64": "_-8"}}, scalar)["word"].item() == b"\xff\xef"
+        assert predict_inputs({"inputs": {"b64": "/+8="}}, scalar)["word"].item() == b"\xff\xef"
 
     def test_text_is_utf8(self) -> None:
         words = signature(words=(DType.STRING, (-1,)))

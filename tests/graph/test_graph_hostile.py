@@ -115,6 +115,78 @@ def test_functions_that_call_each_other_for_ever(tmp_path: Path) -> None:
         load_graph(GraphRequest(model=path, inputs={"x": "x"}, outputs={"y": "y"}))
 
 
+ONE: Node = ("one", "Const", [])
+
+
+def calling(meta_graph: Any, depth: int, fill: Callable[[Any, Any, str], None]) -> None:
+    """Add functions f0(x, k), f1(x, k), ... that `fill` gives a body, which may call the next one.
+
+    The node `one` gets its value.
+    """
+    one = next(node for node in meta_graph.graph_def.node if node.name == "one")
+    one.attr["value"].tensor.dtype = 1
+    one.attr["value"].tensor.float_val.append(1.0)
+    for number in range(depth):
+        function = meta_graph.graph_def.library.function.add()
+        function.signature.name = f"f{number}"
+        for name in ("x", "k"):
+            function.signature.input_arg.add(name=name, type=1)
+        function.signature.output_arg.add(name="y", type=1)
+
+        def add(name: str, op: str, *inputs: str, body: Any = function) -> None:
+            node = body.node_def.add(name=name, op=op, input=inputs)
+            node.attr["T"].type = node.attr["dtype"].type = 1
+
+        fill(function, add, f"f{number + 1}" if number + 1 < depth else "")
+
+
+def test_functions_that_pass_two_constants_on_at_each_call(tmp_path: Path) -> None:
+    def fill(function: Any, add: Any, callee: str) -> None:
+        if not callee:
+            add("noise", "RandomUniform", "x")
+            function.ret["y"] = "noise:output:0"
+            return
+        add("even", "AddV2", "k", "k")
+        add("odd", "Sub", "even:z:0", "k")
+        add("first", callee, "x", "even:z:0")
+        add("second", callee, "first:y:0", "odd:z:0")
+        function.ret["y"] = "second:y:0"
+
+    nodes = [X, ONE, ("y", "f0", ["x", "one"])]
+    path = meta(tmp_path / "model.meta", nodes, lambda meta_graph: calling(meta_graph, 18, fill))  # 2 ** 18
+
+    graph = load_graph(GraphRequest(model=path, inputs={"x": "x"}, outputs={"y": "y"}))
+
+    assert graph.training.random == ("RandomUniform 'noise'",)
+
+
+def test_a_rate_behind_more_steps_than_python_nests(tmp_path: Path) -> None:
+    steps = [f"s{number}" for number in range(60)]
+
+    def fill(function: Any, add: Any, callee: str) -> None:
+        add("c", callee or "Const", *(("x", "k") if callee else ()))
+        for name, source in zip(steps, ["c", *steps], strict=False):
+            add(name, "Identity", f"{source}:{'y' if source == 'c' and callee else 'output'}:0")
+        function.ret["y"] = f"{steps[-1]}:output:0"
+
+    chain = [f"i{number}" for number in range(5000)]
+    nodes = [
+        X,
+        ONE,
+        ("rate", "f0", ["one", "one"]),
+        *((name, "Identity", [source]) for name, source in zip(chain, ["rate", *chain], strict=False)),
+        ("drawn", "RandomUniform", ["x"]),
+        ("mask", "GreaterEqual", ["drawn", chain[-1]]),
+        ("scale", "Cast", ["mask"]),
+        ("y", "Mul", ["x", "scale"]),
+    ]
+    path = meta(tmp_path / "model.meta", nodes, lambda meta_graph: calling(meta_graph, 40, fill))
+
+    graph = load_graph(GraphRequest(model=path, inputs={"x": "x"}, outputs={"y": "y"}))
+
+    assert graph.training.dropouts == (("RandomUniform 'drawn'", None),)
+
+
 def test_a_functions_body_that_reads_nothing_known(tmp_path: Path) -> None:
     def add(meta_graph: Any) -> None:
         function = meta_graph.graph_def.library.function.add()

@@ -15,6 +15,7 @@ from exporter.graph.load import GraphRequest, load_graph
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.full import export
 from exporter.wire import protos
+from exporter.wire.dtypes import DType
 
 tf1 = tf.compat.v1
 X = tf.constant([[1.0, 2.0], [3.0, 4.0]])
@@ -78,6 +79,10 @@ class Model(tf.Module):
         return {"words": words}
 
     @tf.function(input_signature=VECTORS)
+    def spoilt(self, x: Any) -> Any:
+        return {"y": tf.raw_ops.Neg(x=x)}
+
+    @tf.function(input_signature=VECTORS)
     def predict_and_log(self, x: Any) -> Any:
         self.requests.assign_add(1)
         tf.print("seen", tf.shape(x))
@@ -113,9 +118,12 @@ def test_signatures_for_an_effect_or_without_outputs_are_left_out(
     np.testing.assert_array_equal(answers(loaded, "predict", x=X)["y"], [[21.0], [43.0]])
 
 
-def test_a_prediction_with_effects_is_served_without_them_and_that_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"updates": Updates()}], ids=["plain", "updatable"])
+def test_a_prediction_with_effects_is_served_without_them_and_that_is_told(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     source = Model().saved(tmp_path / "source", "predict_and_log")
-    loaded, notes = exported(source, tmp_path / "m")
+    loaded, notes = exported(source, tmp_path / "m", **options)
     assert "'predict_and_log' no longer changes 'Variable'" in notes
     dropped = notes.partition("'predict_and_log' no longer does what no answer needs")[2]
     assert "PrintV2" in dropped and "WriteFile" in dropped
@@ -129,6 +137,71 @@ def test_such_a_signature_alone_is_refused_by_name(name: str, tmp_path: Path) ->
         export(ExportRequest(source, tmp_path / "m"))
     assert repr(name) in error.value.cause and "--output" in error.value.hint
     assert not list((tmp_path / "m").glob("[0-9]*"))
+
+
+@pytest.mark.parametrize("use_resource", [False, True], ids=["reference", "resource"])
+def test_a_variables_value_is_an_answer_although_requests_are_counted(
+    use_resource: bool, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    with tf.Graph().as_default(), tf1.Session() as session:
+        x = tf1.placeholder(tf.float32, [], name="x")
+        w = tf1.get_variable("w", initializer=[1.0, 2.0], use_resource=use_resource)
+        requests = tf1.get_variable("requests", initializer=0, use_resource=use_resource)
+        with tf.control_dependencies([tf1.assign_add(requests, 1)]):
+            value = tf.identity(w)
+        session.run(tf1.global_variables_initializer())
+        tf1.saved_model.simple_save(session, str(source), {"x": x}, {"w": value})
+    loaded, notes = exported(source, tmp_path / "m")
+    assert "'serving_default' no longer changes 'requests'" in notes
+    np.testing.assert_array_equal(answers(loaded, "serving_default", x=tf.constant(0.0))["w"], [1.0, 2.0])
+
+
+def call_itself(function: Any, node: Any) -> None:
+    node.op = "StatefulPartitionedCall"
+    node.attr.clear()
+    node.attr["Tin"].list.type.append(1)
+    node.attr["Tout"].list.type.append(1)
+    node.attr["f"].func.name = function.signature.name
+    for reader in function.node_def:
+        reader.input[:] = [text.replace(f"{node.name}:y:", f"{node.name}:output:") for text in reader.input]
+
+
+def hold_a_handle(_: Any, node: Any) -> None:
+    node.attr["_kept"].tensor.dtype = int(DType.RESOURCE)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"), [(call_itself, "calls itself"), (hold_a_handle, "nobody has judged")]
+)
+def test_a_signature_that_is_refused_for_itself_does_not_stop_another(
+    spoil: Any, reason: str, tmp_path: Path
+) -> None:
+    source = Model().saved(tmp_path / "source", "predict", "spoilt")
+    saved_model = protos.SavedModel.FromString((source / "saved_model.pb").read_bytes())
+    for function in saved_model.meta_graphs[0].graph_def.library.function:
+        for node in function.node_def:
+            if node.op == "Neg":
+                spoil(function, node)
+    (source / "saved_model.pb").write_bytes(saved_model.SerializeToString())
+    loaded, notes = exported(source, tmp_path / "m")
+    assert {*loaded.signatures} == {"predict"}
+    assert reason in notes.partition("'spoilt' is left out")[2]
+
+
+def test_functions_that_nest_deeper_than_python_does(tmp_path: Path) -> None:
+    source = Model().saved(tmp_path, "predict", "nothing", "spoilt")
+    saved_model = protos.SavedModel.FromString((source / "saved_model.pb").read_bytes())
+    library = saved_model.meta_graphs[0].graph_def.library
+    deep = next(f for f in library.function if any(node.op == "MatMul" for node in f.node_def))
+    for number in range(2000):
+        function = library.function.add()
+        function.signature.name = f"f{number}"
+        function.node_def.add(name="call", op=f"f{number + 1}" if number < 1999 else "NoOp")
+    deep.node_def.add(name="call", op="f0")
+    (source / "saved_model.pb").write_bytes(saved_model.SerializeToString())
+    with pytest.raises(NotServable, match="levels"):
+        load_graph(GraphRequest(model=str(source)))
 
 
 IDS = tf.ragged.constant([[0, 1], [], [1]], tf.int64)

@@ -11,7 +11,7 @@ import pytest
 from exporter.errors import UsageError
 from exporter.graph.inference_graph import PartitionStrategy
 from exporter.graph.keys import trained_strategies
-from exporter.graph.load import GraphRequest
+from exporter.graph.load import GraphRequest, load_graph
 from exporter.graph.metagraph import load_metagraph, read_metagraph
 from exporter.graph.saved_model import read_saved_model
 from exporter.pipeline.inspection import GraphView, inspect
@@ -139,3 +139,17 @@ def test_a_saved_model_of_a_training_session_is_read_so_too(tmp_path: Path) -> N
     (read,) = read_saved_model(tmp_path / "saved").meta_graphs
     assert {node.name for node in plain.node} <= {node.name for node in read.graph_def.node}
     assert not [node.name for node in read.graph_def.node if node.name.startswith("increments/")]
+
+
+def test_a_tensor_that_a_signature_names_is_the_models_whatever_its_name(tmp_path: Path) -> None:
+    with v1_graph():
+        import tensorflow as tf
+
+        v1 = tf.compat.v1
+        x = v1.placeholder(tf.float32, [None], name="x")
+        total = tf.reduce_sum(x, name="increments/count/total")
+        with v1.Session() as session:
+            v1.saved_model.simple_save(session, str(tmp_path / "saved"), {"x": x}, {"total": total})
+
+    graph = load_graph(GraphRequest(model=str(tmp_path / "saved")))
+    assert total.op.name in {node.name for node in graph.meta_graph.graph_def.node}

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import mmap
 import os
+import shlex
 import shutil
 import time
 from pathlib import Path
@@ -243,6 +244,23 @@ def test_a_pulled_copy_is_mapped_and_updated(model: MappedModel, bucket: Bucket,
     assert len(caches) == 2
     model.save(9, model.table + 1)
     assert export_model(*arguments).code == 5
+
+
+def test_what_doctor_says_of_a_copy_makes_a_base_that_is_mapped_there(
+    model: MappedModel, tmp_path: Path
+) -> None:
+    base(model)
+    copy = Path(shutil.copytree(model.out, tmp_path / "copy"))
+    command = shlex.split(mapped_findings(copy)[0]["command"])
+    places = {"CKPT_DIR": str(model.train), "DIR": str(copy)}
+    ran = export_model(*(places.get(word, word) for word in command[1:]), "--model", model.model)
+    assert ran.code == 0, ran.err
+    assert mapped_findings(copy) == []
+
+
+def mapped_findings(directory: Path) -> list[dict[str, Any]]:
+    found = export_model("doctor", directory, "--json").document["findings"]
+    return [each for each in found if each["check"] == "mapped"]
 
 
 def test_room_is_for_bases_that_take_deltas(model: MappedModel) -> None:

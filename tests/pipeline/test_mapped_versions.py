@@ -319,6 +319,7 @@ def test_a_copy_says_that_it_maps_the_original(model: MappedModel, tmp_path: Pat
     copy = Path(shutil.copytree(model.out, tmp_path / "copy"))
     assert mapped_by_inspect(model.out) == ["mapped"]
     assert mapped_by_inspect(copy) == [f"mapped from {model.out / '7'}"]
+    assert f"tables      mapped from {model.out / '7'}\n" in export_model("inspect", copy / "7").out
     ((message, _),) = doctor(copy)
     assert f"maps the tables of {model.out / '7'}" in message
     with in_session(copy / "7"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ FOREIGN = [
     "a b",
     "[::1",
     "evil.example:80:90",
+    "a" * 255,
 ]
 
 
@@ -49,6 +51,17 @@ def test_addresses_and_localhost_are_nobodys_sites(host: str, address: str) -> N
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
 def test_names_of_sites_are_refused(host: str, address: str) -> None:
     assert not OwnNames.of([address], address).has(host)
+
+
+def test_a_long_name_costs_nothing() -> None:
+    """A head has room for 65,000 dots, and what follows each of them would be a name to compare: 2 GB."""
+    names = OwnNames.of(["127.0.0.1"], "127.0.0.1")
+    tracemalloc.start()
+    try:
+        assert not names.has("." * 10_000)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("host", SHORT)

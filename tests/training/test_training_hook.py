@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
 import threading
@@ -42,6 +43,11 @@ def test_hooks_are_tensorflows_own(tmp_path: Path, hook: Callable[[Path], Any]) 
     assert isinstance(made, v1.train.SessionRunHook)
     assert isinstance(made, (IncrementHook, ExportHook, StopAfterHook))
     assert type(copy.copy(made)) is type(made) is type(hook(tmp_path))
+
+
+def test_hooks_go_to_other_processes(tmp_path: Path) -> None:
+    for made in (Renamed(tmp_path, save_increment_steps=1), StopAfterHook(60)):
+        assert type(pickle.loads(pickle.dumps(made))) is type(made)
 
 
 class Renamed(IncrementHook):
