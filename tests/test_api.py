@@ -79,6 +79,7 @@ def test_dir_lists_the_api_and_a_near_name_is_proposed() -> None:
         assert "Did you mean: 'export'" in done.stderr
 
 
+@pytest.mark.landing
 def test_type_checkers_know_every_argument() -> None:
     """A script of uses passes, and each of its mistakes is found: without its `type: ignore` it fails."""
     script = Path(__file__).parent / "support" / "typed_uses.py"

@@ -121,6 +121,7 @@ def test_every_room_has_its_place() -> None:
     assert rooms == set(LEVEL), "decide in STAGES where a new room belongs; take those out that are gone"
 
 
+@pytest.mark.landing
 def test_imports_point_against_the_flow() -> None:
     arrows = [
         (module, imported)

@@ -22,9 +22,7 @@ PROOFS = {
     "a cluster trains, a watch publishes increments, an agent updates servers": (
         "integration/test_examples.py::test_the_demo_keeps_a_running_model_fresh"
     ),
-    "a checkpoint of a cluster becomes a version that answers as training did": (
-        "integration/test_full_export.py::test_meta"
-    ),
+    "a checkpoint becomes a version that a server answers from": "guides/test_start.py",
     "a delta of full checkpoints": (
         "integration/test_incremental_export.py::test_a_delta_from_a_full_checkpoint_serves_what_a_full_export_serves"
     ),

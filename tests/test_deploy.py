@@ -185,6 +185,7 @@ def test_files_fit_the_schema_of_who_reads_them(schema: str, file: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.landing
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_the_workflow_exports_what_it_has_tried(tmp_path: Path) -> None:
     """Its steps, as the runner runs them, but with directories of the test's own, and a free port."""

@@ -12,6 +12,7 @@ from tests.support.fuzzing import KINDS, attempt, make_all
 _EACH = 5
 
 
+@pytest.mark.landing
 @pytest.mark.skipif(sys.platform != "linux", reason="limits a process by what Linux says of its memory")
 def test_damaged_files_end_in_named_errors(tmp_path: Path) -> None:
     made, scratch = tmp_path / "made", tmp_path / "scratch"

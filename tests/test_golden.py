@@ -231,6 +231,7 @@ def test_publishing_goes_on_where_the_release_left_off(release: Path, tmp_path: 
     assert_serves(values_at(read_log(model)), values)
 
 
+@pytest.mark.landing
 def test_tensorflow_serves_every_position(release: Path) -> None:
     from tests.support.updatable import loaded
 
@@ -249,6 +250,7 @@ def test_tensorflow_serves_every_position(release: Path) -> None:
             assert set(found["model_position"].tolist()) == {position}
 
 
+@pytest.mark.landing
 def test_tensorflow_serves_bases_of_another_kind(release: Path) -> None:
     from tests.support.updatable import loaded
 

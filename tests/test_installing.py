@@ -119,6 +119,7 @@ def test_without_tensorflow(machine: Machine, tmp_path: Path) -> None:
     require_both_commands(machine, tmp_path)
 
 
+@pytest.mark.landing
 def test_the_workflow_installs_the_wheel(machine: Machine, wheel: Path, tmp_path: Path) -> None:
     workflow = yaml.safe_load((ROOT / "deploy/ci/export.yaml").read_text())
     job = workflow["jobs"]["export"]
@@ -147,6 +148,7 @@ def test_readme_names_every_extra() -> None:
     assert set(re.findall("`([a-z]+)`", " ".join(cells))) == EXTRAS
 
 
+@pytest.mark.landing
 def test_hints_install_what_is_this_package_or_tensorflow() -> None:
     hints = {text.hint for texts in messages().values() for text in texts}
     named = {word for hint in hints for word in re.findall(r"pip install '?([\w.…-]+)", hint)}

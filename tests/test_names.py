@@ -184,6 +184,7 @@ HEADS: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("field", HEADS)
 def test_heads(field: str, store: Path, published: Path, outside: Path, tmp_path: Path) -> None:
     head = json.loads((store / "head.json").read_bytes())
@@ -208,6 +209,7 @@ def test_holds_that_are_none(store: Path, published: Path, holds: str, tmp_path:
         assert refused(*command)["error"] == "ManifestError"
 
 
+@pytest.mark.landing
 def test_what_a_copy_knows_of_its_store(store: Path, published: Path, outside: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     assert export_model("pull", URL, copy).code == 0

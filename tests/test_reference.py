@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 FORMATS = "docs/reference/formats.md"
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("path", PATHS)
 def test_pages_are_what_the_code_makes(path: str) -> None:
     assert (ROOT / path).read_text() == made(path), "make them anew: python -m tools.reference"

@@ -87,6 +87,7 @@ with tf.Graph().as_default():
 """
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     "code", [USED + TRAINED, "import tensorflow\n" + USED + TRAINED], ids=["before", "after"]
 )

@@ -112,6 +112,7 @@ def test_a_fork_keeps_what_the_forking_thread_needs_alone(is_inside: bool) -> No
     assert not change.is_made
 
 
+@pytest.mark.landing
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_forks_in_the_midst_of_changes_never_hang() -> None:
     change, end = Recorded(), threading.Event()

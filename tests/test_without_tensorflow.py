@@ -157,6 +157,7 @@ def test_what_does_not_run_tensorflow(machine: Machine) -> None:
     run("export-model", "resume", "models/ranker")
 
 
+@pytest.mark.landing
 def test_stores(machine: Machine, bucket: Bucket) -> None:
     machine.environment |= bucket.environment
     url = bucket.url("models/ranker")
@@ -165,6 +166,7 @@ def test_stores(machine: Machine, bucket: Bucket) -> None:
     machine.run("export-model", "verify", "pulled/ranker")
 
 
+@pytest.mark.landing
 def test_clients_and_the_agent(machine: Machine) -> None:
     from serving.server import ModelServer
 
@@ -209,6 +211,7 @@ def test_what_runs_tensorflow_says_so(machine: Machine, command: str) -> None:
     assert "runs in TensorFlow" in error["message"] and TENSORFLOW in error["hint"]
 
 
+@pytest.mark.landing
 def test_functions_of_python_say_so_too(machine: Machine) -> None:
     (machine.directory / "builder.py").write_text("import tensorflow as tf\ndef serving():\n    pass\n")
     for call in (
@@ -243,6 +246,7 @@ def with_tensorflow(
     return install
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     "version, said",
     [

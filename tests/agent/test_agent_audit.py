@@ -96,6 +96,7 @@ HOW: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.landing
 def test_what_is_served_is_what_the_files_say_however_deltas_were_made(world: World) -> None:
     """At each position on the way, of partitions too, and after a merger, a rollback and a resumption."""
     with world.server() as server, ModelClient(server.address, "ranker") as client:
@@ -130,6 +131,7 @@ def test_what_is_served_is_what_the_files_say_however_deltas_were_made(world: Wo
             assert (found.skipped, found.differing) == ("", ()), "it came by the merger, not by its parts"
 
 
+@pytest.mark.landing
 def test_a_server_that_moves_or_restarts_meanwhile_is_never_called_wrong(world: World) -> None:
     """Positions change between the reading of the files, the calls, and the chunks."""
     stop, audits, problems = threading.Event(), [], []

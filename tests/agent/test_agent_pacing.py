@@ -159,6 +159,7 @@ def test_what_is_probed_is_the_first_prediction_of_the_warm_up(tmp_path: Path) -
     assert probe_request(tmp_path) is None
 
 
+@pytest.mark.landing
 def test_real_replicas_are_paced_and_get_there(tmp_path: Path) -> None:
     publishing = Publishing(tmp_path)
     version = int(read_log(publishing.model).base.path.name)

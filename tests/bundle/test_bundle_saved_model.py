@@ -39,6 +39,7 @@ def read_meta_graph(directory: Path) -> protos.Proto:
     return protos.SavedModel.FromString((directory / "saved_model.pb").read_bytes()).meta_graphs[0]
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(("trained_parts", "served_parts"), [(0, 0), (3, 3), (3, 0), (3, 2), (0, 3)])
 def test_served_answers_are_the_trained_ones_bit_for_bit(

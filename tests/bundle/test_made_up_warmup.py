@@ -272,6 +272,7 @@ def test_the_catch_up_counts_among_the_records(request_: ExportRequest, tmp_path
     assert len(exported(request_, warmup=own)) == MAX_RECORDS
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("warmed", [True, False])
 def test_the_first_call_prepares_the_second_try_where_it_is_a_record(tmp_path: Path, *, warmed: bool) -> None:
     signatures = frozenset({"serving_default"}) if warmed else frozenset()

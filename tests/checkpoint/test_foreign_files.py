@@ -49,6 +49,7 @@ def test_a_checkpoint_whose_index_is_compressed(tmp_path: Path) -> None:
     assert_same(answers_in_session(export(request).published.path, {"x": rows}), expected)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("updates", [None, Updates()], ids=["plain", "updatable"])
 @pytest.mark.parametrize(
     "make",
@@ -215,6 +216,7 @@ def test_a_keras_file_that_is_hdf5(tmp_path: Path) -> None:
         inspect(tmp_path / "cut.keras")
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     "renamed",
     [
@@ -251,6 +253,7 @@ def test_the_layer_that_owns_a_legacy_files_weight_decides(tmp_path: Path, renam
     np.testing.assert_allclose(answers[output], expected, rtol=1e-5)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     "renamed",
     [

@@ -272,6 +272,7 @@ def _endless(data: bytearray) -> None:
     data[data.index(b"GCOL") + 48] = 0
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("name", ["m.weights.h5", "m.keras"])
 def test_damage_that_the_library_never_returns_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -140,6 +140,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("make", HOSTILE, ids=lambda make: make.__name__)
 def test_nothing_is_published(ranker_graph: Path, tmp_path: Path, make: Callable[[Path], Path]) -> None:
     (tmp_path / "in").mkdir()

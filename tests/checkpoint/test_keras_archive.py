@@ -195,6 +195,7 @@ def test_archives_of_two_models_are_ambiguous(tmp_path: Path) -> None:
 DTYPES = st.sampled_from(["<f4", ">f4", "<f8", "<f2", "|i1", "<i4", ">i8", "<u2", "|b1", "<c8"])
 
 
+@pytest.mark.landing
 @given(data=st.data(), packed=st.booleans())
 def test_every_value_survives(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, packed: bool
@@ -325,6 +326,7 @@ def test_no_such_file(tmp_path: Path) -> None:
         read_keras(tmp_path / "m.keras")
 
 
+@pytest.mark.landing
 def test_every_cut_and_every_flip_ends_in_a_named_error(tmp_path: Path) -> None:
     """Nothing that is left of a file, or that a bit makes of it, brings down more than the export."""
     from exporter.errors import CheckpointError

@@ -73,6 +73,7 @@ def test_it_answers_as_keras_does(archive: Path, tmp_path: Path) -> None:
     assert_served("keras", archive, tmp_path / "m")
 
 
+@pytest.mark.landing
 def test_archives_of_tf_keras_too(tmp_path: Path) -> None:
     saved("tf_keras", tmp_path / "model.keras")
     assert_served("tf_keras", tmp_path / "model.keras", tmp_path / "m")
@@ -90,6 +91,7 @@ def rewritten(archive: Path, path: Path, change: Any) -> Path:
     return path
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     "change",
     [lambda text: b"7\nno number\n", lambda text: None, lambda text: b"7\n7\n-1\n", lambda text: b"\xff"],

@@ -185,6 +185,7 @@ CASES = [
 ]
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_served_answers_as_the_library_does(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
@@ -213,6 +214,7 @@ def test_what_is_served_answers_as_the_library_does(
     opened.__exit__(None, None, None)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("case", ["0.6.0/saver", "0.8.1/cluster", "0.8.1/manager"])
 def test_deltas_in_8_bits_hold_what_a_full_export_does(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch

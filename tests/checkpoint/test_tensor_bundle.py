@@ -303,6 +303,7 @@ def test_a_sharded_saver_with_partitioned_variables(tmp_path: Path) -> None:
             assert_same(found, np.asarray(values[name]))
 
 
+@pytest.mark.landing
 def test_twenty_thousand_names(tmp_path: Path) -> None:
     tensors = {f"model/layer_{at:05d}/κernel/Adam_{at % 3}": np.float32(at) for at in range(20_000)}
     save(tmp_path / "m", tensors)

@@ -46,6 +46,7 @@ def replicas(ran: Ran) -> list[dict[str, str]]:
     return [found for found in ran.document["findings"] if found["check"] == "replicas"]
 
 
+@pytest.mark.landing
 def test_a_replica_that_is_behind_and_the_command_that_brings_it_on(
     served: tuple[Path, ModelServer],
 ) -> None:

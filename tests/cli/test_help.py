@@ -127,6 +127,7 @@ def completed(directory: Path, program: str, line: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.landing
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 @pytest.mark.parametrize(
     ("program", "line", "expected"),

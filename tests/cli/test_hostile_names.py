@@ -182,6 +182,7 @@ def test_names_of_a_checkpoint(checkpoint: Path, place: Setting, tmp_path: Path)
         assert_clean(ran.out + ran.err)
 
 
+@pytest.mark.landing
 def test_a_model_and_a_server(tmp_path: Path) -> None:
     """Of a model's name, of what a graph says and of a server's answers."""
     base = tmp_path / "ranker"

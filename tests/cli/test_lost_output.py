@@ -31,6 +31,7 @@ LOST = {
 }
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     ("how", "mode"), [("closed", []), ("full", ["--json"]), ("left", []), ("left", ["--json"])]
 )
@@ -55,6 +56,7 @@ def test_a_name_that_the_terminal_cannot_write_fails_nothing(
     assert "/\\xe9/20 in" in ran.stdout
 
 
+@pytest.mark.landing
 def test_deltas_and_merges_are_successes_too(ranker: Path, ranker_graph: Path, tmp_path: Path) -> None:
     request = ("--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path / "m", "--incr")
     for arguments in (request, request, ("merge", tmp_path / "m")):
@@ -62,6 +64,7 @@ def test_deltas_and_merges_are_successes_too(ranker: Path, ranker_graph: Path, t
         assert (ran.returncode, "all is done" in ran.stderr) == (0, True), ran.stderr
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("how", ["closed", "full"])
 def test_what_only_shows_fails_with_a_named_error(how: str, ranker: Path, ranker_graph: Path) -> None:
     shell, why = LOST[how]
@@ -76,6 +79,7 @@ def test_what_only_shows_fails_with_a_named_error(how: str, ranker: Path, ranker
         assert "Exception ignored" not in ran.stderr
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("shell", ['"$@" 2>/dev/full', '"$@" 2>&-'])
 def test_talk_that_nobody_hears_fails_nothing(
     shell: str, ranker: Path, ranker_graph: Path, tmp_path: Path
@@ -103,6 +107,7 @@ def test_files_never_take_the_place_of_closed_streams(
     assert verified.returncode == 0, verified.stderr
 
 
+@pytest.mark.landing
 def test_a_link_that_leads_nowhere_is_named(ranker: Path, ranker_graph: Path, tmp_path: Path) -> None:
     (tmp_path / "m").symlink_to("gone")
     for out in (tmp_path / "m", tmp_path / "m" / "below"):
@@ -118,6 +123,7 @@ def test_a_link_that_leads_nowhere_is_named(ranker: Path, ranker_graph: Path, tm
     assert (tmp_path / "gone" / "20").is_dir()
 
 
+@pytest.mark.landing
 def test_the_directory_of_the_checkpoint_is_no_model(
     ranker: Path, ranker_graph: Path, tmp_path: Path
 ) -> None:
@@ -149,6 +155,7 @@ def test_a_table_in_a_pipe_keeps_its_lines_whole(monkeypatch: pytest.MonkeyPatch
         assert (name in lines) == is_whole
 
 
+@pytest.mark.landing
 def test_a_directory_whose_name_is_not_utf_8(ranker: Path, ranker_graph: Path, tmp_path: Path) -> None:
     train = tmp_path / os.fsdecode(b"mod\xe8le")
     shutil.copytree(ranker, train)

@@ -247,6 +247,7 @@ def test_a_damaged_base_is_not_published_again(model: Path) -> None:
             rebase(model, jobs=jobs)
 
 
+@pytest.mark.landing
 def test_in_a_store_the_tasks_write(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, url = Trainer(tmp_path / "train"), bucket.url("models/m")
     trainer.save()

@@ -31,6 +31,7 @@ from tests.support.logs import (
 HAPPENINGS = ["train", "drift", "drift", "save", "increment", "export", "export", "merge", "tidy"]
 
 
+@pytest.mark.landing
 @settings(max_examples=times(40))
 @given(
     servings,

@@ -150,6 +150,7 @@ def without_variables(kind: ModuleType) -> dict[str, tuple[Any, Any]]:
     }
 
 
+@pytest.mark.landing
 @KERASES
 @pytest.mark.parametrize("name", ["adapted", "told", "words", "hashed", "scaled", "encoded"])
 def test_a_model_without_variables(tmp_path: Path, kind: ModuleType, name: str) -> None:

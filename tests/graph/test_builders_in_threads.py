@@ -147,6 +147,7 @@ def _process_is_as_before() -> Iterator[None]:
     assert the_process() == before
 
 
+@pytest.mark.landing
 def test_all_are_as_one_thread_makes_them(models: Models, tmp_path: Path) -> None:
     expected = {}
     for name, (weights, model) in models.items():

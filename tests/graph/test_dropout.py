@@ -155,6 +155,7 @@ FED: dict[str, tuple[Callable[[Any, Any], Any], dict[str, str], dict[str, str]]]
 }
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("control_flow_v2", [False, True])
 @pytest.mark.parametrize("kind", FED)
 def test_a_rate_that_is_fixed_is_followed_to_where_it_is_used(

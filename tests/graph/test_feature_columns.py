@@ -33,6 +33,7 @@ def fills(meta_graph: Any) -> int:
     return sum(node.op == "LookupTableImportV2" for node in protos.all_nodes(meta_graph.graph_def))
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     "updates",
     [None, Updates(), Updates(isolation=Isolation.ROW)],

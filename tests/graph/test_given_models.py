@@ -42,6 +42,7 @@ def served(done: Exported, **inputs: Any) -> Any:
     return answer.numpy()
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("kind", [keras, tf_keras], ids=["keras", "tf-keras"])
 @pytest.mark.parametrize("saved", ["archive", "weights", "checkpoint"])
 def test_the_values_are_the_checkpoints(kind: ModuleType, saved: str, tmp_path: Path) -> None:

@@ -321,6 +321,7 @@ def test_a_restored_checkpoint_that_was_not_built_yet(tmp_path: Path) -> None:
     assert len(planned(model, build, tmp_path).mapping.sources) == 2
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])  # the second one's optimizer scales the loss
 @pytest.mark.parametrize("library", KERASES)
 def test_moving_averages_of_an_optimizer(library: ModuleType, policy: str, tmp_path: Path) -> None:

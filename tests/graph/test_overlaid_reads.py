@@ -109,6 +109,7 @@ def in_old_branch() -> Any:
     return {"ids": ids}, {"rows": few}
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     "build",
     [plain, matrix_of_ids, in_function, in_loop, in_old_loop, in_branch, in_old_branch],
@@ -234,6 +235,7 @@ def compiled() -> Any:
     return {"ids": ids}, {"rows": inner(ids)}
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("build", [two_handles, compiled], ids=lambda build: build.__name__)
 def test_what_an_overlay_would_not_reach_is_restored(tmp_path: Path, build: Callable[[], Any]) -> None:
     model = updatable_model(tmp_path, build, {"ids": [0]}, mapped=True)
@@ -246,6 +248,7 @@ def test_what_an_overlay_would_not_reach_is_restored(tmp_path: Path, build: Call
                 np.testing.assert_array_equal(rows, model.at(110)["table"][:8])
 
 
+@pytest.mark.landing
 def test_readers_beside_chunks_see_old_rows_or_new_ones(tmp_path: Path) -> None:
     """Row isolation, also with graph optimisation by MLIR, which loses control edges."""
     untraced = update_signatures._traced.__wrapped__

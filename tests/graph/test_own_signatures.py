@@ -105,6 +105,7 @@ def answers(loaded: Any, name: str, **inputs: Any) -> Mapping[str, Any]:
     return {key: np.asarray(value) for key, value in loaded.signatures[name](**inputs).items()}
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("options", [{}, {"updates": Updates()}], ids=["plain", "updatable"])
 def test_signatures_for_an_effect_or_without_outputs_are_left_out(
     options: dict[str, Any], tmp_path: Path
@@ -253,6 +254,7 @@ def assert_equal(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         np.testing.assert_array_equal(found[name], value)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("options", [{}, {"updates": Updates()}], ids=["plain", "updatable"])
 def test_composite_tensors_are_served_as_their_components(options: dict[str, Any], tmp_path: Path) -> None:
     model = Composites()

@@ -68,6 +68,7 @@ def edit(directory: Path, change: str) -> None:
     (directory / "saved_model.pb").write_bytes(message.SerializeToString())
 
 
+@pytest.mark.landing
 def test_the_same_saved_model_elsewhere(source: Finished) -> None:
     moved = source.copy("moved")
     shutil.rmtree(source.saved_model)

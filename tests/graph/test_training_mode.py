@@ -223,6 +223,7 @@ with v1.Session() as session:
 """
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("rank", [2, 4])
 @pytest.mark.parametrize("mode", ["always", "default"])
 def test_layers_of_tensorflow_1(rank: int, mode: str, tmp_path: Path) -> None:

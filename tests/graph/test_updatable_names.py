@@ -38,6 +38,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     )
 
 
+@pytest.mark.landing
 def test_any_name_is_served_and_updated(model: Model) -> None:
     with loaded(model) as server:
         model.evolve(100, 105)
@@ -53,6 +54,7 @@ def test_any_name_is_served_and_updated(model: Model) -> None:
         assert list(expected["model_position"]) == [105, 105]
 
 
+@pytest.mark.landing
 def test_tensorflow_2_loads_them(model: Model) -> None:
     served = tf.saved_model.load(str(model.version))
     assert {*NAMES} < {*served.signatures}

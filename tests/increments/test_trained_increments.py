@@ -61,6 +61,7 @@ def test_full_checkpoint_and_increments_are_the_last_state(tmp_path: Path, optim
     assert max(removed) > 0
 
 
+@pytest.mark.landing
 def test_a_served_model_answers_as_the_trainer_does_after_each_delta(tmp_path: Path) -> None:
     training = KeyedTraining(tmp_path / "train", save_increment_steps=1, save_checkpoint_steps=1000)
     with training.session() as session:
@@ -77,6 +78,7 @@ def test_a_served_model_answers_as_the_trainer_does_after_each_delta(tmp_path: P
         assert made_by(export_incremental(request(training))) is None
 
 
+@pytest.mark.landing
 def test_a_watch_begins_a_new_log_where_a_table_grew_too_large(tmp_path: Path) -> None:
     """Increment by increment, each of which alone would have had room; keys that went stay away."""
     training = KeyedTraining(
@@ -103,6 +105,7 @@ def test_a_watch_begins_a_new_log_where_a_table_grew_too_large(tmp_path: Path) -
     assert not served.rows(SEEN[:40])
 
 
+@pytest.mark.landing
 def test_a_training_goes_on_where_its_last_increment_ended(tmp_path: Path) -> None:
     """Rows, free rows and slots: it is trained on as if it had never ended."""
     rows = []
@@ -129,6 +132,7 @@ def stored_keys_after(directory: Path) -> set[int]:
     return set(overlaid(stored_rows(first.with_suffix("")), chain))
 
 
+@pytest.mark.landing
 def test_a_trainer_that_is_killed_forks_and_the_next_delta_is_compared(tmp_path: Path) -> None:
     training = KeyedTraining(tmp_path / "train", save_checkpoint_steps=1000)
     with pytest.raises(KeyboardInterrupt), training.session() as session:
@@ -148,6 +152,7 @@ def test_a_trainer_that_is_killed_forks_and_the_next_delta_is_compared(tmp_path:
     assert last == stored_rows(newest(training.directory))
 
 
+@pytest.mark.landing
 def test_a_training_that_is_set_back_takes_its_keys_back(tmp_path: Path) -> None:
     training = KeyedTraining(tmp_path / "train")
     with training.session() as session:
@@ -168,6 +173,7 @@ def test_a_training_that_is_set_back_takes_its_keys_back(tmp_path: Path) -> None
     assert last.keys() == set(SEEN[10:50].tolist() + SEEN[100:110].tolist())
 
 
+@pytest.mark.landing
 def test_a_removed_key_begins_anew(tmp_path: Path) -> None:
     training = KeyedTraining(tmp_path, capacity=10)
     with training.session() as session:

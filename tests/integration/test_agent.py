@@ -80,6 +80,7 @@ def test_metrics_status_and_page_tell_where_each_replica_stands(
         assert running.get("/nowhere")[0] == 404
 
 
+@pytest.mark.landing
 def test_a_server_and_an_agent_that_are_killed_go_on_where_they_should(
     published: Published, servers: list[Server]
 ) -> None:
@@ -170,6 +171,7 @@ def test_a_damaged_delta_is_quarantined_and_a_base_asked_for(
         data.write_bytes(good)
 
 
+@pytest.mark.landing
 def test_a_replica_that_holds_something_else_is_to_be_started_anew(tmp_path: Path) -> None:
     """It loaded other values at the same position, as no checksum of a file can tell."""
     published = Published(tmp_path, ("--with-digest",))
@@ -250,6 +252,7 @@ def test_without_an_agent_a_command_tells_the_servers_that_it_is_given(
     assert export_model(*plain, *told).code == 2
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -266,6 +269,7 @@ def test_what_is_no_fleet_is_a_usage_error(options: tuple[str, ...], message: st
     assert message in err
 
 
+@pytest.mark.landing
 def test_a_model_that_is_configured_away_and_back(published: Published, servers: list[Server]) -> None:
     """The agent says so while it is away, and brings it to what was published meanwhile."""
     server, version = servers[0], base_of(published)

@@ -143,6 +143,7 @@ def status(running: Agent) -> dict[str, Any]:
     return dict(model)
 
 
+@pytest.mark.landing
 def test_a_good_delta_goes_first_to_one_and_then_to_all(
     published: Published, servers: list[Server], golden: Path
 ) -> None:
@@ -216,6 +217,7 @@ def test_a_bad_delta_is_met_by_one_replica_and_rolled_back_by_itself(
         assert status(running)["rollback"] is None
 
 
+@pytest.mark.landing
 def test_an_agent_that_is_killed_while_it_judges_comes_to_the_same_end(
     published: Published, servers: list[Server], golden: Path
 ) -> None:
@@ -240,6 +242,7 @@ def test_an_agent_that_is_killed_while_it_judges_comes_to_the_same_end(
         wait(lambda: positions(servers, published) == {newest})
 
 
+@pytest.mark.landing
 def test_a_server_that_starts_behind_the_canary_stays_behind_it(
     published: Published, servers: list[Server], golden: Path
 ) -> None:
@@ -261,6 +264,7 @@ def test_a_server_that_starts_behind_the_canary_stays_behind_it(
         wait(lambda: positions(servers, published) == {held})
 
 
+@pytest.mark.landing
 def test_a_person_decides_before_any_canary(
     published: Published, servers: list[Server], golden: Path
 ) -> None:
@@ -283,6 +287,7 @@ def test_a_person_decides_before_any_canary(
         wait(lambda: positions(servers, published) == {published.position})
 
 
+@pytest.mark.landing
 def test_what_is_resumed_is_judged_anew(published: Published, servers: list[Server], golden: Path) -> None:
     """Each time a person asks for it, and no more often."""
     with canary(published, servers, golden) as running, Clients(servers) as clients:
@@ -324,6 +329,7 @@ def test_a_delta_that_no_replica_takes_is_quarantined_though_one_goes_first(
         wait(lambda: positions(servers, published) == {newest})
 
 
+@pytest.mark.landing
 def test_what_was_wrong_before_is_not_rolled_back(
     published: Published, servers: list[Server], golden: Path
 ) -> None:
@@ -345,6 +351,7 @@ def test_what_was_wrong_before_is_not_rolled_back(
     publish(published, normal)
 
 
+@pytest.mark.landing
 def test_a_new_base_of_the_log_holds_what_is_approved(
     published: Published, servers: list[Server], golden: Path
 ) -> None:
@@ -363,6 +370,7 @@ def test_a_new_base_of_the_log_holds_what_is_approved(
     publish(published, normal)
 
 
+@pytest.mark.landing
 def test_a_new_base_that_answers_wrong_is_told_and_could_have_been_refused(
     published: Published, servers: list[Server], golden: Path
 ) -> None:
@@ -414,6 +422,7 @@ def test_wrong_golden_requests_end_the_command_at_its_start(
     assert message in err
 
 
+@pytest.mark.landing
 def test_agents_that_see_one_replica_each_have_one_canary_together(
     published: Published, servers: list[Server], golden: Path
 ) -> None:
@@ -457,6 +466,7 @@ def test_a_canary_that_hangs_gives_way(published: Published, servers: list[Serve
         assert not running.of("rolled_back")
 
 
+@pytest.mark.landing
 def test_a_canary_that_is_gone_when_it_is_sent_gives_way_at_once(
     published: Published, servers: list[Server], golden: Path
 ) -> None:
@@ -473,6 +483,7 @@ def test_a_canary_that_is_gone_when_it_is_sent_gives_way_at_once(
         assert not running.of("rolled_back")
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     "killed", ["agent", pytest.param("first", marks=thorough), pytest.param("second", marks=thorough)]
 )

@@ -110,6 +110,7 @@ def test_a_page_whose_name_leads_here_reads_nothing(published: Published, path: 
         assert 403 not in own
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -140,6 +141,7 @@ def test_files_that_do_not_fit_are_a_usage_error(
     assert "PRIVATE" not in err
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("is_tls", [pytest.param(False, marks=thorough), True], ids=["http", "https"])
 def test_clients_that_dawdle_hold_back_neither_rollout_nor_probes(
     published: Published, server: Server, certified: Certified, is_tls: bool
@@ -192,6 +194,7 @@ def test_deltas_that_vanish_are_not_taken_for_none(published: Published, server:
         wait(lambda: running.get("/freshz")[0] == 200)
 
 
+@pytest.mark.landing
 def test_an_empty_directory_where_a_model_was_is_an_unmounted_volume(
     published: Published, server: Server
 ) -> None:

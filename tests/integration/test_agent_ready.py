@@ -171,6 +171,7 @@ def test_a_damaged_delta_and_a_directory_that_cannot_be_read_take_no_pod_away(
     wait(layout.all_ready)
 
 
+@pytest.mark.landing
 def test_a_server_that_starts_is_ready_once_it_is_where_the_others_are(published: Published) -> None:
     """Without its warm-up it is available before that."""
     newest = published.publish()

@@ -82,6 +82,7 @@ def states(address: str, model: str) -> list[VersionState]:
         return [status.state for status in client.status()]
 
 
+@pytest.mark.landing
 def test_a_replica_that_differs_is_rebuilt_while_another_serves(world: World, stack: ExitStack) -> None:
     good, bad = serve(stack, world.config), serve(stack, world.wrong)
     with agent(world.published.model, good, bad, more=world.options()) as running:
@@ -97,6 +98,7 @@ def test_a_replica_that_differs_is_rebuilt_while_another_serves(world: World, st
         assert states(bad, "aside") == [VersionState.AVAILABLE], "its other models went on"
 
 
+@pytest.mark.landing
 def test_the_only_replica_is_not_rebuilt(world: World, stack: ExitStack) -> None:
     bad = serve(stack, world.wrong)
     with agent(world.published.model, bad, more=world.options()) as running:
@@ -129,6 +131,7 @@ def test_what_is_damaged_on_disk_is_not_loaded_in_its_place(world: World, stack:
         shard.write_bytes(kept)
 
 
+@pytest.mark.landing
 def test_a_model_that_an_agent_took_out_and_did_not_put_back_is_put_back(
     world: World, stack: ExitStack
 ) -> None:
@@ -146,6 +149,7 @@ def test_a_model_that_an_agent_took_out_and_did_not_put_back_is_put_back(
         wait(lambda: running.get("/readyz")[0] == 200)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -262,6 +262,7 @@ def test_link_across_file_systems_is_refused_if_asked_for_alone(train: Path, ran
 # --- interruption -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_exports_leave_nothing(train: Path, tmp_path: Path, number: signal.Signals) -> None:
     """A builder that waits gives us the time to interrupt it."""

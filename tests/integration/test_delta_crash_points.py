@@ -141,6 +141,7 @@ CASES = [
 ]
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     "case",
     [*CASES[:5], *(pytest.param(case, marks=thorough) for case in CASES[5:])],

@@ -27,12 +27,14 @@ def tensors(prefix: Path) -> Mapping[str, TensorRef]:
     return read_catalog(prefix).tensors
 
 
+@pytest.mark.landing
 def test_the_network_has_learnt(digits: DigitsTraining) -> None:
     labels = digits.expected["labels"]
     for scores in (digits.expected["scores"], digits.expected["scores_ema"]):
         assert (scores.argmax(axis=1) == labels).mean() > 0.95
 
 
+@pytest.mark.landing
 def test_the_last_checkpoint_is_of_the_step_that_the_scores_are_from(
     digits: DigitsTraining, prefix: Path
 ) -> None:
@@ -41,6 +43,7 @@ def test_the_last_checkpoint_is_of_the_step_that_the_scores_are_from(
     assert prefix.name == f"model.ckpt-{step}"
 
 
+@pytest.mark.landing
 def test_each_parameter_server_wrote_a_shard(prefix: Path) -> None:
     catalog = read_catalog(prefix)
     assert [shard.name for shard in catalog.shards] == [
@@ -49,6 +52,7 @@ def test_each_parameter_server_wrote_a_shard(prefix: Path) -> None:
     assert min(catalog.shard_sizes) > 500_000
 
 
+@pytest.mark.landing
 def test_the_partitioned_weight_lies_in_slices_on_both(tensors: Mapping[str, TensorRef]) -> None:
     for suffix in ("", "/Adam", "/Adam_1", "/ExponentialMovingAverage"):
         kernel = tensors[f"digits/hidden/kernel{suffix}"]
@@ -57,6 +61,7 @@ def test_the_partitioned_weight_lies_in_slices_on_both(tensors: Mapping[str, Ten
         assert {part.extent.shard for part in kernel.slices if part.extent} == {0, 1}
 
 
+@pytest.mark.landing
 def test_training_left_more_than_inference_needs(tensors: Mapping[str, TensorRef]) -> None:
     weights = {
         name.removesuffix("/ExponentialMovingAverage") for name in tensors if name.endswith("MovingAverage")
@@ -69,11 +74,13 @@ def test_training_left_more_than_inference_needs(tensors: Mapping[str, TensorRef
     assert set(tensors) == weights | slots | averages | statistics | others
 
 
+@pytest.mark.landing
 def test_summaries_were_written(digits: DigitsTraining) -> None:
     (events,) = digits.checkpoints.glob("events.out.tfevents.*")
     assert b"loss" in events.read_bytes()
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize(("answer", "suffix"), [("scores", ""), ("scores_ema", "/ExponentialMovingAverage")])
 def test_the_stock_saver_restores_the_served_graph_to_the_expected_scores(

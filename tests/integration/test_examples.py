@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.clusters import DIGITS, DigitsTraining
 
 ROOT = DIGITS.parents[1]
 RANKER = DIGITS.with_name("ranker")
 
 
+@pytest.mark.landing
 def test_the_demo_serves_what_it_trained(digits: DigitsTraining) -> None:
     printed = digits.printed
     assert "--model examples/digits/model.py:serving" in printed

@@ -100,6 +100,7 @@ def is_tried(number: int, which: int, calls: int) -> bool:
     return place % (SELDOM * len(ERRORS) + 1) == 0 or (number > calls - LAST and place % 5 == 0)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("lasts", [False, True], ids=["once", "from then on"])
 def test_a_failure_published_nothing_and_what_is_published_is_success(

@@ -58,6 +58,7 @@ def check(server: FamilyServer, done: Exported, expected: Path) -> None:
     assert not any(path.stat().st_nlink > 1 for path in done.published.path.rglob("*.data-*"))
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("source", ["model.keras", "model.h5"])
 @pytest.mark.parametrize("job", ["keras3", "keras2"])
 def test_an_archive_brings_its_model(
@@ -74,6 +75,7 @@ def test_what_is_left_out_of_an_archive_is_counted(trained: Path, tmp_path: Path
     assert "optimizer slot" in ran.document["ignored"]
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     ("source", "model"),
     [
@@ -94,6 +96,7 @@ def test_weights_into_a_builder_s_model(
     )
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("source", ["model.weights.h5", "sharded.weights.json", "model.h5"])
 def test_weights_into_a_saved_model(trained: Path, tmp_path: Path, server: FamilyServer, source: str) -> None:
     """A graph without objects: layers are found by their names."""

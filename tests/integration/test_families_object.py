@@ -63,6 +63,7 @@ def check(server: FamilyServer, done: Exported, expected: Path) -> None:
     assert any(path.stat().st_nlink > 1 for path in done.published.path.glob("variables/*.data-*"))
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     ("checkpoint", "model", "family", "step"),
     [
@@ -132,6 +133,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.landing
 def test_sharded_variables_of_a_parameter_server_strategy(
     sharded: Path, tmp_path: Path, server: FamilyServer
 ) -> None:

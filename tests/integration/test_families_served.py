@@ -84,6 +84,7 @@ def compare(found: Arrays, answers: Arrays) -> None:
 # --- precision ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     ("source", "policy"),
     [
@@ -167,6 +168,7 @@ def test_a_backup_every_few_batches(trained: Path, tmp_path: Path, server: Famil
     assert done.plan.catalog.step == done.published.version == 12
 
 
+@pytest.mark.landing
 def test_a_backup_of_several_workers(mirrored: Path, tmp_path: Path, server: FamilyServer) -> None:
     """The other worker's part of each save went to a directory of its own, which is gone."""
     assert (mirrored / "saved-chief").read_text().split() == ["chief"] * 3
@@ -235,6 +237,7 @@ def test_a_list_of_another_order_than_the_graph_s(trained: Path, tmp_path: Path)
 # --- Cloud ML's pair ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.landing
 def test_the_pair_of_every_kind_of_source(trained: Path, tmp_path: Path, server: FamilyServer) -> None:
     """A bundle's, an archive's and an object-based checkpoint's, beside a SavedModel and alone."""
     for source, model in (

@@ -72,6 +72,7 @@ def assert_each_once_and_whole(model: Path) -> list[int]:
     return steps
 
 
+@pytest.mark.landing
 def test_a_trainer_is_followed_over_kills_until_its_last_step(tmp_path: Path) -> None:
     train, model, last = tmp_path / "train", tmp_path / "model", 300
     moments = random.Random(7)

@@ -43,6 +43,7 @@ def meta_options(digits: DigitsTraining) -> dict[str, Any]:
     return {"inputs": {"images": "held_out/images:0"}, "outputs": {"scores": f"{scores}:0"}}
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("average", AVERAGES)
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_builder(digits: DigitsTraining, tmp_path: Path, average: str | None, parts: int) -> None:
@@ -62,6 +63,7 @@ def test_builder(digits: DigitsTraining, tmp_path: Path, average: str | None, pa
     assert max(difference.max_error for difference in done.differences) <= 1e-6
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("average", AVERAGES)
 def test_meta(digits: DigitsTraining, tmp_path: Path, average: str | None) -> None:
     options = meta_options(digits)
@@ -72,6 +74,7 @@ def test_meta(digits: DigitsTraining, tmp_path: Path, average: str | None) -> No
     np.testing.assert_allclose(served(done, digits.expected["images"]), expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("average", AVERAGES)
 def test_saved_model_with_new_weights(digits: DigitsTraining, tmp_path: Path, average: str | None) -> None:
     """A model published from an older checkpoint lends its graph to the newest."""
@@ -85,6 +88,7 @@ def test_saved_model_with_new_weights(digits: DigitsTraining, tmp_path: Path, av
     np.testing.assert_allclose(served(export(new), digits.expected["images"]), expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("data", list(DataMode))
 def test_data_modes(digits: DigitsTraining, tmp_path: Path, data: DataMode) -> None:
     """Every way of moving bytes serves the same numbers; only links move none."""
@@ -98,6 +102,7 @@ def test_data_modes(digits: DigitsTraining, tmp_path: Path, data: DataMode) -> N
     assert all((shard.stat().st_nlink > 1) == linked for shard in shards)
 
 
+@pytest.mark.landing
 def test_cast(digits: DigitsTraining, tmp_path: Path) -> None:
     request = ExportRequest(
         digits.checkpoints,
@@ -122,6 +127,7 @@ def served_bytes(checkpoint: Catalog, done: Exported) -> int:
     return sum(checkpoint.tensors[source.tensor.name].bytes_ for source in done.plan.mapping.sources)
 
 
+@pytest.mark.landing
 def test_the_graph_is_clean(digits: DigitsTraining, tmp_path: Path) -> None:
     """Nothing of training is left: no cluster, no queue, no optimizer, no reference variable."""
     done = export(ExportRequest(digits.checkpoints, tmp_path, **meta_options(digits)))
@@ -134,6 +140,7 @@ def test_the_graph_is_clean(digits: DigitsTraining, tmp_path: Path) -> None:
     assert len(nodes) < 120
 
 
+@pytest.mark.landing
 def test_meta_export_never_imports_tensorflow(digits: DigitsTraining, tmp_path: Path) -> None:
     options = meta_options(digits)
     arguments = ["--ckpt-dir", str(digits.checkpoints), "--out", str(tmp_path), "--json"]

@@ -184,6 +184,7 @@ def assert_digests(server: Loaded, model: Path, position: int) -> None:
     assert set(found["position_before"]) == set(found["position_after"]) == {position}
 
 
+@pytest.mark.landing
 def test_a_server_holds_rounded_rows_as_the_log_has_them_and_then_exact_ones(
     followed: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -235,6 +236,7 @@ def bytes_a_row(delta: Path) -> float:
     return sum(ref.bytes_ for ref in tensors if ref.name.endswith(kept)) / rows
 
 
+@pytest.mark.landing
 def test_a_server_follows_deltas_that_leave_rows_out_and_ends_where_an_exact_one_leads(
     followed: tuple[Path, Path], tmp_path: Path
 ) -> None:

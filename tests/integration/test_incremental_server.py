@@ -102,6 +102,7 @@ def test_the_model_directory_is_all_that_an_update_reads(client: ModelClient, tm
         )
 
 
+@pytest.mark.landing
 def test_a_version_that_is_being_loaded_is_updated_once_it_is_available(tmp_path: Path) -> None:
     """It would answer from where its warm-up began, until somebody updates again."""
     model = updatable_model(tmp_path, constant_everywhere, {"ids": [0]})

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from exporter.increments.history import History, read_history
 from exporter.increments.increment import CheckpointId
@@ -46,6 +47,7 @@ def increments(job: Job) -> int:
     return len(list((job.checkpoints / "increments").glob("0*")))
 
 
+@pytest.mark.landing
 def test_every_optimizer_is_exact_with_asynchronous_workers(tmp_path: Path) -> None:
     job = Job(
         tmp_path,
@@ -79,6 +81,7 @@ def test_workers_die_at_random(tmp_path: Path) -> None:
     assert len(history.increments) > 30
 
 
+@pytest.mark.landing
 def test_chief_and_parameter_servers_die_and_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
     job = Job(
         tmp_path, steps=900, save_increment_steps=3, save_checkpoint_steps=100, restores=True, pause_s=0.03
@@ -101,6 +104,7 @@ def test_chief_and_parameter_servers_die_and_training_goes_on_where_it_stopped(t
     assert "restored" in log(tmp_path, "chief-0")
 
 
+@pytest.mark.landing
 def test_a_trainer_that_is_set_back_forks(tmp_path: Path) -> None:
     # The pause lets a checkpoint be written every 40 steps on a busy machine, too: an older one is needed.
     job = Job(tmp_path, steps=120, workers=1, save_increment_steps=5, save_checkpoint_steps=40, pause_s=0.02)
@@ -160,6 +164,7 @@ def test_keys_come_and_go_while_every_node_dies(tmp_path: Path) -> None:
     assert served.rows(keys) == stored_rows(newest(job.checkpoints))
 
 
+@pytest.mark.landing
 def test_a_worker_without_the_hook_is_noticed(tmp_path: Path) -> None:
     job = Job(tmp_path, steps=100_000, workers=1, with_hook=("chief",))
     with Cluster(job) as cluster:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from exporter.options import Updates
 from exporter.pipeline.full import export
@@ -27,6 +28,7 @@ def rows(client: ModelClient) -> Any:
     return client.predict({"ids": IDS}).outputs["rows"]
 
 
+@pytest.mark.landing
 def test_a_server_maps_swaps_and_outlives_the_files(tmp_path: Path) -> None:
     model = MappedModel(tmp_path / "a model")
     export(model.request())
@@ -52,6 +54,7 @@ def test_a_server_maps_swaps_and_outlives_the_files(tmp_path: Path) -> None:
         assert process.poll() is None
 
 
+@pytest.mark.landing
 def test_a_server_says_why_it_restores(tmp_path: Path) -> None:
     model = MappedModel(tmp_path / "one")
     export(model.request())
@@ -87,6 +90,7 @@ def stock_load(version: Path) -> tuple[str, int]:
     return found["error"], found["mapped"]
 
 
+@pytest.mark.landing
 def test_a_server_takes_deltas_over_mapped_tables(tmp_path: Path) -> None:
     model = MappedModel(tmp_path / "one")
     options = {"updates": Updates(stamp=True), "overlay_rows": 200}

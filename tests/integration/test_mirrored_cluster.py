@@ -47,6 +47,7 @@ def answers(version: Path, ids: np.ndarray) -> np.ndarray:
         return np.asarray(session.run(wanted.name, {given.name: ids}))
 
 
+@pytest.mark.landing
 def test_one_worker_saves_and_nobody_else_leaves_anything(trained: Path) -> None:
     chief, worker = report(trained, "chief-0"), report(trained, "worker-0")
     assert (chief["chief"], worker["chief"]) == (True, False)

@@ -37,6 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("how", BROKEN)
 @pytest.mark.parametrize("library", ["h11", "prometheus_client"])
 def test_a_server_says_which_library_of_its_port_is_broken(

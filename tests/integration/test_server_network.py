@@ -59,6 +59,7 @@ def post(port: int, verb: str, body: Any) -> tuple[int, Any]:
     return found
 
 
+@pytest.mark.landing
 def test_a_start_script_of_tf_serving(base: Path, tmp_path: Path) -> None:
     (tmp_path / "monitoring.config").write_text("prometheus_config { enable: true }")
     flags = (
@@ -95,6 +96,7 @@ def version(address: str, ca: Path, pair: Pair | None = None) -> int:
         return client.predict({"x": np.float32(X)}).version
 
 
+@pytest.mark.landing
 def test_tls_with_client_certificates(base: Path, certified: Certified, tmp_path: Path) -> None:
     config = certified.config(tmp_path / "ssl.config", verify=True)
     socket_path = tmp_path / "grpc.sock"
@@ -119,6 +121,7 @@ def test_tls_with_client_certificates(base: Path, certified: Certified, tmp_path
     assert "PRIVATE" not in talk
 
 
+@pytest.mark.landing
 def test_tls_without_them(base: Path, certified: Certified, tmp_path: Path) -> None:
     config = certified.config(tmp_path / "ssl.config", verify=False)
     with serving(base, "--ssl-config-file", str(config)) as (_, document):
@@ -143,6 +146,7 @@ def health(address: str) -> int:
         return int(check(request(), timeout=DEADLINE_SECONDS).status)
 
 
+@pytest.mark.landing
 def test_it_drains_before_it_ends(base: Path) -> None:
     """Health checks fail first, requests go on, calls under way end; then the process does."""
     options = ("--rest-api-port", "0", "--rest-api-timeout-in-ms", "0")
@@ -171,6 +175,7 @@ def test_it_drains_before_it_ends(base: Path) -> None:
         assert process.wait(DEADLINE_SECONDS) == 0
 
 
+@pytest.mark.landing
 def test_a_second_signal_ends_it_at_once(base: Path) -> None:
     with serving(base, "--drain-seconds", "3600") as (process, document):
         process.send_signal(signal.SIGTERM)
@@ -181,6 +186,7 @@ def test_a_second_signal_ends_it_at_once(base: Path) -> None:
         assert process.wait(DEADLINE_SECONDS) == -signal.SIGTERM
 
 
+@pytest.mark.landing
 def test_a_call_that_does_not_end_is_cut_off(base: Path) -> None:
     options = ("--rest-api-port", "0", "--rest-api-timeout-in-ms", "0", "--grace-seconds", "1")
     with serving(base, *options) as (process, document):

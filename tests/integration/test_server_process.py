@@ -116,6 +116,7 @@ def swap(client: ModelClient, base: Path, source: Path) -> None:
     wait_for(client, 1, VersionState.END)
 
 
+@pytest.mark.landing
 def test_json_is_one_document(base: Path) -> None:
     with running(base, "--json", "--model-name", "prod") as process:
         assert process.stdout is not None
@@ -138,6 +139,7 @@ def test_json_is_one_document(base: Path) -> None:
     assert (process.returncode, out) == (130, "")
 
 
+@pytest.mark.landing
 def test_the_start_script_of_a_stock_server(base: Path, tmp_path: Path) -> None:
     """As the image of TensorFlow Serving calls its server, with what people add to it."""
     script = tmp_path / "start.sh"
@@ -167,6 +169,7 @@ def test_the_start_script_of_a_stock_server(base: Path, tmp_path: Path) -> None:
     assert "--enable_batching has no effect: " in talk
 
 
+@pytest.mark.landing
 def test_several_models_of_a_file_are_announced(made: dict[int, Path], tmp_path: Path) -> None:
     for name in ("a", "b"):
         shutil.copytree(made[1], tmp_path / name / "1")
@@ -202,6 +205,7 @@ def test_signals_end_it_while_it_waits(base: Path, number: signal.Signals, code:
     assert process.returncode == code
 
 
+@pytest.mark.landing
 def test_a_call_under_way_is_answered_before_it_ends(base: Path) -> None:
     with (
         running(base) as process,
@@ -231,6 +235,7 @@ def test_a_version_that_cannot_be_loaded_ends_it(base: Path) -> None:
     assert "Traceback" not in talk
 
 
+@pytest.mark.landing
 def test_nobody_reads_what_it_says(base: Path, made: dict[int, Path]) -> None:
     """A closed stderr must not end the thread that follows the versions."""
     with running(base) as process, ModelClient(address(process), "ranker") as client:

@@ -159,6 +159,7 @@ def expected(runs: EngineRuns) -> str:
     return engine_job.main(runs.asked(engine="local", kept=""))["digest"]
 
 
+@pytest.mark.landing
 def test_workers_that_are_killed(runs: EngineRuns) -> None:
     for task, step in ((3, "before"), (6, "between"), (9, "after")):
         runs.at(step, task, "kill")
@@ -177,6 +178,7 @@ def test_workers_that_are_killed(runs: EngineRuns) -> None:
     runs.await_no_process()
 
 
+@pytest.mark.landing
 def test_an_interrupted_job_goes_on_on_another_engine(runs: EngineRuns) -> None:
     held = [runs.at("before", task, "wait") for task in range(10, TABLES)]
     process = runs.start()
@@ -391,6 +393,7 @@ def test_workers_of_beam_tell_of_many_works_by_one_object(tmp_path: Path) -> Non
         numbered_works(str(tmp_path / "of another machine"), "works/0")
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("fails", [False, True])
 def test_beam_leaves_nothing_where_its_workers_tell_outcomes(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, fails: bool
@@ -406,6 +409,7 @@ def test_beam_leaves_nothing_where_its_workers_tell_outcomes(
     release(held)
 
 
+@pytest.mark.landing
 def test_a_node_of_dask_is_killed(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A scheduler and two workers over TCP; one worker's whole machine, as it were, is gone in mid-task."""
     runs = EngineRuns("dask", python_of("dask", tmp_path_factory), tmp_path)

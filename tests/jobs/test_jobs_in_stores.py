@@ -66,6 +66,7 @@ def command(trained: Path, bucket: Bucket) -> list[str]:
     return [*map(str, places), "--out", bucket.url(BASE), "--task-size", "64KiB", "--json"]
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     ("cast", "size", "tasks"), [(None, "64KiB", 6), ("bfloat16", "64KiB", 6), (None, "8KiB", 48)]
 )
@@ -137,6 +138,7 @@ def test_nothing_of_the_values_stays_on_our_disk(
     assert max(used) < ROWS * WIDTH * 4  # of six tables, not one
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("when", ["some receipts", "all receipts", "while it is published"])
 def test_an_export_that_is_killed_is_gone_on_with(
     command: list[str], bucket: Bucket, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch

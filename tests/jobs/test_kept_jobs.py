@@ -94,6 +94,7 @@ def await_(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("first_has", [2, TABLES], ids=["some receipts", "all receipts"])
 def test_of_two_commands_with_one_job_both_succeed_and_the_last_removes_it(
     trained: Path, model: LocalModel | StoredModel, first_has: int

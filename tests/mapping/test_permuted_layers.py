@@ -166,6 +166,7 @@ def read(catalog: Catalog, ref: TensorRef) -> np.ndarray[Any, Any]:
     return np.concatenate(list(ref.content.blocks())).reshape(ref.shape)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(("save", "build"), PAIRS.values(), ids=PAIRS.keys())
 @given(
     trained=st.permutations(NAMES), built=st.permutations(NAMES), counts=st.tuples(*[st.integers(1, 5)] * 2)

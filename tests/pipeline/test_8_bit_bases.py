@@ -46,6 +46,7 @@ def assert_answers(server: Loaded, model: MappedModel, position: int) -> None:
     assert set(found["model_position"].tolist()) == {position}
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("maps", [False, True])
 @pytest.mark.parametrize("parts", ["0", "3"])
 def test_deltas_carry_rows_as_they_are_served(
@@ -107,6 +108,7 @@ def test_other_rules_begin_another_log(model: MappedModel) -> None:
     assert isinstance(done, Exported)
 
 
+@pytest.mark.landing
 def test_what_is_left_as_it_is_stays_so_in_deltas(model: MappedModel) -> None:
     """A rule for all, of which only the table is one by rows."""
     asked = options(map_tables=False, casts=("int8",))
@@ -121,6 +123,7 @@ def test_what_is_left_as_it_is_stays_so_in_deltas(model: MappedModel) -> None:
         assert_answers(server, model, 8)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("jobs", [None, Jobs(engine=EngineName.LOCAL, workers=2, task_bytes=1 << 16)])
 def test_increments_of_a_trainer(tmp_path: Path, jobs: Jobs | None) -> None:
     """Rows of the trainer's increments, and a comparison of full checkpoints, by tasks too."""

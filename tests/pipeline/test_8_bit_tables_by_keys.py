@@ -112,6 +112,7 @@ def trained(trainer: DeepRecTrainer) -> dict[str, dict[int, bytes]]:
     }
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("maps", [False, True])
 def test_a_server_that_follows_answers_as_a_full_export(trainer: DeepRecTrainer, maps: bool) -> None:
     told: dict[str, Any] = {"map_tables": maps, "verify": Verify.BYTES}
@@ -149,6 +150,7 @@ def assert_same_answers(server: Loaded, version: Path, trainer: DeepRecTrainer) 
         assert ours[name].tobytes() == theirs[name].tobytes()
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("maps", [False, True])
 def test_back_and_forth_over_a_key_that_went_and_came(trainer: DeepRecTrainer, maps: bool) -> None:
     """Merged deltas, and a rollback by which a key goes, comes with other bits, and goes again."""
@@ -242,6 +244,7 @@ def test_less_than_half_a_step_is_no_change(trainer: DeepRecTrainer) -> None:
     assert rows_at(trainer) == trained(trainer)
 
 
+@pytest.mark.landing
 def test_rows_of_one_number_are_left_as_they_are(tmp_path: Path) -> None:
     """With a scale each they would be larger; those of float64 would not."""
     import tensorflow as tf
@@ -274,6 +277,7 @@ def test_rows_of_one_number_are_left_as_they_are(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found["b"], in_8_bits(new["double"].values))
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("maps", [False, True])
 def test_a_full_table_is_a_new_base_with_the_increments(trainer: DeepRecTrainer, maps: bool) -> None:
     begin(trainer, map_tables=maps)
@@ -298,6 +302,7 @@ def test_a_full_table_is_a_new_base_with_the_increments(trainer: DeepRecTrainer,
         assert_serves_8_bits(server, trainer)
 
 
+@pytest.mark.landing
 def test_new_keys_take_places_in_the_overlay(trainer: DeepRecTrainer) -> None:
     done = begin(trainer, map_tables=True, overlay_rows=30)
     trainer.step += 1
@@ -326,6 +331,7 @@ def test_a_pattern_of_the_tables_name_leads_to_its_rows(trainer: DeepRecTrainer)
     assert (shown["item"]["dtype"], shown["item"]["dimension"]) == ("float32", DIM)
 
 
+@pytest.mark.landing
 def test_a_base_without_scales_takes_none(trainer: DeepRecTrainer) -> None:
     begin(trainer, casts=())
     trainer.train()

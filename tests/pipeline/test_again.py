@@ -61,6 +61,7 @@ def test_the_second_time_there_is_nothing_to_do(directory: Path) -> None:
     assert (ran("--again")["version"], versions()) == (11, [11, 10])
 
 
+@pytest.mark.landing
 def test_it_is_known_in_another_process_also_where_functions_count_up(directory: Path) -> None:
     (directory / "model.py").write_text(
         """
@@ -80,6 +81,7 @@ def build():
     assert ran()["status"] == "nothing_to_do"
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     "options",
     [

@@ -133,6 +133,7 @@ def test_rows_as_bfloat16(tmp_path: Path) -> None:
             server.update()
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("maps", [False, True])
 def test_rows_in_8_bits(tmp_path: Path, maps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A converted graph multiplies what it gathers, default rows among them; deltas carry codes."""

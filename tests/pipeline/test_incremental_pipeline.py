@@ -184,6 +184,7 @@ def test_every_position_holds_what_a_full_export_of_its_moment_holds(
         world.check()
 
 
+@pytest.mark.landing
 @settings(max_examples=times(40))
 @given(st.lists(st.sampled_from(["train", "save", "increment", "watch"]), min_size=8, max_size=40), servings)
 def test_who_watches_has_the_state_of_an_increment_and_compares_nothing_while_the_next_is_awaited(

@@ -72,6 +72,7 @@ def in_delta(log: DeltaLog, end: int) -> set[str]:
 SEEN = {"seen-keys", "seen-values"}
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("isolation", list(Isolation))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_delta_replaces_the_entries_of_a_table(kind: str, isolation: Isolation, tmp_path: Path) -> None:
@@ -122,6 +123,7 @@ def test_a_table_that_got_empty_and_one_that_was(tmp_path: Path) -> None:
         assert set(server.predict(**trainer.asked())["y"]) == {-1}
 
 
+@pytest.mark.landing
 def test_positions_merge_go_back_and_become_a_base(tmp_path: Path) -> None:
     """What a replica serves at each position, whichever way it went there."""
     trainer, model = TableTrainer(tmp_path / "train", "mutable-int64-vectors"), tmp_path / "model"
@@ -283,6 +285,7 @@ def damaged(name: str, changes: dict[str, Any]) -> dict[str, Change]:
     }[name]
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     "name", ["keys alone", "values alone", "fewer values", "no buckets", "an odd number"]
 )
@@ -359,6 +362,7 @@ def test_no_response_mixes_a_table_of_one_position_with_rows_of_another(tmp_path
     assert len(seen) > 3
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("mlir", [False, True], ids=["", "mlir"])
 def test_an_update_that_is_cut_off_leaves_no_table_behind(mlir: bool, tmp_path: Path) -> None:
     """Also where MLIR rewrites graphs: there, nothing may wait for an operation in a branch of raw ops."""

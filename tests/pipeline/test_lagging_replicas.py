@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -157,6 +158,7 @@ HAPPENINGS = ["exact", "bound", "bound", "round", "both", "merge", "tidy", "tidy
 SELDOM = ["burst", "rollback", "resume", "rebase", "forget base", "follow"]
 
 
+@pytest.mark.landing
 @settings(max_examples=times(12))
 @given(st.lists(st.sampled_from(HAPPENINGS + SELDOM), min_size=5, max_size=20), st.integers(0, 1000))
 def test_every_base_and_every_position_finds_its_way_to_the_newest(what: list[str], seed: int) -> None:

@@ -144,6 +144,7 @@ class World:
             self.trainer.assert_same(found, self.served(self.trainer.states[target.increment]))
 
 
+@pytest.mark.landing
 @settings(max_examples=times(60))
 @given(st.lists(st.sampled_from(HAPPENINGS), min_size=5, max_size=30), st.integers(0, 1000))
 def test_what_is_served_is_what_the_trainer_would_restore(what: list[str], seed: int) -> None:

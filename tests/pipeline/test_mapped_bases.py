@@ -61,6 +61,7 @@ def assert_answers(server: Loaded, model: MappedModel, position: int) -> None:
     assert set(found["model_position"].tolist()) == {position}
 
 
+@pytest.mark.landing
 def test_a_base_is_mapped_and_takes_deltas(model: MappedModel) -> None:
     version = base(model).published.path
     record = read_manifest(version).mapped
@@ -113,6 +114,7 @@ def test_changes_without_room_are_no_delta(model: MappedModel) -> None:
     assert export_model(*arguments).code == 5
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("how", [{"full_on_mismatch": True}, {"is_watching": True}], ids=str)
 def test_a_new_base_begins_where_there_is_no_room(model: MappedModel, how: dict[str, bool]) -> None:
     """Also if the options are not given again; its overlay is empty."""
@@ -132,6 +134,7 @@ def test_a_new_base_begins_where_there_is_no_room(model: MappedModel, how: dict[
         assert_answers(server, model, 10)
 
 
+@pytest.mark.landing
 def test_a_base_merged_with_its_deltas_maps_its_own_files(model: MappedModel) -> None:
     old = base(model).published.path
     delta(model, 8, np.arange(100))
@@ -157,6 +160,7 @@ def test_a_base_merged_with_its_deltas_maps_its_own_files(model: MappedModel) ->
     assert export_model("verify", model.out, "--bytes").code == 0
 
 
+@pytest.mark.landing
 def test_a_rollback_takes_no_more_places(model: MappedModel) -> None:
     version = base(model, overlay_rows=50).published.path
     old = model.table.copy()
@@ -189,6 +193,7 @@ def test_a_rollback_without_room_is_refused_before_anything_is_held(model: Mappe
     assert export_model("rollback", model.out, "--to", "8").code == 0
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("jobs", [None, Jobs(engine=EngineName.LOCAL, workers=2, task_bytes=1 << 16)])
 def test_ways_of_making_one(model: MappedModel, monkeypatch: pytest.MonkeyPatch, jobs: Jobs | None) -> None:
     monkeypatch.setattr(mapped_tables, "LEAST_BYTES", model.table.nbytes // 4)
@@ -202,6 +207,7 @@ def test_ways_of_making_one(model: MappedModel, monkeypatch: pytest.MonkeyPatch,
         np.testing.assert_allclose(found, model.table, atol=0.05)
 
 
+@pytest.mark.landing
 def test_dynamic_tables_keep_their_index_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped_tables, "LEAST_BYTES", 1)
     trainer = DeepRecTrainer(tmp_path / "train")
@@ -270,6 +276,7 @@ def test_room_is_for_bases_that_take_deltas(model: MappedModel) -> None:
         plan(model.request(map_tables=False, overlay_rows=5, updates=UPDATES))
 
 
+@pytest.mark.landing
 def test_a_new_version_is_read_ahead(model: MappedModel) -> None:
     """By the kernel: the pages of its tables are in memory, although nothing has read them."""
     base(model)
@@ -323,6 +330,7 @@ def test_the_next_base_has_as_much_room_as_was_asked_for(model: MappedModel) -> 
         assert [table.overlay_rows for table in record.tables] == [expected]
 
 
+@pytest.mark.landing
 def test_a_new_base_holds_the_increments_that_had_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -266,6 +266,7 @@ def test_a_store_keeps_it_and_a_pulled_copy_is_mapped(
     assert_served(copy / "7", model.table, 1, copy)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("cast", ["bfloat16", "int8"])
 @pytest.mark.parametrize("engine", [EngineName.LOCAL, EngineName.DASK])
 def test_an_engine_writes_the_same_files(

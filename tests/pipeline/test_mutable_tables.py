@@ -198,6 +198,7 @@ def test_the_pair_of_graph_and_bundle_restores_and_saves_tables(tmp_path: Path) 
             saver.save(session, str(tmp_path / "again"), write_meta_graph=False)
 
 
+@pytest.mark.landing
 def test_a_model_of_nothing_but_a_renamed_table_takes_deltas(tmp_path: Path) -> None:
     import tensorflow as tf
 

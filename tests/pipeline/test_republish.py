@@ -141,6 +141,7 @@ def resume(model: Path) -> None:
     log_maintenance.resume(model)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("action", [roll_back, resume])
 def test_a_kill_at_any_step_leaves_whole_versions_and_a_hold(request_: ExportRequest, action: object) -> None:
     assert callable(action)

@@ -91,6 +91,7 @@ def test_the_bytes_of_a_delta_are_verified_before_it_is_published(
     assert job.export("--verify", "bytes").document["position"] == 20
 
 
+@pytest.mark.landing
 def test_a_dry_run_shows_the_base_that_is_due(job: Job) -> None:
     """In a process of its own, since the builder is run."""
     job.vocabulary.write_text("c\nb\na\n")
@@ -102,6 +103,7 @@ def test_a_dry_run_shows_the_base_that_is_due(job: Job) -> None:
     assert [path.name for path in job.directory.glob("model/[0-9]*")] == ["10"]
 
 
+@pytest.mark.landing
 def test_what_no_file_tells_is_found_by_building_the_graph_again(job: Job) -> None:
     """A module that is imported by a computed name is not followed."""
     hidden = BUILDER.replace("from layers import activate", "activate = __import__('lay' + 'ers').activate")
@@ -159,6 +161,7 @@ def test_a_file_that_looks_as_it_did_is_not_read_again(tmp_path: Path) -> None:
         assert digests(fresh) == file_digest(fresh)
 
 
+@pytest.mark.landing
 def test_a_watch_makes_a_new_base_of_the_new_code(begun: Job, tmp_path: Path) -> None:
     """One process imports the builder's neighbour twice, as it was and as it is."""
     job = begun.copy(tmp_path)

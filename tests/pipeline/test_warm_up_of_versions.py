@@ -70,6 +70,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MappedModel:
     return MappedModel(tmp_path)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -128,6 +129,7 @@ def test_each_signature_is_played_once(tmp_path: Path) -> None:
     assert_played(done.published.path, UPDATE, STATUS, "rows", "totals", UPDATE)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("casts", [(), ("int8",)])
 def test_a_model_of_keras(tmp_path: Path, casts: tuple[str, ...]) -> None:
     """Its signatures call functions that call functions, which take the tables' handles."""
@@ -155,6 +157,7 @@ def ids_of_examples() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return {"examples": examples}, {"rows": rows}
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("build", [dense_ids, ids_of_examples])
 @pytest.mark.parametrize(
     "options",

@@ -80,6 +80,7 @@ def ran_beside(directory: Path, point: int, arguments: tuple[str, ...]) -> tuple
     return int(count), ran
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_retention_removes_meanwhile_is_no_damage(origin: Path, name: str) -> None:
     shutil.copytree(origin / "origin", here := origin / name)

@@ -64,6 +64,7 @@ def test_the_file_tells_the_kind_and_every_reader_the_position(tmp_path: Path) -
     assert (hold.is_canary, hold.binds) == (False, True)
 
 
+@pytest.mark.landing
 def test_a_server_goes_no_further_than_what_is_approved_unless_it_is_told_to(request_: ExportRequest) -> None:
     with loaded_quickly(request_.out / "10") as server:
         assert server.update(-1)["position"] == 20

@@ -30,6 +30,7 @@ def trainer(tmp_path: Path, url: str) -> Trainer:
     return published_to(url, tmp_path)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("options", [("--rebase",), ()])
 def test_a_merger_that_was_killed_is_made_again_with_other_bytes(
     options: tuple[str, ...],

@@ -209,6 +209,7 @@ def test_a_record_that_does_not_fit_is_refused_where_it_is_read(
             assert_refused(there, line)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("kind", MAKERS)
 def test_whichever_field_is_another_errors_have_names_and_publish_nothing(
     kind: str, made: Callable[[str], Path], tmp_path: Path

@@ -93,6 +93,7 @@ def server_of(place: Place) -> Iterator[Any]:
         yield server
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("saves", [False, True], ids=["by increments", "by comparison"])
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_it_is_refused_and_the_next_delta_leads_on(place: Place, saves: bool, value: float) -> None:

@@ -194,6 +194,7 @@ print(inputs["x"].size, (peak() - before) / len(body))
 """
 
 
+@pytest.mark.landing
 def test_a_long_request_takes_a_few_times_its_size() -> None:
     """By itself JSON's reader takes forty times as much: 2 GB for 60 MB."""
     done = subprocess.run(
@@ -212,6 +213,7 @@ def test_a_long_request_that_is_nested_too_deeply(text: str) -> None:
         rest_json.parse_request(body + b" ")
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("text", ['{"instances": [%s]}', '{"inputs": {"x": [%s]}}', '{"a": %s}', "%s"])
 @pytest.mark.parametrize("part", ["[],", "{},", '"",'])
 def test_a_long_value_of_very_many_parts(text: str, part: str) -> None:

@@ -107,6 +107,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(mirror, known, {})
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("fault", HEALS, ids=lambda fault: fault.name)
 def test_what_heals(
     commands: Commands, weather: Weather, fault: Fault, monkeypatch: pytest.MonkeyPatch
@@ -120,6 +121,7 @@ def test_what_heals(
     commands.assert_nothing_is_lost()
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("fault", LASTS, ids=lambda fault: fault.name)
 def test_what_does_not(
     commands: Commands, weather: Weather, fault: Fault, monkeypatch: pytest.MonkeyPatch

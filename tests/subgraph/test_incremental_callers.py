@@ -220,7 +220,7 @@ def test_of_many_calls_at_once_one_has_its_turn(server: Loaded, model: Model) ->
     assert all(done["status"] == ANOTHER_RUNS or done["position"] == LAST for done in found)
 
 
-@pytest.mark.slow
+@pytest.mark.landing
 def test_callers_with_deadlines_of_all_lengths(server: Loaded, model: Model) -> None:
     """Callers that die at any moment, and readers: no response is mixed, and the next update always can."""
     ids, snapshot = np.random.default_rng(1).integers(0, ROWS, 100), _is_snapshot(model)

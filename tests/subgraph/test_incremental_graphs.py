@@ -100,6 +100,7 @@ class Ranker(tf.Module):
         return tf.gather(self.rows, ids) + tf.cast(by_value, tf.float32)
 
 
+@pytest.mark.landing
 def test_functions_of_a_module(tmp_path: Path) -> None:
     module = Ranker()
     tf.saved_model.save(module, str(tmp_path / "saved"), signatures={"serving_default": module.serve})
@@ -119,6 +120,7 @@ def test_functions_of_a_module(tmp_path: Path) -> None:
         assert server.predict(**feeds)["model_position"].tolist() == [110, 110]
 
 
+@pytest.mark.landing
 def test_a_keras_model_with_embeddings(tmp_path: Path) -> None:
     import keras
 
@@ -148,6 +150,7 @@ def test_a_keras_model_with_embeddings(tmp_path: Path) -> None:
         same_answers(server, {"output_0": network([feeds["user"], feeds["items"]])}, feeds)
 
 
+@pytest.mark.landing
 def test_v1_loops_conditions_lookups_strings_and_sparse_tensors(tmp_path: Path) -> None:
     with v1_graph(), tf1.Session() as session:
         steps = tf1.placeholder(tf.int32, [], name="steps")
@@ -233,6 +236,7 @@ def read_both_ways() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return {"ids": ids}, {"x": x + tf.reduce_sum(columns) + tf.reduce_sum(nd, 1, keepdims=True)}
 
 
+@pytest.mark.landing
 def test_a_table_that_is_also_read_whole_is_assigned_whole(tmp_path: Path) -> None:
     model = updatable_model(tmp_path, read_both_ways, {"ids": [0]})
     assert kinds(model) == {"tied": "dense", "strided": "dense", "small": "table"}
@@ -260,6 +264,7 @@ def every_dtype() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return {"ids": ids}, outputs
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("isolation", list(Isolation))
 def test_tables_of_every_dtype(tmp_path: Path, isolation: Isolation) -> None:
     model = updatable_model(tmp_path, every_dtype, {"ids": [0]}, isolation=isolation)
@@ -283,6 +288,7 @@ def without_elements() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return {"ids": ids}, {**read, "whole": tf.reduce_sum(whole, keepdims=True)}
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("isolation", list(Isolation))
 def test_variables_without_elements(tmp_path: Path, isolation: Isolation) -> None:
     model = updatable_model(tmp_path, without_elements, {"ids": [0]}, isolation=isolation)
@@ -379,6 +385,7 @@ def test_an_output_with_a_stamps_name_is_refused(tmp_path: Path) -> None:
     make_updatable(graph, replace(OPTIONS, stamp=False), tmp_path)
 
 
+@pytest.mark.landing
 def test_v1_behaviour_of_the_process_does_not_matter(tmp_path: Path) -> None:
     """A builder may switch TensorFlow 2's behaviour off for the whole process."""
     code = (
@@ -453,6 +460,7 @@ def test_each_part_of_a_partitioned_variable_is_a_variable_of_its_own(tmp_path: 
         assert changed.tolist() == [4], "under mod, row 1 of part 1 of 3 is row 1 * 3 + 1"
 
 
+@pytest.mark.landing
 def test_models_loaded_by_tensorflow_2_stand_at_positions_of_their_own(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()

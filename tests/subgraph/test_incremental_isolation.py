@@ -150,6 +150,7 @@ def test_a_deadline_at_any_moment_leaves_a_state_that_the_next_update_completes(
     assert cut, "no update was cut off: nothing was tested"
 
 
+@pytest.mark.landing
 def test_a_dense_variable_is_written_before_the_position_also_where_mlir_rewrites_graphs(
     tmp_path: Path,
 ) -> None:
@@ -185,6 +186,7 @@ def pause_between_tables() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return {"ids": ids}, {"low": tf.reduce_min(read, 1), "high": tf.reduce_max(read, 1)}
 
 
+@pytest.mark.landing
 def test_a_pass_longer_than_the_gaps_between_updates_is_of_one_position(tmp_path: Path) -> None:
     """Updates that come without a pause let it through, and it lets them through."""
     model = updatable_model(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from exporter.delta.format import Rows
@@ -40,6 +41,7 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+@pytest.mark.landing
 def test_memory_is_the_same_after_hundreds_of_updates(tmp_path: Path) -> None:
     model = updatable_model(tmp_path, large_table, {"ids": [0]})
     expected, rng = model.values["table"], np.random.default_rng(1)

@@ -486,6 +486,7 @@ def tables_of_all_kinds() -> tuple[dict[str, object], dict[str, object]]:
     return {"ids": ids}, {"sums": tf.stack(rows)}
 
 
+@pytest.mark.landing
 def test_packed_rows_of_every_shape_and_dtype(tmp_path: Path) -> None:
     model = updatable_model(tmp_path, tables_of_all_kinds, {"ids": [0]}, stamp=False)
     values = model.values
@@ -503,6 +504,7 @@ def test_packed_rows_of_every_shape_and_dtype(tmp_path: Path) -> None:
             assert_holds(server, model, position)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("dtype", DeltaDtype)
 def test_many_packed_rows_go_by_chunks(exported: Model, tmp_path: Path, dtype: DeltaDtype) -> None:
     model = updatable_model(tmp_path, snapshot_max_rows=8)
@@ -636,6 +638,7 @@ def test_a_moved_model_finds_its_own_deltas(
     assert_holds(session, moved, 110)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     "version", ["model/100", "./model/100/", "model//100", "model/100/.", "model/x/../100"]
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.full import export
@@ -30,6 +31,7 @@ def rows_of(keys: Any, step: int) -> Ev:
     return Ev(keys, np.full((len(keys), DIM), step, np.float32))
 
 
+@pytest.mark.landing
 def test_rows_of_one_response_are_of_one_position(tmp_path: Path) -> None:
     import tensorflow as tf
 

@@ -68,6 +68,7 @@ def crowd(trainer: DeepRecTrainer, first: int = 10_000) -> Path:
     return trainer.increment()
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("casts", [(), ("item/values=bfloat16",)])
 def test_the_new_base_of_a_watch_holds_the_increments(
     trainer: DeepRecTrainer, casts: tuple[str, ...]
@@ -98,6 +99,7 @@ def test_the_new_base_of_a_watch_holds_the_increments(
     assert verified.code == 0, verified.err
 
 
+@pytest.mark.landing
 def test_a_new_base_for_another_reason_holds_the_increments(trainer: DeepRecTrainer) -> None:
     told = replace(begin(trainer), updates=Updates(stamp=True, digest=True))
     based = export_incremental(told, full_on_mismatch=True)
@@ -172,6 +174,7 @@ def asking(address: str) -> Iterator[list[int]]:
         thread.join()
 
 
+@pytest.mark.landing
 def test_no_replica_goes_back_while_tables_grow(trainer: DeepRecTrainer, tmp_path: Path) -> None:
     """A watch, two servers and an agent, over two new bases: the steps that are answered only rise."""
     builder = tmp_path / "builder.py"

@@ -32,6 +32,7 @@ def trainer(tmp_path: Path) -> DeepRecTrainer:
     return trainer
 
 
+@pytest.mark.landing
 def test_a_server_follows_increments_and_full_checkpoints(trainer: DeepRecTrainer) -> None:
     done = export_incremental(request(trainer))
     assert isinstance(done, Exported)
@@ -81,6 +82,7 @@ def test_the_index_of_a_base_is_not_read_again_for_the_first_delta(
         checked.clear()
 
 
+@pytest.mark.landing
 def test_a_server_goes_back_and_forth(trainer: DeepRecTrainer) -> None:
     done = export_incremental(request(trainer))
     assert isinstance(done, Exported)
@@ -101,6 +103,7 @@ def test_a_server_goes_back_and_forth(trainer: DeepRecTrainer) -> None:
         assert_serves(server, trainer)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("casts", [(), (".*/values=bfloat16",)])
 def test_a_base_that_was_rebased_serves_the_same(trainer: DeepRecTrainer, casts: tuple[str, ...]) -> None:
     first = export_incremental(request(trainer, casts=casts))
@@ -120,6 +123,7 @@ def test_a_base_that_was_rebased_serves_the_same(trainer: DeepRecTrainer, casts:
             assert_serves(new, trainer)
 
 
+@pytest.mark.landing
 def test_a_full_table_is_an_error_by_hand_and_a_new_base_for_a_watch(trainer: DeepRecTrainer) -> None:
     done = export_incremental(request(trainer))
     assert isinstance(done, Exported)
@@ -206,6 +210,7 @@ def test_inspect_shows_the_tables_of_a_version(trainer: DeepRecTrainer) -> None:
     assert "item: 50 keys, room for 1000 more" in export_model("inspect", done.published.path).out
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("seed", range(2))
 def test_any_history_is_served(tmp_path: Path, seed: int) -> None:
     """As the histories of `test_table_deltas`, by a server that follows, also over to new bases."""

@@ -56,6 +56,7 @@ def point_to(directory: Path, step: int) -> None:
     (directory / "train" / "checkpoint").write_text(f'model_checkpoint_path: "model.ckpt-{step}"\n')
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("keys", [np.int32, np.int64])
 @pytest.mark.parametrize("values", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
 def test_keys_and_rows_of_every_type(tmp_path: Path, keys: Any, values: Any) -> None:

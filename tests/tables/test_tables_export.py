@@ -270,6 +270,7 @@ def in_a_subclass() -> Any:
     return model
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("builder", [build_keras, in_a_module, in_a_subclass])
 def test_tables_in_layers_functions_and_modules(tmp_path: Path, builder: Any) -> None:
     emb, other = Ev.random(3000, DIM), Ev.random(2000, DIM, seed=5)

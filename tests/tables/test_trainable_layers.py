@@ -84,6 +84,7 @@ def answers(made: Any) -> Any:
     return made(tf.constant(PAIRS), training=False).numpy()
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam", "sgd"])
 def test_fit_gives_rows_and_predict_does_not(optimizer: str) -> None:
     made, layer = trained(optimizer)
@@ -115,6 +116,7 @@ def test_slots_of_removed_keys_begin_anew() -> None:
     assert (slot.numpy()[:10] == pristine).all(1).sum() == 3
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("kind", ["checkpoint", "keras", "weights"])
 def test_what_was_saved_is_trained_on(tmp_path: Path, kind: str) -> None:
     made, layer = trained()
@@ -141,6 +143,7 @@ def test_what_was_saved_is_trained_on(tmp_path: Path, kind: str) -> None:
     assert rows_of(other).keys() == set(SEEN[3:30].tolist())
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("kind", ["archive", "weights and builder"])
 def test_keras_own_files_are_exported(tmp_path: Path, kind: str) -> None:
     """The archive's own model has the table that is served in the place of the one that is trained."""
@@ -208,6 +211,7 @@ def manager_of(made: Any, directory: Path) -> Any:
     return tf.train.CheckpointManager(saved, str(directory), max_to_keep=5)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(("casts", "near"), [((), 1e-6), (("int8",), 0.05)])
 def test_increments_of_fit_are_deltas_that_serve_what_was_trained(
     tmp_path: Path, casts: tuple[str, ...], near: float

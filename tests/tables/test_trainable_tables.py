@@ -69,6 +69,7 @@ def served(path: Path, keys: Any) -> Any:
     return tf.saved_model.load(str(path)).signatures["serving_default"](ids=keys)["rows"].numpy()
 
 
+@pytest.mark.landing
 def test_what_was_trained_is_saved_restored_and_served(tmp_path: Path) -> None:
     trainer = Trainer()
     keys = np.unique(np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 700))

@@ -114,6 +114,7 @@ def test_nothing_stays_after_a_failure(tmp_path: Path, monkeypatch: pytest.Monke
     assert files(tmp_path) == set()
 
 
+@pytest.mark.landing
 def test_what_a_killed_worker_left_is_removed_by_its_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -294,6 +294,7 @@ def test_the_last_checkpoint_is_exported_when_training_ends(tmp_path: Path) -> N
     np.testing.assert_array_equal(served(tmp_path / "model" / "5", np.ones([1, 3])), final["y"])
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(("steps", "exported"), [(7, [4, 7]), (8, [4, 8])])
 def test_every_second_checkpoint_is_exported_and_none_twice(
     tmp_path: Path, steps: int, exported: list[int]
@@ -305,6 +306,7 @@ def test_every_second_checkpoint_is_exported_and_none_twice(
     assert versions(tmp_path / "model") == exported
 
 
+@pytest.mark.landing
 def test_deltas_are_exported_by_the_commands_own_arguments(tmp_path: Path) -> None:
     arguments = ["--ckpt-dir", tmp_path / "train", "--out", tmp_path / "model", "--incr"]
     hook = ExportHook([*arguments, "--input", "x=x:0", "--output", "y=y:0"], every_checkpoints=1)
@@ -315,6 +317,7 @@ def test_deltas_are_exported_by_the_commands_own_arguments(tmp_path: Path) -> No
     assert [tuple(map(int, name.split("-"))) for name in deltas] == [(2, 4), (4, 5)]
 
 
+@pytest.mark.landing
 def test_a_training_publishes_to_a_url(tmp_path: Path, bucket: Bucket) -> None:
     """Its exports are commands, which take one: the trainer's machine keeps no model."""
     url = bucket.url("models/m")
@@ -343,6 +346,7 @@ def test_a_worker_exports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.landing
 def test_a_chief_of_a_cluster_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The child must not take itself for a part of the cluster, nor the trainer's GPU."""
     config = {"cluster": {"chief": ["a:1"], "worker": ["b:1"]}, "task": {"type": "chief", "index": 0}}
@@ -426,6 +430,7 @@ def prefixes(directory: Path) -> list[Path]:
     return [Path(path) for path in state.all_model_checkpoint_paths]
 
 
+@pytest.mark.landing
 def test_a_newer_checkpoint_takes_the_place_of_one_that_waits(tmp_path: Path) -> None:
     exports = slow_exports(tmp_path)
     first, second, third = prefixes(tmp_path)[-3:]
@@ -441,6 +446,7 @@ def test_a_newer_checkpoint_takes_the_place_of_one_that_waits(tmp_path: Path) ->
     assert versions(tmp_path / "model") == steps
 
 
+@pytest.mark.landing
 def test_the_checkpoint_that_was_meant_is_exported_and_the_newest_if_it_was_pruned(tmp_path: Path) -> None:
     train(tmp_path / "train", [], steps=9)
     exports = Exports(request_of(tmp_path))
@@ -455,6 +461,7 @@ def test_the_checkpoint_that_was_meant_is_exported_and_the_newest_if_it_was_prun
     assert all(outcome.is_done for outcome in exports.outcomes)
 
 
+@pytest.mark.landing
 def test_an_export_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     exports = slow_exports(tmp_path)
     exports.start(prefixes(tmp_path)[-1])
@@ -466,6 +473,7 @@ def test_an_export_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.landing
 def test_one_that_waits_for_an_export_that_takes_too_long_is_told(tmp_path: Path) -> None:
     exports = slow_exports(tmp_path)
     first, second = prefixes(tmp_path)[-2:]
@@ -478,6 +486,7 @@ def test_one_that_waits_for_an_export_that_takes_too_long_is_told(tmp_path: Path
     assert outcome.message == "not done after 0.1 s, not begun"
 
 
+@pytest.mark.landing
 def test_an_export_that_cannot_be_stopped_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -506,6 +515,7 @@ def test_an_export_that_cannot_be_stopped_is_a_failure(
     exports.finish(120)
 
 
+@pytest.mark.landing
 def test_a_killed_export_is_told(tmp_path: Path) -> None:
     exports = slow_exports(tmp_path)
     exports.start(prefixes(tmp_path)[-1])
@@ -535,6 +545,7 @@ def test_an_export_that_cannot_begin_is_told(tmp_path: Path, monkeypatch: pytest
 # --- fit ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("kind", [keras, tf_keras], ids=["keras 3", "tf-keras"])
 def test_a_fit_is_exported_once_for_its_second_save(tmp_path: Path, kind: Any) -> None:
     class Looks(kind.callbacks.Callback):

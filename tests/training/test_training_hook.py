@@ -153,6 +153,7 @@ def test_a_write_that_is_run_by_itself_is_recorded(tmp_path: Path) -> None:
     assert_exact(training, Path(tf.train.latest_checkpoint(str(tmp_path))))
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("before", [False, True], ids=["after the saver", "before the saver"])
 def test_training_resumes_where_the_last_increment_ended(tmp_path: Path, before: bool) -> None:
     class Killed(Exception):

@@ -87,6 +87,7 @@ def sparse(directory: Path, seed: int, *, restored: bool) -> Any:
     return made
 
 
+@pytest.mark.landing
 def test_a_fit_that_its_program_restored_goes_on_with_what_is_known(tmp_path: Path) -> None:
     """Without incremental_save_restore, too: nothing is compared, and no row is sent that did not move."""
     train, served = tmp_path / "train", tmp_path / "served"

@@ -35,6 +35,7 @@ def coming_and_going(seed: int, turns: int) -> Work:
     return work
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(("increments", "before", "after"), [(8, 3, 0), (2, 3, 3), (8, 0, 3)])
 def test_tables_by_keys(tmp_path: Path, server: str, increments: int, before: int, after: int) -> None:
     """Also where workers get further than the chain goes, and give its rows to other keys."""
@@ -51,6 +52,7 @@ def test_tables_by_keys(tmp_path: Path, server: str, increments: int, before: in
     assert len({stored.increment.run for stored in history.increments}) == 1, "the run goes on"
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("optimizer", ["ftrl", "adam"])
 def test_tables_by_rows(tmp_path: Path, server: str, optimizer: str) -> None:
     training = Training(tmp_path, two_towers(optimizer, use_resource=True), 1000, 2, server)
@@ -62,6 +64,7 @@ def test_tables_by_rows(tmp_path: Path, server: str, optimizer: str) -> None:
     assert_exact(tmp_path)
 
 
+@pytest.mark.landing
 def test_a_chief_that_dies_again_at_once_has_lost_nothing(tmp_path: Path, server: str) -> None:
     """What it restored is not in its own first full checkpoint: it is in an increment as soon as can be."""
     training = KeyedTraining(tmp_path, "adagrad", 420, 6, 1000, RESTORES, server)

@@ -119,6 +119,7 @@ def pulling(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
+@pytest.mark.landing
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("store", "rounds"), [("bucket", ROUNDS), ("container", times(1))])
 def test_a_race_with_kills_and_a_puller(

@@ -216,6 +216,7 @@ def test_a_base_is_not_fetched_for_an_increment(
     assert not [key for key in fetched if ".data-" in key]
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("options", [("--min-change", 0.5), ("--delta-dtype", "bfloat16")])
 def test_what_was_held_back_is_known_on_another_machine(
     followed_there: Trainer, url: str, options: tuple[object, ...], tmp_path: Path

@@ -153,6 +153,7 @@ def test_a_pull_that_is_killed_anywhere(
     assert not list(here.glob(".pull-*"))
 
 
+@pytest.mark.landing
 def test_two_machines_at_once(machine: Machine, url: str, tmp_path: Path) -> None:
     race(machine, url, tmp_path, range(40, 160, 10))
 

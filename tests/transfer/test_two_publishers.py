@@ -109,6 +109,7 @@ every_command = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.landing
 def test_an_export_that_is_killed_anywhere(
     trainer: Trainer, url: str, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +139,7 @@ def test_an_export_that_is_killed_anywhere(
     assert not [name for name in bucket.keys(BASE) if ".json." in name], "what was given up is removed"
 
 
+@pytest.mark.landing
 @every_command
 def test_a_command_that_is_killed_anywhere(
     name: str, trainer: Trainer, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -190,6 +192,7 @@ def _is_done(name: str, trainer: Trainer, log: DeltaLog) -> None:
         assert [delta.start for delta in log.chain(10)] == [10]
 
 
+@pytest.mark.landing
 def test_an_export_that_is_overtaken_anywhere(
     trainer: Trainer, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +217,7 @@ def test_an_export_that_is_overtaken_anywhere(
     assert number > 10
 
 
+@pytest.mark.landing
 @every_command
 def test_a_command_that_is_overtaken_anywhere(
     name: str, trainer: Trainer, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -327,6 +331,7 @@ _KILLED = """
 """
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("rounds", [7, pytest.param(40, marks=thorough)])
 def test_two_processes_and_kills(trainer: Trainer, url: str, tmp_path: Path, rounds: int) -> None:
     """In every round two processes export at once, and one of them is killed at some request."""
