@@ -471,9 +471,10 @@ def test_a_canary_that_is_gone_when_it_is_sent_gives_way_at_once(
     published: Published, servers: list[Server], golden: Path
 ) -> None:
     """Whoever waits for it waits for ever."""
-    with canary(published, servers, golden, "--canary-seconds", "100000") as running:
+    with canary(published, servers, golden):
         good = publish(published, normal)
         wait(lambda: positions(servers, published) == {good})
+    with canary(published, servers, golden, "--canary-seconds", "100000") as running:
         servers[0].kill()
         newest = publish(published)
         wait(lambda: positions(servers[1:], published) == {newest})
