@@ -319,6 +319,7 @@ def _source(path: Path, root: Path, tree: ast.Module) -> SourceFile:
 
 
 _PARSED = "<parsed>/"
+_PARSINGS = 50
 
 
 @contextlib.contextmanager
@@ -339,9 +340,20 @@ _PARSED_IN_SILENCE = WhileNeeded(_silence)
 def _parse(path: Path) -> ast.Module:
     try:
         with _PARSED_IN_SILENCE(), _PARSING:
-            return ast.parse(path.read_bytes(), f"{_PARSED}{path.name}")
+            return _parsed(path.read_bytes(), f"{_PARSED}{path.name}")
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BuilderError(f"importing {path} failed", cause=f"{type(error).__name__}: {error}") from error
+
+
+def _parsed(source: bytes, name: str) -> ast.Module:
+    """The syntax tree; once more if another thread parsed meanwhile, as TensorFlow's AutoGraph does unlocked.
+
+    Python 3.11 counts the depth of a tree for all threads together, and raises SystemError where that is off.
+    """
+    for _ in range(_PARSINGS):
+        with contextlib.suppress(SystemError):
+            return ast.parse(source, name)
+    return ast.parse(source, name)
 
 
 def _code(tree: ast.Module) -> str:

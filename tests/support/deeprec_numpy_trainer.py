@@ -49,7 +49,10 @@ class DeepRecNumpyTrainer(NumpyTrainer):
         full = self.newest()
         later = {int(index.stem.partition("-")[2]) for index in self.directory.glob("*.index")}
         last = min((step for step in later if step > full.step), default=1 << 60)
-        there = {int(index.stem.rpartition("-")[2]) for index in self.increments.glob("*.index")}
+        whole = (
+            index for index in self.increments.glob("*.index") if [*index.parent.glob(f"{index.stem}.data-*")]
+        )
+        there = {int(index.stem.rpartition("-")[2]) for index in whole}
         newest = int(named_by(self.increments / "checkpoint").rpartition("-")[2] or max(there, default=0))
         steps = [
             step
