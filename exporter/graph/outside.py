@@ -99,6 +99,17 @@ _UNLESS: dict[str, Callable[[Proto], bool]] = {
 }
 """Tests of an operation's attributes that are true if it does not reach out after all."""
 
+_ONLY_IF: dict[str, Callable[[Proto], bool]] = {
+    "DeserializeManySparse": lambda node: attr_dtype(node, "dtype") not in _OPAQUE,
+    "DeserializeSparse": lambda node: attr_dtype(node, "dtype") not in _OPAQUE,
+    "Empty": lambda node: bool(attr(node, "init").b),
+}
+"""Tests of a harmless operation's attributes that are false if it may do harm.
+
+Sparse tensors come from texts, as in `ParseTensor`; and `Empty` without `init` gives out memory as it was
+left, which may be by another model or a client of it.
+"""
+
 _FILE_INPUTS = {
     "ReadFile": (0,),
     "InitializeTableFromTextFile": (1,),
@@ -234,12 +245,20 @@ def _judged(nodes: Iterable[Proto], function: str, library: Collection[str]) -> 
 def effect_in(node: Proto, library: Collection[str]) -> Effect | None:
     """The effect of a node; a function's call has none of its own, and `clean` judges foreign operations."""
     effect = effect_of(node.op)
-    is_fixed = not any(value.placeholder for value in node.attr.values()) if effect else True
+    is_fixed = _is_fixed(node) if effect else True
     if effect is Effect.UNKNOWN and (node.op in library or not is_stock(node.op)):
         effect = None
     if is_fixed and _UNLESS.get(node.op, lambda _: False)(node):
         effect = None
+    is_harmless = _ONLY_IF.get(node.op)
+    if is_harmless and not (_is_fixed(node) and is_harmless(node)):
+        effect = Effect.UNKNOWN
     return effect or (Effect.UNKNOWN if _is_opaque(node, library) else None)
+
+
+def _is_fixed(node: Proto) -> bool:
+    """True unless a call of the function that the node is in gives one of its attributes."""
+    return not any(value.placeholder for value in node.attr.values())
 
 
 def _is_opaque(node: Proto, library: Collection[str]) -> bool:

@@ -47,6 +47,7 @@ NOT_JUDGED = re.compile(
     | ConvertTo\w+ | GetMinibatch\w+ | StoreMinibatch\w+ | GetStatsFromList\w+ | SortListOf\w+
     | \w+DedupData\w* | NegTrain | MakeWeakResourceHandle | IsResourceHandleRefCounting | StubResourceHandleOp
     | Resource(Create|Initialized|Using)Op | CustomAggregator | GetDeadline | MlirPassthroughOp
+    | TemporaryVariable
     """,
     re.VERBOSE,
 )
@@ -151,6 +152,30 @@ UNLESS = {"PrintV2", "DecodeProtoV2", "EncodeProto", "FixedUnigramCandidateSampl
 )
 def test_effects(op: str, effect: Effect | None) -> None:
     assert effect_of(op) is effect
+
+
+@pytest.mark.parametrize("op", ["DeserializeSparse", "DeserializeManySparse"])
+@pytest.mark.parametrize(
+    ("dtype", "is_harmless"),
+    [(types_pb2.DT_FLOAT, True), (types_pb2.DT_RESOURCE, False), (types_pb2.DT_VARIANT, False)],
+)
+def test_sparse_tensors_of_texts_hold_no_handles(op: str, dtype: int, is_harmless: bool) -> None:
+    node = protos.NodeDef(name="node", op=op, input=["in"])
+    node.attr["dtype"].type = dtype
+    assert (outside_ops(protos.GraphDef(node=[node])) == []) is is_harmless
+
+
+def test_a_sparse_tensors_type_is_not_left_to_a_call() -> None:
+    node = protos.NodeDef(name="node", op="DeserializeSparse", input=["in"])
+    node.attr["dtype"].placeholder = "T"
+    assert outside_ops(protos.GraphDef(node=[node]))
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
+def test_memory_that_others_left_is_not_given_out(is_filled: bool) -> None:
+    node = protos.NodeDef(name="node", op="Empty", input=["in"])
+    node.attr["init"].b = is_filled
+    assert (outside_ops(protos.GraphDef(node=[node])) == []) is is_filled
 
 
 def secret(tmp_path: Path) -> Path:
