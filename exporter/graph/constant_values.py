@@ -237,7 +237,9 @@ def _split(node: Proto, values: list[Array]) -> list[Array]:
 
 
 def _split_sizes(_: Proto, values: list[Array]) -> list[Array]:
-    return np.split(values[0], np.cumsum(values[1])[:-1], _axis(values[2]))
+    axis, sizes = _axis(values[2]), values[1]
+    rest = values[0].shape[axis] - sizes[sizes >= 0].sum()  # -1, at most once, is what the others leave
+    return np.split(values[0], np.cumsum(np.where(sizes < 0, rest, sizes))[:-1], axis)
 
 
 _OUTPUTS: Mapping[str, Callable[[Proto, list[Array]], list[Array]]] = {

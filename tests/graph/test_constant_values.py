@@ -97,6 +97,7 @@ ARRANGED: dict[str, Callable[[], Any]] = {
     "IdentityN": lambda: raw.IdentityN(input=[A, N])[1],
     "Split": lambda: raw.Split(axis=1, value=A, num_split=3)[2],
     "SplitV": lambda: raw.SplitV(value=A, size_splits=[1, 2], axis=1, num_split=2)[1],
+    "SplitV, the rest": lambda: raw.SplitV(value=A, size_splits=[-1, 1], axis=1, num_split=2)[0],
     "Unpack": lambda: raw.Unpack(value=A, num=3, axis=1)[1],
     "StridedSlice": lambda: tf.constant(A)[1],
     "StridedSlice, new axes": lambda: tf.constant(A)[..., tf.newaxis, 1:],
