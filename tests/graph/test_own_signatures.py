@@ -194,12 +194,15 @@ def test_functions_that_nest_deeper_than_python_does(tmp_path: Path) -> None:
     source = Model().saved(tmp_path, "predict", "nothing", "spoilt")
     saved_model = protos.SavedModel.FromString((source / "saved_model.pb").read_bytes())
     library = saved_model.meta_graphs[0].graph_def.library
-    deep = next(f for f in library.function if any(node.op == "MatMul" for node in f.node_def))
+    deep = [f for f in library.function if any(node.op == "MatMul" for node in f.node_def)]
     for number in range(2000):
         function = library.function.add()
         function.signature.name = f"f{number}"
         function.node_def.add(name="call", op=f"f{number + 1}" if number < 1999 else "NoOp")
-    deep.node_def.add(name="call", op="f0")
+    for (
+        function
+    ) in deep:  # that of the signature among them: names, and so their order, count up in a process
+        function.node_def.add(name="call", op="f0")
     (source / "saved_model.pb").write_bytes(saved_model.SerializeToString())
     with pytest.raises(NotServable, match="levels"):
         load_graph(GraphRequest(model=str(source)))
