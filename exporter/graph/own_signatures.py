@@ -149,7 +149,7 @@ class EffectsOf:
         for node in body.nodes.values():
             called, effect = self._called(node).values(), effect_of(node.op)
             runs = {each for inner in called for each in inner.outside}
-            if effect not in (None, Effect.READS, Effect.UNKNOWN):  # unknown are other libraries' operations
+            if effect not in (None, Effect.READS, Effect.UNKNOWN):  # unknown may be harmless
                 runs.add(Outside(node.name, node.op, effect, body.function))
             outside |= runs
             needed = node.name in body.computing
