@@ -58,11 +58,7 @@ class Content(Protocol):
     """Values in a file of another kind than a tensor bundle: without a checksum, perhaps compressed."""
 
     def blocks(self) -> Iterator[Any]:
-        """The values in C order and little endian, as flat numpy arrays of bounded size.
-
-        Raises:
-            CheckpointError: the file is damaged, or changed since the catalog was read.
-        """
+        """The values in C order and little endian, as flat numpy arrays of bounded size."""
 
 
 class SliceRef(Struct, frozen=True):

@@ -86,21 +86,13 @@ class PortFlags(Struct, frozen=True):
     ] = 30.0
 
     def tls(self) -> HttpTls | None:
-        """The files of the port's certificate; None without them.
-
-        Raises:
-            UsageError: they cannot be used.
-        """
+        """The files of the port's certificate; None without them."""
         from serving.http_port import HttpTls
 
         return HttpTls.of(self.tls_cert, self.tls_key, self.client_ca)
 
     def token(self) -> str | None:
-        """The token that requests need, one word; None without --token-file.
-
-        Raises:
-            UsageError: the file cannot be read, or has other content.
-        """
+        """The token that requests need, one word; None without --token-file."""
         if self.token_file is None:
             return None
         file = self.token_file
@@ -195,11 +187,7 @@ class AuditFlags(Struct, frozen=True):
     ] = None
 
     def rebuild(self, models: Sequence[str]) -> Proto | None:
-        """The servers' configuration, for rebuilds; None without --rebuild-config.
-
-        Raises:
-            UsageError: it cannot be used, or audits are off.
-        """
+        """The servers' configuration, for rebuilds; None without --rebuild-config."""
         if self.rebuild_config is None:
             return None
         if self.audit_seconds is None:
@@ -490,11 +478,7 @@ def _models(options: tuple[str, ...]) -> dict[str, Path]:
 
 
 def _require_no_parent(path: Path, name: str) -> None:
-    """Refuse the directory of several models, in which nothing will ever be published.
-
-    Raises:
-        UsageError: it is one; the hint has the model that was probably meant.
-    """
+    """Refuse the directory of several models, in which nothing will ever be published."""
     from exporter.publish.versions import models_in, newest_version
 
     if path.is_dir() and newest_version(path) is None and (found := models_in(path)):

@@ -28,11 +28,7 @@ _LONGEST_TOKEN = 16 << 10
 
 
 def open_channel(address: str, access: ServerAccess, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
-    """A channel to a model server; it sends nothing before the first call.
-
-    Raises:
-        UsageError: options that exclude each other, or a file that cannot be read or has other content.
-    """
+    """A channel to a model server; it sends nothing before the first call."""
     import grpc
 
     credentials = channel_credentials(access)
@@ -115,11 +111,7 @@ def _key_pair(access: ServerAccess) -> tuple[bytes | None, bytes | None]:
 
 
 def require_key_pair(certificate: Path, key: Path) -> None:
-    """Check that a certificate and a private key belong together.
-
-    Raises:
-        ssl.SSLError, ValueError: they do not, or one is not PEM, or the key has a password.
-    """
+    """Check that a certificate and a private key belong together."""
     ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(certificate, key, _no_password)
 
 
@@ -171,11 +163,7 @@ def _not_pem(option: str, file: str, error: Exception) -> NoReturn:
 
 
 def server_credentials(path: Path) -> grpc.ServerCredentials:
-    """The credentials of a port: the server's key and certificate, and the authority of its clients.
-
-    Raises:
-        UsageError: the file cannot be read, or its content cannot be used.
-    """
+    """The credentials of a port: the server's key and certificate, and the authority of its clients."""
     import grpc
 
     config = read_text_config(_OPTION, path, "SSLConfig", is_secret=True)

@@ -61,11 +61,7 @@ class HttpTls(Struct, frozen=True):
 
     @classmethod
     def of(cls, certificate: str | None, key: str | None, client_ca: str | None) -> HttpTls | None:
-        """The files that `--tls-cert`, `--tls-key` and `--client-ca` name; None without them.
-
-        Raises:
-            UsageError: one is missing that another needs, or a file cannot be used.
-        """
+        """The files that `--tls-cert`, `--tls-key` and `--client-ca` name; None without them."""
         if certificate is None and key is None and client_ca is None:
             return None
         if certificate is None or key is None:
@@ -161,10 +157,6 @@ class HttpPort:
             tls: files for TLS; without them the port speaks plain HTTP, and requests for names that are not
                 its own are refused. (With TLS, a browser has compared the name with the certificate.)
             allow_host: further names of the port: see `OwnNames`.
-
-        Raises:
-            ServerError: the port cannot listen on the address.
-            UsageError: `allow_host` is no list of names.
         """
         names = (host, *listed_names(allow_host))
         self._listening = _listen(host, port, option)

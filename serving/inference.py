@@ -54,12 +54,7 @@ class Model(Protocol):
 
 
 def predict(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
-    """Fill a `PredictResponse`'s outputs.
-
-    Raises:
-        StatusError: FAILED_PRECONDITION for an unknown signature, INVALID_ARGUMENT for inputs or an output
-            filter that do not fit it, INTERNAL for an unknown method (if methods are checked).
-    """
+    """Fill a `PredictResponse`'s outputs."""
     signature = _predict_signature(model, request.model_spec.signature_name, how)
     feeds = _feeds(signature, request.inputs, how.max_filled_bytes)
     aliases = _output_aliases(signature, request.output_filter)
@@ -74,11 +69,7 @@ def predict_arrays(
     inputs: Mapping[str, NDArray[Any]],
     how: Inference = DEFAULT_INFERENCE,
 ) -> dict[str, NDArray[Any]]:
-    """`predict` without messages: arrays by input name in, arrays by output name out.
-
-    Raises:
-        StatusError: as `predict`.
-    """
+    """`predict` without messages: arrays by input name in, arrays by output name out."""
     signature = _predict_signature(model, signature_name, how)
     _check_aliases(signature, set(inputs))
     feeds = {
@@ -91,11 +82,7 @@ def predict_arrays(
 
 
 def classify(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
-    """Fill a `ClassificationResponse`'s result.
-
-    Raises:
-        StatusError: INVALID_ARGUMENT, the signature or its outputs are not those of a classifier.
-    """
+    """Fill a `ClassificationResponse`'s result."""
     signature = _signature_of(model, request.model_spec)
     input_, outputs = _classify_tensors(signature, how)
     examples = _examples(request.input, how.max_filled_bytes)
@@ -104,11 +91,7 @@ def classify(model: Model, request: Proto, response: Proto, how: Inference = DEF
 
 
 def regress(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
-    """Fill a `RegressionResponse`'s result.
-
-    Raises:
-        StatusError: INVALID_ARGUMENT, the signature or its output is not that of a regressor.
-    """
+    """Fill a `RegressionResponse`'s result."""
     signature = _signature_of(model, request.model_spec)
     input_, output = _regress_tensors(signature, how)
     examples = _examples(request.input, how.max_filled_bytes)
@@ -122,9 +105,6 @@ def multi_inference(
     """Fill a `MultiInferenceResponse`: several classify and regress signatures over one input, in one step.
 
     The examples are fed to the input tensor of each signature: in TensorFlow 2 each has its own.
-
-    Raises:
-        StatusError: INVALID_ARGUMENT or UNIMPLEMENTED, tasks do not fit the model or one another.
     """
     tasks = [(task, _task_signature(model, request.tasks, index)) for index, task in enumerate(request.tasks)]
     inputs: set[str] = set()

@@ -56,10 +56,6 @@ class LoadedModel:
             feeds: values by tensor name; TensorFlow checks dtypes, and the operations check shapes.
             fetches: names of tensors, in the order of the result.
             timeout_ms: the session stops the step after so many milliseconds.
-
-        Raises:
-            tensorflow.errors.OpError: an error of the graph.
-            StatusError: INVALID_ARGUMENT, the graph does not have one of the tensors.
         """
         # `Session.run` casts dtypes, refuses shapes that TF Serving accepts, and takes 140 us longer. This is
         # the call that it makes in the end: the same C++ `Session::Run` and error messages as TF Serving's.
@@ -102,13 +98,7 @@ def has_saved_model(directory: Path) -> bool:
 
 
 def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
-    """Load the SavedModel in `directory`, and hold a shared lock on its manifest until `close`.
-
-    Raises:
-        StatusError: NOT_FOUND, there is no SavedModel or no graph with these tags; DATA_LOSS, it does not
-            parse, or holds a pipe or a device; UNAVAILABLE, the directory is being removed.
-        tensorflow.errors.OpError: TensorFlow cannot restore it.
-    """
+    """Load the SavedModel in `directory`, and hold a shared lock on its manifest until `close`."""
     if not has_saved_model(directory):
         names = " or ".join(SAVED_MODEL_FILES)
         raise StatusError(Code.NOT_FOUND, f"Could not find {names} in {directory}")

@@ -43,11 +43,7 @@ _REPLAYS: dict[str, tuple[Callable[[Model, Proto, Proto, Inference], None], str]
 def load_warm(
     directory: Path, loading: Loading = DEFAULT_LOADING, how: Inference = DEFAULT_INFERENCE
 ) -> LoadedModel:
-    """Load the SavedModel in `directory` and replay its warm-up requests.
-
-    Raises:
-        StatusError, tensorflow.errors.OpError: as `load` and `warm_up`.
-    """
+    """Load the SavedModel in `directory` and replay its warm-up requests."""
     model = load(directory, loading)
     try:
         warm_up(model, directory, how, iterations=loading.warmup_iterations)
@@ -61,11 +57,6 @@ def warm_up(model: Model, directory: Path, how: Inference = DEFAULT_INFERENCE, *
     """Replay the warm-up requests of the SavedModel in `directory`, in file order; returns their number.
 
     Each is replayed `iterations` times before the next one.
-
-    Raises:
-        StatusError: DATA_LOSS, the file is damaged; INVALID_ARGUMENT, a record is not a PredictionLog or
-            there are more than 1000; UNIMPLEMENTED, a session run log; or the error of a request.
-        tensorflow.errors.OpError: an error of the graph.
     """
     from exporter.wire.tfrecord import DamagedRecord, read_records
 
@@ -189,11 +180,7 @@ class VersionManager:
 
     @contextmanager
     def borrow(self, version: int | None) -> Iterator[tuple[int, LoadedModel]]:
-        """Borrow the given version, or the newest available one; it stays loaded inside the `with` block.
-
-        Raises:
-            StatusError: NOT_FOUND, it is not available.
-        """
+        """Borrow the given version, or the newest available one; it stays loaded inside the `with` block."""
         with self._changed:
             number = version if version is not None else max(self._available(), default=-1)
             if number not in self._available():
@@ -233,11 +220,7 @@ class VersionManager:
             return not self._available() and not self._wanted <= self._failures.keys()
 
     def wait_available(self, timeout_seconds: float, is_wanted: Callable[[], bool] = lambda: True) -> int:
-        """Wait for an available version and return the newest one; stops when `is_wanted` returns False.
-
-        Raises:
-            ServerError: no version is available in time, or the wanted one cannot be loaded.
-        """
+        """Wait for an available version and return the newest one; stops when `is_wanted` returns False."""
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             while not (available := self._available()) or self._noticed != self._taken_up:

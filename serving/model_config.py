@@ -135,11 +135,7 @@ def listed_models(config: Proto) -> tuple[ModelConfig, ...]:
 
 
 def require_platform(wanted: Iterable[ModelConfig], served: Container[str]) -> None:
-    """Refuse models of other platforms; `served` holds the names of the models that are served now.
-
-    Raises:
-        StatusError: INVALID_ARGUMENT, a model's platform is not TensorFlow.
-    """
+    """Refuse models of other platforms; `served` holds the names of the models that are served now."""
     for model in wanted:
         if model.platform != PLATFORM and model.name in served:
             raise invalid(
@@ -179,9 +175,6 @@ def check_to_send(config: Proto) -> None:
 
     `ServerCore::ReloadConfig` stores a configuration before it finds the routes of its platforms, and
     compares each later one with the stored one (server_core.cc).
-
-    Raises:
-        UsageError: an entry has no platform or no absolute path, or its name occurs twice.
     """
     names: set[str] = set()
     for entry in config.model_config_list.config:

@@ -68,11 +68,7 @@ class ServedModels:
 
     @contextmanager
     def borrow(self, spec: Proto) -> Iterator[tuple[int, LoadedModel]]:
-        """Borrow the version that a `ModelSpec` names; it stays loaded inside the `with` block.
-
-        Raises:
-            StatusError: INVALID_ARGUMENT, no model name or an unknown label; NOT_FOUND, it is not available.
-        """
+        """Borrow the version that a `ModelSpec` names; it stays loaded inside the `with` block."""
         if not spec.name:
             raise invalid("ModelSpec has no name specified.")
         version = self._version(spec)
@@ -90,11 +86,7 @@ class ServedModels:
             yield borrowed
 
     def statuses(self, spec: Proto) -> list[VersionStatus]:
-        """The versions of a model, the newest first, or the one that the `ModelSpec` names.
-
-        Raises:
-            StatusError: NOT_FOUND, the server has never seen it.
-        """
+        """The versions of a model, the newest first, or the one that the `ModelSpec` names."""
         statuses = self.versions(spec.name)
         version = self._version(spec)
         if version is None:
@@ -107,12 +99,7 @@ class ServedModels:
         raise StatusError(Code.NOT_FOUND, f"Could not find version {version} of model {spec.name}")
 
     def configure(self, wanted: Sequence[ModelConfig]) -> None:
-        """Start to serve exactly these models. A refused configuration changes nothing.
-
-        Raises:
-            StatusError: INVALID_ARGUMENT, a platform that is not served; FAILED_PRECONDITION, a label for a
-                version that is not available now; UNAVAILABLE, the server is stopping.
-        """
+        """Start to serve exactly these models. A refused configuration changes nothing."""
         with self._configuring:
             self._configure(wanted)
 
@@ -132,10 +119,6 @@ class ServedModels:
             wanted: the models.
             timeout_seconds: how long to wait; the configuration stays in effect afterwards.
             is_wanted: called about once a second; the wait ends when it returns False.
-
-        Raises:
-            StatusError: as `configure`; UNKNOWN, a model cannot be served; DEADLINE_EXCEEDED, one is not
-                available in time.
         """
         deadline = time.monotonic() + timeout_seconds
         with self._configuring:
@@ -227,11 +210,7 @@ class ConfigFile:
         self._problem = ""
 
     def read(self, *, may_be_empty: bool = True) -> tuple[ModelConfig, ...]:
-        """The models that the file lists.
-
-        Raises:
-            UsageError: it cannot be read, or lists a model that cannot be served.
-        """
+        """The models that the file lists."""
         try:
             config = read_config_file(self.path)
             if not may_be_empty and config.WhichOneof("config") is None:

@@ -98,11 +98,7 @@ def needed_versions(model: Proto) -> set[int]:
 
 
 def require_there(new: Iterable[Proto]) -> None:
-    """Check that the files of new models exist, before a server receives the models.
-
-    Raises:
-        ModelPathNotFound: some are missing, and this machine would see them.
-    """
+    """Check that the files of new models exist, before a server receives the models."""
     for entry in new:
         if problem := absent(entry):
             raise ModelPathNotFound(
@@ -139,14 +135,7 @@ class Reloader:
         self._checks_paths = checks_paths
 
     def run(self) -> list[Reloaded]:
-        """Send the configuration, and wait until it is served.
-
-        Raises:
-            UsageError: an entry would block a stock server; nothing was sent.
-            ModelPathNotFound: a new model's files are missing; nothing was sent.
-            CallFailed: the server refused, or did not respond.
-            ServerError: a version cannot be loaded, or was not loaded in time.
-        """
+        """Send the configuration, and wait until it is served."""
         check_to_send(self._wanted)
         with ExitStack() as stack:
             models = {model.name: model for model in self._wanted.model_config_list.config}

@@ -48,11 +48,7 @@ class WholeFlags(Struct, frozen=True):
     ] = False
 
     def config(self, entry: EntryFlags) -> Any:
-        """The configuration to send: the file's, or an empty one, with the entry of --model.
-
-        Raises:
-            UsageError: the options contradict each other, or the configuration lists no model.
-        """
+        """The configuration to send: the file's, or an empty one, with the entry of --model."""
         config = self._given(has_model=entry.model is not None)
         if entry.model is not None:
             entry.put_into(config, entry.model)
@@ -104,11 +100,7 @@ class EntryFlags(Struct, frozen=True):
     ] = []
 
     def put_into(self, config: Any, name: str) -> None:
-        """Change the model's entry as the options say, or add one; other fields of the entry stay.
-
-        Raises:
-            UsageError: a new model has no base path; several policies; a label without a version.
-        """
+        """Change the model's entry as the options say, or add one; other fields of the entry stay."""
         policy, base_path = self._policy(), self.model_base_path
         found = [entry for entry in config.model_config_list.config if entry.name == name]
         if not found and base_path is None:

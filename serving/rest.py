@@ -67,11 +67,7 @@ _HTTP = {
 
 
 def metrics_path(monitoring_config_file: Path | None) -> str | None:
-    """The path of the metrics in a `MonitoringConfig`; None if it does not enable them, or without a file.
-
-    Raises:
-        UsageError: the file cannot be read, or has other content.
-    """
+    """The path of the metrics in a `MonitoringConfig`; None if it does not enable them, or without a file."""
     if monitoring_config_file is None:
         return None
     config = read_text_config("--monitoring-config-file", monitoring_config_file, "MonitoringConfig")

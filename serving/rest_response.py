@@ -26,12 +26,7 @@ _BLOCK = 1 << 16
 
 
 def texts(outputs: Mapping[str, NDArray[Any]], *, by_row: bool) -> Iterator[bytes]:
-    """The JSON of `rows` or `columns` in parts, so that only a part of a long response is Python objects.
-
-    Raises:
-        ValueError: as `rows` and `columns`, perhaps between two parts; or TensorFlow Serving writes no values
-            of an output's type.
-    """
+    """The JSON of `rows` or `columns` in parts, so that only a part of a long response is Python objects."""
     _require_types(outputs)
     size = sum(map(_items, outputs.values()))
     if size <= _BLOCK:
@@ -86,9 +81,6 @@ def _text_of(document: Json) -> bytes:
 def rows(outputs: Mapping[str, NDArray[Any]]) -> dict[str, Json]:
     """Row format: `predictions` has an item for each row; items map output names to values unless there is
     one.
-
-    Raises:
-        ValueError: an output is a scalar, or their first dimensions differ.
     """
     _require_rows(outputs)
     columns = {name: to_json(array, name) for name, array in outputs.items()}
@@ -124,11 +116,7 @@ def regressions(values: Sequence[float]) -> dict[str, Json]:
 
 
 def to_json(array: NDArray[Any], name: str) -> Json:
-    """A tensor as nested lists; strings are text, or `{"b64": ...}` where the name ends in `_bytes`.
-
-    Raises:
-        ValueError: JSON has no form for the type, or a string is not UTF-8.
-    """
+    """A tensor as nested lists; strings are text, or `{"b64": ...}` where the name ends in `_bytes`."""
     dtype = dtype_of(array)
     if dtype is DType.STRING:
         binary = name.endswith("_bytes")

@@ -31,9 +31,6 @@ _DEFAULTS = ServerOptions(port=8500)
 
 def from_stock(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Translate TensorFlow Serving's flags for `run` to this program's; returns also notes on ignored flags.
-
-    Raises:
-        UsageError: a flag that is not supported, or a value that it does not accept.
     """
     if arguments[:1] != ["run"]:
         return arguments, []
@@ -198,11 +195,7 @@ def _the_model(
 
 
 def _require_no_neighbour(sink: Output, path: Path) -> None:
-    """Refuse at once a path beside the model that was meant; one without a version yet is waited for.
-
-    Raises:
-        UsageError: it is a file, one version, or the directory of several models.
-    """
+    """Refuse at once a path beside the model that was meant; one without a version yet is waited for."""
     from exporter.publish.versions import likely_model
 
     if path.is_file():

@@ -79,10 +79,6 @@ class ModelServer:
             name: the model's name in requests; the last part of `base_path` by default.
             options: how to listen, find and load versions, and compute.
             listener: called with a model's name and a version's new status, from the thread that changed it.
-
-        Raises:
-            UsageError: neither path nor file is given, or the configuration cannot be served.
-            ServerError: the server cannot listen on the address.
         """
         from serving.optional_libraries import require_libraries
 
@@ -125,11 +121,7 @@ class ModelServer:
         return f"http://{_host_and_port(self.host, self.rest_port)}/v1/models"
 
     def wait_available(self, timeout_seconds: float) -> int:
-        """Wait until every model has an available version; returns that of the first model.
-
-        Raises:
-            ServerError: no version is available in time, or the newest one cannot be loaded.
-        """
+        """Wait until every model has an available version; returns that of the first model."""
         deadline = time.monotonic() + timeout_seconds
         served = self.models.served().values()
         versions = [model.wait_available(max(0.0, deadline - time.monotonic())) for model in served]

@@ -200,20 +200,12 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     network: NetworkOptions = GRPC_ALONE
 
     def __post_init__(self) -> None:
-        """Check numbers that come from Python; the command line checks them itself.
-
-        Raises:
-            UsageError: a number is out of range.
-        """
+        """Check numbers that come from Python; the command line checks them itself."""
         if self.poll_seconds < 0 or self.threads < 1 or not 0 <= self.port <= 65535:
             raise UsageError("poll_seconds must not be negative, threads positive, and port within 0..65535")
 
     def channel_arguments(self) -> list[tuple[str, int | str]]:
-        """Arguments of the gRPC server by name; a value in digits becomes a number.
-
-        Raises:
-            UsageError: they are not of the form NAME=VALUE,...
-        """
+        """Arguments of the gRPC server by name; a value in digits becomes a number."""
         arguments: list[tuple[str, int | str]] = []
         for part in filter(None, (self.grpc_channel_arguments or "").split(",")):
             name, equals, value = part.partition("=")
@@ -223,11 +215,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         return arguments
 
     def loading(self) -> Loading:
-        """The settings for loading versions.
-
-        Raises:
-            UsageError: the session's configuration cannot be read.
-        """
+        """The settings for loading versions."""
         from serving.loader import Loading
         from serving.text_config import read_text_config
 

@@ -136,12 +136,7 @@ def _deltas_left(log: DeltaLog, position: int, hold: int | None) -> tuple[int | 
 
 
 def run(client: ModelClient, published: Path | None, sink: Output) -> None:
-    """Ask the server, compare with what is published, and print.
-
-    Raises:
-        ServerError: the server does not respond, or no version is available.
-        NotUpdatable, ManifestError, CheckpointError: the published versions cannot be read.
-    """
+    """Ask the server, compare with what is published, and print."""
     statuses = client.status()
     found, target = ask(client, statuses), None
     if published is not None:

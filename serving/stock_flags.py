@@ -32,11 +32,7 @@ _AT_LEAST = {
 
 
 def check_batching_parameters(path: Path) -> None:
-    """Check a file of `BatchingParameters` in text form.
-
-    Raises:
-        UsageError: it cannot be read, has other content, or its numbers contradict each other.
-    """
+    """Check a file of `BatchingParameters` in text form."""
     found = read_text_config("--batching_parameters_file", path, "BatchingParameters")
     for problem in _problems(found):
         raise UsageError(
@@ -179,11 +175,7 @@ _TRUE, _FALSE = ("true", "1", "t"), ("false", "0", "f")
 
 
 def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Replace TF Serving's flags by this program's options; returns also notes on flags without effect.
-
-    Raises:
-        UsageError: a flag that is not supported, a value that it does not accept, or a file with errors.
-    """
+    """Replace TF Serving's flags by this program's options; returns also notes on flags without effect."""
     translated: list[str] = []
     notes: list[str] = []
     ignored: dict[str, str] = {}

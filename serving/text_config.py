@@ -51,9 +51,6 @@ def read_text_config(option: str, path: Path, message: str, *, is_secret: bool =
         path: the file.
         message: the message's name, as for `message_class`, or one of those that are defined here.
         is_secret: errors give only the place of a mistake, not the text there.
-
-    Raises:
-        UsageError: the file cannot be read, or has other content.
     """
     from google.protobuf import text_format
 

@@ -49,13 +49,7 @@ def copy_ranges(
     pool: Executor,
     progress: Progress,
 ) -> None:
-    """Copy `ranges` of `source`, which has `size` bytes in its catalog, into the new file `target`.
-
-    Raises:
-        CheckpointChanged: the source vanished, or was changed before or during the copy.
-        CheckpointError: it cannot be read.
-        PublishError: the target cannot be written; DiskFull if there is no space.
-    """
+    """Copy `ranges` of `source`, which has `size` bytes in its catalog, into the new file `target`."""
     if mirror.is_remote(source):
         pieces = [(each.source, each.source + each.size, each.target) for each in ranges]
         with _target(target) as writer:
@@ -144,11 +138,7 @@ def _copy_in_kernel(reader: int, writer: int, piece: ByteRange) -> int:
 
 
 def _copy_through_memory(reader: int, writer: int, piece: ByteRange) -> int:
-    """Bytes copied, at least one.
-
-    Raises:
-        EOFError: the source ends before the piece.
-    """
+    """Bytes copied, at least one."""
     done = 0
     while done < piece.size:
         data = os.pread(reader, min(_BUFFER_BYTES, piece.size - done), piece.source + done)
@@ -179,11 +169,7 @@ class NewFile(Struct, frozen=True):
 
     @classmethod
     def in_directory(cls, directory: Path) -> NewFile:
-        """Create a file to see its mode: the umask cannot be read without changing it for other threads.
-
-        Raises:
-            OSError: the directory cannot be written.
-        """
+        """Create a file to see its mode: the umask cannot be read without changing it for other threads."""
         probe = directory / f".probe-{os.getpid()}"
         descriptor = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:

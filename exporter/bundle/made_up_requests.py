@@ -239,11 +239,7 @@ class _Certainty:
         self._needs = _Needs()
 
     def needs(self) -> _Needs:
-        """What is left to be shown by a trial.
-
-        Raises:
-            _Uncertain: a node could fail on other values of variables, or does more than compute.
-        """
+        """What is left to be shown by a trial."""
         for node in self._order:
             if node.name not in self._fed and node.op != "VarHandleOp":
                 self._meet(node)
@@ -381,11 +377,7 @@ class _Trial(Struct, frozen=True):
         return cls(graph_def, shapes)
 
     def run(self, fetches: list[str], feeds: Mapping[str, NDArray[Any]], needs: _Needs) -> None:
-        """Run it over variables that are zero.
-
-        Raises:
-            _Uncertain: it failed, or does not show what is needed.
-        """
+        """Run it over variables that are zero."""
         import tensorflow as tf
 
         if sum(math.prod(s) * (d.itemsize or 1) for d, s in self.shapes.values()) > _MAX_TRIAL_BYTES:

@@ -73,10 +73,6 @@ def place_assets(
 
     Two files of one name are told apart by a number; one file that two nodes read is stored once. `names`
     has the files that were placed there already; new ones are added.
-
-    Raises:
-        NotServable: a file is not there, not a regular file or not readable.
-        PublishError: the target cannot be written.
     """
     names = {} if names is None else names
     nodes = {node.name: node for node in meta_graph.graph_def.node}
@@ -402,11 +398,7 @@ def write_saved_model(
 def restorable_graph(
     graph: InferenceGraph, mapping: VariableMapping, mapped: MappedTables = NOTHING_MAPPED
 ) -> Proto:
-    """The MetaGraphDef of a graph with the nodes that restore its variables as they are stored.
-
-    Raises:
-        MappingError: a variable that is to be cast is used in a way that forbids it.
-    """
+    """The MetaGraphDef of a graph with the nodes that restore its variables as they are stored."""
     meta_graph = message_class("MetaGraphDef")()
     meta_graph.CopyFrom(graph.meta_graph)
     _make_readable(meta_graph.meta_info_def)

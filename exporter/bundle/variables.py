@@ -360,9 +360,6 @@ def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: i
 
     Moved rows are written in the boxes that the graph restores; a cast alone keeps those that are stored.
     Each box of a mapped table is one place, however large: a variable is mapped from one file.
-
-    Raises:
-        MappingError: values would have to move out of, or into, parts that are not ranges of whole rows.
     """
     tensor = source.tensor
     is_served_so = source.is_mapped or source.is_in_8_bits or _moves_rows(source)

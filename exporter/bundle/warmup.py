@@ -109,11 +109,7 @@ def tensors_request(name: str, inputs: Mapping[str, NDArray[Any]], line: int = 1
 def examples_request(
     name: str, signature: Proto, document: Mapping[str, Any], line: int = 1
 ) -> WarmupRequest:
-    """A Classify or Regress request of the examples in a document.
-
-    Raises:
-        ValueError: it holds no examples.
-    """
+    """A Classify or Regress request of the examples in a document."""
     method = signature.method_name.rpartition("/")[2]
     if "examples" not in document:
         raise ValueError(f"signature {name!r} is for {method}: expected the key 'examples'")

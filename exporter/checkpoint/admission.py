@@ -40,11 +40,7 @@ class Admission(Struct, frozen=True):
         return np.asarray(versions >= step - self.max_age_steps)
 
     def require_recorded(self, catalog: Catalog, variables: tuple[EmbeddingVariable, ...]) -> None:
-        """Refuse a filter that no table of a checkpoint has numbers for.
-
-        Raises:
-            UsageError: the trainer recorded nothing that it could act on, or the step is not known.
-        """
+        """Refuse a filter that no table of a checkpoint has numbers for."""
         if self.max_age_steps is not None and catalog.step is None:
             raise UsageError(
                 f"--max-age-steps counts back from the training step, and {catalog.prefix.name} tells none",

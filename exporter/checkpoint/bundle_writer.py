@@ -56,9 +56,6 @@ def shard_path(prefix: Path, shard: int, num_shards: int) -> Path:
 
 def encode_index(tensors: Iterable[TensorRef], num_shards: int) -> bytes:
     """The bytes of an index over `num_shards` shards; of a tensor only name, dtype, shape and extents count.
-
-    Raises:
-        ValueError: two tensors have one name, or a name is empty.
     """
     header = protos.BundleHeaderProto(num_shards=num_shards)
     header.version.producer = _VERSION
@@ -137,12 +134,7 @@ class BundleWriter:
         return tuple(self._tensors.values())
 
     def add(self, name: str, array: Array, part: SliceSpec | None = None) -> Extent:
-        """Write an array, or slice `part` of a partitioned tensor; strings are `bytes` in an object array.
-
-        Raises:
-            ValueError: the name is taken, the shape is not the part's, or an object is not a string.
-            KeyError: TensorFlow has no such data type.
-        """
+        """Write an array, or slice `part` of a partitioned tensor; strings are `bytes` in an object array."""
         array = np.asarray(array)
         if array.dtype.kind not in "OSU":
             dtype = DType.of(array.dtype.name)
@@ -161,9 +153,6 @@ class BundleWriter:
         part: SliceSpec | None = None,
     ) -> Extent:
         """Write a numeric tensor of `shape` (the slice's if there is a `part`) given as its bytes in pieces.
-
-        Raises:
-            ValueError: the name is taken, the type has no fixed size, or the bytes do not fill the shape.
         """
         if dtype.itemsize is None:
             raise ValueError(f"{name!r}: {dtype.label} tensors cannot be added as bytes")

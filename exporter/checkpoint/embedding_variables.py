@@ -221,10 +221,6 @@ def key_blocks(catalog: Catalog, variable: EmbeddingVariable) -> Iterator[tuple[
     """The admitted keys in blocks, int64, as `read_keys` has them, with the row of the first.
 
     The caller sees that no key is there twice.
-
-    Raises:
-        CorruptFile: a checksum is wrong, or the offsets do not fit the keys.
-        CheckpointChanged: a shard vanished or shrank since the catalog was read.
     """
     begin = 0
     for part in variable.parts:

@@ -42,11 +42,7 @@ class Family(Protocol):
         """The names, of those beside a checkpoint, that are its files."""
 
     def read(self, path: Path) -> Catalog:
-        """The checkpoint.
-
-        Raises:
-            CheckpointError: a subclass of it says why it cannot be read.
-        """
+        """The checkpoint."""
 
 
 class TensorBundle:
@@ -206,11 +202,7 @@ def family_of(path: Path) -> Family:
 
 
 def read_family(path: Path) -> Catalog:
-    """The checkpoint that a prefix or an archive's path names.
-
-    Raises:
-        CheckpointError: a subclass of it says why it cannot be read.
-    """
+    """The checkpoint that a prefix or an archive's path names."""
     return family_of(path).read(path)
 
 

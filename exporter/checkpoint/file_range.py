@@ -46,13 +46,7 @@ class FileRange(Struct, frozen=True):
 
     @classmethod
     def whole(cls, path: Path) -> FileRange:
-        """All of a regular file.
-
-        Raises:
-            CheckpointNotFound: it is not there.
-            CorruptFile: it is not a regular file.
-            CheckpointError: it cannot be reached.
-        """
+        """All of a regular file."""
         try:
             found = path.stat()
         except FileNotFoundError:
@@ -64,11 +58,7 @@ class FileRange(Struct, frozen=True):
         return cls(path, 0, found.st_size, FileIdentity.of(found))
 
     def part(self, offset: int, size: int, crc32: int | None = None) -> FileRange:
-        """`size` bytes from `offset` of this range.
-
-        Raises:
-            TruncatedFile: the range ends before.
-        """
+        """`size` bytes from `offset` of this range."""
         if offset < 0 or size < 0 or offset + size > self.size:
             raise TruncatedFile(
                 f"{self.path} is shorter than it says",
@@ -78,11 +68,7 @@ class FileRange(Struct, frozen=True):
 
     @contextmanager
     def open(self) -> Iterator[int]:
-        """A descriptor of the file (not of the range alone).
-
-        Raises:
-            CheckpointChanged: the file is gone, or another one, or was written to.
-        """
+        """A descriptor of the file (not of the range alone)."""
         try:
             descriptor = open_regular(self.path)
         except FileNotFoundError:
@@ -98,20 +84,12 @@ class FileRange(Struct, frozen=True):
 
     @contextmanager
     def opened(self) -> Iterator[Window]:
-        """The range as a binary file.
-
-        Raises:
-            CheckpointChanged, CheckpointError: as `open`.
-        """
+        """The range as a binary file."""
         with self.open() as descriptor:
             yield Window(descriptor, self.offset, self.size)
 
     def chunks(self) -> Iterator[bytes]:
-        """The bytes, a little at a time.
-
-        Raises:
-            CheckpointChanged: the file is not the one that was looked at, or ends early.
-        """
+        """The bytes, a little at a time."""
         with self.open() as descriptor:
             done = 0
             for chunk in chunks_of(descriptor, self.offset, self.size):
@@ -127,11 +105,7 @@ class FileRange(Struct, frozen=True):
 
 @lru_cache(maxsize=64)
 def verify(source: FileRange) -> None:
-    """Compare the bytes with zip's checksum, if there is one; once for each range.
-
-    Raises:
-        CorruptFile: they differ.
-    """
+    """Compare the bytes with zip's checksum, if there is one; once for each range."""
     if source.crc32 is None:
         return
     crc = 0
@@ -145,12 +119,7 @@ def verify(source: FileRange) -> None:
 
 
 def listed_shard(path: Path, name: object) -> Path:
-    """The file that the list at `path` names, which has to lie beside it.
-
-    Raises:
-        UnsafeArchive: the name leads elsewhere, or is none.
-        MissingShard: it is not there.
-    """
+    """The file that the list at `path` names, which has to lie beside it."""
     shard = below(path.parent, str(name), f"{path}: the shard", UnsafeArchive)
     if not isinstance(name, str) or "/" in name:
         raise UnsafeArchive(f"{path} names the shard {name!r:.99}, which is not beside it")

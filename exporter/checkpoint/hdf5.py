@@ -100,11 +100,6 @@ def read_hdf5(source: FileRange, attributes: Mapping[str, bool]) -> FileContents
     """Every dataset of a file, and of every group the attributes named (True: a list that may be continued).
 
     Keras splits a list of names that is too long for one attribute into `weight_names0`, `weight_names1`, ...
-
-    Raises:
-        CorruptFile, TruncatedFile: it is not an HDF5 file, or a damaged one.
-        UnsafeArchive: it holds links, external or virtual data, loops, or a bomb.
-        UnsupportedFormat: a data type or a filter that is not read.
     """
     if source.size < len(MAGIC) or source.part(0, len(MAGIC)).read() != MAGIC:
         raise CorruptFile(f"{source.path} is not an HDF5 file", cause="it does not begin as one does")
@@ -217,11 +212,7 @@ class _Library:
         return is_fresh and is_ours and self._source == source
 
     def contents(self, wanted: Mapping[str, Any]) -> Any:
-        """What `hdf5_process.Walk` finds.
-
-        Raises:
-            CheckpointError: why the file cannot be read.
-        """
+        """What `hdf5_process.Walk` finds."""
         self._ask({"list": wanted})
         assert self._process.stdout is not None
         line = self._process.stdout.readline(_MAX_LIST_BYTES)
@@ -234,11 +225,7 @@ class _Library:
         return json.loads(line)
 
     def values(self, path: str, size: int) -> Iterator[bytes]:
-        """The `size` bytes of a dataset.
-
-        Raises:
-            CheckpointError: why they cannot be read.
-        """
+        """The `size` bytes of a dataset."""
         self._ask({"values": path})
         assert self._process.stdout is not None
         for start in range(0, size, _BLOCK_BYTES):

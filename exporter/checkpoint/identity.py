@@ -39,11 +39,7 @@ class Identity(Struct, frozen=True):
 
     @classmethod
     def of(cls, catalog: Catalog) -> Identity:
-        """The identity of the checkpoint that a catalog was just read from.
-
-        Raises:
-            CheckpointChanged: it is gone, or another one of its name is there.
-        """
+        """The identity of the checkpoint that a catalog was just read from."""
         if catalog.index_digest is not None:
             files = look(catalog.prefix)
             try:
@@ -65,11 +61,7 @@ class Identity(Struct, frozen=True):
         return _look_at(self.paths) == self.files
 
     def require_same_files(self) -> None:
-        """Refuse files that were replaced; that some are gone (pruned), or new, does no harm.
-
-        Raises:
-            CheckpointChanged: another checkpoint of the same name is there now, or is being written.
-        """
+        """Refuse files that were replaced; that some are gone (pruned), or new, does no harm."""
         now = {entry[0]: entry for entry in _look_at(self.paths)}
         replaced = [entry[0] for entry in self.files if now.get(entry[0], entry) != entry]
         if replaced:

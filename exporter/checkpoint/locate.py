@@ -72,10 +72,6 @@ def open_checkpoint(path: Path) -> Catalog:
     In a directory, a checkpoint that is incomplete, or changes while it is read, is passed over for the next
     newest, and a note in the catalog says so. Damage that stays is an error, never a reason to take an older
     checkpoint. A prefix is taken or refused.
-
-    Raises:
-        CheckpointNotFound: nothing there; the message says what was found instead.
-        MissingShard, TruncatedFile, CorruptFile, UnsupportedFormat, CheckpointChanged: see errors.py.
     """
     path = mirror.local(path)
     if _directory(path) is None:
@@ -197,11 +193,7 @@ def _beside(named: Path, directory: Path) -> Path:
 
 
 def _read_settled(prefix: Path) -> Catalog:
-    """The catalog of `prefix`; a failure counts once the files hold still.
-
-    Raises:
-        CheckpointChanged: it fails, and its files are changing.
-    """
+    """The catalog of `prefix`; a failure counts once the files hold still."""
     try:
         return read_family(prefix)
     except (CheckpointNotFound, UnsupportedFormat, UnsafeArchive):

@@ -85,12 +85,7 @@ class NpyValues(Struct, frozen=True):
 
 
 def read_npz(path: Path) -> Catalog:
-    """The arrays of an archive, by name or as a list.
-
-    Raises:
-        UnsafeArchive: an array is pickled, or the zip is hostile.
-        CorruptFile, TruncatedFile, UnsupportedFormat, CheckpointNotFound: see errors.py.
-    """
+    """The arrays of an archive, by name or as a list."""
     members = read_members(path)
     found: dict[str, TensorRef] = {}
     skipped = []

@@ -122,11 +122,7 @@ def read_object_graph(catalog: Catalog) -> ObjectGraph | None:
 
 
 def parse_object_graph(data: bytes, where: str) -> ObjectGraph:
-    """A serialised `TrackableObjectGraph`; `where` is for error texts.
-
-    Raises:
-        CorruptFile: it cannot be decoded, or an edge leads nowhere.
-    """
+    """A serialised `TrackableObjectGraph`; `where` is for error texts."""
     try:
         message = protos.TrackableObjectGraph.FromString(data)
     except DecodeError as error:

@@ -66,12 +66,7 @@ class AddonsTable(Struct, frozen=True):
 
 
 def addons_tables(catalog: Catalog) -> list[AddonsTable]:
-    """The tables of TFRA that lead from integers to rows of numbers; each has a name of its own.
-
-    Raises:
-        CorruptFile: a shard has an impossible number, or the graph of objects is damaged.
-        UnsupportedFormat: their rows lie in other files.
-    """
+    """The tables of TFRA that lead from integers to rows of numbers; each has a name of its own."""
     found = [*_by_objects(catalog), *_by_names(catalog)]
     twice = Counter(table.name for table in found)
     found = [replace(table, name=table.path) if twice[table.name] > 1 else table for table in found]

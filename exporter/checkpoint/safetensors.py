@@ -68,13 +68,7 @@ class _List(Struct, frozen=True):
 
 
 def read_safetensors(path: Path) -> Catalog:
-    """The tensors of a file, or of all files that a list names.
-
-    Raises:
-        CheckpointNotFound: it is not there.
-        MissingShard: a list names a file that is not beside it, or `path` is one of several shards.
-        CorruptFile, TruncatedFile, UnsupportedFormat, UnsafeArchive: see errors.py.
-    """
+    """The tensors of a file, or of all files that a list names."""
     if path.name.endswith(LIST):
         return _catalog(path, "safetensors, sharded", *_sharded(path))
     shard = _SHARD.fullmatch(path.name)

@@ -44,11 +44,6 @@ def read_table(data: bytes, path: Path) -> list[Entry]:
     """All pairs of a table in key order; `path` is for error texts.
 
     Time and memory are proportional to `len(data)`, whatever the bytes say.
-
-    Raises:
-        TruncatedFile: shorter than a footer, or no footer at the end.
-        CorruptFile: a checksum, length, order or position is wrong.
-        UnsupportedFormat: a block is compressed by something else than snappy.
     """
     metaindex, index = _read_footer(data, path)
     entries: list[Entry] = []
@@ -69,11 +64,7 @@ def read_table(data: bytes, path: Path) -> list[Entry]:
 
 
 def read_first_block(data: bytes, path: Path) -> list[Entry]:
-    """The pairs of a table's first block; `data` may be a map of a file, of which little is read.
-
-    Raises:
-        CheckpointError: as `read_table`.
-    """
+    """The pairs of a table's first block; `data` may be a map of a file, of which little is read."""
     _, index = _read_footer(data, path)
     for _, value in _read_block(data, index, path, "index block"):
         return _read_block(data, _read_handle(value, 0, path)[0], path, "first block")
@@ -199,11 +190,7 @@ def _parse_block(block: bytes, path: Path, what: str) -> list[Entry]:
 
 
 def write_table(entries: Iterable[Entry]) -> bytes:
-    """The table of pairs in strictly increasing key order, byte for byte as TensorFlow writes it.
-
-    Raises:
-        ValueError: a key is not greater than the one before.
-    """
+    """The table of pairs in strictly increasing key order, byte for byte as TensorFlow writes it."""
     table = bytearray()
     index = _BlockBuilder(restart_interval=1)
     block = _BlockBuilder(_RESTART_INTERVAL)

@@ -116,10 +116,6 @@ def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]
     """The elements of a numeric tensor that is stored as a whole, `count` at a time, checksum verified first.
 
     What is in no tensor bundle has no checksum, and comes in blocks of other sizes.
-
-    Raises:
-        CorruptFile: the checksum is wrong.
-        CheckpointChanged: the shard vanished or shrank since the catalog was read.
     """
     if ref.content is not None:
         yield from ref.content.blocks()
@@ -140,10 +136,6 @@ def check_values(
     """Read one extent in bounded chunks and compare its checksum with the index's; the crc releases the GIL.
 
     Without `keep`, bytes of a store that are not going to be read again are not kept.
-
-    Raises:
-        CorruptFile: they differ.
-        CheckpointChanged: the shard vanished or shrank since the catalog was read.
     """
     extent, shape = stored_extent(ref, part)
     place = _Place(catalog.path_of(extent), ref.name)
@@ -176,11 +168,7 @@ def compare_checksum(path: Path, name: str, extent: Extent, found: int, *, hint:
 
 
 def check_tensor(catalog: Catalog, ref: TensorRef) -> None:
-    """As `check_values`, of everything that is stored of a tensor.
-
-    Raises:
-        CorruptFile, CheckpointChanged: as `check_values`.
-    """
+    """As `check_values`, of everything that is stored of a tensor."""
     for part in ref.slices or (None,):
         if part is None or part.extent is not None:
             check_values(catalog, ref, part)
@@ -322,12 +310,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_range(fd: int, offset: int, size: int) -> Array:
-    """A range of an open file's bytes as a read-only map, which lives as long as an array of it.
-
-    Raises:
-        ValueError: the file is shorter.
-        OSError: the system has no memory for another map.
-    """
+    """A range of an open file's bytes as a read-only map, which lives as long as an array of it."""
     if size == 0:  # nothing to map, and the system refuses
         return np.empty(0, np.uint8)
     if offset + size > os.fstat(fd).st_size:

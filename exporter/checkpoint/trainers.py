@@ -29,11 +29,7 @@ AUTODIST_SCOPE = "AutoDist-Replica-"
 
 
 def recognise(catalog: Catalog) -> Catalog:
-    """The catalog with the trainer's family in words, and its step if a tensor holds it.
-
-    Raises:
-        CorruptFile: the graph of objects is damaged.
-    """
+    """The catalog with the trainer's family in words, and its step if a tensor holds it."""
     objects = read_object_graph(catalog)
     if objects is None:
         step = _scalar(catalog, "global_step") if catalog.step is None else catalog.step

@@ -57,13 +57,7 @@ def _what_else(path: Path) -> str:
 
 
 def read_v1(pattern: Path, files: list[Path]) -> Catalog:
-    """The tensors of the checkpoint whose files are `files`; `pattern` is what TensorFlow calls it.
-
-    Raises:
-        MissingShard: a shard is not there.
-        CorruptFile: a file is not a checkpoint.
-        CheckpointError: a file cannot be read.
-    """
+    """The tensors of the checkpoint whose files are `files`; `pattern` is what TensorFlow calls it."""
     ranges = tuple(FileRange.whole(file) for file in files)
     if len(ranges) != (expected := _number_of_shards(files[0].name)):
         raise MissingShard(f"there are {len(ranges)} of {expected} shards of {pattern}")

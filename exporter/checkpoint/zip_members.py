@@ -39,13 +39,7 @@ class Member(Struct, frozen=True):
     crc32: int
 
     def stream(self) -> Iterator[bytes]:
-        """The unpacked bytes in chunks of bounded size; their checksum is compared at the end.
-
-        Raises:
-            CorruptFile: the checksum is wrong, or the compressed stream is damaged.
-            UnsafeArchive: there is more than the archive's directory says.
-            CheckpointChanged: the file was replaced.
-        """
+        """The unpacked bytes in chunks of bounded size; their checksum is compared at the end."""
         crc = done = 0
         for chunk in self._inflated() if self.is_deflated else self.stored.chunks():
             done += len(chunk)
@@ -66,12 +60,7 @@ class Member(Struct, frozen=True):
             )
 
     def read(self, limit: int) -> bytes:
-        """The whole member, if it has at most `limit` bytes.
-
-        Raises:
-            UnsafeArchive: it is larger.
-            CheckpointError: see `stream`.
-        """
+        """The whole member, if it has at most `limit` bytes."""
         if self.size > limit:
             raise UnsafeArchive(
                 f"{self.stored.path}: {self.name!r} has {self.size} bytes, expected {limit} at most"
@@ -95,15 +84,7 @@ class Member(Struct, frozen=True):
 
 
 def read_members(path: Path) -> dict[str, Member]:
-    """The members of an archive by name; directories are left out.
-
-    Raises:
-        CheckpointNotFound: it is not there.
-        CorruptFile, TruncatedFile: it is not a zip archive, or a damaged one.
-        UnsafeArchive: a member's name or kind leads outside, two members share a name or bytes, or one
-            unpacks to more than DEFLATE can have packed.
-        UnsupportedFormat: a member is encrypted or packed otherwise.
-    """
+    """The members of an archive by name; directories are left out."""
     whole = FileRange.whole(path)
     with whole.opened() as file:
         try:

@@ -76,11 +76,7 @@ class PlaceFlags(Struct, frozen=True):
     ] = None
 
     def both(self) -> tuple[Path, Path]:
-        """The checkpoint and the model.
-
-        Raises:
-            UsageError: one is missing.
-        """
+        """The checkpoint and the model."""
         if self.ckpt_dir is None or self.out is None:
             missing = "--ckpt-dir" if self.ckpt_dir is None else "--out"
             raise UsageError(
@@ -127,11 +123,7 @@ class RunFlags(Struct, frozen=True):
 
 
 def check_places(places: PlaceFlags, run: RunFlags, *, plain: bool) -> None:
-    """Refuse options about one version that do not go with deltas or a watch.
-
-    Raises:
-        UsageError: there is such an option.
-    """
+    """Refuse options about one version that do not go with deltas or a watch."""
     if places.again and (run.watch or run.publishes_deltas):
         raise UsageError(
             "--again publishes one version: it does not go with --watch and --incr", hint="leave out --again"
@@ -149,11 +141,7 @@ NOTHING_TYPED = ExportRequest(Path(), Path(), updates=Updates())
 
 
 def refuse_root_options(context: typer.Context) -> None:
-    """Refuse what was given before the subcommand.
-
-    Raises:
-        UsageError: something was.
-    """
+    """Refuse what was given before the subcommand."""
     given = [
         f"--{name.rstrip('_').replace('_', '-')}"
         for name, value in context.params.items()

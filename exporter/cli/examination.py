@@ -707,9 +707,6 @@ def examine(model: Path, ckpt_dir: Path | None, *, now: float, is_remote: bool =
 
     Nothing is changed. For a moment there is a staging directory, to see which links the file system allows.
     `is_remote`: the path stands for a model in a store, and what else is in it is of no interest.
-
-    Raises:
-        NotUpdatable: nothing is published.
     """
     found = verify_model(model)
     looks: list[tuple[Check, Callable[[], Iterator[Finding]]]] = [

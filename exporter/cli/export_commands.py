@@ -54,11 +54,7 @@ def stand_by(role: Role, sink: Output) -> None:
 def run_full(
     request: ExportRequest, sink: Output, target: OpenModel, watching: Watching | None, *, dry_run: bool
 ) -> None:
-    """Export the newest checkpoint, or each newest one while watching; or print what would be exported.
-
-    Raises:
-        ExportError: any of errors.py.
-    """
+    """Export the newest checkpoint, or each newest one while watching; or print what would be exported."""
     from exporter.cli import render
     from exporter.graph.load import run_builders_once
     from exporter.pipeline import full
@@ -126,11 +122,7 @@ class RunOptions(Struct, frozen=True):
 
 
 def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dry_run: bool) -> None:
-    """Publish the next delta, or the base; or print what would be published.
-
-    Raises:
-        ExportError: any of errors.py.
-    """
+    """Publish the next delta, or the base; or print what would be published."""
     if request.check_graph and (how.watching is not None or how.full_on_mismatch):
         raise UsageError(
             "--check-graph goes neither with --watch nor with --full-on-mismatch",
@@ -193,12 +185,7 @@ def _look(request: ExportRequest, sink: Output, how: RunOptions) -> Poll[Increme
 
 
 def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebased | None:
-    """Publish a new base, too, unless the newest one stands there.
-
-    Raises:
-        NoNewBase: it failed, and the delta is published.
-        ExportError: see `rebase`; nothing was published.
-    """
+    """Publish a new base, too, unless the newest one stands there."""
     from exporter.pipeline.rebase import rebase
 
     try:
@@ -216,11 +203,7 @@ def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebas
 
 
 def _rebase_or_tell(request: ExportRequest, done: Incremental, sink: Output, how: RunOptions) -> None:
-    """As `_rebase`, and print it; what another look may mend ends no watch.
-
-    Raises:
-        ExportError: an error that needs a person.
-    """
+    """As `_rebase`, and print it; what another look may mend ends no watch."""
     try:
         based = _rebase(request, done, how)
     except ExportError as error:

@@ -43,11 +43,7 @@ class Servers(Struct, frozen=True):
     _hanging: dict[str, float] = field(default_factory=dict)  # until when each is left out
 
     def check(self) -> None:
-        """Look at the files for TLS before anything is published.
-
-        Raises:
-            UsageError: one of them cannot be used, or no server is named.
-        """
+        """Look at the files for TLS before anything is published."""
         if self.access == WITHOUT_TLS:
             return
         if not self.addresses:

@@ -301,9 +301,6 @@ class TaskComparison:
     """The comparison of tables by the tasks of one job, in the order of the tables and of their rows.
 
     A context manager: the job is cancelled when it is left before all was asked for.
-
-    Raises:
-        CheckpointChanged, CheckpointError: a shard is no longer there, or cannot be reached.
     """
 
     def __init__(
@@ -335,20 +332,11 @@ class TaskComparison:
             self._job.directory.remove()
 
     def found(self, name: str) -> Iterator[Found] | None:
-        """What differs in the next table, whose name this is; None if tasks do not compare it.
-
-        Raises:
-            ExportError: any of a task's; the engine gave up.
-        """
+        """What differs in the next table, whose name this is; None if tasks do not compare it."""
         return self._found(name, self._rows[name]) if name in self._rows else None
 
     def check(self) -> None:
-        """Compare the checksums of what tasks have read, and of what else the tables are made of.
-
-        Raises:
-            CorruptFile: one differs.
-            CheckpointChanged: a file vanished or shrank.
-        """
+        """Compare the checksums of what tasks have read, and of what else the tables are made of."""
         for side in self._checksums:
             side.check(self._rows)
 
@@ -451,12 +439,7 @@ class StoredChecksums:
             self._ranges.add(each.run, each.start, each.size, each.crc)
 
     def check(self, names: Iterable[str]) -> None:
-        """Compare the checksums of what these variables are made of; what was not read is read.
-
-        Raises:
-            CorruptFile: one differs.
-            CheckpointChanged: a file vanished or shrank.
-        """
+        """Compare the checksums of what these variables are made of; what was not read is read."""
         names = list(names)
         for variable in (self._state.stored[name] for name in names):
             for run in variable.runs:

@@ -104,12 +104,7 @@ def read_tensors(prefix: Path, schema: Schema) -> DeltaTensors:
 
 
 def read_delta(prefix: Path, schema: Schema) -> Delta:
-    """The delta at `prefix`, its structure checked against `schema`; the values' checksums are not read.
-
-    Raises:
-        CheckpointError, UnsupportedFormat: as `read_tensors`.
-        CorruptFile: that, or a row number is wrong.
-    """
+    """The delta at `prefix`, its structure checked against `schema`; the values' checksums are not read."""
     return with_values(read_tensors(prefix, schema), schema)
 
 

@@ -72,11 +72,7 @@ class PassingRows:
         self.is_old_as_known = True
 
     def compare(self, chunk: tuple[int, int]) -> list[Found]:
-        """The rows of a range (start, stop), whole blocks of them, that differ.
-
-        Raises:
-            CheckpointChanged, CheckpointError, DiskFull, PublishError: they cannot be fetched.
-        """
+        """The rows of a range (start, stop), whole blocks of them, that differ."""
         with ExitStack() as stack:
             new = stack.enter_context(self._passing(self._new, chunk))
             old = stack.enter_context(self._passing(self._old, chunk)) if self._known is None else None

@@ -224,11 +224,7 @@ class Schema(Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, variables: Iterable[ServedVariable]) -> Schema:
-        """The schema of these variables, in whatever order they come.
-
-        Raises:
-            ValueError: two have one name, or two tensors of a delta would.
-        """
+        """The schema of these variables, in whatever order they come."""
         schema = cls(tuple(sorted(variables, key=lambda variable: variable.name)))
         keys = [POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY, *schema.keys]
         if len(set(keys)) != len(keys):
@@ -288,11 +284,7 @@ class Schema(Struct, frozen=True, dict=True):
 
     @classmethod
     def from_json(cls, value: Any) -> Schema:
-        """The schema that `to_json` gave.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """The schema that `to_json` gave."""
         rows = convert(value, list[SchemaRow])
         return cls.of(
             ServedVariable(row.name, DType.of(row.dtype), row.shape, row.kind, row.contents) for row in rows
@@ -350,11 +342,7 @@ Change = Rows | Array
 
 
 def check_lookups(schema: Schema, changes: Mapping[str, Change]) -> None:
-    """Compare the keys of each lookup table with its values.
-
-    Raises:
-        ValueError: one is there without the other, or they are not as many.
-    """
+    """Compare the keys of each lookup table with its values."""
     for pair in schema.lookups:
         found = [changes[half.name] for half in pair if half.name in changes]
         lengths = {len(half) for half in found if not isinstance(half, Rows)}

@@ -55,13 +55,7 @@ class DeltaMerger:
         return self._job.bytes_
 
     def write(self, stack: ExitStack, runner: Runner = LOCAL, progress: Progress | None = None) -> int:
-        """Write it; its rows. A job that is kept ends with the stack.
-
-        Raises:
-            CorruptFile: a delta is damaged.
-            CheckpointChanged: one was replaced, or is gone.
-            ExportError: any other of a task's; the engine gave up.
-        """
+        """Write it; its rows. A job that is kept ends with the stack."""
         own = self.tasks != 1
         placed = self._job.run(stack, runner, self._prefix, behind=own, progress=progress).placed
         rows = sum(each.counts[0] for each in placed if each.counts)

@@ -50,9 +50,6 @@ class RowMap:
     Of a shard that stands for an object of a store, rows are read when they are asked for, and no others.
     They are not kept, because a pass over a table reads each row once. Kept are rows of one element, as of
     an index, and ranges that are smaller than what a request should fetch.
-
-    Raises:
-        ValueError, UnsupportedFormat, CheckpointChanged: as `memory_map`.
     """
 
     def __init__(self, catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -> None:
@@ -68,19 +65,12 @@ class RowMap:
 
     def fetch(self) -> None:
         """Fetch all rows, for a caller that is going to read them all: many requests are under way at a time.
-
-        Raises:
-            CheckpointChanged, CheckpointError, DiskFull, PublishError: they cannot be fetched.
         """
         if self._object is not None:
             self._object.fetch(np.array([0]), np.array([self._object.extent.size]))
 
     def at(self, rows: Array) -> Array:
-        """The rows of these numbers, as a copy.
-
-        Raises:
-            CheckpointChanged, CheckpointError, DiskFull, PublishError: as `fetch`.
-        """
+        """The rows of these numbers, as a copy."""
         if self._object is not None and len(rows):
             size = self._object.extent.size // len(self._values)
             if are_elements(self._values.shape):
@@ -95,11 +85,7 @@ class RowMap:
         return np.asarray(self._values[rows])
 
     def box(self, box: tuple[slice, ...]) -> Array:
-        """A box, whose ranges of rows and columns have a start and a stop: a view of the file, or a copy.
-
-        Raises:
-            CheckpointChanged, CheckpointError, DiskFull, PublishError: as `fetch`.
-        """
+        """A box, whose ranges of rows and columns have a start and a stop: a view of the file, or a copy."""
         if self._object is not None and len(self._values):
             size = self._object.extent.size // len(self._values)
             start, stop = np.array([box[0].start]), np.array([box[0].stop])
@@ -129,22 +115,12 @@ class _ObjectRange(Struct, frozen=True):
     extent: Extent
 
     def fetch(self, starts: Array, stops: Array) -> None:
-        """Fetch ranges of bytes of the extent.
-
-        Raises:
-            CheckpointChanged: the object was replaced, and the file with it.
-            CheckpointError, DiskFull, PublishError: see `Mirror.fetch`.
-        """
+        """Fetch ranges of bytes of the extent."""
         mirror.fetch(self.path, _blocks_of(starts + self.extent.offset, stops + self.extent.offset))
         self._require_same()
 
     def read(self, starts: Array, stops: Array) -> Array | None:
-        """The bytes of ranges of the extent, of which nothing is kept; None if the file has them.
-
-        Raises:
-            CheckpointChanged: the object was replaced, and the file with it.
-            CheckpointError: see `mirror.read`.
-        """
+        """The bytes of ranges of the extent, of which nothing is kept; None if the file has them."""
         first, ends = self.extent.offset, np.cumsum(stops - starts)
         columns = starts + first, stops + first, ends - (stops - starts)
         found = np.empty(ends[-1], np.uint8)
@@ -240,9 +216,6 @@ class RowReader(Struct, frozen=True, dict=True):
 
     def fetch(self) -> None:
         """Fetch everything that the values are made of: for a caller that will read all of it from a store.
-
-        Raises:
-            CheckpointChanged, CheckpointError, DiskFull, PublishError: it cannot be fetched.
         """
         for piece in self._pieces:
             piece.values.fetch()
@@ -379,10 +352,6 @@ def check_stored(variables: Iterable[RowReader], known: Collection[StoredRun] = 
 
     Several runs are read at a time, in bounded memory. What is `known` to be right is not read; what was read
     is returned.
-
-    Raises:
-        CorruptFile: one differs.
-        CheckpointChanged: a shard vanished or shrank.
     """
     found = {run: variable for variable in variables for run in variable.runs if run not in known}
     if not found:

@@ -99,10 +99,6 @@ class Snapshot(Struct, frozen=True, eq=False):
 
     def check(self, names: Iterable[str]) -> None:
         """Compare the checksums of what is stored of some variables, each once however often this is asked.
-
-        Raises:
-            CorruptFile: one differs.
-            CheckpointChanged: a file vanished or shrank.
         """
         known = self._checked | self._trusted
         with self._naming_damage():

@@ -119,11 +119,7 @@ class ServedTable(Struct, frozen=True):
 
     @classmethod
     def of(cls, table: DynamicTable, schema: Schema, state: Snapshot) -> ServedTable:
-        """The table among the variables of a schema.
-
-        Raises:
-            CorruptFile: its variables are not those of a table.
-        """
+        """The table among the variables of a schema."""
         by_name = {variable.name: variable for variable in schema.variables}
         try:
             seeds, rows, keys, values = (by_name[name] for name in table.keys)
@@ -135,12 +131,7 @@ class ServedTable(Struct, frozen=True):
         return cls(state, (seeds, rows, keys, values), geometry)
 
     def check(self) -> None:
-        """Compare every checksum; of a model in a store all is fetched, since rows are read in any order.
-
-        Raises:
-            CorruptFile: one differs.
-            CheckpointError, DiskFull, PublishError: it cannot be read or fetched.
-        """
+        """Compare every checksum; of a model in a store all is fetched, since rows are read in any order."""
         names = [variable.name for variable in self.variables]
         for name in names:
             self.state.stored[name].fetch()
@@ -187,11 +178,7 @@ class ServedTable(Struct, frozen=True):
         return rows, self.keys(rows)
 
     def change(self, add: Array, drop: Array) -> IndexChange:
-        """What adding and dropping keys does to the index.
-
-        Raises:
-            TableFull: there is no room for the new keys.
-        """
+        """What adding and dropping keys does to the index."""
         try:
             return change_index(self.geometry, self, add, drop)
         except TableFull as error:

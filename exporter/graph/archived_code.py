@@ -47,11 +47,7 @@ Entry = dict[str, Any]
 
 
 def refuse_code(path: Path, config: Any, known: Mapping[str, Any], keras: Any) -> None:
-    """Refuse a config that names what is neither listed nor known.
-
-    Raises:
-        CodeRefused: it does; the message gives the name with its place.
-    """
+    """Refuse a config that names what is neither listed nor known."""
     for place, entry in entries(config):
         if not is_known(entry, known, keras):
             _require_listed(path, place or "/", entry)

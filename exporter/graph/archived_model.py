@@ -183,15 +183,7 @@ Builder = Callable[[], Any]
 def archive_builder(
     path: Path, *, allow_code: bool = False, custom_objects: Iterable[str] = (), trust: Trust = ANY_FILES
 ) -> Builder:
-    """A function that makes the archive's model in the graph it is called in.
-
-    Raises:
-        AccessRefused: the config names a file that it may not read.
-        CodeRefused: the config names code that was not allowed; the message gives each with its place.
-        UsageError: the file holds weights alone, or a module of `custom_objects` cannot be imported.
-        BuilderError: the Keras that wrote it is not installed.
-        CheckpointError: the archive is damaged or hostile.
-    """
+    """A function that makes the archive's model in the graph it is called in."""
     described = read_config(path)
     if described is None:
         raise UsageError(f"{path} holds weights and no model", hint="name the model too: --model pkg.mod:fn")
@@ -236,9 +228,6 @@ def model_builder(model: Any) -> Builder:
 
     Its config says how, as in an archive; its classes and functions are the program's own. Weights are left
     behind, vocabularies are taken along.
-
-    Raises:
-        BuilderError: the model cannot be described.
     """
     keras, label = keras_of(model), f"the Keras model {model.name!r}"
     try:
@@ -290,12 +279,7 @@ def _forget_training(config: Any) -> None:
 
 
 def _load_assets(path: Path, model: Any, keras: Any) -> None:
-    """Load the vocabularies that layers keep beside their weights, by Keras' own walk.
-
-    Raises:
-        BuilderError: a layer does not accept the archive's data.
-        CheckpointError: the archive is damaged or hostile.
-    """
+    """Load the vocabularies that layers keep beside their weights, by Keras' own walk."""
     with tempfile.TemporaryDirectory() as scratch:
         if unpack_assets(path, Path(scratch)):
             _shape_weights(model, {name: ref.shape for name, ref in read_keras(path).tensors.items()})
@@ -381,11 +365,7 @@ def _named_files(config: Any) -> Iterator[str]:
 
 
 def _require_local(path: Path, file: str, trust: Trust) -> None:
-    """Refuse a file that TensorFlow would fetch from another machine for an archive that was found.
-
-    Raises:
-        AccessRefused: it is one.
-    """
+    """Refuse a file that TensorFlow would fetch from another machine for an archive that was found."""
     if trust.is_found and "://" in file:
         raise AccessRefused(
             f"{path} asks for a file that lies elsewhere: {file!r}",
@@ -422,11 +402,7 @@ def _named_modules(config: Any) -> list[str]:
 def _require_one_keras(
     path: Path, described: ModelConfig, config: Any, known: Mapping[str, Any], keras: Any
 ) -> None:
-    """Refuse classes of Keras 3 in a model that Keras 2 saved, and the other way round: they do not mix.
-
-    Raises:
-        BuilderError: one of `known` that the config names is of the other Keras.
-    """
+    """Refuse classes of Keras 3 in a model that Keras 2 saved, and the other way round: they do not mix."""
     other = sys.modules.get("keras" if keras.__name__ == "tf_keras" else "tf_keras")
     for _, entry in entries(config):
         found = known.get(str(entry.get("registered_name"))) or known.get(str(entry["class_name"]))

@@ -118,12 +118,7 @@ _INSISTS = (
 
 
 def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
-    """The graph that a builder makes, with the signatures that it returns; `label` names it in messages.
-
-    Raises:
-        BuilderError: the builder cannot be imported, raised an error, or returned something else.
-        UsageError: its arguments do not fit, or the request names tensors although it has a builder.
-    """
+    """The graph that a builder makes, with the signatures that it returns; `label` names it in messages."""
     if request.inputs or request.outputs or request.signatures:
         raise UsageError(
             "--input, --output and --signatures name tensors of a .meta file or a SavedModel",
@@ -152,11 +147,7 @@ def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
 
 
 def resolve(model: str | Builder | None) -> tuple[Builder, str]:
-    """The function that `pkg.mod:fn` or `path/file.py:fn` names, and its name for messages.
-
-    Raises:
-        BuilderError: the module or function does not exist, or importing it failed.
-    """
+    """The function that `pkg.mod:fn` or `path/file.py:fn` names, and its name for messages."""
     if callable(model):
         return model, f"{getattr(model, '__module__', '?')}:{getattr(model, '__qualname__', repr(model))}"
     where, _, name = str(model).rpartition(":")
@@ -187,9 +178,6 @@ def keyword_arguments(builder: Builder, given: Mapping[str, str], label: str) ->
     """`--model-arg` texts converted to the types of the builder's annotations or defaults.
 
     A flag `training` or `is_training` is False unless given.
-
-    Raises:
-        UsageError: an argument that the builder does not take, lacks, or cannot convert.
     """
     parameters = _parameters(builder)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

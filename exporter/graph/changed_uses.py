@@ -30,11 +30,7 @@ class UseChange(Protocol):
         """The nodes of further handles that the changed nodes take."""
 
     def apply(self, body: Body, node: Proto, beside: Sequence[str]) -> None:
-        """Change a node that takes the handle; `beside` are the further handles in its body.
-
-        Raises:
-            ExportError: the node cannot be changed.
-        """
+        """Change a node that takes the handle; `beside` are the further handles in its body."""
 
     def refusal(self, node: Proto) -> ExportError:
         """The error for a node that takes the handle in a way that is not known."""
@@ -48,11 +44,7 @@ _Here = tuple[UseChange, tuple[str, ...]]
 
 
 def change_uses(graph_def: Proto, changes: Mapping[str, UseChange]) -> None:
-    """Change the uses of the variables whose handles are these nodes (VarHandleOps).
-
-    Raises:
-        ExportError: as the changes say; the graph may be half changed.
-    """
+    """Change the uses of the variables whose handles are these nodes (VarHandleOps)."""
     if changes:
         handles = {f"{node}:0": (change, change.beside) for node, change in changes.items()}
         _rewrite(Body(graph_def.node), handles, _Library(graph_def.library))

@@ -101,13 +101,7 @@ _DROPPED_ATTRS = (
 
 
 def clean(source: SourceGraph) -> InferenceGraph:
-    """The inference graph of a source; `source` itself stays as it is.
-
-    Raises:
-        NotServable: an output needs an operation that a server cannot run, or a placeholder without a value.
-        MissingAsset: a vocabulary file does not exist.
-        GraphError: the graph is damaged.
-    """
+    """The inference graph of a source; `source` itself stays as it is."""
     index = GraphIndex.of(source.meta_graph)
     signatures = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
     nodes = _with_constants(index, source, signatures.values())
@@ -427,11 +421,7 @@ class StateMakers(Struct, frozen=True):
         ]
 
     def require_filled(self, nodes: Mapping[str, Proto], filling: Iterable[str]) -> None:
-        """Refuse state that none of the nodes `filling` fills.
-
-        Raises:
-            NotServable: a server would answer from empty state.
-        """
+        """Refuse state that none of the nodes `filling` fills."""
         filled = {identity for name in filling for identity in self.are_taken_by(nodes[name])}
         for name, identity in self.identities.items():
             if identity not in filled:
@@ -445,11 +435,7 @@ class StateMakers(Struct, frozen=True):
 def keep_restores(
     index: GraphIndex, nodes: dict[str, Proto], makers: StateMakers, saver_def: Proto
 ) -> KeptState:
-    """Put the operations that restore such state into `nodes`, in place; they read only what they import.
-
-    Raises:
-        NotServable: the graph does not say which tensors of the checkpoint they need.
-    """
+    """Put the operations that restore such state into `nodes`, in place; they read only what they import."""
     importing: list[str] = []
     restore = endpoint(saver_def.restore_op_name).node
     for name in waited_for(nodes, [restore]) if makers.identities else []:
@@ -542,11 +528,7 @@ class _Reads:
         return [source.node for source in data_inputs(self._nodes[name]) if source.node in self._nodes]
 
     def narrow(self) -> tuple[str, ...]:
-        """Replace the RestoreV2 nodes; returns the names of the tensors that they read now.
-
-        Raises:
-            NotServable: another operation reads the checkpoint, or the names are not constants.
-        """
+        """Replace the RestoreV2 nodes; returns the names of the tensors that they read now."""
         if self._prefix in self._before:
             readers = (name for name in self._before if self._prefix in self._sources(name))
             raise _unclear(self._nodes[next(readers)])

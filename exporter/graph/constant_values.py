@@ -25,13 +25,7 @@ def is_computed(op: str) -> bool:
 
 
 def compute(node: Proto, values: list[Array], output: int, most_bytes: int) -> Array:
-    """The value of one output of a node whose inputs have these values.
-
-    Raises:
-        KeyError: the operation is not known here.
-        ValueError, TypeError, IndexError, ArithmeticError: the values do not fit the operation, or the result
-            would be larger than `most_bytes`.
-    """
+    """The value of one output of a node whose inputs have these values."""
     with np.errstate(all="ignore"):
         if node.op in _OUTPUTS:
             return np.asarray(_OUTPUTS[node.op](node, values)[output])

@@ -109,12 +109,7 @@ class _EmbeddingVariable(Struct):
 
 
 def convert_deeprec(meta_graph: Proto, absent_keys: Mapping[str, str]) -> Converted:
-    """Rewrite, in place, the lookups that the signatures' outputs need.
-
-    Raises:
-        NotServable: an embedding variable is of a kind that a dynamic table cannot serve.
-        UsageError: a rule of `absent_keys` does not parse or matches no table.
-    """
+    """Rewrite, in place, the lookups that the signatures' outputs need."""
     if not absent_keys and not is_deeprecs(meta_graph.graph_def.node):
         return Converted()
     index = GraphIndex.of(meta_graph)
@@ -291,11 +286,7 @@ def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, tuple[str, int]]
 
 
 def _kind(variable: _EmbeddingVariable) -> tuple[DType, DType, int]:
-    """The dtypes of keys and values, and the dimension.
-
-    Raises:
-        NotServable: a dynamic table cannot have them, or they differ between the parts.
-    """
+    """The dtypes of keys and values, and the dimension."""
     kinds = set()
     for handle in variable.handles:
         keys, values = attr_dtype(handle, "Tkeys"), attr_dtype(handle, "dtype")
@@ -534,11 +525,7 @@ class Defaults(Struct, frozen=True, eq=False):
 def default_rows(
     index: GraphIndex, name: str, parts: list[Proto], dtype: DType, dim: int, given: float | None
 ) -> Defaults:
-    """The rows that absent keys read in a table of these parts (handles); `given` is the request's number.
-
-    Raises:
-        NotServable: the graph does not say, or the parts have different rows.
-    """
+    """The rows that absent keys read in a table of these parts (handles); `given` is the request's number."""
     if given is not None:
         return Defaults(_constant(given, dtype, dim))
     found = [_part_defaults(index, part, dtype, dim) for part in parts]
@@ -564,11 +551,7 @@ class AbsentKeys:
     """A request's numbers for absent keys, by regular expressions for the names of tables."""
 
     def __init__(self, texts: Mapping[str, str], names: Collection[str]) -> None:
-        """Parse the rules for the embedding variables of a graph.
-
-        Raises:
-            UsageError: a rule has no valid number or regular expression, or matches no name.
-        """
+        """Parse the rules for the embedding variables of a graph."""
         self._rules: list[tuple[re.Pattern[str], float]] = []
         for text, number in texts.items():
             try:

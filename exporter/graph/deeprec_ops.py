@@ -56,9 +56,6 @@ def drop_foreign_attributes(nodes: Iterable[Proto], op_defs: Iterable[Proto]) ->
     """Remove, in place, attributes that only DeepRec has on stock operations, if they have default values.
 
     The graph's own descriptions of its operations give the defaults.
-
-    Raises:
-        ForeignOperations: an attribute has another value, so that stock TensorFlow would compute otherwise.
     """
     defaults = {op.name: {a.name: a.default_value for a in op.attr} for op in op_defs}
     for node in nodes:

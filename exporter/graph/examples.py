@@ -55,11 +55,7 @@ class Feature(Struct, frozen=True):
 
 
 def read_features(where: str, entry: Any) -> tuple[Feature, ...]:
-    """The features of a JSON object as the module's docstring describes it, in order of their names.
-
-    Raises:
-        UsageError: the object has another form.
-    """
+    """The features of a JSON object as the module's docstring describes it, in order of their names."""
     if not isinstance(entry, dict) or not entry:
         raise UsageError(f"{where}: 'examples' is not an object of features", cause=_WANTED)
     return tuple(_read_feature(where, name, entry[name]) for name in sorted(entry))
@@ -121,12 +117,7 @@ class ExampleParser(Struct, frozen=True):
 
 
 def add_parser(meta_graph: Proto, index: GraphIndex, features: Iterable[Feature]) -> ExampleParser:
-    """Let the readers of the features' tensors read tensors parsed from a placeholder, in place.
-
-    Raises:
-        UnknownTensor: a feature names a tensor that the graph lacks.
-        UsageError: a tensor cannot hold values of a tf.Example, or two features are for one tensor.
-    """
+    """Let the readers of the features' tensors read tensors parsed from a placeholder, in place."""
     resolved = [_Resolved.of(index, feature) for feature in features]
     taken: dict[Endpoint, str] = {}
     for item in resolved:
@@ -171,11 +162,7 @@ class _Resolved(Struct, frozen=True):
 
     @property
     def default(self) -> np.ndarray[Any, Any]:
-        """The values for an Example without the feature, or the padding; empty if the feature is required.
-
-        Raises:
-            UsageError: they have another type or shape.
-        """
+        """The values for an Example without the feature, or the padding; empty if the feature is required."""
         given, varies = self.feature.default, self.shape[:1] == (-1,)
         kind = object if self.dtype is DType.STRING else self.dtype.numpy
         if given is None and varies:

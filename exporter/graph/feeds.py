@@ -27,10 +27,6 @@ def parse_feeds(index: GraphIndex, feeds: Mapping[str, str]) -> dict[str, np.nda
 
     A value is a number, `true` or `false`, a string, or a JSON list of such. A single value for a tensor of
     known shape fills it.
-
-    Raises:
-        UnknownTensor: the graph lacks the tensor.
-        UsageError: it is not a placeholder, or the value does not fit its type or shape.
     """
     return dict(_feed(index, name, text) for name, text in feeds.items())
 

@@ -79,13 +79,7 @@ def served_library(
     *,
     allow_foreign: bool = False,
 ) -> Proto:
-    """The FunctionDefLibrary that the graph needs; initialisers' functions lose only assignments.
-
-    Raises:
-        NotServable: a body reads a variable after changing it.
-        ForeignOperations: a body needs operations that stock TensorFlow lacks, and these are not allowed.
-        GraphError: a function or a node of a body is missing.
-    """
+    """The FunctionDefLibrary that the graph needs; initialisers' functions lose only assignments."""
     if not library:
         return protos.FunctionDefLibrary()
     for_init = reachable(initialisers, library)
@@ -211,21 +205,12 @@ def _without_assignments(function: Proto) -> Proto:
 
 
 def reachable(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> set[str]:
-    """The functions that `nodes` call, directly or through others.
-
-    Raises:
-        GraphError: a node calls a function that the library lacks.
-    """
+    """The functions that `nodes` call, directly or through others."""
     return {*closure(_callees(nodes, library), lambda name: _callees(library[name].node_def, library))}
 
 
 def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[str]:
-    """The functions that `nodes` call, directly or through others, each after those that it calls itself.
-
-    Raises:
-        NotServable: one reaches itself, which TensorFlow expands for ever, or its calls are too deep or
-            too many to be expanded; the message names it.
-    """
+    """The functions that `nodes` call, directly or through others, each after those that it calls itself."""
     nodes = [*nodes]
     calls = {name: [*_callees(library[name].node_def, library)] for name in sorted(reachable(nodes, library))}
     try:
@@ -245,11 +230,7 @@ def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[
 def _require_expandable(
     ordered: Iterable[str], calls: Mapping[str, Iterable[str]], library: Mapping[str, Proto]
 ) -> None:
-    """Refuse functions whose calls are too deep, or would become too many nodes; callees come first.
-
-    Raises:
-        NotServable: one is; the message names it.
-    """
+    """Refuse functions whose calls are too deep, or would become too many nodes; callees come first."""
     sizes, levels = dict[str, int](), dict[str, int]()
     for name in ordered:
         sizes[name] = len(library[name].node_def) + sum(sizes[callee] for callee in calls[name])
@@ -521,9 +502,6 @@ def graph_variables(
 
     Several objects may have one name (`Variable`), which would give them one tensor. They get the names of
     their nodes.
-
-    Raises:
-        NotServable: a variable has no static shape, so that it is unknown whether a tensor fits.
     """
     found = []
     for name, node in nodes.items():

@@ -72,14 +72,7 @@ _NO_OUTPUT = re.compile(
 
 
 def load_metagraph(path: Path, request: GraphRequest) -> SourceGraph:
-    """The graph of a `.meta` file with the signatures asked for, else those in it.
-
-    Raises:
-        CorruptFile: the file holds no MetaGraphDef.
-        UsageError: the file does not exist, or the graph has no signatures and the request names none.
-        UnknownTensor: a signature names a tensor that the graph lacks.
-        NotServable: AutoDist has transformed the graph.
-    """
+    """The graph of a `.meta` file with the signatures asked for, else those in it."""
     meta_graph = read_metagraph(path)
     if is_autodist(meta_graph):
         raise NotServable(
@@ -111,12 +104,7 @@ def read_metagraph(path: Path) -> Proto:
 
 
 def read_graph_file(path: Path) -> bytes:
-    """The bytes of a graph's file.
-
-    Raises:
-        CorruptFile: it is larger than a protocol buffer may be; it was not read.
-        OSError: it cannot be read.
-    """
+    """The bytes of a graph's file."""
     try:
         return read_regular(path, MAX_MESSAGE_BYTES)
     except OSError as error:
@@ -137,11 +125,7 @@ def readable_version(text: str) -> str:
 
 
 def parse_message(kind: str, data: bytes, path: Path, *, is_text: bool, nonempty: str) -> Proto:
-    """A protocol buffer of the private pool from a file's bytes; its field `nonempty` must be set.
-
-    Raises:
-        CorruptFile: the bytes are not such a message.
-    """
+    """A protocol buffer of the private pool from a file's bytes; its field `nonempty` must be set."""
     message = protos.message_class(kind)()
     try:
         if is_text:
@@ -161,12 +145,6 @@ def _has(message: Proto, field: str) -> bool:
 
 def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, directory: Path) -> SourceGraph:
     """A source graph with the first of these signatures that exist: the request's, the collections', its own.
-
-    Raises:
-        UsageError: there are no signatures.
-        UnknownTensor: a signature names a tensor that the graph lacks.
-        NotServable: no signature can be answered; or outputs need an embedding variable of a kind that cannot
-            be served, or operations of TFRA.
     """
     index = GraphIndex.of(meta_graph)
     drop_internal(meta_graph)
@@ -222,11 +200,7 @@ def _listed(names: list[str]) -> str:
 
 
 def check_addons(meta_graph: Proto, index: GraphIndex, label: str) -> None:
-    """Check that a signature, or the graph if it has none, does without TFRA's operations.
-
-    Raises:
-        ForeignOperations: every signature, or the graph without signatures, needs them.
-    """
+    """Check that a signature, or the graph if it has none, does without TFRA's operations."""
     bodies = (name for name, body in index.functions.items() if any(map(_is_addons, body.node_def)))
     calling = callers(index.functions, bodies)
     own = {name for name, node in index.nodes.items() if _is_addons(node) or called_functions(node) & calling}
@@ -243,11 +217,7 @@ def _is_addons(node: Proto) -> bool:
 
 
 def marked_tables(graph_def: Proto) -> tuple[GraphDynamicTable, ...]:
-    """The dynamic tables that `exporter.tables` marked, by attributes of their variables' nodes.
-
-    Raises:
-        GraphError: a variable of a table is missing.
-    """
+    """The dynamic tables that `exporter.tables` marked, by attributes of their variables' nodes."""
     found: dict[str, dict[str, Proto]] = {}
     for node in graph_def.node:
         if PART in node.attr and node.op == "VarHandleOp":

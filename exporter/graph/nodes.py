@@ -79,11 +79,7 @@ def control_inputs(node: Proto) -> list[str]:
 
 
 def base_dtype(number: int) -> DType:
-    """The type of a tensor, also if a node outputs a reference to it.
-
-    Raises:
-        GraphError: the number is not a type's.
-    """
+    """The type of a tensor, also if a node outputs a reference to it."""
     try:
         return DType(number - _REF if number > _REF else number)
     except ValueError:
@@ -200,11 +196,7 @@ class GraphIndex:
         return readers
 
     def resolve(self, text: str, role: str) -> Endpoint:
-        """The tensor that a user named; a bare operation name means its output 0.
-
-        Raises:
-            UnknownTensor: the graph lacks it; the message lists the nearest names.
-        """
+        """The tensor that a user named; a bare operation name means its output 0."""
         found = endpoint(text)
         node = self.nodes.get(found.node)
         if node is None or found.output < 0:
@@ -245,11 +237,7 @@ class GraphIndex:
         return found
 
     def dtype(self, tensor: Endpoint) -> DType:
-        """A tensor's element type.
-
-        Raises:
-            GraphError: the operation is unknown and its attributes do not give the type.
-        """
+        """A tensor's element type."""
         dtypes = self.output_dtypes(self.nodes[tensor.node])
         if dtypes is None or tensor.output >= len(dtypes):
             op = self.nodes[tensor.node].op
@@ -352,9 +340,6 @@ def reach(
     """All nodes that the nodes `roots` need. `replaced` maps tensors to those to read instead.
 
     The search stops at the tensors `given`.
-
-    Raises:
-        GraphError: a node reads from a node that the graph lacks.
     """
     pivots = Pivots(nodes)
     replaced = replaced or {}
@@ -408,11 +393,7 @@ def _redirected(text: str, replaced: Mapping[Endpoint, Endpoint]) -> str:
 
 
 def check_acyclic(nodes: Mapping[str, Proto], reached: Reached) -> None:
-    """Refuse a graph whose data flow has a cycle outside of TF1 loops, which TensorFlow could not run.
-
-    Raises:
-        GraphError: it has one; the message names nodes on the cycle.
-    """
+    """Refuse a graph whose data flow has a cycle outside of TF1 loops, which TensorFlow could not run."""
     waits_for = {name: forward_sources(nodes, name, texts) for name, texts in reached.inputs.items()}
     try:
         TopologicalSorter(waits_for).prepare()

@@ -46,10 +46,6 @@ def signatures_of(model: Any, label: str) -> dict[str, tuple[Tensors, Tensors]]:
 
     A Keras model has one signature, its inputs and outputs by name; a module has those of its attribute
     `signatures`: functions with an input signature, by name.
-
-    Raises:
-        BuilderError: the inputs are unknown, calling the object failed, or it was built outside of the
-        builder.
     """
     _refuse_foreign_variables(model, label)
     if _is_keras_model(model):

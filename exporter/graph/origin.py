@@ -72,9 +72,6 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
 
     def with_graph(self, graph: InferenceGraph, assets: Mapping[str, Path]) -> GraphOrigin:
         """The origin, completed by the graph that was made from it and by the files of its tables, by name.
-
-        Raises:
-            OSError: a file cannot be read.
         """
         from exporter.graph.graph_digest import graph_digest  # late: a delta reads origins and makes none
 
@@ -82,11 +79,7 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
         return replace(self, graph=graph_digest(graph), assets=digests)
 
     def differences(self, request: GraphRequest) -> Iterator[str]:
-        """The differences of a later request's model and options, which it may leave out, as texts.
-
-        Raises:
-            BuilderError: the request names a function or a file that does not exist.
-        """
+        """The differences of a later request's model and options, which it may leave out, as texts."""
         given = graph_options(request)
         if given:
             for name in sorted(self.options.keys() | given.keys()):
@@ -102,11 +95,7 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
             yield from (f"{name} has changed" for name in changed_sources(self.files, builder.path))
 
     def finished_graph(self, request: GraphRequest, digests: FileDigests) -> str | None:
-        """The digest of the finished graph that a request names if this origin has one, too; else None.
-
-        Raises:
-            OSError: its file cannot be read.
-        """
+        """The digest of the finished graph that a request names if this origin has one, too; else None."""
         _, builder, path = _named(request.model)
         if self.function or builder is not None or path is None or not self.files:
             return None
@@ -156,12 +145,7 @@ def check_named(model: Any) -> None:
 
 
 def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
-    """The builder's function and file, or the file of a finished graph.
-
-    Raises:
-        BuilderError: the file, module or function does not exist.
-        UsageError: the graph does not exist.
-    """
+    """The builder's function and file, or the file of a finished graph."""
     if model is None:
         return "", None, None
     if callable(model):

@@ -194,12 +194,7 @@ def keep_before(graph_def: Proto, names: Collection[str]) -> None:
 
 
 def require_inside(found: Iterable[Outside], *, is_allowed: bool) -> None:
-    """Refuse to serve a graph that reaches out.
-
-    Raises:
-        NotServable: it calls Python, which no server has.
-        AccessRefused: it reaches out, and that was not allowed; the error names the operations.
-    """
+    """Refuse to serve a graph that reaches out."""
     found = [*found]
     python = [each for each in found if each.op in _PYTHON]
     if python:

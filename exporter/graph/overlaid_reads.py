@@ -69,11 +69,7 @@ class OverlaidReads(Struct, frozen=True):
         return self.slots, self.overlay
 
     def apply(self, body: Body, node: Proto, beside: Sequence[str]) -> None:
-        """Change a node that takes the table's handle.
-
-        Raises:
-            NotServable: it is not a plain gather of rows.
-        """
+        """Change a node that takes the table's handle."""
         if node.op in INDIFFERENT:
             return
         if node.op != "ResourceGather" or attr(node, "batch_dims").i:

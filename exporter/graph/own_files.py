@@ -34,11 +34,7 @@ class Scope(Struct, frozen=True):
 
     @classmethod
     def of(cls, function: Proto) -> Scope:
-        """The scope of a function's body.
-
-        Raises:
-            GraphError: two of its nodes have one name.
-        """
+        """The scope of a function's body."""
         nodes = {node.name: node for node in function.node_def}
         if len(nodes) < len(function.node_def):
             raise GraphError(f"function {function.signature.name!r} has two nodes of one name")

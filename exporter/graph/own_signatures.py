@@ -183,10 +183,6 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
     """The source without the signatures that cannot be served, which its notes name.
 
     If none can be served, the graph stays as it is, and `clean` reports why.
-
-    Raises:
-        NotServable: the purpose of every signature is an effect, or it changes a variable or table that it or
-            another one answers from.
     """
     index = GraphIndex.of(source.meta_graph)
     ends = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}

@@ -43,12 +43,6 @@ def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
     Another graph is taken if the request names its tags, or if it is the only one. Its signatures for
     training are removed, with a note. The object graph is removed from the message, because a bundle by names
     cannot have one, and becomes `objects`.
-
-    Raises:
-        CorruptFile: the directory holds no readable SavedModel.
-        UnsupportedFormat: it has another version, or is split into chunks.
-        UsageError: no graph or several have the tags, or there are no signatures.
-        MissingAsset: an asset that it names does not exist.
     """
     meta_graph = choose_graph(read_saved_model(path), path, request.tag)
     if _UPDATE in meta_graph.signature_def:
@@ -124,9 +118,6 @@ def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag
 
     Without `tag` it is the graph for serving, with the fewest other tags (`gpu`, `tpu`) if there are several;
     or the only graph, whatever its tags.
-
-    Raises:
-        UsageError: there is none, or there are several and none was chosen.
     """
     graphs = [*model.meta_graphs]
     if tag is None and len(graphs) == 1:
@@ -152,9 +143,6 @@ def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag
 
 def _without_training(meta_graph: Proto, request: GraphRequest, path: Path) -> list[str]:
     """Remove signatures for training from `meta_graph`; returns notes. Nothing is done if tensors are named.
-
-    Raises:
-        UsageError: no other signature is left.
     """
     drop_internal(meta_graph)
     if requested_specs(request) or not meta_graph.signature_def:

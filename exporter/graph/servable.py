@@ -174,10 +174,6 @@ def check_servable(
 
     `fed` are the placeholders that a request fills; `allowed` are nodes that run once, at load; `foreign` are
     operations that stock TensorFlow lacks.
-
-    Raises:
-        NotServable: there is one; the message names it, the path to it from an output, and a way out.
-        ForeignOperations: there are foreign ones; the message names all of them.
     """
     _check_foreign(nodes, reached, allowed, foreign)
     unfed = [name for name in reached.inputs if nodes[name].op in _PLACEHOLDERS and name not in fed]
@@ -226,11 +222,7 @@ def _refusal(op: str) -> str:
 
 
 def check_known(nodes: Iterable[Proto], function: str, library: Collection[str]) -> None:
-    """Refuse a function's body with operations that stock TensorFlow lacks.
-
-    Raises:
-        ForeignOperations: there are some; the message names all of them, and the function.
-    """
+    """Refuse a function's body with operations that stock TensorFlow lacks."""
     nodes = [*nodes]
     if foreign := foreign_ops(nodes, library):
         found = {node.name: node.op for node in nodes if node.op in foreign}
@@ -238,11 +230,7 @@ def check_known(nodes: Iterable[Proto], function: str, library: Collection[str])
 
 
 def check_body(nodes: Iterable[Proto], function: str) -> None:
-    """As `check_servable`, for a function's body; datasets and iterators are allowed within one call.
-
-    Raises:
-        NotServable: there is such an operation; the message names it and the function.
-    """
+    """As `check_servable`, for a function's body; datasets and iterators are allowed within one call."""
     for node in nodes:
         reason = _refusal(node.op)
         if reason and not _FEEDS_TRAINING.fullmatch(node.op):
@@ -260,9 +248,6 @@ def check_reads(
 
     Inference graphs lose their control edges, so such a read would silently see the value before the change.
     Control edges from changes that are `allowed` are kept.
-
-    Raises:
-        NotServable: there is such a read; the message names it and the change.
     """
     for name in names:
         node = nodes[name]

@@ -153,11 +153,7 @@ class SignatureSpec(Struct, frozen=True):
 
 
 def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
-    """The signatures whose tensors the request names; none if it names none.
-
-    Raises:
-        UsageError: outputs are missing, both a file and tensors are given, or the file is malformed.
-    """
+    """The signatures whose tensors the request names; none if it names none."""
     by_hand = bool(request.inputs or request.outputs)
     if request.signatures is not None:
         if by_hand:
@@ -171,11 +167,7 @@ def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
 
 
 def read_signatures_file(path: Path) -> list[SignatureSpec]:
-    """The signatures of a JSON file as the module's docstring describes it.
-
-    Raises:
-        UsageError: the file is unreadable, not JSON, or of another form.
-    """
+    """The signatures of a JSON file as the module's docstring describes it."""
     try:
         document = json.loads(read_regular(path, _MAX_FILE_BYTES))
     except (OSError, ValueError, RecursionError) as error:
@@ -215,10 +207,6 @@ def parse_examples(meta_graph: Proto, index: GraphIndex, specs: list[SignatureSp
     """Replace Examples in the specs by tensors; adds a parsing node to `meta_graph`.
 
     One parser serves all signatures: they all read from it the tensors that it feeds.
-
-    Raises:
-        UnknownTensor: a feature names a tensor that the graph lacks.
-        UsageError: two signatures parse different features, or a feature does not fit its tensor.
     """
     asking = [spec for spec in specs if spec.examples]
     if not asking:
@@ -255,9 +243,6 @@ def collection_spec(meta_graph: Proto) -> SignatureSpec | None:
     """The signature in the collections `inputs` and `outputs`, each of which holds one JSON object.
 
     Cloud ML's convention: `tf.add_to_collection("inputs", json.dumps({"image": x.name}))`.
-
-    Raises:
-        GraphError: a collection of these names holds something else.
     """
     if not {"inputs", "outputs"} <= set(meta_graph.collection_def):
         return None
@@ -277,12 +262,7 @@ def collection_spec(meta_graph: Proto) -> SignatureSpec | None:
 
 
 def set_signatures(meta_graph: Proto, index: GraphIndex, specs: Iterable[SignatureSpec]) -> None:
-    """Put complete SignatureDefs in place of those that `meta_graph` has.
-
-    Raises:
-        UnknownTensor: a tensor's name is not in the graph.
-        UsageError: TensorFlow Serving would refuse a classify or regress signature.
-    """
+    """Put complete SignatureDefs in place of those that `meta_graph` has."""
     meta_graph.signature_def.clear()
     for spec in specs:
         signature = meta_graph.signature_def[spec.name]
@@ -319,9 +299,6 @@ def check_method(name: str, signature: Proto) -> None:
 
     Source: tensorflow_serving/servables/tensorflow/{classifier,regressor}.cc: one input `inputs` of
     serialised tf.Examples; outputs `classes` and/or `scores`, or `outputs`.
-
-    Raises:
-        UsageError: names or types would fail in the server at the first request.
     """
     method = signature.method_name.rpartition("/")[2]
     if method not in _OUTPUTS_OF:
@@ -364,9 +341,6 @@ def keep_answering(meta_graph: Proto, label: str) -> list[str]:
 
     A server fetches tensors by their names, and at least one. A sparse or ragged tensor has none, so it is
     served as its components: `ids`, `ids_1` and so on.
-
-    Raises:
-        NotServable: no signature is left.
     """
     reasons = {}
     for name, signature in sorted(meta_graph.signature_def.items()):
@@ -436,11 +410,7 @@ def _kind(info: Proto) -> str:
 
 
 def check_signatures(meta_graph: Proto, index: GraphIndex) -> None:
-    """Check that every tensor of `signature_def` exists, and write its name as `node:index`, in place.
-
-    Raises:
-        UnknownTensor: a tensor does not exist.
-    """
+    """Check that every tensor of `signature_def` exists, and write its name as `node:index`, in place."""
     for name, signature in meta_graph.signature_def.items():
         for role, alias, info in signature_tensors(signature):
             for text in tensor_names(info):

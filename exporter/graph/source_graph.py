@@ -33,11 +33,7 @@ class Trust(Struct, frozen=True):
     """The request does not name the graph, which therefore gets files from these directories alone."""
 
     def require_file(self, path: Path, directory: Path) -> None:
-        """Refuse a file that a found graph in `directory` may not read; a link counts as its target.
-
-        Raises:
-            AccessRefused: the file lies elsewhere.
-        """
+        """Refuse a file that a found graph in `directory` may not read; a link counts as its target."""
         places = [directory, *self.files]
         if not self.is_found or any(path.resolve().is_relative_to(place.resolve()) for place in places):
             return

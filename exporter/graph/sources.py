@@ -62,11 +62,7 @@ _ADDED: ContextVar[list[str]] = ContextVar("added")
 
 
 def import_code(where: str) -> Any:
-    """The module `pkg.mod`, or the file `path/file.py` as a module.
-
-    Raises:
-        Exception: whatever the import raises.
-    """
+    """The module `pkg.mod`, or the file `path/file.py` as a module."""
     with _IMPORTING:
         with contextlib.suppress(BuilderError):  # the import says what is wrong
             if (found := find_builder(where)) is not None:
@@ -240,9 +236,6 @@ def require_function(found: BuilderFile, where: str, name: str) -> None:
 
     Python decides about a name that a module imports, assigns, or may bind in a way that its text does not
     show.
-
-    Raises:
-        BuilderError: the function does not exist, or the file is not Python.
     """
     bound, functions = _bound.of(found.path, lambda path: _bound_names(_parse(path)))
     if bound is not None and name.split(".")[0] not in bound:
@@ -262,11 +255,7 @@ def no_function(where: str, name: str, functions: list[str]) -> BuilderError:
 
 
 def read_sources(main: BuilderFile) -> tuple[SourceFile, ...]:
-    """The builder's own file, and then every file that it imports from beside it.
-
-    Raises:
-        BuilderError: the builder's file cannot be read, or is not Python.
-    """
+    """The builder's own file, and then every file that it imports from beside it."""
     own = main.path.resolve()
     found = {own: _source(own, main.root, _parse(main.path))}
     pending = [own]
@@ -282,11 +271,7 @@ def read_sources(main: BuilderFile) -> tuple[SourceFile, ...]:
 
 
 def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
-    """The files whose code changed, or that are gone, relative to the builder's present file.
-
-    Raises:
-        ManifestError: a file is not below the directory that all share.
-    """
+    """The files whose code changed, or that are gone, relative to the builder's present file."""
     own, *others = known
     *packages, _ = own.path.split("/")
     present = main.resolve()

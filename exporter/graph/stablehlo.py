@@ -76,12 +76,7 @@ def is_plain_module(module: bytes) -> bool:
 
 
 def read_program(module: bytes) -> Program:
-    """Read what a program in MLIR's bytecode may run.
-
-    Raises:
-        ValueError: the bytes are no such program, or of a newer version.
-        IndexError: they end too early.
-    """
+    """Read what a program in MLIR's bytecode may run."""
     reader = _Reader(module)
     if reader.take(len(_MAGIC)) != _MAGIC:
         raise ValueError("no MLIR bytecode")
@@ -130,11 +125,7 @@ class _Reader:
         return (int.from_bytes(self.take(more), "little") << 8 | first) >> min(more + 1, 8)
 
     def section(self) -> tuple[int, memoryview]:
-        """The next section's kind and content.
-
-        Raises:
-            ValueError: it is aligned, so that its place depends on where the bytes lie in memory.
-        """
+        """The next section's kind and content."""
         kind = self.take(1)[0]
         if kind & 0x80:
             raise ValueError("an aligned section")

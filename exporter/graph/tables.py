@@ -60,12 +60,7 @@ _IMPORTS = frozenset({"LookupTableImport", "LookupTableImportV2"})
 
 
 def check_tables(nodes: Mapping[str, Proto], needed: Iterable[str]) -> None:
-    """Refuse tables whose contents are neither in the graph nor in a checkpoint.
-
-    Raises:
-        NotServable: the graph needs a mutable table of a kind that no Saver stores; a server would find it
-            empty.
-    """
+    """Refuse tables whose contents are neither in the graph nor in a checkpoint."""
     for name in needed:
         if _MUTABLE.fullmatch(nodes[name].op) and not is_restorable(nodes[name].op):
             raise NotServable(
@@ -99,11 +94,7 @@ def initialisers(index: GraphIndex, needed: Collection[str], init_op: str | None
 
 
 def check_filled(meta_graph: Proto, filling: Collection[str]) -> None:
-    """Refuse a cleaned graph with a static table that neither `filling` nor a call that uses it fills.
-
-    Raises:
-        NotServable: names the table.
-    """
+    """Refuse a cleaned graph with a static table that neither `filling` nor a call that uses it fills."""
     index = GraphIndex.of(meta_graph)
     tables = _Tables(index)
     wanted = tables.behind(index.nodes)
@@ -237,13 +228,7 @@ def path_constant(name: str, file_name: str) -> Proto:
 
 
 def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterable[str]) -> tuple[Asset, ...]:
-    """The files that the kept nodes read: a SavedModel's own, text initialisers', the asset collection's.
-
-    Raises:
-        MissingAsset: a file does not exist.
-        NotServable: the graph computes a file's name.
-        GraphError: an initialiser names no file.
-    """
+    """The files that the kept nodes read: a SavedModel's own, text initialisers', the asset collection's."""
     candidates = [name for name in source.assets if name in nodes]
     candidates += [
         _file_name_node(nodes, nodes[name]) for name in filling if _FROM_FILE.fullmatch(nodes[name].op)
@@ -284,12 +269,7 @@ def _existing(source: SourceGraph, name: str, node: Proto) -> Path:
 
 
 def _is_there(source: SourceGraph, name: str, path: Path) -> bool:
-    """True if a file that the node `name` asks for exists.
-
-    Raises:
-        AccessRefused: the graph was found beside a checkpoint, and may not read that file.
-        MissingAsset: the system cannot look for such a path, or denies it.
-    """
+    """True if a file that the node `name` asks for exists."""
     try:
         source.trust.require_file(path, source.directory)
         return path.is_file()

@@ -48,11 +48,7 @@ def drop_training_signatures(meta_graph: Proto, fixed: Collection[str] = ()) -> 
 
 
 def _check_signature(index: GraphIndex, name: str, signature: Proto, fixed: Collection[str]) -> None:
-    """Refuse a signature that needs operations of training.
-
-    Raises:
-        GraphError: the signature has no outputs, or one that a server cannot compute.
-    """
+    """Refuse a signature that needs operations of training."""
     for role, alias, info in signature_tensors(signature):
         for text in tensor_names(info):
             index.resolve(text, f"{role} {alias!r} of {name!r}")
@@ -85,12 +81,7 @@ class TrainingGraph(Struct, frozen=True):
 
     @classmethod
     def of(cls, source: str, tag: str, meta_graph: Proto, assets: Mapping[str, Path]) -> TrainingGraph:
-        """The graph, with the tensors that it restores.
-
-        Raises:
-            UnsupportedFormat: it is object-based; TensorFlow saves only one such graph in a SavedModel.
-            GraphError: it is damaged, or computes the names that it restores.
-        """
+        """The graph, with the tensors that it restores."""
         if meta_graph.HasField("object_graph_def"):
             raise UnsupportedFormat(
                 f"the graph {tag!r} of {source} is object-based: nothing else can be saved beside such a one",

@@ -65,12 +65,7 @@ class _Place(NamedTuple):
 
 @contextlib.contextmanager
 def failures(what: str) -> Iterator[None]:
-    """Run a user's code.
-
-    Raises:
-        BuilderError: the code failed; the cause is the error that it raised itself, with its place.
-        ExportError: it met one of this program's own errors, which Keras or AutoGraph may have wrapped.
-    """
+    """Run a user's code."""
     try:
         yield
     except (Exception, SystemExit) as error:

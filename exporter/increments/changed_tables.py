@@ -62,10 +62,6 @@ class TrainedTable(Struct, frozen=True, eq=False):
         """The table, every checksum verified; touched rows are applied on top, removed keys left out.
 
         A touched key counts as recent, and its frequency is the newest.
-
-        Raises:
-            CorruptFile: the table is damaged, see `embedding_variables`.
-            CheckpointChanged: a shard vanished or shrank since the catalog was read.
         """
         keys = read_keys(catalog, variable)
         mask = admitted(catalog, variable, admission, catalog.step)
@@ -82,12 +78,7 @@ class TrainedTable(Struct, frozen=True, eq=False):
         return cls(variable, dtype, keys, places, parts, touched)
 
     def values(self, places: Array) -> Array:
-        """The rows of the keys at these places of `keys`, in the dtype that is served.
-
-        Raises:
-            MappingError: a value does not fit the dtype.
-            NotFinite: a row has no codes of 8 bits.
-        """
+        """The rows of the keys at these places of `keys`, in the dtype that is served."""
         wanted = self.places[places]
         values = np.empty((len(wanted), self.variable.dim), self.variable.value_dtype.numpy)
         start = 0
@@ -147,12 +138,7 @@ class TableRows(Struct, frozen=True, eq=False):
 
 
 def read_table(catalog: Catalog, table: ChangedTable) -> TableRows:
-    """What a bundle holds of a table, every checksum verified.
-
-    Raises:
-        CorruptFile: a checksum is wrong, a tensor is missing or another than the manifest says, or rows lie
-            outside of the table or belong to two keys.
-    """
+    """What a bundle holds of a table, every checksum verified."""
     count = (table.rows,)
     shapes = (count, count, (table.rows, table.dim), (table.removed,))
     dtypes = (DType.INT64, DType.INT64, table.dtype, DType.INT64)
@@ -166,11 +152,7 @@ def read_table(catalog: Catalog, table: ChangedTable) -> TableRows:
 
 
 def read_listed(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | None, ...]) -> Array:
-    """A tensor of an increment, which its manifest lists so; its checksum is verified.
-
-    Raises:
-        CorruptFile: the checksum is wrong, or the tensor is missing or another.
-    """
+    """A tensor of an increment, which its manifest lists so; its checksum is verified."""
     ref = catalog.tensors.get(key)
     if ref is None or ref.dtype is not dtype or ref.shape != shape:
         found = "not there" if ref is None else f"{ref.dtype.label}{list(ref.shape)}"
@@ -180,11 +162,7 @@ def read_listed(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | Non
 
 
 def check_ids(catalog: Catalog, name: str, ids: Array, rows: int, *, of: object = None) -> None:
-    """Check that ids are increasing numbers of so many rows; `of` says which in words.
-
-    Raises:
-        CorruptFile: they are not.
-    """
+    """Check that ids are increasing numbers of so many rows; `of` says which in words."""
     is_inside = not len(ids) or (ids[0] >= 0 and ids[-1] < rows)
     if not is_inside or (ids[1:] <= ids[:-1]).any():
         raise CorruptFile(f"{catalog.prefix}: the ids of {name!r} are not rows of {of or rows}")

@@ -78,12 +78,7 @@ _INCR_OFFSETS = "-incr_partition_offset"
 
 
 def touched_rows(catalog: Catalog, variables: Mapping[str, EmbeddingVariable]) -> Iterator[KeyedRows]:
-    """The touched rows of these embedding variables, of each all parts together, every checksum verified.
-
-    Raises:
-        CorruptFile: a checksum is wrong, keys and values do not fit the variable or one another, a key is
-            there twice, or the offsets do not fit the keys.
-    """
+    """The touched rows of these embedding variables, of each all parts together, every checksum verified."""
     parts: dict[str, list[KeyedRows]] = {}
     for stem in _stems(catalog):
         if (variable := variables.get(part_of(stem)[0])) is not None:
@@ -230,10 +225,6 @@ class DeepRecIncrement(Struct, frozen=True):
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
         """The variables with their new values, every checksum verified; rows are numbered as they are stored.
-
-        Raises:
-            CorruptFile: a checksum is wrong, rows lie outside their part, keys and values do not fit, or
-                either of them is missing.
         """
         rows: dict[str, list[Rows]] = {}
         for name, ref in self.catalog.tensors.items():
@@ -255,11 +246,7 @@ class DeepRecIncrement(Struct, frozen=True):
             )
 
     def keyed(self, names: Collection[str]) -> Iterator[KeyedRows]:
-        """The touched rows of some of the full checkpoint's embedding variables, every checksum verified.
-
-        Raises:
-            CorruptFile: a checksum is wrong, or the rows do not fit the variable.
-        """
+        """The touched rows of some of the full checkpoint's embedding variables, every checksum verified."""
         known = embedding_variables(self.full)
         return touched_rows(self.catalog, {name: known[name] for name in names if name in known})
 

@@ -112,12 +112,7 @@ class CheckpointMarker(Struct, frozen=True):
 
     @classmethod
     def from_json(cls, text: bytes, path: Path) -> CheckpointMarker:
-        """The marker whose file, read from `path`, is `text`.
-
-        Raises:
-            CorruptFile: a field is missing, malformed or out of range.
-            UnsupportedFormat: another format version.
-        """
+        """The marker whose file, read from `path`, is `text`."""
         found = read_document(text, path, MarkerDocument)
         below(path.parent, found.checkpoint.name, f"{path}: the checkpoint", CorruptFile)
         known = None if isinstance(found.event_time, UnsetType) else found.event_time

@@ -149,30 +149,17 @@ class StoredIncrement(Struct, frozen=True):
     increment: Increment
 
     def catalog(self) -> Catalog:
-        """The bundle.
-
-        Raises:
-            MissingShard, TruncatedFile, CorruptFile, UnsupportedFormat: see errors.py.
-        """
+        """The bundle."""
         return read_catalog(self.path / DELTA_NAME)
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
-        """The variables with their new values in memory, one after the other, every checksum verified.
-
-        Raises:
-            CorruptFile: a checksum is wrong, a tensor is missing, unlisted or another than the manifest
-                says, or a row lies outside its variable.
-        """
+        """The variables with their new values in memory, one after the other, every checksum verified."""
         catalog = self._listed_catalog()
         for changed in self.increment.variables:
             yield changed, _change(catalog, changed)
 
     def tables(self) -> Iterator[tuple[ChangedTable, TableRows]]:
-        """The tables by keys with their rows in memory, one after the other, every checksum verified.
-
-        Raises:
-            CorruptFile: as for `changes`.
-        """
+        """The tables by keys with their rows in memory, one after the other, every checksum verified."""
         if self.increment.tables:
             catalog = self._listed_catalog()
             for table in self.increment.tables:
@@ -246,12 +233,7 @@ def to_json(increment: Increment) -> str:
 
 
 def from_json(text: bytes, path: Path) -> Increment:
-    """The increment whose manifest, read from `path`, is `text`.
-
-    Raises:
-        CorruptFile: a field is missing, malformed or out of range.
-        UnsupportedFormat: another format version.
-    """
+    """The increment whose manifest, read from `path`, is `text`."""
     document = read_document(text, path, IncrementDocument)
     parent = document.parent.increment or document.parent.checkpoint
     changed = tuple(_changed(variable, path) for variable in document.variables)
@@ -277,12 +259,7 @@ def from_json(text: bytes, path: Path) -> Increment:
 
 
 def read_document(text: bytes, path: Path, type_: type[T]) -> T:
-    """The JSON object of a file in the increments directory.
-
-    Raises:
-        CorruptFile: not a JSON object, of another kind, or a field is missing, malformed or out of range.
-        UnsupportedFormat: another format version.
-    """
+    """The JSON object of a file in the increments directory."""
     try:
         if (version := format_version(text, path.name)) != FORMAT_VERSION:
             raise UnsupportedFormat(

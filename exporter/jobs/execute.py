@@ -64,11 +64,7 @@ class Outcome(Struct, frozen=True):
     failure: TaskFailure | None = None
 
     def settle(self) -> Receipt:
-        """The receipt.
-
-        Raises:
-            ExportError: the error that the task ended with.
-        """
+        """The receipt."""
         if self.receipt is not None:
             return self.receipt
         assert self.failure is not None
@@ -116,11 +112,7 @@ def decode(outcome: bytes) -> Outcome:
 
 
 def kept_receipt(directory: Directory, name: str) -> Receipt | None:
-    """The receipt of work that was done before, if its output is as it was left.
-
-    Raises:
-        CheckpointError, PublishError: the directory cannot be read.
-    """
+    """The receipt of work that was done before, if its output is as it was left."""
     content = directory.read(f"{RECEIPTS_DIRECTORY}/{name}.json")
     if content is None:
         return None

@@ -97,11 +97,7 @@ def _finished(pending: set[Future[bytes]]) -> Iterator[bytes]:
 def choose_engine(
     name: str, workers: int = 0, address: str = "", options: Mapping[str, str] | None = None
 ) -> Engine:
-    """The engine of a name.
-
-    Raises:
-        UsageError: there is none, its library is not installed, or `local` is given an address or options.
-    """
+    """The engine of a name."""
     if name not in [*EngineName]:
         raise UsageError(f"there is no engine {name!r}", hint=f"one of {', '.join(EngineName)}")
     if name != EngineName.LOCAL:
@@ -125,9 +121,6 @@ class Runner(Struct, frozen=True):
         """The runner that a user asked for.
 
         Jobs that write a model are kept below it, if an engine is named or the model is in a store.
-
-        Raises:
-            UsageError: the engine is not installed, or does not know an option.
         """
         name = jobs.engine or EngineName.LOCAL
         engine = choose_engine(name, jobs.workers, jobs.address, jobs.settings)
@@ -143,11 +136,7 @@ class Runner(Struct, frozen=True):
         return isinstance(self.engine, LocalEngine)
 
     def job(self, tasks: Sequence[Task], scratch: str = "") -> Job:
-        """Begin a plan, or resume it; what it writes goes to `scratch` if the runner keeps no jobs.
-
-        Raises:
-            DiskFull, PublishError: the directory of a kept job cannot be written.
-        """
+        """Begin a plan, or resume it; what it writes goes to `scratch` if the runner keeps no jobs."""
         return Job(self, tasks, scratch)
 
 
@@ -188,9 +177,6 @@ class Job:
 
         `tasks` are those to do now, by default all. A plan in which tasks read what others wrote is done in
         several calls.
-
-        Raises:
-            ExportError: the first error that a task ended with, whatever it was.
         """
         self._receipts = self._run(self.tasks if tasks is None else tasks, progress or NoProgress())
         return self._receipts
@@ -284,11 +270,7 @@ class UsedJob(Protocol):
 
 
 def use(place: str) -> UsedJob:
-    """Use the directory at a path or URL, which is made if need be.
-
-    Raises:
-        DiskFull, PublishError: it cannot be written.
-    """
+    """Use the directory at a path or URL, which is made if need be."""
     url = Url.parse(place)
     return _LocalJob(Path(place)) if url is None else StoredJob(place)
 

@@ -89,33 +89,19 @@ class Sources:
         return found
 
     def input(self, number: int) -> Input:
-        """The file of this number, as it was when it was first asked for.
-
-        Raises:
-            CheckpointChanged: it is no longer there.
-            CheckpointError: it cannot be reached.
-        """
+        """The file of this number, as it was when it was first asked for."""
         if number not in self._inputs:
             self._inputs[number] = Input.of(self._paths[number])
         return self._inputs[number]
 
     def note(self, part: Range, crc: int) -> None:
-        """Take the plain crc32c of a range; with its last one a run's checksum is compared.
-
-        Raises:
-            CorruptFile: the checksum of a run is wrong.
-        """
+        """Take the plain crc32c of a range; with its last one a run's checksum is compared."""
         self._checksums.add(part.input, part.offset, part.size, crc)
         for run in self._ending[part.input, part.offset + part.size]:
             self._compare(run)
 
     def check(self) -> None:
-        """Compare what is left: runs whose ranges came in another order, or that tasks did not read whole.
-
-        Raises:
-            CorruptFile: the checksum of a run is wrong.
-            CheckpointChanged: a file that is read here is gone.
-        """
+        """Compare what is left: runs whose ranges came in another order, or that tasks did not read whole."""
         for run in list(self._runs):
             if not self._compare(run):
                 stored = self._runs[run]
@@ -219,11 +205,6 @@ class ShardJob(Generic[T]):
 
         `before` and `behind` are how many shards the caller writes. Files below `made` are the command's own:
         see `exporter.jobs.shard_job`.
-
-        Raises:
-            CorruptFile: a checksum of what was read is wrong.
-            CheckpointChanged: a file was replaced, or is gone.
-            ExportError: any other of a task's; the engine gave up.
         """
         shards = before + self.tasks + behind
         names = (shard_path(prefix, before + number, shards).name for number in range(self.tasks))
@@ -304,9 +285,6 @@ AnyTask = TypeVar("AnyTask", bound=Task)
 
 def named_by_content(tasks: Iterable[AnyTask], made: Path) -> tuple[list[AnyTask], dict[Input, Input]]:
     """The tasks with files below `made` named by their digests, and the file that each such name stands for.
-
-    Raises:
-        PublishError: a file cannot be read.
     """
     tasks = list(tasks)
     below = f"{made.absolute()}{os.sep}"
@@ -321,11 +299,7 @@ def with_inputs(tasks: Iterable[AnyTask], others: Mapping[Input, Input]) -> list
 
 
 def handed_over(named: Mapping[Input, Input], directory: Directory) -> dict[Input, Input]:
-    """What workers read in the place of each named input: a copy in the job's directory.
-
-    Raises:
-        DiskFull, PublishError, CheckpointError: the directory cannot be written or read.
-    """
+    """What workers read in the place of each named input: a copy in the job's directory."""
     return {name: _copied(name, file, directory) for name, file in named.items()}
 
 

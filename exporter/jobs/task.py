@@ -59,12 +59,7 @@ class Input(Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, path: Path) -> Input:
-        """The file as it is now, or the object that it stands for.
-
-        Raises:
-            CheckpointChanged: it is no longer there.
-            CheckpointError: it cannot be reached.
-        """
+        """The file as it is now, or the object that it stands for."""
         if path.name == ZEROS:
             return cls(ZEROS, shard_status(path).st_size, "")
         if (found := mirror.pinned(path)) is not None:
@@ -75,13 +70,7 @@ class Input(Struct, frozen=True, array_like=True):
 
     @contextmanager
     def file(self, ranges: Iterable[Range], scratch: Path) -> Iterator[Path]:
-        """A file in which these ranges can be read; of an object they are fetched into a sparse one.
-
-        Raises:
-            CheckpointChanged: it is gone, or another one has its name.
-            CheckpointError: it cannot be read.
-            DiskFull, PublishError: the sparse file cannot be written.
-        """
+        """A file in which these ranges can be read; of an object they are fetched into a sparse one."""
         url = Url.parse(self.place)
         if url is not None or self.place == ZEROS:
             with new_path(scratch) as path:
@@ -99,9 +88,6 @@ class Input(Struct, frozen=True, array_like=True):
 
     def fetch(self, wanted: Range, descriptor: int, offset: int, path: Path) -> bool:
         """Fetch a range of an object to an offset of the open file at a path; false if the input is a file.
-
-        Raises:
-            CheckpointChanged, CheckpointError, DiskFull, PublishError: as `file`.
         """
         url = Url.parse(self.place)
         if url is not None:
@@ -110,11 +96,7 @@ class Input(Struct, frozen=True, array_like=True):
         return url is not None
 
     def checksums(self, ranges: Sequence[Range], scratch: Path) -> list[int]:
-        """The plain crc32c of each range, of less where a file ends; of an object nothing is written.
-
-        Raises:
-            CheckpointChanged, CheckpointError: as `file`.
-        """
+        """The plain crc32c of each range, of less where a file ends; of an object nothing is written."""
         url = Url.parse(self.place)
         if url is None:
             with self.file(ranges, scratch) as path, open_shard(path) as descriptor:
@@ -166,11 +148,7 @@ class Task(Struct, frozen=True, kw_only=True):
 
     @contextmanager
     def files(self, ranges: Sequence[Range], scratch: Path) -> Iterator[list[Path]]:
-        """A file for each input in which these ranges can be read.
-
-        Raises:
-            CheckpointChanged, CheckpointError, DiskFull, PublishError: as `Input.file`.
-        """
+        """A file for each input in which these ranges can be read."""
         wanted: list[list[Range]] = [[] for _ in self.inputs]
         for each in ranges:
             wanted[each.input].append(each)
@@ -185,11 +163,7 @@ class Task(Struct, frozen=True, kw_only=True):
             yield opened
 
     def run(self, directory: Directory) -> Receipt:
-        """Do it. What the task writes becomes the object `name` of the directory.
-
-        Raises:
-            ExportError: any of errors.py that says what is wrong with an input, or with the output.
-        """
+        """Do it. What the task writes becomes the object `name` of the directory."""
         raise NotImplementedError
 
 
@@ -251,11 +225,7 @@ class FewFiles:
             self._close_one()
 
     def __getitem__(self, number: int) -> int:
-        """A descriptor to read with before other ones are asked for.
-
-        Raises:
-            CheckpointChanged, CheckpointError: see `open_shard`.
-        """
+        """A descriptor to read with before other ones are asked for."""
         if number in self._open:
             self._open.move_to_end(number)
         else:

@@ -89,10 +89,6 @@ def find_tables(
     tables: Iterable[GraphTable], catalog: Catalog, renamed: Callable[[str], str | None]
 ) -> Iterator[tuple[GraphTable, TensorRef, TensorRef]]:
     """Each table under the names and with the shapes that the checkpoint has, its keys' and values' tensor.
-
-    Raises:
-        MissingTensors: the checkpoint lacks them; served, the table would be empty.
-        ShapeMismatch: they are of other dtypes or shapes than the table.
     """
     for table in tables:
         names = stored_names(table, renamed)
@@ -455,11 +451,7 @@ def _refuse_shared_tensors(matches: MappingOf[str, _Match]) -> None:
 
 
 def check_fits(key: str, variable: GraphVariable, tensor: TensorRef) -> None:
-    """Compare a variable with the tensor that it is to be restored from.
-
-    Raises:
-        ShapeMismatch: shapes or dtypes differ.
-    """
+    """Compare a variable with the tensor that it is to be restored from."""
     if variable.full_shape != tensor.shape:
         raise ShapeMismatch(
             f"variable {key!r} has shape {list(variable.full_shape)} in the graph, "

@@ -126,9 +126,6 @@ def match_unnamed(
 
     `named` are variables for which rules have spoken; what has the name of a variable is left to names.
     `by_order` says that equal shapes in a list are in the order of the graph's variables.
-
-    Raises:
-        NoCertainMatch: nothing fits, or more than one thing does.
     """
     wanted = {variable.key: variable for variable in graph.variables}
     open_ = {key: v for key, v in wanted.items() if key not in catalog.tensors and key not in {*named}}

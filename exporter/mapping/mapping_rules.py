@@ -53,9 +53,6 @@ def row_order(
     """The moves between a table as it was trained and as it will be looked up.
 
     `trained` and `served` are None where unknown; a table that no id looks up is `NONE`.
-
-    Raises:
-        PartitionStrategyUnknown: rows would have to move and it is unknown how, or the parts cannot be mod's.
     """
     stored_boxes = [part.spec for part in tensor.slices]
     served_boxes = [variable.part for variable in variables if variable.part is not None]
@@ -137,11 +134,7 @@ class RenameTable(Struct, frozen=True):
         )
 
     def check(self, graph: InferenceGraph, catalog: Catalog) -> None:
-        """Refuse names that do not exist: a typing error would silently leave a variable to other rules.
-
-        Raises:
-            UsageError: names the line.
-        """
+        """Refuse names that do not exist: a typing error would silently leave a variable to other rules."""
         variables = {variable.key for variable in graph.variables}
         tables = {table.name for table in graph.dynamic_tables}
         stored = embedding_variables(catalog) if tables & self.entries.keys() else {}
@@ -174,11 +167,7 @@ def read_renames(path: Path) -> RenameTable:
 
 
 def parse_renames(text: str, path: Path) -> RenameTable:
-    """The table in a text.
-
-    Raises:
-        UsageError: see `read_renames`.
-    """
+    """The table in a text."""
     entries: dict[str, Entry] = {}
     for number, line in enumerate(text.splitlines(), 1):
         columns = _COMMENT.sub("", line).split()
@@ -209,11 +198,7 @@ class RenameRule(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> RenameRule:
-        r"""Read `pattern=replacement`, split at the last `=`.
-
-        Raises:
-            UsageError: no `=`, or the pattern or the replacement is not a regular expression's.
-        """
+        r"""Read `pattern=replacement`, split at the last `=`."""
         pattern, equals, replacement = text.rpartition("=")
         if not equals or not pattern or not replacement:
             raise UsageError(f"rename rule {text!r} is not of the form PATTERN=NAME", hint=_RENAME_EXAMPLE)
@@ -240,11 +225,7 @@ class CastRule(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> CastRule:
-        """Read `pattern=bfloat16`, or `bfloat16` for every floating variable; or float16, or int8.
-
-        Raises:
-            UsageError: another dtype, or the pattern is not a regular expression.
-        """
+        """Read `pattern=bfloat16`, or `bfloat16` for every floating variable; or float16, or int8."""
         pattern, _, label = text.rpartition("=")
         if label not in ("bfloat16", "float16", "int8"):
             raise UsageError(
@@ -279,11 +260,7 @@ class MappingRules(Struct, frozen=True):
     admission: Admission = Admission()
 
     def renamed(self, key: str) -> str | None:
-        """The tensor name that the rename rules give a variable, None if none is about it.
-
-        Raises:
-            AmbiguousRename: two rules disagree.
-        """
+        """The tensor name that the rename rules give a variable, None if none is about it."""
         names = {new for rule in self.renames if (new := rule.apply(key)) is not None}
         if len(names) > 1:
             raise AmbiguousRename(

@@ -95,11 +95,7 @@ class MappingSpec(Struct, frozen=True):
         return cls(graph.variables, graph.lookups, replace(rules, tensors=found), tables, dynamic, left)
 
     def mapping(self, catalog: Catalog) -> VariableMapping:
-        """The mapping of another checkpoint of the same model, without its dynamic tables.
-
-        Raises:
-            SchemaChanged: a variable has no tensor there, or one of another shape or dtype.
-        """
+        """The mapping of another checkpoint of the same model, without its dynamic tables."""
         graph = InferenceGraph(
             "the published base", None, self.ordinary, lookups=self.lookups, tables=self.tables
         )
@@ -123,11 +119,7 @@ class MappingSpec(Struct, frozen=True):
         return tuple(variable for variable in self.variables if variable.key not in others)
 
     def trained_name(self, table: DynamicTable) -> str:
-        """The name that a dynamic table has in the checkpoint.
-
-        Raises:
-            AmbiguousRename: two rules disagree.
-        """
+        """The name that a dynamic table has in the checkpoint."""
         return self.rules.renamed(table.name) or table.name
 
     def sources(self) -> tuple[TensorSource, ...]:
@@ -150,11 +142,7 @@ class MappingSpec(Struct, frozen=True):
         return self._as_chosen(TensorSource(key, tuple(members), tensor, cast=cast))
 
     def check_rules(self, given: MappingRules) -> None:
-        """Compare the rules with those of a later command line, which may leave all of them out.
-
-        Raises:
-            SchemaChanged: they differ, which would change the values of rows that training left as they are.
-        """
+        """Compare the rules with those of a later command line, which may leave all of them out."""
         given = replace(given, trained={}, tensors={})
         if given == MappingRules():
             return
@@ -182,11 +170,7 @@ class MappingSpec(Struct, frozen=True):
 
     @classmethod
     def read(cls, document: MappingSpecDocument) -> MappingSpec:
-        """The recipe that a manifest holds.
-
-        Raises:
-            DocumentError: a rule or a part of a variable is malformed.
-        """
+        """The recipe that a manifest holds."""
         admission = Admission(document.min_freq, document.max_age_steps)
         return cls(
             tuple(variable.read() for variable in document.variables),
@@ -221,11 +205,7 @@ class VariableDocument(Struct, frozen=True, omit_defaults=True):
         return whole if part is None else replace(whole, full_shape=part.full_shape, starts=part.starts)
 
     def read(self) -> GraphVariable:
-        """The variable.
-
-        Raises:
-            DocumentError: its part has another number of dimensions.
-        """
+        """The variable."""
         part = None
         if self.full_shape is not None:
             part = SliceSpec(self.full_shape, self.starts or (), self.shape)
@@ -305,11 +285,7 @@ class RulesDocument(Struct, frozen=True, kw_only=True):
         )
 
     def read(self) -> MappingRules:
-        """The rules.
-
-        Raises:
-            DocumentError: a pattern does not parse.
-        """
+        """The rules."""
         try:
             return MappingRules(
                 renames=tuple(RenameRule(re.compile(rule.pattern), rule.name) for rule in self.renames),

@@ -44,11 +44,7 @@ class TrainedObjects(Struct, frozen=True, dict=True):
 
     @cached_property
     def start(self) -> int | None:
-        """The object that the user names.
-
-        Raises:
-            UsageError: there is no object of that path.
-        """
+        """The object that the user names."""
         if self.object_path is None:
             return None
         found = self.objects.at(self.object_path)
@@ -102,14 +98,7 @@ def match_objects(
     trained: TrainedObjects,
     renamed: Mapping[str, str],
 ) -> dict[str, Matched]:
-    """The tensor of each variable by its key; `renamed` holds the trainer's name where the user gave one.
-
-    Raises:
-        ObjectMismatch: the objects do not correspond, or names speak against it.
-        AmbiguousRename: several places of the checkpoint fit, or several variables have the name.
-        MissingTensors: variables that are nowhere.
-        UsageError: the object path does not exist.
-    """
+    """The tensor of each variable by its key; `renamed` holds the trainer's name where the user gave one."""
     found = {}
     for key, name in renamed.items():
         tensor = _spelt(name, trained)
@@ -232,9 +221,6 @@ class _Search(Struct, frozen=True):
 
     def best(self) -> dict[str, str] | None:
         """The tensors of the one correspondence that fits; None if no object of the two graphs corresponds.
-
-        Raises:
-            ObjectMismatch, AmbiguousRename, MissingTensors: see `match_objects`.
         """
         partial: list[tuple[_Walk, dict[str, str]]] = []
         for start in self._served_starts():

@@ -45,11 +45,7 @@ def read_both(
     checkpoint: Identity,
     load: GraphSource = load_source,
 ) -> Both:
-    """Read the graph, and complete the rules from both sides.
-
-    Raises:
-        UsageError, CheckpointError, GraphError, MappingError: see errors.py.
-    """
+    """Read the graph, and complete the rules from both sides."""
     if request.updates and not catalog.is_bundle:
         raise UsageError(
             f"{catalog.prefix} is not a tensor bundle: what changes in it cannot be followed",
@@ -72,11 +68,7 @@ def read_both(
 
 @contextmanager
 def advised(request: ExportRequest, catalog: Catalog) -> Iterator[None]:
-    """Map; where a builder makes a model of Keras 3 for a checkpoint of Keras 2, an error says so.
-
-    Raises:
-        MappingError: as the block.
-    """
+    """Map; where a builder makes a model of Keras 3 for a checkpoint of Keras 2, an error says so."""
     try:
         yield
     except (MissingTensors, ObjectMismatch) as error:

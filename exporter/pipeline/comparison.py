@@ -188,11 +188,7 @@ class ServedKeys(Struct, frozen=True, eq=False):
 
     @classmethod
     def read(cls, table: ServedTable) -> ServedKeys:
-        """All keys, every checksum verified.
-
-        Raises:
-            CheckpointError: what is published is damaged.
-        """
+        """All keys, every checksum verified."""
         table.check()
         return cls(table, *table.live())
 
@@ -210,22 +206,14 @@ Keyed: TypeAlias = "ServedKeys | TrainedTable"
 
 
 def tables_of_log(log: DeltaLog, position: int) -> dict[str, Keyed]:
-    """The dynamic tables at a position.
-
-    Raises:
-        CheckpointError: what is published is damaged.
-    """
+    """The dynamic tables at a position."""
     spec, state = log.base.entry.mapping_spec, log.state(position)
     tables = (ServedTable.of(table, log.schema, state) for table in spec.dynamic)
     return {table.name: ServedKeys.read(table) for table in tables}
 
 
 def tables_as_served(catalog: Catalog, log: DeltaLog) -> dict[str, Keyed]:
-    """A checkpoint's embedding variables as a log would serve them.
-
-    Raises:
-        CheckpointError: one is damaged.
-    """
+    """A checkpoint's embedding variables as a log would serve them."""
     spec: MappingSpec = log.base.entry.mapping_spec
     known = embedding_variables(catalog) if spec.dynamic else {}
     dtypes = {variable.name: variable.dtype for variable in log.schema.variables}
@@ -240,9 +228,6 @@ def tables_as_served(catalog: Catalog, log: DeltaLog) -> dict[str, Keyed]:
 
 def common_tables(a: Catalog, b: Catalog) -> tuple[dict[str, Keyed], dict[str, Keyed], set[str]]:
     """The embedding variables that two checkpoints have with rows of one kind, and all their tensors' names.
-
-    Raises:
-        CheckpointError: one is damaged.
     """
     ours, theirs = embedding_variables(a), embedding_variables(b)
     names = [

@@ -327,11 +327,7 @@ def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
 
 
 def require_own_directory(model: Path, catalog: Catalog) -> None:
-    """Keep versions out of the trainer's directory: it is pruned, copied and removed by other rules.
-
-    Raises:
-        UsageError: checkpoints are saved in `model` itself.
-    """
+    """Keep versions out of the trainer's directory: it is pruned, copied and removed by other rules."""
     directory = catalog.prefix.parent
     if catalog.is_bundle and model.is_dir() and model.samefile(directory):
         raise UsageError(
@@ -362,11 +358,7 @@ def _base_notes(request: ExportRequest, graph: InferenceGraph, mapping: Variable
 
 
 def require_new(request: ExportRequest, checkpoint: Identity, digest: str) -> None:
-    """Refuse to publish a checkpoint a second time, by the same plan (of this digest).
-
-    Raises:
-        PublishedAlready: the newest version that was made from it was made so.
-    """
+    """Refuse to publish a checkpoint a second time, by the same plan (of this digest)."""
     made = newest_made_from(request.out, checkpoint.digest)
     choice = VersionRule.parse(request.version).choice
     number = choice if isinstance(choice, int) else None
@@ -376,11 +368,7 @@ def require_new(request: ExportRequest, checkpoint: Identity, digest: str) -> No
 
 
 def check_permission(request: ExportRequest) -> None:
-    """Refuse what a hold or a log forbids.
-
-    Raises:
-        ModelHeld, ChainEnds: see `Permission.check`.
-    """
+    """Refuse what a hold or a log forbids."""
     permission(request).check(request.out, takes_deltas=request.updates is not None)
 
 
@@ -396,11 +384,7 @@ def plan_digest(
     warmup: Iterable[WarmupRequest],
     training: TrainingGraph | None,
 ) -> str:
-    """A lower-case SHA-256.
-
-    Raises:
-        MissingAsset: a file of the graph's tables is gone.
-    """
+    """A lower-case SHA-256."""
     told: dict[str, object] = told_in_digest(request) | {
         "graph": _graph(graph),
         "assets": [[asset.file_name, _file(asset.source)] for asset in graph.assets],
@@ -748,11 +732,7 @@ def _with_origin(entry: BaseEntry, planned: Plan, bundle: Path) -> BaseEntry:
 def check_staged(
     planned: Plan, bundle: Path, variables: VariablesReport, progress: ProgressFactory
 ) -> tuple[Difference, ...]:
-    """Check as much as was asked for; how far outputs differ, if they were compared.
-
-    Raises:
-        VerificationError, CheckpointError: what is wrong.
-    """
+    """Check as much as was asked for; how far outputs differ, if they were compared."""
     request = planned.request
     if request.verify.includes(Verify.FILES):
         verify_files(bundle, tensor_entries(variables.catalog))

@@ -92,9 +92,6 @@ def export_base(
     """Begin a log by a full export; with the increments since, if the step `beyond` is later than it.
 
     A watch waits for the graph that a trainer writes last.
-
-    Raises:
-        ExportError: any of errors.py.
     """
     # The stages of a full export take as long to import as a delta to make.
     from exporter.pipeline.full import export
@@ -301,12 +298,7 @@ Incremental: TypeAlias = "Exported | ExportedDelta"
 
 
 def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no_progress) -> ExportedDelta:
-    """Publish the planned delta; rows that it leaves out or rounds may be sent exactly by a later one.
-
-    Raises:
-        PositionMoved: something else was published since the plan was made.
-        CheckpointError, MappingError, PublishError: see errors.py; nothing was published.
-    """
+    """Publish the planned delta; rows that it leaves out or rounds may be sent exactly by a later one."""
     started = time.monotonic()
     if planned.is_nothing:
         return ExportedDelta(planned, None, 0, 0, 0, time.monotonic() - started)
@@ -345,11 +337,7 @@ def _verify_bytes(written: Catalog) -> None:
 
 
 def _overlaid(planned: IncrementalPlan, changes: Mapping[str, Change]) -> OverlaidRows:
-    """The rows of mapped tables that have changed once a delta is published.
-
-    Raises:
-        OverlayFull: servers have no room for them.
-    """
+    """The rows of mapped tables that have changed once a delta is published."""
     overlaid = OverlaidRows.of(planned.log)
     overlaid.add({name: change.ids for name, change in changes.items() if isinstance(change, Rows)})
     overlaid.require_room()

@@ -72,11 +72,7 @@ class EmbeddingTable(Struct, frozen=True):
 
 
 def embedding_tables(catalog: Catalog) -> Iterator[EmbeddingTable]:
-    """The embedding variables of a checkpoint; slots are listed with the variable that they belong to.
-
-    Raises:
-        CheckpointError: one is damaged, or has rows outside the checkpoint's tensors.
-    """
+    """The embedding variables of a checkpoint; slots are listed with the variable that they belong to."""
     variables = embedding_variables(catalog)
     for variable in variables.values():
         if variable.slot_of is None:
@@ -118,11 +114,7 @@ class ServedTableView(Struct, frozen=True):
 
 
 def tables_of_bundle(catalog: Catalog, graphs: Iterable[Proto]) -> Iterator[ServedTableView]:
-    """The tables of a SavedModel's graphs, as its variables hold them.
-
-    Raises:
-        CheckpointError: they cannot be read.
-    """
+    """The tables of a SavedModel's graphs, as its variables hold them."""
     firsts = {name: first for graph in graphs for name, first in first_defaults(graph.graph_def).items()}
     for name, first in sorted(firsts.items()):
         found = [catalog.tensors.get(f"{name}/{part}") for part in PARTS]

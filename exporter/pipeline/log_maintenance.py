@@ -169,11 +169,7 @@ def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, .
 def merge_run(
     log: DeltaLog, run: Sequence[LogDelta], jobs: Jobs = LOCALLY, progress: ProgressFactory = no_progress
 ) -> Merged | None:
-    """Merge neighbouring deltas; None if their merger is published already.
-
-    Raises:
-        NotFinite: the model would refuse it.
-    """
+    """Merge neighbouring deltas; None if their merger is published already."""
     _require_finite(log, run)
     with Staging(log.model) as staging, writing(staging.path), ExitStack() as stack:
         merger, what = _merger(log, run, staging.path, jobs)
@@ -231,10 +227,6 @@ def tidy(
 
     Where the model wants finite values, what an earlier release published unchecked is merged with what
     follows, as soon as that is finite: so servers that refused a delta pass it.
-
-    Raises:
-        CheckpointError: a delta is damaged.
-        PublishError: see errors.py.
     """
     done: list[Merged] = []
     log = read_log(model) if log is None else log
@@ -452,12 +444,7 @@ def _resumption(
 
 
 def restorer_of(model: Path) -> Restorer:
-    """What is published of a model now, and how earlier values of it come back.
-
-    Raises:
-        NotUpdatable: nothing is published.
-        ManifestError: the newest version's manifest cannot be read.
-    """
+    """What is published of a model now, and how earlier values of it come back."""
     versions = version_dirs(model)
     try:
         return DeltaRestorer(log_of(model, versions))
@@ -486,11 +473,7 @@ def _operating(model: Path) -> Iterator[tuple[Restorer, Staging]]:
 
 
 def _require_no_canary_at_work(model: Path) -> None:
-    """Refuse to lift the hold of a canary that would have it back within a second.
-
-    Raises:
-        TargetBusy: the canary of a running agent decides for the model.
-    """
+    """Refuse to lift the hold of a canary that would have it back within a second."""
     if not (model / CANARY_LOCK_FILE).exists():
         return
     try:
@@ -511,12 +494,7 @@ def position_of_merger(log: DeltaLog, path: Path) -> int:
 
 
 def past_given_up(log: DeltaLog, path: Path) -> DeltaLog:
-    """The log, with a delta of no changes behind it if nothing may be published at a path.
-
-    Raises:
-        PositionMoved: another delta was published meanwhile.
-        PublishError: see errors.py.
-    """
+    """The log, with a delta of no changes behind it if nothing may be published at a path."""
     last = log.at
     end = position_of_merger(log, path)
     if end == last.position:
@@ -541,10 +519,6 @@ def undisturbed(model: Path, action: Callable[[DeltaLog], T], log: DeltaLog | No
     """What an operator's command does with a log, again if others removed what it was reading.
 
     The log is read at first, too, unless it is given.
-
-    Raises:
-        PositionMoved: they did so again and again, for `RACE_SECONDS`.
-        ExportError: as `action`.
     """
     deadline = time.monotonic() + RACE_SECONDS
     while True:

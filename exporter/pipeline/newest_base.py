@@ -82,11 +82,6 @@ def make_base(
     between may take seconds in which more is published. They are those of the base's own signatures, and
     `warmup`, or generated ones if that is None. `overlays` are the mapped tables, as `make_updatable` takes
     them.
-
-    Raises:
-        NotServable: the graph cannot take deltas.
-        UsageError: more requests than a server plays.
-        MappingError: a variable cannot be cast.
     """
     graph, mapping = as_served(graph, mapping)
     schema = schema_of(graph)
@@ -132,12 +127,7 @@ def _refuse_large_tables(mapping: VariableMapping) -> None:
 
 
 def update_notes(graph: InferenceGraph, mapping: VariableMapping) -> tuple[str, ...]:
-    """What a person should know, before the base is made, about the deltas that it will take.
-
-    Raises:
-        NotServable: the graph cannot take deltas.
-        MappingError: a variable cannot be cast.
-    """
+    """What a person should know, before the base is made, about the deltas that it will take."""
     _refuse_large_tables(mapping)
     return schema_of(as_served(graph, mapping)[0]).notes
 
@@ -181,12 +171,7 @@ _CHUNK_BYTES = 4 << 20
 
 
 def write_merged(mapping_spec: MappingSpec, schema: Schema, state: Snapshot, bundle: Path) -> None:
-    """Write `variables/` of a bundle with the values of a state, which the caller has checked.
-
-    Raises:
-        CheckpointError: a value that is read as a whole is damaged, or a file changed.
-        OSError: it cannot be written.
-    """
+    """Write `variables/` of a bundle with the values of a state, which the caller has checked."""
     prefix = bundle / VARIABLES_PREFIX
     prefix.parent.mkdir()
     variables = {variable.name: variable for variable in schema.variables}
@@ -228,12 +213,7 @@ def newest_state(
     *,
     beyond: int,
 ) -> BaseState:
-    """The state of a checkpoint with the increments since, if the step `beyond` is later than it.
-
-    Raises:
-        CheckpointError: an increment is damaged.
-        SchemaChanged: one holds a variable of another shape or dtype than the checkpoint.
-    """
+    """The state of a checkpoint with the increments since, if the step `beyond` is later than it."""
     if full.step is None or beyond <= full.step:
         return full
     schema = schema_of(as_served(graph, mapping)[0])
@@ -251,11 +231,6 @@ def lay_increments_over(
 
     Memory is bounded; what was staged goes to `scratch`. Tables that `mapping` maps get files of their own
     again.
-
-    Raises:
-        CheckpointError: a file is damaged or changed.
-        TableFull: more keys came than the tables were laid out for.
-        PublishError: the target cannot be written; DiskFull if there is no space.
     """
     before = scratch / "full"
     with writing(bundle):

@@ -74,11 +74,7 @@ class OverlaidRows(Struct, frozen=True):
 
     @classmethod
     def of(cls, log: DeltaLog) -> OverlaidRows:
-        """Those of the deltas so far; nothing if the base maps no tables.
-
-        Raises:
-            CheckpointError, PositionError: the deltas that lead to the newest position cannot be read.
-        """
+        """Those of the deltas so far; nothing if the base maps no tables."""
         record = log.base.manifest.mapped
         room = {t.name: t.overlay_rows for t in record.tables if t.overlay_rows is not None} if record else {}
         rows = {each.name: each.shape[0] for each in log.schema.variables if each.name in room}
@@ -104,11 +100,7 @@ class OverlaidRows(Struct, frozen=True):
                 self.found[name] = _with(found, ids, self.rows[name])
 
     def require_room(self) -> None:
-        """Refuse a delta that servers would refuse.
-
-        Raises:
-            OverlayFull: more rows of a table have changed than there is room for.
-        """
+        """Refuse a delta that servers would refuse."""
         for table in self.tables:
             if table.rows > table.capacity:
                 raise OverlayFull(
@@ -117,11 +109,7 @@ class OverlaidRows(Struct, frozen=True):
                 )
 
     def save(self, log: DeltaLog, position: int, state: str) -> None:
-        """Keep the rows for the delta after the one that led to a position.
-
-        Raises:
-            OSError, PublishError: they cannot be written.
-        """
+        """Keep the rows for the delta after the one that led to a position."""
         if not self.found:
             return
         prefix = _prefix(log, position, state)

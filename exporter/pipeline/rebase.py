@@ -68,9 +68,6 @@ class BaseMerger:
     """The variables of a base, `stored`, with `deltas` applied on top, oldest first.
 
     Those that servers map, `mapped`, get files of their own.
-
-    Raises:
-        CheckpointChanged: a file is no longer there.
     """
 
     def __init__(
@@ -110,11 +107,6 @@ class BaseMerger:
         """Write `variables/`. A job that is kept ends with the stack.
 
         `state` has the values of what lies in the base in boxes that are no ranges of rows: no task's.
-
-        Raises:
-            CorruptFile: a delta or the base is damaged.
-            CheckpointChanged: a file was replaced, or is gone.
-            ExportError: any other of a task's; the engine gave up.
         """
         self._prefix.parent.mkdir()
         others = bool(self._left) or not self.tasks
@@ -351,11 +343,7 @@ def _rebase(
 
 
 def _require_finite(log: DeltaLog, chain: Sequence[LogDelta]) -> None:
-    """Refuse a base with values that servers of the base before have refused.
-
-    Raises:
-        NotFinite: there are any, of an earlier release that did not check.
-    """
+    """Refuse a base with values that servers of the base before have refused."""
     require_merger_finite(log, chain, Span(chain[0].start, chain[-1].end))
 
 
@@ -408,12 +396,7 @@ def _newest_approved(log: DeltaLog) -> LogBase | LogDelta:
 def _copy_graph(
     log_base: LogBase, bundle: Path, position: int, step: int, mapped: MappedRecord | None
 ) -> None:
-    """Copy everything of a base but its variables, at another position, with other files to map.
-
-    Raises:
-        VerificationError: a file is not what the base's manifest lists.
-        ManifestError: the graph is not one that takes deltas.
-    """
+    """Copy everything of a base but its variables, at another position, with other files to map."""
     base = log_base.path
     for file in log_base.manifest.files:  # the new manifest would vouch for what is damaged here
         if not file.path.startswith(f"{VARIABLES_DIRECTORY}/"):

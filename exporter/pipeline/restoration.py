@@ -118,13 +118,7 @@ class Restorer(ABC):
         self.at, self.log, self.hold = at, log, hold
 
     def rollback_of(self, to: int) -> Restoration:
-        """What leads to the values of `to` again.
-
-        Raises:
-            PositionUnknown: nothing published stands there.
-            UsageError: it is the newest.
-            ModelHeld: a canary decides about the log, and the values of `to` did not pass.
-        """
+        """What leads to the values of `to` again."""
         at = self.at.position
         if to == at:
             raise UsageError(
@@ -154,23 +148,13 @@ class Restorer(ABC):
 
     @abstractmethod
     def plan(self, restoration: Restoration) -> Planned:
-        """What `publish` would do; what it would read is read and checked, and nothing is written.
-
-        Raises:
-            PositionUnknown, NotFinite, CheckpointError, VerificationError: as `publish`.
-        """
+        """What `publish` would do; what it would read is read and checked, and nothing is written."""
 
     @abstractmethod
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta | PublishedVersion:
         """Publish the values; of a rollback the model is held before they can be seen.
 
         The caller has the model's lock.
-
-        Raises:
-            PositionUnknown: the values are gone.
-            NotFinite: the model would refuse them.
-            CheckpointError, VerificationError: they are damaged.
-            PublishError: see errors.py.
         """
 
 
@@ -265,9 +249,6 @@ class DeltaRestorer(Restorer):
         """Refuse what servers have no room for: rows that changed before the base may come back now.
 
         Only a base that maps tables costs anything here: for all others the hold comes first.
-
-        Raises:
-            OverlayFull: there are too many, of a mapped table.
         """
         overlaid = OverlaidRows.of(self.published)
         for delta in self._since(restoration) if overlaid.room else ():
@@ -328,11 +309,7 @@ def is_canaried(log: DeltaLog) -> bool:
 
 
 def approved_by_canary(log: DeltaLog) -> int | None:
-    """How far a canary approved the log, also where a rollback holds it there; None if there is no canary.
-
-    Raises:
-        ManifestError: the hold does not say a position.
-    """
+    """How far a canary approved the log, also where a rollback holds it there; None if there is no canary."""
     return log.hold.read() if is_canaried(log) else None
 
 

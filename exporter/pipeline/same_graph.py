@@ -75,13 +75,7 @@ class SameGraph(Struct, frozen=True):
 
 
 def check_same_graph(log: DeltaLog, request: ExportRequest, catalog: Catalog) -> SameGraph:
-    """Refuse a delta of another graph or vocabulary.
-
-    Raises:
-        SchemaChanged: the model's code, a graph, an option about it, or a file of a table changed.
-        BuilderError: the builder that is named is not there.
-        UsageError: outputs are to be compared, which a delta has not.
-    """
+    """Refuse a delta of another graph or vocabulary."""
     if request.verify is Verify.OUTPUTS:
         raise UsageError(
             "--verify outputs compares a whole model, a delta has no answers of its own",

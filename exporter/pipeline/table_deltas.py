@@ -48,11 +48,6 @@ def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableC
 
     DeepRec's increments do not report deletions: these come with a comparison, when there is another full
     checkpoint. What is published is checked before anything is placed by it.
-
-    Raises:
-        TableFull: a table has no room for its new keys.
-        SchemaChanged: a table is gone, or has other rows than what is published.
-        CheckpointError: a file is damaged or cannot be read.
     """
     if not log.base.entry.mapping_spec.dynamic:
         return TableChanges({})
@@ -65,9 +60,6 @@ def has_room(log: DeltaLog, trainer: TrainerState) -> bool:
     """True if this log began with the trainer's full checkpoint, and with room for all increments since.
 
     Where such a log has a full table nevertheless, as keys crowd in its index, another base would have one.
-
-    Raises:
-        CheckpointError: the trainer's files cannot be read.
     """
     if log.base.entry.trained.checkpoint != trainer.plan.target.checkpoint:
         return False
@@ -119,11 +111,6 @@ def told_changes(
     """What increments report of the dynamic tables, but for rows that the one that `since` names held too.
 
     `published` is read at any places, so it must have been checked.
-
-    Raises:
-        TableFull: a table has no room for its new keys.
-        SchemaChanged: a table is gone, or has other rows than what is published.
-        CheckpointError: a file is damaged or cannot be read.
     """
     if not trainer.plan.increments or not spec.dynamic:
         return {}
@@ -144,12 +131,7 @@ def told_changes(
 
 
 def _told_of(trainer: TrainerState, tables: Iterable[_Table]) -> dict[str, KeyedChange]:
-    """What the trainer's increments report of tables, by the checkpoint's names.
-
-    Raises:
-        CorruptFile: an increment is damaged.
-        SchemaChanged: one holds rows of another kind than the checkpoint.
-    """
+    """What the trainer's increments report of tables, by the checkpoint's names."""
     known = {each.variable.name: each.variable for each in tables}
     told = keyed_changes_of(trainer.plan.increments, known.keys())
     for name, change in told.items():

@@ -40,15 +40,7 @@ class WrittenTables(Struct, frozen=True):
 def lay_out_tables(
     graph: InferenceGraph, catalog: Catalog, rules: MappingRules, head_room: float | None
 ) -> tuple[InferenceGraph, TableLayout | None]:
-    """The graph with the sizes of its dynamic tables, and the checkpoint laid out for them.
-
-    Raises:
-        UsageError: keys are to be filtered, or to have room, and there are none, or nothing that tells of
-            them; or the room is not a number.
-        MissingTensors: the checkpoint lacks a table.
-        ShapeMismatch: one has rows of another length or type.
-        CorruptFile, UnsupportedFormat: see `embedding_variables`.
-    """
+    """The graph with the sizes of its dynamic tables, and the checkpoint laid out for them."""
     if not graph.dynamic_tables:
         if not rules.admission.is_everyone:
             raise UsageError(
@@ -75,11 +67,7 @@ def lay_out_tables(
 def map_laid_out(
     graph: InferenceGraph, catalog: Catalog, layout: TableLayout | None, rules: MappingRules
 ) -> VariableMapping:
-    """The mapping of a graph's variables, those of its tables among them.
-
-    Raises:
-        MappingError: see `build_mapping`.
-    """
+    """The mapping of a graph's variables, those of its tables among them."""
     if layout is None:
         return build_mapping(graph, catalog, rules)
     # A table's slices are in the order of its rows.
@@ -100,12 +88,6 @@ def write_tables(
     """Write what the tables of a mapping need beside the checkpoint's own tensors.
 
     What is new is written under `directory`, which is made, or where the runner keeps jobs.
-
-    Raises:
-        CheckpointError: keys are damaged, occur twice, or changed.
-        TableFull: keys crowd in the index.
-        PublishError: the target cannot be written.
-        ExportError: any other of a task's; the engine gave up.
     """
     with writing(directory):
         directory.mkdir()

@@ -27,9 +27,6 @@ def require_graph(request: ExportRequest, catalog: Catalog) -> None:
     """Have a watch wait for the graph, which a Saver writes after all else, if nothing else is to be served.
 
     Beside archives and objects none comes: planning says that it is missing.
-
-    Raises:
-        CheckpointNotFound: it is not there yet.
     """
     if request.model is not None or is_archive(catalog.prefix) or OBJECT_GRAPH in catalog.tensors:
         return
@@ -65,12 +62,7 @@ def _whole(meta_graph: Proto) -> set[str]:
 
 
 def training_graph(request: ExportRequest, catalog: Catalog) -> TrainingGraph | None:
-    """The graph that `--train-tag` names, in the SavedModel that is the source; None if nothing is asked.
-
-    Raises:
-        UsageError: there is no such graph, or it cannot be kept in what is to be written.
-        CheckpointError, GraphError: it cannot be read.
-    """
+    """The graph that `--train-tag` names, in the SavedModel that is the source; None if nothing is asked."""
     if request.train_tag is None:
         return None
     if SERVE_TAG in request.train_tag.split(","):

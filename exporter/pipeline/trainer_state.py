@@ -48,11 +48,6 @@ class TrainerState(Struct, frozen=True):
 
         Of a table in 8 bits each row is in the newest of them alone: NaN has no codes, and must not stand in
         the way once it is trained to a number.
-
-        Raises:
-            CorruptFile: an increment is damaged.
-            SchemaChanged: one holds a variable of another shape or dtype than the checkpoint.
-            NotFinite: a row of a table in 8 bits has no codes.
         """
         by_tensor = {source.tensor.name: source for source in self.mapping.sources}
         newer: dict[str, Array] = {}
@@ -70,9 +65,6 @@ class TrainerState(Struct, frozen=True):
 
         Increments say nothing of lookup tables: at each position they are as in the full checkpoint that was
         published. They are compared where that is another one, and nothing else is read for it.
-
-        Raises:
-            CheckpointError: the contents of a table are damaged, or cannot be read.
         """
         is_same = self.plan.target.checkpoint == log.trained.checkpoint
         if not self.schema.lookups or not self.plan.is_known or is_same:
@@ -122,10 +114,6 @@ def read_trainer(
     """What is in a checkpoint directory (or at a prefix), seen from the state that was published last, of
     which rows may stay behind by less than `within`. After a new full checkpoint a watch waits for the next
     increment, and up to `marker_seconds` for the marker that says which one that will be.
-
-    Raises:
-        CheckpointError: it cannot be read, see errors.py.
-        SchemaChanged: its variables are not those that are published.
     """
     catalog = open_checkpoint(ckpt_dir)
     # Of the index that was read: the trainer may have put another in its place since.

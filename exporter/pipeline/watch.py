@@ -84,11 +84,7 @@ class _Newest(Struct):
     _step: int | None = None
 
     def export(self) -> Poll[Exported]:
-        """Export it, if it is not published.
-
-        Raises:
-            ExportError: any of errors.py; the next look tries again.
-        """
+        """Export it, if it is not published."""
         first = look(candidates(self.request.ckpt_dir)[0])
         if first and first == self._seen:
             return Poll(None, self._step)

@@ -126,11 +126,7 @@ class WatchProgress(Struct, frozen=True):
 
 
 def parse_duration(option: str, text: str) -> float:
-    """Seconds from `90`, `90s`, `15m`, `2h` or `1d`.
-
-    Raises:
-        UsageError: anything else.
-    """
+    """Seconds from `90`, `90s`, `15m`, `2h` or `1d`."""
     match = _DURATION.fullmatch(text)
     if match is None:
         raise UsageError(f"{option} {text!r} is not a duration", hint="as in 90 (seconds), 15m, 2h, 1d")
@@ -177,11 +173,7 @@ class StopWhen(Struct, frozen=True, repr_omit_defaults=True):
     ] = math.inf
 
     def __post_init__(self) -> None:
-        """Refuse values that are not numbers.
-
-        Raises:
-            UsageError: a value is none.
-        """
+        """Refuse values that are not numbers."""
         given.take(self)
 
     def is_met(self, progress: WatchProgress) -> bool:
@@ -221,11 +213,7 @@ class Watching(Struct, frozen=True, repr_omit_defaults=True):
     stop: StopWhen = StopWhen()
 
     def __post_init__(self) -> None:
-        """Refuse values that are neither a number nor a `StopWhen`.
-
-        Raises:
-            UsageError: a value is none.
-        """
+        """Refuse values that are neither a number nor a `StopWhen`."""
         given.take(self)
 
     def pause_seconds(self, progress: WatchProgress, failures: int) -> float:

@@ -129,11 +129,7 @@ class VersionRule(Struct, frozen=True):
 
     @classmethod
     def parse(cls, asked: str | int | None) -> VersionRule:
-        """The rule that `--version` names.
-
-        Raises:
-            UsageError: neither `time` nor an integer in [0, 2**62).
-        """
+        """The rule that `--version` names."""
         if asked is None:
             return cls()
         text = str(asked)
@@ -153,9 +149,6 @@ class VersionRule(Struct, frozen=True):
         """Version and position of what is published next.
 
         `newest` is the greatest version number in use, `last` the greatest position.
-
-        Raises:
-            VersionExists: the number asked for is not above `newest`, or no greater int64 is left.
         """
         if self.choice == "position":
             position = next_position(step, greatest(newest, last))
@@ -276,9 +269,6 @@ def next_position(step: int | None, last: int | None) -> int:
     """The training step if it is greater than the last position, else the last position + 1.
 
     Without a step and a last position it is 1. A step beyond `LARGEST_ASKED` is no count of anything.
-
-    Raises:
-        VersionExists: the last position is the greatest int64.
     """
     if step is not None and (last is None or step > last) and step <= LARGEST_ASKED:
         return step
@@ -353,10 +343,6 @@ def publish_delta(
 
     `last` was the greatest position of the model when the delta was made; None where that does not matter,
     as for a merger of deltas that are published already.
-
-    Raises:
-        PositionMoved: another position is the greatest now, or the delta is there already.
-        TargetBusy, VerificationError, TargetNotWritable, DiskFull, PublishError: as `publish_version`.
     """
     with writing(staging.model):
         held = None

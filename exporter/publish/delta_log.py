@@ -53,12 +53,7 @@ class LogBase(Struct, frozen=True):
 
     @classmethod
     def read(cls, path: Path) -> LogBase:
-        """The base in a version's directory.
-
-        Raises:
-            ManifestError: its manifest cannot be read, or names another version.
-            NotUpdatable: it takes no deltas.
-        """
+        """The base in a version's directory."""
         manifest = read_manifest(path)
         check_place(manifest, path)
         if not isinstance(manifest.incremental, BaseEntry):
@@ -74,11 +69,7 @@ class LogBase(Struct, frozen=True):
         return Position(self.manifest.position, self.manifest.step)
 
     def stored(self) -> dict[str, RowReader]:
-        """Its served variables by name.
-
-        Raises:
-            CheckpointError: they cannot be read, or are not those that its manifest lists.
-        """
+        """Its served variables by name."""
         catalog = read_catalog(self.path / VARIABLES_PREFIX)
         _check_listed(catalog, self.manifest)
         sources = self.entry.mapping_spec.sources()
@@ -99,22 +90,14 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Its manifest, checked against its name.
-
-        Raises:
-            ManifestError: it cannot be read, or names other positions.
-        """
+        """Its manifest, checked against its name."""
         manifest = read_manifest(self.path)
         check_place(manifest, self.path)
         return manifest
 
     @property
     def entry(self) -> DeltaEntry:
-        """Its place in the log.
-
-        Raises:
-            ManifestError: the manifest cannot be read or does not say.
-        """
+        """Its place in the log."""
         entry = self.manifest.incremental
         if not isinstance(entry, DeltaEntry):
             raise ManifestError(f"{self.path / MANIFEST_FILE} does not say which log the delta is of")
@@ -202,9 +185,6 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     def last(self) -> int:
         """The greatest position that was published for the model, in this log as it was listed or in others.
-
-        Raises:
-            ManifestError: the logs' directory cannot be listed.
         """
         ends = [delta.end for delta in self.deltas]
         return max([self.base.at.position, *ends, *delta_positions(self.model, but=self.path)])
@@ -216,28 +196,16 @@ class DeltaLog(Struct, frozen=True, dict=True):
         )
 
     def chain(self, start: int, target: int | None = None) -> tuple[LogDelta, ...]:
-        """The deltas that lead from `start` to `target`, or to the newest position.
-
-        Raises:
-            DeltaGap, StaleDelta: see `plan_chain`.
-        """
+        """The deltas that lead from `start` to `target`, or to the newest position."""
         return plan_chain(self.deltas, start, target)
 
     def ahead_of(self, position: int, hold: int | None) -> tuple[LogDelta, ...]:
         """The deltas that a server at `position` takes by itself: as far as they lead, and not past a hold.
-
-        Raises:
-            DeltaGap: see `plan_chain`.
         """
         return plan_chain([delta for delta in self.deltas if hold is None or delta.end <= hold], position)
 
     def open(self, delta: LogDelta, *, only: Collection[str] | None = None) -> Delta:
-        """The delta's changes as memory maps, every checksum compared; of variables `only`.
-
-        Raises:
-            CheckpointError: it is damaged, see errors.py.
-            ForeignLineage, SchemaChanged: it is of another log.
-        """
+        """The delta's changes as memory maps, every checksum compared; of variables `only`."""
         tensors = self.tensors(delta)
         with _hinted():
             found = with_values(tensors, self.schema)
@@ -248,23 +216,14 @@ class DeltaLog(Struct, frozen=True, dict=True):
             return found
 
     def row_numbers(self, delta: LogDelta, tables: Collection[str]) -> dict[str, Array]:
-        """The numbers of the rows of some tables that a delta holds, checksums compared; no row is read.
-
-        Raises:
-            CheckpointError, ForeignLineage, SchemaChanged: as `tensors`.
-        """
+        """The numbers of the rows of some tables that a delta holds, checksums compared; no row is read."""
         tensors = self.tensors(delta)
         with _hinted():
             chosen = (variable for variable in self.schema.variables if variable.name in tables)
             return {variable.name: row_numbers(tensors, variable) for variable in chosen}
 
     def tensors(self, delta: LogDelta) -> DeltaTensors:
-        """The delta's tensors, whose values are not read.
-
-        Raises:
-            CheckpointError: it is damaged, see errors.py.
-            ForeignLineage, SchemaChanged: it is of another log.
-        """
+        """The delta's tensors, whose values are not read."""
         with _hinted():
             found = read_tensors(delta.path / DELTA_NAME, self.schema)
             header = found.header
@@ -276,12 +235,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
             return found
 
     def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> Snapshot:
-        """The values at a position, by default at the newest; of variables `only`, if these are named.
-
-        Raises:
-            PositionUnknown: no base leads there any more.
-            CheckpointError: a base or delta on the way is damaged.
-        """
+        """The values at a position, by default at the newest; of variables `only`, if these are named."""
         target = self.at.position if position is None else position
         by_position = {base.at.position: base for base in self.bases}
         base = by_position[nearest_base(self.deltas, by_position, target)]
@@ -290,11 +244,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         return Snapshot(base.stored(), layers, hint=BROKEN_LOG_HINT)
 
     def trained_at(self, position: int) -> tuple[TrainerVersion, int | None]:
-        """The trainer's state at a position, and its step.
-
-        Raises:
-            PositionUnknown: nothing published stands there.
-        """
+        """The trainer's state at a position, and its step."""
         found = self.standing(position)
         return found.entry.trained, found.at.step
 
@@ -309,11 +259,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         return self.hold.approved()
 
     def standing(self, position: int) -> LogBase | LogDelta:
-        """What leads to, or is, a position.
-
-        Raises:
-            PositionUnknown: nothing published stands there.
-        """
+        """What leads to, or is, a position."""
         for base in self.bases:
             if base.at.position == position:
                 return base

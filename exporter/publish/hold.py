@@ -63,11 +63,7 @@ class Hold(Struct, frozen=True):
         return self.is_set and not self.is_canary
 
     def read(self) -> int | None:
-        """The position; None without a hold.
-
-        Raises:
-            ManifestError: there is a hold, and it does not say a position.
-        """
+        """The position; None without a hold."""
         return self._position(self.content())
 
     @property
@@ -113,22 +109,14 @@ class Hold(Struct, frozen=True):
             return b"" if self.is_set else None
 
     def put(self, position: int, staging: Staging, *, canary: bool = False) -> None:
-        """Set the hold atomically, a canary's or one that binds publishers, too.
-
-        Raises:
-            TargetNotWritable, DiskFull, PublishError: it stays as it was.
-        """
+        """Set the hold atomically, a canary's or one that binds publishers, too."""
         with writing(self.path):
             make_directories(self.directory)
             text = f"0{position:017d}\n" if canary else f"{position}\n"
             self._replace(_written(staging, text.encode("ascii")))
 
     def lift(self) -> None:
-        """Remove the hold.
-
-        Raises:
-            TargetNotWritable, PublishError: it stays.
-        """
+        """Remove the hold."""
         with writing(self.path):
             self.path.unlink(missing_ok=True)
             if self.directory.exists():

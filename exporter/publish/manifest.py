@@ -99,11 +99,7 @@ class BaseEntry(
 
     @cached_property
     def schema(self) -> Schema:
-        """The served variables, as deltas hold them.
-
-        Raises:
-            DocumentError: what the manifest says of them is malformed.
-        """
+        """The served variables, as deltas hold them."""
         try:
             return Schema.from_json(self.schema_rows)
         except ValueError as error:
@@ -111,18 +107,11 @@ class BaseEntry(
 
     @cached_property
     def mapping_spec(self) -> MappingSpec:
-        """How served variables come from a trainer's checkpoint.
-
-        Raises:
-            DocumentError: a rule is malformed.
-        """
+        """How served variables come from a trainer's checkpoint."""
         return MappingSpec.read(self.recipe)
 
     def check_updates(self, given: Updates | None) -> None:
         """Compare how the base takes deltas with what a later command line says, which may leave it all out.
-
-        Raises:
-            SchemaChanged: they differ; only another base can take them otherwise.
         """
         if given is None or given == Updates():
             return
@@ -328,11 +317,7 @@ class ManifestHead(Struct, frozen=True, rename={"created_text": "created"}):
 
     @property
     def created(self) -> datetime:
-        """When it was published.
-
-        Raises:
-            DocumentError: the text is not a time.
-        """
+        """When it was published."""
         return _created(self.created_text)
 
     @property
@@ -403,11 +388,7 @@ def from_json(text: str | bytes) -> Manifest:
 
 
 def head_from_json(text: str | bytes) -> ManifestHead:
-    """The head of a manifest; its tensors and files are not looked at, which is most of the work.
-
-    Raises:
-        ManifestError: as `from_json`.
-    """
+    """The head of a manifest; its tensors and files are not looked at, which is most of the work."""
     with _damage_named(text):
         head: ManifestHead = decode_head(text, ManifestHead, "manifest", end='"tensors": [')
         _created(head.created_text)

@@ -35,10 +35,6 @@ class Permission(Struct, frozen=True):
         """Refuse to publish over a hold, or to end a log, unless that was asked for.
 
         The model's `versions` are listed unless they are given.
-
-        Raises:
-            ModelHeld: the model is held.
-            ChainEnds: the newest version takes deltas, and this one does not.
         """
         newest = newest_of(version_dirs(model) if versions is None else versions)
         log = None if newest is None else _log_of(newest)

@@ -28,11 +28,7 @@ class Stored(Struct, frozen=True):
 
 
 def require_fitting(schema: Schema, spec: MappingSpec, tensors: Mapping[str, Stored]) -> None:
-    """Compare a base's served variables with its recipe, and this with its tensors.
-
-    Raises:
-        DocumentError: they differ, or the recipe contradicts itself.
-    """
+    """Compare a base's served variables with its recipe, and this with its tensors."""
     made = {name: stored for source in spec.sources() for name, stored in _made(source, tensors)}
     said = {variable.name: _said(variable) for variable in schema.variables}
     for name in sorted(made.keys() | said.keys()):

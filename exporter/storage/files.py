@@ -335,11 +335,7 @@ class FileDigests(Struct):
     is_new: bool = False
 
     def __call__(self, path: Path, of: Callable[[Path], str] = file_digest) -> str:
-        """The digest of a file, taken by `of`, which must always be the same for one path.
-
-        Raises:
-            OSError: it cannot be read, or is not a regular file.
-        """
+        """The digest of a file, taken by `of`, which must always be the same for one path."""
         name, looks = str(path.absolute()), kept_identity(path)
         was, digest = self.known.get(name, ([], ""))
         if was == looks:

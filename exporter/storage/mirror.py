@@ -92,12 +92,7 @@ class Mirror:
         return self.root if self._is_directory else self.root / self._asked.name
 
     def refresh(self) -> None:
-        """List the objects again: new ones appear, replaced ones become new files, others are removed.
-
-        Raises:
-            CheckpointError: they cannot be listed, or are more than a checkpoint's directory has.
-            DiskFull, PublishError: the local directory cannot be written.
-        """
+        """List the objects again: new ones appear, replaced ones become new files, others are removed."""
         base = self.url.key("")
         found = {each.key[len(base) :]: each for each in self._list() if each.key.startswith(base)}
         if len(found) > _MOST_FILES:
@@ -138,11 +133,7 @@ class Mirror:
                 self._fetched[name] = Ranges()
 
     def listed(self, name: str) -> RemoteObject:
-        """The object that a file stands for.
-
-        Raises:
-            CheckpointChanged: it is no longer there.
-        """
+        """The object that a file stands for."""
         each = self._found.get(name) or self.standing_in(name)
         if each is None:
             raise CheckpointChanged(f"{self.url}/{name} vanished after it was listed")
@@ -157,11 +148,7 @@ class Mirror:
         return inode not in self._stand_ins and inode != self._inodes.get(name)
 
     def stand_in(self, path: Path, each: RemoteObject) -> None:
-        """Make a new file that stands for an object of the bucket, also when it is renamed below the root.
-
-        Raises:
-            DiskFull, PublishError: it cannot be made.
-        """
+        """Make a new file that stands for an object of the bucket, also when it is renamed below the root."""
         pinned = self._private / f"{len(self._stand_ins)}"  # its inode is not given to another file
         try:
             pinned.parent.mkdir(exist_ok=True)
@@ -202,11 +189,6 @@ class Mirror:
         """Fill ranges (start, stop) of a file, or all of it; what is there already is not fetched again.
 
         With a small one, others of its kind may come too: see `exporter.storage.mirror`.
-
-        Raises:
-            CheckpointChanged: the object is gone or was replaced.
-            CheckpointError: it cannot be read.
-            DiskFull, PublishError: the local file cannot be written.
         """
         with self._asking(), self._lock:
             found = self._stand_in_of(name)
@@ -230,11 +212,7 @@ class Mirror:
         ranges: Iterable[tuple[int, int]],
         ask: Callable[[ObjectReader, RemoteObject], T],
     ) -> T | None:
-        """What `ask` makes of the object itself; None if the file has all of these ranges (start, stop).
-
-        Raises:
-            CheckpointChanged, CheckpointError: as `fetch`.
-        """
+        """What `ask` makes of the object itself; None if the file has all of these ranges (start, stop)."""
         with self._lock:
             found = self._stand_in_of(name)
             if found is None and name in self._found and not self.is_made_here(name):
@@ -298,9 +276,6 @@ class Mirror:
         """Fetch pieces (start, stop, offset in the target) of an object into an open file; none is kept here.
 
         `advance` is called with the number of bytes that have come, from several threads.
-
-        Raises:
-            CheckpointChanged, CheckpointError, DiskFull, PublishError: as `fetch`.
         """
         with self._asking():
             self._reader.copy(self.listed(name), descriptor, pieces, target, advance)

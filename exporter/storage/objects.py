@@ -94,11 +94,7 @@ class ObjectReader:
         self._store = _open(url)
 
     def below(self, path: str, *, after: str | None = None) -> Iterator[RemoteObject]:
-        """All objects below a directory, by key; with `after` those whose keys sort after it alone.
-
-        Raises:
-            CheckpointError: they cannot be listed.
-        """
+        """All objects below a directory, by key; with `after` those whose keys sort after it alone."""
         import obstore
 
         def listed() -> list[RemoteObject]:
@@ -110,29 +106,17 @@ class ObjectReader:
             yield from again(listed)
 
     def contents(self, *, after: str | None = None) -> dict[str, RemoteObject]:
-        """All objects below the URL, by their names there; with `after` what sorts after that name alone.
-
-        Raises:
-            CheckpointError: as `below`.
-        """
+        """All objects below the URL, by their names there; with `after` what sorts after that name alone."""
         base = self.url.key("")
         found = self.below(self.url.path, after=after and base + after)
         return {each.key.removeprefix(base): each for each in found}
 
     def beside(self, path: str) -> list[RemoteObject]:
-        """The objects of a directory alone.
-
-        Raises:
-            CheckpointError: they cannot be listed.
-        """
+        """The objects of a directory alone."""
         return [_object(each) for each in self._level(path)["objects"]]
 
     def directories(self, path: str) -> list[str]:
-        """The paths of the directories in a directory.
-
-        Raises:
-            CheckpointError: they cannot be listed.
-        """
+        """The paths of the directories in a directory."""
         return [*self._level(path)["common_prefixes"]]
 
     def _level(self, path: str) -> Any:
@@ -142,11 +126,7 @@ class ObjectReader:
             return again(lambda: obstore.list_with_delimiter(self._store, path or None))
 
     def look(self, key: str) -> RemoteObject | None:
-        """The object of a key as it is now, None if there is none.
-
-        Raises:
-            CheckpointError: the store cannot be asked.
-        """
+        """The object of a key as it is now, None if there is none."""
         import obstore
 
         with asking(self.url, key):
@@ -156,12 +136,7 @@ class ObjectReader:
                 return None
 
     def read(self, found: RemoteObject, start: int, stop: int) -> memoryview:
-        """Bytes `start` to `stop` of the object that was listed.
-
-        Raises:
-            CheckpointChanged: it is gone, or another one has its name.
-            CheckpointError: it cannot be read.
-        """
+        """Bytes `start` to `stop` of the object that was listed."""
         import obstore
 
         if start >= stop:
@@ -190,10 +165,6 @@ class ObjectReader:
 
         `advance` is called with the number of bytes that have come, and `note` is given their offsets in the
         target and the bytes themselves, from several threads.
-
-        Raises:
-            CheckpointChanged, CheckpointError: as `read`.
-            DiskFull, PublishError: the target cannot be written.
         """
 
         def write(offset: int, content: memoryview) -> None:
@@ -217,9 +188,6 @@ class ObjectReader:
         """Fetch pieces (start, stop, offset), in parallel, and have them used from several threads.
 
         `use` is given parts of a piece, each with the offset of its first byte.
-
-        Raises:
-            CheckpointChanged, CheckpointError: as `read`.
         """
 
         def take(request: Request) -> None:
@@ -236,11 +204,7 @@ class ObjectReader:
                 task.result()
 
     def checksums(self, found: RemoteObject, ranges: Sequence[tuple[int, int]]) -> list[int]:
-        """The plain crc32c of each range (start, stop); nothing is written.
-
-        Raises:
-            CheckpointChanged, CheckpointError: as `read`.
-        """
+        """The plain crc32c of each range (start, stop); nothing is written."""
         import numpy as np
 
         from exporter.wire.crc32c import combine, extend
@@ -275,9 +239,6 @@ class ObjectWriter(ObjectReader):
         """Put a file under a key, in parts if it is large, and return its tag.
 
         `note` is given the offsets of its parts and the bytes themselves, as they are sent.
-
-        Raises:
-            PublishError: the store cannot be written.
         """
         import obstore
 
@@ -291,12 +252,7 @@ class ObjectWriter(ObjectReader):
             return awaited(lambda: obstore.put(self._patient, key, sent, **how))["e_tag"] or ""
 
     def duplicate(self, found: RemoteObject, key: str) -> None:
-        """Have the store copy an object of the bucket to another key.
-
-        Raises:
-            CheckpointChanged: it is gone, or another one has its name.
-            PublishError: the store cannot be written.
-        """
+        """Have the store copy an object of the bucket to another key."""
         import obstore
 
         with writing_to(self.url, key):
@@ -307,9 +263,6 @@ class ObjectWriter(ObjectReader):
 
     def copy_if_there(self, source: str, key: str) -> bool:
         """Have the store copy an object to another key, whatever is there; False if there is no such object.
-
-        Raises:
-            PublishError: the store cannot be written.
         """
         import obstore
 
@@ -321,19 +274,11 @@ class ObjectWriter(ObjectReader):
         return True
 
     def create(self, key: str, content: bytes) -> Tag | None:
-        """Put a new object; its tag, or None if the key is taken.
-
-        Raises:
-            PublishError: the store cannot be written.
-        """
+        """Put a new object; its tag, or None if the key is taken."""
         return self._put(key, content, "create")
 
     def replace(self, key: str, content: bytes, tag: Tag) -> Tag | None:
-        """Put an object in place of the one with this tag; its own tag, or None if another one is there.
-
-        Raises:
-            PublishError: the store cannot be written.
-        """
+        """Put an object in place of the one with this tag; its own tag, or None if another one is there."""
         told = {"e_tag": tag.e_tag, "version": tag.version}
         return self._put(key, content, {name: value for name, value in told.items() if value is not None})
 
@@ -349,19 +294,11 @@ class ObjectWriter(ObjectReader):
                 return None
 
     def put(self, key: str, content: bytes) -> None:
-        """Put an object, whatever is there.
-
-        Raises:
-            PublishError: the store cannot be written.
-        """
+        """Put an object, whatever is there."""
         self._put(key, content, "overwrite")
 
     def fetch(self, key: str, limit: int) -> tuple[bytes, Tag] | None:
-        """A small object and its tag; None if there is none.
-
-        Raises:
-            CheckpointError: it cannot be read, or has more than `limit` bytes.
-        """
+        """A small object and its tag; None if there is none."""
         import obstore
 
         def fetched() -> tuple[bytes, Tag]:
@@ -377,11 +314,7 @@ class ObjectWriter(ObjectReader):
                 return None
 
     def delete(self, *keys: str) -> None:
-        """Remove objects, many at a time, in any order; an absent one is not a failure.
-
-        Raises:
-            PublishError: the store cannot be written.
-        """
+        """Remove objects, many at a time, in any order; an absent one is not a failure."""
         import obstore
 
         def remove(key: str) -> None:
@@ -437,11 +370,7 @@ def _open(url: Url, silence: timedelta | None = None) -> ObjectStore:
 
 
 def _endpoint(name: str) -> str:
-    """What a variable says; obstore panics at an address without a scheme.
-
-    Raises:
-        UsageError: it is no URL.
-    """
+    """What a variable says; obstore panics at an address without a scheme."""
     text = os.environ.get(name, "")
     if text and re.fullmatch(r"https?://[^\s/?#@]+(/\S*)?", text) is None:
         raise UsageError(
@@ -547,13 +476,7 @@ def again(ask: Callable[[], T]) -> T:
 
 @contextmanager
 def asking(url: Url, key: str | None = None) -> Iterator[None]:
-    """Turn what a store answers to reading into errors by name.
-
-    Raises:
-        CheckpointNotFound: there is no such bucket.
-        CheckpointChanged: the object `key` is gone, or was replaced.
-        CheckpointError: anything else that the store refuses, or no answer.
-    """
+    """Turn what a store answers to reading into errors by name."""
     from obstore import exceptions
 
     where = str(url) if key is None else f"{url.scheme}://{url.bucket}/{key}"
@@ -611,11 +534,7 @@ def _said(error: Exception) -> str:
 
 @contextmanager
 def writing_to(url: Url, key: str) -> Iterator[None]:
-    """`asking`, for writes.
-
-    Raises:
-        PublishError: the store cannot be written.
-    """
+    """`asking`, for writes."""
     try:
         with asking(url, key):
             yield

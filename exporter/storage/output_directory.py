@@ -37,71 +37,34 @@ class Directory(Protocol):
         """The directory for files that are then given to `put_file`."""
 
     def put_file(self, name: str, path: Path) -> str:
-        """Make a file of `scratch` the object of this name, and return its tag; the file may be gone then.
-
-        Raises:
-            DiskFull, PublishError: the directory cannot be written.
-        """
+        """Make a file of `scratch` the object of this name, and return its tag; the file may be gone then."""
 
     def put_new(self, name: str, path: Path) -> None:
-        """Make a file of `scratch` an object, unless there is one of this name, which keeps its tag.
-
-        Raises:
-            DiskFull, PublishError: the directory cannot be written.
-        """
+        """Make a file of `scratch` an object, unless there is one of this name, which keeps its tag."""
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a small object, whatever is there.
-
-        Raises:
-            DiskFull, PublishError: the directory cannot be written.
-        """
+        """Write a small object, whatever is there."""
 
     def read(self, name: str) -> bytes | None:
-        """A small object; None if it is not there.
-
-        Raises:
-            CheckpointError, PublishError: it cannot be read.
-        """
+        """A small object; None if it is not there."""
 
     def look(self, name: str) -> tuple[int, str] | None:
-        """Size in bytes and tag of an object; None if it is not there.
-
-        Raises:
-            CheckpointError, PublishError: it cannot be asked for.
-        """
+        """Size in bytes and tag of an object; None if it is not there."""
 
     def names(self, below: str) -> list[str]:
-        """The names of the objects below a name, in order.
-
-        Raises:
-            CheckpointError, PublishError: they cannot be listed.
-        """
+        """The names of the objects below a name, in order."""
 
     def show(self, name: str, path: Path, size: int, tag: str) -> None:
-        """Make an object appear at a local path: by a link, or fetched now or when it is read.
-
-        Raises:
-            CheckpointChanged: another object has its name.
-            DiskFull, PublishError: the path cannot be written.
-        """
+        """Make an object appear at a local path: by a link, or fetched now or when it is read."""
 
     def as_local(self) -> Path:
         """A local directory with what is there now; objects of a store are fetched when they are read.
 
         They are not pinned by their tags: tasks that are done again write the same.
-
-        Raises:
-            CheckpointError: they cannot be listed.
-            DiskFull, PublishError: the directory cannot be made.
         """
 
     def remove(self) -> None:
-        """Remove everything in it, as far as that is possible.
-
-        Raises:
-            CheckpointError, PublishError: a store refuses.
-        """
+        """Remove everything in it, as far as that is possible."""
 
 
 def open_directory(place: str) -> Directory:

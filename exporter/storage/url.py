@@ -21,11 +21,7 @@ class Url(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Url | None:
-        """The URL of an object store, or of a `Path` made of one (`s3:/b`); None for any other text.
-
-        Raises:
-            UsageError: it is one, with a part that is not a name: `..`, or a control character.
-        """
+        """The URL of an object store, or of a `Path` made of one (`s3:/b`); None for any other text."""
         found = _URL.fullmatch(text)
         if found is None:
             return None

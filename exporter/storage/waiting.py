@@ -91,9 +91,6 @@ def awaited(ask: Callable[[], T]) -> T:
 
     Python cannot break off a request, and calls the handlers of signals once the main thread is back from the
     library. So another thread asks, which the end of the process does not wait for.
-
-    Raises:
-        GivenUp: the answer is not wanted any more.
     """
     ends = _this.ends
     if not ends and threading.current_thread() is not threading.main_thread():

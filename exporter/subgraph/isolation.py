@@ -109,9 +109,6 @@ def isolate(
 
     A signature that reads no variable that updates write keeps its outputs. With `warmed` the signature's
     first call goes through the function that tries again.
-
-    Raises:
-        NotServable: see `cut_out`.
     """
     fetches = [(output.name, output.dtype) for output in outputs]
     read_position = None
@@ -356,11 +353,7 @@ class Forward(Struct, frozen=True):
 
 
 def cut_out(graph_def: Proto, fetches: Sequence[str], feeds: Iterable[str]) -> Forward:
-    """The nodes that compute the tensors `fetches` from the tensors `feeds`.
-
-    Raises:
-        NotServable: a node outputs a reference (a TF1 variable or table), which a function cannot take.
-    """
+    """The nodes that compute the tensors `fetches` from the tensors `feeds`."""
     by_name = {node.name: node for node in graph_def.node}
     given = {canonical(feed) for feed in feeds}
     inside: dict[str, Proto] = {}

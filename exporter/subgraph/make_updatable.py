@@ -195,11 +195,7 @@ def _refuse_reserved_names(signatures: Mapping[str, Proto], options: Incremental
 
 
 def _served(graph: InferenceGraph, found: Mapping[str, Use]) -> Served:
-    """The variables and tables that deltas write, each with its handles: several if they share one tensor.
-
-    Raises:
-        NotServable: there are none, or variables that share a tensor differ.
-    """
+    """The variables and tables that deltas write, each with its handles: several if they share one tensor."""
     served = {**_variables(graph.variables, found), **_lookups(graph)}
     if not served:
         raise NotServable(

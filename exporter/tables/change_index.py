@@ -140,11 +140,7 @@ class _Found(Struct, frozen=True):
 
 
 def _take_rows(geometry: TableGeometry, state: TableState, gone: Array, count: int) -> tuple[Array, int]:
-    """Free rows for `count` keys, and the cursor then. Rows of dropped keys go first, then unused ones.
-
-    Raises:
-        TableFull: there are fewer.
-    """
+    """Free rows for `count` keys, and the cursor then. Rows of dropped keys go first, then unused ones."""
     cursor = int(state.keys(np.array([geometry.cursor_row]))[0])
     taken = np.sort(gone)[:count]
     fresh = np.arange(cursor, min(cursor + count - len(taken), geometry.usable_rows))
@@ -247,11 +243,7 @@ class _Area(Struct):
         return Elements(self.slots[differ], self.rows[differ])
 
     def move(self, new: _Placed) -> Elements:
-        """Choose another seed for each group, and place its keys with these new ones by it: all seeds.
-
-        Raises:
-            Crowded: a group's keys fit under no seed.
-        """
+        """Choose another seed for each group, and place its keys with these new ones by it: all seeds."""
         filled = np.flatnonzero(self.rows != self.geometry.empty_row)
         groups = self.geometry.groups_of(self.keys[filled])
         # A window has keys of other groups, too: they stay where they are.

@@ -43,11 +43,7 @@ class ServedEmbedding:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Any:
-        """The layer of `dynamic_embedding` for a layer's config.
-
-        Raises:
-            ValueError: it is not such a config.
-        """
+        """The layer of `dynamic_embedding` for a layer's config."""
         missing = {"table", "dim", "dtype", "default", "combiner", "name"} - config.keys()
         if missing:
             raise ValueError(f"a trainable_embedding's config has no {', '.join(sorted(missing))}")
@@ -136,11 +132,7 @@ class DynamicTable(TableLookups):
         return rows
 
     def _variables(self) -> list[Any]:
-        """The table's variables in the graph that is being built.
-
-        Raises:
-            UsageError: there is no graph, or something else there has the table's name.
-        """
+        """The table's variables in the graph that is being built."""
         import tensorflow as tf
 
         with tf.init_scope():

@@ -94,11 +94,7 @@ class TableGeometry(Struct, frozen=True):
 
     @classmethod
     def of_shapes(cls, groups: int, slots: int, capacity: int, defaults: int = 1) -> TableGeometry:
-        """The sizes of variables that were published.
-
-        Raises:
-            ValueError: no table has variables of these sizes.
-        """
+        """The sizes of variables that were published."""
         group_bits = groups.bit_length() - 1
         stride, rest = divmod(slots - WINDOW, groups) if groups > 0 else (0, 1)
         if rest or stride < 1 or groups != 1 << group_bits or capacity < defaults + 1 or defaults < 1:
@@ -207,11 +203,7 @@ class TablePlan(Struct, frozen=True, eq=False):
         head_room: float,
         awaited: int = 0,
     ) -> TablePlan:
-        """The plan for all keys of a variable and `awaited` more, with room for `head_room` times as many.
-
-        Raises:
-            UsageError: more rows than row numbers.
-        """
+        """The plan for all keys of a variable and `awaited` more, with room for `head_room` times as many."""
         geometry = TableGeometry.for_keys(variable.rows + awaited, head_room, len(defaults))
         if geometry.capacity > MAX_ROWS:
             raise UsageError(

@@ -132,13 +132,7 @@ class IndexJob:
         return len(self.partitions) + len(self._placed), size
 
     def run(self, job: Job, progress: Progress | None = None) -> list[WrittenPart]:
-        """Do it, in a job of this `plan`; what was written.
-
-        Raises:
-            CorruptFile: keys are damaged, or one occurs twice.
-            TableFull: the keys of a table crowd in its index.
-            ExportError: any other of a task's; the engine gave up.
-        """
+        """Do it, in a job of this `plan`; what was written."""
         pieces: list[WrittenPart] = []
         place = job.directory.place
         sections: dict[str, list[_Sorted]] = {}
@@ -292,10 +286,6 @@ def join_pieces(
     """The catalog with its last shard in `home`: what the tasks wrote into `directory`, and all the rest.
 
     The shard is named by its contents. A command that resumes the job finds it there.
-
-    Raises:
-        CheckpointChanged, CorruptFile: it is no longer what the tasks wrote.
-        PublishError: the target cannot be written; DiskFull if there is no space.
     """
     number, size = len(catalog.shards) - 1, catalog.shard_sizes[-1]
     written = defaultdict[str, list[WrittenPart]](list)
@@ -331,9 +321,6 @@ def show_pieces(
     """The catalog with what tasks wrote as shards of their own, beside a small one with what is left.
 
     Room for more rows is read from a file of zeros in `scratch`, which workers need not see (`Input`).
-
-    Raises:
-        CheckpointError, PublishError: the store cannot be read or written.
     """
     first = len(catalog.shards) - 1
     objects = {name: first + n for n, name in enumerate(sorted({piece.object for piece in pieces}))}
@@ -524,11 +511,7 @@ class TableLayout(Struct, frozen=True, eq=False):
         return lay_out(catalog, (replace(plan, variable=variable) for plan, variable in plans))
 
     def index_job(self, admission: Admission, task_bytes: int) -> IndexJob:
-        """The tasks that build the indexes.
-
-        Raises:
-            CheckpointChanged: a shard is no longer there.
-        """
+        """The tasks that build the indexes."""
         indexed = [IndexedTable(table.name, table.variable, table.geometry) for table in self.tables]
         return IndexJob(self.source, indexed, admission, task_bytes)
 
@@ -538,13 +521,6 @@ class TableLayout(Struct, frozen=True, eq=False):
         """Write what no shard of the checkpoint holds: into `scratch`, or where the runner keeps jobs.
 
         The catalog with all tensors, and the job, to be left (it is a context manager) once these were read.
-
-        Raises:
-            CorruptFile: keys are damaged, or one occurs twice.
-            TableFull: keys crowd in the index.
-            CheckpointChanged: a shard vanished or changed.
-            PublishError: the target cannot be written; DiskFull if there is no space.
-            ExportError: any other of a task's; the engine gave up.
         """
         index = self.index_job(admission, runner.task_bytes)
         with ExitStack() as stack:

@@ -170,10 +170,6 @@ class Partition(Task, frozen=True, kw_only=True):
 
     The receipt has the checksums of what was read of each run's `counted`, of the keys as int64 where they
     are written so, and in `counts` how many keys each range of each run has.
-
-    Raises:
-        CorruptFile: keys do not lie in their buckets, or the buckets' offsets are damaged.
-        CheckpointChanged: a shard vanished, was replaced or became shorter.
     """
 
     operation: ClassVar[str] = "partition"
@@ -357,12 +353,7 @@ class RangeRun(Struct, frozen=True):
 
 
 class PlaceKeys(Task, frozen=True, kw_only=True):
-    """Write seeds and slots of runs of ranges, one behind another. The receipt has the checksums of each.
-
-    Raises:
-        CorruptFile: a key occurs twice, served or not.
-        TableFull: the keys crowd in a few places of an index.
-    """
+    """Write seeds and slots of runs of ranges, one behind another. The receipt has the checksums of each."""
 
     operation: ClassVar[str] = "place"
 
@@ -432,12 +423,7 @@ class PlacedSlots(Struct, frozen=True, eq=False):
 
 
 def place_ranges(ranges: KeyRanges, start: int, stop: int, keys: KeysOfRange) -> Iterator[PlacedSlots]:
-    """Seeds and slots of the ranges `start`, an even number, to `stop`; see `RangeRun.slots`.
-
-    Raises:
-        KeyTwice: a key occurs twice, served or not.
-        TableFull: the keys crowd in a few places of the index.
-    """
+    """Seeds and slots of the ranges `start`, an even number, to `stop`; see `RangeRun.slots`."""
     placing = _Placing(ranges, keys)
     empty = np.full(WINDOW, ranges.geometry.empty_row, np.int32)
     ends = dict.fromkeys(range(start, stop + 1), empty)  # the windows that neighbours share

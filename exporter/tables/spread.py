@@ -41,9 +41,6 @@ def spread(keys: Array, counts: Array, windows: Array, occupied: Array) -> tuple
 
     `keys` are those of the first group, then of the second and so on; `counts` is how many each has,
     `windows` its first slot. Slots are counted in `occupied`, which may be a part of the table.
-
-    Raises:
-        Crowded: a group's keys do not fit.
     """
     chosen = np.full(len(counts), seeds(0, 1)[0], np.int64)
     slots = np.empty(len(keys), np.int64)
@@ -144,11 +141,7 @@ def _take(found: Array, occupied: Array, owner: Array) -> Array:
 
 
 def _refuse(left: _Groups, tried: int) -> None:
-    """See whether a group has a key twice, or enough seeds were tried.
-
-    Raises:
-        Crowded: so it is.
-    """
+    """See whether a group has a key twice, or enough seeds were tried."""
     keys = (left.keys - np.uint64(OFFSET)).view(np.int64)
     ordered = np.sort(keys, axis=0)
     twice = (ordered[1:] == ordered[:-1]).any(axis=0)

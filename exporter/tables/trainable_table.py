@@ -118,9 +118,6 @@ class TrainableTable(TableLookups):
 
         Like `remove`, but it looks at all rows: run it now and then. Ages are not saved: after a restore they
         count from when this is first run.
-
-        Raises:
-            UsageError: the table does not record steps.
         """
         import tensorflow as tf
 
@@ -479,11 +476,7 @@ def _slots(optimizer: Any, rows: Any) -> list[Variable]:
 
 
 def _refuse_clusters(name: str) -> None:
-    """Refuse strategies that the table would not follow.
-
-    Raises:
-        UsageError: there are several replicas, or parameter servers.
-    """
+    """Refuse strategies that the table would not follow."""
     import tensorflow as tf
 
     strategy = tf.distribute.get_strategy()

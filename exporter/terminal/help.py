@@ -56,11 +56,7 @@ class Help(Struct, frozen=True):
         return [*self.topics.values(), _OUTPUT, _EXIT_CODES]
 
     def topic(self, context: typer.Context, topic: str) -> Iterator[str]:
-        """The page of a topic, or of a command by its name.
-
-        Raises:
-            UsageError: there is no such topic.
-        """
+        """The page of a topic, or of a command by its name."""
         root = context.find_root()
         command: Any = root.command
         if topic == _EXIT_CODES:

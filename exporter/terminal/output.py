@@ -116,10 +116,6 @@ class Output(Struct):
         `document` is one of `exporter.cli.documents` or `serving.documents`.
 
         `is_done`: it reports something that has happened, so that a failure to print it is a warning.
-
-        Raises:
-            BrokenPipeError: the reader of stdout has gone.
-            ExportError: stdout is closed, or its disk is full.
         """
         with self._writing_stdout(is_done=is_done):
             if self.mode is OutputMode.JSON:

@@ -65,11 +65,7 @@ MISSPELT: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("MISSPELT", defau
 
 
 def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
-    """The options that come from elsewhere, by their parameter; `given` gets the values of the file.
-
-    Raises:
-        UsageError: the file cannot be used.
-    """
+    """The options that come from elsewhere, by their parameter; `given` gets the values of the file."""
     by_name = {max(one.opts, key=len): one for one in context.command.params}
     found = {}
     for name, one in by_name.items():

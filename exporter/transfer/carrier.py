@@ -50,21 +50,12 @@ class Carrier:
         """The holds that are in the store."""
 
     def look(self) -> None:
-        """Read the head.
-
-        Raises:
-            ManifestError, CheckpointError: it cannot be read.
-        """
+        """Read the head."""
         found = fetch_head(self._store)
         self.head, self._tag = found or (Head(), None)
 
     def await_turn(self, is_ours: Callable[[Upload], bool] = lambda upload: False) -> None:
-        """Read the head once nothing is being uploaded; what shows no life, or is ours, is abandoned.
-
-        Raises:
-            PositionMoved: another machine uploads something that takes longer.
-            PublishError, CheckpointError: the store cannot be written or read.
-        """
+        """Read the head once nothing is being uploaded; what shows no life, or is ours, is abandoned."""
         deadline = time.monotonic() + WAIT_SECONDS
         self.look()
         while (upload := self.head.uploading) is not None:
@@ -81,13 +72,7 @@ class Carrier:
             self.look()
 
     def publish(self, model: Path, item: Item, holds: Mapping[str, bytes], bar: Progress) -> None:
-        """Publish one item of a local model, with these holds.
-
-        Raises:
-            PositionMoved: another machine publishes, or has; what was uploaded cannot be seen.
-            PublishError: the store cannot be written, or ignores conditions.
-            ManifestError: the item is being removed locally.
-        """
+        """Publish one item of a local model, with these holds."""
         self.probe()
         before = self.head
         if item.path == before.path and self._store.look(self._url.key(f"{item.path}/{MANIFEST_FILE}")):
@@ -128,9 +113,6 @@ class Carrier:
 
         What stands for an object, which tasks wrote, is copied by the store: that takes it seconds for each,
         so many are copied at a time.
-
-        Raises:
-            VerificationError, CheckpointError: something sent is not what the manifest says.
         """
         copies: list[tuple[RemoteObject, str]] = []
         passage, sent = Passage(item, model / item.path), list[FileEntry]()
@@ -152,31 +134,18 @@ class Carrier:
                 yield each.size
 
     def settle(self, holds: Mapping[str, bytes]) -> None:
-        """Change holds alone, or nothing, before what was published is removed.
-
-        Raises:
-            PositionMoved: another machine has published since the head was read.
-            PublishError: the store cannot be written.
-        """
+        """Change holds alone, or nothing, before what was published is removed."""
         self.probe()
         self._replace(replace(self.head, holds=as_text(holds)))
         self._show_holds()
 
     def completed(self) -> StoredModel:
-        """Show what a killed process has published and not shown yet; return what is published then.
-
-        Raises:
-            PublishError, CheckpointError, ManifestError: the store cannot be written or read.
-        """
+        """Show what a killed process has published and not shown yet; return what is published then."""
         found = self.listed()
         return self.listed() if self._complete(found) else found
 
     def listed(self) -> StoredModel:
-        """What is published now.
-
-        Raises:
-            CheckpointError: the store cannot be read.
-        """
+        """What is published now."""
         found = stored_model(self._store)
         self.shown = dict(found.holds)
         return found
@@ -210,21 +179,13 @@ class Carrier:
         return self._show_holds()
 
     def probe(self) -> None:
-        """Refuse a store that ignores conditions.
-
-        Raises:
-            PublishError: it does, or cannot be written.
-        """
+        """Refuse a store that ignores conditions."""
         if not self._is_probed:
             require_conditions(self._store, self._url.path)
             self._is_probed = True
 
     def forget(self, paths: Iterable[str]) -> None:
-        """Record abandoned paths, at which nothing may ever be published.
-
-        Raises:
-            PositionMoved, PublishError: as `settle`.
-        """
+        """Record abandoned paths, at which nothing may ever be published."""
         self._replace(replace(self.head, given_up=self.head.given_up | dict.fromkeys(paths, "")))
 
     def _give_up(self, upload: Upload) -> None:
@@ -253,12 +214,7 @@ class Carrier:
         return 0.0 if found is None else time.time() + self._skew - found.modified
 
     def _replace(self, head: Head) -> None:
-        """Replace the head that was read, or last replaced.
-
-        Raises:
-            PositionMoved: another machine has replaced it.
-            PublishError: the store cannot be written.
-        """
+        """Replace the head that was read, or last replaced."""
         head = replace(head, owner=self._owner, beat=self.head.beat + 1)
         key, content = self._url.key(HEAD_FILE), head.encoded()
         if self._tag is None:

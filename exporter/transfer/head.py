@@ -88,12 +88,7 @@ class Head(Struct, frozen=True):
 
 
 def fetch_head(store: ObjectWriter) -> tuple[Head, Tag] | None:
-    """The head in a store and its tag; None where nothing was published yet.
-
-    Raises:
-        ManifestError: there is one, and it says nothing.
-        CheckpointError: it cannot be read.
-    """
+    """The head in a store and its tag; None where nothing was published yet."""
     found = store.fetch(store.url.key(HEAD_FILE), _LONGEST)
     if found is None:
         return None
@@ -141,11 +136,7 @@ def remember(model: Path, url: Url, head: Head) -> None:
 
 
 def recall(model: Path, url: Url) -> Head | None:
-    """The head that this directory knows of a store.
-
-    Raises:
-        ManifestError: what it keeps of them is damaged.
-    """
+    """The head that this directory knows of a store."""
     return _heads(model).get(str(url))
 
 

@@ -124,11 +124,7 @@ class StoredItems(StoredModel, frozen=True):
 
 
 def local_items(model: Path) -> list[Item]:
-    """What is published locally, in the order in which it is carried.
-
-    Raises:
-        ManifestError: a manifest is damaged, names another place, or is there under a second number.
-    """
+    """What is published locally, in the order in which it is carried."""
     found = []
     for path in local_paths(model).values():
         try:
@@ -159,11 +155,7 @@ def path_of(name: str) -> str | None:
 
 
 def local_item(model: Path, path: Path) -> Item:
-    """What is published in one directory.
-
-    Raises:
-        ManifestError: its manifest is damaged.
-    """
+    """What is published in one directory."""
     manifest, content = _manifests.of(path / MANIFEST_FILE, _read_local)
     check_place(manifest, path)
     return Item(path.relative_to(model).as_posix(), manifest, content)
@@ -193,11 +185,7 @@ def _read_hold(path: Path) -> bytes:
 
 
 def looking_again(work: Callable[[], T]) -> T:
-    """Do what lists a model in a store and reads it: again, if another machine removes what was listed.
-
-    Raises:
-        CheckpointChanged: that happens each time.
-    """
+    """Do what lists a model in a store and reads it: again, if another machine removes what was listed."""
     for _ in range(_LOOKS - 1):
         with suppress(CheckpointChanged):
             return work()
@@ -205,12 +193,7 @@ def looking_again(work: Callable[[], T]) -> T:
 
 
 def stored_model(store: ObjectReader) -> StoredModel:
-    """What is published in a store, by the names of its objects; no manifest is read.
-
-    Raises:
-        UsageError: a version is there.
-        CheckpointError: the store cannot be read.
-    """
+    """What is published in a store, by the names of its objects; no manifest is read."""
     return looking_again(lambda: _stored_model(store))
 
 
@@ -249,10 +232,6 @@ def stored_items(
     """What is published in a store; a publisher there may `look` in another way than by listing it.
 
     Manifests that are `ours`, or were `known` before, are not read.
-
-    Raises:
-        ManifestError: a manifest is damaged, names another place, or is there under a second number.
-        CheckpointError: the store cannot be read.
     """
     return looking_again(lambda: _with_items(store, look() if look else _stored_model(store), ours, known))
 
@@ -289,23 +268,14 @@ def is_certainly(each: RemoteObject, item: Item | None) -> bool:
 
 
 def read_stored(store: ObjectReader, path: str, each: RemoteObject) -> bytes:
-    """A manifest in a store.
-
-    Raises:
-        ManifestError: it is too long.
-        CheckpointChanged, CheckpointError: as `ObjectReader.read`.
-    """
+    """A manifest in a store."""
     if each.size > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{store.url}/{path}/{MANIFEST_FILE} is longer than {MAX_MANIFEST_BYTES} bytes")
     return bytes(store.read(each, 0, each.size))
 
 
 def item_of(path: str, content: bytes, where: str) -> Item:
-    """The publication that a manifest describes.
-
-    Raises:
-        ManifestError: it is damaged, or names another place.
-    """
+    """The publication that a manifest describes."""
     manifest = _manifest(content, f"{where}/{MANIFEST_FILE}")
     check_place(manifest, PurePosixPath(path), where)
     return Item(path, manifest, content)
@@ -319,11 +289,7 @@ def _manifest(content: bytes, where: object) -> Manifest:
 
 
 def _without_copies(items: Iterable[Item], where: object) -> list[Item]:
-    """The items in the order in which they are carried.
-
-    Raises:
-        ManifestError: a version appears under a second number.
-    """
+    """The items in the order in which they are carried."""
     found = sorted(items, key=lambda item: item.order)
     for copy, original in originals(
         {item.path: item.manifest for item in found if not item.is_delta}
@@ -341,11 +307,7 @@ def files_of(model: StoredModel, item: Item) -> dict[str, RemoteObject] | None:
 
 
 def require_sizes(model: StoredModel, item: Item, where: object) -> None:
-    """Refuse an object of another size than its manifest says; one that is missing may still come.
-
-    Raises:
-        VerificationError: there is one, which no waiting mends.
-    """
+    """Refuse an object of another size than its manifest says; one that is missing may still come."""
     for file in item.manifest.files:
         each = model.objects.get(f"{item.path}/{file.path}")
         if each is not None and each.size != file.bytes_:
@@ -357,11 +319,7 @@ def require_sizes(model: StoredModel, item: Item, where: object) -> None:
 
 
 def require_sound(item: Item, path: Path) -> None:
-    """Read all of a publication, and compare it with its manifest.
-
-    Raises:
-        VerificationError, CheckpointError: it is damaged, or cannot be read.
-    """
+    """Read all of a publication, and compare it with its manifest."""
     passage = Passage(item, path)
     passage.check_files()
     passage.check_values()
@@ -380,38 +338,21 @@ class Passage:
         return sorted(self._item.manifest.files, key=lambda file: file.crc32c is None)
 
     def noting(self, file: FileEntry) -> Callable[[int, memoryview], None]:
-        """What takes the checksums of a file, of its parts in any order and from several threads.
-
-        Raises:
-            CheckpointError: the index that lists it is damaged.
-        """
+        """What takes the checksums of a file, of its parts in any order and from several threads."""
         path = self._path / file.path
         return self._passed.noting(path, self._cuts.get(path, ()) if file.crc32c is None else ())
 
     def check_file(self, file: FileEntry) -> None:
-        """Compare a file that is there with the manifest.
-
-        Raises:
-            VerificationError: it has another size or checksum.
-        """
+        """Compare a file that is there with the manifest."""
         verify_file(self._path, file, self._passed)
 
     def check_files(self) -> None:
-        """Compare all files, which are there, and the index with the manifest.
-
-        Raises:
-            VerificationError: one is missing, or is not what the manifest says.
-        """
+        """Compare all files, which are there, and the index with the manifest."""
         manifest, prefix = self._item.manifest, Path(DELTA_NAME) if self._item.is_delta else None
         verify_files(self._path, manifest.tensors, manifest.files, prefix=prefix, passed=self._passed)
 
     def check_values(self, shards: Iterable[FileEntry] | None = None) -> None:
-        """Compare the stored values with the index; those of some data shards, if these are named.
-
-        Raises:
-            VerificationError: a value is damaged.
-            CheckpointError: the index is, or a shard cannot be read.
-        """
+        """Compare the stored values with the index; those of some data shards, if these are named."""
         if not self._index.exists():
             return
         catalog = read_catalog(self._prefix)

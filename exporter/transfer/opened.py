@@ -23,12 +23,7 @@ class OpenModel(Protocol):
     is_remote: bool
 
     def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
-        """Do what may publish under `path`; when this returns, it is published where the model is.
-
-        Raises:
-            PositionMoved: another machine publishes to the same model.
-            ExportError: as `work`, and where the model cannot be read or written.
-        """
+        """Do what may publish under `path`; when this returns, it is published where the model is."""
         ...
 
 

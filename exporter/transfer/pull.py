@@ -85,9 +85,6 @@ def superseded(
     """What is `here`, is not `stored` any more, and can go, in the order of positions.
 
     `is_current`: nothing of what is stored is missing here.
-
-    Raises:
-        OSError: the copy cannot be read.
     """
     gone = sorted((item for path, item in here.items() if path not in stored), key=lambda item: item.order)
     if not gone:
@@ -186,18 +183,7 @@ class LocalCopy:
         self._seen = Seen()
 
     def update(self, progress: ProgressFactory = no_progress) -> Pulled:
-        """Fetch what is new. With `prune` what is not in the store any more is removed here, too.
-
-        Raises:
-            CheckpointNotFound: there is no model in the store.
-            CheckpointError: it cannot be read.
-            ForeignLineage: a publication here is another one than that of its name in the store.
-            PositionMoved: this directory and the store have gone on from each other in different ways.
-            VerificationError: what was fetched is damaged.
-            TargetBusy: another pull works in the directory.
-            UsageError: the local directory is that of checkpoints; the library that reads stores is missing.
-            DiskFull, PublishError: the local directory cannot be written; nothing is half-published.
-        """
+        """Fetch what is new. With `prune` what is not in the store any more is removed here, too."""
         store, self._store = self._store or ObjectWriter(self.url), None
         fetched: list[Item] = []  # what comes before another look is needed has come, too
         done = looking_again(lambda: self._update(store, fetched, progress))
@@ -393,11 +379,7 @@ class _Pull:
         return staged
 
     def _fill(self, item: Item, staged: Path, files: dict[str, RemoteObject], bar: Progress) -> None:
-        """Fetch what is missing of a publication, and compare all of it with the manifest.
-
-        Raises:
-            VerificationError, CheckpointError: it is not what the manifest says.
-        """
+        """Fetch what is missing of a publication, and compare all of it with the manifest."""
         passage, said = Passage(item, staged), f"{self._url}/{item.path}/{MANIFEST_FILE}: the file"
         places = {file: below(staged, file.path, said, writes=True) for file in passage.files}
         missing = [file for file, path in places.items() if not _is_there(path, files[file.path])]

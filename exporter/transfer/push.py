@@ -120,14 +120,7 @@ class PushPlan(Struct, frozen=True):
 
 
 def plan_push(model: Path, url: str, *, prune: bool = False) -> PushPlan:
-    """Compare a local model with the one in a store.
-
-    Raises:
-        NotUpdatable: nothing is published locally.
-        ForeignLineage, PositionMoved: the store holds what this directory does not lead to.
-        ManifestError, CheckpointError: one of them cannot be read.
-        UsageError: the URL is of no store.
-    """
+    """Compare a local model with the one in a store."""
     place = parse(url)
     store = ObjectWriter(place)
     ours = _ours(model)
@@ -185,14 +178,7 @@ def _plan(
 
 
 def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
-    """Do what a plan says; what was done, which is less if another push had done a part of it.
-
-    Raises:
-        PositionMoved: another publisher was faster; what this one has uploaded cannot be seen.
-        PublishError: the store cannot be written, or ignores conditions.
-        ManifestError: a version is being removed locally.
-        VerificationError, CheckpointError: what is to be uploaded is damaged.
-    """
+    """Do what a plan says; what was done, which is less if another push had done a part of it."""
     store, url, model = ObjectWriter(plan.url), plan.url, plan.model
     carrier = Carrier(store)
     digests = {item.digest for item in plan.upload}
@@ -240,11 +226,7 @@ def parse(url: str) -> Url:
 
 
 def remove_stored(store: ObjectWriter, stored: StoredModel, *paths: str) -> None:
-    """Remove publications from a store, their manifests first: what is left cannot be seen.
-
-    Raises:
-        PublishError: the store cannot be written.
-    """
+    """Remove publications from a store, their manifests first: what is left cannot be seen."""
     manifests = {f"{path}/{MANIFEST_FILE}" for path in paths}
     files = [name for name in stored.objects if path_of(name) in paths and name not in manifests]
     for names in (manifests, files):

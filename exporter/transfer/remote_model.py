@@ -80,11 +80,7 @@ class _ModelMirror(Mirror):
         self.is_outdated = False
 
     def require_current(self) -> None:
-        """Refuse what was read of this if something was missing, also where its reader went on without it.
-
-        Raises:
-            PositionMoved: something was.
-        """
+        """Refuse what was read of this if something was missing, also where its reader went on without it."""
         if self.is_outdated:
             raise PositionMoved(f"another machine published to {self.url} meanwhile")
 
@@ -107,11 +103,7 @@ class _ModelMirror(Mirror):
 
 
 class RemoteModel:
-    """A model in a store, and the local path that stands for it.
-
-    Raises:
-        UsageError: the URL is of no model, or the library that reads stores is not installed.
-    """
+    """A model in a store, and the local path that stands for it."""
 
     is_remote = True
 
@@ -130,13 +122,7 @@ class RemoteModel:
         self.path = self._mirror.root
 
     def refresh(self) -> None:
-        """Show what is in the store now; what is here and was not carried there is removed.
-
-        Raises:
-            PositionMoved: another machine publishes, and takes long.
-            CheckpointError, ManifestError: the store cannot be read, or what is there.
-            PublishError: it cannot be written, or the local directory cannot.
-        """
+        """Show what is in the store now; what is here and was not carried there is removed."""
         carrier = self._carrier
         before = carrier.head
         if self._read_only:
@@ -150,10 +136,6 @@ class RemoteModel:
 
     def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
         """Do what may publish under `path`, and carry to the store what it did; again, if another was faster.
-
-        Raises:
-            PositionMoved: another machine published again and again, or publishes something large.
-            ExportError: as `work`, and where the store cannot be read or written.
         """
         for attempt in range(1, _ATTEMPTS + 1):
             self.refresh()

@@ -51,12 +51,7 @@ class Damage(Struct, frozen=True):
 
 
 def _problem(path: Path, error: ExportError | OSError) -> Damage:
-    """What is published is read as checkpoints are; its damage is not damage of a checkpoint.
-
-    Raises:
-        CheckpointChanged, PositionMoved: `error` is one: another machine removed what was listed.
-        DiskFull: it is one: there is no room here to fetch what is checked.
-    """
+    """What is published is read as checkpoints are; its damage is not damage of a checkpoint."""
     if isinstance(error, CheckpointChanged | PositionMoved | DiskFull):
         raise error
     if isinstance(error, OSError):
@@ -170,11 +165,7 @@ def _gaps(log: DeltaLog) -> Iterator[Damage]:
 
 
 def _verify_delta(log: DeltaLog, delta: LogDelta) -> None:
-    """One delta against its manifest, its name and its log.
-
-    Raises:
-        VerificationError, CheckpointError, PositionError: see errors.py.
-    """
+    """One delta against its manifest, its name and its log."""
     try:
         verify_files(delta.path, delta.manifest.tensors, delta.manifest.files, prefix=Path(DELTA_NAME))
     except VerificationError as error:

@@ -175,11 +175,7 @@ def _has_open_batch(signature: Proto) -> bool:
 
 
 def generated(name: str, signature: Proto, rows: int = _BATCHES[0]) -> Probe:
-    """Inputs that fit a signature: floats in [0, 1), integers 0 and 1, empty strings.
-
-    Raises:
-        VerificationError: an input is sparse or ragged, or its rank is unknown.
-    """
+    """Inputs that fit a signature: floats in [0, 1), integers 0 and 1, empty strings."""
     random = np.random.default_rng(_SEED)
     inputs = {}
     for alias, info in sorted(signature.inputs.items()):
@@ -262,11 +258,7 @@ def _run_source(
 def _keep_harmless(
     source: SourceGraph, mapping: TensorMapping, runnable: Proto, requests: list[Probe]
 ) -> None:
-    """Reduce the source graph, in place, to what is run, restored or fed, and refuse one that does more.
-
-    Raises:
-        AccessRefused: it does more than compute and read, in its outputs or its init op; code is not allowed.
-    """
+    """Reduce the source graph, in place, to what is run, restored or fed, and refuse one that does more."""
     from tensorflow.python.framework import op_def_registry
 
     def is_stateful(op: str) -> bool:

@@ -53,12 +53,7 @@ class DType(IntEnum):
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """The numpy type of the stored bytes (little endian).
-
-        Raises:
-            TypeError: strings, resources and variants have no fixed-size numpy type; or the installed
-                ml-dtypes is older than the type.
-        """
+        """The numpy type of the stored bytes (little endian)."""
         return _numpy(self)
 
     @property
@@ -84,11 +79,7 @@ class DType(IntEnum):
 
     @classmethod
     def of(cls, label: str) -> DType:
-        """The type with a user's name for it.
-
-        Raises:
-            KeyError: no such type.
-        """
+        """The type with a user's name for it."""
         return _BY_LABEL[label.lower()]
 
 

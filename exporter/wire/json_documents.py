@@ -90,11 +90,7 @@ def format_version(text: str | bytes, where: str) -> int:
 
 
 def refuse_doubled_keys(text: str | bytes, where: str) -> None:
-    """Look for a key that an object names twice.
-
-    Raises:
-        DocumentError: there is one.
-    """
+    """Look for a key that an object names twice."""
     try:
         json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as exc:

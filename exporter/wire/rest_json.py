@@ -87,11 +87,7 @@ class LongList(Struct, frozen=True):
     decoder: json.JSONDecoder
 
     def blocks(self) -> Generator[list[Json], None, int]:
-        """Its items, some thousands at a time, of an empty list one empty block; returns where it ends.
-
-        Raises:
-            ValueError: it is not a list of JSON.
-        """
+        """Its items, some thousands at a time, of an empty list one empty block; returns where it ends."""
         text, at = self.text, _space(self.text, self.begin + 1)
         if text.startswith("]", at):
             yield []
@@ -261,11 +257,7 @@ def _long_object(
 
 
 def _value(text: str, at: int, decoder: json.JSONDecoder) -> tuple[Json, int]:
-    """A value of a long document, and where it ends, within a bounded number of objects.
-
-    Raises:
-        ValueError: it has too many parts, or is no JSON.
-    """
+    """A value of a long document, and where it ends, within a bounded number of objects."""
     with suppress(json.JSONDecodeError):
         value, size = decoder.raw_decode(text[at : at + LONG_BYTES])
         if size < LONG_BYTES:  # else it may be a number that goes on
@@ -404,11 +396,7 @@ def serialized_examples(message: Proto) -> NDArray[Any]:
 
 
 def to_array(value: Json, name: str, info: Proto, check_shape: bool = True) -> NDArray[Any]:
-    """A JSON value as the tensor that `info`, a TensorInfo, describes; its shape is compared if asked.
-
-    Raises:
-        ValueError: another type or shape, numbers out of range, lists of unequal length.
-    """
+    """A JSON value as the tensor that `info`, a TensorInfo, describes; its shape is compared if asked."""
     if isinstance(value, LongList):
         parts = [to_array(block, name, info, False) for block in value.blocks()]
         return _joined(parts, name, info, check_shape)

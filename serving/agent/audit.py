@@ -44,11 +44,7 @@ class Audited(Struct, frozen=True):
 def audit(
     client: ModelClient, model: Path, action: Audit, count: int, suspects: Collection[Chunk] = ()
 ) -> Audited:
-    """Compare `count` random chunks of a version at a position, and those that differed before.
-
-    Raises:
-        CallFailed (exporter.errors): the server did not respond, or refused.
-    """
+    """Compare `count` random chunks of a version at a position, and those that differed before."""
     if SIGNATURE not in client.metadata(action.version).signatures:
         return Audited(
             action.position, skipped="it does not compute digests: publish its base with --with-digest"

@@ -68,11 +68,7 @@ _NEWS = frozenset(
 
 
 def ask_golden(client: ModelClient, requests: Sequence[GoldenRequest], version: int) -> tuple[Answer, ...]:
-    """Send golden requests to a version; returns its answer to each.
-
-    Raises:
-        CallFailed: the server did not respond, or no longer has the version.
-    """
+    """Send golden requests to a version; returns its answer to each."""
     signatures = client.metadata(version).signatures
     answers = []
     for request in requests:

@@ -60,11 +60,7 @@ class Rebuilder:
         self._locks = {model.name: Lock() for model in config.model_config_list.config}
 
     def rebuild(self, address: str, model: str, path: Path) -> str:
-        """Load a model again from `path`; returns why it was not done, empty if it was.
-
-        Raises:
-            ServerError: the server refused, or was too slow; it may be without the model now.
-        """
+        """Load a model again from `path`; returns why it was not done, empty if it was."""
         if not self._is_served_elsewhere(address, model):
             return "no other replica would serve the model meanwhile"
         lock = self._locks[model]
@@ -84,11 +80,7 @@ class Rebuilder:
             lock.release()
 
     def restore(self, address: str, model: str) -> None:
-        """Send a server the whole configuration, and wait until the server serves it.
-
-        Raises:
-            ServerError: it refused, or cannot load a version.
-        """
+        """Send a server the whole configuration, and wait until the server serves it."""
         if problem := self._would_wait(address, model):
             raise ServerError(f"{address} is not sent its configuration: {problem}")
         # The model's own path is not checked: the server served the model from it, on whichever machine.

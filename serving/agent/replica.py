@@ -291,10 +291,6 @@ class Replica:
         """Bring a version to a position; `bytes_` is the size of the deltas on the way.
 
         `Updated.found_another` is true if another update ran all the time, and nothing was applied.
-
-        Raises:
-            CallFailed: INVALID_ARGUMENT, the version refuses a delta; after any other code it is unknown
-                whether deltas were applied.
         """
         client.deadline_s = self._settings.deadline_s + bytes_ / BYTES_A_SECOND
         try:
@@ -405,11 +401,7 @@ class Replica:
 
 
 def _versions(client: ModelClient) -> list[Version]:
-    """Every version, and the position of each available one.
-
-    Raises:
-        CallFailed: the server did not respond, or does not have the model.
-    """
+    """Every version, and the position of each available one."""
     return [_version(client, status) for status in client.status()]
 
 

@@ -422,11 +422,7 @@ def _advance(
 
 
 def smallest_step(log: PublishedLog, position: int, without: Collection[Span]) -> Span:
-    """The delta that leads least far beyond a position; a call to its end makes the graph take it.
-
-    Raises:
-        ValueError: no delta leads further.
-    """
+    """The delta that leads least far beyond a position; a call to its end makes the graph take it."""
     return min(log.fitting(position, without), key=lambda span: (span.end, -span.start))
 
 

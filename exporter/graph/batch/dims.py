@@ -105,12 +105,7 @@ class Meeting(Struct):
     asked: dict[Slot, RowCount] = field(default_factory=dict)
 
     def equal(self, left: Dim, right: Dim) -> Dim:
-        """The dimension that two must both have for the graph to run.
-
-        Raises:
-            Unclear: they differ.
-            Stuck: rows meet a number that no constant gives.
-        """
+        """The dimension that two must both have for the graph to run."""
         if left is None or right is None:
             return left if right is None else right
         if isinstance(right, RowCount) and not isinstance(left, RowCount):
@@ -122,11 +117,7 @@ class Meeting(Struct):
         return left
 
     def broadcast(self, *shapes: Sequence[Dim]) -> tuple[Dim, ...]:
-        """The shape of an element-wise result.
-
-        Raises:
-            Unclear, Stuck: see `equal`.
-        """
+        """The shape of an element-wise result."""
         rank = max(map(len, shapes), default=0)
         padded = [(*[1] * (rank - len(shape)), *shape) for shape in shapes]
         return tuple(self._broadcast_dims(dims) for dims in zip(*padded, strict=True))
@@ -178,10 +169,6 @@ def reshape(shape: Sequence[Dim], target: Sequence[Number], meeting: Meeting) ->
 
     Rows keep their order: the result has as many elements before and after a row's own. If that holds only
     when a number is read as the number of rows that the graph was traced with, that number is opened.
-
-    Raises:
-        Unclear: rows do not keep their order, or too little is known.
-        Stuck: the target has a fixed number of elements, and none of its numbers is the rows.
     """
     if None in shape or None in target:
         raise Unclear
@@ -301,11 +288,7 @@ class Call(Struct):
     nodes: Mapping[str, Proto]
 
     def input(self, at: int) -> Known:
-        """An input.
-
-        Raises:
-            Unclear: it is unknown.
-        """
+        """An input."""
         found = self.inputs[at] if -len(self.inputs) <= at < len(self.inputs) else None
         if found is None:
             raise Unclear
@@ -316,11 +299,7 @@ class Call(Struct):
         return self.input(at).shape
 
     def numbers(self, at: int) -> tuple[Number, ...]:
-        """An input's numbers.
-
-        Raises:
-            Unclear: they are not known.
-        """
+        """An input's numbers."""
         numbers = self.input(at).numbers
         if numbers is None:
             raise Unclear

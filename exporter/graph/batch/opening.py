@@ -250,11 +250,7 @@ class _Opening:
         self._counts: dict[tuple[Endpoint, int, DType], str] = {}
 
     def apply(self) -> list[str]:
-        """Rewrite the nodes; returns the names of those that were opened.
-
-        Raises:
-            _CannotOpen: a node cannot be opened; with its name.
-        """
+        """Rewrite the nodes; returns the names of those that were opened."""
         slots: dict[tuple[str, str], dict[int, RowCount]] = {}
         for slot, rows in self._traced.opened.items():
             slots.setdefault((slot.node, slot.what), {})[slot.at] = rows

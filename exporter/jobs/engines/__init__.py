@@ -16,7 +16,4 @@ class Engine(Protocol):
 
         A worker that is lost is the engine's to replace. Closing the iterator cancels what has not begun,
         and leaves no process behind.
-
-        Raises:
-            ExportError: the engine cannot be had, or gave up.
         """

@@ -151,11 +151,7 @@ def outcomes_of(directory: Directory, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def numbered_works(place: str, name: str) -> Iterator[tuple[int, bytes]]:
-    """The works in a file of them, each with its number.
-
-    Raises:
-        EngineFailed: it is not there.
-    """
+    """The works in a file of them, each with its number."""
     content = open_directory(place).read(name)
     if content is None:
         raise EngineFailed(f"a worker on {gethostname()} does not see {place}")

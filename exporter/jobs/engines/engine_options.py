@@ -45,11 +45,7 @@ _OF_RAY = len("/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 
 
 def require_known(engine: str, options: Collection[str], known: Collection[str]) -> None:
-    """Refuse option names that an engine does not know.
-
-    Raises:
-        UsageError: there is one.
-    """
+    """Refuse option names that an engine does not know."""
     if unknown := set(options) - set(known):
         raise UsageError(
             f"{engine} does not take --engine-option {', '.join(sorted(unknown))}",
@@ -58,11 +54,7 @@ def require_known(engine: str, options: Collection[str], known: Collection[str])
 
 
 def require_room(options: Mapping[str, Any], there: Mapping[str, float]) -> None:
-    """Refuse resources that no machine of Ray's has.
-
-    Raises:
-        UsageError: a task asks for more than there is.
-    """
+    """Refuse resources that no machine of Ray's has."""
     wanted = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), "memory": options.get("memory")}
     for name, amount in {**wanted, **(options.get("resources") or {})}.items():
         if amount and amount > there.get(name, 0):
@@ -74,9 +66,6 @@ def require_room(options: Mapping[str, Any], there: Mapping[str, float]) -> None
 
 def workers_with_room(workers: int, there: int) -> int:
     """How many worker processes a machine's memory, in bytes, has room for, if not fewer than are asked for.
-
-    Raises:
-        UsageError: there are too many.
     """
     if workers * _WORKER_BYTES > there:
         raise UsageError(
@@ -89,12 +78,7 @@ def workers_with_room(workers: int, there: int) -> int:
 
 
 def require_reachable(engine: str, address: str) -> None:
-    """Connect to the host and port of an address: engines themselves try for long, or for ever.
-
-    Raises:
-        UsageError: it is not an address of the engine's.
-        EngineFailed: nothing answers there in time.
-    """
+    """Connect to the host and port of an address: engines themselves try for long, or for ever."""
     scheme, _, rest = address.rpartition("://")
     host, _, port = rest.rstrip("/").rpartition(":")
     if (engine, address) == ("ray", "auto"):  # it finds the cluster of this machine
@@ -109,11 +93,7 @@ def require_reachable(engine: str, address: str) -> None:
 
 
 def require_short(path: str) -> None:
-    """Refuse a directory below which Ray's sockets would have longer names than sockets may have.
-
-    Raises:
-        UsageError: it is too long.
-    """
+    """Refuse a directory below which Ray's sockets would have longer names than sockets may have."""
     if len(os.fsencode(path)) > _LONGEST_OF_SOCKETS - _OF_RAY:
         raise UsageError(
             f"{path} is too long a path for the files of Ray, which have sockets among them",
@@ -122,11 +102,7 @@ def require_short(path: str) -> None:
 
 
 def seconds(name: str, text: str) -> float:
-    """An option that is a time.
-
-    Raises:
-        UsageError: it is no number.
-    """
+    """An option that is a time."""
     try:
         return float(text)
     except ValueError as error:
@@ -134,9 +110,5 @@ def seconds(name: str, text: str) -> float:
 
 
 def place(name: str, text: str) -> str:
-    """An option that is a directory, or the URL of an object store.
-
-    Raises:
-        UsageError: it is another URL.
-    """
+    """An option that is a directory, or the URL of an object store."""
     return text if Url.parse(text) is not None else local_name(f"--engine-option {name}", text)

@@ -50,11 +50,7 @@ class Asked(Struct, frozen=True):
 
     @property
     def cores(self) -> int:
-        """How many workers this machine is to have, each a process.
-
-        Raises:
-            UsageError: more are asked for than its memory has room for.
-        """
+        """How many workers this machine is to have, each a process."""
         room = workers_with_room(self.workers, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         return self.workers or min(len(os.sched_getaffinity(0)), room)
 
@@ -65,9 +61,6 @@ class Asked(Struct, frozen=True):
 
 class ProcessEngine:
     """An engine whose module has `LIBRARY`, to be imported, and `run(works, asked)`, a generator of outcomes.
-
-    Raises:
-        UsageError: the library is not installed.
     """
 
     def __init__(self, asked: Asked) -> None:
