@@ -30,7 +30,7 @@ _DEFAULTS = ServerOptions(port=8500)
 
 
 def from_stock(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Translate TensorFlow Serving's flags for `run` to this program's; returns also notes on ignored flags."""
+    """Translate TensorFlow Serving's flags for `run` to ours; return also notes on ignored flags."""
     if arguments[:1] != ["run"]:
         return arguments, []
     translated, notes = translate(arguments[1:])

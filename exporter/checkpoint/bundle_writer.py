@@ -55,7 +55,7 @@ def shard_path(prefix: Path, shard: int, num_shards: int) -> Path:
 
 
 def encode_index(tensors: Iterable[TensorRef], num_shards: int) -> bytes:
-    """The bytes of an index over `num_shards` shards; of a tensor only name, dtype, shape and extents count."""
+    """An index over `num_shards` shards as bytes; of a tensor only name, dtype, shape and extents count."""
     header = protos.BundleHeaderProto(num_shards=num_shards)
     header.version.producer = _VERSION
     encoder = _EntryEncoder()
@@ -151,7 +151,7 @@ class BundleWriter:
         chunks: Iterable[Buffer],
         part: SliceSpec | None = None,
     ) -> Extent:
-        """Write a numeric tensor of `shape` (the slice's if there is a `part`) given as its bytes in pieces."""
+        """Write a numeric tensor of `shape` (of the slice if there is a `part`) from pieces of its bytes."""
         if dtype.itemsize is None:
             raise ValueError(f"{name!r}: {dtype.label} tensors cannot be added as bytes")
         ref = self._announce(name, dtype, shape, part)

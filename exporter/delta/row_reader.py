@@ -64,7 +64,7 @@ class RowMap:
             self._values = map_bytes(fd, extent).view(ref.dtype.numpy).reshape(shape)
 
     def fetch(self) -> None:
-        """Fetch all rows, for a caller that is going to read them all: many requests are under way at a time."""
+        """Fetch all rows by concurrent requests, for a caller that is going to read them all."""
         if self._object is not None:
             self._object.fetch(np.array([0]), np.array([self._object.extent.size]))
 
@@ -214,7 +214,7 @@ class RowReader(Struct, frozen=True, dict=True):
         return self._cast(values)
 
     def fetch(self) -> None:
-        """Fetch everything that the values are made of: for a caller that will read all of it from a store."""
+        """Fetch every piece of the values, for a caller that will read all of them from a store."""
         for piece in self._pieces:
             piece.values.fetch()
 

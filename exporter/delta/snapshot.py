@@ -98,7 +98,7 @@ class Snapshot(Struct, frozen=True, eq=False):
     _trusted: set[StoredRun] = field(default_factory=set)
 
     def check(self, names: Iterable[str]) -> None:
-        """Compare the checksums of what is stored of some variables, each once however often this is asked."""
+        """Verify the stored checksums of these variables, each once however often this is called."""
         known = self._checked | self._trusted
         with self._naming_damage():
             self._checked.update(check_stored((self.stored[name] for name in names), known))

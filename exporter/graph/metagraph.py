@@ -144,7 +144,7 @@ def _has(message: Proto, field: str) -> bool:
 
 
 def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, directory: Path) -> SourceGraph:
-    """A source graph with the first of these signatures that exist: the request's, the collections', its own."""
+    """A source graph with the request's signatures, else those of the collections, else its own."""
     index = GraphIndex.of(meta_graph)
     drop_internal(meta_graph)
     specs = requested_specs(request) or _own_specs(meta_graph)

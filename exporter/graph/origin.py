@@ -71,7 +71,7 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
         return cls(function, is_beside, files, graph_options(request))
 
     def with_graph(self, graph: InferenceGraph, assets: Mapping[str, Path]) -> GraphOrigin:
-        """The origin, completed by the graph that was made from it and by the files of its tables, by name."""
+        """The origin, completed by the graph made from it and by the files of its tables, by name."""
         from exporter.graph.graph_digest import graph_digest  # late: a delta reads origins and makes none
 
         digests = {name: file_digest(path) for name, path in assets.items()}

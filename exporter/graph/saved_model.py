@@ -142,7 +142,7 @@ def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag
 
 
 def _without_training(meta_graph: Proto, request: GraphRequest, path: Path) -> list[str]:
-    """Remove signatures for training from `meta_graph`; returns notes. Nothing is done if tensors are named."""
+    """Remove training signatures from `meta_graph` unless tensors are named; return notes."""
     drop_internal(meta_graph)
     if requested_specs(request) or not meta_graph.signature_def:
         return []

@@ -224,7 +224,7 @@ class DeepRecIncrement(Struct, frozen=True):
         return bool(among(wanted, np.sort(known)).all())
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
-        """The variables with their new values, every checksum verified; rows are numbered as they are stored."""
+        """Yield variables and new values, every checksum verified; rows are numbered as they are stored."""
         rows: dict[str, list[Rows]] = {}
         for name, ref in self.catalog.tensors.items():
             if name.endswith(INCR_KEYS):

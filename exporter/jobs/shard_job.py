@@ -284,7 +284,7 @@ AnyTask = TypeVar("AnyTask", bound=Task)
 
 
 def named_by_content(tasks: Iterable[AnyTask], made: Path) -> tuple[list[AnyTask], dict[Input, Input]]:
-    """The tasks with files below `made` named by their digests, and the file that each such name stands for."""
+    """The tasks with files below `made` named by digest, and the file behind each such name."""
     tasks = list(tasks)
     below = f"{made.absolute()}{os.sep}"
     files = {each for task in tasks for each in task.inputs if each.place.startswith(below)}

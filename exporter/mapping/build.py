@@ -88,7 +88,7 @@ def _listed(trained: TrainedObjects, optimizer: int, edge: str) -> list[str]:
 def find_tables(
     tables: Iterable[GraphTable], catalog: Catalog, renamed: Callable[[str], str | None]
 ) -> Iterator[tuple[GraphTable, TensorRef, TensorRef]]:
-    """Each table under the names and with the shapes that the checkpoint has, its keys' and values' tensor."""
+    """Yield each table, named and shaped as in the checkpoint, with its key tensor and value tensor."""
     for table in tables:
         names = stored_names(table, renamed)
         missing = [name for name in names if name not in catalog.tensors]

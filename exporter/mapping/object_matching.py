@@ -220,7 +220,7 @@ class _Search(Struct, frozen=True):
                 self.numbers[key] = by_node[variable.node]
 
     def best(self) -> dict[str, str] | None:
-        """The tensors of the one correspondence that fits; None if no object of the two graphs corresponds."""
+        """The tensors of the one correspondence that fits; None if no objects of the graphs correspond."""
         partial: list[tuple[_Walk, dict[str, str]]] = []
         for start in self._served_starts():
             walks = [self._walk(start, candidate) for candidate in self._trained_starts()]

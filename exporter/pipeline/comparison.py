@@ -227,7 +227,7 @@ def tables_as_served(catalog: Catalog, log: DeltaLog) -> dict[str, Keyed]:
 
 
 def common_tables(a: Catalog, b: Catalog) -> tuple[dict[str, Keyed], dict[str, Keyed], set[str]]:
-    """The embedding variables that two checkpoints have with rows of one kind, and all their tensors' names."""
+    """Embedding variables that both checkpoints have with rows of one kind, and all their tensors' names."""
     ours, theirs = embedding_variables(a), embedding_variables(b)
     names = [
         name

@@ -184,7 +184,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         return self.newest.entry.trained
 
     def last(self) -> int:
-        """The greatest position that was published for the model, in this log as it was listed or in others."""
+        """The greatest position published for the model, in this log as it was listed or in others."""
         ends = [delta.end for delta in self.deltas]
         return max([self.base.at.position, *ends, *delta_positions(self.model, but=self.path)])
 
@@ -199,7 +199,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         return plan_chain(self.deltas, start, target)
 
     def ahead_of(self, position: int, hold: int | None) -> tuple[LogDelta, ...]:
-        """The deltas that a server at `position` takes by itself: as far as they lead, and not past a hold."""
+        """The deltas that a server at `position` takes by itself: as far as they lead, never past a hold."""
         return plan_chain([delta for delta in self.deltas if hold is None or delta.end <= hold], position)
 
     def open(self, delta: LogDelta, *, only: Collection[str] | None = None) -> Delta:

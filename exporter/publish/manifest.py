@@ -111,7 +111,7 @@ class BaseEntry(
         return MappingSpec.read(self.recipe)
 
     def check_updates(self, given: Updates | None) -> None:
-        """Compare how the base takes deltas with what a later command line says, which may leave it all out."""
+        """Refuse a later command line whose update options, if it gives any, differ from the base's."""
         if given is None or given == Updates():
             return
         was, now = asdict(self.updates), asdict(given)

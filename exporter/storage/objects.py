@@ -262,7 +262,7 @@ class ObjectWriter(ObjectReader):
             raise CheckpointChanged(f"{self._named(found.key)} was replaced after it was written")
 
     def copy_if_there(self, source: str, key: str) -> bool:
-        """Have the store copy an object to another key, whatever is there; False if there is no such object."""
+        """Have the store copy an object over another key; False if there is no such object."""
         import obstore
 
         with writing_to(self.url, key):

@@ -135,7 +135,7 @@ class RemoteModel:
         self._is_stale = False
 
     def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
-        """Do what may publish under `path`, and carry to the store what it did; again, if another was faster."""
+        """Run `work`, which may publish, and carry the result to the store; repeat if another was faster."""
         for attempt in range(1, _ATTEMPTS + 1):
             self.refresh()
             self._is_stale = not self._read_only

@@ -65,7 +65,7 @@ def require_room(options: Mapping[str, Any], there: Mapping[str, float]) -> None
 
 
 def workers_with_room(workers: int, there: int) -> int:
-    """How many worker processes a machine's memory, in bytes, has room for, if not fewer than are asked for."""
+    """`workers`, if a machine with `there` bytes of memory has room for so many processes."""
     if workers * _WORKER_BYTES > there:
         raise UsageError(
             f"{workers} workers of an engine take about {human_bytes(workers * _WORKER_BYTES)} of memory, "

@@ -60,7 +60,7 @@ class Asked(Struct, frozen=True):
 
 
 class ProcessEngine:
-    """An engine whose module has `LIBRARY`, to be imported, and `run(works, asked)`, a generator of outcomes."""
+    """An engine from a module with `LIBRARY`, to be imported, and `run(works, asked)`, which yields outcomes."""
 
     def __init__(self, asked: Asked) -> None:
         self.name = asked.engine
