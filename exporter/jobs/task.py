@@ -87,7 +87,7 @@ class Input(Struct, frozen=True, array_like=True):
         self._require_same(shard_status(path))  # again: a trainer may have written to it meanwhile
 
     def fetch(self, wanted: Range, descriptor: int, offset: int, path: Path) -> bool:
-        """Fetch a range of an object to an offset of the open file at `path`; False if the input is a file."""
+        """Fetch a range of an object to an offset of the file at `path`; False if the input is a file."""
         url = Url.parse(self.place)
         if url is not None:
             piece = (wanted.offset, wanted.offset + wanted.size, offset)

@@ -60,7 +60,7 @@ class Asked(Struct, frozen=True):
 
 
 class ProcessEngine:
-    """An engine from a module with `LIBRARY`, to be imported, and `run(works, asked)`, which yields outcomes."""
+    """An engine from a module with `LIBRARY`, to import, and `run(works, asked)`, which yields outcomes."""
 
     def __init__(self, asked: Asked) -> None:
         self.name = asked.engine
