@@ -8,7 +8,7 @@ from pathlib import Path
 
 from exporter.cli.app import app as export_model
 from serving.cli import app as serve_model
-from tools.reference import commands, documents, failures, files, keywords, metrics, rooms, tf_serving
+from tools.reference import alerts, commands, documents, failures, files, keywords, metrics, rooms, tf_serving
 
 ROOT = Path(__file__).parent.parent.parent
 NOTE = "<!-- Made from the code by `python -m tools.reference`; edit the code instead. -->\n\n"
@@ -29,6 +29,7 @@ _WHOLE: dict[str, Callable[[], str]] = {
     "docs/reference/formats.md": files.page,
     "docs/architecture.md": rooms.page,
     "exporter/options/keywords.py": keywords.module,
+    "deploy/kubernetes/monitoring/alerts.yaml": alerts.prometheus_rule,
 }
 PATHS = [*(f"docs/reference/{name}" for name in _REFERENCE), *_WHOLE]
 """Where the pages lie."""
