@@ -5,7 +5,8 @@
     since     float64 []  when the sequence became odd, in seconds since 1970
     base      string []   the model base path, taken from an asset's path while the model loads
     warm      bool []     true after the first update, even if that had nothing to do
-    turn      int64 [3]   zeros while no call has the turn (`update.one_at_a_time`)
+    turn      int64 [3]   zeros while no call takes the turn (`update.one_at_a_time`)
+    holder    string [1]  the name of the call that took the turn last, empty before the first one
     quiet     float64 []  until when readers ask that no update begins to write, in seconds since 1970
     unsettled int64 []    how many responses were given without a position
 
@@ -40,6 +41,7 @@ class StateNodes(Struct, frozen=True):
     base: str
     warm: str
     turn: str
+    holder: str
     quiet: str
     unsettled: str
 
@@ -53,6 +55,7 @@ class StateNodes(Struct, frozen=True):
             base=editor.variable("base", DType.STRING),
             warm=editor.variable("update/warm", DType.BOOL),
             turn=editor.variable("turn", DType.INT64, (3,)),
+            holder=editor.variable("holder", DType.STRING, (1,)),
             quiet=editor.variable("quiet", DType.DOUBLE),
             unsettled=editor.variable("unsettled", DType.INT64),
         )
@@ -82,6 +85,7 @@ class UpdateState(Struct, frozen=True):
     base: Tensor
     warm: Tensor
     turn: Tensor
+    holder: Tensor
     quiet: Tensor
     unsettled: Tensor
 
@@ -92,6 +96,10 @@ class UpdateState(Struct, frozen=True):
     def read_position(self) -> Tensor:
         """Position, step and the unfinished target, int64 [3]."""
         return read(self.position, DType.INT64, (3,))
+
+    def read_holder(self) -> Tensor:
+        """The name of the call that took the turn last, string []."""
+        return read(self.holder, DType.STRING, (1,))[0]
 
     def read_quiet(self) -> Tensor:
         """The end of the quiet that readers ask for, in seconds since 1970, float64 []."""
