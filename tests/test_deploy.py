@@ -228,7 +228,13 @@ def workflow_steps() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("schema", "file"), [("github-workflows", "ci/export.yaml"), ("compose-spec", "compose.yaml")]
+    ("schema", "file"),
+    [
+        ("github-workflows", "ci/export.yaml"),
+        ("github-workflows", "../.github/workflows/ci.yml"),
+        ("github-workflows", "../.github/workflows/nightly.yml"),
+        ("compose-spec", "compose.yaml"),
+    ],
 )
 def test_files_fit_the_schema_of_who_reads_them(schema: str, file: str) -> None:
     checker = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"]
