@@ -328,7 +328,8 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
         ObjectMismatch: the model's objects and those of an object-based checkpoint do not correspond.
         PartitionStrategyUnknown: the rows of a re-partitioned lookup table would be in an unknown order.
     """
-    wanted = _group_parts(graph.variables)
+    wanted = group_parts(graph.variables)
+    _refuse_shared_names(wanted)
     objects = read_object_graph(catalog)
     if objects is not None:
         matches = _find_objects(
@@ -376,16 +377,23 @@ def _state(graph: InferenceGraph, catalog: Catalog) -> list[TensorSource]:
     return [TensorSource(name, (), catalog.tensors[name], "state") for name in graph.state.tensors]
 
 
-def _group_parts(variables: Iterable[GraphVariable]) -> dict[str, tuple[GraphVariable, ...]]:
+def group_parts(variables: Iterable[GraphVariable]) -> dict[str, tuple[GraphVariable, ...]]:
+    """The variables by key, the parts of a partitioned one in their order."""
     groups: dict[str, list[GraphVariable]] = {}
     for variable in variables:
         groups.setdefault(variable.key, []).append(variable)
+
+    def begins(member: GraphVariable) -> tuple[int, ...]:
+        return member.part.starts if member.part else ()
+
+    return {key: tuple(sorted(members, key=begins)) for key, members in groups.items()}
+
+
+def _refuse_shared_names(groups: MappingOf[str, tuple[GraphVariable, ...]]) -> None:
     for key, members in groups.items():
-        members.sort(key=lambda member: member.part.starts if member.part else ())
         if len(members) > 1 and any(member.part is None for member in members):
             nodes = ", ".join(member.node for member in members)
             raise AmbiguousRename(f"variables {nodes} all claim the checkpoint name {key!r}")
-    return {key: tuple(members) for key, members in groups.items()}
 
 
 class _Match(Struct, frozen=True):

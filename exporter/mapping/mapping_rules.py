@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from collections.abc import Mapping as MappingOf
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
 from msgspec import Struct, field
 
@@ -30,6 +30,7 @@ from exporter.graph.inference_graph import GraphVariable, InferenceGraph, Partit
 from exporter.options import ExportRequest
 from exporter.storage.files import read_regular
 from exporter.wire.dtypes import DType
+from exporter.wire.json_documents import DtypeLabel, Text, doc
 
 
 class RowOrder(Struct, frozen=True):
@@ -190,11 +191,11 @@ def parse_renames(text: str, path: Path) -> RenameTable:
 _RENAME_EXAMPLE = r"a regular expression and a tensor's name: --rename 'tower/(.*)=ranker/\1'"
 
 
-class RenameRule(Struct, frozen=True):
+class RenameRule(Struct, frozen=True, rename={"replacement": "name"}):
     r"""A regular expression for a whole variable name, and the tensor name it stands for (`\1`: a group)."""
 
-    pattern: re.Pattern[str]
-    replacement: str
+    pattern: Annotated[re.Pattern[str], doc("a regular expression of variables' names")]
+    replacement: Annotated[Text, doc("the tensor's name")]
 
     @classmethod
     def parse(cls, text: str) -> RenameRule:
@@ -217,11 +218,16 @@ class RenameRule(Struct, frozen=True):
         return match.expand(self.replacement) if match else None
 
 
-class CastRule(Struct, frozen=True):
+class CastRule(Struct, frozen=True, rename={"label": "dtype"}):
     """Variables whose whole name matches are stored as `dtype`."""
 
-    pattern: re.Pattern[str]
-    dtype: DType
+    pattern: Annotated[re.Pattern[str], doc("a regular expression of variables' names")]
+    label: Annotated[DtypeLabel, doc("what they are stored as")]
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype that they are stored as."""
+        return DType.of(self.label)
 
     @classmethod
     def parse(cls, text: str) -> CastRule:
@@ -233,31 +239,36 @@ class CastRule(Struct, frozen=True):
                 hint="--cast 'embedding.*=bfloat16'",
             )
         try:
-            return cls(re.compile(pattern or ".*"), DType.of(label))
+            return cls(re.compile(pattern or ".*"), label)
         except re.error as error:
             raise UsageError(f"--cast {text!r}: not a regular expression", cause=str(error)) from error
 
 
+_Strategies: TypeAlias = Mapping[Text, PartitionStrategy]
+
+
 class MappingRules(Struct, frozen=True):
-    """What the user says about names and layouts.
+    """The rules that variables are mapped to tensors by; a base's manifest holds them.
 
     `average` is the slot name of moving averages to serve in place of raw weights, "ema" standing for
     TensorFlow's own. `by_order` says that a list of values without names is in the order of the graph's
-    variables. `strategies` says how tables were looked up in training where the user knows it;
-    `trained` what the trainer's own graph says. `object_path` leads to the served model in an object-based
-    checkpoint; `tensors` names the tensor of a variable by its key where that was found out before, among the
-    objects of another checkpoint of the same trainer. `admission` says which keys of tables are served.
+    variables. `strategies` has the lookups in training that the user names, `trained` those of the trainer's
+    graph. `object_path` leads to the served model in an object-based checkpoint. `tensors` has, by variable,
+    what was found among the objects of another checkpoint of the same trainer.
     """
 
-    renames: tuple[RenameRule, ...] = ()
-    average: str | None = None
-    casts: tuple[CastRule, ...] = ()
-    by_order: bool = False
-    strategies: MappingOf[str, PartitionStrategy] = field(default_factory=dict)
-    trained: MappingOf[str, PartitionStrategy] = field(default_factory=dict)
-    object_path: str | None = None
-    tensors: MappingOf[str, str] = field(default_factory=dict)
-    admission: Admission = Admission()
+    renames: Annotated[tuple[RenameRule, ...], doc("--rename")] = ()
+    average: Annotated[Text | None, doc("--average")] = None
+    casts: Annotated[tuple[CastRule, ...], doc("--cast")] = ()
+    by_order: Annotated[bool, doc("--by-order")] = False
+    strategies: Annotated[_Strategies, doc("--partition-strategy")] = field(default_factory=dict)
+    trained: Annotated[_Strategies, doc("how training looked tables up, as its graph says")] = field(
+        default_factory=dict
+    )
+    object_path: Annotated[Text | None, doc("--object-path")] = None
+    tensors: Annotated[Mapping[Text, Text], doc("the tensor that was found for each variable")] = field(
+        default_factory=dict
+    )
 
     def renamed(self, key: str) -> str | None:
         """The tensor name that the rename rules give a variable, None if none is about it."""
@@ -273,16 +284,13 @@ def parse_rules(request: ExportRequest) -> MappingRules:
     """The rules about names and layouts in a request.
 
     Raises:
-        UsageError: a rule does not parse, or a number is negative.
+        UsageError: a rule does not parse.
     """
     strategies = {}
     for name, text in request.partition_strategies.items():
         if text not in (PartitionStrategy.MOD.value, PartitionStrategy.DIV.value):
             raise UsageError(f"--partition-strategy {name}={text}: expected mod or div")
         strategies[name] = PartitionStrategy(text)
-    for option, count in (("--min-freq", request.min_freq), ("--max-age-steps", request.max_age_steps)):
-        if count is not None and count < 0:
-            raise UsageError(f"{option} {count}: expected 0 or more")
     return MappingRules(
         renames=tuple(map(RenameRule.parse, request.renames)),
         average=request.average,
@@ -290,5 +298,16 @@ def parse_rules(request: ExportRequest) -> MappingRules:
         casts=tuple(map(CastRule.parse, request.casts)),
         strategies=strategies,
         object_path=request.object_path,
-        admission=Admission(request.min_freq, request.max_age_steps),
     )
+
+
+def parse_admission(request: ExportRequest) -> Admission:
+    """The filter of keys in a request.
+
+    Raises:
+        UsageError: a number is negative.
+    """
+    for option, count in (("--min-freq", request.min_freq), ("--max-age-steps", request.max_age_steps)):
+        if count is not None and count < 0:
+            raise UsageError(f"{option} {count}: expected 0 or more")
+    return Admission(request.min_freq, request.max_age_steps)

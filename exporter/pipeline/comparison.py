@@ -222,7 +222,7 @@ def tables_as_served(catalog: Catalog, log: DeltaLog) -> dict[str, Keyed]:
         variable = meant(known, spec.trained_name(table))
         if variable is not None and variable.dim == table.dim:
             dtype = dtypes[table.keys[3]]
-            found[table.name] = TrainedTable.read(catalog, variable, dtype, spec.rules.admission)
+            found[table.name] = TrainedTable.read(catalog, variable, dtype, spec.admission)
     return found
 
 

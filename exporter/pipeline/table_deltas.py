@@ -121,7 +121,7 @@ def told_changes(
     for name, change in told.items():
         rows, served = change.rows, tables[name].served
         is_new = served.find(rows.keys) < 0
-        wanted = ~is_new | (is_new & spec.rules.admission.enough(rows.freqs))
+        wanted = ~is_new | (is_new & spec.admission.enough(rows.freqs))
         if name in before:
             wanted &= is_new | ~rows.same_as(before[name])
         if wanted.any() or len(change.removed):
@@ -178,7 +178,7 @@ def _compared(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChang
         each.served.check()
         over, dtype = told.get(each.variable.name), each.served.row_values.dtype
         layer = () if over is None else (over.rows, over.removed)
-        now = TrainedTable.read(trainer.catalog, each.variable, dtype, spec.rules.admission, *layer)
+        now = TrainedTable.read(trainer.catalog, each.variable, dtype, spec.admission, *layer)
         changes |= compared(each.served, now, scratch)
         size += len(now.keys) * each.served.row_bytes
     return TableChanges(changes, size)

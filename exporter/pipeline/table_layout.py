@@ -38,11 +38,15 @@ class WrittenTables(Struct, frozen=True):
 
 
 def lay_out_tables(
-    graph: InferenceGraph, catalog: Catalog, rules: MappingRules, head_room: float | None
+    graph: InferenceGraph,
+    catalog: Catalog,
+    rules: MappingRules,
+    admission: Admission,
+    head_room: float | None,
 ) -> tuple[InferenceGraph, TableLayout | None]:
     """The graph with the sizes of its dynamic tables, and the checkpoint laid out for them."""
     if not graph.dynamic_tables:
-        if not rules.admission.is_everyone:
+        if not admission.is_everyone:
             raise UsageError(
                 "--min-freq and --max-age-steps choose keys of dynamic tables, and the graph has none",
                 hint="leave them out",
@@ -59,7 +63,7 @@ def lay_out_tables(
     known = embedding_variables(catalog)
     awaited = _awaited_keys(catalog)
     plans = [_plan(table, known, catalog, rules, head_room, awaited) for table in graph.dynamic_tables]
-    rules.admission.require_recorded(catalog, tuple(plan.variable for plan in plans))
+    admission.require_recorded(catalog, tuple(plan.variable for plan in plans))
     layout = lay_out(catalog, plans)
     return with_table_shapes(graph, layout.shapes), layout
 

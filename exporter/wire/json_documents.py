@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from datetime import datetime
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -99,7 +99,12 @@ def refuse_doubled_keys(text: str | bytes, where: str) -> None:
 
 def encode(value: Any) -> bytes:
     """A value in compact ASCII."""
-    return _in_ascii(msgspec.json.encode(value))
+    return _in_ascii(msgspec.json.encode(value, enc_hook=_written))
+
+
+def as_builtins(value: Any) -> Any:
+    """A value as the dicts, lists, texts and numbers that are written for it."""
+    return msgspec.to_builtins(value, enc_hook=_written)
 
 
 def encode_lines(values: list[Any] | tuple[Any, ...]) -> bytes:
@@ -150,7 +155,23 @@ _MAKING = threading.Lock()
 
 @cache
 def _made(type_: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(type_)
+    return msgspec.json.Decoder(type_, dec_hook=_read)
+
+
+def _written(value: Any) -> str:
+    """The text of a value that JSON has no form for: a regular expression's pattern."""
+    if isinstance(value, re.Pattern):
+        return str(value.pattern)
+    raise NotImplementedError(f"{type(value).__name__} has no form in JSON")
+
+
+def _read(type_: Any, value: Any) -> re.Pattern[str]:
+    """The reverse of `_written`; msgspec names the field of a ValueError."""
+    assert get_origin(type_) is re.Pattern, type_
+    try:
+        return re.compile(value)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"not a regular expression: {error}") from None
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
