@@ -41,13 +41,7 @@ class ByteRange(Struct, frozen=True):
 
 
 def copy_ranges(
-    source: Path,
-    target: Path,
-    ranges: Sequence[ByteRange],
-    *,
-    size: int,
-    pool: Executor,
-    progress: Progress,
+    source: Path, target: Path, ranges: Sequence[ByteRange], *, size: int, pool: Executor, progress: Progress
 ) -> None:
     """Copy `ranges` of `source`, which has `size` bytes in its catalog, into the new file `target`."""
     if mirror.is_remote(source):

@@ -240,11 +240,7 @@ def _named_by_table(ref: TensorRef) -> TensorRef:
 
 
 def _catalog(
-    path: Path,
-    family: str,
-    tensors: Iterator[TensorRef],
-    files: list[Path],
-    naming: Naming = Naming.LAYERS,
+    path: Path, family: str, tensors: Iterator[TensorRef], files: list[Path], naming: Naming = Naming.LAYERS
 ) -> Catalog:
     found = {}
     for ref in map(_named_by_table, tensors):

@@ -81,12 +81,7 @@ def read_safetensors(path: Path) -> Catalog:
     return _catalog(path, "safetensors", _tensors(whole), [whole])
 
 
-def _catalog(
-    path: Path,
-    family: str,
-    tensors: Mapping[str, TensorRef],
-    files: list[FileRange],
-) -> Catalog:
+def _catalog(path: Path, family: str, tensors: Mapping[str, TensorRef], files: list[FileRange]) -> Catalog:
     if not tensors:
         raise CorruptFile(f"{path} holds no tensors")
     found: dict[str, TensorRef] = {}

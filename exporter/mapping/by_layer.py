@@ -116,11 +116,7 @@ _SHOWN = 6
 
 
 def match_unnamed(
-    graph: InferenceGraph,
-    catalog: Catalog,
-    named: Iterable[str] = (),
-    *,
-    by_order: bool = False,
+    graph: InferenceGraph, catalog: Catalog, named: Iterable[str] = (), *, by_order: bool = False
 ) -> dict[str, str]:
     """The tensor of each variable (both by name) of a catalog whose tensors are not named by variables.
 

@@ -207,10 +207,7 @@ class Mirror:
                     self._fill(name, each, fetched, missing)
 
     def ask_store(
-        self,
-        name: str,
-        ranges: Iterable[tuple[int, int]],
-        ask: Callable[[ObjectReader, RemoteObject], T],
+        self, name: str, ranges: Iterable[tuple[int, int]], ask: Callable[[ObjectReader, RemoteObject], T]
     ) -> T | None:
         """What `ask` makes of the object itself; None if the file has all of these ranges (start, stop)."""
         with self._lock:

@@ -345,8 +345,7 @@ def _open(url: Url, silence: timedelta | None = None) -> ObjectStore:
         from obstore import store
     except ImportError:
         raise UsageError(
-            f"{url}: reading object stores needs a library that is not installed",
-            hint=to_install("stores"),
+            f"{url}: reading object stores needs a library that is not installed", hint=to_install("stores")
         ) from None
     plain = any(_endpoint(name).startswith("http://") for name in _ENDPOINTS)
     options: Any = {

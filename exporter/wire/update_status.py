@@ -95,11 +95,7 @@ class UpdateStatus(StrEnum):
         "`export-model verify MODEL`: a directory was copied from another model, or renamed.",
     )
     SCHEMA = ("schema", "A delta was made for other variables.", "As for `lineage`.")
-    RANGE = (
-        "range",
-        "A delta's name is not what the delta says of itself.",
-        "As for `lineage`.",
-    )
+    RANGE = ("range", "A delta's name is not what the delta says of itself.", "As for `lineage`.")
     ONLY_FROM = (
         "only-from",
         "A delta that leaves rows out or rounds them fits its first position alone, and the model stands "
