@@ -24,11 +24,11 @@ from exporter.storage.files import FileIdentity
 from exporter.storage.open_files import write_at
 from exporter.terminal.progress import Progress
 
+# What one task copies: large enough to amortise the task, small enough to be interrupted soon.
 BATCH_BYTES = 16 << 20
-"""What one task copies: large enough to amortise the task, small enough to be interrupted soon."""
 
+# copy_file_range across file systems, on special ones, on old kernels, under a seccomp filter.
 _NOT_HERE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
-"""copy_file_range across file systems, on special ones, on old kernels, under a seccomp filter."""
 _BUFFER_BYTES = 256 << 10  # stays in a core's cache between the read and the write
 
 
@@ -150,8 +150,8 @@ def drain(tasks: Iterable[Future[Any]]) -> None:
         task.exception()
 
 
+# Other file system or mount; not ours under `protected_hardlinks`; too many links; no links at all.
 _IMPOSSIBLE = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
-"""Other file system or mount; not ours under `protected_hardlinks`; too many links; no links at all."""
 
 
 class NewFile(Struct, frozen=True):

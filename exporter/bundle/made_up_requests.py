@@ -32,9 +32,12 @@ from exporter.tables.geometry import INDEX_ROWS, PARTS
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
-_MAX_TRIAL_BYTES = 256 << 20
-"""More of dense variables than this, and a trial is not worth its memory."""
+_MAX_TRIAL_BYTES = 256 << 20  # more of dense variables than this, and a trial is not worth its memory
 
+# Operations that fail on no values of their inputs, given that the shapes fit. Bitcast, as rows in 8 bits
+# have it: any bits are a number. Shifts, as lookups by keys have them: the kernels limit how far
+# (tensorflow/core/kernels/cwise_ops.h, `right_shift_op`). Integer divisions are not here: by zero they
+# fail.
 _ANY_VALUE = """
     Abs Add AddN AddV2 AvgPool BatchMatMul BatchMatMulV2 BatchMatMulV3 BiasAdd Bitcast BitwiseAnd
     BitwiseOr BitwiseXor Cast Conv2D DepthwiseConv2dNative DivNoNan Einsum Elu Equal Erf Exp Expm1
@@ -44,27 +47,21 @@ _ANY_VALUE = """
     Selu Sigmoid Sign Snapshot Softmax Softplus Softsign Sqrt Square SquaredDifference StopGradient Sub
     Tanh Unpack ZerosLike
 """
-"""Operations that fail on no values of their inputs, given that the shapes fit.
 
-Bitcast, as rows in 8 bits have it: any bits are a number. Shifts, as lookups by keys have them: the kernels
-limit how far (tensorflow/core/kernels/cwise_ops.h, `right_shift_op`). Integer divisions are not here: by zero
-they fail.
-"""
-
+# Operations that fail on no values of their first input; the others say what to do with it.
 _FIRST_VALUE = """
     All Any ArgMax ArgMin AsString BroadcastTo Cumsum EnsureShape ExpandDims Gather GatherNd GatherV2
     Max Mean Min MirrorPad Pad PlaceholderWithDefault Prod Reshape ReverseV2 SegmentMax SegmentMean
     SegmentSum Slice SparseSegmentMean SparseSegmentSqrtN SparseSegmentSum SplitV Squeeze StridedSlice
     Sum Tile TopKV2 Transpose UnsortedSegmentSum
 """
-"""Operations that fail on no values of their first input; the others say what to do with it."""
 
-_SHAPE_OF = frozenset({"Rank", "Shape", "ShapeN", "Size"})
-"""Operations whose result depends on no value."""
+_SHAPE_OF = frozenset({"Rank", "Shape", "ShapeN", "Size"})  # operations whose result depends on no value
 
+# Operations whose shapes depend on values, but not of a single number: that is unique, at place 0.
 _UNIQUE = frozenset({"Unique", "UniqueV2", "UniqueWithCounts"})
-"""Operations whose shapes depend on values, but not of a single number: that is unique, at place 0."""
 
+# Further operations that give the same for the same inputs and touch nothing else.
 _OF_REQUEST = """
     Assert BroadcastArgs Bucketize Ceil ConcatV2 Const DecodeBase64 DecodeCSV DecodeRaw Div
     DynamicPartition DynamicStitch Fill Floor FloorDiv FloorMod InvertPermutation ListDiff LogicalXor Mod
@@ -75,14 +72,13 @@ _OF_REQUEST = """
     StringToHashBucket StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper Substr
     TruncateDiv UnsortedSegmentMax UnsortedSegmentMin Where
 """
-"""Further operations that give the same for the same inputs and touch nothing else."""
 
 _CERTAIN_ANY, _CERTAIN_FIRST = frozenset(_ANY_VALUE.split()), frozenset(_FIRST_VALUE.split())
 _CERTAIN = _CERTAIN_ANY | _CERTAIN_FIRST | _SHAPE_OF | _UNIQUE | frozenset(_OF_REQUEST.split())
 _GATHERS = frozenset({"ResourceGather", "ResourceGatherNd"})
 _READS = _GATHERS | {"ReadVariableOp", "StatefulPartitionedCall"}
+# Operations whose first output has the numbers of their first input, and no others.
 _SAME_NUMBERS = frozenset({"ExpandDims", "Identity", "Reshape", "Squeeze"}) | _UNIQUE
-"""Operations whose first output has the numbers of their first input, and no others."""
 
 
 class _Uncertain(Exception):

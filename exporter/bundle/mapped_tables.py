@@ -46,13 +46,11 @@ from exporter.storage.layout import MAPPED_ID_FILE, VARIABLES_DIRECTORY
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
-LEAST_BYTES = 1 << 20
-"""A smaller variable is read in less time than a file of its own is opened in."""
+LEAST_BYTES = 1 << 20  # a smaller variable is read in less time than a file of its own is opened in
 
 _FLAG = (DType.BOOL, ())
 _NAME = ((DType.STRING, ()),)
-_IN_NAMES = 16
-"""So much of an id is part of the names of functions."""
+_IN_NAMES = 16  # so much of an id is part of the names of functions
 _GLOB = re.compile(rb"[*?\[\\]")
 
 

@@ -126,8 +126,8 @@ def _set_constant(node: Proto, value: str) -> None:
     tensor.CopyFrom(replacement)
 
 
+# Global variables: what makes `tf.saved_model.load` own them as Python objects.
 VARIABLES_COLLECTION = "variables"
-"""Global variables: what makes `tf.saved_model.load` own them as Python objects."""
 
 _SAVER_V2 = 2  # SaverDef.CheckpointFormatVersion.V2
 

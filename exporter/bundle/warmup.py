@@ -24,8 +24,7 @@ from exporter.wire import rest_json, tensor_proto
 from exporter.wire.protos import Proto, message_class
 from exporter.wire.tfrecord import encode_records
 
-MAX_RECORDS = 1000
-"""More than this and TF Serving refuses the version."""
+MAX_RECORDS = 1000  # more than this and TF Serving refuses the version
 
 DEFAULT_SIGNATURE = "serving_default"
 

@@ -18,7 +18,8 @@ from exporter.wire.dtypes import DType
 def write_bundle(
     catalog: Catalog, tensors: Iterable[TensorRef], prefix: Path, progress: Progress | None = None
 ) -> Catalog:
-    """A bundle at `prefix` with these tensors of `catalog`; each value passes through memory in blocks.
+    """Write these tensors of `catalog` into a new bundle at `prefix`, in blocks; returns the bundle's
+    catalog.
 
     Raises:
         CheckpointError: a source is damaged, or changed since the catalog was read.
@@ -29,24 +30,20 @@ def write_bundle(
         prefix.parent.mkdir(parents=True, exist_ok=True)
         with BundleWriter(prefix) as writer:
             for ref in tensors:
-                _add(writer, ref)
+                if ref.content is None:
+                    raise ValueError(f"{ref.name!r} is in a bundle already")
+                if not ref.slices:
+                    _add(writer, ref, ref.content, ref.shape)
+                for part in ref.slices:
+                    assert part.content is not None
+                    _add(writer, ref, part.content, part.spec.lengths, part.spec)
                 progress.advance(ref.bytes_)
     except OSError as error:
         raise os_error(error, prefix) from error
     return replace(read_catalog(prefix), family=catalog.family, step=catalog.step)
 
 
-def _add(writer: BundleWriter, ref: TensorRef) -> None:
-    if ref.content is None:
-        raise ValueError(f"{ref.name!r} is in a bundle already")
-    if not ref.slices:
-        _add_values(writer, ref, ref.content, ref.shape)
-    for part in ref.slices:
-        assert part.content is not None
-        _add_values(writer, ref, part.content, part.spec.lengths, part.spec)
-
-
-def _add_values(
+def _add(
     writer: BundleWriter,
     ref: TensorRef,
     content: Content,

@@ -52,8 +52,8 @@ _IDLE_SECONDS = 5.0  # then a process that is asked nothing ends by itself
 _BLOCK_BYTES = 4 << 20  # a multiple of every item's size
 _MAX_LIST_BYTES = 256 << 20
 _SETTINGS = {"OPENBLAS_NUM_THREADS": "1", "HDF5_PLUGIN_PRELOAD": "::"}  # no threads, and no plug-ins
+# The process whose file is likely to be asked for again. Threads read, too: it is taken in one step.
 _idle: deque[_Library] = deque()
-"""The process whose file is likely to be asked for again. Threads read, too: it is taken in one step."""
 
 
 class Dataset(Struct, frozen=True):

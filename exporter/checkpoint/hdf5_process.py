@@ -27,15 +27,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-REFUSED = 3
-"""The exit code of a process that said why it cannot answer."""
+REFUSED = 3  # the exit code of a process that said why it cannot answer
 
 _LIBRARY_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError, AttributeError)
 _BLOCK_BYTES = 4 << 20
 _CACHE_BYTES = 64 << 20
 _UNKNOWN_SIZE = 4 << 30  # of what is mapped already, where there is no /proc
+# Filters that the library brings along; others would be loaded from plug-in directories.
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 32000: "lzf"}
-"""Filters that the library brings along; others would be loaded from plug-in directories."""
 
 
 class Refused(Exception):

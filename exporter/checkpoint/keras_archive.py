@@ -38,8 +38,8 @@ _ASSETS = "assets"
 _MAX_JSON_BYTES = 256 << 20
 _MAX_ASSET_BYTES = 1 << 30
 _VARS = "vars"
+# Where an optimizer keeps the number of its steps: Keras 3, its legacy files, Keras 2.
 _OPTIMIZER_STEP = ("optimizer/vars/0", "adam/iteration", "Adam/iter", "iteration", "iter")
-"""Where an optimizer keeps the number of its steps: Keras 3, its legacy files, Keras 2."""
 
 _LAYER_ATTRIBUTES = {"name": False}
 _LEGACY_ATTRIBUTES = {

@@ -51,14 +51,14 @@ from exporter.storage.layout import (
 )
 from exporter.storage.local_paths import quoted
 
+# Begins the name of a directory into which a worker saves what only the chief keeps, in that directory.
 WORKER_PREFIX = "workertemp_"
-"""Begins the name of a directory into which a worker saves what only the chief keeps, in that directory."""
 
 _STATE_PATH = re.compile(
     r"""(?<!\w)model_checkpoint_path\s*:\s*(?:"((?:[^"\\\n]|\\.)*)"|'((?:[^'\\\n]|\\.)*)')"""
 )
+# A file and the directory beside it with the tensor bundle: Keras' backups, SavedModels.
 _NESTED = (("chief", "chief"), *((name, VARIABLES_NAME) for name in SAVED_MODEL_FILES))
-"""A file and the directory beside it with the tensor bundle: Keras' backups, SavedModels."""
 
 _MAX_STATE_BYTES = 1 << 24
 _MAX_NAME = 250  # of a file, with `.index` behind it

@@ -26,8 +26,8 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 VARIABLE_VALUE = "VARIABLE_VALUE"
+# What TensorFlow puts behind the path of a variable's object to name its tensor.
 SUFFIX = f"/.ATTRIBUTES/{VARIABLE_VALUE}"
-"""What TensorFlow puts behind the path of a variable's object to name its tensor."""
 
 ROOT = 0
 
@@ -63,13 +63,15 @@ class ObjectGraph(Struct, frozen=True, dict=True):
     objects: tuple[TrackedObject, ...]
 
     def at(self, path: str, start: int = ROOT) -> int | None:
-        """The object that a path such as `model/layers/0` leads to; "" and "." are `start` itself.
+        """The number of the object that a path such as `model/layers/0` leads to; None if it leads nowhere.
 
-        In an edge's name `/` is written `.S` and `.` is written `..`, as in tensors' names.
+        "" and "." are `start` itself. In an edge's name `/` is written `.S` and `.` is written `..`, as in
+        tensors' names.
         """
         found = start
         for name in path.split("/") if path not in ("", ".") else ():
-            following = self.objects[found].children.get(_ESCAPE.sub(_unescaped, name))
+            edge = _ESCAPE.sub(lambda escape: "/" if escape.group() == ".S" else ".", name)
+            following = self.objects[found].children.get(edge)
             if following is None:
                 return None
             found = following
@@ -77,7 +79,7 @@ class ObjectGraph(Struct, frozen=True, dict=True):
 
     @cached_property
     def optimizers(self) -> frozenset[int]:
-        """The objects that are optimizers, of either Keras."""
+        """The numbers of the objects that are optimizers, of either Keras."""
         return frozenset(
             number
             for number, item in enumerate(self.objects)
@@ -86,11 +88,11 @@ class ObjectGraph(Struct, frozen=True, dict=True):
 
     @cached_property
     def paths(self) -> Mapping[int, str]:
-        """A shortest path to each object that the root leads to; "" is the root's own."""
+        """A shortest path to each object that the root leads to, by number."""
         return self.paths_from(ROOT)
 
     def paths_from(self, start: int) -> dict[int, str]:
-        """A shortest path to each object that `start` leads to."""
+        """A shortest path to each object that `start` leads to, by number; its own is ""."""
         found, pending = {start: ""}, deque([start])
         while pending:
             number = pending.popleft()
@@ -102,12 +104,8 @@ class ObjectGraph(Struct, frozen=True, dict=True):
         return found
 
 
-def _unescaped(match: re.Match[str]) -> str:
-    return "/" if match.group() == ".S" else "."
-
-
 def read_object_graph(catalog: Catalog) -> ObjectGraph | None:
-    """The object graph of a checkpoint; None for one by names.
+    """The object graph of a checkpoint; None for a checkpoint by names.
 
     Raises:
         CorruptFile: it cannot be decoded, or an edge leads nowhere.
@@ -122,7 +120,7 @@ def read_object_graph(catalog: Catalog) -> ObjectGraph | None:
 
 
 def parse_object_graph(data: bytes, where: str) -> ObjectGraph:
-    """A serialised `TrackableObjectGraph`; `where` is for error texts."""
+    """The object graph that a serialised `TrackableObjectGraph` holds; CorruptFile names it `where`."""
     try:
         message = protos.TrackableObjectGraph.FromString(data)
     except DecodeError as error:

@@ -24,8 +24,8 @@ _ITERATIONS = ("_iterations", "iterations", "iter")
 _MANAGER_STATE = b"last_preserved_timestamp"  # in the state file of a CheckpointManager alone
 _MAX_STATE_BYTES = 1 << 16
 
+# Begins the names in a graph that AutoDist has copied for each replica (source: autodist/const.py).
 AUTODIST_SCOPE = "AutoDist-Replica-"
-"""Begins the names in a graph that AutoDist has copied for each replica (source: autodist/const.py)."""
 
 
 def recognise(catalog: Catalog) -> Catalog:

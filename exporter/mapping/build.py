@@ -149,8 +149,8 @@ def _fits(shape: tuple[int, ...], table: GraphTable) -> bool:
     )
 
 
+# The slot name of `tf.train.ExponentialMovingAverage` unless the trainer chose another.
 TF_AVERAGE = "ExponentialMovingAverage"
-"""The slot name of `tf.train.ExponentialMovingAverage` unless the trainer chose another."""
 
 
 class ExtraKind(Enum):

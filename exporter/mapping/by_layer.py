@@ -95,6 +95,7 @@ def _agree(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
 
 _NORMALISED = ("gamma", "beta", "moving_mean", "moving_variance")
 _RECURRENT = ("kernel", "recurrent_kernel", "bias")
+# The order in which Keras' layers keep values that may be of one shape, by the layer's class.
 _ORDERS = {
     "batch_normalization": _NORMALISED,
     "layer_normalization": _NORMALISED[:2],
@@ -103,13 +104,12 @@ _ORDERS = {
     "gru_cell": _RECURRENT,
     "simple_rnn_cell": _RECURRENT,
 }
-"""The order in which Keras' layers keep values that may be of one shape, by the layer's class."""
 
+# Names that are not values of a layer, or that files of some versions of Keras lack.
 _NO_LAYER = re.compile(r"^metrics/|(^|/)(optimizer|optimizer_weights|seed_generator(_[0-9]+)?)/")
-"""Names that are not values of a layer, or that files of some versions of Keras lack."""
 
+# What is a layer's value: tables by keys, which some layers store, have names of their own.
 _LAYERS_VALUE = re.compile(r"(^|/)vars/[^/]+$")
-"""What is a layer's value: tables by keys, which some layers store, have names of their own."""
 
 _DIRECTION = re.compile(r"(?:^|/)(forward|backward)_[^/]+/")
 _SHOWN = 6

@@ -24,7 +24,7 @@ from msgspec import Struct, field
 
 from exporter.catalog import Catalog, SliceSpec, TensorRef
 from exporter.checkpoint.admission import Admission
-from exporter.checkpoint.embedding_variables import embedding_variables, meant
+from exporter.checkpoint.embedding_variables import embedding_variables, find_variable
 from exporter.errors import AmbiguousRename, PartitionStrategyUnknown, UsageError
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.options import ExportRequest
@@ -140,7 +140,7 @@ class RenameTable(Struct, frozen=True):
         tables = {table.name for table in graph.dynamic_tables}
         stored = embedding_variables(catalog) if tables & self.entries.keys() else {}
         for name, entry in self.entries.items():
-            if name in tables and meant(stored, entry.tensor) is not None:
+            if name in tables and find_variable(stored, entry.tensor) is not None:
                 continue
             if name not in variables | tables:
                 raise self._error(entry.line, f"the graph has no variable {name!r}")

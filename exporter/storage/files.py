@@ -24,10 +24,9 @@ from exporter.storage.layout import flaw_of
 T = TypeVar("T")
 
 _LOCK_POLL_SECONDS = 0.02
+# Age above which a file's times tell whether it was changed; clocks of file servers differ a little.
 SETTLED_NS = 2_000_000_000
-"""Age above which a file's times tell whether it was changed; clocks of file servers differ a little."""
-_MOST_KEPT_BYTES = 16 << 20
-"""Of files whose content is kept in memory: 5,000 manifests of deltas."""
+_MOST_KEPT_BYTES = 16 << 20  # of files whose content is kept in memory: 5,000 manifests of deltas
 
 
 @contextmanager
@@ -91,12 +90,12 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+# How a pointer of Git LFS begins, and how long one can be (docs/spec.md of git-lfs).
 _LFS, _LFS_BYTES = b"version https://git-lfs.github.com/spec/v1\n", 1024
-"""How a pointer of Git LFS begins, and how long one can be (docs/spec.md of git-lfs)."""
 
 
+# What the kernel reports of a directory whose file system has no fsync: `vfs_fsync_range` in fs/sync.c.
 _NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
-"""What the kernel reports of a directory whose file system has no fsync: `vfs_fsync_range` in fs/sync.c."""
 
 
 def beside(path: Path) -> Path:

@@ -53,10 +53,9 @@ from exporter.storage.waiting import workers
 T = TypeVar("T")
 
 _MOST_FILES = 100_000  # each becomes a sparse file here
-_NEIGHBOURS = 100
-"""Objects that are shown where a URL means none: an error names what is like it."""
+_NEIGHBOURS = 100  # objects that are shown where a URL means none: an error names what is like it
+# Files that mean the directory that they are in.
 _OF_A_DIRECTORY = (CHECKPOINT_STATE_FILE, *SAVED_MODEL_FILES)
-"""Files that mean the directory that they are in."""
 _MIRRORS: dict[str, Mirror] = {}  # by the path of their directory
 _CHECKPOINTS: dict[Url, Mirror] = {}
 _LOCK = threading.Lock()
@@ -551,8 +550,7 @@ class Ranges:
 # --- reading ahead -----------------------------------------------------------------------------------------
 
 
-AT_ONCE = 16
-"""Files that are fetched together, each with a request of its own."""
+AT_ONCE = 16  # files that are fetched together, each with a request of its own
 
 
 class ReadAhead:

@@ -47,15 +47,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Name another server than the cloud's own; one with `http://` is asked without encryption.
 _ENDPOINTS = (
     *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
     *("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL"),
 )
-"""Name another server than the cloud's own; one with `http://` is asked without encryption."""
+# How long a store may take to connect, may say nothing, and is asked again.
 _CONNECT, _REQUEST, _RETRY = timedelta(seconds=10), timedelta(seconds=30), timedelta(seconds=60)
-"""How long a store may take to connect, may say nothing, and is asked again."""
+# How long a request may take in all that goes on; a part that is uploaded is answered at its end alone.
 _SLOW = timedelta(minutes=10)
-"""How long a request may take in all that goes on; a part that is uploaded is answered at its end alone."""
 _RETRIES = 5
 _CONNECTIONS = 16
 
@@ -426,18 +426,18 @@ def _tag_of(store: ObjectWriter, key: str, content: bytes) -> Tag | None:
 
 
 _PAUSES = (0.1, 0.5, 2.0)  # before a read is repeated whose answer broke off
-_AGAIN_SECONDS = 60.0
-"""An answer that breaks off later than this is not asked for again."""
+_AGAIN_SECONDS = 60.0  # an answer that breaks off later than this is not asked for again
 _LATER = "run the command again: the store is busy, or ill"
 _STATUS = re.compile(r"\b(?:status:? |HTTP error: )?([45][0-9]{2} [A-Z][A-Za-z ]+)")
+# The stores' own words for what is wrong with credentials; what else they say may repeat these.
 _CODE = re.compile(
     "<Code>(AccessDenied|AuthenticationFailed|AuthorizationFailure|AuthorizationHeaderMalformed|"
     "AuthorizationPermissionMismatch|ExpiredToken|InvalidAccessKeyId|InvalidToken|RequestTimeTooSkewed|"
     "SignatureDoesNotMatch)</Code>"
 )
-"""The stores' own words for what is wrong with credentials; what else they say may repeat these."""
 _MAY = "publishing needs to list, read, write and delete"
 NOT_IMPLEMENTED = "501"
+# Words of obstore's text that identify the kind of a failure.
 _KINDS = {
     "TimedOut": "no answer in time",
     "NotPartial": "it sends whole objects where it is asked for a range",
@@ -449,7 +449,6 @@ _KINDS = {
     "token file": "the file of its token cannot be read",
     "redirect without LOCATION": "the bucket is in another region than AWS_REGION says",
 }
-"""Words of obstore's text that identify the kind of a failure."""
 
 
 class BrokenOff(Exception):
@@ -547,24 +546,24 @@ def writing_to(url: Url, key: str) -> Iterator[None]:
 # --- credentials -------------------------------------------------------------------------------------------
 
 
+# Variables that name credentials or their source: the first of these that are set together count.
 _AWS = (
     ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     ("AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE"),
     ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",),
     ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"),
 )
-"""Variables that name credentials or their source: the first of these that are set together count."""
+# Words of obstore's errors that come from asking for credentials, not from asking the store.
 _NOT_GIVEN = re.compile(
     r"token request|token file|performing POST REDACTED|/latest/(?:api/token|meta-data)\b"
 )
-"""Words of obstore's errors that come from asking for credentials, not from asking the store."""
 
+# What to set, by the scheme of a URL.
 HINTS = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, and AWS_ENDPOINT_URL for other clouds",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",
     "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or what else identifies you",
 }
-"""What to set, by the scheme of a URL."""
 
 
 def not_given(scheme: str, said: str) -> str:

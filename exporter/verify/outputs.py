@@ -97,8 +97,8 @@ def _text(error: Exception) -> str:
 
 Feeds = Mapping[str, NDArray[Any]]
 
+# Rows of generated requests: a graph that has its training's batch baked in takes one number alone.
 _BATCHES = (3, 5)
-"""Rows of generated requests: a graph that has its training's batch baked in takes one number alone."""
 _SEED = 20_240_501
 
 

@@ -21,8 +21,7 @@ from exporter.tables.lay_out import TableLayout
 
 Array = np.ndarray[Any, Any]
 
-_ASKED = 1024
-"""Keys of a table that are looked up: each takes four small reads."""
+_ASKED = 1024  # keys of a table that are looked up: each takes four small reads
 
 
 def verify_tables(layout: TableLayout, staged: Catalog, *, is_filtered: bool) -> None:

@@ -34,8 +34,7 @@ from exporter.terminal.progress import NoProgress, Progress
 from exporter.wire.crc32c import combine, crc_of, extend, mask
 from exporter.wire.dtypes import DType
 
-_Piece = tuple[Stored, Range]
-"""A range of a stored run; its input is the number of the catalog's shard."""
+_Piece = tuple[Stored, Range]  # a range of a stored run; its input is the number of the catalog's shard
 
 
 class Checksum(Task, frozen=True, kw_only=True):

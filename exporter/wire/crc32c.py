@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 
-CHUNK = 1 << 20
-"""Bytes read at a time: fits a core's cache and keeps memory flat whatever the tensor's size."""
+CHUNK = 1 << 20  # bytes read at a time: fits a core's cache and keeps memory flat whatever the tensor's size
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, bit-reversed: the most significant bit is the coefficient of x^0
 _ONE = 1 << 31

@@ -18,8 +18,8 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
+# Times any code of eight bits but 0 they give float32 values that are normal and finite.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**120
-"""Times any code of eight bits but 0 they give float32 values that are normal and finite."""
 
 SCALE_BYTES = 4
 _LARGEST_CODE = 127

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 _DESCRIPTORS = Path(__file__).with_name("descriptors.binpb")
+# In the order in which they are looked through: an index of tensors needs five small files, a graph all.
 _FILES = (
     "tensorflow/core/protobuf/tensor_bundle.proto",
     "tensorflow/core/protobuf/saved_model.proto",
     "tensorflow/core/protobuf/config.proto",
     "tensorflow/core/util/saved_tensor_slice.proto",
 )
-"""In the order in which they are looked through: an index of tensors needs five small files, a graph all."""
 _SERVING_FILES = (
     "tensorflow_serving/apis/prediction_log.proto",
     "tensorflow_serving/apis/get_model_metadata.proto",
@@ -36,15 +36,13 @@ _SERVING_FILES = (
     "tensorflow_serving/apis/prediction_service.proto",
 )
 
-MAX_MESSAGE_BYTES = (1 << 31) - 1
-"""The largest message that readers of protocol buffers accept."""
+MAX_MESSAGE_BYTES = (1 << 31) - 1  # the largest message that readers of protocol buffers accept
 
-Proto = Any
-"""A message of the private pool; protobuf makes its class at run time, so there is no static type."""
+Proto = Any  # a message of the private pool; protobuf makes its class at run time, so there is no static type
 
 
+# There is one pool, though threads ask for their first messages at once: those of two do not mix.
 _BUILDING = threading.RLock()
-"""There is one pool, though threads ask for their first messages at once: those of two do not mix."""
 
 
 def __getattr__(name: str) -> Any:
@@ -73,8 +71,7 @@ def message_class(name: str) -> Any:
     raise KeyError(name)
 
 
-_HELD: dict[str, Any] = {}
-"""Classes of messages by their full names; see `_held`."""
+_HELD: dict[str, Any] = {}  # classes of messages by their full names; see `_held`
 
 
 def _held(descriptor: Any) -> Any:

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
-Json = Any
-"""What `json.loads` gives."""
+Json = Any  # what `json.loads` gives
 
 _INT64_MIN, _UINT64_MAX = -(1 << 63), (1 << 64) - 1
 _INTEGERS = {
@@ -39,6 +38,8 @@ _INTEGERS = {
 }
 
 
+# What TensorFlow Serving reads from JSON (`AddValueToTensor` of json_tensor.cc) and writes as JSON
+# (`AddSingleValueAndAdvance`). Here more have a form: `serve-model predict` sends them by gRPC.
 REST_TYPES = frozenset(
     {
         DType.FLOAT,
@@ -54,27 +55,22 @@ REST_TYPES = frozenset(
         DType.STRING,
     }
 )
-"""What TensorFlow Serving reads from JSON (`AddValueToTensor` of json_tensor.cc) and writes as JSON
-(`AddSingleValueAndAdvance`). Here more have a form: `serve-model predict` sends them by gRPC.
-"""
 
+# Where a JSON text may have a number beyond float64: a hook for each number is slow, and one pattern for
+# both is, too.
 _MAY_OVERFLOW = (re.compile(r"[eE]\+?[0-9]{3}"), re.compile(r"[0-9]{309}"))
-"""Where a JSON text may have a number beyond float64: a hook for each number is slow, and one pattern for
-both is, too.
-"""
 
 
 _NO_SPACE = dict.fromkeys(map(ord, " \t\n\v\f\r"))
 _BASE64 = re.compile(r"([A-Za-z0-9+/]*)([=.]*)")
 _SPACE = re.compile(r"[ \t\n\r]*")
-_MOST_DIMENSIONS = 254
-"""Of a tensor (TensorShape::MaxDimensions); numpy takes fewer, and says so."""
+_MOST_DIMENSIONS = 254  # of a tensor (TensorShape::MaxDimensions); numpy takes fewer, and says so
 LONG_BYTES = 4 << 20
 _BLOCK_BYTES = 256 << 10
 _LISTS = ("instances", "inputs", "examples")
+# Lists, objects and strings of one value that is longer than `LONG_BYTES`; as objects of Python each takes
+# some 60 bytes, or 20 times its text.
 MOST_IN_ONE = 1 << 20
-"""Lists, objects and strings of one value that is longer than `LONG_BYTES`; as objects of Python each takes
-some 60 bytes, or 20 times its text."""
 
 
 class LongList(Struct, frozen=True):

@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 
 _LIST = Path(__file__).with_name("stock_ops.txt")
+# Operations that TensorFlow makes for itself are not in the list.
 _INTERNAL = re.compile(
     r"_\w+|Xla\w+|TPU\w+|Risc\w+|DTensor\w+|\w*TPUEmbedding\w*|TopK(WithUnique|Unique)|MakeUnique"
     r"|KthOrderStatistic|StochasticCastToInt|QuantizedConcatV2|NegTrain|Skipgram|HostConst|AudioMicrofrontend"
 )
-"""Operations that TensorFlow makes for itself are not in the list."""
 
 
 def is_stock(op: str) -> bool:

@@ -39,8 +39,8 @@ _FIELD_ITEMS: dict[DType, np.dtype[Any]] = {
 _WIRE_IS_MEMORY = {DType.FLOAT, DType.DOUBLE, DType.COMPLEX64, DType.COMPLEX128}
 _LENGTH_DELIMITED = 2
 _STRING_BYTES = 24  # what TensorFlow needs for a string beside its bytes
+# Types whose `tensor_content` depends on the implementation: they travel as fields only.
 _UNPACKED_CONTENT = {DType.INT4, DType.UINT4, DType.INT2, DType.UINT2}
-"""Types whose `tensor_content` depends on the implementation: they travel as fields only."""
 
 
 def dtype_of(array: NDArray[Any]) -> DType:

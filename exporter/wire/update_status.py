@@ -120,8 +120,8 @@ class UpdateStatus(StrEnum):
     )
 
 
+# How a status begins of a call that did nothing because another update was under way.
 ANOTHER_RUNS = f"{UpdateStatus.MERGED.value}: another update runs"
-"""How a status begins of a call that did nothing because another update was under way."""
 
+# How a status begins where the hold says no position.
 UNREADABLE_HOLD = f"{UpdateStatus.HOLD.value}: its file cannot be read"
-"""How a status begins where the hold says no position."""
