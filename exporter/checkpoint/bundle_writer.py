@@ -68,7 +68,7 @@ class _EntryEncoder:
     """Encodes tensors as table entries."""
 
     def __init__(self) -> None:
-        # a message is filled again: of 10,000 tensors most are alike, and making one takes longer
+        # filled again for each tensor: a model has far fewer kinds
         self._messages: dict[tuple[DType, tuple[int, ...]], protos.Proto] = {}
 
     def entries(self, ref: TensorRef) -> Iterator[tuple[bytes, bytes]]:

@@ -30,9 +30,8 @@ Entry = tuple[bytes, bytes]
 _MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
 _FOOTER_BYTES = 48  # two handles, padded to 40 bytes, and the magic number
 _TRAILER_BYTES = 5  # of each block: how it is compressed, and its checksum
-_BLOCK_BYTES = (
-    262_144  # this and the next one as in TensorFlow's table_options.h: an index has the same bytes
-)
+# These two as in TensorFlow's table_options.h, so that an index has the same bytes.
+_BLOCK_BYTES = 262_144
 _RESTART_INTERVAL = 16
 _LONGEST_VARINT = 10
 _PLAIN, _SNAPPY = 0, 1
@@ -41,10 +40,7 @@ _MAX_SNAPPY_RATIO = 22  # three bytes copy 64 at most; a library need not alloca
 
 
 def read_table(data: bytes, path: Path) -> list[Entry]:
-    """All pairs of a table in key order; `path` is for error texts.
-
-    Time and memory are proportional to `len(data)`, whatever the bytes say.
-    """
+    """All pairs of a table in key order, each block's checksum verified; errors name `path`."""
     metaindex, index = _read_footer(data, path)
     entries: list[Entry] = []
     end = 0
@@ -100,7 +96,7 @@ def _wrong_magic(data: bytes, path: Path) -> CheckpointError:
 
 
 def _follow(end: int, handle: tuple[int, int], path: Path, what: str) -> int:
-    """Where the block ends, its trailer included, if it begins where the one before ended."""
+    """The end of a block with its trailer; CorruptFile unless it begins at `end`."""
     offset, size = handle
     if offset != end:
         raise CorruptFile(f"{path} is damaged: {what} begins at byte {offset}, expected {end}")
@@ -162,7 +158,8 @@ def _parse_block(block: bytes, path: Path, what: str) -> list[Entry]:
         raise CorruptFile(f"{path} is damaged: the {what} claims {restarts} restarts")
     entries: list[Entry] = []
     key, position = b"", 0
-    key_bytes_left = _RESTART_INTERVAL * len(block)  # prefix compression must not make a small block large
+    # time and memory stay proportional to the file, whatever its bytes say
+    key_bytes_left = _RESTART_INTERVAL * len(block)
     while position < end:
         head = block[position : position + 3]
         if max(head) < 0x80 and len(head) == 3:  # nearly all: three lengths of one byte each
@@ -190,7 +187,7 @@ def _parse_block(block: bytes, path: Path, what: str) -> list[Entry]:
 
 
 def write_table(entries: Iterable[Entry]) -> bytes:
-    """The table of pairs in strictly increasing key order, byte for byte as TensorFlow writes it."""
+    """The bytes of a table of pairs in strictly increasing key order, exactly as TensorFlow writes it."""
     table = bytearray()
     index = _BlockBuilder(restart_interval=1)
     block = _BlockBuilder(_RESTART_INTERVAL)
@@ -251,7 +248,7 @@ class _BlockBuilder:
 
 
 def _append_block(table: bytearray, block: _BlockBuilder) -> bytes:
-    """Append block, type and checksum; the encoded handle."""
+    """Append a block, its type and its checksum to the table; returns its encoded handle."""
     contents = block.finish()
     handle = varint(len(table)) + varint(len(contents))
     typed = contents + b"\0"
@@ -280,7 +277,7 @@ def _common_prefix(one: bytes, other: bytes) -> int:
 
 
 def _separator(last: bytes, next_: bytes) -> bytes:
-    """A short key in [last, next_): what the index stores between two blocks."""
+    """A short key in [last, next_), which the index stores between two blocks."""
     at = _common_prefix(last, next_)
     if at < min(len(last), len(next_)) and last[at] < 0xFF and last[at] + 1 < next_[at]:
         return last[:at] + bytes([last[at] + 1])
@@ -288,7 +285,7 @@ def _separator(last: bytes, next_: bytes) -> bytes:
 
 
 def _successor(last: bytes) -> bytes:
-    """A short key >= last: what the index stores for the last block."""
+    """A short key >= last, which the index stores for the last block."""
     for at, byte in enumerate(last):
         if byte < 0xFF:
             return last[:at] + bytes([byte + 1])
