@@ -16,7 +16,7 @@ is not certain (vocabularies, loops, unknown operations) get no request.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -86,11 +86,16 @@ class _Uncertain(Exception):
 
 
 def made_up_requests(graph: InferenceGraph) -> tuple[WarmupRequest, ...]:
-    """One request for each signature that certainly answers it, which is tried out by running it once."""
+    """One request for each signature that certainly answers it; each is tried by running it once in
+    TensorFlow.
+    """
     graph_def = message_class("GraphDef")()
     graph_def.CopyFrom(graph.meta_graph.graph_def)
     signatures = graph.meta_graph.signature_def
-    fetched = {t.name.partition(":")[0] for s in signatures.values() for t in _tensors(s)}
+    tensors = (
+        tensor for s in signatures.values() for ends in (s.inputs, s.outputs) for tensor in tensors_of(ends)
+    )
+    fetched = {tensor.name.partition(":")[0] for tensor in tensors}
     try:
         graph_def = _without_calls(graph_def, fetched)
     except Exception:  # noqa: BLE001 - grappler's errors are of no one class; warm-up is a courtesy
@@ -105,13 +110,8 @@ def made_up_requests(graph: InferenceGraph) -> tuple[WarmupRequest, ...]:
     return tuple(found)
 
 
-def _tensors(signature: Proto) -> Iterator[Any]:
-    yield from tensors_of(signature.inputs)
-    yield from tensors_of(signature.outputs)
-
-
 def _request(name: str, signature: Proto) -> WarmupRequest | None:
-    """The request, if the signature's inputs are plain tensors."""
+    """A request of zeros or empty texts; None if the signature's inputs are no plain tensors."""
     if takes_examples(signature):
         return examples_request(name, signature, {"examples": [{}]})
     inputs: dict[str, NDArray[Any]] = {}
@@ -130,7 +130,7 @@ def _request(name: str, signature: Proto) -> WarmupRequest | None:
 
 
 def _without_calls(graph_def: Proto, fetched: Iterable[str]) -> Proto:
-    """The graph with the functions that it calls written out."""
+    """The graph with the functions that it calls written out by grappler."""
     if not graph_def.library.function:
         return graph_def
     from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
@@ -148,12 +148,11 @@ def _without_calls(graph_def: Proto, fetched: Iterable[str]) -> Proto:
 
 
 def _keep_reads(graph_def: Proto) -> None:
-    """Make reads of variables control outputs of the functions that they are in.
-
-    Grappler writes a function out only if every stateful node is one, or leads to one; a gather that the
-    graph stage made of a read is none (inline_function_utils.cc, `Can't guarantee execution`).
-    """
+    """Make reads of variables control outputs of the functions that they are in."""
     for function in graph_def.library.function:
+        # Grappler writes a function out only if every stateful node is a control output, or leads to one; a
+        # gather that the graph stage made of a read is none (inline_function_utils.cc, `Can't guarantee
+        # execution`).
         kept = {*function.control_ret.values()}
         for node in function.node_def:
             if node.op in _READS and node.name not in kept:
@@ -179,7 +178,7 @@ def _is_certain(
 
 
 def _in_order(nodes: Mapping[str, Proto], fetches: Iterable[str], fed: set[str]) -> list[Proto]:
-    """What computes `fetches`, inputs first."""
+    """The nodes that compute `fetches`, inputs first; _Uncertain for a loop or an absent node."""
     done: dict[str, Proto] = {}
     under_way: set[str] = set()
     pending = [fetch.partition(":")[0] for fetch in fetches]
@@ -203,26 +202,26 @@ def _in_order(nodes: Mapping[str, Proto], fetches: Iterable[str], fed: set[str])
 
 
 class _Needs(Struct):
-    """What the trial has to show besides that it ends.
+    """The numbers that a trial has to show besides that it ends.
 
-    The numbers of the tensors in `rows` are at least 0 and below these limits; those in `single` have one
-    element at most.
+    Those of the tensors in `rows` are at least 0 and below these limits; those in `single` have one element
+    at most.
     """
 
     rows: dict[str, int] = {}
     single: set[str] = set()
 
     def limit(self, tensor: str, rows: int) -> None:
-        """Note a limit; the lowest of several counts."""
+        """Note a limit of a tensor; the lowest of several counts."""
         self.rows[tensor] = min(rows, self.rows.get(tensor, rows))
 
 
 class _Certainty:
-    """Whether values of variables could make nodes fail, which are given inputs first.
+    """Finds out whether values of variables could make nodes fail, which are given inputs first.
 
-    Row numbers that depend on values are bounded in these ways, which are those of lookups by keys
-    (`exporter.tables.lookup`): by a mask, by a choice between numbers that are, or because a table's own
-    index holds them, in which there are rows of the table alone.
+    Row numbers that depend on values are bounded as those of lookups by keys are (`exporter.tables.lookup`):
+    by a mask, by a choice between numbers that are, or because a table's own index holds them, in which there
+    are rows of the table alone.
     """
 
     def __init__(self, order: Iterable[Proto], fed: set[str], graph: InferenceGraph) -> None:
@@ -235,7 +234,7 @@ class _Certainty:
         self._needs = _Needs()
 
     def needs(self) -> _Needs:
-        """What is left to be shown by a trial."""
+        """The numbers that are left for a trial to show; _Uncertain if a value could make a node fail."""
         for node in self._order:
             if node.name not in self._fed and node.op != "VarHandleOp":
                 self._meet(node)
@@ -264,7 +263,7 @@ class _Certainty:
         return endpoint(reference).node in self._valued and canonical(reference) not in self._steady
 
     def _bound_rows(self, gather: Proto) -> None:
-        """Note what bounds the row numbers of a gather by the rows of its table."""
+        """Note the limits from which follows that a gather's row numbers are rows of its table."""
         handle = through_identities(self._nodes, endpoint(gather.input[0]).node)
         is_plain = gather.op == "ResourceGather" and not attr(gather, "batch_dims").i
         if not is_plain or not self._shape(handle):
@@ -284,7 +283,7 @@ class _Certainty:
         return self._variables[handle].shape if handle in self._variables else ()
 
     def _is_of_index(self, reference: str, handle: str) -> bool:
-        """True for what a table's index holds: row numbers of its own variables that have a row for each."""
+        """True for numbers that a table's index holds: rows of its own variables."""
         node, table = self._nodes[endpoint(reference).node], self._tables.get(handle)
         if node.op != "ResourceGather" or table is None:
             return False
@@ -319,7 +318,7 @@ class _Certainty:
 
 
 def _free_inputs(node: Proto, count: int) -> range:
-    """The inputs that may have any value."""
+    """The numbers of the inputs that may have any value."""
     if node.op in _CERTAIN_ANY:
         return range(count)
     if node.op in _CERTAIN_FIRST:
@@ -373,7 +372,7 @@ class _Trial(Struct, frozen=True):
         return cls(graph_def, shapes)
 
     def run(self, fetches: list[str], feeds: Mapping[str, NDArray[Any]], needs: _Needs) -> None:
-        """Run it over variables that are zero."""
+        """Run it over variables that are zero; _Uncertain if it fails or leaves the limits."""
         import tensorflow as tf
 
         if sum(math.prod(s) * (d.itemsize or 1) for d, s in self.shapes.values()) > _MAX_TRIAL_BYTES:

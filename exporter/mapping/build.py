@@ -46,7 +46,9 @@ _KERAS_2_NAME = re.compile(r"([^/]+/)?average/(?P<variable>.+)")
 
 
 def averages(trained: TrainedObjects, slot: str) -> dict[str, str]:
-    """The average's tensor by the variable's; `slot` is the averages' slot name, "ema" for the usual ones."""
+    """The tensor of each variable's average, by the variable's tensor; `slot` "ema" means the usual
+    averages.
+    """
     found = dict(_by_slot(trained, TF_AVERAGE if slot == "ema" else slot))
     if slot == "ema":
         found |= dict(_of_keras(trained))
@@ -154,7 +156,7 @@ TF_AVERAGE = "ExponentialMovingAverage"
 
 
 class ExtraKind(Enum):
-    """What an ignored tensor was for, in the report's words."""
+    """The purpose of an ignored tensor, in the report's words."""
 
     SLOT = "optimizer slot"
     GLOBAL_STEP = "global step"
@@ -182,7 +184,7 @@ _ITERATIONS = frozenset({"global_step", "_iterations", "iterations"})
 
 
 def classify_extras(catalog: Catalog, used: Collection[str] = ()) -> Iterator[Extra]:
-    """Every tensor that is not `used`, with what it was probably for."""
+    """Yield every tensor that is not `used`, with its probable purpose."""
     embedding = _embedding_kinds(catalog)
     for name, tensor in catalog.tensors.items():
         if name not in used:
@@ -190,7 +192,7 @@ def classify_extras(catalog: Catalog, used: Collection[str] = ()) -> Iterator[Ex
 
 
 def _embedding_kinds(catalog: Catalog) -> dict[str, ExtraKind]:
-    """What the tensors of embedding variables are for; those of damaged ones are judged by name."""
+    """The purposes of embedding variables' tensors, by name; those of damaged ones are judged by name."""
     try:
         variables = embedding_variables(catalog)
     except CheckpointError:
@@ -233,12 +235,12 @@ _ROWS = f"/{VALUES}"
 
 
 class TensorSource(Struct, frozen=True):
-    """Where the values of one served variable (whole, also if the graph partitions it) come from.
+    """The source of one served variable's values (of the whole, also if the graph partitions it).
 
     `key` is the name in the published bundle; `variables` the graph variables restored from it: one, or the
     parts of a partitioned one; none for a table's contents. `cast` is the dtype to store instead of the
-    tensor's. `gather_parts` > 0 says that the tensor's n slices hold rows in `mod` order (row i in slice
-    i % n) and must be put in order; `scatter_parts` > 0 that the graph looks its n parts up by `mod`, so rows
+    tensor's. `gather_parts` > 0 says that the tensor's n slices hold rows in `mod` order (row i in slice i %
+    n) and must be put in order; `scatter_parts` > 0 that the graph looks its n parts up by `mod`, so rows
     must be laid out so. `is_mapped` asks for a file of its own for each variable, from which servers map it.
     A table that is cast to int8 is stored as `exporter.wire.int8_codes` says.
     """
@@ -271,19 +273,17 @@ class TensorSource(Struct, frozen=True):
         return self.cast is DType.INT8
 
     def stored(self, box: SliceSpec) -> SliceSpec:
-        """A box of whole rows as it is stored."""
+        """A box of whole rows in the shape in which it is stored."""
         if not self.is_in_8_bits:
             return box
         full, lengths = ((*shape[:-1], shape[-1] + SCALE_BYTES) for shape in (box.full_shape, box.lengths))
         return SliceSpec(full, box.starts, lengths)
 
     def as_stored(self, variable: GraphVariable) -> GraphVariable:
-        """One of its variables with the shape in which it is stored.
-
-        One that has the dtype already has its own shape, too; its part is of the table as it was trained.
-        """
+        """One of its variables with the shape in which it is stored."""
         if not self.is_in_8_bits:
             return variable
+        # it has the stored shape already; its part is of the table as it was trained
         if variable.dtype is DType.INT8:
             return replace(variable, part=variable.part and self.stored(variable.part))
         box = self.stored(variable.box)
@@ -308,7 +308,7 @@ class VariableMapping(Struct, frozen=True, dict=True):
 
     @cached_property
     def extras(self) -> tuple[Extra, ...]:
-        """The tensors that are not needed, by kind; computed only when a report asks."""
+        """The tensors that are not needed, by kind; computed when a report asks."""
         return tuple(classify_extras(self.catalog, {source.tensor.name for source in self.sources}))
 
     @property
@@ -318,7 +318,7 @@ class VariableMapping(Struct, frozen=True, dict=True):
 
 
 def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> VariableMapping:
-    """Find each graph variable's tensor.
+    """The mapping of a graph's variables to a checkpoint's tensors; every variable has one, or it raises.
 
     Raises:
         MissingTensors: variables without a tensor, each with the nearest names and why they do not fit.
@@ -349,8 +349,8 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
         tensor = catalog.tensors[match.name]
         check_fits(key, variables[0], tensor)
         trained = rules.strategies.get(key) or rules.trained.get(match.trained_name)
-        if objects is not None and tensor.slices:  # a ShardedVariable: TensorFlow 2 looks ids up by div
-            trained = trained or PartitionStrategy.DIV
+        if objects is not None and tensor.slices:
+            trained = trained or PartitionStrategy.DIV  # a ShardedVariable: TensorFlow 2 looks ids up by div
         order = row_order(key, variables, tensor, trained=trained, served=graph.lookups.get(key))
         cast = cast_for(key, tensor, rules.casts)
         sources.append(
@@ -366,7 +366,9 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
 
 
 def _state(graph: InferenceGraph, catalog: Catalog) -> list[TensorSource]:
-    """What operations of a graph's libraries restore by themselves, under the very names that they read."""
+    """The sources that operations of a graph's libraries restore by themselves, under the very names that
+    they read.
+    """
     missing = [name for name in graph.state.tensors if name not in catalog.tensors]
     if missing:
         raise MissingTensors(
@@ -458,7 +460,7 @@ def _refuse_shared_tensors(matches: MappingOf[str, _Match]) -> None:
 
 
 def check_fits(key: str, variable: GraphVariable, tensor: TensorRef) -> None:
-    """Compare a variable with the tensor that it is to be restored from."""
+    """Refuse, by ShapeMismatch, a tensor of another shape or dtype than the variable's."""
     if variable.full_shape != tensor.shape:
         raise ShapeMismatch(
             f"variable {key!r} has shape {list(variable.full_shape)} in the graph, "
@@ -474,7 +476,7 @@ def check_fits(key: str, variable: GraphVariable, tensor: TensorRef) -> None:
 
 
 def cast_for(key: str, tensor: TensorRef, casts: Iterable[CastRule]) -> DType | None:
-    """The dtype that the rules store a variable in, None for the tensor's own."""
+    """The dtype that the rules store a variable in; None for the tensor's own."""
     if tensor.dtype not in _CASTABLE:
         return None
     return next((rule.dtype for rule in casts if rule.pattern.fullmatch(key)), None)
@@ -601,7 +603,7 @@ def _notes(sources: Iterable[TensorSource], rules: MappingRules) -> Iterator[str
 
 
 def _twin_notes(sources: Iterable[TensorSource], catalog: Catalog) -> Iterator[str]:
-    """What may speak against names that a framework numbered; nothing is known where names are the user's."""
+    """Yield a note of a tensor left over that makes numbered names doubtful."""
     used = {source.tensor.name: (source.tensor.dtype, source.tensor.shape) for source in sources}
     left = {ref.name: (ref.dtype, ref.shape) for ref in catalog.tensors.values() if ref.name not in used}
     twins = [*left_over_twins(used, left)]

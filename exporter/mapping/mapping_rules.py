@@ -1,10 +1,5 @@
-"""The rules that variables are mapped to tensors by: renames, a table of names, casts, and the row order of
-partitions.
-
-TF1's `embedding_lookup` on a partitioned variable defaults to `mod`: row i is row i // n of part i % n, while
-the parts lie on disk as contiguous boxes. Served with another number of parts, or whole, the table would give
-wrong rows without an error. Nothing in a checkpoint says which strategy training used; the trainer's graph
-does.
+"""The rules that variables are mapped to tensors by: renames, a table of names, casts, and the row order
+of partitions.
 
 A table of names (`--rename-file`) is written by hand, or begun by `inspect --unmatched`: two columns
 separated by blanks, `#` begins a comment at the beginning of a line or behind a blank.
@@ -34,7 +29,9 @@ from exporter.wire.json_documents import DtypeLabel, Text, doc
 
 
 class RowOrder(Struct, frozen=True):
-    """How rows must move: out of `gather_parts` mod parts, into `scatter_parts` mod parts; 0 for neither."""
+    """The moves of a table's rows: out of `gather_parts` mod parts, into `scatter_parts` mod parts; 0 for
+    neither.
+    """
 
     gather_parts: int = 0
     scatter_parts: int = 0
@@ -55,6 +52,10 @@ def row_order(
 
     `trained` and `served` are None where unknown; a table that no id looks up is `NONE`.
     """
+    # TF1's `embedding_lookup` on a partitioned variable defaults to `mod`: row i is row i // n of part i % n,
+    # while the parts lie on disk as contiguous boxes. Served with another number of parts, or whole, the
+    # table would give wrong rows without an error. Nothing in a checkpoint says which strategy training used;
+    # the trainer's graph does.
     stored_boxes = [part.spec for part in tensor.slices]
     served_boxes = [variable.part for variable in variables if variable.part is not None]
     if not stored_boxes and not served_boxes:  # most variables of most models
@@ -90,7 +91,7 @@ def row_order(
 
 
 def mod_lengths(rows: int, parts: int) -> list[int]:
-    """Rows of each part under `mod`: part p holds rows p, p + parts, p + 2 * parts, ..."""
+    """The number of rows of each part under `mod`: part p holds rows p, p + parts, p + 2 * parts, ..."""
     return [len(range(part, rows, parts)) for part in range(parts)]
 
 
@@ -114,7 +115,7 @@ _COMMENT = re.compile(r"(^|\s)#.*$")
 
 
 class Entry(Struct, frozen=True):
-    """One line of a table."""
+    """One line of a table of names."""
 
     line: int
     tensor: str
@@ -155,7 +156,7 @@ class RenameTable(Struct, frozen=True):
 
 
 def read_renames(path: Path) -> RenameTable:
-    """The table in a file.
+    """The table of names in a file.
 
     Raises:
         UsageError: it cannot be read, or a line is not of the form; the message names the line.
@@ -168,7 +169,7 @@ def read_renames(path: Path) -> RenameTable:
 
 
 def parse_renames(text: str, path: Path) -> RenameTable:
-    """The table in a text."""
+    """The table of names in a text; UsageError names the line that is none."""
     entries: dict[str, Entry] = {}
     for number, line in enumerate(text.splitlines(), 1):
         columns = _COMMENT.sub("", line).split()
@@ -199,7 +200,7 @@ class RenameRule(Struct, frozen=True, rename={"replacement": "name"}):
 
     @classmethod
     def parse(cls, text: str) -> RenameRule:
-        r"""Read `pattern=replacement`, split at the last `=`."""
+        """The rule in `pattern=replacement`, split at the last `=`."""
         pattern, equals, replacement = text.rpartition("=")
         if not equals or not pattern or not replacement:
             raise UsageError(f"rename rule {text!r} is not of the form PATTERN=NAME", hint=_RENAME_EXAMPLE)
@@ -213,7 +214,7 @@ class RenameRule(Struct, frozen=True, rename={"replacement": "name"}):
         return cls(compiled, replacement)
 
     def apply(self, name: str) -> str | None:
-        """The tensor name for a variable, None if the rule is not about it."""
+        """The tensor name for a variable; None if the rule is not about it."""
         match = self.pattern.fullmatch(name)
         return match.expand(self.replacement) if match else None
 
@@ -231,7 +232,9 @@ class CastRule(Struct, frozen=True, rename={"label": "dtype"}):
 
     @classmethod
     def parse(cls, text: str) -> CastRule:
-        """Read `pattern=bfloat16`, or `bfloat16` for every floating variable; or float16, or int8."""
+        """The rule in `pattern=bfloat16`, or in `bfloat16` for every floating variable; or float16, or
+        int8.
+        """
         pattern, _, label = text.rpartition("=")
         if label not in ("bfloat16", "float16", "int8"):
             raise UsageError(

@@ -1,8 +1,9 @@
-"""Keep how served variables come from a trainer's checkpoint, so that deltas need no graph.
+"""The recipe by which served variables come from a trainer's checkpoint, kept so that deltas need no
+graph.
 
-A mapping spec holds what the mapping was made from: the graph's variables, how their parts are looked up, the
-rules. From it the same mapping is made for the next checkpoint, also if that partitions its tensors in
-another way, without TensorFlow and without the user's code.
+It holds what the mapping was made from: the graph's variables, how their parts are looked up, the rules. From
+it the same mapping is made for the next checkpoint, also if that partitions its tensors in another way,
+without TensorFlow and without the user's code.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class DynamicTable(
 
 
 class VariableDocument(Struct, frozen=True, omit_defaults=True):
-    """A variable of the graph."""
+    """A variable of the graph, as a manifest has it: a part's box is spread over three fields."""
 
     node: Annotated[Text, doc("its node")]
     key: Annotated[Text, doc("the name that it is restored by; of a part, the whole variable's")]
@@ -89,13 +90,13 @@ class VariableDocument(Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, variable: GraphVariable) -> VariableDocument:
-        """What a manifest says of it."""
+        """The document of a variable."""
         whole = cls(variable.node, variable.key, variable.dtype.label, variable.shape)
         part = variable.part
         return whole if part is None else replace(whole, full_shape=part.full_shape, starts=part.starts)
 
     def read(self) -> GraphVariable:
-        """The variable."""
+        """The variable of the document; DocumentError if its box has too few dimensions."""
         part = None
         if self.full_shape is not None:
             part = SliceSpec(self.full_shape, self.starts or (), self.shape)
@@ -150,7 +151,9 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
     def of(
         cls, graph: InferenceGraph, rules: MappingRules, mapping: VariableMapping, admission: Admission
     ) -> MappingSpec:
-        """How a full export mapped: what it found among a trainer's objects is kept by name."""
+        """The recipe of a full export; the tensors that it found among a trainer's objects are kept by
+        name.
+        """
         ours = [source for source in mapping.sources if source.variables]
         tables = (
             replace(table, key_shape=stored.key_shape, value_shape=stored.value_shape)
@@ -212,7 +215,7 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
         return self.rules.renamed(table.name) or table.name
 
     def sources(self) -> tuple[TensorSource, ...]:
-        """The served variables as they lie in a bundle published by this spec, whatever the trainer had."""
+        """The served variables as they lie in a bundle published by this recipe, whatever the trainer had."""
         variables = (self._published(*item) for item in group_parts(self.variables).items())
         return (*variables, *(source for table in self.tables for source in self._contents(table.read())))
 

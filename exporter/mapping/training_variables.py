@@ -1,5 +1,4 @@
-"""What training adds to an export: variables of a kept training graph, and the check for batch normalisation
-in training mode.
+"""Variables of a kept training graph, and the check for batch normalisation in training mode.
 
 A model in inference mode normalises by statistics that the trainer averaged over its batches. If those are in
 the checkpoint and gamma or beta beside them are served while they are not, the graph normalises each request
@@ -65,7 +64,7 @@ def check_batch_statistics(
 def unserved_statistics(
     graph: InferenceGraph, catalog: Catalog, sources: Iterable[TensorSource]
 ) -> Iterator[Unserved]:
-    """The moving statistics of layers of which something else is served."""
+    """Yield the unserved moving statistics of served layers."""
     names = _names(catalog)
     served = set[str]()
     for source in sources:
@@ -92,19 +91,17 @@ def unserved_statistics(
 
 
 def _names(catalog: Catalog) -> dict[str, tuple[str, ...]]:
-    """What each tensor is called: its own name, and the name that the program gave its variable."""
+    """The names of each tensor: its own, and the one that the program gave its variable."""
     names: dict[str, tuple[str, ...]]
     names = {name: (name.removesuffix(SUFFIX),) for name in catalog.tensors}
-    if any(own[0].rpartition("/")[2] in _STATISTICS for own in names.values()) or _is_numbered(names):
+    if any(own[0].rpartition("/")[2] in _STATISTICS for own in names.values()) or any(
+        "_trainable_variables/" in name for name in names
+    ):
         objects = read_object_graph(catalog)
         for item in objects.objects if objects is not None else ():
             if item.variable is not None and item.variable.name and item.variable.tensor in names:
                 names[item.variable.tensor] = (*names[item.variable.tensor], item.variable.name)
     return names
-
-
-def _is_numbered(names: Mapping[str, tuple[str, ...]]) -> bool:
-    return any("_trainable_variables/" in name for name in names)
 
 
 _SHOWN = 10
@@ -135,17 +132,15 @@ def with_training(mapping: VariableMapping, training: TrainingGraph) -> Variable
         check_fits(f"{variable.key} of the training graph", variable, tensors[variable.key])
     taken = {*training.tensors, *(source.key for source in mapping.sources)}
     served = [
-        source if _is_shared(source) or source.key not in training.tensors else _renamed(source, taken)
+        source
+        if source.key not in training.tensors or (source.is_verbatim and source.key == source.tensor.name)
+        else _renamed(source, taken)
         for source in mapping.sources
     ]
     present = {source.key for source in served}
     kept = (name for name in training.tensors if name not in present)
     alone = [TensorSource(name, (), tensors[name], via="the training graph") for name in kept]
     return replace(mapping, sources=(*served, *alone))
-
-
-def _is_shared(source: TensorSource) -> bool:
-    return source.is_verbatim and source.key == source.tensor.name
 
 
 def _renamed(source: TensorSource, taken: Collection[str]) -> TensorSource:

@@ -1,8 +1,4 @@
-"""Check the index of staged dynamic tables: keys of the checkpoint are looked up, and must find their rows.
-
-A thousand rows of each table are asked for, from everywhere in it. A key that a filter leaves out must not
-be found, or be found at its row.
-"""
+"""The check of the index of staged dynamic tables: keys of the checkpoint must lead to their rows."""
 
 from __future__ import annotations
 
@@ -25,7 +21,8 @@ _ASKED = 1024  # keys of a table that are looked up: each takes four small reads
 
 
 def verify_tables(layout: TableLayout, staged: Catalog, *, is_filtered: bool) -> None:
-    """Look keys of the checkpoint up in the staged tables, as the graph does.
+    """Look up about a thousand keys of each table of the checkpoint in the staged tables, as the graph
+    does.
 
     Raises:
         VerificationError: one is not found, or at the row of another.
@@ -50,7 +47,7 @@ def _check(
     found = find_rows(table.geometry, state, keys)
     wrong = found != asked + first
     if is_filtered:
-        wrong &= found >= 0
+        wrong &= found >= 0  # a key that a filter left out is absent, which is as it should be
     if wrong.any():
         place = int(wrong.argmax())
         raise VerificationError(
@@ -60,9 +57,8 @@ def _check(
 
 
 class _Elements(Struct, frozen=True):
-    """The elements of a tensor of one dimension: where each of its slices begins, and where these lie.
-
-    They are read one by one: a map of a large file brings in far more around each.
+    """The elements of a tensor of one dimension: the first number of each of its slices, and their
+    extents.
     """
 
     catalog: Catalog
@@ -87,6 +83,7 @@ class _Elements(Struct, frozen=True):
             ours = np.flatnonzero(owners == number)
             offsets = (extent.offset + (ids[ours] - self.starts[number]) * size).tolist()
             with open_shard(self.catalog.path_of(extent), extent) as descriptor:
+                # one by one: a map of a large file brings in far more around each
                 read = b"".join([os.pread(descriptor, size, offset) for offset in offsets])
             if len(read) < size * len(ours):
                 path = self.catalog.path_of(extent)
