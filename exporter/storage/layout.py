@@ -92,16 +92,13 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def flaw_of(name: str) -> str:
-    """Why a name out of a document is not that of a file below a directory, in words; "" if it is.
-
-    It has to be relative, with `/` between plain parts. No `~` begins it, which shells take for a home.
-    """
+    """The reason why a name out of a document is not that of a file below a directory; "" if it is."""
     parts = name.split("/")
     try:
         sizes = [len(os.fsencode(part)) for part in parts]
     except UnicodeEncodeError:
         return "it is not text"
-    if name.startswith(("/", "~")):
+    if name.startswith(("/", "~")):  # shells take `~` for a home
         return "it is absolute"
     if not {"", ".", ".."}.isdisjoint(parts):
         return f"a part of it is {next(part for part in parts if part in ('', '.', '..'))!r}"

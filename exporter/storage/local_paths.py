@@ -82,13 +82,13 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
 
 
 def require_no_pattern(what: str, place: Path) -> None:
-    """Refuse a directory from which TensorFlow cannot serve a model, because it takes the path for a pattern.
-
-    It does so where it looks for variables and for deltas (`internal::GetMatchingPaths`).
+    """Refuse a directory from which TensorFlow cannot serve a model, because it takes the path for a
+    pattern.
 
     Raises:
         UsageError: one of its names has a character of a pattern.
     """
+    # where it looks for variables and for deltas (`internal::GetMatchingPaths`)
     if found := _PATTERN.search(path := str(place.absolute())):
         raise UsageError(
             f"{what} {path} cannot be served: TensorFlow takes a path with {found[0]} for a pattern",
@@ -98,11 +98,9 @@ def require_no_pattern(what: str, place: Path) -> None:
 
 
 def quoted(place: object) -> str:
-    r"""A path, URL or name as it is typed in a shell: what stands in a command that is proposed.
-
-    What cannot be seen is typed as bash, zsh and ksh take it, `$'a\x1b'`, byte by byte.
-    """
+    """A path, URL or name as it is typed in a shell: the form that it has in a command that is proposed."""
     text = shown(str(place))
+    # what cannot be seen is typed as bash, zsh and ksh take it, `$'a\x1b'`, byte by byte
     return shlex.quote(text) if text.isprintable() else f"$'{''.join(map(_in_dollar_quotes, text))}'"
 
 
@@ -120,7 +118,7 @@ def without_secrets(url: str) -> str:
 
 
 def in_store(text: str) -> str | None:
-    """Our URL of an object store that a URL of another spelling names; None for any other."""
+    """Our URL of an object store for a URL of another spelling; None for any other text."""
     found = _URL.match(text)
     if found is None:
         return None
@@ -181,7 +179,7 @@ def trained_path(what: str, place: str | os.PathLike[str]) -> Path:
 
 
 def local_name(what: str, name: str) -> str:
-    """A name that may be a path or, as `pkg.mod:fn`, something else.
+    """The local path of a URL; any other name, as `pkg.mod:fn`, unchanged.
 
     Raises:
         UsageError: as `local_path`.
@@ -208,7 +206,9 @@ def path_parser(what: str) -> Callable[[str], Path]:
 
 
 def _of_file_url(what: str, text: str, rest: str, *, is_whole: bool) -> Path:
-    """`file:///a/b` and `file://localhost/a/b`; of a `Path`, whose slashes are gone, the first alone."""
+    """The path of `file:///a/b` and `file://localhost/a/b`; of a `Path`, whose slashes are gone, the first
+    alone.
+    """
     host, _, path = rest.partition("/") if is_whole else ("", "", rest)
     if host not in ("", "localhost") or not path:
         raise UsageError(

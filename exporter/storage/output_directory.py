@@ -1,7 +1,7 @@
-"""A directory that holds what jobs write: on a file system that all workers see, or below a store's URL.
+"""A directory for the output of jobs: on a file system that all workers see, or below a store's URL.
 
-Objects appear whole: a file by rename, an object by its upload. Its tag
-differs from that of one that replaced it.
+Objects appear whole: a file by rename, an object by its upload. Its tag differs from that of one that
+replaced it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Directory(Protocol):
         """The directory for files that are then given to `put_file`."""
 
     def put_file(self, name: str, path: Path) -> str:
-        """Make a file of `scratch` the object of this name, and return its tag; the file may be gone then."""
+        """Make a file of `scratch` the object of this name; returns its tag. The file may be gone then."""
 
     def put_new(self, name: str, path: Path) -> None:
         """Make a file of `scratch` an object, unless there is one of this name, which keeps its tag."""
@@ -46,7 +46,7 @@ class Directory(Protocol):
         """Write a small object, whatever is there."""
 
     def read(self, name: str) -> bytes | None:
-        """A small object; None if it is not there."""
+        """The bytes of a small object; None if it is not there."""
 
     def look(self, name: str) -> tuple[int, str] | None:
         """Size in bytes and tag of an object; None if it is not there."""
@@ -58,10 +58,7 @@ class Directory(Protocol):
         """Make an object appear at a local path: by a link, or fetched now or when it is read."""
 
     def as_local(self) -> Path:
-        """A local directory with what is there now; objects of a store are fetched when they are read.
-
-        They are not pinned by their tags: tasks that are done again write the same.
-        """
+        """A local directory with the objects there now; those of a store are fetched when they are read."""
 
     def remove(self) -> None:
         """Remove everything in it, as far as that is possible."""
@@ -202,6 +199,7 @@ class StoreDirectory:
         """See `Directory`."""
         found = self._store.contents()
         shown = mirror.Mirror(self._url, is_directory=True)
+        # not pinned by their tags: tasks that are done again write the same
         shown.show({name: replace(each, tag=None) for name, each in found.items() if "/" not in name})
         mirror.register(shown)
         return shown.path
@@ -213,7 +211,8 @@ class StoreDirectory:
 
 @contextmanager
 def new_file(directory: Path) -> Iterator[tuple[int, Path]]:
-    """An empty file, open for reading and writing, and its path; what is left of it at the end is removed.
+    """An empty file, open for reading and writing, and its path; it is removed at the end, unless it was
+    moved.
 
     Raises:
         DiskFull, PublishError: it cannot be made.
@@ -229,7 +228,7 @@ def new_file(directory: Path) -> Iterator[tuple[int, Path]]:
 
 @contextmanager
 def new_path(directory: Path) -> Iterator[Path]:
-    """A path where nothing is yet; what is there at the end is removed."""
+    """A path where nothing is yet; the file there at the end is removed."""
     path = directory / f"{_NEW}{os.urandom(8).hex()}"
     try:
         yield path

@@ -1,7 +1,7 @@
-"""Cut what is wanted of an object, and what becomes one, into requests.
+"""Cut the wanted pieces of an object, and the parts of an upload, into requests.
 
 A request costs about as much time as a megabyte: large pieces are cut into parts that are fetched in
-parallel, and small ones that lie near each other come with one request, what lies between them too.
+parallel, and small ones that lie near each other come with one request, the bytes between them too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _UPLOADING_BYTES, _UPLOADS = 512 << 20, 16
 
 
 class Piece(NamedTuple):
-    """A range of an object, and where it goes in the target."""
+    """A range of an object, and its offset in the target."""
 
     start: int
     stop: int
@@ -41,7 +41,7 @@ class Request(NamedTuple):
 
 
 def requests(pieces: Iterable[tuple[int, int, int]]) -> Iterator[Request]:
-    """The requests for pieces (start, stop, offset in the target)."""
+    """Yield the requests for pieces (start, stop, offset in the target)."""
     request: Request | None = None
     for piece in sorted(part for whole in pieces for part in _parts(*whole)):
         if request is not None:
@@ -57,7 +57,7 @@ def requests(pieces: Iterable[tuple[int, int, int]]) -> Iterator[Request]:
 
 
 def upload_parts(size: int) -> tuple[int, int]:
-    """For an object of so many bytes: the size of its parts, and how many are uploaded at once."""
+    """The size of the parts of an upload of `size` bytes, and how many are uploaded at once."""
     part = max(PART_BYTES, -(-size // MOST_PARTS))
     return part, max(1, min(_UPLOADS, _UPLOADING_BYTES // part))
 

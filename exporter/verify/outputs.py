@@ -151,10 +151,9 @@ def compare_outputs(
             requests += [generated(name, signature, rows) for rows in batches]
     with _reported(f"the source graph ({source.label})"):
         expected = _run_source(source, mapping, requests, traced_rows, _Tables(tables or {}, bundle))
-    with _reported("the staged bundle"):
-        with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
-            loaded = tf.compat.v1.saved_model.load(session, ["serve"], str(bundle))
-            found = [_answer(session, loaded.signature_def, request, {}) for request in requests]
+    with _reported("the staged bundle"), tf.compat.v1.Session(graph=tf.Graph()) as session:
+        loaded = tf.compat.v1.saved_model.load(session, ["serve"], str(bundle))
+        found = [_answer(session, loaded.signature_def, request, {}) for request in requests]
     differences: dict[tuple[str, str], float] = {}
     for request, left, right in zip(requests, expected, found, strict=True):
         for output, value in left.items():

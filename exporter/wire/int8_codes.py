@@ -27,7 +27,7 @@ _SPARE_BITS = 7  # of a float32's 24: what a code of seven bits takes up in a pr
 
 
 def to_codes(rows: Array) -> tuple[Array, Array, Array]:
-    """The nearest codes int8 [n, ...] of rows in float32 or float64, scales float32 [n], and which rows fit.
+    """The nearest codes int8 [n, ...] of float rows, scales float32 [n], and a mask of the rows that fit.
 
     A row fits if all its values are finite, and not too large for a scale.
     """
@@ -36,6 +36,7 @@ def to_codes(rows: Array) -> tuple[Array, Array, Array]:
     with np.errstate(over="ignore", invalid="ignore"):
         scales = _rounded_up((largest / _LARGEST_CODE).astype(np.float32))
         fits = np.asarray(np.isfinite(largest) & (scales <= LARGEST_SCALE))
+        # nothing subnormal: TensorFlow's kernels take it for zero
         scales[~fits | (scales < SMALLEST_SCALE)] = 0
         is_zero = scales == 0
         codes = np.rint(flat / np.where(is_zero, 1, scales)[:, np.newaxis])

@@ -46,7 +46,7 @@ _BUILDING = threading.RLock()
 
 
 def __getattr__(name: str) -> Any:
-    """Message classes by their short names: `protos.BundleEntryProto()`."""
+    """The message class of a short name: `protos.BundleEntryProto()`."""
     if name.startswith("_"):
         raise AttributeError(name)
     try:
@@ -57,7 +57,8 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def message_class(name: str) -> Any:
-    """The class of message `tensorflow.<name>`; TF Serving's are called `serving.PredictRequest` and so on.
+    """The class of message `tensorflow.<name>`; TF Serving's are called `serving.PredictRequest` and so
+    on.
 
     Raises:
         KeyError: there is no such message.
@@ -75,13 +76,11 @@ _HELD: dict[str, Any] = {}  # classes of messages by their full names; see `_hel
 
 
 def _held(descriptor: Any) -> Any:
-    """The class of a message; it and those of all messages inside it stay for as long as the process.
-
-    protobuf gives out the class of a field's message from a table that Python's collector does not know:
-    while no such message is there, the class is garbage. A collection may let another thread run before it
-    clears what it found, and a message that this one makes then has a cleared class: the process died of
-    SIGSEGV in `PyUpb_Descriptor_GetDef` (protobuf 7.36, a server that was asked while it loaded a version).
-    """
+    """The class of a message; it and those of all messages inside it stay for as long as the process."""
+    # protobuf gives out the class of a field's message from a table that Python's collector does not know:
+    # while no such message is there, the class is garbage. A collection may let another thread run before it
+    # clears what it found, and a message that this one makes then has a cleared class: the process died of
+    # SIGSEGV in `PyUpb_Descriptor_GetDef` (protobuf 7.36, a server that was asked while it loaded a version).
     left = [descriptor]
     while left:
         each = left.pop()
@@ -120,7 +119,7 @@ def _pool() -> descriptor_pool.DescriptorPool:
 
 @cache
 def _shipped() -> dict[str, Any]:
-    """A `FileDescriptorProto` by its name."""
+    """The `FileDescriptorProto` of each shipped file, by its name."""
     from google.protobuf import descriptor_pb2
 
     files = descriptor_pb2.FileDescriptorSet.FromString(_DESCRIPTORS.read_bytes()).file
@@ -138,7 +137,7 @@ def _add_file(pool: descriptor_pool.DescriptorPool, name: str) -> None:
 
 
 def _of_the_runtime(name: str) -> Any:
-    """`google/protobuf/any.proto` and its like, which every runtime has."""
+    """The `FileDescriptorProto` of `google/protobuf/any.proto` and its like, which every runtime has."""
     from google.protobuf import descriptor_pb2
 
     module = importlib.import_module(name.removesuffix(".proto").replace("/", ".") + "_pb2")
@@ -146,7 +145,7 @@ def _of_the_runtime(name: str) -> Any:
 
 
 def all_nodes(graph_def: Proto) -> Iterator[Proto]:
-    """The nodes of a graph and of its functions."""
+    """Yield the nodes of a graph and of its functions."""
     yield from graph_def.node
     for function in graph_def.library.function:
         yield from function.node_def

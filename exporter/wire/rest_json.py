@@ -26,34 +26,12 @@ from exporter.wire.protos import Proto, message_class
 Json = Any  # what `json.loads` gives
 
 _INT64_MIN, _UINT64_MAX = -(1 << 63), (1 << 64) - 1
-_INTEGERS = {
-    DType.INT8,
-    DType.INT16,
-    DType.INT32,
-    DType.INT64,
-    DType.UINT8,
-    DType.UINT16,
-    DType.UINT32,
-    DType.UINT64,
-}
-
+_INTEGERS = {DType.of(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
 # What TensorFlow Serving reads from JSON (`AddValueToTensor` of json_tensor.cc) and writes as JSON
 # (`AddSingleValueAndAdvance`). Here more have a form: `serve-model predict` sends them by gRPC.
 REST_TYPES = frozenset(
-    {
-        DType.FLOAT,
-        DType.DOUBLE,
-        DType.INT8,
-        DType.INT16,
-        DType.INT32,
-        DType.INT64,
-        DType.UINT8,
-        DType.UINT32,
-        DType.UINT64,
-        DType.BOOL,
-        DType.STRING,
-    }
+    {DType.FLOAT, DType.DOUBLE, DType.BOOL, DType.STRING, *_INTEGERS - {DType.UINT16}},
 )
 
 # Where a JSON text may have a number beyond float64: a hook for each number is slow, and one pattern for
@@ -73,17 +51,18 @@ _LISTS = ("instances", "inputs", "examples")
 MOST_IN_ONE = 1 << 20
 
 
+# numbers take ten times the room of their text when they are objects of Python
 class LongList(Struct, frozen=True):
-    """A list in the text of a long request. It was read once, and is read again block by block: numbers take
-    ten times the room of their text when they are objects of Python.
-    """
+    """A list in the text of a long request, which is read again block by block."""
 
     text: str
     begin: int
     decoder: json.JSONDecoder
 
     def blocks(self) -> Generator[list[Json], None, int]:
-        """Its items, some thousands at a time, of an empty list one empty block; returns where it ends."""
+        """Yield its items, some thousands at a time, of an empty list one empty block; returns where it
+        ends.
+        """
         text, at = self.text, _space(self.text, self.begin + 1)
         if text.startswith("]", at):
             yield []
@@ -101,11 +80,11 @@ class LongList(Struct, frozen=True):
                 at = _skip_comma(text, at)
 
     def _until_a_comma(self, at: int) -> tuple[list[Json], int] | None:
-        """The items before some comma, and where the next one begins.
-
-        What ends before a comma is a list by itself only if that comma stands between two items: inside of an
-        item a bracket or a quote is open, and behind the list stand a key and a colon.
+        """The items before some comma, and the place where the next one begins; None if no comma is found
+        so.
         """
+        # Items that end before a comma are a list by themselves only if that comma stands between two items:
+        # inside of an item a bracket or a quote is open, and behind the list stand a key and a colon.
         for before in ("],", "},", ","):
             cut = self.text.rfind(before, at, at + _BLOCK_BYTES) + len(before)
             if cut > at:
@@ -114,7 +93,7 @@ class LongList(Struct, frozen=True):
         return None
 
     def _one_by_one(self, at: int) -> tuple[list[Json], int]:
-        """Some items, at least one, and where the comma or the bracket behind them is."""
+        """Some items, at least one, and the place of the comma or the bracket behind them."""
         items, end = [], at + _BLOCK_BYTES
         while True:
             item, at = _value(self.text, _space(self.text, at), self.decoder)
@@ -165,8 +144,8 @@ def _parse(text: str) -> Json:
 
 
 def _parse_deep(text: str, decoder: json.JSONDecoder) -> Json:
-    """As `decoder.decode`, without recursion: ten times as slow."""
-    root: list[Json] = []
+    """The value that `decoder.decode` gives, without recursion."""
+    root: list[Json] = []  # ten times as slow as the decoder, and only for what is nested too deeply for it
     open_: list[list[Json] | dict[str, Json]] = [root]
     at, wants = _space(text, 0), "value"
     key = ""
@@ -210,7 +189,7 @@ def _space(text: str, at: int) -> int:
 
 
 def _key(text: str, at: int, decoder: json.JSONDecoder) -> tuple[str, int]:
-    """A key of an object, and where its value begins."""
+    """A key of an object, and the place where its value begins."""
     if text[at : at + 1] != '"':
         raise json.JSONDecodeError("Expecting property name enclosed in double quotes", text, at)
     key, at = decoder.raw_decode(text, at)
@@ -233,7 +212,7 @@ def _long_document(text: str, decoder: json.JSONDecoder) -> Json:
 def _long_object(
     text: str, at: int, decoder: json.JSONDecoder, lists: Sequence[str]
 ) -> tuple[dict[str, Json], int]:
-    """An object, with a `LongList` for the lists of these names; of none for all lists."""
+    """An object and where it ends, with a `LongList` for each list of these names; of none for all lists."""
     found: dict[str, Json] = {}
     at = _space(text, at + 1)
     while found or not text.startswith("}", at):
@@ -293,7 +272,7 @@ def _finite(text: str) -> float:
 
 
 def signature_name(document: Mapping[str, Json]) -> str:
-    """The signature that a request names; empty if it names none.
+    """The signature that a request names; "" if it names none.
 
     Raises:
         ValueError: it is not a string.
@@ -377,7 +356,9 @@ def examples_input(document: Mapping[str, Json]) -> Proto:
 
 
 def serialized_examples(message: Proto) -> NDArray[Any]:
-    """What a server feeds for a `serving.Input`: each example, with the context's features, serialised."""
+    """The array that a server feeds for a `serving.Input`: each example, with the context's features,
+    serialised.
+    """
     found = message.example_list.examples or message.example_list_with_context.examples
     merged = []
     for example in found:
@@ -413,7 +394,7 @@ def to_array(value: Json, name: str, info: Proto, check_shape: bool = True) -> N
 
 
 def _checked_array(value: Json, shape: tuple[int, ...], dtype: DType, name: str) -> NDArray[Any]:
-    """Convert one item after another, and say which one does not fit."""
+    """The array of items converted one after another; ValueError names the one that does not fit."""
     leaves = list(_leaves(value, shape, name, 0))
     convert = _converter(dtype)
     try:
@@ -428,7 +409,7 @@ def _checked_array(value: Json, shape: tuple[int, ...], dtype: DType, name: str)
 
 
 def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[Any] | None:
-    """What `_checked_array` gives, eight times as fast, for numbers of which none needs a second look."""
+    """The array of numbers of which none needs a second look, eight times as fast; None for other values."""
     items: Sequence[Json] = [value]
     for size in shape:
         if set(map(type, items)) != {list} or set(map(len, items)) != {size}:
@@ -436,7 +417,8 @@ def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[A
         items = list(chain.from_iterable(items))
     kinds = set(map(type, items))
     if dtype.is_floating and kinds and kinds <= {int, float}:
-        return _plain_floats(items, shape, dtype)
+        with suppress(OverflowError):
+            return _rounded(np.array(items, np.float64), dtype).reshape(shape)
     if dtype in _INTEGERS and kinds == {int}:
         least, greatest = dtype.limits
         if least <= min(items) and max(items) <= greatest:
@@ -444,15 +426,8 @@ def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[A
     return None
 
 
-def _plain_floats(items: Sequence[Json], shape: tuple[int, ...], dtype: DType) -> NDArray[Any] | None:
-    try:
-        return _rounded(np.array(items, np.float64), dtype).reshape(shape)
-    except OverflowError:
-        return None
-
-
 def _rounded(doubles: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """As the server casts them: to the nearest, and to infinity what is too large."""
+    """The numbers in `dtype` as the server casts them: to the nearest, too large ones to infinity."""
     with np.errstate(over="ignore"):
         return doubles.astype(dtype.numpy)
 
@@ -460,8 +435,10 @@ def _rounded(doubles: NDArray[Any], dtype: DType) -> NDArray[Any]:
 def _rows(
     rows: Json, signature: Proto, first: int = 0, is_named: bool | None = None
 ) -> dict[str, list[Json]]:
-    """Rows as columns by name. `first`: the number of the first one, for messages; `is_named`: those before
-    are objects of inputs.
+    """Rows as columns by name.
+
+    `first` is the number of the first row, for messages; `is_named` says that the rows before are objects of
+    inputs.
     """
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"expected a list with at least one row in 'instances', found {_brief(rows)}")
@@ -555,10 +532,6 @@ def _float(leaf: Json) -> float:
     """A double; whatever is a number is taken, as by `GetFloat` of the server's parser."""
     if isinstance(leaf, bool) or not isinstance(leaf, int | float):
         raise ValueError(_brief(leaf))
-    return _as_float(leaf)
-
-
-def _as_float(leaf: float) -> float:
     try:
         return float(leaf)
     except OverflowError:
@@ -604,9 +577,9 @@ def _binary(value: Json) -> bytes | None:
 
 
 def _unescaped(text: str) -> bytes | None:
-    """What absl::Base64Unescape reads, or None: the standard alphabet, white space anywhere, and at the end
-    all of the padding, of `=` or `.`, or none of it (absl/strings/escaping.cc).
-    """
+    """The bytes that absl::Base64Unescape reads of a text; None for a text that it refuses."""
+    # the standard alphabet, white space anywhere, and at the end all of the padding, of `=` or `.`, or none
+    # of it (absl/strings/escaping.cc)
     found = _BASE64.fullmatch(text) or _BASE64.fullmatch(text.translate(_NO_SPACE))
     if found is None:
         return None
@@ -637,9 +610,9 @@ def _add_to_feature(feature: Proto, value: Json) -> None:
 
 
 def _feature_item(value: Json) -> tuple[str, int | float | bytes]:
-    """The field of `Feature` for a JSON value, and the item: `1` and `true` are integers, `1.0` is not."""
+    """The field of `Feature` for a JSON value, and the item."""
     if isinstance(value, int) and _INT64_MIN <= value <= _UINT64_MAX:
-        return "int64_list", _integer(int(value), DType.INT64)
+        return "int64_list", _integer(int(value), DType.INT64)  # `1` and `true` are integers, `1.0` is not
     if isinstance(value, int | float):  # to the server, what no 64 bits hold is a decimal number
         return "float_list", float(_rounded(np.array(_float(value)), DType.FLOAT))
     return "bytes_list", _string(value)

@@ -105,7 +105,8 @@ def fill(proto: Proto, array: NDArray[Any], *, as_fields: bool = False) -> None:
     if not array.shape:
         proto.tensor_shape.SetInParent()
     if dtype is DType.STRING:
-        proto.string_val.extend(_bytes(item) for item in array.ravel().tolist())
+        items = array.ravel().tolist()
+        proto.string_val.extend(item.encode() if isinstance(item, str) else bytes(item) for item in items)
     elif as_fields or dtype in _UNPACKED_CONTENT:
         _fill_field(proto, dtype, array)
     else:
@@ -167,7 +168,7 @@ def _strings(values: list[bytes], shape: tuple[int, ...], max_filled_bytes: int 
 
 
 def _filled_size(sent: int, itemsize: int, shape: tuple[int, ...], max_filled_bytes: int | None) -> int:
-    """The number of elements of `shape`, of which `sent` came; the others are to be filled in."""
+    """The number of elements of `shape`; ValueError if more were sent, or too much is to be filled in."""
     size = prod(shape)
     if sent > size:
         raise ValueError(f"{sent} values are too many for the shape {list(shape)}")
@@ -177,10 +178,6 @@ def _filled_size(sent: int, itemsize: int, shape: tuple[int, ...], max_filled_by
             f"more than {max_filled_bytes} bytes would be filled in"
         )
     return size
-
-
-def _bytes(item: Any) -> bytes:
-    return item.encode() if isinstance(item, str) else bytes(item)
 
 
 def _varint(value: int) -> bytes:

@@ -11,7 +11,7 @@ from exporter.newer_python import StrEnum
 
 
 class UpdateStatus(StrEnum):
-    """The first word of a status, what it means, and what helps.
+    """The first word of a status, its meaning, and its remedy.
 
     With an explicit target everything but `reached`, `passed` and `merged` is an error that carries the
     status, unless the call was merged with calls for other targets: these get the status, not the error.
