@@ -35,7 +35,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog, TensorRef
-from exporter.checkpoint.recommenders_addons import AddonsTable, addons_tables
+from exporter.checkpoint.recommenders_addons import (
+    KEY_DTYPES,
+    VALUE_DTYPES,
+    AddonsTable,
+    addons_tables,
+)
 from exporter.checkpoint.tensor_values import read_array, read_blocks
 from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.wire.dtypes import DType
@@ -44,8 +49,7 @@ Array = np.ndarray[Any, Any]
 
 BUCKETS = 1000  # DeepRec's kSavedPartitionNum: rows are grouped by the remainder of their key
 
-KEYS, VALUES, VERSIONS, FREQS = "-keys", "-values", "-versions", "-freqs"
-ROWS = "-rows"
+KEYS, VALUES, VERSIONS, FREQS, ROWS = "-keys", "-values", "-versions", "-freqs", "-rows"
 OFFSETS, FILTERED_OFFSETS, FILTERED = "-partition_offset", "-partition_filter_offset", "_filtered"
 _SUFFIXES = (
     *(KEYS, VALUES, VERSIONS, FREQS, ROWS, OFFSETS, FILTERED_OFFSETS),
@@ -56,8 +60,6 @@ _BLOCK = 1 << 20  # keys in memory at a time: 8 MiB
 OBJECT_ATTRIBUTES = "/.ATTRIBUTES/"
 _MOST_ROWS = (1 << 31) - 1  # offsets, and row numbers in a served index, are int32
 _PART = re.compile(r"(.+)/part_([0-9]{1,6})((?:/.+)?)", re.ASCII)
-_KEY_DTYPES = (DType.INT64, DType.INT32)
-_VALUE_DTYPES = (DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)
 
 
 class FilteredKeys(Struct, frozen=True):
@@ -288,12 +290,12 @@ class _Part:
     def read(self, number: int) -> EmbeddingPart:
         keys, values = self._find(KEYS), self._find(VALUES)
         assert keys is not None and values is not None  # the caller looked
-        if keys.dtype not in _KEY_DTYPES or len(keys.shape) != 1:
+        if keys.dtype not in KEY_DTYPES or len(keys.shape) != 1:
             raise self._corrupt(keys, "int64 or int32 keys, one dimension")
         rows = keys.shape[0]
         if rows > _MOST_ROWS:
             raise self._corrupt(keys, f"{_MOST_ROWS} keys at most")
-        if values.dtype not in _VALUE_DTYPES or len(values.shape) != 2 or values.shape[0] != rows:
+        if values.dtype not in VALUE_DTYPES or len(values.shape) != 2 or values.shape[0] != rows:
             raise self._corrupt(values, f"a row of numbers for each of {rows} keys")
         return EmbeddingPart(
             number,

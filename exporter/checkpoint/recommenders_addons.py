@@ -41,7 +41,8 @@ _SLOTS = re.compile(r"m|v|u|vhat|rms|mg|momentum|velocity(_hat)?|average_gradien
 
 _KEYS, _VALUES = "-keys", "-values"
 _LIST, _LAYER = "tables_of_", "-parameter"
-_NUMBERS = (DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)
+KEY_DTYPES = (DType.INT64, DType.INT32)
+VALUE_DTYPES = (DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)
 # What a FileSystemSaver stores in the place of a shard's keys and values.
 _ROWS_IN_FILES = "-shard_upsert_restore"
 
@@ -125,7 +126,7 @@ def _is_embedding(catalog: Catalog, stem: str) -> bool:
     keys, values = catalog.tensors.get(stem + _KEYS), catalog.tensors.get(stem + _VALUES)
     if keys is None or values is None or len(values.shape) != 2:
         return False
-    return keys.dtype in (DType.INT64, DType.INT32) and values.dtype in _NUMBERS
+    return keys.dtype in KEY_DTYPES and values.dtype in VALUE_DTYPES
 
 
 def _check_is_here(catalog: Catalog, tensor: str) -> None:

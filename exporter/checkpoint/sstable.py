@@ -24,10 +24,11 @@ from pathlib import Path
 
 from exporter.errors import CheckpointError, CorruptFile, TruncatedFile, UnsupportedFormat
 from exporter.wire.crc32c import masked_crc
+from exporter.wire.protos import varint
 
 Entry = tuple[bytes, bytes]
 
-_MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
+MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
 _FOOTER_BYTES = 48  # two handles, padded to 40 bytes, and the magic number
 _TRAILER_BYTES = 5  # of each block: how it is compressed, and its checksum
 # These two as in TensorFlow's table_options.h, so that an index has the same bytes.
@@ -70,7 +71,7 @@ def read_first_block(data: bytes, path: Path) -> list[Entry]:
 def _read_footer(data: bytes, path: Path) -> tuple[tuple[int, int], tuple[int, int]]:
     if len(data) < _FOOTER_BYTES:
         raise TruncatedFile(f"{path} has {len(data)} bytes, an index has at least {_FOOTER_BYTES}")
-    if data[-8:] != _MAGIC:
+    if data[-8:] != MAGIC:
         raise _wrong_magic(data, path)
     footer = data[-_FOOTER_BYTES:-8]
     metaindex, position = _read_handle(footer, 0, path)
@@ -81,17 +82,17 @@ def _read_footer(data: bytes, path: Path) -> tuple[tuple[int, int], tuple[int, i
 
 
 def _wrong_magic(data: bytes, path: Path) -> CheckpointError:
-    equal = sum(found == expected for found, expected in zip(data[-8:], _MAGIC, strict=True))
+    equal = sum(found == expected for found, expected in zip(data[-8:], MAGIC, strict=True))
     if equal >= 6:  # a cut file ends in something else altogether
         return CorruptFile(
-            f"{path} is damaged: its magic number is {data[-8:].hex()}, expected {_MAGIC.hex()}"
+            f"{path} is damaged: its magic number is {data[-8:].hex()}, expected {MAGIC.hex()}"
         )
-    at = data.rfind(_MAGIC)
+    at = data.rfind(MAGIC)
     if at > 0:
         return CorruptFile(f"{path} has {len(data) - at - 8} bytes after its end")
     return TruncatedFile(
         f"{path} does not end as an index does: it is cut short, or it is something else",
-        cause=f"its last 8 bytes are {data[-8:].hex()}, expected {_MAGIC.hex()}",
+        cause=f"its last 8 bytes are {data[-8:].hex()}, expected {MAGIC.hex()}",
     )
 
 
@@ -210,7 +211,7 @@ def write_table(entries: Iterable[Entry]) -> bytes:
     if handle and last is not None:
         index.add(_successor(last), handle)
     footer = metaindex_handle + _append_block(table, index)
-    table += footer.ljust(_FOOTER_BYTES - 8, b"\0") + _MAGIC
+    table += footer.ljust(_FOOTER_BYTES - 8, b"\0") + MAGIC
     return bytes(table)
 
 
@@ -254,18 +255,6 @@ def _append_block(table: bytearray, block: _BlockBuilder) -> bytes:
     typed = contents + b"\0"
     table += typed + struct.pack("<I", masked_crc(typed))
     return handle
-
-
-def varint(value: int) -> bytes:
-    """A non-negative number, seven bits a byte, lowest first (protocol buffers' varint64)."""
-    if value < 0x80:
-        return value.to_bytes(1, "little")
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
 
 
 def _common_prefix(one: bytes, other: bytes) -> int:

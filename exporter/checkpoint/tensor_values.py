@@ -27,12 +27,12 @@ import numpy as np
 
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.source_shard import open_shard
-from exporter.checkpoint.sstable import varint
 from exporter.errors import CheckpointChanged, CorruptFile, MappingError, NotFinite, UnsupportedFormat
 from exporter.storage import mirror
 from exporter.wire.crc32c import CHUNK, crc_of, extend, mask, read_into
 from exporter.wire.dtypes import DType
 from exporter.wire.int8_codes import beside_codes, to_codes
+from exporter.wire.protos import varint
 
 Array = np.ndarray[Any, Any]
 
@@ -59,8 +59,7 @@ def memory_map(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -
 
 
 def checked_map(catalog: Catalog, ref: TensorRef) -> Array:
-    """A tensor stored as a whole as a read-only map, its checksum verified; of one in a store, of a
-    private copy.
+    """A whole tensor as a read-only map, its checksum verified; of one in a store it maps a private copy.
 
     Raises:
         CorruptFile: the checksum is wrong.

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.file_range import FileRange
-from exporter.checkpoint.sstable import read_first_block
+from exporter.checkpoint.sstable import MAGIC, read_first_block
 from exporter.checkpoint.tensor_bundle import GLOBAL_STEP, step_in_name
 from exporter.checkpoint.tensor_values import read_step
 from exporter.errors import CorruptFile, MissingShard
@@ -29,7 +29,6 @@ from exporter.storage.local_paths import quoted
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
-_TABLE_MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 FAMILY = "TensorFlow V1"
 
 
@@ -57,7 +56,7 @@ def read_v1(pattern: Path, files: list[Path]) -> Catalog:
     if len(ranges) != (expected := int(said[1]) if said else 1):
         raise MissingShard(f"there are {len(ranges)} of {expected} shards of {pattern}")
     for file in ranges:
-        if file.size < len(_TABLE_MAGIC) or file.part(file.size - 8, 8).read() != _TABLE_MAGIC:
+        if file.size < len(MAGIC) or file.part(file.size - 8, 8).read() != MAGIC:
             raise CorruptFile(
                 f"{file.path} is not a checkpoint",
                 cause="its end is not that of format V1",

@@ -49,17 +49,13 @@ def averages(trained: TrainedObjects, slot: str) -> dict[str, str]:
     """The tensor of each variable's average, by the variable's tensor; `slot` "ema" means the usual
     averages.
     """
-    found = dict(_by_slot(trained, TF_AVERAGE if slot == "ema" else slot))
-    if slot == "ema":
-        found |= dict(_of_keras(trained))
-    return found
-
-
-def _by_slot(trained: TrainedObjects, slot: str) -> Iterator[tuple[str, str]]:
+    found = {}
+    suffix = TF_AVERAGE if slot == "ema" else slot
     for name, variables in trained.by_name.items():
-        shadows = trained.by_name.get(f"{name}/{slot}", ())
+        shadows = trained.by_name.get(f"{name}/{suffix}", ())
         if len(variables) == len(shadows) == 1:
-            yield variables[0].tensor, shadows[0].tensor
+            found[variables[0].tensor] = shadows[0].tensor
+    return found | dict(_of_keras(trained)) if slot == "ema" else found
 
 
 def _of_keras(trained: TrainedObjects) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ from exporter.checkpoint.object_graph import SUFFIX, read_object_graph
 from exporter.errors import MissingTensors, TrainingModeServed
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.training_graph import TrainingGraph
-from exporter.mapping.build import TensorSource, VariableMapping, check_fits
+from exporter.mapping.build import TF_AVERAGE, TensorSource, VariableMapping, check_fits
 
 _STATISTICS = frozenset(
     f"{kind}_{what}"
@@ -26,7 +26,6 @@ _STATISTICS = frozenset(
     for what in ("mean", "variance", "var")
 )
 _SERVED_BESIDE = ("gamma", "beta", "scale", "offset")
-_AVERAGE = "ExponentialMovingAverage"
 _STATISTICS_SHOWN = 3
 
 
@@ -86,7 +85,7 @@ def unserved_statistics(
     computed = {node.name for node in graph.meta_graph.graph_def.node} if graph.training.batch_norms else ()
     for name in known:  # an average of what the graph computes is stored under the node's name
         scope, _, leaf = name.rpartition("/")
-        if leaf == _AVERAGE and "moments" in scope.split("/") and scope in computed and name not in served:
+        if leaf == TF_AVERAGE and "moments" in scope.split("/") and scope in computed and name not in served:
             yield Unserved(name, scope)
 
 

@@ -35,9 +35,8 @@ from exporter.wire.rest_json import predict_inputs
 
 _LONGEST = 16 << 20
 _LONGEST_MODEL = 1 << 31
-_SERVE = "serve"
-_DEFAULT_SIGNATURE = "serving_default"
 _SHOWN = 3
+_DEFAULT_SIGNATURE = "serving_default"
 Outputs = Mapping[str, NDArray[Any]]
 
 
@@ -191,7 +190,7 @@ def _signatures(version: Path) -> Mapping[str, Proto]:
             f"{version} has no signatures to compare golden requests with", cause=str(error)
         ) from error
     for meta_graph in saved_model.meta_graphs:
-        if _SERVE in meta_graph.meta_info_def.tags:
+        if "serve" in meta_graph.meta_info_def.tags:
             return dict(meta_graph.signature_def)
     return {}
 

@@ -144,6 +144,16 @@ def _of_the_runtime(name: str) -> Any:
     return descriptor_pb2.FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb)
 
 
+def varint(value: int) -> bytes:
+    """A non-negative number as protocol buffers write it: seven bits a byte, lowest first."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
 def all_nodes(graph_def: Proto) -> Iterator[Proto]:
     """Yield the nodes of a graph and of its functions."""
     yield from graph_def.node

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exporter.wire.dtypes import DType
-from exporter.wire.protos import Proto
+from exporter.wire.protos import Proto, varint
 
 # The repeated field of each type, and the type of a field's items where that is not the tensor's own.
 _FIELDS = {
@@ -122,7 +122,7 @@ def _fill_field(proto: Proto, dtype: DType, array: NDArray[Any]) -> None:
     if dtype in _WIRE_IS_MEMORY:  # item by item a float costs 0.15 us: a wide output, milliseconds
         number = proto.DESCRIPTOR.fields_by_name[name].number
         data = array.astype(dtype.numpy, copy=False).tobytes()
-        proto.MergeFromString(_varint(number << 3 | _LENGTH_DELIMITED) + _varint(len(data)) + data)
+        proto.MergeFromString(varint(number << 3 | _LENGTH_DELIMITED) + varint(len(data)) + data)
     elif name == "float8_val":
         proto.float8_val = array.tobytes()
     elif name == "half_val":
@@ -178,12 +178,3 @@ def _filled_size(sent: int, itemsize: int, shape: tuple[int, ...], max_filled_by
             f"more than {max_filled_bytes} bytes would be filled in"
         )
     return size
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
