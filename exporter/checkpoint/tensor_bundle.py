@@ -15,14 +15,16 @@ import math
 import os
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 from google.protobuf.message import DecodeError
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
+from exporter.catalog import Catalog, Content, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.bundle_writer import (
     MAX_SHARDS,
     WHOLE,
@@ -43,8 +45,10 @@ from exporter.errors import (
     MissingShard,
     TruncatedFile,
     UnsupportedFormat,
+    os_error,
 )
 from exporter.storage.files import FileIdentity, open_regular, read_regular
+from exporter.terminal.progress import NoProgress, Progress
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 
@@ -62,6 +66,7 @@ __all__ = [
     "read_catalog",
     "shard_path",
     "step_in_name",
+    "write_bundle",
 ]
 
 GLOBAL_STEP = "global_step"
@@ -318,3 +323,45 @@ def _shard_size(path: Path, reach: tuple[int, str], index: Path) -> int:
         os.close(open_regular(path, ranges=()))  # a pointer of Git LFS is said by name
         raise TruncatedFile(f"{path} has {found.st_size} bytes, {name[:99]!r} ends at byte {end}")
     return found.st_size
+
+
+def write_bundle(
+    catalog: Catalog, tensors: Iterable[TensorRef], prefix: Path, progress: Progress | None = None
+) -> Catalog:
+    """Write these tensors of `catalog` into a new bundle at `prefix`, in blocks; returns the bundle's
+    catalog.
+
+    Raises:
+        CheckpointError: a source is damaged, or changed since the catalog was read.
+        PublishError: the target cannot be written; DiskFull if there is no space.
+    """
+    progress = progress or NoProgress()
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        with BundleWriter(prefix) as writer:
+            for ref in tensors:
+                if ref.content is None:
+                    raise ValueError(f"{ref.name!r} is in a bundle already")
+                if not ref.slices:
+                    _add(writer, ref, ref.content, ref.shape)
+                for part in ref.slices:
+                    assert part.content is not None
+                    _add(writer, ref, part.content, part.spec.lengths, part.spec)
+                progress.advance(ref.bytes_)
+    except OSError as error:
+        raise os_error(error, prefix) from error
+    return replace(read_catalog(prefix), family=catalog.family, step=catalog.step)
+
+
+def _add(
+    writer: BundleWriter,
+    ref: TensorRef,
+    content: Content,
+    shape: tuple[int, ...],
+    part: SliceSpec | None = None,
+) -> None:
+    if ref.dtype is DType.STRING:
+        texts = [text for block in content.blocks() for text in block.tolist()]
+        writer.add(ref.name, np.array(texts, object).reshape(shape), part)
+        return
+    writer.add_chunks(ref.name, ref.dtype, shape, content.blocks(), part)

@@ -20,9 +20,8 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint import open_checkpoint
-from exporter.checkpoint.convert import write_bundle
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, find_variable
-from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, index_path, read_catalog
+from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, index_path, read_catalog, write_bundle
 from exporter.delta.compare_rows import differing_rows
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable

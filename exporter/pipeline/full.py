@@ -41,8 +41,8 @@ from exporter.bundle.warmup import WarmupRequest, read_requests, write_warmup
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
 from exporter.checkpoint.admission import Admission
-from exporter.checkpoint.convert import write_bundle
 from exporter.checkpoint.identity import Identity
+from exporter.checkpoint.tensor_bundle import write_bundle
 from exporter.errors import (
     AccessRefused,
     CheckpointChanged,
