@@ -60,10 +60,7 @@ class Content(Protocol):
 
 
 class SliceRef(Struct, frozen=True):
-    """One stored slice of a partitioned tensor, in a bundle (`extent`) or in another file (`content`).
-
-    Both are None if the checkpoint declares but lacks it.
-    """
+    """One slice of a partitioned tensor, in a bundle (`extent`), in a file (`content`), or absent."""
 
     spec: SliceSpec
     extent: Extent | None

@@ -93,9 +93,7 @@ def _target(path: Path) -> Iterator[int]:
 
 
 def _batches(ranges: Iterable[ByteRange]) -> Iterator[list[ByteRange]]:
-    """Yield the ranges in groups of about BATCH_BYTES, long ones in pieces: many small tensors make few
-    tasks.
-    """
+    """Yield the ranges in groups of about BATCH_BYTES, long ones in pieces."""
     batch: list[ByteRange] = []
     room = BATCH_BYTES
     for whole in ranges:
@@ -189,10 +187,7 @@ class NewFile(Struct, frozen=True):
 
 
 def link_shard(source: Path, target: Path, *, size: int, new_file: NewFile) -> str:
-    """Hard-link `source`, which has `size` bytes in its catalog; returns "" if done, else why it cannot
-    be.
-
-    A symbolic link is followed: its file is linked.
+    """Hard-link `source`, of `size` bytes by its catalog; returns "" if done, else why it cannot be.
 
     Raises:
         CheckpointChanged: the shard vanished, or is not the one that the catalog describes.

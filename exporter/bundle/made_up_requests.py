@@ -86,9 +86,7 @@ class _Uncertain(Exception):
 
 
 def made_up_requests(graph: InferenceGraph) -> tuple[WarmupRequest, ...]:
-    """One request for each signature that certainly answers it; each is tried by running it once in
-    TensorFlow.
-    """
+    """One request for each signature that certainly answers it; TensorFlow runs each once."""
     graph_def = message_class("GraphDef")()
     graph_def.CopyFrom(graph.meta_graph.graph_def)
     signatures = graph.meta_graph.signature_def

@@ -61,9 +61,7 @@ class Unmapped(Struct, frozen=True):
 
 
 class MappedChoice(Struct, frozen=True):
-    """The graph that reads tables by rows, the mapping that says which are mapped, and the large ones that
-    are not.
-    """
+    """A graph that reads tables by rows, a mapping that marks those mapped, and large ones that are not."""
 
     graph: InferenceGraph
     mapping: VariableMapping
@@ -186,9 +184,7 @@ class TriedTable(Struct, frozen=True):
 
 
 class Tries(Struct, frozen=True):
-    """The tensor of each variable's values, by its node, and the node that counts those mapped, if it is
-    asked for.
-    """
+    """The tensor of each variable's values, by its node, and the node that counts the mapped ones."""
 
     values: Mapping[str, str]
     counts: tuple[str, ...] = ()
@@ -251,9 +247,8 @@ def _add_count(body: Body, place: str, is_mapped: Sequence[str], counter: str) -
 
 
 def move_tries(graph_def: Proto, version: int, ids: tuple[str, str], files: Mapping[str, str]) -> None:
-    """Change a graph of `add_tries`, in place, to try the files of another version of its model.
-
-    `ids` are the id of the tables before and now, `files` the names of their files now by those before.
+    """Change a graph of `add_tries`, in place, to try another version's files: ids and names before and
+    now.
     """
     before, now = ids
     renamed = {
@@ -291,10 +286,7 @@ def _dataset(
     does: Proto | None = None,
     is_first: bool = False,
 ) -> str:
-    """Add a node of a dataset, or over one, with elements of these dtypes and shapes; returns its name.
-
-    `does` is the function of a map or filter; `is_first` says that its input is no dataset.
-    """
+    """Add a dataset's node that `does` a function; returns its name. `is_first`: its input is no dataset."""
     node = body.put(new_node(name, op, inputs))
     for dtype, shape in kind:
         node.attr["Toutput_types" if is_first else "output_types"].list.type.append(int(dtype))

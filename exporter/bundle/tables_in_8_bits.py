@@ -26,9 +26,7 @@ class ChosenFor8Bits(Struct, frozen=True):
 
 
 def choose_for_8_bits(graph: InferenceGraph, mapping: VariableMapping) -> ChosenFor8Bits:
-    """Drop casts to int8 of variables that are read whole, or are no tables; a note of the mapping names
-    them.
-    """
+    """Drop casts to int8 of variables that are read whole, or no tables; a note names them."""
     if not any(source.is_in_8_bits for source in mapping.sources):
         return ChosenFor8Bits(graph, mapping)
     meta_graph = deepcopy(graph.meta_graph)

@@ -55,9 +55,7 @@ class ShardOrigin(Enum):
 
 
 class ShardReport(Struct, frozen=True):
-    """One shard of the bundle: its path, its source (None: several), how it was made and why so, its
-    bytes.
-    """
+    """One shard of the bundle: its path, its source (None: several), how and why so, its bytes."""
 
     path: Path
     source: Path | None
@@ -108,9 +106,7 @@ class VariablesReport(Struct, frozen=True):
 
 
 def as_rewritten(report: VariablesReport, source: Path, why: str) -> VariablesReport:
-    """The report with all shards as rewritten from `source`: in between, a bundle of our own held their
-    bytes.
-    """
+    """The report with all shards as rewritten from `source`, by way of a bundle of our own."""
     shards = (replace(shard, source=source, how=ShardOrigin.REWRITTEN, why=why) for shard in report.shards)
     return replace(report, shards=tuple(shards))
 
@@ -124,8 +120,7 @@ def write_variables(
     made: Path | None = None,
     progress: Progress | None = None,
 ) -> VariablesReport:
-    """Write `directory/variables`, which must not be there; nothing is written for a model without
-    variables.
+    """Write `directory/variables`, which must not be there; nothing is written for a model without variables.
 
     Shards below `made` are the command's own: see `exporter.jobs.shard_job`. `progress` advances by bytes,
     from several threads.
@@ -286,9 +281,7 @@ class _Writer:
         link.copy_ranges(source, target, ranges, size=size, pool=self._pool, progress=self._progress)
 
     def _move(self, stack: ExitStack) -> tuple[list[TensorRef], list[ShardReport]]:
-        """Run the tasks that write the last shards; returns their tensors and reports. An error ends the
-        job.
-        """
+        """Run the tasks that write the last shards: their tensors and reports. An error ends the job."""
         before, runner, made = len(self._kept), self._runner, self._made
         shards = self._moves.run(
             stack, runner, self._prefix, before=before, made=made, progress=self._progress
@@ -395,9 +388,7 @@ def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: i
 
 
 def boxes_written(written: Placed[Moved]) -> Iterator[tuple[str, DType, SliceRef]]:
-    """Yield key, dtype and box of each run that was written; boxes without rows only of tensors without
-    any.
-    """
+    """Yield key, dtype and box of each run written; boxes without rows only of tensors without any."""
     moved, section = written.place.what, written.place.section
     assert isinstance(section, MovedRows)
     for box, count, extent in zip(moved.boxes, section.counts, written.extents, strict=True):
@@ -427,11 +418,7 @@ def _as_stored(source: TensorSource, box: SliceSpec, whole: Range, run: Stored) 
 def _rows(
     source: TensorSource, reads: _Boxes, ranges: Sequence[Range], writes: _Boxes, start: int, stop: int
 ) -> Place[Moved]:
-    """The place of rows `start` to `stop`, in natural order, of a tensor that lies in ranges of whole
-    rows.
-
-    `ranges` are those of the boxes that are read.
-    """
+    """The place of rows `start` to `stop` of a tensor; `ranges` are those of the boxes that are read."""
     tensor = source.tensor
     width = math.prod(tensor.shape[1:])
     row_bytes = width * (tensor.dtype.itemsize or 0)

@@ -34,9 +34,7 @@ class Admission(Struct, frozen=True):
         return True if freqs is None else np.asarray(freqs >= self.min_freq)
 
     def recent(self, versions: Array | None, step: int | None) -> Array | bool:
-        """A mask of the keys updated within `max_age_steps` before `step`; True, for all, if that is not
-        known.
-        """
+        """A mask of the keys updated within `max_age_steps` before `step`; True, for all, if unknown."""
         if versions is None or step is None or self.max_age_steps is None:
             return True
         return np.asarray(versions >= step - self.max_age_steps)

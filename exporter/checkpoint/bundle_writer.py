@@ -150,9 +150,7 @@ class BundleWriter:
         chunks: Iterable[Buffer],
         part: SliceSpec | None = None,
     ) -> Extent:
-        """Write a numeric tensor of `shape` (of the slice, with a `part`) from pieces of its bytes; returns
-        where.
-        """
+        """Write a numeric tensor of `shape`, or such a slice, from pieces of its bytes; returns where."""
         if dtype.itemsize is None:
             raise ValueError(f"{name!r}: {dtype.label} tensors cannot be added as bytes")
         ref = self._announce(name, dtype, shape, part)
@@ -192,9 +190,7 @@ class BundleWriter:
             self.abandon()
 
     def _announce(self, name: str, dtype: DType, shape: tuple[int, ...], part: SliceSpec | None) -> TensorRef:
-        """The tensor before its values are written, new or known with other slices; ValueError if it is
-        complete.
-        """
+        """The tensor, new or known with other slices, before values; ValueError if it is complete."""
         if part is not None and shape != part.lengths:
             raise ValueError(f"{name!r}: shape {shape} for a slice of {part.lengths}")
         known = self._tensors.get(name)
@@ -263,16 +259,12 @@ def _number(value: int) -> bytes:
 
 
 def _string(value: bytes) -> bytes:
-    """The ordered code of a text: 0x00 and 0xff are escaped by their opposite, so 0x00 0x01 can only be the
-    end.
-    """
+    """The ordered code of a text. 0x00 and 0xff are escaped, so that 0x00 0x01 can only be the end."""
     return re.sub(b"[\x00\xff]", lambda byte: byte[0] + bytes([byte[0][0] ^ 0xFF]), value) + b"\x00\x01"
 
 
 def _signed(value: int) -> bytes:
-    """The ordered code of a number: `length` bytes whose first `length` bits are ones, zeros of negative
-    numbers.
-    """
+    """The ordered code of a number: in its first `length` bits, ones or zeros say how many bytes it has."""
     length = (value if value >= 0 else ~value).bit_length() // 7 + 1
     header = ((1 << length) - 1) << 7 * length
     return ((value & (1 << 8 * length) - 1) ^ header).to_bytes(length, "big")

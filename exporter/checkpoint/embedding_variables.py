@@ -72,10 +72,7 @@ class FilteredKeys(Struct, frozen=True):
 
 
 class EmbeddingPart(Struct, frozen=True):
-    """One part of an embedding variable: row i of `values` is that of key i of `keys`.
-
-    `versions` and `freqs` are None if the trainer did not record them, `offsets` if the file has none.
-    """
+    """One part: row i of `values` is that of key i of `keys`; None for tensors that were not recorded."""
 
     number: int
     keys: TensorRef
@@ -98,9 +95,8 @@ class EmbeddingPart(Struct, frozen=True):
 
 
 class EmbeddingVariable(Struct, frozen=True):
-    """A table by keys, its parts in their order; `slot_of` names the variable whose optimizer slot it is.
-
-    `also` are other names by which a person may mean it, see `find_variable`.
+    """A table by keys; `slot_of` names its owner if it is an optimizer's slot, `also` are other names of
+    it.
     """
 
     name: str
@@ -178,14 +174,11 @@ def _stems(catalog: Catalog) -> Iterator[str]:
 
 
 def part_of(stem: str) -> tuple[str, int | None]:
-    """An embedding variable's name and the number of its part, None if it is stored as a whole.
-
-    A slot of a part, `emb/part_1/Adagrad`, is part 1 of `emb/Adagrad`.
-    """
+    """An embedding variable's name and the number of its part, None if it is stored as a whole."""
     _, attributes, name = stem.rpartition(OBJECT_ATTRIBUTES)
     if attributes:
         return unquote(name), None
-    match = _PART.fullmatch(stem)
+    match = _PART.fullmatch(stem)  # a slot of a part, `emb/part_1/Adagrad`, is part 1 of `emb/Adagrad`
     return (stem, None) if match is None else (match[1] + match[3], int(match[2]))
 
 
@@ -264,10 +257,7 @@ def bucket_sizes(catalog: Catalog, variable: EmbeddingVariable) -> Array:
 def count_blocks(
     catalog: Catalog, variable: EmbeddingVariable, what: str
 ) -> Iterator[tuple[int, Array]] | None:
-    """Blocks of the admitted keys' `versions` or `freqs`, each with the row of its first.
-
-    None if some part has none, as when the trainer does not record them.
-    """
+    """Blocks of `versions` or `freqs`, with each one's first row; None if some part recorded none."""
     refs = [part.versions if what == "versions" else part.freqs for part in variable.parts]
     known = [ref for ref in refs if ref is not None]
     return _joined_blocks(catalog, known) if len(known) == len(refs) else None

@@ -222,9 +222,7 @@ def describes_model(path: Path) -> bool:
 
 
 def model_beside(checkpoint: Path) -> str | None:
-    """The path of a graph that comes with a checkpoint: its `.meta`, SavedModel, or the archive itself; or
-    None.
-    """
+    """The path of a graph beside a checkpoint: `.meta`, SavedModel, or the archive itself; or None."""
     for path in (meta_beside(checkpoint), saved_model_around(checkpoint)):
         if path is not None and path.exists():
             return str(path)

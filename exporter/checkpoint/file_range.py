@@ -33,9 +33,8 @@ from exporter.wire.dtypes import DType
 
 
 class FileRange(Struct, frozen=True):
-    """`size` bytes from `offset` of the file that had this `identity` when it was looked at.
-
-    `crc32` is zip's checksum of the bytes, None where there is none.
+    """`size` bytes from `offset` of the file of this `identity`; `crc32` is zip's checksum of them, or
+    None.
     """
 
     path: Path

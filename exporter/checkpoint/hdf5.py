@@ -98,9 +98,7 @@ class Packed(Struct, frozen=True):
 
 # Keras splits a list of names that is too long for one attribute into `weight_names0`, `weight_names1`, ...
 def read_hdf5(source: FileRange, attributes: Mapping[str, bool]) -> FileContents:
-    """Every dataset of a file, and of every group the texts of these attributes (True: one that may be
-    continued).
-    """
+    """Every dataset of a file, and every group's texts of these attributes (True: it may be continued)."""
     if source.size < len(MAGIC) or source.part(0, len(MAGIC)).read() != MAGIC:
         raise CorruptFile(f"{source.path} is not an HDF5 file", cause="it does not begin as one does")
     limits = {

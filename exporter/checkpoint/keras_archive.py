@@ -101,8 +101,7 @@ def read_config(path: Path) -> ModelConfig | None:
 
 
 def unpack_assets(path: Path, directory: Path) -> bool:
-    """Write the files that layers of a `.keras` archive keep beside their weights; False if there are
-    none.
+    """Write the files that layers of a `.keras` archive keep beside their weights; False if there are none.
 
     Raises:
         CheckpointError: see `read_keras`.
@@ -166,9 +165,7 @@ def _layers(*files: FileContents) -> Iterator[TensorRef]:
 
 
 def _owner(path: str, names: Mapping[str, str]) -> str:
-    """The names of the objects that a tensor's path leads through, without the model's own; "" where Keras
-    wrote none.
-    """
+    """The names of the objects on a tensor's path, without the model's own; "" where Keras wrote none."""
     group, _, _ = path.rpartition("/")
     # groups that Keras divided between shards have no name
     if not group.endswith(f"/{_VARS}") or group not in names:

@@ -96,8 +96,7 @@ def open_checkpoint(path: Path) -> Catalog:
 
 
 def candidates(path: Path) -> list[Path]:
-    """The prefixes that `path` may mean, best first; at least one, and one only if `path` is itself a
-    prefix.
+    """The prefixes that `path` may mean, best first; at least one, and one only if `path` is itself a prefix.
 
     A directory's first is the one that its state file names, even if that is gone; a state file that was
     moved with its directory still names its neighbours. The others follow from the highest step down.
@@ -144,9 +143,7 @@ def _in_directory(directory: Path) -> list[Path]:
 
 
 def _without_index(directory: Path, names: list[str], named: Path | None) -> list[Path]:
-    """The checkpoints that a directory without a tensor bundle may mean: one below, V1, one archive, a
-    series.
-    """
+    """The candidates of a directory without a tensor bundle: one below, V1, one archive, a series."""
     if alone := SAVED_MODEL.candidates(directory, names):
         return alone
     nested = next((below for mark, below in _NESTED if mark in names and below in names), None)
@@ -164,9 +161,7 @@ def _without_index(directory: Path, names: list[str], named: Path | None) -> lis
 
 
 def _order(path: Path) -> tuple[int, list[str | int]]:
-    """A key that sorts names by step; those without one come first, by their numbers (`cp-9` before
-    `cp-10`).
-    """
+    """A key that sorts names by step, and before them those without one by their numbers."""
     parts = re.split(r"([0-9]+)", path.name)
     step = step_in_name(path.name)
     return -1 if step is None else step, [int(part) if at % 2 else part for at, part in enumerate(parts)]
@@ -196,9 +191,7 @@ def _beside(named: Path, directory: Path) -> Path:
 
 
 def _read_settled(prefix: Path) -> Catalog:
-    """The catalog of `prefix`; after a failure waits, reads again, and raises CheckpointChanged if files
-    moved.
-    """
+    """The catalog of `prefix`, read again after a failure; CheckpointChanged if its files change then."""
     try:
         return read_family(prefix)
     except (CheckpointNotFound, UnsupportedFormat, UnsafeArchive):

@@ -122,9 +122,7 @@ def _as_list(found: dict[str, TensorRef]) -> dict[str, TensorRef] | None:
 
 
 def _unstacked(ref: TensorRef) -> dict[str, TensorRef] | None:
-    """The elements of a list of equal shapes, which numpy stored as one array; None if they cannot be told
-    apart.
-    """
+    """The elements of a list of equal shapes, which numpy stored as one array; None if there are none."""
     assert isinstance(ref.content, NpyValues)
     if not ref.shape or ref.content.header.is_fortran or ref.shape[0] > _MAX_LISTED:
         return None

@@ -36,19 +36,15 @@ _OPTIMIZER_EDGES = frozenset({"_iterations", "iter", "_index_dict", "_trainable_
 
 
 class TrackedVariable(Struct, frozen=True):
-    """A variable: its name as the program gave it, and where its values are.
-
-    `tensor` is the tensor's name in a checkpoint; in a graph that is to be served it is the variable's node.
-    """
+    """A variable's name in the program; and its tensor in a checkpoint, or its node in a served graph."""
 
     name: str
     tensor: str
 
 
 class TrackedObject(Struct, frozen=True):
-    """An object: its edges by name, its own value if it is a variable, and its optimizer slots' objects.
-
-    `table` is what the tensors of a hash table are called before `-keys` and `-values`; "" for others.
+    """An object: edges by name, its value if it is a variable, slots; `table` is a hash table's name, or
+    "".
     """
 
     children: Mapping[str, int]

@@ -48,10 +48,7 @@ _ROWS_IN_FILES = "-shard_upsert_restore"
 
 
 class AddonsTable(Struct, frozen=True):
-    """A table: the stems of its tensors by shard, from 0, and how many shards it has.
-
-    `path` is its place in the checkpoint; `also` are other names by which a person may mean it.
-    """
+    """A table: the stems of its tensors by shard, its place in the checkpoint, and other names of it."""
 
     name: str
     path: str
@@ -147,9 +144,7 @@ def table_in_graph(node: str) -> str:
 
 
 def _name_in_graph(path: str) -> str:
-    """A variable's name from its node's path: the scopes in which it was made, and its name with
-    underscores.
-    """
+    """A variable's name by its node's path: scopes, and the name with underscores for slashes."""
     *scopes, flat = path.split("/")
     name = flat
     # As many scopes as the name repeats are its own; numbers behind them distinguish equal scopes.

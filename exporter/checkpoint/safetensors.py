@@ -99,9 +99,7 @@ def _catalog(path: Path, family: str, tensors: Mapping[str, TensorRef], files: l
 
 
 def _sharded(path: Path) -> tuple[dict[str, TensorRef], list[FileRange]]:
-    """The tensors that a list names, each out of the file that it names for it; and the list with these
-    files.
-    """
+    """The tensors that a list names, each out of its file; and the list with these files."""
     source = FileRange.whole(path)
     if source.size > _MAX_HEADER_BYTES:
         raise UnsafeArchive(f"{path} has {source.size} bytes, expected {_MAX_HEADER_BYTES} at most")

@@ -82,9 +82,7 @@ _LEAST_STRING_BYTES = 4  # the checksum of the lengths; each length has a byte o
 
 
 def read_catalog(prefix: Path) -> Catalog:
-    """The catalog of the bundle whose index is `<prefix>.index`; the shards in use need to exist.
-
-    The size of a shard that no tensor refers to is given as 0.
+    """The catalog of the bundle with the index `<prefix>.index`; a shard that is not used has size 0.
 
     Raises:
         CheckpointNotFound: there is no such index.
@@ -109,9 +107,7 @@ def read_catalog(prefix: Path) -> Catalog:
 
 
 class Index(Struct, frozen=True):
-    """An index's contents; `reach` has for each shard in use the end of its last tensor, and that one's
-    name.
-    """
+    """An index's contents; `reach` has, of each shard in use, its last tensor's end and name."""
 
     num_shards: int
     tensors: dict[str, TensorRef]
@@ -119,8 +115,7 @@ class Index(Struct, frozen=True):
 
 
 def parse_index(data: bytes, path: Path) -> Index:
-    """The contents of an index's bytes, checked as far as that goes without the shards; errors name
-    `path`.
+    """The contents of an index's bytes, checked as far as that goes without the shards; errors name `path`.
 
     Raises:
         TruncatedFile, CorruptFile, UnsupportedFormat: see errors.py.

@@ -41,9 +41,7 @@ _LONGEST_VARINT = 10
 
 
 def memory_map(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -> Array:
-    """A numeric tensor, or one stored slice of it, as a read-only map of its shard, checksum unread.
-
-    The map may be unaligned, which numpy copes with; it keeps the shard's data alive after an unlink.
+    """A numeric tensor, or a stored slice of it, as a read-only map; its checksum is not read.
 
     Raises:
         ValueError: the tensor is partitioned and no `part` was given, or the part is not stored.
@@ -55,6 +53,7 @@ def memory_map(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -
         raise UnsupportedFormat(f"{ref.name!r} is a {ref.dtype.label} tensor: it cannot be mapped")
     with _open_extent(catalog, extent) as fd:
         raw = map_bytes(fd, extent)
+    # perhaps unaligned, with which numpy copes; it keeps the shard's data alive after an unlink
     return raw.view(ref.dtype.numpy).reshape(shape)
 
 
@@ -107,11 +106,7 @@ def _dtype(ref: TensorRef) -> Any:
 
 
 def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]:
-    """Yield a numeric tensor that is stored as a whole, `count` elements at a time, its checksum verified
-    first.
-
-    A tensor in no bundle has no checksum, and comes in blocks of other sizes.
-    """
+    """Yield a tensor stored as a whole, `count` elements at a time, after its checksum was verified."""
     if ref.content is not None:
         yield from ref.content.blocks()
         return
@@ -126,9 +121,7 @@ def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]
 
 
 def read_step(catalog: Catalog, *names: str) -> int | None:
-    """The first of these tensors that is one integer, as a training step; None if none is, or it is
-    negative.
-    """
+    """The training step in the first of these tensors that is one integer; None without one from 0 up."""
     for name in names:
         ref = catalog.tensors.get(name)
         if ref is not None and ref.shape == () and ref.dtype in (DType.INT32, DType.INT64) and not ref.slices:
@@ -140,10 +133,7 @@ def read_step(catalog: Catalog, *names: str) -> int | None:
 def check_values(
     catalog: Catalog, ref: TensorRef, part: SliceRef | None = None, *, keep: bool = True
 ) -> None:
-    """Read one extent in bounded chunks, and require the checksum that the index has for it.
-
-    Without `keep`, bytes of a store are not kept for a later reader.
-    """
+    """Read one extent and require the index's checksum; bytes of a store are kept for others if `keep`."""
     extent, shape = stored_extent(ref, part)
     path, where = catalog.path_of(extent), _damaged(catalog, ref, extent)
     if not keep and ref.dtype.itemsize is not None:
@@ -364,9 +354,7 @@ def not_in_8_bits(name: str, row: Array) -> NotFinite:
 
 
 def cast_values(values: Array, dtype: DType, name: str) -> Array:
-    """The values of variable `name` in `dtype`; the array itself if it has the dtype already.
-
-    Rows [n, dim] in int8 are `exporter.wire.int8_codes`: [n, dim + 4].
+    """The values of variable `name` in `dtype`; in int8, rows [n, dim + 4] of `exporter.wire.int8_codes`.
 
     Raises:
         MappingError: a finite value is too large for `dtype`.

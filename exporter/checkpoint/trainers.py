@@ -28,9 +28,7 @@ AUTODIST_SCOPE = "AutoDist-Replica-"
 
 
 def recognise(catalog: Catalog) -> Catalog:
-    """The catalog with the trainer's family in words, and the step of a tensor if an object says which one
-    has it.
-    """
+    """The catalog with the trainer's family in words, and the step that its objects lead to."""
     objects = read_object_graph(catalog)
     if objects is None:
         return replace(catalog, family=_family_by_name(catalog))

@@ -46,9 +46,7 @@ _KERAS_2_NAME = re.compile(r"([^/]+/)?average/(?P<variable>.+)")
 
 
 def averages(trained: TrainedObjects, slot: str) -> dict[str, str]:
-    """The tensor of each variable's average, by the variable's tensor; `slot` "ema" means the usual
-    averages.
-    """
+    """The tensor of each variable's average, by the variable's own; `slot` "ema" is the usual one."""
     found = {}
     suffix = TF_AVERAGE if slot == "ema" else slot
     for name, variables in trained.by_name.items():
@@ -292,10 +290,7 @@ class TensorSource(Struct, frozen=True):
 
 
 class VariableMapping(Struct, frozen=True, dict=True):
-    """Every served variable's source, and the tensors that are not needed.
-
-    `tables` are those that are restored, under the names that their two tensors have in the bundle.
-    """
+    """Every served variable's source, and the tables that are restored, named as in the bundle."""
 
     catalog: Catalog
     sources: tuple[TensorSource, ...]
@@ -362,9 +357,7 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
 
 
 def _state(graph: InferenceGraph, catalog: Catalog) -> list[TensorSource]:
-    """The sources that operations of a graph's libraries restore by themselves, under the very names that
-    they read.
-    """
+    """The sources that operations of a graph's libraries restore by themselves, under these very names."""
     missing = [name for name in graph.state.tensors if name not in catalog.tensors]
     if missing:
         raise MissingTensors(

@@ -61,12 +61,7 @@ def conflicts(pairs: Iterable[NamedPair]) -> Iterator[str]:
 
 
 def left_over_twins(used: Mapping[str, object], left: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield each (name left over, name in use) that differ in numbers alone, and are of one dtype and
-    shape.
-
-    Both arguments map names to dtypes and shapes. A program with a layer less gives such names to other
-    layers.
-    """
+    """Yield each (name left over, name in use) alike but for numbers; both map names to dtype and shape."""
     bare = {(_unnumbered(name), kind): name for name, kind in used.items()}
     for name, kind in left.items():
         if (twin := bare.get((_unnumbered(name), kind))) is not None:
@@ -182,9 +177,7 @@ def _by_owner(
 
 
 def _direction(name: str) -> str:
-    """`forward` or `backward` if a Bidirectional layer made a variable, which calls its two layers so;
-    else "".
-    """
+    """`forward` or `backward`, as a Bidirectional layer calls its two layers; "" for other variables."""
     found = _DIRECTION.search(name)
     return found[1] if found else ""
 
@@ -194,9 +187,7 @@ def _last(name: str) -> str:
 
 
 def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str]:
-    """The tensors of layers that a framework named by class and number, by variable, in the order of the
-    numbers.
-    """
+    """The tensors of layers named by class and number, by variable, in the order of the numbers."""
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for ref in catalog.tensors.values():
         if ref.owner:
@@ -228,9 +219,7 @@ def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[st
 def _by_path(
     open_: Mapping[str, GraphVariable], layers: Mapping[str, tuple[TensorRef, ...]], catalog: Catalog
 ) -> dict[str, str]:
-    """The tensors as Keras itself would load them; refused where the layers' names or their number
-    contradict.
-    """
+    """The tensors as Keras itself would load them; NoCertainMatch if the layers' names or number differ."""
     stored = {name: ref for name, ref in catalog.tensors.items() if not _NO_LAYER.search(name)}
     places = (place for several in layers.values() for place in several)
     expected = {place.name: place for place in places if not _NO_LAYER.search(place.name)}
@@ -313,9 +302,7 @@ def _refuse_left_over_twins(found: Mapping[str, str], catalog: Catalog) -> None:
 
 
 def _group_of(scope: str, groups: Mapping[str, Sequence[TensorRef]]) -> str | None:
-    """The only layer whose name, or the end of whose path of names, is the scope's, or the reverse; else
-    None.
-    """
+    """The only layer whose name, or path's end, is the scope's, or the reverse; None without one."""
     fits_in: tuple[Callable[[str], bool], ...] = (
         lambda owner: owner == scope,
         lambda owner: bool(scope) and owner.endswith(f"/{scope}"),
@@ -332,9 +319,7 @@ def _group_of(scope: str, groups: Mapping[str, Sequence[TensorRef]]) -> str | No
 
 
 def _within(scope: str, variables: list[GraphVariable], refs: list[TensorRef]) -> dict[str, str]:
-    """The tensors of one layer's variables: by shape where no two are alike, else in the order of Keras'
-    layers.
-    """
+    """The tensors of one layer: by shape where no two are alike, else in the order of Keras' layers."""
     if Counter(map(_kind, variables)) != Counter(map(_kind, refs)):
         raise NoCertainMatch(
             f"the layer {scope!r} has other values in the graph than in the checkpoint",

@@ -29,9 +29,7 @@ from exporter.wire.json_documents import DtypeLabel, Text, doc
 
 
 class RowOrder(Struct, frozen=True):
-    """The moves of a table's rows: out of `gather_parts` mod parts, into `scatter_parts` mod parts; 0 for
-    neither.
-    """
+    """The moves of a table's rows, out of `gather_parts` and into `scatter_parts` mod parts; 0: none."""
 
     gather_parts: int = 0
     scatter_parts: int = 0
@@ -48,10 +46,7 @@ def row_order(
     trained: PartitionStrategy | None,
     served: PartitionStrategy | None,
 ) -> RowOrder:
-    """The moves between a table as it was trained and as it will be looked up.
-
-    `trained` and `served` are None where unknown; a table that no id looks up is `NONE`.
-    """
+    """The moves between a table as it was trained and as it is looked up; None is unknown, NONE never."""
     # TF1's `embedding_lookup` on a partitioned variable defaults to `mod`: row i is row i // n of part i % n,
     # while the parts lie on disk as contiguous boxes. Served with another number of parts, or whole, the
     # table would give wrong rows without an error. Nothing in a checkpoint says which strategy training used;
@@ -232,9 +227,7 @@ class CastRule(Struct, frozen=True, rename={"label": "dtype"}):
 
     @classmethod
     def parse(cls, text: str) -> CastRule:
-        """The rule in `pattern=bfloat16`, or in `bfloat16` for every floating variable; or float16, or
-        int8.
-        """
+        """The rule in `pattern=bfloat16` (or float16, int8); without a pattern for every float variable."""
         pattern, _, label = text.rpartition("=")
         if label not in ("bfloat16", "float16", "int8"):
             raise UsageError(

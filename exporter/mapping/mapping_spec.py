@@ -151,9 +151,7 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
     def of(
         cls, graph: InferenceGraph, rules: MappingRules, mapping: VariableMapping, admission: Admission
     ) -> MappingSpec:
-        """The recipe of a full export; the tensors that it found among a trainer's objects are kept by
-        name.
-        """
+        """The recipe of a full export; tensors found among a trainer's objects are kept by name."""
         ours = [source for source in mapping.sources if source.variables]
         tables = (
             replace(table, key_shape=stored.key_shape, value_shape=stored.value_shape)

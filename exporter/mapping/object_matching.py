@@ -115,9 +115,7 @@ def match_objects(
 def match_objects_partly(
     wanted: Mapping[str, GraphVariable], served: ObjectGraph, trained: TrainedObjects
 ) -> dict[str, str]:
-    """The tensors of the variables that one pair of objects leads to; none if another pair leads to as
-    many.
-    """
+    """The tensors that one pair of objects leads to; none if another pair leads to as many."""
     search = _Search(wanted, served, trained, {})
     starts = [(ours, theirs) for ours in search._served_starts() for theirs in search._trained_starts()]
     found = [tensors for pair in starts if (tensors := search._tensors(search._walk(*pair)))]
@@ -127,9 +125,7 @@ def match_objects_partly(
 
 
 def _spelt(name: str, trained: TrainedObjects) -> str | None:
-    """The tensor that a person's name means: a tensor's, a path's, a variable's if it is unique; else
-    None.
-    """
+    """The tensor of a name that a person typed: a tensor's, a path's, a unique variable's; else None."""
     for tensor in (name, f"{name}{SUFFIX}"):
         if tensor in trained.tensors:
             return tensor
@@ -187,9 +183,7 @@ def _refuse_left_over_twins(
 
 
 class _Walk(Struct, frozen=True):
-    """Two objects walked side by side: the trained objects that each served one met, and trained edges too
-    many.
-    """
+    """Two objects walked side by side: trained objects met, by served one, and trained edges in excess."""
 
     served_path: str
     trained_path: str

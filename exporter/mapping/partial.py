@@ -35,9 +35,7 @@ class Fit(Struct, frozen=True):
 
 
 class PartialMapping(Struct, frozen=True):
-    """The fits by the variables' keys; the reasons why others do not fit; and the tensors that are left
-    over.
-    """
+    """The fits by the variables' keys; why others do not fit; and the tensors that are left over."""
 
     fits: Mapping[str, Fit]
     misfits: Mapping[str, str]
@@ -47,9 +45,7 @@ class PartialMapping(Struct, frozen=True):
 def fit_partly(
     graph: InferenceGraph, catalog: Catalog, rules: MappingRules, counted: Collection[str] = ()
 ) -> PartialMapping:
-    """The variables that the checkpoint certainly has, and why not the others.
-
-    `counted` are names that a framework numbers by itself.
+    """The variables that the checkpoint certainly has; `counted` are names that a framework numbers.
 
     Raises:
         AmbiguousRename: two rename rules disagree on a variable.

@@ -26,9 +26,7 @@ class Leftover(Struct, frozen=True):
 
 
 class Unmatched(Struct, frozen=True):
-    """The left-overs of both sides; `reason` says why rules and names alone give no mapping, "" if they
-    do.
-    """
+    """The left-overs of both sides; `reason` says why rules and names give no mapping, "" if they do."""
 
     variables: tuple[Leftover, ...]
     tensors: tuple[TensorRef, ...]

@@ -104,8 +104,7 @@ def beside(path: Path) -> Path:
 
 
 def sync(path: Path) -> bool:
-    """Wait until a file's bytes, or a directory's entries, are on disk; False where a directory cannot
-    wait.
+    """Wait until a file's bytes, or a directory's entries, are on disk; False where a directory cannot wait.
 
     Raises:
         DiskFull, PublishError: as `writing`.
@@ -239,10 +238,9 @@ def open_lock(path: Path, flags: int = os.O_CREAT) -> int:
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Take the lock (flock) of an open file; False if it is taken. It ends when the descriptor's last copy
-    closes.
-    """
+    """Take the lock (flock) of an open file; False if it is taken."""
     try:
+        # it ends when the descriptor's last copy closes
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
@@ -353,9 +351,7 @@ class FileDigests(Struct):
 
 
 def nearest(path: Path) -> Path | None:
-    """A path near one that is not there, with the nearest neighbour of each missing name; None without
-    one.
-    """
+    """A path near one that is not there, by the nearest neighbour of each missing name; None without."""
     from difflib import get_close_matches
 
     found = Path(path.anchor)

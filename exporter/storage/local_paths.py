@@ -82,8 +82,7 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
 
 
 def require_no_pattern(what: str, place: Path) -> None:
-    """Refuse a directory from which TensorFlow cannot serve a model, because it takes the path for a
-    pattern.
+    """Refuse a directory from which TensorFlow cannot serve a model, because it takes the path for a pattern.
 
     Raises:
         UsageError: one of its names has a character of a pattern.
@@ -206,9 +205,7 @@ def path_parser(what: str) -> Callable[[str], Path]:
 
 
 def _of_file_url(what: str, text: str, rest: str, *, is_whole: bool) -> Path:
-    """The path of `file:///a/b` and `file://localhost/a/b`; of a `Path`, whose slashes are gone, the first
-    alone.
-    """
+    """The path of `file:///a/b` or `file://localhost/a/b`; of a `Path`, of the first alone."""
     host, _, path = rest.partition("/") if is_whole else ("", "", rest)
     if host not in ("", "localhost") or not path:
         raise UsageError(

@@ -57,10 +57,7 @@ _LOCK = threading.Lock()
 
 
 class Mirror:
-    """A local directory with the names, sizes and times of the objects below a URL.
-
-    `url` is a directory, one checkpoint's prefix, or a file: what is in the store, or will be, decides.
-    """
+    """A local directory with the names, sizes and times of the objects that a URL means."""
 
     def __init__(self, url: Url, *, is_directory: bool = False) -> None:
         self._asked, self._is_directory = url, is_directory or not url.path
@@ -176,10 +173,7 @@ class Mirror:
         return None
 
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]] | None = None) -> None:
-        """Fetch ranges (start, stop) of a file, or all of it, as far as they are not here.
-
-        With a small file, others of its kind may come too: see `ReadAhead`.
-        """
+        """Fetch ranges (start, stop) of a file, or all of it, as far as they are not here."""
         with self._asking(), self._lock:
             found = self._stand_in_of(name)
             if found is None and name in self._found:
@@ -199,9 +193,7 @@ class Mirror:
     def ask_store(
         self, name: str, ranges: Iterable[tuple[int, int]], ask: Callable[[ObjectReader, RemoteObject], T]
     ) -> T | None:
-        """The result of `ask` for the object itself; None if the file has all of these ranges (start,
-        stop).
-        """
+        """The result of `ask` for the object itself; None if the file has all of these ranges."""
         with self._lock:
             found = self._stand_in_of(name)
             if found is None and name in self._found and not self.is_made_here(name):
@@ -263,11 +255,7 @@ class Mirror:
         target: Path,
         advance: Callable[[int], None],
     ) -> None:
-        """Fetch pieces (start, stop, offset in the target) of an object into an open file; none is kept
-        here.
-
-        `advance` is called with the number of bytes that have come, from several threads.
-        """
+        """Fetch pieces (start, stop, offset) of an object into an open file; none of them is kept here."""
         with self._asking():
             self._reader.copy(self.listed(name), descriptor, pieces, target, advance)
 
@@ -366,11 +354,9 @@ def written_by_tasks(path: Path) -> RemoteObject | None:
 
 
 def remove_after_upload(path: Path, job: str) -> None:
-    """Have a job's directory in a store removed once all that is below a path was uploaded, which reads
-    it.
-    """
+    """Have a job's directory in a store removed once all below a path was uploaded."""
     if (found := _find(path)) is not None:
-        found[0].spent.add(job)
+        found[0].spent.add(job)  # the upload reads it
 
 
 def _find(path: Path) -> tuple[Mirror, str] | None:
@@ -437,10 +423,8 @@ def shown(text: str, write: Callable[[str], str] = str) -> str:
 
 
 def read(path: Path, pieces: Sequence[tuple[int, int, int]], buffer: memoryview) -> bool:
-    """Read pieces (start, stop, offset in the buffer) of the object that a mirror's file stands for; none
-    is kept.
-
-    False, with nothing read, if the file has them all, or stands for no object.
+    """Read pieces (start, stop, offset in the buffer) of a file's object, unless the file has them: then
+    False.
 
     Raises:
         CheckpointChanged, CheckpointError: as `Mirror.fetch`.

@@ -103,9 +103,7 @@ class ObjectReader:
             yield from again(listed)
 
     def contents(self, *, after: str | None = None) -> dict[str, RemoteObject]:
-        """All objects below the URL, by their names there; with `after` those that sort after that name
-        alone.
-        """
+        """All objects below the URL, by their names there; with `after` those sorted after that name."""
         base = self.url.key("")
         found = self.below(self.url.path, after=after and base + after)
         return {each.key.removeprefix(base): each for each in found}
@@ -160,11 +158,7 @@ class ObjectReader:
         advance: Callable[[int], None] | None = None,
         note: Callable[[int, memoryview], None] | None = None,
     ) -> None:
-        """Fetch pieces (start, stop, offset in the target) into an open file, in parallel.
-
-        `advance` is called with the number of bytes that have come, and `note` is given their offsets in the
-        target and the bytes themselves, from several threads.
-        """
+        """Fetch pieces (start, stop, offset) into an open file; threads report parts to `advance`, `note`."""
 
         def write(offset: int, content: memoryview) -> None:
             try:
@@ -184,11 +178,7 @@ class ObjectReader:
         pieces: Iterable[tuple[int, int, int]],
         use: Callable[[int, memoryview], None],
     ) -> None:
-        """Fetch pieces (start, stop, offset), in parallel, and call `use` with their parts from several
-        threads.
-
-        `use` is given parts of a piece, each with the offset of its first byte.
-        """
+        """Fetch pieces (start, stop, offset); several threads `use` parts of them, offset and bytes."""
 
         def take(request: Request) -> None:
             content = self.read(found, request.start, request.stop)
@@ -236,10 +226,7 @@ class ObjectWriter(ObjectReader):
         return _open(self.url, _SLOW)
 
     def upload(self, key: str, file: Path, note: Callable[[int, memoryview], None] | None = None) -> str:
-        """Put a file under a key, in parts if it is large; returns its tag.
-
-        `note` is given the offsets of its parts and the bytes themselves, as they are sent.
-        """
+        """Put a file under a key; returns its tag. `note` gets each part's offset and bytes as it goes."""
         import obstore
 
         with writing_to(self.url, key), file.open("rb") as opened:
@@ -277,9 +264,7 @@ class ObjectWriter(ObjectReader):
         return self._put(key, content, "create")
 
     def replace(self, key: str, content: bytes, tag: Tag) -> Tag | None:
-        """Put an object in place of the one with this tag; returns its own, or None if another one is
-        there.
-        """
+        """Put an object in place of the one with this tag; its own tag, None if another is there."""
         told = {"e_tag": tag.e_tag, "version": tag.version}
         return self._put(key, content, {name: value for name, value in told.items() if value is not None})
 

@@ -41,9 +41,7 @@ Outputs = Mapping[str, NDArray[Any]]
 
 
 class Expectation(Struct, frozen=True, forbid_unknown_fields=True):
-    """The bounds of an output's values: not below `min`, not above `max`, not further than `tolerance`
-    from `near` (a number, or as many as there are values). `drift`: see `Gates`.
-    """
+    """The least and greatest value of an output, or its distance from `near`. `drift`: see `Gates`."""
 
     min: float | None = None
     max: float | None = None
@@ -98,8 +96,7 @@ class GateFailure(Struct, frozen=True):
 
 
 class Gates(Struct, frozen=True):
-    """The gates that a canary's answers must pass. `drift`: how far scores may move, as a part of their
-    size.
+    """The gates that a canary's answers must pass. `drift`: how far scores may move, as a part of their size.
 
     An output of floats drifts by the mean distance of its values from those before, over the mean of their
     absolute values. An output that was all zeros is not compared.
@@ -109,9 +106,7 @@ class Gates(Struct, frozen=True):
     drift: float | None = None
 
     def failures(self, answers: Sequence[Answer], before: Sequence[Answer] | None) -> tuple[GateFailure, ...]:
-        """The gates that the answers fail and those before passed; `before` is None if those are not
-        known.
-        """
+        """The gates that the answers fail and those before passed; `before` is None if unknown."""
         known = set() if before is None else {failure.kind for failure in self.wrong(before)}
         new = tuple(failure for failure in self.wrong(answers) if failure.kind not in known)
         return new if before is None else new + self.drifted(answers, before)

@@ -95,9 +95,8 @@ class VerifiedModel(Struct, frozen=True):
 
 
 def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -> VerifiedModel:
-    """The damage among versions, compared with their manifests, and among the deltas of the newest log.
-
-    `bytes_` reads all values of the versions, too, by tasks of `runner`; those of deltas are always read.
+    """The damage of versions and of the newest log's deltas; with `bytes_` all values are read, not
+    deltas' alone.
 
     Raises:
         NotUpdatable: nothing is published.

@@ -255,9 +255,7 @@ def _run_source(
 def _keep_harmless(
     source: SourceGraph, mapping: TensorMapping, runnable: Proto, requests: list[Probe]
 ) -> None:
-    """Reduce the source graph, in place, to nodes that are run, restored or fed; refuse a graph that does
-    more.
-    """
+    """Reduce the source graph, in place, to nodes that are run, restored or fed; refuse harmful ones."""
     from tensorflow.python.framework import op_def_registry
 
     def is_stateful(op: str) -> bool:
@@ -288,9 +286,7 @@ def _in_parts(session: Any, signatures: Any, request: Probe, fixed: Feeds, rows:
 
 
 def _parts(request: Probe, rows: int | None) -> Iterator[Probe]:
-    """Yield a request in parts of `rows` rows, the last filled up with its last row; as one without
-    `rows`.
-    """
+    """Yield a request in parts of `rows` rows, the last filled up; as one if `rows` is None or fits."""
     asked = _rows_of(request)
     if rows is None or not asked or asked == rows:
         yield request

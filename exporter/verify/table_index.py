@@ -21,8 +21,7 @@ _ASKED = 1024  # keys of a table that are looked up: each takes four small reads
 
 
 def verify_tables(layout: TableLayout, staged: Catalog, *, is_filtered: bool) -> None:
-    """Look up about a thousand keys of each table of the checkpoint in the staged tables, as the graph
-    does.
+    """Look up about a thousand keys of each table of the checkpoint in the staged tables, as the graph does.
 
     Raises:
         VerificationError: one is not found, or at the row of another.
@@ -57,9 +56,7 @@ def _check(
 
 
 class _Elements(Struct, frozen=True):
-    """The elements of a tensor of one dimension: the first number of each of its slices, and their
-    extents.
-    """
+    """The elements of a tensor of one dimension: its slices' extents, and the number that each begins at."""
 
     catalog: Catalog
     dtype: np.dtype[Any]

@@ -68,9 +68,7 @@ class FilesReport(Struct, frozen=True):
 
 
 class BytesReport(Struct, frozen=True):
-    """The tensors and bytes that were read; `unchecked` tensors have a dtype whose checksum has no known
-    form.
-    """
+    """The tensors and bytes that were read; the checksums of `unchecked` dtypes have no known form."""
 
     tensors: int
     bytes_: int
@@ -127,9 +125,7 @@ def verify_bytes(
     progress: Progress | None = None,
     passed: Passed | None = None,
 ) -> BytesReport:
-    """Read every stored byte of a bundle's tensors once, in parallel, and compare the index's checksums.
-
-    Bytes that have `passed` are not read again. `progress` advances by bytes.
+    """Read the bundle's bytes that have not `passed`, in parallel, and compare the index's checksums.
 
     Raises:
         VerificationError: the first tensor, in the files' order, whose bytes differ or are not there.
@@ -159,18 +155,14 @@ def verify_bytes(
 
 
 class Passed:
-    """The checksums of files' ranges, taken while their bytes went by, in any order and in several
-    threads.
-
-    `cuts` are the offsets at which runs of a file begin or end whose checksums are asked for.
-    """
+    """The checksums of files' ranges, taken while their bytes went by, in any order, by any thread."""
 
     def __init__(self) -> None:
         self._checksums: RangeChecksums[Path] = RangeChecksums()
         self._lock = threading.Lock()
 
     def noting(self, path: Path, cuts: Iterable[int] = ()) -> Callable[[int, memoryview], None]:
-        """A function to be called with each part of a file: its offset, and its bytes."""
+        """A function to call with each offset and part of a file; runs asked for have bounds in `cuts`."""
         known = sorted(set(cuts))
 
         def note(offset: int, content: memoryview) -> None:
@@ -190,9 +182,7 @@ class Passed:
 
 
 def cuts_of(index: Index, prefix: Path) -> dict[Path, set[int]]:
-    """The offsets at which stored runs of a bundle's tensors begin and end, by shard; shards need not be
-    there.
-    """
+    """The offsets at which stored runs of tensors begin and end, by shard; no shard need be there."""
     cuts: dict[Path, set[int]] = {}
     for extent in (extent for ref in index.tensors.values() for extent in ref.extents):
         begin, end = extent.offset, extent.offset + extent.size
@@ -322,9 +312,7 @@ def _tasks(catalog: Catalog, batches: Iterable[list[_Piece]]) -> list[Checksum]:
 
 
 def _compare(jobs: Iterable[tuple[list[_Piece], Receipt]]) -> None:
-    """Join the pieces' checksums, which come in the files' order, into those of the runs, and compare
-    them.
-    """
+    """Join the pieces' checksums, in the files' order, into those of the runs, and compare them."""
     crc = 0
     for batch, receipt in jobs:
         for (run, piece), piece_crc in zip(batch, receipt.read, strict=True):

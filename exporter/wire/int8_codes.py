@@ -27,10 +27,7 @@ _SPARE_BITS = 7  # of a float32's 24: what a code of seven bits takes up in a pr
 
 
 def to_codes(rows: Array) -> tuple[Array, Array, Array]:
-    """The nearest codes int8 [n, ...] of float rows, scales float32 [n], and a mask of the rows that fit.
-
-    A row fits if all its values are finite, and not too large for a scale.
-    """
+    """The nearest codes int8 [n, ...], scales float32 [n], and which rows fit: finite, not too large."""
     flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(np.float64)
     largest = np.abs(flat).max(axis=1, initial=0)
     with np.errstate(over="ignore", invalid="ignore"):

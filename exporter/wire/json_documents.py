@@ -50,9 +50,7 @@ def doc(text: str) -> Meta:
 
 
 def decode(text: str | bytes, type_: Any, where: str, *, written: Callable[[Any], bytes]) -> Any:
-    """The one JSON object in `text`; errors call it `where`.
-
-    `written` gives the text that this program writes for it.
+    """The one JSON object in `text`, called `where` in errors; `written` gives the text that we write for it.
 
     Raises:
         DocumentError: it is not strict JSON (RFC 8259, no NaN), nests too deep, names a key twice, or a field

@@ -57,8 +57,7 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def message_class(name: str) -> Any:
-    """The class of message `tensorflow.<name>`; TF Serving's are called `serving.PredictRequest` and so
-    on.
+    """The class of message `tensorflow.<name>`; TF Serving's are called `serving.PredictRequest` and so on.
 
     Raises:
         KeyError: there is no such message.

@@ -60,9 +60,7 @@ class LongList(Struct, frozen=True):
     decoder: json.JSONDecoder
 
     def blocks(self) -> Generator[list[Json], None, int]:
-        """Yield its items, some thousands at a time, of an empty list one empty block; returns where it
-        ends.
-        """
+        """Yield its items by thousands, of an empty list one empty block; returns where it ends."""
         text, at = self.text, _space(self.text, self.begin + 1)
         if text.startswith("]", at):
             yield []
@@ -80,9 +78,7 @@ class LongList(Struct, frozen=True):
                 at = _skip_comma(text, at)
 
     def _until_a_comma(self, at: int) -> tuple[list[Json], int] | None:
-        """The items before some comma, and the place where the next one begins; None if no comma is found
-        so.
-        """
+        """The items before some comma, and where the next one begins; None if none is found so."""
         # Items that end before a comma are a list by themselves only if that comma stands between two items:
         # inside of an item a bracket or a quote is open, and behind the list stand a key and a colon.
         for before in ("],", "},", ","):
@@ -356,9 +352,7 @@ def examples_input(document: Mapping[str, Json]) -> Proto:
 
 
 def serialized_examples(message: Proto) -> NDArray[Any]:
-    """The array that a server feeds for a `serving.Input`: each example, with the context's features,
-    serialised.
-    """
+    """The array that a server feeds for a `serving.Input`: each example serialised, with its context."""
     found = message.example_list.examples or message.example_list_with_context.examples
     merged = []
     for example in found:
@@ -435,11 +429,7 @@ def _rounded(doubles: NDArray[Any], dtype: DType) -> NDArray[Any]:
 def _rows(
     rows: Json, signature: Proto, first: int = 0, is_named: bool | None = None
 ) -> dict[str, list[Json]]:
-    """Rows as columns by name.
-
-    `first` is the number of the first row, for messages; `is_named` says that the rows before are objects of
-    inputs.
-    """
+    """Rows, numbered from `first`, as columns by name; `is_named` if those before are objects of inputs."""
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"expected a list with at least one row in 'instances', found {_brief(rows)}")
     names = sorted(signature.inputs)
