@@ -247,9 +247,7 @@ def _add_count(body: Body, place: str, is_mapped: Sequence[str], counter: str) -
 
 
 def move_tries(graph_def: Proto, version: int, ids: tuple[str, str], files: Mapping[str, str]) -> None:
-    """Change a graph of `add_tries`, in place, to try another version's files: ids and names before and
-    now.
-    """
+    """Change a graph of `add_tries`, in place, to try the files of another version; `ids`: before and now."""
     before, now = ids
     renamed = {
         function.signature.name: function.signature.name.replace(before[:_IN_NAMES], now[:_IN_NAMES])

@@ -43,9 +43,7 @@ class TrackedVariable(Struct, frozen=True):
 
 
 class TrackedObject(Struct, frozen=True):
-    """An object: edges by name, its value if it is a variable, slots; `table` is a hash table's name, or
-    "".
-    """
+    """An object: edges by name, its value if a variable's, slots; `table` is a hash table's name, or ""."""
 
     children: Mapping[str, int]
     variable: TrackedVariable | None = None

@@ -25,7 +25,7 @@ from exporter.graph.inference_graph import GraphVariable, InferenceGraph, Partit
 from exporter.options import ExportRequest
 from exporter.storage.files import read_regular
 from exporter.wire.dtypes import DType
-from exporter.wire.json_documents import DtypeLabel, Text, doc
+from exporter.wire.json_documents import DtypeLabel, Pattern, Text, doc
 
 
 class RowOrder(Struct, frozen=True):
@@ -190,7 +190,7 @@ _RENAME_EXAMPLE = r"a regular expression and a tensor's name: --rename 'tower/(.
 class RenameRule(Struct, frozen=True, rename={"replacement": "name"}):
     r"""A regular expression for a whole variable name, and the tensor name it stands for (`\1`: a group)."""
 
-    pattern: Annotated[re.Pattern[str], doc("a regular expression of variables' names")]
+    pattern: Annotated[Pattern, doc("a regular expression of variables' names")]
     replacement: Annotated[Text, doc("the tensor's name")]
 
     @classmethod
@@ -217,7 +217,7 @@ class RenameRule(Struct, frozen=True, rename={"replacement": "name"}):
 class CastRule(Struct, frozen=True, rename={"label": "dtype"}):
     """Variables whose whole name matches are stored as `dtype`."""
 
-    pattern: Annotated[re.Pattern[str], doc("a regular expression of variables' names")]
+    pattern: Annotated[Pattern, doc("a regular expression of variables' names")]
     label: Annotated[DtypeLabel, doc("what they are stored as")]
 
     @property

@@ -29,6 +29,7 @@ Id = Annotated[str, Meta(pattern=r"^[0-9a-f]{16,64}$(?!\n)")]
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$(?!\n)")]
 Crc = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}$(?!\n)")]
 Shape = tuple[Count, ...]
+Pattern = Annotated[re.Pattern[str], Meta(extra_json_schema={"type": "string"})]
 Moment = Annotated[datetime, Meta(tz=True)]
 if TYPE_CHECKING:
     DtypeLabel = str
