@@ -80,10 +80,7 @@ class Naming(Enum):
 
 
 class TensorRef(Struct, frozen=True):
-    """A named tensor: stored whole (`extent`), as `slices`, or in a file that is no bundle (`content`).
-
-    `owner` is the layer path by the trainer's own names (`tower/hidden`) where `name` does not tell it.
-    """
+    """A named tensor: whole (`extent`), in `slices`, or in a file (`content`); `owner` is its layer."""
 
     name: str
     dtype: DType

@@ -200,11 +200,7 @@ def _in_order(nodes: Mapping[str, Proto], fetches: Iterable[str], fed: set[str])
 
 
 class _Needs(Struct):
-    """The numbers that a trial has to show besides that it ends.
-
-    Those of the tensors in `rows` are at least 0 and below these limits; those in `single` have one element
-    at most.
-    """
+    """The numbers that a trial has to show: tensors with row numbers below limits, and single ones."""
 
     rows: dict[str, int] = {}
     single: set[str] = set()

@@ -146,10 +146,9 @@ def _smallest(source: TensorSource) -> int:
 
 
 class MappedTables(Struct, frozen=True):
-    """Where the tables of a version lie: `directory` is the version as servers see it.
+    """The tables of a version: its `directory` as servers see it, `files` by the variables' nodes.
 
-    `files` are the names in `variables/` by the nodes of the variables. `counter` is the node of the
-    variable that gets how many tables are mapped, int64 []; empty if the graph has none.
+    `counter` is the node of the variable that gets how many tables are mapped, int64 []; "" if there is none.
     """
 
     directory: Path
@@ -193,10 +192,7 @@ class Tries(Struct, frozen=True):
 def add_tries(
     graph_def: Proto, scope: str, prefix: str, tried: Iterable[TriedTable], tables: MappedTables
 ) -> Tries:
-    """Add nodes that map each variable's file, or else restore it; returns the tensors of their values.
-
-    `prefix` is the tensor that holds the bundle's prefix while a model loads.
-    """
+    """Add nodes that map each variable's file, or restore it from the bundle at `prefix`; their tensors."""
     tried = [*tried]
     if not tried:
         return Tries({})

@@ -163,11 +163,8 @@ def add_restore(
     state: KeptState = NO_STATE,
     mapped: MappedTables = NOTHING_MAPPED,
 ) -> None:
-    """Add restore and save nodes, the `SaverDef` and the collection of variables to `meta_graph`.
-
-    A graph without variables, tables and other state gets none of them, as with the stock builder.
-    """
-    if not served and not tables and not state.importing:
+    """Add restore and save nodes, `SaverDef` and variables' collection to a graph, unless it has no state."""
+    if not served and not tables and not state.importing:  # as with the stock builder
         return
     graph_def = meta_graph.graph_def
     scope = _free_scope(graph_def)

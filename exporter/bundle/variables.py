@@ -452,8 +452,7 @@ class _Boxes:
         self._stops = [_rows_of(box).stop for box in self.boxes]
 
     def shares(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the number of each box that has some of the natural rows `start` to `stop`, its first and
-        its last.
+        """Yield the number of each box with some of the rows `start` to `stop`, its first and its last.
 
         Boxes that take turns all have some, and `start` begins a turn; so does a table without rows.
         """

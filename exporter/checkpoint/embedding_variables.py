@@ -95,9 +95,7 @@ class EmbeddingPart(Struct, frozen=True):
 
 
 class EmbeddingVariable(Struct, frozen=True):
-    """A table by keys; `slot_of` names its owner if it is an optimizer's slot, `also` are other names of
-    it.
-    """
+    """A table by keys; `slot_of` names its owner if it is a slot, `also` are other names of it."""
 
     name: str
     key_dtype: DType

@@ -112,8 +112,8 @@ class _SavedModelAlone:
 class _Archives(Struct, frozen=True):
     """Files that hold a whole checkpoint each, recognised by how their names end.
 
-    `shards` matches the name of one file of several; `listed_by` expands that match to their list's name.
-    `latest` is the name that a framework keeps for the newest of a directory.
+    `shards` matches one file of several, from which `listed_by` makes their list's name; `latest` names the
+    newest.
     """
 
     suffixes: tuple[str, ...]

@@ -33,9 +33,7 @@ from exporter.wire.dtypes import DType
 
 
 class FileRange(Struct, frozen=True):
-    """`size` bytes from `offset` of the file of this `identity`; `crc32` is zip's checksum of them, or
-    None.
-    """
+    """`size` bytes from `offset` of the file with this `identity`; `crc32` is zip's checksum, or None."""
 
     path: Path
     offset: int

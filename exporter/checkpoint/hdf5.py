@@ -66,11 +66,7 @@ class Dataset(Struct, frozen=True):
 
 
 class FileContents(Struct, frozen=True):
-    """The contents of a file.
-
-    `attributes` has the texts asked for: by group (`""` is the root) and name. `skipped` are datasets of
-    strings and the like, which are no variables.
-    """
+    """The datasets of a file, texts by group ("" is the root) and name, and paths of those of texts."""
 
     datasets: tuple[Dataset, ...]
     attributes: Mapping[str, Mapping[str, tuple[str, ...]]]

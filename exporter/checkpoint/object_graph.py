@@ -57,13 +57,10 @@ class ObjectGraph(Struct, frozen=True, dict=True):
     objects: tuple[TrackedObject, ...]
 
     def at(self, path: str, start: int = ROOT) -> int | None:
-        """The number of the object that a path such as `model/layers/0` leads to; None if it leads nowhere.
-
-        "" and "." are `start` itself. In an edge's name `/` is written `.S` and `.` is written `..`, as in
-        tensors' names.
-        """
+        """The number of the object at a path such as `model/layers/0`, "" or "."; None if none is."""
         found = start
         for name in path.split("/") if path not in ("", ".") else ():
+            # as in tensors' names: `/` is written `.S`, and `.` is written `..`
             edge = _ESCAPE.sub(lambda escape: "/" if escape.group() == ".S" else ".", name)
             following = self.objects[found].children.get(edge)
             if following is None:

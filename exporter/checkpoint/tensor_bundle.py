@@ -323,8 +323,7 @@ def _shard_size(path: Path, reach: tuple[int, str], index: Path) -> int:
 def write_bundle(
     catalog: Catalog, tensors: Iterable[TensorRef], prefix: Path, progress: Progress | None = None
 ) -> Catalog:
-    """Write these tensors of `catalog` into a new bundle at `prefix`, in blocks; returns the bundle's
-    catalog.
+    """Write tensors of `catalog` into a new bundle at `prefix`, in blocks; returns that one's catalog.
 
     Raises:
         CheckpointError: a source is damaged, or changed since the catalog was read.

@@ -145,8 +145,7 @@ def match_unnamed(
 def _by_owner(
     wanted: Mapping[str, GraphVariable], catalog: Catalog, places: Mapping[str, tuple[TensorRef, ...]]
 ) -> dict[str, str] | None:
-    """A legacy file's tensors, by variable, through the layers that own them; None if the layers are not
-    the model's.
+    """A legacy file's tensors, by variable, by the layers that own them; None if layers differ.
 
     Keras named variables in its own ways over time: `conv2d_1_1/kernel` in the layer `conv2d_1`,
     `lstm_1/kernel` or `lstm_1/lstm_cell_4/kernel` in `lstm_1`, in Keras 3.0 `kernel` alone. The owner of what

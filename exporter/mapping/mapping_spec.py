@@ -45,11 +45,7 @@ T = TypeVar("T")
 class DynamicTable(
     Struct, frozen=True, rename={"key_label": "key_dtype", "label": "dtype", "dim": "dimension"}
 ):
-    """A table by arbitrary keys, served from four variables that the checkpoint does not have.
-
-    `name` is the variable's in the checkpoint unless a rule renames it; the last `defaults` rows are what
-    absent keys read.
-    """
+    """A table by arbitrary keys, in four variables; its last `defaults` rows are for absent keys."""
 
     name: Annotated[Text, doc("its name; its variables have this one, a slash and the part's")]
     key_label: Annotated[DtypeLabel, doc("of its keys in the checkpoint")]

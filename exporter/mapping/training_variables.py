@@ -39,9 +39,7 @@ class Unserved(Struct, frozen=True):
 def check_batch_statistics(
     graph: InferenceGraph, catalog: Catalog, sources: Iterable[TensorSource], switches: Mapping[str, str]
 ) -> None:
-    """Refuse a graph that normalises by the batch where the trainer kept moving statistics.
-
-    `switches` are the placeholders that may choose the mode, with the value that means inference.
+    """Refuse a graph that normalises by the batch; `switches`, with their values, would choose inference.
 
     Raises:
         TrainingModeServed: names the statistics, and what normalises.

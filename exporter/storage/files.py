@@ -50,8 +50,7 @@ def below(
 ) -> Path:
     """The path below a directory for a name out of a document: every such name becomes a path here.
 
-    `said` begins the error's message: whose name it is. With `writes` no symbolic link may lie on the way,
-    which would lead elsewhere.
+    `said` begins the error's message: whose name it is. With `writes` no symbolic link may lie on the way.
 
     Raises:
         ExportError: an `error`; the name is absolute, leads out, or is no file's name: see `flaw_of`.
@@ -125,9 +124,7 @@ def sync(path: Path) -> bool:
 
 
 def open_regular(path: Path, *, follow: bool = True, ranges: Iterable[tuple[int, int]] | None = None) -> int:
-    """A descriptor to read a regular file with; OSError for a directory, a pipe, a device.
-
-    `ranges` (start, stop) are those to fetch of a file that stands for an object of a store; all by default.
+    """A descriptor to read a regular file with; of an object of a store, `ranges` are fetched, or all.
 
     Raises:
         CheckpointError: what the file stands for cannot be fetched, or Git LFS has not fetched it.

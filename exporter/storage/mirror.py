@@ -286,8 +286,7 @@ class Mirror:
 
 
 def local(path: Path) -> Path:
-    """The local path that stands for a URL of an object store, which is listed at first; any other path
-    itself.
+    """The local path that stands for a URL of an object store, which is listed; any other path itself.
 
     Raises:
         UsageError: the library that reads stores is not installed.
@@ -423,8 +422,7 @@ def shown(text: str, write: Callable[[str], str] = str) -> str:
 
 
 def read(path: Path, pieces: Sequence[tuple[int, int, int]], buffer: memoryview) -> bool:
-    """Read pieces (start, stop, offset in the buffer) of a file's object, unless the file has them: then
-    False.
+    """Read pieces (start, stop, offset) of a file's object into `buffer`; False if the file has them.
 
     Raises:
         CheckpointChanged, CheckpointError: as `Mirror.fetch`.
@@ -530,14 +528,7 @@ AT_ONCE = 16  # files that are fetched together, each with a request of its own
 
 
 class ReadAhead:
-    """Chooses files to fetch with another one: those of its kind, files of one name in directories of one
-    directory.
-
-    Each delta of a log has a directory of its own, with files of the same names, and code that reads
-    manifests one after another need not know that each is a request. With a file come as many of its next
-    ones as were fetched already before it, in either direction: so a pass over all of them seldom waits, and
-    a command that reads a few fetches few.
-    """
+    """Chooses the files to fetch with one: of its kind, with one name in directories of one directory."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[str, str], list[str]] = {}
@@ -556,6 +547,9 @@ class ReadAhead:
         files = self._kinds.get(_kind(name), [])
         at = bisect_left(files, name)
         before, following = files[:at][::-1], files[at + 1 :]
+        # Code that reads the manifests of deltas one after another need not know that each is a request. As
+        # many of the next ones come as were fetched before, in either direction: a pass over all of them
+        # seldom waits, and a command that reads a few fetches few.
         for passed, coming in ((before, following), (following, before)):
             if count := len([*takewhile(is_there, passed[: AT_ONCE - 1])]):
                 return [*islice(filter(is_wanted, coming), count)]

@@ -211,8 +211,7 @@ class StoreDirectory:
 
 @contextmanager
 def new_file(directory: Path) -> Iterator[tuple[int, Path]]:
-    """An empty file, open for reading and writing, and its path; it is removed at the end, unless it was
-    moved.
+    """An empty file, open to read and write, and its path; it is removed at the end, unless moved.
 
     Raises:
         DiskFull, PublishError: it cannot be made.

@@ -71,8 +71,8 @@ def setting_if_interrupted(end: threading.Event) -> Iterator[None]:
 def workers(count: int, name: str) -> Iterator[Executor]:
     """Threads for tasks that ask a store; at the end of the block those under way are awaited.
 
-    After a failure tasks that have not begun are dropped. If the block is interrupted, those under way end at
-    their next request, too: the process waits for these threads.
+    After a failure tasks that have not begun are dropped. If the block is interrupted, those under way end,
+    too.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -83,7 +83,7 @@ def workers(count: int, name: str) -> Iterator[Executor]:
             yield pool
             pool.shutdown()
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)  # the process waits for these threads
 
 
 def awaited(ask: Callable[[], T]) -> T:

@@ -95,8 +95,7 @@ class VerifiedModel(Struct, frozen=True):
 
 
 def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -> VerifiedModel:
-    """The damage of versions and of the newest log's deltas; with `bytes_` all values are read, not
-    deltas' alone.
+    """The damage of versions and of the newest log's deltas; with `bytes_` all values are read.
 
     Raises:
         NotUpdatable: nothing is published.

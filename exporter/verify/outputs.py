@@ -128,8 +128,8 @@ def compare_outputs(
 ) -> tuple[Difference, ...]:
     """The difference of every output of every signature, the largest over the requests.
 
-    Signatures without a request get generated inputs (three rows and five of small numbers, empty strings). A
-    source that takes `traced_rows` rows and no other number is asked as often as it needs for a request.
+    Signatures without a request get generated inputs. A source that takes `traced_rows` rows and no other
+    number is asked as often as it needs for a request.
 
     Raises:
         VerificationError: a difference above `tolerance`, an answer that is not a number, or a graph that

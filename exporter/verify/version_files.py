@@ -96,9 +96,8 @@ def verify_files(
 ) -> FilesReport:
     """Compare a SavedModel directory with the tensors and, once they are known, the files it should hold.
 
-    Reads the index, whose blocks have checksums, and the files that have one in the manifest and have not
-    `passed`; of data shards only the sizes, so that the cost is O(number of tensors). With `prefix` it is no
-    SavedModel, but a directory with a bundle of this prefix, as a delta is.
+    Reads the index and the files that have a checksum in the manifest and have not `passed`; of data shards
+    only the sizes. With `prefix` the directory has a bundle of this prefix and no SavedModel, as a delta's.
 
     Raises:
         VerificationError: a file is missing, no regular file, or of another size or checksum; the index is
@@ -113,7 +112,7 @@ def verify_files(
         verify_file(bundle, entry, passed)
     prefix = prefix or _prefix_of_saved_model(bundle, found)
     if expected or f"{prefix}.index" in found:
-        _verify_index(bundle, prefix, expected)
+        _verify_index(bundle, prefix, expected)  # blocks of the index have checksums; O(number of tensors)
     unlisted = () if files is None else tuple(sorted(found.keys() - listed.keys() - {MANIFEST_FILE}))
     return FilesReport(len(found), len(expected), sum(found.values()), unlisted)
 

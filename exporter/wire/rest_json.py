@@ -103,9 +103,8 @@ class LongList(Struct, frozen=True):
 def parse_request(body: bytes | bytearray) -> dict[str, Json]:
     """The object that a request's body holds; `NaN`, `Infinity` and `-Infinity` are numbers.
 
-    Lists and objects may be nested as deeply as the body is long, as in the server. Of more than `LONG_BYTES`
-    they may not, a single row or value has at most `MOST_IN_ONE` parts, and the lists of rows, columns and
-    examples are left in their text.
+    Of more than `LONG_BYTES`, a single row or value has at most `MOST_IN_ONE` parts, and the lists of rows,
+    columns and examples are left in their text.
 
     Raises:
         ValueError: where it is not JSON, or that it is not an object.
@@ -282,13 +281,7 @@ def signature_name(document: Mapping[str, Json]) -> str:
 def predict_inputs(
     document: Mapping[str, Json], signature: Proto, *, check_shapes: bool = True
 ) -> dict[str, NDArray[Any]]:
-    """The inputs of a predict request by name; strings are `bytes` in an object array.
-
-    Args:
-        document: the request.
-        signature: its `SignatureDef`.
-        check_shapes: compare shapes with the signature's. TF Serving leaves that to the model's operations,
-            some of which take more than the signature says.
+    """The inputs of a predict request by name, for its `SignatureDef`; strings are `bytes` objects.
 
     Raises:
         ValueError: what is wrong, which input it is about and what was expected.
@@ -298,6 +291,7 @@ def predict_inputs(
     rows = document.get("instances")
     if isinstance(rows, LongList):
         return _long_rows(rows, signature, check_shapes)
+    # TF Serving leaves shapes to the model's operations, some of which take more than the signature says
     columns = _rows(rows, signature) if "instances" in document else _columns(document, signature)
     infos = signature.inputs
     return {name: to_array(value, name, infos[name], check_shapes) for name, value in columns.items()}

@@ -58,11 +58,7 @@ def dtype_of(array: NDArray[Any]) -> DType:
 
 
 def to_array(proto: Proto, max_filled_bytes: int | None = None) -> NDArray[Any]:
-    """The tensor as a numpy array, possibly read-only; strings become an array of `bytes` objects.
-
-    Args:
-        proto: the message, of any descriptor pool.
-        max_filled_bytes: how much may be filled in by repeating the last value, None for any size.
+    """The tensor, of any pool, as a numpy array, perhaps read-only; strings as `bytes` in an object array.
 
     Raises:
         ValueError: its type cannot be sent by value, or its values do not fill its shape, or too much is to
@@ -88,12 +84,7 @@ def to_array(proto: Proto, max_filled_bytes: int | None = None) -> NDArray[Any]:
 
 
 def fill(proto: Proto, array: NDArray[Any], *, as_fields: bool = False) -> None:
-    """Write an array into an empty `TensorProto`.
-
-    Args:
-        proto: the message to fill, of any descriptor pool.
-        array: numbers, or strings as `bytes` or `str` (which is sent as UTF-8).
-        as_fields: use the repeated field of the type, as TF Serving's responses do, not `tensor_content`.
+    """Write an array into an empty `TensorProto`; `as_fields` as responses of TF Serving have it.
 
     Raises:
         ValueError: TensorFlow has no such type.
