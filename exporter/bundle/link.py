@@ -23,10 +23,10 @@ from exporter.storage.files import FileIdentity
 from exporter.storage.open_files import write_at
 from exporter.terminal.progress import Progress
 
-# What one task copies: large enough to amortise the task, small enough to be interrupted soon.
+# Bytes that one task copies: large enough to amortise the task, small enough to be interrupted soon.
 BATCH_BYTES = 16 << 20
 
-# copy_file_range across file systems, on special ones, on old kernels, under a seccomp filter.
+# Errors of copy_file_range across file systems, on special ones, on old kernels, under a seccomp filter.
 _NOT_HERE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 _BUFFER_BYTES = 256 << 10  # stays in a core's cache between the read and the write
 

@@ -51,7 +51,7 @@ from exporter.storage.layout import (
 )
 from exporter.storage.local_paths import quoted
 
-# Begins the name of a directory into which a worker saves what only the chief keeps, in that directory.
+# A worker saves the checkpoints that only the chief keeps into a directory whose name begins so.
 WORKER_PREFIX = "workertemp_"
 
 _STATE_PATH = re.compile(

@@ -33,7 +33,7 @@ _MAX_HEADER_BYTES = 1 << 16
 _MAX_TRANSPOSED_BYTES = 256 << 20  # columns in sequence are turned in memory, twice the size of the array
 _MAX_LISTED = 100_000  # each element of a stacked list becomes a tensor
 _LIST = "params"
-# What numpy's reader of headers ends in, all of them for headers that no numpy wrote.
+# Errors of numpy's reader of headers, all of them for headers that no numpy wrote.
 _BAD_HEADER = (ValueError, SyntaxError, TokenError, TypeError, KeyError, MemoryError, RecursionError)
 _NUMBERED = re.compile(r"(arr_)?(0|[1-9][0-9]*)")
 

@@ -26,7 +26,7 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 VARIABLE_VALUE = "VARIABLE_VALUE"
-# What TensorFlow puts behind the path of a variable's object to name its tensor.
+# The end of a variable's tensor name, behind the path of its object.
 SUFFIX = f"/.ATTRIBUTES/{VARIABLE_VALUE}"
 
 ROOT = 0

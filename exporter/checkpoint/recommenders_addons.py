@@ -36,14 +36,14 @@ from exporter.wire.dtypes import DType
 _SHARD = re.compile(r"((?:.+/)?([^/]+))_mht_([0-9]{1,6})of([0-9]{1,6})", re.ASCII)
 _NUMBER = re.compile(r"[0-9]{1,6}")
 _NUMBERED = re.compile(r"_[0-9]+$")
-# What optimizers of TensorFlow and of both Keras call their slots.
+# Names of slots, by optimizers of TensorFlow and of both Keras.
 _SLOTS = re.compile(r"m|v|u|vhat|rms|mg|momentum|velocity(_hat)?|average_gradient|accum\w*|linear")
 
 _KEYS, _VALUES = "-keys", "-values"
 _LIST, _LAYER = "tables_of_", "-parameter"
 KEY_DTYPES = (DType.INT64, DType.INT32)
 VALUE_DTYPES = (DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)
-# What a FileSystemSaver stores in the place of a shard's keys and values.
+# The end of the tensor that a FileSystemSaver stores in the place of a shard's keys and values.
 _ROWS_IN_FILES = "-shard_upsert_restore"
 
 

@@ -105,7 +105,7 @@ _ORDERS = {
 # Names that are not values of a layer, or that files of some versions of Keras lack.
 _NO_LAYER = re.compile(r"^metrics/|(^|/)(optimizer|optimizer_weights|seed_generator(_[0-9]+)?)/")
 
-# What is a layer's value: tables by keys, which some layers store, have names of their own.
+# Values of layers: tables by keys, which some layers store, have names of their own.
 _LAYERS_VALUE = re.compile(r"(^|/)vars/[^/]+$")
 
 _DIRECTION = re.compile(r"(?:^|/)(forward|backward)_[^/]+/")

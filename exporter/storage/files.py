@@ -93,7 +93,7 @@ def write_durably(path: Path, content: bytes) -> None:
 _LFS, _LFS_BYTES = b"version https://git-lfs.github.com/spec/v1\n", 1024
 
 
-# What the kernel reports of a directory whose file system has no fsync: `vfs_fsync_range` in fs/sync.c.
+# Errors of fsync on a directory whose file system has none: `vfs_fsync_range` in fs/sync.c.
 _NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 
 

@@ -60,7 +60,7 @@ PUSHED_FILE = ".pushed"  # the head of each store that a model was pushed to, or
 # Paths in a store at which another machine began to publish and gave up; they are never used again.
 TAKEN_FILE = ".taken"
 
-HEAD_FILE = "head.json"  # in a store: what is published next, or was last
+HEAD_FILE = "head.json"  # in a store: the next publication, or the last one
 
 JOBS_DIRECTORY = ".jobs"
 RECEIPTS_DIRECTORY = "receipts"
@@ -72,7 +72,7 @@ PULL_PREFIX = ".pull-"
 PULL_LOCK_FILE = ".pull"
 
 CHECKPOINT_STATE_FILE = "checkpoint"
-# What follows a checkpoint's prefix in the names of its files.
+# The end of a checkpoint file's name, behind the prefix.
 CHECKPOINT_SUFFIX = re.compile(r"\.(index|meta|data-[0-9]{5,}-of-[0-9]{5,})$")
 
 INCREMENTS_DIRECTORY = "increments"

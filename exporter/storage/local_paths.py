@@ -16,7 +16,7 @@ from exporter.storage.mirror import shown
 from exporter.storage.url import Url
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
-# What is left of a URL in a `Path`, which knows no doubled slash.
+# The rest of a URL in a `Path`, which knows no doubled slash.
 _URL_AS_PATH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(.*)", re.DOTALL)
 
 _PATTERN = re.compile(r"[*?\[\\]")
@@ -36,11 +36,11 @@ _PUT = {
     "viewfs": "hdfs dfs -put LOCAL/VERSION {url}/",
 }
 _HERE = "name a local directory; `export-model pull URL DIR` copies what is published in a store"
-# How arguments are called that name a published model.
+# Names of the arguments for a published model.
 _MODELS = ("MODEL_BASE_PATH", "--model-base-path", "base_path")
 _BUCKETS = {"s3": "BUCKET", "gs": "BUCKET", "az": "CONTAINER"}
 _SAME = {"s3a": "s3://{rest}", "s3n": "s3://{rest}", "gcs": "gs://{rest}"}
-# What follows `abfss://` and `wasbs://`: container, account, path.
+# The text behind `abfss://` and `wasbs://`: container, account, path.
 _AZURE = re.compile(r"([^@/]+)@([^./]+)[^/]*/?(.*)", re.DOTALL)
 
 

@@ -49,9 +49,9 @@ _ENDPOINTS = (
     *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
     *("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL"),
 )
-# How long a store may take to connect, may say nothing, and is asked again.
+# The time in which a store has to connect, to say something, and is asked again.
 _CONNECT, _REQUEST, _RETRY = timedelta(seconds=10), timedelta(seconds=30), timedelta(seconds=60)
-# How long a request may take in all that goes on; a part that is uploaded is answered at its end alone.
+# The longest time of a request that goes on; a part that is uploaded is answered at its end alone.
 _SLOW = timedelta(minutes=10)
 _RETRIES = 5
 _CONNECTIONS = 16
@@ -540,7 +540,7 @@ _NOT_GIVEN = re.compile(
     r"token request|token file|performing POST REDACTED|/latest/(?:api/token|meta-data)\b"
 )
 
-# What to set, by the scheme of a URL.
+# Variables to set, by the scheme of a URL.
 HINTS = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, and AWS_ENDPOINT_URL for other clouds",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 # The most that a request fetches: its first byte hardly counts then, and a retry costs little.
 PART_BYTES = 8 << 20
-GAP_BYTES = 1 << 20  # what may lie unused between two pieces of one request
+GAP_BYTES = 1 << 20  # bytes that may lie unused between two pieces of one request
 # Of one upload: S3 and Google take no more. Azure takes 50,000.
 MOST_PARTS = 10_000
 MOST_COPIED = 5 << 30  # bytes of an object that S3 copies by one request
-# What may be in memory of one upload, and how many of its parts at most.
+# Bytes of one upload in memory, and its parts under way, at most.
 _UPLOADING_BYTES, _UPLOADS = 512 << 20, 16
 
 

@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
-Json = Any  # what `json.loads` gives
+Json = Any  # a value of `json.loads`
 
 _INT64_MIN, _UINT64_MAX = -(1 << 63), (1 << 64) - 1
 _INTEGERS = {DType.of(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
-# What TensorFlow Serving reads from JSON (`AddValueToTensor` of json_tensor.cc) and writes as JSON
+# Types that TensorFlow Serving reads from JSON (`AddValueToTensor` of json_tensor.cc) and writes as JSON
 # (`AddSingleValueAndAdvance`). Here more have a form: `serve-model predict` sends them by gRPC.
 REST_TYPES = frozenset(
     {DType.FLOAT, DType.DOUBLE, DType.BOOL, DType.STRING, *_INTEGERS - {DType.UINT16}},

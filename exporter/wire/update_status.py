@@ -120,8 +120,8 @@ class UpdateStatus(StrEnum):
     )
 
 
-# How a status begins of a call that did nothing because another update was under way.
+# The beginning of a status after a call that did nothing, because another update was under way.
 ANOTHER_RUNS = f"{UpdateStatus.MERGED.value}: another update runs"
 
-# How a status begins where the hold says no position.
+# The beginning of a status where the hold says no position.
 UNREADABLE_HOLD = f"{UpdateStatus.HOLD.value}: its file cannot be read"
