@@ -285,7 +285,7 @@ def _add_assignments(
 
 
 def _restored(scope: str, output: int) -> str:
-    return f"{scope}/RestoreV2:{output}" if output else f"{scope}/RestoreV2"
+    return f"{scope}/RestoreV2:{output}" if output else f"{scope}/RestoreV2"  # as TensorFlow names output 0
 
 
 def _read_name(scope: str, index: int) -> str:

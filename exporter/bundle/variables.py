@@ -192,7 +192,6 @@ class _Origin(NamedTuple):
 
     @classmethod
     def of(cls, source: TensorSource, extent: Extent) -> _Origin:
-        """The origin of a run of a source's bytes."""
         return cls(extent.shard, extent if source.is_mapped else None)
 
 

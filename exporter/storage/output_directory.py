@@ -29,6 +29,7 @@ class Directory(Protocol):
     """Objects by name; a name may contain slashes."""
 
     place: str
+    is_in_store: bool
     is_stood_for: bool
     """True once `show` made files that stand for its objects: these are needed until they are copied."""
 
@@ -71,15 +72,15 @@ def open_directory(place: str) -> Directory:
         UsageError: the library that reads stores is not installed.
     """
     url = Url.parse(place)
-    return LocalDirectory(Path(place)) if url is None else StoreDirectory(url)
+    return _LocalDirectory(Path(place)) if url is None else _StoreDirectory(url)
 
 
-class LocalDirectory:
+class _LocalDirectory:
     """A directory of a file system; it is made when something is put into it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()
-        self.is_stood_for = False
+        self.is_in_store = self.is_stood_for = False
         self.place = os.fspath(self._path)
 
     @property
@@ -90,7 +91,6 @@ class LocalDirectory:
         return self._path
 
     def put_file(self, name: str, path: Path) -> str:
-        """See `Directory`."""
         target = self._path / name
         with _naming(target):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -98,57 +98,49 @@ class LocalDirectory:
             return str(target.stat().st_mtime_ns)
 
     def put_new(self, name: str, path: Path) -> None:
-        """See `Directory`."""
         with _naming(self._path / name), suppress(FileExistsError):
             (self._path / name).hardlink_to(path)
 
     def put(self, name: str, content: bytes) -> None:
-        """See `Directory`."""
         with _naming(self._path / name), new_file(self.scratch) as (descriptor, path):
             with os.fdopen(os.dup(descriptor), "wb") as file:
                 file.write(content)
             self.put_file(name, path)
 
     def read(self, name: str) -> bytes | None:
-        """See `Directory`."""
         with _naming(self._path / name), suppress(FileNotFoundError):
             return (self._path / name).read_bytes()
         return None
 
     def look(self, name: str) -> tuple[int, str] | None:
-        """See `Directory`."""
         with _naming(self._path / name), suppress(FileNotFoundError):
             found = (self._path / name).stat()
             return found.st_size, str(found.st_mtime_ns)
         return None
 
     def names(self, below: str) -> list[str]:
-        """See `Directory`."""
         with _naming(self._path), suppress(FileNotFoundError):
             names = (entry.name for entry in (self._path / below).iterdir())
             return sorted(f"{below}/{name}" for name in names if not name.startswith(_NEW))
         return []
 
     def show(self, name: str, path: Path, size: int, tag: str) -> None:
-        """See `Directory`."""
         with _naming(path):
             path.hardlink_to(self._path / name)
 
     def as_local(self) -> Path:
-        """See `Directory`."""
         return self._path
 
     def remove(self) -> None:
-        """See `Directory`."""
         shutil.rmtree(self._path, ignore_errors=True)
 
 
-class StoreDirectory:
+class _StoreDirectory:
     """The objects below a URL."""
 
     def __init__(self, url: Url) -> None:
         self.place = str(url)
-        self.is_stood_for = False
+        self.is_in_store, self.is_stood_for = True, False
         self._url = url
         self._store = ObjectWriter(url)
 
@@ -158,36 +150,29 @@ class StoreDirectory:
         return Path(tempfile.gettempdir())
 
     def put_file(self, name: str, path: Path) -> str:
-        """See `Directory`."""
         return self._store.upload(self._url.key(name), path)
 
     def put_new(self, name: str, path: Path) -> None:
-        """See `Directory`."""
         with _naming(path):
             content = path.read_bytes()
         self._store.create(self._url.key(name), content)
 
     def put(self, name: str, content: bytes) -> None:
-        """See `Directory`."""
         self._store.put(self._url.key(name), content)
 
     def read(self, name: str) -> bytes | None:
-        """See `Directory`."""
         found = self._store.fetch(self._url.key(name), _LONGEST)
         return None if found is None else found[0]
 
     def look(self, name: str) -> tuple[int, str] | None:
-        """See `Directory`."""
         found = self._store.look(self._url.key(name))
         return None if found is None else (found.size, found.tag or "")
 
     def names(self, below: str) -> list[str]:
-        """See `Directory`."""
         base = self._url.key("")
         return sorted(each.key.removeprefix(base) for each in self._store.below(self._url.key(below)))
 
     def show(self, name: str, path: Path, size: int, tag: str) -> None:
-        """See `Directory`."""
         found = RemoteObject(self._url.key(name), size, tag, 0.0)
         if mirror.stand_in(path, self._url, found):
             self.is_stood_for = True
@@ -196,7 +181,6 @@ class StoreDirectory:
             self._store.copy(found, file.fileno(), [(0, size, 0)], path)
 
     def as_local(self) -> Path:
-        """See `Directory`."""
         found = self._store.contents()
         shown = mirror.Mirror(self._url, is_directory=True)
         # not pinned by their tags: tasks that are done again write the same
@@ -205,7 +189,6 @@ class StoreDirectory:
         return shown.path
 
     def remove(self) -> None:
-        """See `Directory`."""
         self._store.delete(*(each.key for each in self._store.below(self._url.path)))
 
 

@@ -97,13 +97,10 @@ class _Staged(Struct, frozen=True):
     row_keys: _Elements
 
     def seeds(self, groups: Array) -> Array:
-        """Elements of `index_seeds`."""
         return self.index_seeds.at(groups)
 
     def rows(self, slots: Array) -> Array:
-        """Elements of `index_rows`."""
         return self.index_rows.at(slots)
 
     def keys(self, rows: Array) -> Array:
-        """Elements of `keys`."""
         return self.row_keys.at(rows)
