@@ -222,7 +222,7 @@ def _mode(path: Path) -> int | None:
 
 def _no_index(prefix: Path) -> CheckpointError:
     if not _exists(prefix.parent):
-        return CheckpointNotFound(f"there is no directory {prefix.parent}", hint=_meant(prefix))
+        return CheckpointNotFound(f"there is no directory {prefix.parent}", hint=_suggestion(prefix))
     if _exists(prefix.with_name(f"{prefix.name}.meta")):
         return CheckpointNotFound(
             f"there is no {index_path(prefix)}",
@@ -251,7 +251,7 @@ def _nearest_step(name: str, there: list[str]) -> str:
     return "" if step is None or not steps else steps[min(steps, key=lambda found: abs(found - step))]
 
 
-def _meant(prefix: Path) -> str:
+def _suggestion(prefix: Path) -> str:
     """The question whether a near path was meant, whose directory is there; "" if none comes near."""
     close = nearest(prefix.parent)
     if close is None:

@@ -515,7 +515,7 @@ def check_rules(
         if name not in keys:
             raise UsageError(
                 f"--partition-strategy {name}: no served variable is called so",
-                hint=_meant("--partition-strategy", name, keys),
+                hint=_suggestion("--partition-strategy", name, keys),
             )
     tables = [name for table in graph.tables for name in (table.keys, table.values)]
     renamed = [*keys, *tables, *(table.name for table in graph.dynamic_tables)]
@@ -525,11 +525,11 @@ def check_rules(
             raise UsageError(
                 f"--rename {text}: no served variable is called so",
                 cause="the pattern is for a whole name",
-                hint=_meant("--rename", rule.pattern.pattern, keys),
+                hint=_suggestion("--rename", rule.pattern.pattern, keys),
             )
 
 
-def _meant(option: str, name: str, keys: Sequence[str]) -> str:
+def _suggestion(option: str, name: str, keys: Sequence[str]) -> str:
     close = nearest(name, keys)
     named = f"{close}, for example" if close else ", ".join(keys[:5])
     return f"leave out {option} {name}, or name a variable: {named}"

@@ -116,7 +116,7 @@ def without_secrets(url: str) -> str:
     return re.sub(r"\?.*", "?...", re.sub(r"//[^/@]*:[^/@]*@", "//...@", url), flags=re.DOTALL)
 
 
-def in_store(text: str) -> str | None:
+def store_url(text: str) -> str | None:
     """Our URL of an object store for a URL of another spelling; None for any other text."""
     found = _URL.match(text)
     if found is None:
@@ -153,7 +153,7 @@ def checkpoint_path(what: str, place: str | os.PathLike[str]) -> Path:
     text = os.fspath(place)
     if Url.parse(text) is not None:
         return Path(place)
-    if (known := in_store(text)) is not None:
+    if (known := store_url(text)) is not None:
         raise UsageError(
             f"{what} {without_secrets(text)}: only local paths, s3://, gs:// and az:// are read and written",
             hint=f"write {without_secrets(known)}"

@@ -41,7 +41,7 @@ from exporter.storage.layout import (
     flaw_of,
 )
 from exporter.storage.objects import ObjectReader, RemoteObject
-from exporter.storage.requests import GAP_BYTES, near
+from exporter.storage.requests import GAP_BYTES, aligned
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
 
@@ -181,7 +181,7 @@ class Mirror:
             if found is None:
                 return  # a file that is not there is its reader's to report
             each, fetched = found
-            wanted = [(0, each.size)] if ranges is None else [near(*asked, each.size) for asked in ranges]
+            wanted = [(0, each.size)] if ranges is None else [aligned(*asked, each.size) for asked in ranges]
             missing = Ranges()
             for start, stop in wanted:
                 for gap in fetched.gaps(start, stop):

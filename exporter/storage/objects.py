@@ -377,7 +377,7 @@ def require_conditions(store: ObjectWriter, path: str) -> None:
     """
     # publishers on several machines rely on conditional writes to keep out of each other's way
     key = f"{path}/.probe-{os.urandom(8).hex()}"
-    wrong = _wrong_of(store, key)
+    wrong = _ignored_condition(store, key)
     with suppress(PublishError) if wrong else nullcontext():
         store.delete(key)  # what a failure leaves goes with other old probes
     if wrong:
@@ -388,7 +388,7 @@ def require_conditions(store: ObjectWriter, path: str) -> None:
         )
 
 
-def _wrong_of(store: ObjectWriter, key: str) -> str:
+def _ignored_condition(store: ObjectWriter, key: str) -> str:
     """The store's fault in honouring conditions, found by writing a probe; "" if it honours them."""
     try:
         first = store.create(key, b"1") or _tag_of(store, key, b"1")
@@ -491,8 +491,8 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
     except BrokenOff as error:
         raise CheckpointError(f"{where}: the store cannot be read", cause=str(error), hint=_LATER) from None
     except exceptions.BaseError as error:
-        said = _said(error)
-        if why := not_given(url.scheme, str(error)):
+        said = _status_or_kind(error)
+        if why := missing_credentials(url.scheme, str(error)):
             raise CheckpointError(
                 f"{where}: there are no credentials", cause=f"{why}: {said}", hint=HINTS[url.scheme]
             ) from None
@@ -505,7 +505,7 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
         raise CheckpointError(f"{where}: the store cannot be read", cause=said, hint=hint) from None
 
 
-def _said(error: Exception) -> str:
+def _status_or_kind(error: Exception) -> str:
     """The status that a store answered with, or the kind of failure: its text may hold a signed URL."""
     text = str(error)
     if found := _STATUS.search(text):
@@ -548,7 +548,7 @@ HINTS = {
 }
 
 
-def not_given(scheme: str, said: str) -> str:
+def missing_credentials(scheme: str, said: str) -> str:
     """The source that gave no credentials, by an error's text; "" if that is not the error."""
     if "bulk delete" in said:  # a POST, too, and to the store itself
         return ""

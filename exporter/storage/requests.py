@@ -62,7 +62,7 @@ def upload_parts(size: int) -> tuple[int, int]:
     return part, max(1, min(_UPLOADS, _UPLOADING_BYTES // part))
 
 
-def near(start: int, stop: int, size: int) -> tuple[int, int]:
+def aligned(start: int, stop: int, size: int) -> tuple[int, int]:
     """The range to fetch for one that is read from an object: neighbours are likely to be read next."""
     return start // GAP_BYTES * GAP_BYTES, min(-(-stop // GAP_BYTES) * GAP_BYTES, size)
 

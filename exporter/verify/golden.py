@@ -126,7 +126,7 @@ class Gates(Struct, frozen=True):
         )
 
 
-def told(failures: Sequence[GateFailure]) -> str:
+def summary(failures: Sequence[GateFailure]) -> str:
     """The first of the failures, for people."""
     left = len(failures) - _SHOWN
     return "; ".join(map(str, failures[:_SHOWN])) + (f"; and {left} more" if left > 0 else "")

@@ -32,7 +32,7 @@ from exporter.storage import mirror
 from exporter.storage.layout import SAVED_MODEL_FILE, VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.tables.geometry import PARTS, TableGeometry
 from exporter.tables.lookup import set_sizes
-from exporter.verify.golden import Answer, Gates, GoldenRequest, told
+from exporter.verify.golden import Answer, Gates, GoldenRequest, summary
 from exporter.wire import protos
 from exporter.wire.dtypes import DType, is_floating
 from exporter.wire.protos import Proto
@@ -53,7 +53,7 @@ def require_golden(bundle: Path, requests: Sequence[GoldenRequest]) -> None:
     if failures:
         raise VerificationError(
             "the version does not pass the golden requests",
-            cause=told(failures),
+            cause=summary(failures),
             hint="mend the model or the file of --golden; nothing was published",
         )
 
