@@ -55,7 +55,7 @@ class ShardOrigin(Enum):
 
 
 class ShardReport(Struct, frozen=True):
-    """One shard of the bundle: what it was made from (None: several), how, why not by a link, its bytes."""
+    """One shard of the bundle: its path, its source (None: several), how and why so, its bytes."""
 
     path: Path
     source: Path | None
@@ -65,7 +65,7 @@ class ShardReport(Struct, frozen=True):
 
 
 class Rounding(Struct, frozen=True):
-    """By how much the values of a table that was stored in 8 bits differ from the checkpoint's."""
+    """The differences between the values of a table that was stored in 8 bits and the checkpoint's."""
 
     largest: float
     """The largest difference of a value."""
@@ -74,7 +74,7 @@ class Rounding(Struct, frozen=True):
 
 
 class VariablesReport(Struct, frozen=True):
-    """What `variables/` holds now, and how each shard got there. `catalog` is the bundle's own."""
+    """The contents of a written `variables/`, and how each shard got there. `catalog` is the bundle's own."""
 
     catalog: Catalog
     shards: tuple[ShardReport, ...]
@@ -106,7 +106,7 @@ class VariablesReport(Struct, frozen=True):
 
 
 def as_rewritten(report: VariablesReport, source: Path, why: str) -> VariablesReport:
-    """The report for bytes that were first written into a bundle of our own before they were moved here."""
+    """The report with all shards as rewritten from `source`, by way of a bundle of our own."""
     shards = (replace(shard, source=source, how=ShardOrigin.REWRITTEN, why=why) for shard in report.shards)
     return replace(report, shards=tuple(shards))
 
@@ -143,7 +143,7 @@ def write_variables(
 
 
 def size_of_work(mapping: VariableMapping, model: Path, task_bytes: int) -> tuple[int, int]:
-    """How many tasks an export of the mapping to a model has, and how many bytes they read.
+    """The number of tasks in which the mapping is exported to a model, and the bytes that they read.
 
     Raises:
         MappingError: values would have to move out of, or into, parts that are not ranges of whole rows.
@@ -162,7 +162,7 @@ def _job(catalog: Catalog, moved: Iterable[TensorSource], task_bytes: int) -> Sh
 
 
 def _require_few(shards: int, task_bytes: int) -> None:
-    """Refuse before the work what no reader would take after it."""
+    """Refuse, by a UsageError before the work, more shards than a bundle may have."""
     if shards > MAX_SHARDS:
         raise UsageError(
             f"the values would lie in {shards:,} shards, and a bundle has at most {MAX_SHARDS:,}",
@@ -177,7 +177,7 @@ def _divided(mapping: VariableMapping, target: Path) -> tuple[list[TensorSource]
     moved: list[TensorSource] = []
     for source in mapping.sources:
         is_joined = source.is_mapped and not _is_stored_as_served(source)
-        (moved if is_in_store or is_joined or is_needed(source) else verbatim).append(source)
+        (moved if is_in_store or is_joined or needs_rewrite(source) else verbatim).append(source)
     return verbatim, moved
 
 
@@ -185,19 +185,18 @@ _FAMILY = "TensorFlow V2, name-based"
 
 
 class _Origin(NamedTuple):
-    """What a shard of the bundle is made of: a source shard, or of a mapped table one run of its bytes."""
+    """The source of a bundle's shard: a source shard, or of a mapped table one run of its bytes."""
 
     shard: int
     run: Extent | None = None
 
     @classmethod
     def of(cls, source: TensorSource, extent: Extent) -> _Origin:
-        """The origin of a run of a source's bytes."""
         return cls(extent.shard, extent if source.is_mapped else None)
 
 
 class _Placed(Struct, frozen=True):
-    """A source shard in the bundle: its report, and where its bytes went."""
+    """A source shard in the bundle: its report, and the function from an extent to its new place."""
 
     report: ShardReport
     moved: Callable[[Extent], Extent]
@@ -281,7 +280,7 @@ class _Writer:
         link.copy_ranges(source, target, ranges, size=size, pool=self._pool, progress=self._progress)
 
     def _move(self, stack: ExitStack) -> tuple[list[TensorRef], list[ShardReport]]:
-        """Run the tasks that write the last shards; an error on the stack ends their job."""
+        """Run the tasks that write the last shards: their tensors and reports. An error ends the job."""
         before, runner, made = len(self._kept), self._runner, self._made
         shards = self._moves.run(
             stack, runner, self._prefix, before=before, made=made, progress=self._progress
@@ -330,10 +329,7 @@ def _relocate(shard: int, ranges: Sequence[ByteRange]) -> Callable[[Extent], Ext
     return move
 
 
-# --- tensors whose bytes change ----------------------------------------------------------------------------
-
-
-def is_needed(source: TensorSource) -> bool:
+def needs_rewrite(source: TensorSource) -> bool:
     """True if the source's bytes cannot be served as they are stored."""
     if source.is_verbatim:
         return source.tensor.dtype not in JOINABLE and not _is_stored_as_served(source)
@@ -341,7 +337,7 @@ def is_needed(source: TensorSource) -> bool:
 
 
 class Move(WriteShard, frozen=True, kw_only=True):
-    """Write a shard of rows that move, are cast or are copied."""
+    """Writes a shard of rows that move, are cast or are copied."""
 
     operation: ClassVar[str] = "move"
 
@@ -349,14 +345,14 @@ class Move(WriteShard, frozen=True, kw_only=True):
 
 
 class Moved(Struct, frozen=True):
-    """What a section writes: the boxes of a source that its runs are."""
+    """The boxes of a source that the runs of a section are."""
 
     source: TensorSource
     boxes: tuple[SliceSpec, ...]
 
 
 def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: int) -> Iterator[Place[Moved]]:
-    """What is to be written of a source: in one piece, or a large table in several.
+    """Yield the places that are written of a source: one, or of a large table several.
 
     Moved rows are written in the boxes that the graph restores; a cast alone keeps those that are stored.
     Each box of a mapped table is one place, however large: a variable is mapped from one file.
@@ -375,7 +371,9 @@ def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: i
     count = tensor.shape[0] if tensor.shape else 1
     step = max(1, count)
     most = piece_bytes(tensor.bytes_, task_bytes)
+    # pieces become slices, which RestoreV2 joins of these types alone
     if source.dtype in JOINABLE and tensor.shape and most is not None:
+        # each piece begins a turn, on both sides: see `_Boxes.shares`
         turn = math.lcm(source.gather_parts or 1, source.scatter_parts or 1)
         row_bytes = max(1, tensor.bytes_ // max(1, count))
         step = max(1, most // row_bytes // turn) * turn
@@ -389,7 +387,7 @@ def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: i
 
 
 def boxes_written(written: Placed[Moved]) -> Iterator[tuple[str, DType, SliceRef]]:
-    """What was written, by key, dtype and box; boxes without rows only of tensors without any."""
+    """Yield key, dtype and box of each run written; boxes without rows only of tensors without any."""
     moved, section = written.place.what, written.place.section
     assert isinstance(section, MovedRows)
     for box, count, extent in zip(moved.boxes, section.counts, written.extents, strict=True):
@@ -398,7 +396,7 @@ def boxes_written(written: Placed[Moved]) -> Iterator[tuple[str, DType, SliceRef
 
 
 def _rounded(written: Iterable[Placed[Moved]]) -> dict[str, Rounding]:
-    """How much each table in 8 bits differs, by what its tasks counted."""
+    """The rounding of each table in 8 bits, by key, from the counts of its tasks."""
     errors: dict[str, RowErrors] = defaultdict(RowErrors)
     for each in written:
         if isinstance(each.place.section, QuantisedRows):
@@ -407,7 +405,7 @@ def _rounded(written: Iterable[Placed[Moved]]) -> dict[str, Rounding]:
 
 
 def _as_stored(source: TensorSource, box: SliceSpec, whole: Range, run: Stored) -> Place[Moved]:
-    """A stored run as it is, or cast."""
+    """The place of a stored run as it is, or cast."""
     what = Moved(source, (box,))
     if source.tensor.dtype.itemsize is None:
         return Place(MovedRows.copied(source.key, whole), what, run)
@@ -419,10 +417,7 @@ def _as_stored(source: TensorSource, box: SliceSpec, whole: Range, run: Stored) 
 def _rows(
     source: TensorSource, reads: _Boxes, ranges: Sequence[Range], writes: _Boxes, start: int, stop: int
 ) -> Place[Moved]:
-    """Rows `start` to `stop`, in their natural order, of a tensor that lies in ranges of whole rows.
-
-    `ranges` are those of the boxes that are read.
-    """
+    """The place of rows `start` to `stop` of a tensor; `ranges` are those of the boxes that are read."""
     tensor = source.tensor
     width = math.prod(tensor.shape[1:])
     row_bytes = width * (tensor.dtype.itemsize or 0)
@@ -456,7 +451,7 @@ class _Boxes:
         self._stops = [_rows_of(box).stop for box in self.boxes]
 
     def shares(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The number of each box that has some of the natural rows `start` to `stop`, and which of its rows.
+        """Yield the number of each box with some of the rows `start` to `stop`, its first and its last.
 
         Boxes that take turns all have some, and `start` begins a turn; so does a table without rows.
         """
@@ -475,14 +470,14 @@ class _Boxes:
 
 
 def _rows_of(box: SliceSpec) -> range:
-    """Which rows a box is; a scalar is one row."""
+    """The range of rows of a box; a scalar is one row."""
     if not box.full_shape:
         return range(1)
     return range(box.starts[0], box.starts[0] + box.lengths[0])
 
 
 def _cut(box: SliceSpec, first: int, last: int) -> SliceSpec:
-    """Rows `first` to `last` of a box."""
+    """The box of rows `first` to `last` of a box."""
     if not box.full_shape:
         return box
     starts = (box.starts[0] + first, *box.starts[1:])
@@ -525,14 +520,14 @@ def _boxes_served(source: TensorSource) -> list[SliceSpec]:
 
 
 def why_not_by_rows(source: TensorSource) -> str:
-    """Why the values of a source are not rows that can be written one by one, in words; "" if they are."""
+    """The reason why a source's values are no rows that can be written one by one; "" if they are."""
     if source.tensor.dtype.itemsize is None or not source.tensor.shape:
         return "it is not an array of rows"
     return "" if _has_whole_rows(source) else "its parts are not ranges of whole rows"
 
 
 def why_not_mapped(source: TensorSource) -> str:
-    """Why the variables of a source cannot each have a file of their own, in words; "" if they can."""
+    """The reason why the variables of a source cannot each have a file of their own; "" if they can."""
     if why := why_not_by_rows(source):
         return why
     if source.scatter_parts or (source.gather_parts and len(_boxes_served(source)) > 1):
@@ -550,7 +545,7 @@ def over_bundle(mapping: VariableMapping, bundle: Catalog) -> VariableMapping:
 
 
 def mapped_files(mapping: VariableMapping, written: Catalog) -> dict[str, str]:
-    """The file that is each mapped variable (by node), as it lies in `variables/`."""
+    """The file name in `variables/` of each mapped variable, by node."""
     found = {}
     for source in mapping.sources:
         if not source.is_mapped:

@@ -20,9 +20,8 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint import open_checkpoint
-from exporter.checkpoint.convert import write_bundle
-from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, meant
-from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, index_path, read_catalog
+from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, find_variable
+from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, index_path, read_catalog, write_bundle
 from exporter.delta.compare_rows import differing_rows
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
@@ -219,10 +218,10 @@ def tables_as_served(catalog: Catalog, log: DeltaLog) -> dict[str, Keyed]:
     dtypes = {variable.name: variable.dtype for variable in log.schema.variables}
     found: dict[str, Keyed] = {}
     for table in spec.dynamic:
-        variable = meant(known, spec.trained_name(table))
+        variable = find_variable(known, spec.trained_name(table))
         if variable is not None and variable.dim == table.dim:
             dtype = dtypes[table.keys[3]]
-            found[table.name] = TrainedTable.read(catalog, variable, dtype, spec.rules.admission)
+            found[table.name] = TrainedTable.read(catalog, variable, dtype, spec.admission)
     return found
 
 

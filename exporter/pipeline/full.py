@@ -40,8 +40,9 @@ from exporter.bundle.variables import (
 from exporter.bundle.warmup import WarmupRequest, read_requests, write_warmup
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
-from exporter.checkpoint.convert import write_bundle
+from exporter.checkpoint.admission import Admission
 from exporter.checkpoint.identity import Identity
+from exporter.checkpoint.tensor_bundle import write_bundle
 from exporter.errors import (
     AccessRefused,
     CheckpointChanged,
@@ -68,7 +69,7 @@ from exporter.increments.increment import CheckpointId
 from exporter.increments.trained import TrainerVersion
 from exporter.jobs.runner import Runner
 from exporter.mapping.build import Extra, VariableMapping, check_casts, check_rules, classify_extras
-from exporter.mapping.mapping_rules import MappingRules, parse_rules
+from exporter.mapping.mapping_rules import MappingRules, parse_admission, parse_rules
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.mapping.training_variables import check_batch_statistics, with_training
 from exporter.newer_python import sha256_of
@@ -135,6 +136,7 @@ class Plan(Struct, frozen=True, dict=True):
     mapping: VariableMapping
     version: VersionRule
     rules: MappingRules
+    admission: Admission
     warmup: tuple[WarmupRequest, ...] = ()
     probes: tuple[WarmupRequest, ...] = ()
     training: TrainingGraph | None = None
@@ -166,7 +168,7 @@ class Plan(Struct, frozen=True, dict=True):
         most = self.request.jobs.task_bytes
         tasks, size = size_of_work(self.mapping, self.request.out, most)
         if self.layout is not None:
-            more, read = self.layout.index_job(self.rules.admission, most).size_of_work
+            more, read = self.layout.index_job(self.admission, most).size_of_work
             tasks, size = tasks + more, size + read
         return tasks, size
 
@@ -201,7 +203,7 @@ def _planned(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
     if not mirror.is_remote(request.out):
         require_no_pattern("--out", request.out)
     _require_consistent(request)
-    rules = parse_rules(request)
+    rules, admission = parse_rules(request), parse_admission(request)
     catalog = open_checkpoint(request.ckpt_dir)
     checkpoint = Identity.of(catalog)
     is_known = not request.again and newest_made_from(request.out, checkpoint.digest) is not None
@@ -210,7 +212,9 @@ def _planned(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
     found = read_both(request, rules, catalog, checkpoint, load)
     require_own_directory(request.out, found.catalog)
     _require_runnable(request, found.graph)
-    graph, layout = lay_out_tables(found.graph, found.catalog, found.rules, request.table_head_room)
+    graph, layout = lay_out_tables(
+        found.graph, found.catalog, found.rules, admission, request.table_head_room
+    )
     with advised(request, found.catalog):
         mapping = map_laid_out(graph, found.catalog, layout, found.rules)
     check_casts(mapping, found.rules.casts)
@@ -239,6 +243,7 @@ def _planned(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
         mapping=mapping,
         version=version,
         rules=found.rules,
+        admission=admission,
         warmup=read_requests(request.warmup, graph.meta_graph) if request.warmup else (),
         probes=read_requests(request.verify_inputs, graph.meta_graph) if request.verify_inputs else (),
         training=training,
@@ -569,7 +574,7 @@ def _write_variables(
             raise LinkRefused(f"{catalog.prefix} is not a tensor bundle: its bytes have to be rewritten")
         planned, data = _in_bundle(planned, staging.path.with_name("source"), progress), DataMode.AUTO
     if planned.layout is not None:
-        admission, scratch = planned.rules.admission, staging.path.with_name("tables")
+        admission, scratch = planned.admission, staging.path.with_name("tables")
         index_work = planned.layout.index_job(admission, runner.task_bytes).size_of_work
         # The bundle made from an archive is on this machine alone, so its keys are indexed here, too.
         indexer = runner if catalog.is_bundle else Runner(task_bytes=runner.task_bytes)
@@ -614,7 +619,7 @@ def _state(planned: Plan, *, beyond: int) -> BaseState:
     full = BaseState(_trained(planned), planned.catalog.step)
     if not beyond or planned.request.updates is None or planned.training is not None:
         return full
-    spec = MappingSpec.of(planned.graph, planned.rules, planned.mapping)
+    spec = MappingSpec.of(planned.graph, planned.rules, planned.mapping, planned.admission)
     prefix = planned.catalog.prefix
     return newest_state(full, prefix, planned.graph, planned.mapping, spec, beyond=beyond)
 
@@ -638,7 +643,7 @@ def _updatable(planned: Plan, staging: Staging, state: BaseState) -> UpdatableBa
     return make_base(
         planned.graph,
         planned.mapping,
-        MappingSpec.of(planned.graph, planned.rules, planned.mapping),
+        MappingSpec.of(planned.graph, planned.rules, planned.mapping, planned.admission),
         state.trained,
         state.step,
         reserve_position(planned.request.out, state.step),
@@ -741,7 +746,7 @@ def check_staged(
             runner = Runner.of(request.jobs)
             verify_bytes(variables.catalog, runner=runner, progress=bar)
     if planned.layout is not None and request.verify is not Verify.NONE:
-        is_filtered = not planned.rules.admission.is_everyone
+        is_filtered = not planned.admission.is_everyone
         verify_tables(planned.layout, variables.catalog, is_filtered=is_filtered)
     if not request.verify.includes(Verify.OUTPUTS):
         return ()

@@ -54,7 +54,7 @@ from exporter.errors import (
     TableFull,
 )
 from exporter.increments.trained import TrainerVersion
-from exporter.mapping.mapping_rules import MappingRules, parse_rules, read_renames
+from exporter.mapping.mapping_rules import MappingRules, parse_admission, parse_rules, read_renames
 from exporter.options import ExportRequest, Updates, Verify, require_local
 from exporter.pipeline.log_maintenance import tidy
 from exporter.pipeline.overlay_room import OverlaidRows, asked_room
@@ -191,7 +191,7 @@ def plan_incremental(
     require_local(request)
     log = read_log(request.out) if versions is None else log_of(request.out, versions)
     entry = log.base.entry
-    entry.mapping_spec.check_rules(_rules(request))
+    entry.mapping_spec.check_rules(_rules(request), parse_admission(request))
     entry.check_updates(request.updates)
     bound = request.min_change
     published = log.trained.exact_but_for(request.delta_dtype)

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.catalog import Catalog
-from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, meant
+from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, find_variable
 from exporter.delta.format import Change, Schema
 from exporter.delta.snapshot import CheckedFiles, Snapshot
 from exporter.delta.table_changes import KeyedChange, ServedTable, compared, upserted
@@ -69,7 +69,7 @@ def has_room(log: DeltaLog, trainer: TrainerState) -> bool:
     for table in spec.dynamic:
         name = spec.trained_name(table)
         room = shapes[table.keys[2]][0] - table.defaults - 1
-        variable = meant(known, name)
+        variable = find_variable(known, name)
         if variable is not None and variable.rows + awaited[variable.name] > room:
             return False
     return True
@@ -87,7 +87,7 @@ def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: Snap
     known = embedding_variables(catalog)
     for table in spec.dynamic:
         name = spec.trained_name(table)
-        if (variable := meant(known, name)) is None:
+        if (variable := find_variable(known, name)) is None:
             raise SchemaChanged(f"{catalog.prefix.name} has no embedding variable {name!r}, which is served")
         if (variable.value_dtype, variable.dim) != (table.value_dtype, table.dim):
             raise SchemaChanged(
@@ -121,7 +121,7 @@ def told_changes(
     for name, change in told.items():
         rows, served = change.rows, tables[name].served
         is_new = served.find(rows.keys) < 0
-        wanted = ~is_new | (is_new & spec.rules.admission.enough(rows.freqs))
+        wanted = ~is_new | (is_new & spec.admission.enough(rows.freqs))
         if name in before:
             wanted &= is_new | ~rows.same_as(before[name])
         if wanted.any() or len(change.removed):
@@ -178,7 +178,7 @@ def _compared(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChang
         each.served.check()
         over, dtype = told.get(each.variable.name), each.served.row_values.dtype
         layer = () if over is None else (over.rows, over.removed)
-        now = TrainedTable.read(trainer.catalog, each.variable, dtype, spec.rules.admission, *layer)
+        now = TrainedTable.read(trainer.catalog, each.variable, dtype, spec.admission, *layer)
         changes |= compared(each.served, now, scratch)
         size += len(now.keys) * each.served.row_bytes
     return TableChanges(changes, size)

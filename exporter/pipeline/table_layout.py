@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.admission import Admission
-from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, meant
+from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, find_variable
 from exporter.errors import CheckpointError, MissingTensors, ShapeMismatch, UsageError
 from exporter.graph.inference_graph import GraphDynamicTable, GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.graph.tables import with_table_shapes
@@ -38,11 +38,15 @@ class WrittenTables(Struct, frozen=True):
 
 
 def lay_out_tables(
-    graph: InferenceGraph, catalog: Catalog, rules: MappingRules, head_room: float | None
+    graph: InferenceGraph,
+    catalog: Catalog,
+    rules: MappingRules,
+    admission: Admission,
+    head_room: float | None,
 ) -> tuple[InferenceGraph, TableLayout | None]:
     """The graph with the sizes of its dynamic tables, and the checkpoint laid out for them."""
     if not graph.dynamic_tables:
-        if not rules.admission.is_everyone:
+        if not admission.is_everyone:
             raise UsageError(
                 "--min-freq and --max-age-steps choose keys of dynamic tables, and the graph has none",
                 hint="leave them out",
@@ -59,7 +63,7 @@ def lay_out_tables(
     known = embedding_variables(catalog)
     awaited = _awaited_keys(catalog)
     plans = [_plan(table, known, catalog, rules, head_room, awaited) for table in graph.dynamic_tables]
-    rules.admission.require_recorded(catalog, tuple(plan.variable for plan in plans))
+    admission.require_recorded(catalog, tuple(plan.variable for plan in plans))
     layout = lay_out(catalog, plans)
     return with_table_shapes(graph, layout.shapes), layout
 
@@ -101,7 +105,7 @@ def unmatched_with(graph: InferenceGraph, catalog: Catalog, rules: MappingRules)
     known = embedding_variables(catalog) if graph.dynamic_tables else {}
     lost, taken = [], set[str]()
     for table in graph.dynamic_tables:
-        found = meant(known, rules.renamed(table.name) or table.name)
+        found = find_variable(known, rules.renamed(table.name) or table.name)
         if found is not None and (found.dim, found.value_dtype) == (table.dim, table.value_dtype):
             own = [found, *(each for each in known.values() if each.slot_of == found.name)]
             taken |= {name for each in own for part in each.parts for name in part.tensor_names}
@@ -139,7 +143,7 @@ def _plan(
     awaited: Mapping[str, int],
 ) -> TablePlan:
     name = rules.renamed(table.name) or table.name
-    found = meant(known, name)
+    found = find_variable(known, name)
     if found is None:
         near = get_close_matches(name, known, n=3, cutoff=0.4) or list(known)[:3]
         raise MissingTensors(
