@@ -1,10 +1,11 @@
 """Write `variables/`: a new index under the served names, over shards that are hard links where possible.
 
-Each shard that holds a served tensor becomes one shard of the bundle: linked, copied or compacted. Their
-checksums come from the source's index. Tensors whose bytes change (casts, and rows that move between layouts
-of partitions) are written by the tasks of a `ShardJob`; so is everything in an object store. A large table is
-divided into ranges of rows, which become slices that RestoreV2 joins. A table that servers are to map has a
-shard of its own for each of its variables: what one file cannot be is a range of another.
+Each shard that holds a served tensor becomes one shard of the bundle: linked, copied or compacted; where less
+than an eighth of it is kept, compacted. Checksums come from the source's index. Tensors whose bytes change
+(casts, and rows that move between layouts of partitions) are written by the tasks of a `ShardJob`; so is
+everything in an object store. A large table is divided into ranges of rows, which become slices that
+RestoreV2 joins. A table that servers are to map has a shard of its own for each of its variables: what one
+file cannot be is a range of another.
 """
 
 from __future__ import annotations
@@ -43,6 +44,14 @@ _COPIES = 4  # at a time: they wait for disks more than for processors
 _WHY = "cast, or rows in another layout"
 _OWN_FILE = "tables to be mapped have files of their own"
 _IN_STORE = "the model is in an object store"
+_LEAST_SHARE = 8
+"""A shard is linked if an eighth of it is kept, or more.
+
+A link holds the rest on disk after the trainer has pruned it, and every copy of the version carries it. Adam
+and an average leave a quarter to what is served, AMSGrad beside them a fifth: such shards are linked. Below
+an eighth a copy writes less than an eighth of what the trainer wrote a moment ago to save the shard.
+"""
+LITTLE_KEPT = f"less than 1/{_LEAST_SHARE} is kept"
 
 
 class ShardOrigin(Enum):
@@ -54,14 +63,28 @@ class ShardOrigin(Enum):
     REWRITTEN = "rewritten"
 
 
+class ShardPlan(Struct, frozen=True):
+    """How a source shard gets into the bundle, why not by a link, its bytes there and in the checkpoint."""
+
+    source: Path
+    how: ShardOrigin
+    why: str
+    bytes_: int
+    source_bytes: int
+
+
 class ShardReport(Struct, frozen=True):
-    """One shard of the bundle: what it was made from (None: several), how, why not by a link, its bytes."""
+    """One shard of the bundle: what it was made from (None: several), how, why not by a link, its bytes.
+
+    `source_bytes` is the size of the source, or None.
+    """
 
     path: Path
     source: Path | None
     how: ShardOrigin
     why: str
     bytes_: int
+    source_bytes: int | None = None
 
 
 class Rounding(Struct, frozen=True):
@@ -223,8 +246,7 @@ class _Writer:
         self._made = made
         self._progress = progress
         self._kept = _extents_by_origin(self._verbatim)
-        mapped = (source for source in mapping.sources if source.is_mapped)
-        self._split = {extent.shard for source in mapped for extent in source.tensor.extents}
+        self._plans = plan_shards(mapping, prefix, data)
         self._moves = _job(mapping.catalog, moved, runner.task_bytes)
         self._num_shards = len(self._kept) + self._moves.tasks
         _require_few(self._num_shards, runner.task_bytes)
@@ -255,30 +277,23 @@ class _Writer:
         return VariablesReport(catalog, tuple(reports), work, self._moves.job, self._rounded)
 
     def _place(self, origin: _Origin, new: int) -> _Placed:
-        old, run = origin
-        source, size = self._catalog.shards[old], self._catalog.shard_sizes[old]
+        plan = self._plans[new]
+        source, size, how, why = plan.source, plan.source_bytes, plan.how, plan.why
         target = shard_path(self._prefix, new, self._num_shards)
-        why = f"--data {self._data.value}"
-        is_part = old in self._split and (run is None or run.size != size)
-        if is_part:  # a link would hold the tables' bytes a second time
-            why = _OWN_FILE
-        elif self._data in (DataMode.AUTO, DataMode.LINK):
+        if how is ShardOrigin.LINKED:
             why = link_shard(source, target, size=size, new_file=self._new_file)
-            if not why:
-                self._progress.advance(size)
-                return _Placed(ShardReport(target, source, ShardOrigin.LINKED, "", size), _renumber(new))
-            if self._data is DataMode.LINK:
+            if why and self._data is DataMode.LINK:
                 raise LinkRefused(f"{source} cannot be linked to {target.parent}", cause=why)
-        if self._data is DataMode.COPY and not is_part:
-            self._copy(source, target, [ByteRange(0, 0, size)], size)
-            return _Placed(ShardReport(target, source, ShardOrigin.COPIED, why, size), _renumber(new))
-        ranges = link.coalesce((extent.offset, extent.size) for extent in self._kept[origin])
-        self._copy(source, target, ranges, size)
-        kept = sum(piece.size for piece in ranges)
-        return _Placed(ShardReport(target, source, ShardOrigin.COMPACTED, why, kept), _relocate(new, ranges))
-
-    def _copy(self, source: Path, target: Path, ranges: Sequence[ByteRange], size: int) -> None:
-        link.copy_ranges(source, target, ranges, size=size, pool=self._pool, progress=self._progress)
+            how = ShardOrigin.COMPACTED if why else how
+        ranges = [ByteRange(0, 0, size)]
+        if how is ShardOrigin.COMPACTED:
+            ranges = link.coalesce((extent.offset, extent.size) for extent in self._kept[origin])
+        if how is ShardOrigin.LINKED:
+            self._progress.advance(size)
+        else:
+            link.copy_ranges(source, target, ranges, size=size, pool=self._pool, progress=self._progress)
+        bytes_ = sum(piece.size for piece in ranges)
+        return _Placed(ShardReport(target, source, how, why, bytes_, size), _relocate(new, ranges))
 
     def _move(self, stack: ExitStack) -> tuple[list[TensorRef], list[ShardReport]]:
         """Run the tasks that write the last shards; an error on the stack ends their job."""
@@ -298,6 +313,33 @@ class _Writer:
         return list(tensors_of(boxes)), reports
 
 
+def plan_shards(mapping: VariableMapping, target: Path, data: DataMode) -> list[ShardPlan]:
+    """The source shards that an export to `target` links or copies, in the order of the bundle's shards.
+
+    A link that the file system turns out not to allow becomes a compacted copy; with `data` LINK, an error.
+    """
+    mapped = (source for source in mapping.sources if source.is_mapped)
+    split = {extent.shard for source in mapped for extent in source.tensor.extents}
+    verbatim, _ = _divided(mapping, target)
+    catalog, plans = mapping.catalog, []
+    for (shard, run), extents in _extents_by_origin(verbatim).items():
+        size = catalog.shard_sizes[shard]
+        kept = sum(length for _, length in {(extent.offset, extent.size) for extent in extents})
+        if shard in split and (run is None or run.size != size):
+            how, why = ShardOrigin.COMPACTED, _OWN_FILE  # a link would hold the tables' bytes a second time
+        elif data in (DataMode.COPY, DataMode.COMPACT):
+            how = ShardOrigin.COPIED if data is DataMode.COPY else ShardOrigin.COMPACTED
+            why = f"--data {data.value}"
+        elif data is DataMode.AUTO and kept * _LEAST_SHARE < size:
+            how, why = ShardOrigin.COMPACTED, LITTLE_KEPT
+        else:
+            how, why = ShardOrigin.LINKED, ""
+        plans.append(
+            ShardPlan(catalog.shards[shard], how, why, kept if how is ShardOrigin.COMPACTED else size, size)
+        )
+    return plans
+
+
 def _extents_by_origin(sources: Iterable[TensorSource]) -> dict[_Origin, list[Extent]]:
     found: dict[_Origin, list[Extent]] = {}
     for source in sources:
@@ -313,10 +355,6 @@ def _moved(source: TensorSource, placed: dict[_Origin, _Placed]) -> TensorRef:
     tensor = source.tensor
     slices = tuple([SliceRef(part.spec, move(part.extent)) for part in tensor.slices])
     return TensorRef(source.key, tensor.dtype, tensor.shape, move(tensor.extent), slices)
-
-
-def _renumber(shard: int) -> Callable[[Extent], Extent]:
-    return lambda extent: Extent(shard, extent.offset, extent.size, extent.crc32c)
 
 
 def _relocate(shard: int, ranges: Sequence[ByteRange]) -> Callable[[Extent], Extent]:

@@ -31,9 +31,11 @@ from exporter.bundle.mapped_tables import (
 from exporter.bundle.saved_model_writer import keep_pair_alone, write_pair, write_saved_model
 from exporter.bundle.tables_in_8_bits import choose_for_8_bits
 from exporter.bundle.variables import (
+    ShardPlan,
     VariablesReport,
     as_rewritten,
     mapped_files,
+    plan_shards,
     size_of_work,
     write_variables,
 )
@@ -169,6 +171,15 @@ class Plan(Struct, frozen=True, dict=True):
             more, read = self.layout.index_job(self.rules.admission, most).size_of_work
             tasks, size = tasks + more, size + read
         return tasks, size
+
+    @cached_property
+    def shards(self) -> list[ShardPlan]:
+        """The checkpoint's shards that the version links or copies; a checkpoint of archives has none."""
+        if not self.catalog.is_bundle:
+            return []
+        own = set(self.catalog.shards)  # what indexes the tables by keys is not there yet
+        planned = plan_shards(self.mapping, self.request.out, self.request.data)
+        return [shard for shard in planned if shard.source in own]
 
     @property
     def ignored(self) -> tuple[Extra, ...]:
