@@ -27,8 +27,9 @@ from exporter.options import ExportRequest
 from exporter.pipeline import incremental
 from exporter.pipeline.incremental import ExportedDelta, Incremental, IncrementalPlan, plan_incremental
 from exporter.pipeline.trainer_state import MARKER_SECONDS
-from exporter.pipeline.watch_loop import Arrivals, Poll, Watching, follow, is_for_a_person
+from exporter.pipeline.watch_loop import Poll, Watching, follow, is_for_a_person
 from exporter.publish.permission import Permission, hold_in_force
+from exporter.storage.arrivals import Arrivals
 from exporter.storage.local_paths import quoted
 from exporter.terminal.edge import outlived, until_interrupted, watch_ended
 from exporter.terminal.output import Output, escape, labelled

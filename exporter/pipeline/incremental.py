@@ -61,13 +61,13 @@ from exporter.pipeline.overlay_room import OverlaidRows, asked_room
 from exporter.pipeline.same_graph import SameGraph, check_same_graph
 from exporter.pipeline.table_deltas import has_room, ordinary, table_changes, without_index
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
-from exporter.pipeline.watch_loop import Arrivals
 from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
 from exporter.publish.delta_log import DeltaLog, log_of, read_log
 from exporter.publish.delta_publication import Publication, count_rows, publish_changes
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from exporter.publish.versions import VersionDir, newest_of, newest_version, version_dirs
 from exporter.storage import mirror
+from exporter.storage.arrivals import Arrivals
 from exporter.storage.files import writing
 from exporter.storage.layout import CACHES_DIRECTORY, CHECKED_DIRECTORY, HASHES_DIRECTORY
 from exporter.terminal.progress import ProgressFactory, no_progress

@@ -9,14 +9,11 @@ lifting it needs no command to the watch.
 from __future__ import annotations
 
 import math
-import os
 import re
-import select
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 from msgspec import Struct
 
@@ -36,62 +33,7 @@ from exporter.errors import (
     VersionExists,
 )
 from exporter.options import FOLLOWING, Option, given
-from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY, INCREMENTS_DIRECTORY
 from exporter.terminal.progress import count
-
-_MOVED_TO = 0x80  # IN_MOVED_TO of <sys/inotify.h>
-_QUIET_S = 0.003
-"""A save renames several files; what comes within so short a time is one arrival."""
-_LONGEST_BURST_S = 0.05  # a trainer that never pauses must not keep the watch from looking
-_BUFFER_BYTES = 1 << 16
-
-
-class Arrivals:
-    """Sleeps beside some directories, which need not exist yet."""
-
-    def __init__(self, directories: Sequence[Path]) -> None:
-        self._directories = directories
-        self._libc, self._events = _inotify()
-
-    @classmethod
-    def of_trainer(cls, ckpt_dir: Path) -> Arrivals:
-        """Beside what a trainer writes into its checkpoint directory."""
-        increments = (INCREMENTS_DIRECTORY, DEEPREC_INCREMENTS_DIRECTORY)
-        return cls([ckpt_dir, *(ckpt_dir / name for name in increments)])
-
-    def sleep(self, seconds: float) -> None:
-        """Return when something has arrived, or when so many seconds are over."""
-        if self._libc is None:
-            time.sleep(seconds)
-            return
-        for directory in self._directories:  # asked again, one that is known costs a call to the system
-            self._libc.inotify_add_watch(self._events, os.fsencode(directory), _MOVED_TO)
-        if self._arrives(seconds):
-            until = time.monotonic() + _LONGEST_BURST_S
-            while self._arrives(_QUIET_S) and time.monotonic() < until:
-                pass
-
-    def _arrives(self, seconds: float) -> bool:
-        if not select.select([self._events], [], [], seconds)[0]:
-            return False
-        os.read(self._events, _BUFFER_BYTES)
-        return True
-
-    def __del__(self) -> None:
-        if self._events >= 0:
-            os.close(self._events)
-
-
-def _inotify() -> tuple[Any, int]:
-    """The C library and a descriptor to read events from; None and -1 if the kernel cannot be asked."""
-    import ctypes
-
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "inotify_init1"):
-        return None, -1
-    descriptor = int(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
-    return (libc, descriptor) if descriptor >= 0 else (None, -1)
-
 
 T = TypeVar("T")
 
