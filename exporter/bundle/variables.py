@@ -578,15 +578,6 @@ def why_not_mapped(source: TensorSource) -> str:
     return ""
 
 
-def over_bundle(mapping: VariableMapping, bundle: Catalog) -> VariableMapping:
-    """The mapping with the values of a bundle that holds its variables as they are served already."""
-    sources = (
-        replace(source, tensor=bundle.tensors[source.key], cast=None, gather_parts=0, scatter_parts=0)
-        for source in mapping.sources
-    )
-    return replace(mapping, catalog=bundle, sources=tuple(sources))
-
-
 def mapped_files(mapping: VariableMapping, written: Catalog) -> dict[str, str]:
     """The file that is each mapped variable (by node), as it lies in `variables/`."""
     found = {}

@@ -529,7 +529,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
             keep_pair_alone(staging.path)
         if base is not None and state.increments is not None:
             scratch = staging.path.with_name("scratch")
-            laid = lay_increments_over(base.entry, state.increments, mapping, staging.path, scratch)
+            laid = lay_increments_over(base, state.increments, staging.path, scratch)
             variables = replace(laid, rounded=variables.rounded)  # the checkpoint's rows; increments are few
             if tables.files:  # they are other shards now, whose names the graph holds
                 tables = _mapped_tables(planned, place, variables, mapped_counter(graph) if base else "")

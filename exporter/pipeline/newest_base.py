@@ -8,41 +8,38 @@ would be a step back: there the increments are applied on top of the staged vari
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
 
-import numpy as np
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from exporter.bundle.made_up_requests import made_up_requests
-from exporter.bundle.variables import (
-    ShardOrigin,
-    ShardReport,
-    VariablesReport,
-    over_bundle,
-    write_variables,
-)
+from exporter.bundle.variables import ShardOrigin, ShardReport, VariablesReport
 from exporter.bundle.warmup import MAX_RECORDS, WarmupRequest, parse_request
-from exporter.catalog import Catalog
-from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
-from exporter.delta.format import ChangeKind, Schema, ServedVariable
+from exporter.checkpoint.tensor_bundle import read_catalog
+from exporter.delta.delta_files import read_tensors, write_delta
+from exporter.delta.format import DeltaHeader
+from exporter.delta.newest_rows import fold_whole, merge_changes, needs_folding
 from exporter.delta.row_reader import served_in
-from exporter.delta.snapshot import Array, Snapshot
+from exporter.delta.snapshot import Snapshot
 from exporter.errors import NotServable, UsageError
 from exporter.graph.cast_variables import cast_variables
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
 from exporter.increments.trained import TrainerVersion
+from exporter.jobs.runner import LOCAL
 from exporter.mapping.build import VariableMapping
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.options import Updates
+from exporter.pipeline.base_merger import BaseMerger
 from exporter.pipeline.table_deltas import told_changes
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
 from exporter.publish.commit import ReservedPosition
 from exporter.publish.manifest import BaseEntry
 from exporter.storage.files import writing
-from exporter.storage.layout import VARIABLES_DIRECTORY, VARIABLES_PREFIX
+from exporter.storage.layout import DELTA_NAME, VARIABLES_DIRECTORY, VARIABLES_PREFIX
 from exporter.subgraph.make_updatable import (
     NO_OVERLAYS,
     IncrementalOptions,
@@ -50,7 +47,6 @@ from exporter.subgraph.make_updatable import (
     make_updatable,
     schema_of,
 )
-from exporter.verify.version_files import verify_bytes
 
 
 class UpdatableBase(Struct, frozen=True):
@@ -167,35 +163,6 @@ def as_served(graph: InferenceGraph, mapping: VariableMapping) -> tuple[Inferenc
     return replace(graph, meta_graph=meta_graph, variables=variables), replace(mapping, sources=sources)
 
 
-_CHUNK_BYTES = 4 << 20
-
-
-def write_merged(mapping_spec: MappingSpec, schema: Schema, state: Snapshot, bundle: Path) -> None:
-    """Write `variables/` of a bundle with the values of a state, which the caller has checked."""
-    prefix = bundle / VARIABLES_PREFIX
-    prefix.parent.mkdir()
-    variables = {variable.name: variable for variable in schema.variables}
-    with BundleWriter(prefix) as writer:
-        for source in mapping_spec.sources():
-            if not source.variables:  # the keys or values of a lookup table
-                writer.add(source.key, state.whole(source.key))
-            for part in source.variables:
-                variable, box = variables[part.served_name], part.part and source.stored(part.part)
-                if variable.kind is ChangeKind.DENSE:
-                    writer.add(source.key, state.whole(variable.name), box)
-                else:
-                    rows = row_blocks(state, variable)
-                    writer.add_chunks(source.key, variable.dtype, variable.shape, rows, box)
-
-
-def row_blocks(state: Snapshot, variable: ServedVariable) -> Iterator[Array]:
-    """The rows of a table, a bounded number at a time."""
-    row_bytes = max(1, int(np.prod(variable.shape[1:])) * variable.dtype.numpy.itemsize)
-    step = max(1, _CHUNK_BYTES // row_bytes)
-    for start in range(0, variable.shape[0], step):
-        yield state.rows(variable.name, start, min(start + step, variable.shape[0]))
-
-
 class BaseState(Struct, frozen=True):
     """The trainer's state that a base begins with; `increments` are not in its staged variables yet."""
 
@@ -225,35 +192,40 @@ def newest_state(
 
 
 def lay_increments_over(
-    entry: BaseEntry, trainer: TrainerState, mapping: VariableMapping, bundle: Path, scratch: Path
+    base: UpdatableBase, trainer: TrainerState, bundle: Path, scratch: Path
 ) -> VariablesReport:
     """Write the staged variables of a base once more, with the trainer's increments applied on top.
 
-    Memory is bounded; what was staged goes to `scratch`. Tables that `mapping` maps get files of their own
-    again.
+    Memory is bounded; what was staged goes to `scratch`. Mapped tables get files of their own again.
+
+    Raises:
+        CorruptFile: a staged value, or an increment, is damaged.
     """
-    before = scratch / "full"
+    before, prefix = scratch / "full", scratch / DELTA_NAME
     with writing(bundle):
         before.mkdir()
         (bundle / VARIABLES_DIRECTORY).rename(before / VARIABLES_DIRECTORY)
+    spec, schema = base.entry.mapping_spec, base.entry.schema
     staged = read_catalog(before / VARIABLES_PREFIX)
-    verify_bytes(staged)
-    spec, schema = entry.mapping_spec, entry.schema
-    stored = {found.name: found for source in spec.sources() for found in served_in(staged, source)}
-    told = told_changes(spec, schema, Snapshot(stored), trainer, None)
-    state = Snapshot(stored, (*trainer.layers(), told))
-    is_mapped = any(source.is_mapped for source in mapping.sources)
-    merged = scratch / "merged" if is_mapped else bundle
-    with writing(merged):
-        merged.mkdir(exist_ok=True)
-        write_merged(spec, schema, state, merged)
-    written = read_catalog(merged / VARIABLES_PREFIX)
-    if is_mapped:
-        written = write_variables(over_bundle(mapping, written), bundle).catalog
-    return _report(written)
-
-
-def _report(written: Catalog) -> VariablesReport:
+    full = Snapshot({found.name: found for source in spec.sources() for found in served_in(staged, source)})
+    full.check(name for table in spec.dynamic for name in table.keys[:-1])  # rows are placed by the index
+    layers = (*trainer.layers(), told_changes(spec, schema, full, trainer, None))
+    state = Snapshot(full.stored, layers)
+    if needs_folding(layers, schema):
+        layers = fold_whole(layers, schema, full)
+    position = base.place.position
+    header = DeltaHeader(base.lineage, schema.digest, position, position + 1, trainer.plan.step)
+    with writing(scratch):
+        write_delta(prefix, schema, header, merge_changes(layers, schema, scratch))
+    mapped = {
+        part.served_name for source in base.mapping.sources if source.is_mapped for part in source.variables
+    }
+    deltas = [read_tensors(prefix, schema)]
+    # By threads of this process: workers elsewhere do not see what is staged here.
+    merger = BaseMerger(bundle, spec, schema, full.stored, deltas, task_bytes=LOCAL.task_bytes, mapped=mapped)
+    with writing(bundle), ExitStack() as stack:
+        merger.write(stack, LOCAL, lambda: state)
+    written = read_catalog(bundle / VARIABLES_PREFIX)
     why = "increments applied on top of the checkpoint"
     sizes = zip(written.shards, written.shard_sizes, strict=True)
     shards = (ShardReport(path, None, ShardOrigin.REWRITTEN, why, size) for path, size in sizes)
