@@ -21,7 +21,8 @@ from exporter.cli.documents.exported import Export, ExportPlan, Variable
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import Extra, ExtraKind, TensorSource
 from exporter.options import Verify
-from exporter.pipeline.full import Exported, Plan, served_at
+from exporter.pipeline.full import Exported, Plan
+from exporter.pipeline.full_plan import served_at
 from exporter.pipeline.inspection import signatures_of
 from exporter.storage import mirror
 from exporter.storage.local_paths import quoted

@@ -21,13 +21,13 @@ from msgspec.structs import replace
 from exporter.bundle.mapped_tables import move_tries
 from exporter.catalog import Catalog, SliceSpec
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.delta.spans import Position, Span
+from exporter.delta.merge_base import BaseMerger
+from exporter.delta.spans import Position, merged
 from exporter.errors import CorruptFile, ManifestError
 from exporter.graph.saved_model import read_saved_model
 from exporter.jobs.shard_job import stored_runs
 from exporter.options import LOCALLY, Jobs
-from exporter.pipeline.base_merger import BaseMerger
-from exporter.pipeline.log_maintenance import past_given_up, position_of_merger, runner_for, undisturbed
+from exporter.pipeline.log_maintenance import position_of_merger, runner_for, skip_abandoned, undisturbed
 from exporter.pipeline.restoration import approved_by_canary
 from exporter.publish.commit import PublishedVersion, ReservedPosition, Staging, publish_version
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogBase, LogDelta
@@ -73,7 +73,7 @@ class Rebasing(Struct, frozen=True):
 
 
 def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebasing | None:
-    """What `rebase` would do now; the deltas are read and checked, the base's values are not.
+    """Return what `rebase` would do now; the deltas are read and checked, the base's values are not.
 
     Raises:
         ModelHeld, CheckpointError, PositionMoved: as `rebase`.
@@ -87,7 +87,7 @@ def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebasing | No
             return None
         log.state(at.position)
         chain = log.chain(log.base.at.position, at.position)
-        _require_finite(log, chain)
+        require_merger_finite(log, chain, merged(chain))
         position = position_of_merger(log, model / str(at.position)) if at == log.at else at.position
         path, deltas = model / str(position), len(chain) + (position != at.position)
         tasks = _merger(log, chain, path, jobs).tasks
@@ -131,11 +131,11 @@ def _rebase(
     if base.at.position >= newest.at.position:
         return None
     if newest.at == log.at:
-        log = past_given_up(log, model / str(newest.at.position))
+        log = skip_abandoned(log, model / str(newest.at.position))
         newest = _newest_approved(log)
     at, trained = newest.at, newest.entry.trained
     chain = log.chain(base.at.position, at.position)
-    _require_finite(log, chain)
+    require_merger_finite(log, chain, merged(chain))
     with Staging(model) as staging, writing(staging.path), ExitStack() as stack:
         merger = _merger(log, chain, staging.path, jobs)
         with progress("merging", merger.bytes_) as bar:
@@ -165,13 +165,8 @@ def _rebase(
         return Rebased(published, len(chain), merger.tasks)
 
 
-def _require_finite(log: DeltaLog, chain: Sequence[LogDelta]) -> None:
-    """Refuse a base with values that servers of the base before have refused."""
-    require_merger_finite(log, chain, Span(chain[0].start, chain[-1].end))
-
-
 def _merger(log: DeltaLog, chain: Sequence[LogDelta], bundle: Path, jobs: Jobs) -> BaseMerger:
-    """What writes the variables of the log's base with deltas applied on top."""
+    """Return the writer of the base's variables with the deltas of `chain` applied on top."""
     return BaseMerger(
         bundle,
         log.base.entry.mapping_spec,
@@ -190,7 +185,7 @@ def _mapped_tables(base: LogBase) -> tuple[MappedTable, ...]:
 
 
 def _mapped_again(base: LogBase, written: Catalog, position: int) -> MappedRecord | None:
-    """What servers map of the new base: the same tables, from other files, under another id."""
+    """Return the record of the new base's mapped tables: the same ones, in other files, with another id."""
     record = base.manifest.mapped
     if record is None or not record.tables:
         return record
@@ -211,7 +206,7 @@ def _mapped_again(base: LogBase, written: Catalog, position: int) -> MappedRecor
 
 
 def _newest_approved(log: DeltaLog) -> LogBase | LogDelta:
-    """What leads to the newest position that no canary has yet to approve, nor has failed."""
+    """Return the base or delta that leads to the newest position; under a canary, to the newest approved."""
     approved = approved_by_canary(log)
     return log.newest if approved is None or approved >= log.at.position else log.standing(approved)
 
@@ -219,7 +214,7 @@ def _newest_approved(log: DeltaLog) -> LogBase | LogDelta:
 def _copy_graph(
     log_base: LogBase, bundle: Path, position: int, step: int, mapped: MappedRecord | None
 ) -> None:
-    """Copy everything of a base but its variables, at another position, with other files to map."""
+    """Copy a base without its variables, for another position, and other files to map."""
     base = log_base.path
     for file in log_base.manifest.files:  # the new manifest would vouch for what is damaged here
         if not file.path.startswith(f"{VARIABLES_DIRECTORY}/"):
@@ -248,7 +243,7 @@ def _copy_graph(
 
 
 def _first_position(saved_model: Proto) -> Proto | None:
-    """The node that holds the base's position: in the scope of the update signature, whatever that is called.
+    """Find the constant with the base's position, in the scope of the update signature; None without one.
 
     The subgraph gets another scope where the user's own model has one called `incremental`.
     """

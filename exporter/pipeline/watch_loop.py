@@ -55,7 +55,7 @@ _UNIT_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class WatchProgress(Struct, frozen=True):
-    """Where a watch stands: what it has published, the step that is published, and the seconds it took.
+    """Where a watch stands: how many publications it made, the published step, and its seconds so far.
 
     `step` is None while nothing is known to be published; `idle_seconds` counts since the last publication,
     or since the watch began.
@@ -68,7 +68,7 @@ class WatchProgress(Struct, frozen=True):
 
 
 def parse_duration(option: str, text: str) -> float:
-    """Seconds from `90`, `90s`, `15m`, `2h` or `1d`."""
+    """Parse `90`, `90s`, `15m`, `2h` or `1d` into seconds."""
     match = _DURATION.fullmatch(text)
     if match is None:
         raise UsageError(f"{option} {text!r} is not a duration", hint="as in 90 (seconds), 15m, 2h, 1d")
@@ -124,7 +124,7 @@ class StopWhen(Struct, frozen=True, repr_omit_defaults=True):
         return progress.count >= self.count or is_at_step or self.seconds_left(progress) <= 0
 
     def why(self, progress: WatchProgress) -> str:
-        """What ended a watch, for people."""
+        """Return the sentence that says which limit ended a watch."""
         if progress.count >= self.count:
             return f"{count(progress.count, 'publication')}, as --stop-count says"
         if progress.step is not None and progress.step >= self.step:
@@ -134,7 +134,7 @@ class StopWhen(Struct, frozen=True, repr_omit_defaults=True):
         return f"{self.after_seconds:g} s are over, as --stop-after says"
 
     def seconds_left(self, progress: WatchProgress) -> float:
-        """Until the watch ends if nothing more is published; infinite without such a limit."""
+        """Return the seconds until the watch ends without another publication; inf without such a limit."""
         return min(self.after_seconds - progress.seconds, self.idle_seconds - progress.idle_seconds)
 
 
@@ -159,17 +159,17 @@ class Watching(Struct, frozen=True, repr_omit_defaults=True):
         given.take(self)
 
     def pause_seconds(self, progress: WatchProgress, failures: int) -> float:
-        """Until the next look; longer after each of several failures in a row, and never past the end."""
+        """Return the seconds until the next look: more after each failure in a row, never past the end."""
         slower = min(self.interval_seconds * 2.0 ** min(failures, 30), _LONGEST_PAUSE_SECONDS)
         return max(0.0, min(max(self.interval_seconds, slower), self.stop.seconds_left(progress)))
 
 
 EVERY_SECOND = Watching()
-"""Until something else ends it."""
+"""Look every second, until an error or an interrupt ends the watch."""
 
 
 class Poll(Struct, Generic[T], frozen=True):
-    """What one look led to: `done` is what was published, None if there was nothing new to publish.
+    """The result of one look: `done` is what was published, None if there was nothing new.
 
     `step` is the training step of what is published now.
     """
@@ -192,11 +192,10 @@ def follow(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[T]:
-    """What each look publishes, until the watch ends; `tell` gets errors that it outlives, each once.
+    """Look again and again until the watch ends, and yield what each look publishes.
 
-    `ended` gets the reason why the watch ends, unless an error ends it.
-
-    When the time is over, one last look is taken.
+    `tell` gets each error that the watch outlives, once; `ended` the reason why it ends, unless an error ends
+    it. When the time is over, one last look is taken.
 
     Raises:
         ExportError: one that needs a person; or, when the watch ends, the last look's failure.

@@ -63,7 +63,7 @@ class BaseMerger:
 
     @property
     def bytes_(self) -> int:
-        """Bytes that tasks read."""
+        """How many bytes the tasks read."""
         return self._job.bytes_
 
     def write(
@@ -85,7 +85,7 @@ class BaseMerger:
         index_path(self._prefix).write_bytes(encode_index(tensors, self.tasks + others))
 
     def _places(self, task_bytes: int) -> Iterator[Place[str]]:
-        """What tasks write, by the names of variables."""
+        """Yield the sections that tasks write, by the names of variables."""
         for source in self._sources:
             if not source.variables:  # the keys or values of a lookup table
                 yield from self._copied(source.key, source.key, None)
@@ -107,7 +107,7 @@ class BaseMerger:
                 yield from (Place(section, variable.name, alone=is_mapped) for section in sections)
 
     def _copied(self, name: str, key: str, part: SliceSpec | None) -> Iterator[Place[str]]:
-        """What is served whole: as the newest delta has it, else the base."""
+        """Yield a section that copies a whole value, of the newest delta or the base; note what has none."""
         copied = newest_value(name, self._deltas) if not self._variables[name].is_table else None
         reader = self._stored[name]
         if copied is None and reader.extent is not None:
@@ -119,7 +119,7 @@ class BaseMerger:
             yield copied_value(name, copied, self._files)
 
     def _runs(self, variable: ServedVariable) -> list[tuple[int, Range]]:
-        """The rows of a table as runs of whole rows in the base; none if they do not lie so."""
+        """Return a table's rows as runs (count, range) of whole rows in the base; [] if there are none."""
         reader = self._stored[variable.name]
         tensor, box = reader.tensor, reader.box
         if reader.order != SliceOrder() or reader.dtype is not tensor.dtype or not _has_whole_rows(box):
@@ -143,7 +143,7 @@ class BaseMerger:
         return runs if at == end else []
 
     def _write_left(self, state: Callable[[], Snapshot]) -> Iterator[tuple[str, DType, SliceRef]]:
-        """Write the shard of what no task writes; its tensors by key, dtype and box."""
+        """Write the shard of values that no task writes; yield its tensors by key, dtype and box."""
         aside = self._prefix.with_name("left")
         values = state()
         with BundleWriter(aside) as writer:
@@ -167,7 +167,7 @@ class BaseMerger:
                 yield tensor.name, tensor.dtype, SliceRef(part_.spec, extent)
 
     def _boxes(self, placed: Sequence[Placed[str]]) -> Iterator[tuple[str, DType, SliceRef]]:
-        """What tasks wrote, by key, dtype and box."""
+        """Yield the tensors that tasks wrote, by key, dtype and box."""
         found: dict[str, list[Placed[str]]] = defaultdict(list)
         for each in placed:
             found[each.place.what].append(each)
@@ -182,7 +182,7 @@ class BaseMerger:
                     yield source.key, self._variables[name].dtype, SliceRef(box, each.extents[0])
 
     def _shape(self, each: Placed[str], name: str) -> tuple[int, ...]:
-        """The shape of a variable; of the contents of a lookup table that which they have now."""
+        """Return a variable's shape; the contents of a lookup table have that of the value written."""
         variable, copied = self._variables[name], each.place.copied
         if variable.contents is None or copied is None:
             return variable.shape
