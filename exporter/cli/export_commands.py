@@ -29,7 +29,6 @@ from exporter.pipeline.incremental import ExportedDelta, Incremental, Incrementa
 from exporter.pipeline.trainer_state import MARKER_SECONDS
 from exporter.pipeline.watch_loop import Poll, Watching, follow, is_for_a_person
 from exporter.publish.permission import Permission, hold_in_force
-from exporter.storage.arrivals import Arrivals
 from exporter.storage.local_paths import quoted
 from exporter.terminal.edge import outlived, until_interrupted, watch_ended
 from exporter.terminal.output import Output, escape, labelled
@@ -137,6 +136,7 @@ def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dr
         _once(request, sink, how)
     else:
         from exporter.graph.origin import check_named
+        from exporter.storage.arrivals import Arrivals
 
         check_named(request.model)
         tell, ended = partial(outlived, sink), partial(watch_ended, sink)

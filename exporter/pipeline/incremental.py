@@ -67,7 +67,6 @@ from exporter.publish.delta_publication import Publication, count_rows, publish_
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from exporter.publish.versions import VersionDir, newest_of, newest_version, version_dirs
 from exporter.storage import mirror
-from exporter.storage.arrivals import Arrivals
 from exporter.storage.files import writing
 from exporter.storage.layout import CACHES_DIRECTORY, CHECKED_DIRECTORY, HASHES_DIRECTORY
 from exporter.terminal.progress import ProgressFactory, no_progress
@@ -411,6 +410,8 @@ def _planned(
     planned = plan_incremental(request, versions, is_watching=is_watching, marker_seconds=marker_seconds)
     if is_watching or not planned.trainer.awaits_marker:
         return planned
+    from exporter.storage.arrivals import Arrivals  # few deltas wait for anything
+
     arrivals = Arrivals.of_trainer(planned.trainer.catalog.prefix.parent)
     while planned.trainer.awaits_marker:
         arrivals.sleep(_MARKER_POLL_S)
