@@ -155,7 +155,7 @@ def _is_mod(ref: TensorRef, strategy: PartitionStrategy | None) -> bool:
 
 Array = np.ndarray[Any, Any]
 
-_ROWS_AT_ONCE = 1 << 16
+_ROWS_AT_ONCE = 1 << 16  # of rows of 1 KiB each side holds 64 MiB in memory
 
 
 class TableDifference(Struct, frozen=True):

@@ -149,7 +149,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
             permission=permission(request),
             permit=(lambda: None) if request.again else permit,
         )
-    if staged.entry is not None:
+    if staged.entry is not None:  # caches beside the log: after the base is there, losing them costs time
         from exporter.pipeline.newest_base import note_sources
 
         note_sources(staged.plan, published, staged.entry)

@@ -283,7 +283,7 @@ def _target_notes(model: Path) -> tuple[str, ...]:
     return ()
 
 
-_LARGEST_TABLE_BYTES = 64 << 20
+_LARGEST_TABLE_BYTES = 64 << 20  # each delta may hold all of a lookup table, which servers read in one piece
 
 
 def _base_notes(request: ExportRequest, graph: InferenceGraph, mapping: VariableMapping) -> tuple[str, ...]:

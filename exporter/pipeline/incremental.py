@@ -306,6 +306,7 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         what = Publication(span, plan.step, made, trained, rounded=found.rounded, packing=packing)
         check = _verify_bytes if planned.request.verify is Verify.BYTES else None
         published = publish_changes(log, staging, found.changes, what, last=log.at.position, check=check)
+        # Inside the staging: changes may lie in its scratch files.
         _keep_for_next_time(planned, found, overlaid, published.manifest.state_id)
     rows = count_rows(without_index(found.changes, log.base.entry.mapping_spec))
     variables = len(found.changes)

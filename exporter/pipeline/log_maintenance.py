@@ -166,7 +166,7 @@ def merge_run(
         how = UnderLock(permit=lambda now: require_on_way(now, what.span))
         try:
             published = publish_written(log, staging, rows, what, last=None, under_lock=how)
-        except PositionMoved:
+        except PositionMoved:  # another process tidied at the same time
             return None
         return Merged(tuple(run), what.span, published.path, merger.tasks, published)
 
@@ -298,7 +298,7 @@ def rollback(model: Path, to: int, *, reason: str | None = None, if_canary: bool
     with _operating(model) as (restorer, staging):
         _require_canary(restorer.hold, to, if_canary)
         asked = replace(restorer.rollback_of(to), reason=reason, by_canary=if_canary)
-        with restorer.hold.put_back_on_failure(staging):
+        with restorer.hold.put_back_on_failure(staging):  # the hold comes before the values
             done = restorer.publish(asked, staging)
         position, values = done.manifest.position, Position(to, done.manifest.step)
         return RollbackResult(restorer.at, values, done.path, position, position, published=done)

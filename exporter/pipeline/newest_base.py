@@ -64,6 +64,7 @@ def make_base(staged: Staged, updates: Updates, beyond: int) -> None:
     """
     planned, request = staged.plan, staged.plan.request
     trained = _find_state(staged, beyond)
+    # Now, as the graph holds the number; publishing fails if another takes it meanwhile.
     place = staged.place = reserve_position(request.out, staged.step)
     graph, staged.mapping = as_served(planned.graph, planned.mapping)
     schema, staged.lineage = schema_of(graph), secrets.token_hex(16)
@@ -153,7 +154,7 @@ def merge_increments(
     The increments become one delta in `scratch`, where the old variables go, too. Memory is bounded.
     """
     before, prefix = scratch / "full", scratch / DELTA_NAME
-    with writing(bundle):
+    with writing(bundle):  # a rename: nothing that is staged is copied
         before.mkdir()
         (bundle / VARIABLES_DIRECTORY).rename(before / VARIABLES_DIRECTORY)
     spec, schema, catalog = entry.mapping_spec, entry.schema, read_catalog(before / VARIABLES_PREFIX)

@@ -30,6 +30,7 @@ def write_values(staged: Staged) -> None:
         # The new bundle is on this machine alone, so its keys are indexed here, too.
         data, indexer = DataMode.AUTO, Runner(task_bytes=runner.task_bytes)
     index_tasks, index_bytes = _write_indexes(staged, indexer)
+    # Indexes first: they are sources of this mapping, linked like the checkpoint's own shards.
     with staged.progress("variables", staged.plan.mapping.bytes_) as bar:
         made = staged.bundle.parent
         variables = write_variables(

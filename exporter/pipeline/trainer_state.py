@@ -124,6 +124,7 @@ def read_trainer(
     digest = catalog.index_digest or index_digest(catalog.prefix)
     full = CheckpointId(catalog.prefix.name, catalog.step or 0, digest)
     history = read_history(catalog.prefix.parent)
+    # A directory is DeepRec's where no hook of ours has written increments that concern this checkpoint.
     is_ours = history.leads_on_from(full) or bool(history.markers_of(full))
     deeprec = None if is_ours else read_increment(catalog)
     awaits_marker = False

@@ -49,7 +49,7 @@ _FOR_A_PERSON = (
     UnsafeArchive,
     UnsupportedFormat,
 )
-_LONGEST_PAUSE_SECONDS = 30.0
+_LONGEST_PAUSE_SECONDS = 30.0  # however often it failed: whoever mends the cause waits for the next look
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", re.ASCII)
 _UNIT_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
