@@ -16,8 +16,11 @@ from exporter.increments.trained import TrainerVersion
 from exporter.options import Updates
 from exporter.pipeline.newest_base import merge_increments
 from exporter.pipeline.trainer_state import read_trainer
+from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import BaseEntry
 from exporter.storage.layout import VARIABLES_PREFIX
+from tests.support.agents import Published, publishing
+from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, served_now
 
 
@@ -73,3 +76,23 @@ def test_a_damaged_checkpoint_is_found_while_it_is_merged(tmp_path: Path) -> Non
         shard.write(bytes([byte ^ 1]))
     with pytest.raises(CorruptFile):
         merge_increments(base.entry, base.state, base.bundle, base.scratch)
+
+
+@pytest.mark.landing
+def test_a_new_log_begins_at_the_increments_in_a_store_as_at_a_path(tmp_path: Path, url: str) -> None:
+    local = Published(tmp_path)
+    trainer, pulled = local.trainer, tmp_path / "pulled"
+    stored = [*publishing(trainer.directory, Path("URL"), local.graph), "--incr"]
+    stored[stored.index("URL")] = url
+    for _ in range(2):
+        assert export_model(*stored).code == 0
+        local.publish()
+    other = ("--cast", "s/users=bfloat16", "--full-on-mismatch")
+    for arguments in (stored, local.arguments()):
+        done = export_model(*arguments, *other, "--json")
+        assert done.code == 0, done.err
+        assert "bytes_rewritten" in done.document, "a base"
+    assert export_model("pull", url, pulled).code == 0
+    assert read_log(pulled).at.step == read_log(local.model).at.step
+    assert export_model("diff", pulled, local.model, "--exit-code").code == 0
+    assert export_model("verify", pulled, "--bytes").code == 0
