@@ -64,27 +64,22 @@ class ShardOrigin(Enum):
 
 
 class ShardPlan(Struct, frozen=True):
-    """How a source shard gets into the bundle, why not by a link, its bytes there and in the checkpoint."""
+    """How a shard of the bundle is made: its source, the way, why not a link, its bytes and the source's.
 
-    source: Path
-    how: ShardOrigin
-    why: str
-    bytes_: int
-    source_bytes: int
-
-
-class ShardReport(Struct, frozen=True):
-    """One shard of the bundle: what it was made from (None: several), how, why not by a link, its bytes.
-
-    `source_bytes` is the size of the source, or None.
+    A shard that is made of several, by tasks, has no source.
     """
 
-    path: Path
     source: Path | None
     how: ShardOrigin
     why: str
     bytes_: int
-    source_bytes: int | None = None
+    source_bytes: int = 0
+
+
+class ShardReport(ShardPlan, frozen=True, kw_only=True):
+    """A shard of the bundle."""
+
+    path: Path
 
 
 class Rounding(Struct, frozen=True):
@@ -278,7 +273,7 @@ class _Writer:
 
     def _place(self, origin: _Origin, new: int) -> _Placed:
         plan = self._plans[new]
-        source, size, how, why = plan.source, plan.source_bytes, plan.how, plan.why
+        source, size, how, why = self._catalog.shards[origin.shard], plan.source_bytes, plan.how, plan.why
         target = shard_path(self._prefix, new, self._num_shards)
         if how is ShardOrigin.LINKED:
             why = link_shard(source, target, size=size, new_file=self._new_file)
@@ -293,7 +288,7 @@ class _Writer:
         else:
             link.copy_ranges(source, target, ranges, size=size, pool=self._pool, progress=self._progress)
         bytes_ = sum(piece.size for piece in ranges)
-        return _Placed(ShardReport(target, source, how, why, bytes_, size), _relocate(new, ranges))
+        return _Placed(ShardReport(source, how, why, bytes_, size, path=target), _relocate(new, ranges))
 
     def _move(self, stack: ExitStack) -> tuple[list[TensorRef], list[ShardReport]]:
         """Run the tasks that write the last shards; an error on the stack ends their job."""
@@ -307,7 +302,7 @@ class _Writer:
             is_verbatim = all(place.section.is_verbatim for place in places)
             is_copied = is_verbatim and mirror.is_remote(target)
             how, why = (ShardOrigin.COMPACTED, _IN_STORE) if is_copied else (ShardOrigin.REWRITTEN, _WHY)
-            reports.append(ShardReport(target, None, how, why, receipt.written))
+            reports.append(ShardReport(None, how, why, receipt.written, path=target))
         self._rounded = _rounded(shards.placed)
         boxes = (box for placed in shards.placed for box in boxes_written(placed))
         return list(tensors_of(boxes)), reports

@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec.structs import asdict
 
 from exporter.bundle.mapped_tables import LEAST_BYTES
-from exporter.bundle.variables import LITTLE_KEPT, ShardOrigin, ShardPlan, ShardReport
+from exporter.bundle.variables import LITTLE_KEPT, ShardOrigin, ShardPlan
 from exporter.catalog import Catalog, TensorRef
 from exporter.cli.documents import Checkpoint, Status, TensorGroup
 from exporter.cli.documents import exported as documents
@@ -157,9 +157,7 @@ def _next(model: Path) -> str:
     return f"serve-model run {quoted(model)}"
 
 
-def _plan(
-    planned: Plan, status: Status, work: tuple[int, int], shards: Iterable[ShardPlan | ShardReport]
-) -> ExportPlan:
+def _plan(planned: Plan, status: Status, work: tuple[int, int], shards: Iterable[ShardPlan]) -> ExportPlan:
     unmapped = {each.key: each.why for each in planned.unmapped}
     return ExportPlan(
         dry_run=status is Status.PLANNED,
@@ -232,19 +230,19 @@ def _rewrite_text(source: TensorSource) -> str:
     return ", ".join(texts)
 
 
-def _shards(planned: Plan, shards: Iterable[ShardPlan | ShardReport]) -> Iterator[documents.Shard]:
+def _shards(planned: Plan, shards: Iterable[ShardPlan]) -> Iterator[documents.Shard]:
     """The shards that hold bytes of the checkpoint's files as they are."""
     own = set(planned.catalog.shards)
     for shard in shards:
-        if shard.source in own and shard.source_bytes is not None and shard.how is not ShardOrigin.REWRITTEN:
+        if shard.source in own and shard.how is not ShardOrigin.REWRITTEN:
             yield documents.Shard(
                 str(shard.source), shard.how.value, shard.why or None, shard.bytes_, shard.source_bytes
             )
 
 
-def _data(shards: Iterable[ShardPlan | ShardReport]) -> Iterator[str]:
+def _data(shards: Iterable[ShardPlan]) -> Iterator[str]:
     """Number and bytes of shards by how they are made; those of which little is kept are a group apart."""
-    groups: dict[tuple[ShardOrigin, bool], list[ShardPlan | ShardReport]] = defaultdict(list)
+    groups: dict[tuple[ShardOrigin, bool], list[ShardPlan]] = defaultdict(list)
     for shard in shards:
         groups[shard.how, shard.why == LITTLE_KEPT].append(shard)
     for how in ShardOrigin:
@@ -252,7 +250,7 @@ def _data(shards: Iterable[ShardPlan | ShardReport]) -> Iterator[str]:
             if found := groups.get((how, is_little)):
                 why = next((f" ({shard.why})" for shard in found if shard.why), "")
                 size = human_bytes(sum(shard.bytes_ for shard in found))
-                whole = human_bytes(sum(shard.source_bytes or 0 for shard in found))
+                whole = human_bytes(sum(shard.source_bytes for shard in found))
                 size = f"{size} of {whole}" if is_little else size
                 yield f"{count(len(found), 'shard')} {how.value}, {size}{why}"
 

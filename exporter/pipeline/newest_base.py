@@ -139,7 +139,7 @@ def lay_increments_over(staged: Staged) -> None:
     written = merge_increments(entry, trainer, staged.bundle, staged.scratch("scratch"), mapped)
     why = "increments applied on top of the checkpoint"
     sizes = zip(written.shards, written.shard_sizes, strict=True)
-    shards = tuple(ShardReport(path, None, ShardOrigin.REWRITTEN, why, size) for path, size in sizes)
+    shards = tuple(ShardReport(None, ShardOrigin.REWRITTEN, why, size, path=path) for path, size in sizes)
     # `rounded` stays: it is of the checkpoint's rows, and increments hold few.
     staged.variables = replace(staged.variables, catalog=written, shards=shards, work=(0, 0), job=None)
     if staged.tables.files:
