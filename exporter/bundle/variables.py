@@ -1,10 +1,11 @@
 """Write `variables/`: a new index under the served names, over shards that are hard links where possible.
 
-Each shard that holds a served tensor becomes one shard of the bundle: linked, copied or compacted. Their
-checksums come from the source's index. Tensors whose bytes change (casts, and rows that move between layouts
-of partitions) are written by the tasks of a `ShardJob`; so is everything in an object store. A large table is
-divided into ranges of rows, which become slices that RestoreV2 joins. A table that servers are to map has a
-shard of its own for each of its variables: what one file cannot be is a range of another.
+Each shard that holds a served tensor becomes one shard of the bundle: linked, copied or compacted; where less
+than an eighth of it is kept, compacted. Checksums come from the source's index. Tensors whose bytes change
+(casts, and rows that move between layouts of partitions) are written by the tasks of a `ShardJob`; so is
+everything in an object store. A large table is divided into ranges of rows, which become slices that
+RestoreV2 joins. A table that servers are to map has a shard of its own for each of its variables: what one
+file cannot be is a range of another.
 """
 
 from __future__ import annotations
@@ -43,6 +44,14 @@ _COPIES = 4  # at a time: they wait for disks more than for processors
 _WHY = "cast, or rows in another layout"
 _OWN_FILE = "tables to be mapped have files of their own"
 _IN_STORE = "the model is in an object store"
+_LEAST_SHARE = 8
+"""A shard is linked if an eighth of it is kept, or more.
+
+A link holds the rest on disk after the trainer has pruned it, and every copy of the version carries it. Adam
+and an average leave a quarter to what is served, AMSGrad beside them a fifth: such shards are linked. Below
+an eighth a copy writes less than an eighth of what the trainer wrote a moment ago to save the shard.
+"""
+LITTLE_KEPT = f"less than 1/{_LEAST_SHARE} is kept"
 
 
 class ShardOrigin(Enum):
@@ -54,14 +63,23 @@ class ShardOrigin(Enum):
     REWRITTEN = "rewritten"
 
 
-class ShardReport(Struct, frozen=True):
-    """One shard of the bundle: its path, its source (None: several), how and why so, its bytes."""
+class ShardPlan(Struct, frozen=True):
+    """How a shard of the bundle is made: its source, the way, why not a link, its bytes and the source's.
 
-    path: Path
+    A shard that is made of several, by tasks, has no source.
+    """
+
     source: Path | None
     how: ShardOrigin
     why: str
     bytes_: int
+    source_bytes: int = 0
+
+
+class ShardReport(ShardPlan, frozen=True, kw_only=True):
+    """A shard of the bundle."""
+
+    path: Path
 
 
 class Rounding(Struct, frozen=True):
@@ -222,8 +240,7 @@ class _Writer:
         self._made = made
         self._progress = progress
         self._kept = _extents_by_origin(self._verbatim)
-        mapped = (source for source in mapping.sources if source.is_mapped)
-        self._split = {extent.shard for source in mapped for extent in source.tensor.extents}
+        self._plans = list(_plans(mapping, self._kept, data))
         self._moves = _job(mapping.catalog, moved, runner.task_bytes)
         self._num_shards = len(self._kept) + self._moves.tasks
         _require_few(self._num_shards, runner.task_bytes)
@@ -254,30 +271,23 @@ class _Writer:
         return VariablesReport(catalog, tuple(reports), work, self._moves.job, self._rounded)
 
     def _place(self, origin: _Origin, new: int) -> _Placed:
-        old, run = origin
-        source, size = self._catalog.shards[old], self._catalog.shard_sizes[old]
+        plan = self._plans[new]
+        source, size, how, why = self._catalog.shards[origin.shard], plan.source_bytes, plan.how, plan.why
         target = shard_path(self._prefix, new, self._num_shards)
-        why = f"--data {self._data.value}"
-        is_part = old in self._split and (run is None or run.size != size)
-        if is_part:  # a link would hold the tables' bytes a second time
-            why = _OWN_FILE
-        elif self._data in (DataMode.AUTO, DataMode.LINK):
+        if how is ShardOrigin.LINKED:
             why = link_shard(source, target, size=size, new_file=self._new_file)
-            if not why:
-                self._progress.advance(size)
-                return _Placed(ShardReport(target, source, ShardOrigin.LINKED, "", size), _renumber(new))
-            if self._data is DataMode.LINK:
+            if why and self._data is DataMode.LINK:
                 raise LinkRefused(f"{source} cannot be linked to {target.parent}", cause=why)
-        if self._data is DataMode.COPY and not is_part:
-            self._copy(source, target, [ByteRange(0, 0, size)], size)
-            return _Placed(ShardReport(target, source, ShardOrigin.COPIED, why, size), _renumber(new))
-        ranges = link.coalesce((extent.offset, extent.size) for extent in self._kept[origin])
-        self._copy(source, target, ranges, size)
-        kept = sum(piece.size for piece in ranges)
-        return _Placed(ShardReport(target, source, ShardOrigin.COMPACTED, why, kept), _relocate(new, ranges))
-
-    def _copy(self, source: Path, target: Path, ranges: Sequence[ByteRange], size: int) -> None:
-        link.copy_ranges(source, target, ranges, size=size, pool=self._pool, progress=self._progress)
+            how = ShardOrigin.COMPACTED if why else how
+        ranges = [ByteRange(0, 0, size)]
+        if how is ShardOrigin.COMPACTED:
+            ranges = link.coalesce((extent.offset, extent.size) for extent in self._kept[origin])
+        if how is ShardOrigin.LINKED:
+            self._progress.advance(size)
+        else:
+            link.copy_ranges(source, target, ranges, size=size, pool=self._pool, progress=self._progress)
+        bytes_ = sum(piece.size for piece in ranges)
+        return _Placed(ShardReport(source, how, why, bytes_, size, path=target), _relocate(new, ranges))
 
     def _move(self, stack: ExitStack) -> tuple[list[TensorRef], list[ShardReport]]:
         """Run the tasks that write the last shards: their tensors and reports. An error ends the job."""
@@ -291,10 +301,41 @@ class _Writer:
             is_verbatim = all(place.section.is_verbatim for place in places)
             is_copied = is_verbatim and mirror.is_remote(target)
             how, why = (ShardOrigin.COMPACTED, _IN_STORE) if is_copied else (ShardOrigin.REWRITTEN, _WHY)
-            reports.append(ShardReport(target, None, how, why, receipt.written))
+            reports.append(ShardReport(None, how, why, receipt.written, path=target))
         self._rounded = _rounded(shards.placed)
         boxes = (box for placed in shards.placed for box in boxes_written(placed))
         return list(tensors_of(boxes)), reports
+
+
+def plan_shards(mapping: VariableMapping, target: Path, data: DataMode) -> list[ShardPlan]:
+    """The source shards that an export to `target` links or copies, in the order of the bundle's shards.
+
+    A link that the file system turns out not to allow becomes a compacted copy; with `data` LINK, an error.
+    """
+    verbatim, _ = _divided(mapping, target)
+    return list(_plans(mapping, _extents_by_origin(verbatim), data))
+
+
+def _plans(
+    mapping: VariableMapping, kept_extents: Mapping[_Origin, Sequence[Extent]], data: DataMode
+) -> Iterator[ShardPlan]:
+    mapped = (source for source in mapping.sources if source.is_mapped)
+    split = {extent.shard for source in mapped for extent in source.tensor.extents}
+    catalog = mapping.catalog
+    for (shard, run), extents in kept_extents.items():
+        size = catalog.shard_sizes[shard]
+        kept = sum({extent.offset: extent.size for extent in extents if extent.size}.values())
+        if shard in split and (run is None or run.size != size):
+            how, why = ShardOrigin.COMPACTED, _OWN_FILE  # a link would hold the tables' bytes a second time
+        elif data in (DataMode.COPY, DataMode.COMPACT):
+            how = ShardOrigin.COPIED if data is DataMode.COPY else ShardOrigin.COMPACTED
+            why = f"--data {data.value}"
+        elif data is DataMode.AUTO and kept * _LEAST_SHARE < size:
+            how, why = ShardOrigin.COMPACTED, LITTLE_KEPT
+        else:
+            how, why = ShardOrigin.LINKED, ""
+        bytes_ = kept if how is ShardOrigin.COMPACTED else size
+        yield ShardPlan(catalog.shards[shard], how, why, bytes_, size)
 
 
 def _extents_by_origin(sources: Iterable[TensorSource]) -> dict[_Origin, list[Extent]]:
@@ -314,11 +355,10 @@ def _moved(source: TensorSource, placed: dict[_Origin, _Placed]) -> TensorRef:
     return TensorRef(source.key, tensor.dtype, tensor.shape, move(tensor.extent), slices)
 
 
-def _renumber(shard: int) -> Callable[[Extent], Extent]:
-    return lambda extent: Extent(shard, extent.offset, extent.size, extent.crc32c)
-
-
 def _relocate(shard: int, ranges: Sequence[ByteRange]) -> Callable[[Extent], Extent]:
+    if len(ranges) == 1:  # as in every shard that is linked: 10,000 searches for it would take 10 ms
+        shift = ranges[0].target - ranges[0].source
+        return lambda extent: Extent(shard, extent.offset + shift, extent.size, extent.crc32c)
     starts = [piece.source for piece in ranges]
 
     def move(extent: Extent) -> Extent:
@@ -533,15 +573,6 @@ def why_not_mapped(source: TensorSource) -> str:
     if source.scatter_parts or (source.gather_parts and len(_boxes_served(source)) > 1):
         return "its rows take turns in its parts (mod)"
     return ""
-
-
-def over_bundle(mapping: VariableMapping, bundle: Catalog) -> VariableMapping:
-    """The mapping with the values of a bundle that holds its variables as they are served already."""
-    sources = (
-        replace(source, tensor=bundle.tensors[source.key], cast=None, gather_parts=0, scatter_parts=0)
-        for source in mapping.sources
-    )
-    return replace(mapping, catalog=bundle, sources=tuple(sources))
 
 
 def mapped_files(mapping: VariableMapping, written: Catalog) -> dict[str, str]:

@@ -30,7 +30,7 @@ class TableChanges(Struct, frozen=True):
 
 
 def ordinary(schema: Schema, mapping_spec: MappingSpec) -> Schema:
-    """The variables of a schema that are not a dynamic table's."""
+    """Return the schema without the variables of dynamic tables."""
     if not mapping_spec.dynamic:
         return schema
     others = {key for table in mapping_spec.dynamic for key in table.keys}
@@ -38,16 +38,17 @@ def ordinary(schema: Schema, mapping_spec: MappingSpec) -> Schema:
 
 
 def without_index(changes: Mapping[str, Change], mapping_spec: MappingSpec) -> dict[str, Change]:
-    """The changes but for those of dynamic tables' indexes, which a person does not count as rows."""
+    """Return the changes without those of dynamic tables' indexes, which people do not count as rows."""
     index = {key for table in mapping_spec.dynamic for key in table.keys[:-1]}
     return {name: change for name, change in changes.items() if name not in index}
 
 
 def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChanges:
-    """What leads the log's dynamic tables to the trainer's state.
+    """Return the changes that lead the log's dynamic tables to the trainer's state.
 
-    DeepRec's increments do not report deletions: these come with a comparison, when there is another full
-    checkpoint. What is published is checked before anything is placed by it.
+    They are those that increments report, else the differences of keys and rows. DeepRec's increments report
+    no deletions: these come with the comparison, after the next full checkpoint. The published index is
+    checked before anything is placed by it.
     """
     if not log.base.entry.mapping_spec.dynamic:
         return TableChanges({})
@@ -57,9 +58,9 @@ def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableC
 
 
 def has_room(log: DeltaLog, trainer: TrainerState) -> bool:
-    """True if this log began with the trainer's full checkpoint, and with room for all increments since.
+    """True if the log began with the trainer's full checkpoint, and with room for all increments since.
 
-    Where such a log has a full table nevertheless, as keys crowd in its index, another base would have one.
+    If a table of such a log is full, because keys crowd in its index, it would be full in a new base, too.
     """
     if log.base.entry.trained.checkpoint != trainer.plan.target.checkpoint:
         return False
@@ -76,7 +77,7 @@ def has_room(log: DeltaLog, trainer: TrainerState) -> bool:
 
 
 class _Table(Struct, frozen=True):
-    """A dynamic table: as the log has it, as the trainer's checkpoint has it, and its published variables."""
+    """A dynamic table: in the log's mapping, in the trainer's checkpoint, and as published."""
 
     table: DynamicTable
     variable: EmbeddingVariable
@@ -84,6 +85,7 @@ class _Table(Struct, frozen=True):
 
 
 def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: Snapshot) -> Iterator[_Table]:
+    """Yield the dynamic tables; SchemaChanged if the checkpoint lacks one or has rows of another kind."""
     known = embedding_variables(catalog)
     for table in spec.dynamic:
         name = spec.trained_name(table)
@@ -98,7 +100,7 @@ def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: Snap
 
 
 def _told(log: DeltaLog, trainer: TrainerState) -> dict[str, Change]:
-    """What increments change of the published tables, whose index is checked first."""
+    """Return the table changes that increments report; the published index is checked first."""
     spec = log.base.entry.mapping_spec
     published = log.state(only={key for table in spec.dynamic for key in table.keys})
     _check_index(log, published, spec)
@@ -108,9 +110,10 @@ def _told(log: DeltaLog, trainer: TrainerState) -> dict[str, Change]:
 def told_changes(
     spec: MappingSpec, schema: Schema, published: Snapshot, trainer: TrainerState, since: str | None
 ) -> dict[str, Change]:
-    """What increments report of the dynamic tables, but for rows that the one that `since` names held too.
+    """Return the table changes of increments after the increment `since` (None: of all).
 
-    `published` is read at any places, so it must have been checked.
+    Rows that `since` held with the same values are left out. `published` is read at any place, so it must
+    have been checked.
     """
     if not trainer.plan.increments or not spec.dynamic:
         return {}
@@ -131,7 +134,7 @@ def told_changes(
 
 
 def _told_of(trainer: TrainerState, tables: Iterable[_Table]) -> dict[str, KeyedChange]:
-    """What the trainer's increments report of tables, by the checkpoint's names."""
+    """Return what the trainer's increments report of tables, merged, by the checkpoint's names."""
     known = {each.variable.name: each.variable for each in tables}
     told = keyed_changes_of(trainer.plan.increments, known.keys())
     for name, change in told.items():
@@ -145,9 +148,9 @@ def _told_of(trainer: TrainerState, tables: Iterable[_Table]) -> dict[str, Keyed
 
 
 def note_index_written(base: LogBase, log: Path) -> None:
-    """Note that the index of a base's tables is as its checksums say, which were taken while it was written.
+    """Note that a base's table indexes are checked: their checksums were taken while they were written.
 
-    So the first delta need not read all of it, however small it is.
+    So the first delta need not read all of them, however small it is.
     """
     tables = base.entry.mapping_spec.dynamic
     with suppress(CheckpointError, OSError):
@@ -159,7 +162,7 @@ def note_index_written(base: LogBase, log: Path) -> None:
 
 
 def _check_index(log: DeltaLog, published: Snapshot, spec: MappingSpec) -> None:
-    """Verify what leads to the rows, unless it was verified before and its files are as they were."""
+    """Verify the checksums of the tables' indexes, unless that was done and their files are the same."""
     files = CheckedFiles.of(log.path / CHECKED_DIRECTORY, published.stored.values())
     published.trust(known := files.known(published.stored.values()))
     published.check(name for table in spec.dynamic for name in table.keys[:-1])
@@ -168,7 +171,7 @@ def _check_index(log: DeltaLog, published: Snapshot, spec: MappingSpec) -> None:
 
 
 def _compared(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChanges:
-    """The differences between the trainer's keys and rows and those that are published."""
+    """Compare the trainer's keys and rows with those that are published."""
     spec, published = log.base.entry.mapping_spec, log.state()
     tables = [*_tables(spec, log.schema, trainer.catalog, published)]
     told = _told_of(trainer, tables)

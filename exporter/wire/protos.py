@@ -126,13 +126,22 @@ def _shipped() -> dict[str, Any]:
 
 
 def _add_file(pool: descriptor_pool.DescriptorPool, name: str) -> None:
-    try:
+    """Add a file to the pool, after all files that it depends on."""
+    left = [] if _is_in(pool, name) else [name]
+    while left:
+        file = _shipped().get(left[-1]) or _of_the_runtime(left[-1])
+        if missing := [each for each in file.dependency if not _is_in(pool, each)]:
+            left += missing
+            continue
+        if not _is_in(pool, left.pop()):
+            pool.AddSerializedFile(file.SerializeToString())
+
+
+def _is_in(pool: descriptor_pool.DescriptorPool, name: str) -> bool:
+    with suppress(KeyError):
         pool.FindFileByName(name)
-    except KeyError:
-        file = _shipped().get(name) or _of_the_runtime(name)
-        for dependency in file.dependency:
-            _add_file(pool, dependency)
-        pool.AddSerializedFile(file.SerializeToString())
+        return True
+    return False
 
 
 def _of_the_runtime(name: str) -> Any:
