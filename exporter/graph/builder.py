@@ -28,6 +28,7 @@ from exporter.catalog import TensorRef
 from exporter.errors import BuilderError, UsageError
 from exporter.graph.archived_model import keras_places
 from exporter.graph.init_scopes import InitScopes
+from exporter.graph.lookup_tables import table_keys
 from exporter.graph.metagraph import with_signatures
 from exporter.graph.nodes import GraphIndex
 from exporter.graph.object_models import (
@@ -41,7 +42,6 @@ from exporter.graph.object_models import (
 from exporter.graph.signatures import DEFAULT_SIGNATURE, METHODS, check_method
 from exporter.graph.source_graph import GraphRequest, SourceGraph, TableKey, VariableKey
 from exporter.graph.sources import code_behind, import_code, importable, no_function
-from exporter.graph.tables import table_keys
 from exporter.graph.user_errors import error_line, failures, way_out
 from exporter.storage.files import nearest
 from exporter.storage.local_paths import quoted

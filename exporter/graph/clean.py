@@ -45,6 +45,17 @@ from exporter.graph.functions import (
 )
 from exporter.graph.inference_graph import Asset, InferenceGraph, KeptState, Outside
 from exporter.graph.keys import lookup_strategies
+from exporter.graph.lookup_tables import (
+    check_filled,
+    check_tables,
+    find_assets,
+    graph_tables,
+    init_node,
+    initialisers,
+    read_assets_directly,
+    tables_among,
+    use_file_names,
+)
 from exporter.graph.nodes import (
     Endpoint,
     GraphIndex,
@@ -68,17 +79,6 @@ from exporter.graph.outside import outside_ops, require_inside
 from exporter.graph.servable import by_library, called_functions, check_reads, check_servable, foreign_ops
 from exporter.graph.signatures import SignatureEnds, rename_tensors, signature_tensors, tensor_names
 from exporter.graph.source_graph import SourceGraph
-from exporter.graph.tables import (
-    check_filled,
-    check_tables,
-    find_assets,
-    graph_tables,
-    init_node,
-    initialisers,
-    read_assets_directly,
-    tables_among,
-    use_file_names,
-)
 from exporter.graph.training_mode import training_mode
 from exporter.wire import protos
 from exporter.wire.dtypes import DType

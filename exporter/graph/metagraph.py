@@ -28,6 +28,7 @@ from exporter.graph.feeds import hands_over_batches, parse_feeds
 from exporter.graph.functions import callers
 from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.graph.keys import VARIABLE_OPS, variable_keys
+from exporter.graph.lookup_tables import add_init_op, table_keys
 from exporter.graph.nodes import Endpoint, GraphIndex, all_before, closure, data_inputs
 from exporter.graph.old_tables import use_resource_tables
 from exporter.graph.recording_nodes import without_recording
@@ -44,7 +45,6 @@ from exporter.graph.signatures import (
     set_signatures,
 )
 from exporter.graph.source_graph import GraphRequest, SourceGraph
-from exporter.graph.tables import add_init_op, table_keys
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import quoted
 from exporter.tables.geometry import PARTS
