@@ -41,24 +41,26 @@ _CARRIES_CODE = {
     "TFSMLayer": "a SavedModel in another place",
 }
 _DEFINE_IT = "name what defines it: --custom-objects pkg.mod, or path/file.py"
-_MAX_DEPTH = 200
+_MAX_DEPTH = 200  # Python's stack ends at 1,000 calls
 
 Entry = dict[str, Any]
 
 
 def refuse_code(path: Path, config: Any, known: Mapping[str, Any], keras: Any) -> None:
-    """Refuse a config that names what is neither listed nor known."""
+    """Raise CodeRefused for a config that names a class or function that is neither listed nor known."""
     for place, entry in entries(config):
         if not is_known(entry, known, keras):
             _require_listed(path, place or "/", entry)
 
 
 def _require_listed(path: Path, place: str, entry: Entry) -> None:
+    """Raise CodeRefused for an entry that is not listed, or whose layer calls what is not."""
     name = str(entry["class_name"])
     if name in _CARRIES_CODE:
         raise CodeRefused(f"{path} asks to run {_CARRIES_CODE[name]}: {name} at {place}")
     if name in _CALLS:
-        if (called := _CALLS[name](_arguments(entry))) is not None:
+        config = entry.get("config")
+        if (called := _CALLS[name](config if isinstance(config, dict) else {})) is not None:
             raise CodeRefused(
                 f"{path} asks to call {called} at {place}, which may do more than add nodes to a graph"
             )
@@ -77,10 +79,7 @@ def _require_listed(path: Path, place: str, entry: Entry) -> None:
 
 
 def is_known(entry: Entry, known: Mapping[str, Any], keras: Any) -> bool:
-    """True if Keras finds what an entry asks for among what the user or the program named.
-
-    A registered name counts if it is of the class that the entry says: legacy files are read by the latter.
-    """
+    """True if Keras finds an entry's class or function among those that the user or the program named."""
     kind = entry["class_name"]
     name = entry.get("config") if kind == "function" else entry.get("registered_name", kind)
     if not isinstance(name, str):
@@ -89,11 +88,12 @@ def is_known(entry: Entry, known: Mapping[str, Any], keras: Any) -> bool:
     if str(getattr(found, "__module__", "")).partition(".")[0] in KERASES:  # imported by the user's module
         found = None
     found = found or keras.saving.get_registered_object(name)
+    # A registered name counts if it is of the class that the entry says, by which legacy files are read.
     return found is not None and kind in (name, "function", getattr(found, "__name__", None))
 
 
 def entries(value: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, Entry]]:
-    """Every object in a config that names a class, with its place."""
+    """(place, object) for every object in a config that names a class, outer ones first."""
     if depth > _MAX_DEPTH:
         raise CodeRefused(f"the config is nested more than {_MAX_DEPTH} deep at {place[:99]}")
     if isinstance(value, dict):
@@ -139,16 +139,8 @@ def _full_name(entry: Entry) -> str:
 # --- what Keras 2 applies to tensors -----------------------------------------------------------------------
 
 
-def _arguments(entry: Entry) -> Entry:
-    config = entry.get("config")
-    return config if isinstance(config, dict) else {}
-
-
 def _function(config: Entry) -> str | None:
-    """The symbol that a layer calls, None if it is listed.
-
-    An older Keras may have written another name of a function: then the one that today's would write counts.
-    """
+    """The symbol that a layer calls, None if it is listed."""
     name = config.get("function")
     if isinstance(name, str) and (name in GRAPH_FUNCTIONS or _name_of_today(name) in GRAPH_FUNCTIONS):
         return None
@@ -156,6 +148,7 @@ def _function(config: Entry) -> str | None:
 
 
 def _name_of_today(name: str) -> str | None:
+    """The name that today's Keras writes for a function of which an older one may have written another."""
     from tensorflow.python.util import tf_export
 
     if (symbol := tf_export.get_symbol_from_name(name)) is None:
@@ -168,18 +161,20 @@ def _name_of_today(name: str) -> str | None:
 
 
 def _class_method(config: Entry) -> str | None:
+    """The class method that a layer calls, None if it is listed."""
     owner, name = config.get("cls_symbol"), config.get("method_name")
     is_listed = owner == "RaggedTensor" and name in RAGGED_MAKERS
     return None if is_listed else f"tf.{owner}.{name}"
 
 
 def _member(config: Entry) -> str | None:
+    """The property or method of a tensor that a layer calls, None if it is listed."""
     name = config.get("attr_name")
     return None if name in TENSOR_MEMBERS else f"{name} of a tensor"
 
 
 def _operation(config: Entry) -> str | None:
-    """The operation of a NodeDef, None if it is harmless; it may call no function."""
+    """The operation of a NodeDef, in words; None if it is harmless and calls no function."""
     text = config.get("node_def")
     try:
         if isinstance(text, dict):
@@ -200,4 +195,4 @@ _CALLS: dict[str, Callable[[Entry], str | None]] = {
     "InstanceMethod": _member,
     "TensorFlowOpLayer": _operation,
 }
-"""Layers that call what their config names, each with a function that returns what, or None if it may."""
+"""Layers that call what their config names, each with a function to name it; None if it is listed."""

@@ -666,6 +666,19 @@ class Body:
         """Add a node under `name`, or a free name like it, and return it; attributes as for `new_node`."""
         return self.put(new_node(free_name(self.by_name, name), op, inputs, device=device, **attrs))
 
+    def rename(self, node: Proto, name: str) -> None:
+        """Give a node another name, which is free; its old one is free then."""
+        del self.by_name[node.name]
+        node.name = name
+        self.by_name[name] = node
+
+    def constant_beside(self, node: Proto, wish: str, value: int | list[int]) -> str:
+        """Add an int32 constant that waits for `node`, and return its output."""
+        name = free_name(self.by_name, wish)
+        made = self.put(constant(name, np.array(value, np.int32), DType.INT32))
+        made.input.append(f"^{node.name}")  # in a loop of Enter and Exit it then belongs to the node's frame
+        return self.single(made, "output")
+
     def put(self, node: Proto) -> Proto:
         """Add a node whose name is free; returns the body's own copy, which alone may be changed further."""
         self.nodes.append(node)

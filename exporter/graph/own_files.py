@@ -20,9 +20,10 @@ from collections.abc import Collection, Iterable, Mapping
 from msgspec import Struct
 
 from exporter.errors import GraphError
-from exporter.graph.nodes import CALLS, LOOPS, attr, attr_text, const_texts, input_names
+from exporter.graph.nodes import CALLS, LOOPS, attr, attr_text, called, const_texts, input_names, node_of
 from exporter.wire.protos import Proto
 
+# Pack and ConcatV2 are followed, too; other operations on texts may compute another path.
 _HANDS_ON = frozenset({"Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient"})
 
 
@@ -34,7 +35,7 @@ class Scope(Struct, frozen=True):
 
     @classmethod
     def of(cls, function: Proto) -> Scope:
-        """The scope of a function's body."""
+        """A function's body, or GraphError if two of its nodes have one name."""
         nodes = {node.name: node for node in function.node_def}
         if len(nodes) < len(function.node_def):
             raise GraphError(f"function {function.signature.name!r} has two nodes of one name")
@@ -46,7 +47,7 @@ class Scope(Struct, frozen=True):
         return "" if self.function is None else str(self.function.signature.name)
 
     def place(self, argument: str) -> int | None:
-        """The place of an argument among the function's inputs; None if it has none, or an unclear one."""
+        """The place of an argument among the function's inputs; None in a graph, or if lists hide it."""
         if self.function is None:
             return None
         names = [each.name for each in self.function.signature.input_arg]
@@ -67,7 +68,7 @@ class OwnFiles:
         self._fed = {*fed}
 
     def needs(self, scope: Scope, texts: Iterable[str]) -> set[int] | None:
-        """The scope's arguments that must be own files so that these tensors are; None if they are not."""
+        """The places of arguments of the scope that must be own files for `texts` to be; None: one is not."""
         places: set[int] = set()
         pending, seen = [*texts], set[str]()
         while pending:
@@ -87,25 +88,25 @@ class OwnFiles:
         return places
 
     def needs_of_call(self, node: Proto, callee: str, places: Iterable[int], scope: Scope) -> set[int] | None:
-        """As `needs`, for a call of a function whose arguments at `places` must be own files."""
+        """As `needs`, for what a call passes to `callee`, whose arguments at `places` must be own files."""
         inputs, before = input_names(node), CALLS.get(node.op, 0)
-        if node.op != callee and not (node.op in CALLS and callee in _direct_callees(node)):
-            return None
+        if node.op != callee and not (node.op in CALLS and callee in {each.name for each in called(node)}):
+            return None  # an operation that is not known to hand its inputs on as arguments
         needed = self._carried(node, {*places}) if node.op in LOOPS else {*places}
         if needed is None or any(place + before >= len(inputs) for place in needed):
             return None
         return self.needs(scope, [inputs[place + before] for place in needed])
 
     def is_memory_cache(self, node: Proto, scope: Scope) -> bool:
-        """True for a dataset that is cached in memory, whose file name is empty."""
+        """True for a CacheDataset with a constant empty file name, which caches in memory."""
         inputs = input_names(node)
         if node.op not in ("CacheDataset", "CacheDatasetV2") or len(inputs) < 2:
             return False
-        name = _node_of(inputs[1])
+        name = node_of(inputs[1])
         return not self._is_fed(name, scope) and const_texts(scope.nodes.get(name)) == [""]
 
     def _carried(self, node: Proto, places: set[int]) -> set[int] | None:
-        """The arguments of a loop that must be own files so that those at `places` are in every turn."""
+        """The places of a loop's arguments that must be own for `places` to be in each turn; or None."""
         body = self._library.get(attr(node, "body").func.name)
         if body is None or _has_lists(body):
             return None
@@ -121,8 +122,8 @@ class OwnFiles:
         return places
 
     def _sources(self, text: str, scope: Scope) -> list[str] | None:
-        """The tensors that a tensor's paths come from, none for an own file; None if they may be others."""
-        name = _node_of(text)
+        """The tensors that a path is handed on from, none for an own file; None if it may be another path."""
+        name = node_of(text)
         node = scope.nodes.get(name)
         if node is None or self._is_fed(name, scope):
             return None
@@ -130,7 +131,7 @@ class OwnFiles:
         if scope.function is None and name in self._files:
             return []
         if scope.function is None and node.op == "ReadVariableOp" and inputs:
-            return self._assigned(_node_of(inputs[0]))
+            return self._assigned(node_of(inputs[0]))
         if node.op == "ConcatV2":
             return inputs[:-1] or None
         return (inputs if node.op == "Pack" else inputs[:1] if node.op in _HANDS_ON else []) or None
@@ -139,14 +140,14 @@ class OwnFiles:
         return scope.function is None and name in self._fed
 
     def _assigned(self, handle: str) -> list[str] | None:
-        """All that a variable of the graph gets; None if something else may change it."""
+        """The tensors assigned to a variable of the graph; None if something else may change it."""
         node = self._scope.nodes.get(handle)
         if node is None or node.op != "VarHandleOp" or handle in self._fed or not self._is_only_handle(node):
             return None
         assigned = []
         for user in self._graph_def.node:
             inputs = input_names(user)
-            places = [at for at, text in enumerate(inputs) if _node_of(text) == handle]
+            places = [at for at, text in enumerate(inputs) if node_of(text) == handle]
             if places == [0] and user.op == "AssignVariableOp":
                 assigned += inputs[1:]
             elif places and user.op != "ReadVariableOp":
@@ -154,7 +155,7 @@ class OwnFiles:
         return assigned or None
 
     def _is_only_handle(self, node: Proto) -> bool:
-        """True if no other node makes a handle of the same variable."""
+        """True if no other node, in the graph or a function, makes a handle of the same named variable."""
         shared = attr_text(node, "shared_name")
         bodies = (each.node_def for each in self._graph_def.library.function)
         handles = [
@@ -167,17 +168,7 @@ class OwnFiles:
         return bool(shared) and len(handles) == 1
 
 
-def _direct_callees(node: Proto) -> set[str]:
-    return {value.func.name for value in node.attr.values()} | {
-        function.name for value in node.attr.values() for function in value.list.func
-    }
-
-
 def _has_lists(function: Proto) -> bool:
     """True if an argument or result stands for several tensors, so that places do not count them."""
     arguments = [*function.signature.input_arg, *function.signature.output_arg]
     return any(each.number_attr or each.type_list_attr for each in arguments)
-
-
-def _node_of(text: str) -> str:
-    return text.removeprefix("^").partition(":")[0]

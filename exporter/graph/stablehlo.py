@@ -76,7 +76,7 @@ def is_plain_module(module: bytes) -> bool:
 
 
 def read_program(module: bytes) -> Program:
-    """Read what a program in MLIR's bytecode may run."""
+    """The operations and texts of a program in MLIR's bytecode; ValueError or IndexError if it is none."""
     reader = _Reader(module)
     if reader.take(len(_MAGIC)) != _MAGIC:
         raise ValueError("no MLIR bytecode")
@@ -101,7 +101,7 @@ def read_program(module: bytes) -> Program:
 
 
 class _Reader:
-    """Reads bytes from the front."""
+    """Reads bytes from the front; IndexError at their end."""
 
     def __init__(self, content: bytes | memoryview) -> None:
         self._content = memoryview(content)
@@ -109,9 +109,11 @@ class _Reader:
 
     @property
     def is_at_end(self) -> bool:
+        """True if all bytes are read."""
         return self._at >= len(self._content)
 
     def take(self, count: int) -> memoryview:
+        """The next `count` bytes."""
         taken = self._content[self._at : self._at + count]
         if len(taken) < count:
             raise IndexError("the bytes end too early")
@@ -165,7 +167,7 @@ def _dialects(reader: _Reader, strings: list[str], version: int) -> tuple[list[s
 def _texts(
     sections: Mapping[int, memoryview], strings: list[str], dialects: list[str]
 ) -> frozenset[str] | None:
-    """The texts among as many properties as a custom call has; None if an attribute is not encoded."""
+    """The texts in sets of eight or more properties, as custom calls have; None if one is not encoded."""
     attributes = _attributes(_Reader(sections[_OFFSETS]), _Reader(sections[_ATTRIBUTES]), dialects)
     if attributes is None:
         return None
@@ -187,7 +189,7 @@ def _texts(
 def _attributes(
     offsets: _Reader, contents: _Reader, dialects: list[str]
 ) -> list[tuple[str, memoryview]] | None:
-    """Each attribute's dialect and encoded content; None if one is a text to be parsed."""
+    """The (dialect, encoded content) of each attribute; None if one is a text that MLIR would parse."""
     count, _ = offsets.number(), offsets.number()
     found: list[tuple[str, memoryview]] = []
     while len(found) < count:
