@@ -33,17 +33,17 @@ _FUSED = re.compile(
 
 @cache
 def is_deeprec(op: str) -> bool:
-    """True for an operation that is known as one of DeepRec's."""
+    """True for an operation whose name is known as DeepRec's."""
     return _KNOWN.fullmatch(op) is not None
 
 
 def is_convertible(op: str) -> bool:
-    """True for DeepRec's operations that are rewritten if outputs need them."""
+    """True for one of DeepRec's operations that `deeprec_conversion` rewrites where outputs need it."""
     return op == HANDLE or op in GATHERS
 
 
 def is_fused(op: str) -> bool:
-    """True for a lookup that DeepRec does in one operation, or for a group of tables at once."""
+    """True for one of DeepRec's operations that fuse a whole lookup, or those in a group of tables."""
     return _FUSED.fullmatch(op) is not None
 
 
@@ -53,9 +53,9 @@ def is_deeprecs(nodes: Iterable[Proto]) -> bool:
 
 
 def drop_foreign_attributes(nodes: Iterable[Proto], op_defs: Iterable[Proto]) -> None:
-    """Remove, in place, attributes that only DeepRec has on stock operations, if they have default values.
+    """Remove, in place, DeepRec's attributes of stock operations; ForeignOperations for one with an effect.
 
-    The graph's own descriptions of its operations give the defaults.
+    Those with the default values that `op_defs`, the graph's own, give have none.
     """
     defaults = {op.name: {a.name: a.default_value for a in op.attr} for op in op_defs}
     for node in nodes:
@@ -69,7 +69,7 @@ def drop_foreign_attributes(nodes: Iterable[Proto], op_defs: Iterable[Proto]) ->
 
 
 def foreign_attributes(node: Proto) -> list[str]:
-    """The attributes that the stock operation lacks; those that begin with `_` are allowed on any node."""
+    """A node's attributes that its stock operation lacks, but for `_names`; none for a foreign operation."""
     known = stock_attributes(node.op)
     if known is None:
         return []

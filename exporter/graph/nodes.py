@@ -168,6 +168,18 @@ def through_identities(nodes: Mapping[str, Proto], text: str, ops: Collection[st
     return name
 
 
+def tensor_behind(
+    nodes: Mapping[str, Proto], tensor: Endpoint, ops: Collection[str] = _PASSES_ON
+) -> Endpoint:
+    """The tensor that a tensor of a GraphDef is handed on from by nodes of these `ops`, with its output."""
+    for _ in range(_MAX_IDENTITIES):
+        node = nodes.get(tensor.node)
+        if node is None or node.op not in ops or not data_inputs(node):
+            break
+        tensor = data_inputs(node)[0]
+    return tensor
+
+
 _MAX_IDENTITIES = 32
 _MAX_FILLED_BYTES = 8 << 20  # a few bytes of a Const may fill any shape: see `wire.tensor_proto`
 _MAX_OUTPUTS = 1 << 20  # an attribute of a damaged graph could claim as many as memory holds

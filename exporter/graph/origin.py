@@ -42,7 +42,7 @@ _MAX_SIGNATURES_BYTES = 64 << 20
 
 
 class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
-    """The sources of a graph."""
+    """The sources of a graph, as a base's manifest keeps them."""
 
     function: Annotated[Text, doc("the builder's name; empty for a finished graph")] = ""
     is_beside: Annotated[bool, doc("nothing was named: the graph lay beside the checkpoint")] = False
@@ -57,7 +57,7 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
 
     @classmethod
     def of(cls, request: GraphRequest, *, is_beside: bool = False) -> GraphOrigin:
-        """The sources that a request names, before it is loaded. A builder's files are known later."""
+        """The sources that a request names, before it is loaded; `pkg.mod:fn`'s files are known later."""
         if isinstance(request.model, str) and ":" in request.model and not Path(request.model).exists():
             return cls(request.model.rpartition(":")[2], is_beside, (), graph_options(request))
         function, builder, path = _named(request.model)
@@ -71,14 +71,14 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
         return cls(function, is_beside, files, graph_options(request))
 
     def with_graph(self, graph: InferenceGraph, assets: Mapping[str, Path]) -> GraphOrigin:
-        """The origin, completed by the graph made from it and by the files of its tables, by name."""
+        """The origin with the digests of the graph made from it, and of `assets`, the files of its tables."""
         from exporter.graph.graph_digest import graph_digest  # late: a delta reads origins and makes none
 
         digests = {name: file_digest(path) for name, path in assets.items()}
         return replace(self, graph=graph_digest(graph), assets=digests)
 
     def differences(self, request: GraphRequest) -> Iterator[str]:
-        """The differences of a later request's model and options, which it may leave out, as texts."""
+        """Yield how a later request's model and options differ, in words; it may leave them out."""
         given = graph_options(request)
         if given:
             for name in sorted(self.options.keys() | given.keys()):
@@ -94,7 +94,7 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
             yield from (f"{name} has changed" for name in changed_sources(self.files, builder.path))
 
     def finished_graph(self, request: GraphRequest, digests: FileDigests) -> str | None:
-        """The digest of the finished graph that a request names if this origin has one, too; else None."""
+        """The digest of the finished graph that a request names, if this origin is one, too; else None."""
         _, builder, path = _named(request.model)
         if self.function or builder is not None or path is None or not self.files:
             return None
@@ -102,7 +102,7 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
 
 
 def graph_options(request: GraphRequest) -> dict[str, Any]:
-    """The options about the graph that a request gives, by name; a file is represented by its contents."""
+    """{option: value} of the options about the graph that a request gives; of a file, its contents."""
     given: dict[str, Any] = {
         "--model-arg": dict(request.model_args),
         "--feed": dict(request.feeds),
@@ -119,7 +119,7 @@ def graph_options(request: GraphRequest) -> dict[str, Any]:
 def changed_assets(
     known: Mapping[str, str], places: Mapping[str, Path], digests: FileDigests
 ) -> Iterable[str]:
-    """The names of files whose contents changed; a file that is gone does not count."""
+    """Yield the names of `known` files whose digests changed; a file that is gone does not count."""
     for name, digest in known.items():
         with contextlib.suppress(OSError):
             if name in places and digests(places[name]) != digest:
@@ -134,7 +134,7 @@ def _signatures(path: Path) -> Any:
 
 
 def check_named(model: Any) -> None:
-    """Check that a named model exists, without running anything.
+    """Refuse a named model that does not exist, without running anything.
 
     Raises:
         BuilderError: the file, module or function does not exist.
@@ -144,7 +144,7 @@ def check_named(model: Any) -> None:
 
 
 def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
-    """The builder's function and file, or the file of a finished graph."""
+    """(builder's function, its file, None) or ("", None, finished graph's file); UsageError if not there."""
     if model is None:
         return "", None, None
     if callable(model):
@@ -167,7 +167,7 @@ def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
 
 
 def _function(model: Any) -> tuple[str, BuilderFile | None]:
-    """The name of a builder that was given as a function, and the file that defines it, if there is one."""
+    """The name of a builder given as a function, and the file that defines it; None for no file."""
     while isinstance(model, functools.partial):
         model = model.func
     model = model if hasattr(model, "__qualname__") else type(model)
@@ -182,7 +182,7 @@ def _function(model: Any) -> tuple[str, BuilderFile | None]:
 
 
 def _is_in(builder: Any, path: Path) -> bool:
-    """True if a builder that was given as a function equals its file's code, which may have been edited."""
+    """True if a builder given as a function is still what its file says: it may have been edited since."""
     while isinstance(builder, functools.partial):
         builder = builder.func
     code = getattr(inspect.unwrap(builder), "__code__", None)
@@ -198,7 +198,7 @@ def _is_in(builder: Any, path: Path) -> bool:
 
 
 def _graph_file_digest(path: Path) -> str:
-    """The digest of a file; of a Keras archive's config alone, because its weights are not the graph."""
+    """The digest of a graph's file; of an archive's config alone, because its weights are not the graph."""
     if not is_archive(path):
         require_size(path, path.stat().st_size, MAX_MESSAGE_BYTES)
         return file_digest(path)

@@ -60,7 +60,7 @@ class GraphRequest(GraphOptions, frozen=True):
 
     @classmethod
     def of(cls, request: ExportRequest, beside: str | None = None) -> GraphRequest:
-        """The graph that a request names or, if it names none, the one that lies `beside` the checkpoint."""
+        """The graph that a request names, with its options, or that which lies `beside` the checkpoint."""
         options = {name: getattr(request, name) for name in GraphOptions.__struct_fields__}
         is_found = request.model is None
         return cls(beside if is_found else request.model, is_found, **options)
@@ -97,31 +97,30 @@ class TableKey(Struct, frozen=True):
 
 
 class SourceGraph(Struct, frozen=True):
-    """A graph before anything is removed from it; it can be restored and run as it was trained.
-
-    `meta_graph` is a `protos.MetaGraphDef` whose `signature_def` is complete and names the graph's own
-    tensors (not only placeholders: a session can feed any tensor). `feeds` has values by placeholder node, to
-    feed with every signature. `keys` has the name under which a checkpoint stores each variable, by its node,
-    `tables` the names for tables that training fills; `dynamic_tables` have been rewritten to variables.
-    `assets` maps a node that holds a file's path to that file; `init_op` is the node that initialises tables.
-    A relative path in the graph is looked up in `directory` if it does not exist in the working directory.
-    `objects` is the object graph, whose variables name nodes; None if the graph was made without objects.
-    `layers` has, for a Keras model, the places of each variable in a weights file (by node). `code` are the
-    files of a builder as they were when it was run. `notes` are for the user who exports. `trust` is that of
-    the request.
-    """
+    """A graph before anything is removed from it; it can be restored and run as it was trained."""
 
     label: str
     meta_graph: Proto
+    """A MetaGraphDef with complete signatures of any of its tensors, as a session can feed all of them."""
     keys: Mapping[str, VariableKey]
+    """{variable's node: how a checkpoint stores it}."""
     feeds: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """{placeholder: value} to feed with every signature."""
     assets: Mapping[str, Path] = field(default_factory=dict)
+    """{node that holds a file's path: the file}."""
     init_op: str | None = None
+    """The node that initialises tables."""
     directory: Path = Path()
+    """Where a relative path in the graph is looked up if the working directory does not have it."""
     objects: ObjectGraph | None = None
+    """Its objects, whose variables name nodes; None if it was made without objects."""
     layers: Mapping[str, tuple[TensorRef, ...]] = field(default_factory=dict)
+    """{variable's node: its places in a weights file}, of a Keras model."""
     notes: tuple[str, ...] = ()
+    """For the user who exports."""
     tables: Mapping[str, TableKey] = field(default_factory=dict)
+    """{table's node: how a checkpoint stores its contents}, of tables that training fills."""
     code: tuple[SourceFile, ...] = ()
+    """The files of a builder as they were when it was run."""
     dynamic_tables: tuple[GraphDynamicTable, ...] = ()
     trust: Trust = Trust()

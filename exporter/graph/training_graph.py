@@ -34,7 +34,7 @@ from exporter.wire.protos import Proto
 def drop_training_signatures(meta_graph: Proto, fixed: Collection[str] = ()) -> list[str]:
     """Remove, in place, signatures that a server cannot run; returns a note with the reason for each.
 
-    `fixed` are placeholders that get constants.
+    The placeholders `fixed` get constants.
     """
     index = GraphIndex.of(meta_graph)
     notes = []
@@ -48,7 +48,7 @@ def drop_training_signatures(meta_graph: Proto, fixed: Collection[str] = ()) -> 
 
 
 def _check_signature(index: GraphIndex, name: str, signature: Proto, fixed: Collection[str]) -> None:
-    """Refuse a signature that needs operations of training."""
+    """Raise GraphError for a signature that needs operations of training, or tensors that are not there."""
     for role, alias, info in signature_tensors(signature):
         for text in tensor_names(info):
             index.resolve(text, f"{role} {alias!r} of {name!r}")
@@ -81,7 +81,7 @@ class TrainingGraph(Struct, frozen=True):
 
     @classmethod
     def of(cls, source: str, tag: str, meta_graph: Proto, assets: Mapping[str, Path]) -> TrainingGraph:
-        """The graph, with the tensors that it restores."""
+        """The graph, with the tensors that it restores; UnsupportedFormat if it is object-based."""
         if meta_graph.HasField("object_graph_def"):
             raise UnsupportedFormat(
                 f"the graph {tag!r} of {source} is object-based: nothing else can be saved beside such a one",
@@ -101,7 +101,7 @@ class TrainingGraph(Struct, frozen=True):
 
 
 def _restored_names(index: GraphIndex, restore_op: str) -> dict[str, None]:
-    """The names that the Saver's restore nodes read, without doubles; none if there is no Saver."""
+    """The names that the Saver's restore nodes read, each once; none if there is no Saver."""
     found: dict[str, None] = {}
     if not restore_op:
         return found

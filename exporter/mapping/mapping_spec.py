@@ -161,7 +161,7 @@ class MappingSpec(Struct, frozen=True):
             tuple(map(VariableDocument.of, self.variables)),
             dict(sorted(self.lookups.items())),
             RulesDocument.of(self.rules),
-            tuple(map(TableDocument.of, self.tables)) or None,
+            self.tables or None,
             self.dynamic or None,
             self.rules.admission.min_freq,
             self.rules.admission.max_age_steps,
@@ -176,7 +176,7 @@ class MappingSpec(Struct, frozen=True):
             tuple(variable.read() for variable in document.variables),
             document.lookups,
             replace(document.rules.read(), admission=admission),
-            tuple(table.read() for table in document.tables or ()),
+            document.tables or (),
             document.dynamic or (),
             document.not_in_8_bits,
         )
@@ -212,32 +212,6 @@ class VariableDocument(Struct, frozen=True, omit_defaults=True):
             if not len(part.full_shape) == len(part.starts) == len(self.shape):
                 raise DocumentError(f"part {self.node!r} of a variable: {_DIMENSIONS}")
         return GraphVariable(self.node, self.key, DType.of(self.dtype), self.shape, part)
-
-
-class TableDocument(Struct, frozen=True):
-    """A lookup table whose contents are served."""
-
-    node: Annotated[Text, doc("its node")]
-    keys: Annotated[Text, doc("the name of its keys")]
-    values: Annotated[Text, doc("the name of its values")]
-    key_dtype: Annotated[DtypeLabel, doc("of its keys")]
-    value_dtype: Annotated[DtypeLabel, doc("of its values")]
-    key_shape: Annotated[Shape, doc("of one key, as it is stored")]
-    value_shape: Annotated[Shape, doc("of one value")]
-    has_all_buckets: Annotated[bool, doc("true: there is an entry for each bucket")] = False
-
-    @classmethod
-    def of(cls, table: GraphTable) -> TableDocument:
-        """What a manifest says of it."""
-        dtypes = table.key_dtype.label, table.value_dtype.label
-        shapes = table.key_shape or (), table.value_shape or ()
-        return cls(table.node, table.keys, table.values, *dtypes, *shapes, table.has_all_buckets)
-
-    def read(self) -> GraphTable:
-        """The table."""
-        dtypes = DType.of(self.key_dtype), DType.of(self.value_dtype)
-        shape, key_shape = self.value_shape, self.key_shape
-        return GraphTable(self.node, self.keys, self.values, *dtypes, shape, self.has_all_buckets, key_shape)
 
 
 class RenameDocument(Struct, frozen=True):
@@ -307,7 +281,7 @@ class MappingSpecDocument(Struct, frozen=True, omit_defaults=True):
     variables: Annotated[tuple[VariableDocument, ...], doc("the graph's variables")]
     lookups: Annotated[dict[Text, PartitionStrategy], doc("how the graph looks each of them up")]
     rules: Annotated[RulesDocument, doc("the rules that variables were mapped to tensors by")]
-    tables: Annotated[tuple[TableDocument, ...] | None, doc("lookup tables whose contents are served")] = None
+    tables: Annotated[tuple[GraphTable, ...] | None, doc("lookup tables whose contents are served")] = None
     dynamic: Annotated[tuple[DynamicTable, ...] | None, doc("tables by arbitrary keys")] = None
     min_freq: Annotated[Count, doc("--min-freq")] = 0
     max_age_steps: Annotated[Count | None, doc("--max-age-steps")] = None

@@ -155,7 +155,7 @@ class _Pass(Struct):
         return node is not None and node.op in NEXT_ITERATIONS
 
     def loop_ends(self) -> dict[str, Known | None]:
-        """{Merge of a loop: common shape} for loops whose iterations end with another shape than they begin."""
+        """{Merge of a loop: common shape} for loops whose turns end with another shape."""
         found: dict[str, Known | None] = {}
         for node in self.nodes.values():
             if node.op not in MERGES:
