@@ -201,7 +201,7 @@ def _spec(where: str, name: str, entry: Any, document: Mapping[str, Any]) -> Sig
 
 
 def parse_examples(meta_graph: Proto, index: GraphIndex, specs: list[SignatureSpec]) -> list[SignatureSpec]:
-    """The specs with tensors in the place of Examples, which one parser feeds; it is added to `meta_graph`."""
+    """The specs with tensors in the place of Examples, which one parser, added to the graph, feeds."""
     asking = [spec for spec in specs if spec.examples]
     if not asking:
         return specs
