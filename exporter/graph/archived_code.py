@@ -1,7 +1,7 @@
 """Judge what a Keras archive's config names, before Keras makes and calls it.
 
-Everything that is allowed is listed in `archive_names`, or was named by the user (`--custom-objects`) or by
-the running program (what it registered with Keras). The rest is refused.
+Everything that is allowed is listed in `harmless_names.txt`, or was named by the user (`--custom-objects`) or
+by the running program (what it registered with Keras). The rest is refused.
 
 Keras looks names up in several ways: below the module that an entry says, in its public API, in tables of its
 own, in the module that reads the entry. All of them stay within Keras, once an entry has no module but
@@ -19,18 +19,31 @@ from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 
 from exporter.errors import CodeRefused
-from exporter.graph.archive_names import (
-    CLASSES,
-    FUNCTIONS,
-    GRAPH_FUNCTIONS,
-    PLAIN_VALUES,
-    RAGGED_MAKERS,
-    TENSOR_MEMBERS,
-    TYPE_SPECS,
-)
 from exporter.graph.outside import effect_of
 from exporter.wire import protos
 
+
+def _sections() -> dict[str, frozenset[str]]:
+    """{section of `harmless_names.txt`: its names}."""
+    lines = Path(__file__).with_name("harmless_names.txt").read_text().splitlines()
+    found: dict[str, frozenset[str]] = {}
+    section = ""
+    for line in lines:
+        if line.startswith("["):
+            section = line.strip("[]")
+        elif not line.startswith("#"):
+            found[section] = found.get(section, frozenset()) | {*line.split()}
+    return found
+
+
+_NAMES = _sections()
+CLASSES, FUNCTIONS = _NAMES["classes"], _NAMES["functions"]
+RAGGED_MAKERS, TENSOR_MEMBERS = _NAMES["ragged makers"], _NAMES["tensor members"]
+GRAPH_FUNCTIONS = frozenset(
+    f"{space}.{name}".removeprefix("tf.")
+    for space, names in _NAMES.items()
+    for name in (names if space == "tf" or space.startswith("tf.") else ())
+)
 KERASES = frozenset({"keras", "tf_keras"})
 _CARRIES_CODE = {
     "Lambda": "byte code in the archive",
@@ -109,11 +122,11 @@ def entries(value: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, 
 def _is_listed(entry: Entry) -> bool:
     name = entry["class_name"]
     if name == "TypeSpec":  # of a legacy file
-        return str(entry.get("type_spec")).removeprefix("tf.") in TYPE_SPECS
+        return str(entry.get("type_spec")).removeprefix("tf.") in _NAMES["type specs"]
     if name == "__typespec__":
         top = str(entry.get("module")).partition(".")[0]
-        return entry.get("spec_name") in TYPE_SPECS and top == "tensorflow"
-    if isinstance(name, str) and name in PLAIN_VALUES:
+        return entry.get("spec_name") in _NAMES["type specs"] and top == "tensorflow"
+    if isinstance(name, str) and name in _NAMES["plain values"]:
         return True
     if not _is_of_keras(entry):
         return False

@@ -79,7 +79,7 @@ known_contents = WhileNeeded(_known)
 
 
 def _read(table: Any, method: Callable[[Any], Any]) -> Any:
-    """The values of a table's method, run once it is filled; None outside of builders' graphs, or on failure."""
+    """The values of a table's method once it is filled; None outside of builders' graphs, or on failure."""
     import tensorflow as tf
 
     graph = getattr(table.resource_handle, "graph", None)
