@@ -200,6 +200,7 @@ def _operation(config: Entry) -> str | None:
     return f"the operation {node.op}" if calls or effect_of(node.op) is not None else None
 
 
+# Layers that call what their config names, each with a function to name it; None if it is listed.
 _CALLS: dict[str, Callable[[Entry], str | None]] = {
     "TFOpLambda": _function,
     "SlicingOpLambda": _function,
@@ -208,4 +209,3 @@ _CALLS: dict[str, Callable[[Entry], str | None]] = {
     "InstanceMethod": _member,
     "TensorFlowOpLayer": _operation,
 }
-"""Layers that call what their config names, each with a function to name it; None if it is listed."""

@@ -149,14 +149,14 @@ def _in_recorders(save: Callable[[Any, Any], None], before: Callable[[Any, Any],
     return save_own_variables
 
 
+# A lookup's attribute, and its name in a weights file, by which `output_mode="tf_idf"` multiplies.
 _WEIGHTS = "idf_weights"
-"""The attribute, and the name in a weights file, by which a lookup with `output_mode="tf_idf"` multiplies."""
 
+# The registered name of `exporter.tables.trainable_embedding`, and of the layer that serves it.
 _TRAINED_TABLE, _SERVED_TABLE = "exporter>TrainableEmbedding", "exporter>ServedEmbedding"
-"""The registered name of `exporter.tables.trainable_embedding`, and of the layer that serves it."""
 
+# Keys of a config whose value is a file if it is a string: lookups, columns, KerasHub's tokenizers.
 _FILES = ("vocabulary", "vocabulary_file", "ckpt_to_load_from", "merges", "proto")
-"""Keys of a config whose value is a file if it is a string: lookups, columns, KerasHub's tokenizers."""
 
 _MAKER = "give the function that makes it: model=make_model, which takes no arguments"
 _CUSTOM_OBJECTS = "--custom-objects pkg.mod, or path/file.py"

@@ -49,8 +49,8 @@ from exporter.while_needed import WhileNeeded
 from exporter.wire import protos
 from exporter.wire.protos import Proto
 
+# The graphs that builders run in: tables of others, as of a training in another thread, are left alone.
 _GRAPHS: WeakSet[Any] = WeakSet()
-"""The graphs that builders run in: tables of others, as of a training in another thread, are left alone."""
 
 
 @contextlib.contextmanager

@@ -19,8 +19,8 @@ from exporter.wire.protos import Proto, message_class
 INDIFFERENT = frozenset({"VariableShape", "VarIsInitializedOp", "DisableCopyOnRead"})
 """Operations that take a handle, and do not read the values."""
 
+# Operations that hand a handle on, with the number of outputs.
 _FORWARDS = {"Identity": 1, "Enter": 1, "Switch": 2}
-"""Operations that hand a handle on, with the number of outputs."""
 
 
 class UseChange(Protocol):
@@ -40,8 +40,8 @@ class UseChange(Protocol):
         """The error for a function that returns the handle."""
 
 
+# A change, and the tensors of its further handles where a handle is.
 _Here = tuple[UseChange, tuple[str, ...]]
-"""A change, and the tensors of its further handles where a handle is."""
 
 
 def change_uses(graph_def: Proto, changes: Mapping[str, UseChange]) -> None:
@@ -169,9 +169,9 @@ def _change_call(body: Body, node: Proto, here: Mapping[int, _Here], library: _L
     for function in called(node):
         if function.name not in library.functions:
             raise next(iter(changes.values())).refusal(node)
-        if any(change.extra_handles for change in changes.values()) and _is_compiled(
-            node, library, function.name
-        ):
+        # XLA has no kernel for what overlays need.
+        is_compiled = any(attr(n, "_XlaMustCompile").b for n in (node, library.functions[function.name]))
+        if is_compiled and any(change.extra_handles for change in changes.values()):
             raise next(iter(changes.values())).refusal(node)
         passes_on = node.op in LOOPS and function.name == node.attr["body"].func.name
         function.name = library.specialise(function.name, changes, passes_on=passes_on)
@@ -184,11 +184,6 @@ def _change_call(body: Body, node: Proto, here: Mapping[int, _Here], library: _L
         shapes = node.attr["output_shapes"].list.shape if node.op in LOOPS else ()
         if shapes:
             shapes.extend(message_class("TensorShapeProto")() for _ in further)
-
-
-def _is_compiled(node: Proto, library: _Library, function: str) -> bool:
-    """True if XLA compiles the call: it has no kernel for what overlays need."""
-    return any(attr(each, "_XlaMustCompile").b for each in (node, library.functions[function]))
 
 
 def _refuse_returned(function: Proto, handles: Mapping[str, _Here]) -> None:

@@ -1,9 +1,8 @@
 """Reduce a graph to the nodes that its signatures need, so that a server can run it: `clean`.
 
 Kept are the nodes that the signatures' outputs are computed from, and the nodes that fill the tables among
-them. Everything else is dropped: training operations, queues, summaries, assertions, devices, colocation,
-containers, collections. Control edges are dropped, too, because they order side effects, and an inference
-graph has none; except those that bind a node to a branch or an iteration of TF1 control flow.
+them. Control edges are dropped, too, because they order side effects, and an inference graph has none; except
+those that bind a node to a branch or an iteration of TF1 control flow.
 
 *Assets that requests read.* A loader feeds an asset's path while it runs the init op, and never again. So the
 init op puts the path into a variable, and the nodes that run at a request read it there:
@@ -86,8 +85,8 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 from exporter.wire.rest_json import REST_TYPES
 
+# Operations of stock TensorFlow that make state which only operations of their own restore.
 _STOCK_MAKERS = re.compile(r"BoostedTrees\w*(HandleOp|Resource)")
-"""Operations of stock TensorFlow that make state which only operations of their own restore."""
 
 _READS = "RestoreV2"
 _PREFIX = "kept_state/prefix"
@@ -354,12 +353,11 @@ class StateMakers(Struct, frozen=True):
     """The nodes of a graph that make the state of other libraries."""
 
     index: GraphIndex
-    identities: Mapping[str, str]
-    """The resource that each makes: nodes of one operation and shared name make the same one."""
-    foreign: frozenset[str]
-    """Operations that stock TensorFlow lacks, and functions that run one, also through other functions."""
-    is_foreign_used: bool
-    """Outputs need a foreign operation."""
+    identities: Mapping[str, str]  # the resource of each: those of one operation and shared name make one
+    foreign: frozenset[
+        str
+    ]  # operations that stock TensorFlow lacks, and functions that run one, directly or not
+    is_foreign_used: bool  # outputs need a foreign operation
 
     @classmethod
     def among(cls, index: GraphIndex, needed: Iterable[str]) -> StateMakers:

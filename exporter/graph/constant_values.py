@@ -134,6 +134,7 @@ def _broadcast_bytes(values: list[Array]) -> float:
 
 _SAME = ["EnsureShape", "Enter", "Identity", "PlaceholderWithDefault", "RefEnter", "Snapshot", "StopGradient"]
 
+# Operations whose inputs are broadcast.
 _BINARY: Mapping[str, _Computed] = {
     "Add": _binary(np.add),
     "AddV2": _binary(np.add),
@@ -159,7 +160,6 @@ _BINARY: Mapping[str, _Computed] = {
     "SelectV2": _binary(np.where),
     "SquaredDifference": lambda _, values: np.square(values[0] - values[1]),
 }
-"""Operations whose inputs are broadcast."""
 
 _COMPUTED: Mapping[str, _Computed] = {
     **_BINARY,
@@ -232,6 +232,7 @@ _OUTPUTS: Mapping[str, Callable[[Proto, list[Array]], list[Array]]] = {
     "Unpack": lambda node, values: [*np.moveaxis(values[0], attr(node, "axis").i, 0)],
 }
 
+# Operations whose results may be much larger than their inputs, with a bound of the bytes.
 _GROWS: Mapping[str, Callable[[list[Array]], float]] = {
     **dict.fromkeys(_BINARY, _broadcast_bytes),
     **dict.fromkeys(("AddN", "ConcatV2", "Pack"), lambda values: sum(float(v.nbytes) for v in values)),
@@ -242,4 +243,3 @@ _GROWS: Mapping[str, Callable[[list[Array]], float]] = {
     ),
     "Tile": lambda values: extent(values[1].ravel()) * values[0].nbytes,
 }
-"""Operations whose results may be much larger than their inputs, with a bound of the bytes."""

@@ -7,10 +7,8 @@ Outputs need an embedding variable's handle, and gathers from it. Each is rewrit
     the partition of ids over P parts,
       P gathers and their stitch             one such lookup: the parts are served as one table
 
-Lookups of whole groups of tables are split first (`exporter.graph.deeprec_groups`). All nodes around them
-(unique, combiners, weights) are stock operations and stay. No output needs the operations that initialise,
-save, restore, export or train embedding variables, so they are not served. An operation of DeepRec's that an
-output needs and that is not converted is refused by name (`exporter.graph.servable`).
+Lookups of whole groups of tables are split first (`exporter.graph.deeprec_groups`). An operation of DeepRec's
+that an output needs and that is not converted is refused by name (`exporter.graph.servable`).
 Source: DeepRec, tensorflow/core/ops/kv_variable_ops.cc, tensorflow/python/ops/{kv_variable,embedding}_ops.py.
 
 *Partitioned variables.* These nodes become one lookup in one table:
@@ -80,8 +78,8 @@ from exporter.wire.tensor_proto import fill, to_array
 Array = np.ndarray[Any, Any]
 _IMPORT = "KvResourceImportV2"
 
+# The position of the initial value among an operation's inputs.
 _VALUE_OF = {**dict.fromkeys(INITIALISERS, 2), _IMPORT: 3}
-"""The position of the initial value among an operation's inputs."""
 
 _PUT, _TAKE = "TensorBufferPut", "TensorBufferTake"
 _MAX_BYTES = 1 << 28  # of an initial value, whatever a graph says

@@ -41,8 +41,8 @@ from exporter.graph.signatures import SignatureEnds
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
+# Operations whose ids are the values of sparse tensors, and whether their tables are embedding variables.
 _SPARSE = {"GroupEmbeddingVarLookup": True, "GroupVariableLookup": False}
-"""Operations whose ids are the values of sparse tensors, and whether their tables are embedding variables."""
 
 _DENSE = {"GroupEmbeddingVarLookupDense": True, "GroupVariableLookupDense": False}
 _KNOWN = _SPARSE | _DENSE

@@ -17,9 +17,7 @@ from exporter.wire.stock_ops import stock_attributes
 HANDLE = "KvVarHandleOp"
 GATHERS = frozenset({"KvResourceGather", "KvResourceGatherV1"})
 INITIALISERS = frozenset({"InitializeKvVariableOp", "InitializeKvVariableV2Op"})
-_SAVES_KEYS = "has_ev"
-"""An attribute that every SaveV2 of DeepRec has."""
-
+_SAVES_KEYS = "has_ev"  # an attribute that every SaveV2 of DeepRec has
 _KNOWN = re.compile(
     r"""(_OPT_)?Kv\w+ | (Read|Initialize|Destroy)Kv\w+ | EVGet\w+ | MultiKv\w+
     | Group(EmbeddingVar|Variable)\w+ | \w*Fused\w*Embedding\w+ | PruneInvalid\w+ | TensorBuffer\w+

@@ -34,8 +34,7 @@ class GraphEditor(Struct):
     graph_def: Proto
     scope: str
     owner: str
-    _spelled: dict[str, str] = field(default_factory=dict)
-    """Wanted names, and the valid names of nodes that stand for them; each valid name stands for one."""
+    _spelled: dict[str, str] = field(default_factory=dict)  # {wanted name: valid name, of this one alone}
 
     @classmethod
     def onto(cls, graph_def: Proto, wanted: str, owner: str) -> GraphEditor:

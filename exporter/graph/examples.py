@@ -28,8 +28,8 @@ from exporter.graph.nodes import Endpoint, GraphIndex, constant, endpoint, free_
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
+# The dtypes of a tf.Example (source: tensorflow/core/example/feature.proto).
 _STORED = (DType.FLOAT, DType.INT64, DType.STRING)
-"""The dtypes of a tf.Example (source: tensorflow/core/example/feature.proto)."""
 
 _FIELDS = {"tensor", "sparse", "dtype", "shape", "default"}
 _WANTED = 'expected "TENSOR", {"tensor": TENSOR, "shape": [...], "default": ...} or {"sparse": NODE}'

@@ -18,8 +18,7 @@ from exporter.wire.protos import Proto
 PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2", "PlaceholderWithDefault"})
 _WORDS = {"true": True, "false": False, "yes": True, "no": False}
 _BATCHED = re.compile(r"TensorBufferTake|\w*Dequeue(Many|UpTo)?\w*|\w*IteratorGetNext\w*|\w*Unstage\w*")
-_SPARSE = "DeserializeSparse"
-"""The operation after an iterator that gives a sparse tensor as one variant."""
+_SPARSE = "DeserializeSparse"  # the operation after an iterator that gives a sparse tensor as one variant
 
 
 def parse_feeds(index: GraphIndex, feeds: Mapping[str, str]) -> dict[str, np.ndarray]:

@@ -114,8 +114,7 @@ class Asset(Struct, frozen=True):
 
     node: str
     source: Path
-    name: str = ""
-    """Given where two files of a graph have the same name."""
+    name: str = ""  # given where two files of a graph have the same name
 
     @property
     def file_name(self) -> str:
@@ -149,16 +148,11 @@ class Outside(Struct, frozen=True):
 class TrainingMode(Struct, frozen=True):
     """The operations of a served graph, in words, that compute as in training."""
 
-    batch_norms: tuple[str, ...] = ()
-    """They normalise by the request's own batch."""
-    dropouts: tuple[tuple[str, float | None], ...] = ()
-    """They drop a random part of their input: this one, if it is a constant."""
-    noises: tuple[str, ...] = ()
-    """They add normal noise to their input, or multiply it by such noise."""
-    random: tuple[str, ...] = ()
-    """They draw other random numbers."""
-    idle: frozenset[str] = frozenset()
-    """The nodes of variables that are read only in branches that never run."""
+    batch_norms: tuple[str, ...] = ()  # they normalise by the request's own batch
+    dropouts: tuple[tuple[str, float | None], ...] = ()  # they drop a random part, this one if it is constant
+    noises: tuple[str, ...] = ()  # they add normal noise to their input, or multiply it by such noise
+    random: tuple[str, ...] = ()  # they draw other random numbers
+    idle: frozenset[str] = frozenset()  # the nodes of variables that are read only in branches that never run
 
     def notes(self) -> Iterator[str]:
         """Yield notes for the user, a line each."""
@@ -181,12 +175,9 @@ class TrainingMode(Struct, frozen=True):
 class KeptState(Struct, frozen=True):
     """State that is neither a variable nor a lookup table, and that operations of its own library restore."""
 
-    importing: tuple[str, ...] = ()
-    """The nodes that restore it."""
-    prefix: str = ""
-    """The placeholder that gets the bundle's prefix."""
-    tensors: tuple[str, ...] = ()
-    """The names, in the checkpoint, of the tensors that these nodes read."""
+    importing: tuple[str, ...] = ()  # the nodes that restore it
+    prefix: str = ""  # the placeholder that gets the bundle's prefix
+    tensors: tuple[str, ...] = ()  # the names, in the checkpoint, of the tensors that these nodes read
 
 
 NO_STATE = KeptState()
@@ -196,27 +187,20 @@ class InferenceGraph(Struct, frozen=True):
     """The graph to serve, cleaned, without values of variables."""
 
     source: str
-    meta_graph: Proto
-    """A MetaGraphDef: the nodes that signatures need, initialisers, and complete signatures, nothing else."""
+    meta_graph: Proto  # of the nodes that signatures need, initialisers and complete signatures alone
     variables: tuple[GraphVariable, ...]
     assets: tuple[Asset, ...] = ()
-    init_op: str | None = None
-    """The NoOp that waits for all initialisers."""
+    init_op: str | None = None  # the NoOp that waits for all initialisers
+    # {variable's key: how ids find its rows}; it is unknown for those that are missing.
     lookups: Mapping[str, PartitionStrategy] = field(default_factory=dict)
-    """{variable's key: how ids find its rows}; it is unknown for those that are missing."""
     tables: tuple[GraphTable, ...] = ()
     training: TrainingMode = field(default_factory=TrainingMode)
-    notes: tuple[str, ...] = ()
-    """For the user who exports."""
-    objects: ObjectGraph | None = None
-    """The model's objects, whose variables name nodes, some of which are gone."""
+    notes: tuple[str, ...] = ()  # for the user who exports
+    objects: ObjectGraph | None = None  # their variables name nodes, some of which are gone
+    # {variable's key: where Keras looks for it in a weights file}; the last place counts.
     layers: Mapping[str, tuple[TensorRef, ...]] = field(default_factory=dict)
-    """{variable's key: where Keras looks for it in a weights file}; the last place counts."""
-    traced_rows: int | None = None
-    """The only number of rows that the source graph accepts; None if it accepts any."""
-    dynamic_tables: tuple[GraphDynamicTable, ...] = ()
-    """Their variables are among `variables` once their shapes are known."""
-    foreign: tuple[str, ...] = ()
-    """Operations that stock TensorFlow lacks."""
+    traced_rows: int | None = None  # the only number of rows that the source accepts; None if it takes any
+    dynamic_tables: tuple[GraphDynamicTable, ...] = ()  # `variables` has theirs once shapes are known
+    foreign: tuple[str, ...] = ()  # operations that stock TensorFlow lacks
     state: KeptState = NO_STATE
     outside: tuple[Outside, ...] = ()

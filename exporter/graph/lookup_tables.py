@@ -4,18 +4,14 @@
 
 *Tables that training fills* have their contents in the checkpoint, and are restored like variables. A Saver
 stores a `MutableHashTable` or `DenseHashTable` of the collection SAVEABLE_OBJECTS as two tensors,
-`<name>-keys` and `<name>-values`, with the entries that the table has then; a dense table with all its
-buckets, including the empty ones. It restores them by LookupTableImportV2. The program gives the name, which
-is not always the node's. Source: tensorflow/python/ops/lookup_ops.py.
-
-*Dynamic tables* (`exporter.tables`) are made of variables, whose numbers of buckets and rows only the
-checkpoint gives.
+`<name>-keys` and `<name>-values`; of a dense table all buckets, also the empty ones. The program gives the
+name, which is not always the node's. Source: tensorflow/python/ops/lookup_ops.py.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -31,6 +27,7 @@ from exporter.graph.nodes import (
     attr,
     attr_dtype,
     attr_text,
+    closure,
     const_value,
     data_inputs,
     endpoint,
@@ -407,3 +404,57 @@ def tables_among(
 ) -> tuple[GraphDynamicTable, ...]:
     """The dynamic tables of whose variables a graph with these nodes has at least one."""
     return tuple(table for table in tables if any(node in nodes for node in table.nodes))
+
+
+_OLD_MAKERS = frozenset({"HashTable", "MutableHashTable", "MutableHashTableOfTensors"})
+_OLD_USERS = frozenset(
+    {
+        *("InitializeTable", "InitializeTableFromTextFile", "LookupTableExport", "LookupTableFind"),
+        *("LookupTableImport", "LookupTableInsert", "LookupTableSize"),
+    }
+)
+_OLD_HANDING_ON = {
+    f"Ref{name}": name for name in ("Enter", "Exit", "Identity", "Merge", "NextIteration", "Switch")
+}
+
+
+def use_resource_tables(meta_graph: Proto, index: GraphIndex) -> bool:
+    """Give tables of TensorFlow 1.0 to 1.2 resources for handles, in place; True if there were some.
+
+    An operation such as HashTable hands its table on as a reference, which no function takes, so that a
+    signature could not be computed again after an update. HashTableV2 makes the same table, in the same
+    kernel with the same attributes, and hands it on as a resource (tensorflow/core/ops/lookup_ops.cc and
+    core/kernels/lookup_table_op.cc). A graph in which anything else takes such a handle stays as it is.
+    """
+
+    def takers(name: str) -> Iterator[str]:
+        consumers = () if index.nodes[name].op in _OLD_USERS else index.consumers[name]
+        return (reader for reader, _ in consumers)
+
+    tables = [name for name, node in index.nodes.items() if node.op in _OLD_MAKERS]
+    found = [index.nodes[name] for name in closure(tables, takers)]
+    if any(node.op not in _OLD_MAKERS | _OLD_USERS | _OLD_HANDING_ON.keys() for node in found):
+        return False
+    for node in found:
+        if node.op not in _OLD_USERS:  # a reference is a vector of two strings, a resource a scalar
+            node.attr.pop("_output_shapes", None)
+        if node.op in _OLD_HANDING_ON:
+            node.op = _OLD_HANDING_ON[node.op]
+            node.attr["T"].type = int(DType.RESOURCE)
+        else:
+            node.op = f"{node.op}V2"
+    ops = meta_graph.meta_info_def.stripped_op_list.op
+    ops.extend([_second_form(op) for op in ops if op.name in _OLD_MAKERS | _OLD_USERS])
+    return bool(found)
+
+
+def _second_form(op: Proto) -> Proto:
+    """The OpDef with resources in the place of references."""
+    second = type(op)()
+    second.CopyFrom(op)
+    second.name = f"{op.name}V2"
+    for argument in (*second.input_arg, *second.output_arg):
+        if argument.is_ref:
+            argument.is_ref = False
+            argument.type = int(DType.RESOURCE)
+    return second

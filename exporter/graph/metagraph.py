@@ -28,9 +28,8 @@ from exporter.graph.feeds import hands_over_batches, parse_feeds
 from exporter.graph.functions import callers
 from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.graph.keys import VARIABLE_OPS, variable_keys
-from exporter.graph.lookup_tables import add_init_op, table_keys
+from exporter.graph.lookup_tables import add_init_op, table_keys, use_resource_tables
 from exporter.graph.nodes import Endpoint, GraphIndex, all_before, closure, data_inputs
-from exporter.graph.old_tables import use_resource_tables
 from exporter.graph.recording_nodes import without_recording
 from exporter.graph.servable import called_functions, changes_state, refusal
 from exporter.graph.signatures import (

@@ -25,8 +25,7 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 from exporter.wire.tensor_proto import fill, to_array
 
-_REF = 100
-"""DT_FLOAT_REF is DT_FLOAT + 100, and so on (source: tensorflow/core/framework/types.proto)."""
+_REF = 100  # DT_FLOAT_REF is DT_FLOAT + 100, and so on (source: tensorflow/core/framework/types.proto)
 
 # In the order in which they are asked: a Cast has SrcT and DstT, and gives DstT.
 _TYPE_ATTRS = ("dtype", "T", "Tparams", "out_type", "output_type", "DstT", "SrcT")
@@ -338,10 +337,8 @@ def closure(start: Iterable[ItemT], following: Callable[[ItemT], Iterable[ItemT]
 class Reached(Struct, frozen=True):
     """The nodes that outputs need, nearest to the outputs first."""
 
-    inputs: Mapping[str, tuple[str, ...]]
-    """Each node's inputs, without needless control edges."""
-    toward_output: Mapping[str, str | None]
-    """For each node one that needs it; None for the nodes where the search began."""
+    inputs: Mapping[str, tuple[str, ...]]  # each node's inputs, without needless control edges
+    toward_output: Mapping[str, str | None]  # for each node one that needs it; None where the search began
 
     def path(self, name: str) -> str:
         """The path from an output to a node, for an error message; a long one is cut in the middle."""
@@ -643,6 +640,11 @@ class Body:
         self.nodes = nodes
         self.function = function
         self.by_name: dict[str, Proto] = {node.name: node for node in nodes}
+
+    @property
+    def name(self) -> str:
+        """The function's name, "" for a graph."""
+        return "" if self.function is None else str(self.function.signature.name)
 
     @classmethod
     def of(cls, function: Proto) -> Body:

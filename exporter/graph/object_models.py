@@ -26,12 +26,11 @@ from exporter.while_needed import WhileNeeded
 
 Tensors = Mapping[str, Any]
 
+# Names that Keras 3 gives to unnamed inputs, with a number that counts all inputs of a process.
 _NUMBERED = re.compile(r"(keras_tensor(_\d+)?)?")
-"""Names that Keras 3 gives to unnamed inputs, with a number that counts all inputs of a process."""
 
 _LIST = "trainable_variables"
-_UNNAMED = "Variable"
-"""TensorFlow's name for a variable without a name."""
+_UNNAMED = "Variable"  # TensorFlow's name for a variable without a name
 
 
 def is_object(result: Any) -> bool:
@@ -92,8 +91,8 @@ class ObjectView(Struct, frozen=True):
     """The objects below a model or module, as TensorFlow would save them."""
 
     objects: ObjectGraph
+    # {variable's node: Keras' path of it, or its path among the objects if the program gave it no name}.
     names: Mapping[str, str]
-    """{variable's node: Keras' path of it, or its path among the objects if the program gave it no name}."""
 
 
 def view_objects(
@@ -142,8 +141,8 @@ def _names(objects: ObjectGraph) -> Iterator[tuple[str, str]]:
             yield entry.variable.tensor, objects.paths[number] if is_unnamed else name
 
 
+# The bases of tf-keras' classes, as they were before the first of the builders that run now.
 _BASES: dict[type, tuple[type, ...]] = {}
-"""The bases of tf-keras' classes, as they were before the first of the builders that run now."""
 
 
 @contextlib.contextmanager

@@ -7,15 +7,14 @@ compares answers. `harmless_ops.txt` lists the operations that were judged not t
 `tests/graph/test_outside_ops.py` compares both with TensorFlow's own registry. Reading a file of the version
 itself (an asset) does not count: see `exporter.graph.own_files`.
 
-*Attributes.* Functions and tensors stand in a node's attributes, too. Functions that an attribute names are
-judged like the graph. What cannot be followed counts as an operation that may do anything: functions in the
-attributes of functions, and tensors that hold handles of resources or serialised objects.
+*Attributes.* Functions that an attribute names are judged like the graph. What cannot be followed counts as
+an operation that may do anything: functions in the attributes of functions, and tensors that hold handles of
+resources or serialised objects.
 
 *Running a source graph* (`runnable_graph`). Control edges may lead from an output to operations that only
 training can run: checks of a label that is not fed, reads of a queue that is not filled, updates of an
 average. They would fail, block for ever, or change the answers, so these edges are removed. Everything else
-stays, so that a comparison finds what cleaning did wrong; except for operations that stock TensorFlow lacks,
-and nodes that read from them, which cannot be imported.
+stays, so that a comparison finds what cleaning did wrong; except for what TensorFlow cannot import.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from exporter.graph.deeprec_ops import foreign_attributes, is_deeprecs
 from exporter.graph.functions import callees_first
 from exporter.graph.inference_graph import Effect, Outside
 from exporter.graph.nodes import (
+    Body,
     GraphIndex,
     Pivots,
     all_before,
@@ -44,7 +44,7 @@ from exporter.graph.nodes import (
     input_names,
     put_nodes,
 )
-from exporter.graph.own_files import OwnFiles, Scope
+from exporter.graph.own_files import OwnFiles, unambiguous
 from exporter.graph.servable import called_functions, foreign_ops, is_refused
 from exporter.graph.source_graph import SourceGraph
 from exporter.graph.stablehlo import is_plain_module
@@ -82,9 +82,10 @@ _EFFECTS = {
 _PATTERNS = {effect: re.compile(pattern, re.VERBOSE) for effect, pattern in _EFFECTS.items()}
 
 _HARMLESS = Path(__file__).with_name("harmless_ops.txt")
+# Dtypes whose values name state of the process, or hold serialised objects.
 _OPAQUE = frozenset({DType.RESOURCE, DType.VARIANT})
-"""Dtypes whose values name state of the process, or hold serialised objects."""
 
+# Tests of an operation's attributes that are true if it does not reach out after all.
 _UNLESS: dict[str, Callable[[Proto], bool]] = {
     "PrintV2": lambda node: not attr_text(node, "output_stream").startswith("file:"),
     "DecodeProtoV2": lambda node: _is_in_memory(attr_text(node, "descriptor_source")),
@@ -97,7 +98,6 @@ _UNLESS: dict[str, Callable[[Proto], bool]] = {
         lambda node: not attr(node, "debug_urls").list.s,
     ),
 }
-"""Tests of an operation's attributes that are true if it does not reach out after all."""
 
 _ONLY_IF: dict[str, Callable[[Proto], bool]] = {
     "DeserializeManySparse": lambda node: attr_dtype(node, "dtype") not in _OPAQUE,
@@ -110,6 +110,7 @@ Sparse tensors come from texts, as in `ParseTensor`; and `Empty` without `init` 
 left, which may be by another model or a client of it.
 """
 
+# The inputs that name a file, for operations that read just the files that these inputs name.
 _FILE_INPUTS = {
     "ReadFile": (0,),
     "InitializeTableFromTextFile": (1,),
@@ -124,7 +125,6 @@ _FILE_INPUTS = {
     "ExperimentalCSVDataset": (0,),
     "GenerateVocabRemapping": (0, 1),
 }
-"""The inputs that name a file, for operations that read just the files that these inputs name."""
 
 _PYTHON = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless"})
 _SHOWN = 6
@@ -295,7 +295,7 @@ class _Judge:
         inside: list[Outside] = []
         for name in callees_first(self._nodes, self._library):  # deep calls without deep recursion
             inside += self._function(name)[1]
-        found = self._body(Scope({node.name: node for node in self._nodes}))[1]
+        found = self._body(Body(self._nodes))[1]
         return [*dict.fromkeys([*(each for each in found if each.function or each.node not in own), *inside])]
 
     def _function(self, name: str) -> tuple[set[int], list[Outside]]:
@@ -303,15 +303,15 @@ class _Judge:
         if name not in self._judged:
             # Functions of one `api_implements` may call each other: for the meantime it has nothing.
             self._judged[name] = (set(), [])
-            self._judged[name] = self._body(Scope.of(self._library[name]))
+            self._judged[name] = self._body(unambiguous(self._library[name]))
         return self._judged[name]
 
-    def _body(self, scope: Scope) -> tuple[set[int], list[Outside]]:
+    def _body(self, scope: Body) -> tuple[set[int], list[Outside]]:
         """As `_function`, for the graph or a function that is not judged yet."""
         found: list[Outside] = []
         arguments: set[int] = set()
-        for each in _judged(scope.nodes.values(), scope.name, self._library):
-            inputs = input_names(node := scope.nodes[each.node])
+        for each in _judged(scope.by_name.values(), scope.name, self._library):
+            inputs = input_names(node := scope.by_name[each.node])
             if self._own.is_memory_cache(node, scope):
                 continue
             places = _FILE_INPUTS.get(each.op, ())
@@ -319,14 +319,14 @@ class _Judge:
             needed = self._own.needs(scope, [inputs[place] for place in places]) if is_named else None
             arguments |= needed or set()
             found += [each] if needed is None else []
-        for node in scope.nodes.values():
+        for node in scope.by_name.values():
             for callee in sorted(called_functions(node) & self._library.keys()):
                 needed = self._needed(node, callee, scope)
                 arguments |= needed or set()
                 found += self._reads(node, callee, scope) if needed is None else []
         return arguments, found
 
-    def _needed(self, node: Proto, callee: str, scope: Scope) -> set[int] | None:
+    def _needed(self, node: Proto, callee: str, scope: Body) -> set[int] | None:
         """The scope's arguments that must be own files for a call to read no other; None if it reads one."""
         places = {place for name in self._alike(callee) for place in self._function(name)[0]}
         return self._own.needs_of_call(node, callee, places, scope) if places else set()
@@ -337,7 +337,7 @@ class _Judge:
         others = self._library.items() if interface else ()
         return [name, *(n for n, f in others if attr(f, "api_implements").s == interface and n != name)]
 
-    def _reads(self, node: Proto, callee: str, scope: Scope) -> list[Outside]:
+    def _reads(self, node: Proto, callee: str, scope: Body) -> list[Outside]:
         """The operations that read, in a function to which a call passes the name of another file."""
         bodies = ((name, self._library[name].node_def) for name in self._alike(callee))
         judged = (each for name, body in bodies for each in _judged(body, name, self._library))

@@ -33,8 +33,7 @@ _INIT_SIGNATURE = "__saved_model_init_op"
 _INIT_COLLECTIONS = ("saved_model_main_op", "legacy_init_op")
 
 
-_UPDATE = "incremental_update"
-"""The signature that applies deltas, as the subgraph adds it."""
+_UPDATE = "incremental_update"  # the signature that applies deltas, as the subgraph adds it
 
 
 def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:

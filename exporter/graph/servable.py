@@ -19,6 +19,7 @@ from exporter.wire.protos import Proto
 from exporter.wire.stock_ops import is_stock
 
 _RECOMMENDERS = "TensorFlow Recommenders Addons"
+# The names of each library's operations, from REGISTER_OP in its source, or from its registry.
 _LIBRARIES = (
     (r"TFRA>\w+|\w*CuckooHashTable\w*|\w*RedisTable\w*|\w*HkvHashTable\w*", _RECOMMENDERS),
     (r"SimpleML\w+", "TensorFlow Decision Forests"),
@@ -39,10 +40,9 @@ _LIBRARIES = (
     ),
     (r"TRTEngineOp|\w*TRTResource\w*", "TensorFlow with TensorRT"),
 )
-"""The names of each library's operations, from REGISTER_OP in its source, or from its registry."""
 
+# Linked into TensorFlow Serving's own binary: tensorflow_serving/model_servers/BUILD.
 _IN_STOCK_IMAGE = frozenset({"TensorFlow Decision Forests", "TensorFlow Text"})
-"""Linked into TensorFlow Serving's own binary: tensorflow_serving/model_servers/BUILD."""
 
 _SHOWN = 8
 _REBUILD = (

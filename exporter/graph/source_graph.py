@@ -21,16 +21,11 @@ from exporter.wire.protos import Proto
 class Trust(Struct, frozen=True):
     """The permissions of a graph, which may be another author's."""
 
-    foreign_ops: bool = False
-    """Operations that stock TensorFlow lacks are allowed."""
-    file_ops: bool = False
-    """Operations that reach out of the model while it is served are allowed."""
-    code: bool = False
-    """Operations that write, call out or run code while this process runs the graph are allowed."""
-    files: tuple[Path, ...] = ()
-    """Directories besides its own that its files may come from."""
-    is_found: bool = False
-    """The request does not name the graph, which therefore gets files from these directories alone."""
+    foreign_ops: bool = False  # operations that stock TensorFlow lacks are allowed
+    file_ops: bool = False  # operations that reach out of the model while it is served are allowed
+    code: bool = False  # operations with effects beyond reading are allowed where this process runs the graph
+    files: tuple[Path, ...] = ()  # directories besides its own that its files may come from
+    is_found: bool = False  # the request does not name the graph, which gets files from `files` alone
 
     def require_file(self, path: Path, directory: Path) -> None:
         """Refuse a file that a found graph in `directory` may not read; a link counts as its target."""
@@ -55,8 +50,7 @@ class GraphRequest(GraphOptions, frozen=True):
     """
 
     model: Model = None
-    is_found: bool = False
-    """The request named no graph: it lay beside the checkpoint."""
+    is_found: bool = False  # the request named no graph: it lay beside the checkpoint
 
     @classmethod
     def of(cls, request: ExportRequest, beside: str | None = None) -> GraphRequest:
@@ -100,27 +94,17 @@ class SourceGraph(Struct, frozen=True):
     """A graph before anything is removed from it; it can be restored and run as it was trained."""
 
     label: str
-    meta_graph: Proto
-    """A MetaGraphDef with complete signatures of any of its tensors, as a session can feed all of them."""
-    keys: Mapping[str, VariableKey]
-    """{variable's node: how a checkpoint stores it}."""
-    feeds: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """{placeholder: value} to feed with every signature."""
-    assets: Mapping[str, Path] = field(default_factory=dict)
-    """{node that holds a file's path: the file}."""
-    init_op: str | None = None
-    """The node that initialises tables."""
-    directory: Path = Path()
-    """Where a relative path in the graph is looked up if the working directory does not have it."""
-    objects: ObjectGraph | None = None
-    """Its objects, whose variables name nodes; None if it was made without objects."""
+    meta_graph: Proto  # with complete signatures, of any tensors: a session can feed all of them
+    keys: Mapping[str, VariableKey]  # {variable's node: how a checkpoint stores it}
+    feeds: Mapping[str, np.ndarray] = field(default_factory=dict)  # by placeholder, for every signature
+    assets: Mapping[str, Path] = field(default_factory=dict)  # {node that holds a file's path: the file}
+    init_op: str | None = None  # the node that initialises tables
+    directory: Path = Path()  # where relative paths are looked up after the working directory
+    objects: ObjectGraph | None = None  # their variables name nodes; None if it was made without objects
+    # {variable's node: its places in a weights file}, of a Keras model.
     layers: Mapping[str, tuple[TensorRef, ...]] = field(default_factory=dict)
-    """{variable's node: its places in a weights file}, of a Keras model."""
-    notes: tuple[str, ...] = ()
-    """For the user who exports."""
-    tables: Mapping[str, TableKey] = field(default_factory=dict)
-    """{table's node: how a checkpoint stores its contents}, of tables that training fills."""
-    code: tuple[SourceFile, ...] = ()
-    """The files of a builder as they were when it was run."""
+    notes: tuple[str, ...] = ()  # for the user who exports
+    tables: Mapping[str, TableKey] = field(default_factory=dict)  # by node, of tables that training fills
+    code: tuple[SourceFile, ...] = ()  # the files of a builder as they were when it was run
     dynamic_tables: tuple[GraphDynamicTable, ...] = ()
     trust: Trust = Trust()

@@ -7,9 +7,8 @@ elsewhere, or imported by a computed name, are not followed.
 Two files are the same code if they differ only in comments, docstrings and layout, or in statements that run
 only when the file is started as a program (`if __name__ == "__main__":`).
 
-*Importing.* A long-running process (a watch) may load a model again after its files were edited. Python would
-return the modules that it has loaded, so those of edited files are forgotten first, with all modules that
-import them.
+A long-running process (a watch) may load a model again after its files were edited. Python would return the
+modules that it has loaded, so a builder's are forgotten first.
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ from exporter.storage.local_paths import quoted
 from exporter.while_needed import WhileNeeded
 from exporter.wire.json_documents import Sha256, Text, doc
 
-_imported: dict[Path, str] = {}
-"""{file: its digest when this process imported it for a user}."""
-
+_imported: dict[Path, str] = {}  # {file: its digest when this process imported it for a user}
 _IMPORTING = threading.RLock()  # one builder at a time: modules of two that have one name are not mixed up
 _PARSING = threading.Lock()  # Python 3.11 takes the depth of another thread's tree for its own
 
@@ -53,8 +50,8 @@ def _in_child() -> None:
 
 os.register_at_fork(after_in_child=_in_child)
 
+# The places that this thread has put on the path, while it is in `importable`.
 _ADDED: ContextVar[list[str]] = ContextVar("added")
-"""The places that this thread has put on the path, while it is in `importable`."""
 
 
 def import_code(where: str) -> Any:
@@ -123,8 +120,8 @@ def _import_file(path: Path) -> Any:
 
 _SAID = "a manifest names the builder's file:"
 _INSTALLED = {"site-packages", "dist-packages"}
+# Names by which code may give a module attributes that its text does not show.
 _MAY_BIND = {"globals", "exec", "eval", "setattr", "vars", "locals", "__getattr__", "__dict__", "modules"}
-"""Names by which code may give a module attributes that its text does not show."""
 
 
 _bound: Unchanged[tuple[set[str] | None, list[str]]] = Unchanged()
@@ -142,10 +139,8 @@ class BuilderFile(Struct, frozen=True):
     """The file of a builder's module."""
 
     path: Path
-    root: Path
-    """The directory that imports of its neighbours start from."""
-    package: str = ""
-    """Its top-level package; empty for a file that is named by its path."""
+    root: Path  # the directory that imports of its neighbours start from
+    package: str = ""  # its top-level package; empty for a file that is named by its path
 
     @classmethod
     def of_module(cls, path: Path, name: str) -> BuilderFile:

@@ -21,16 +21,16 @@ from msgspec import Struct
 
 _MAGIC = b"ML\xefR"
 _STRINGS, _DIALECTS, _ATTRIBUTES, _OFFSETS, _PROPERTIES = 0, 1, 2, 3, 8
-_OPERATION_COUNT = 4
-_REGISTERED_FLAG = 5
-"""The versions of the format since which dialects have their number of operations, and names a flag."""
+# The versions of the format since which dialects have their number of operations, and names a flag.
+_OPERATION_COUNT, _REGISTERED_FLAG = 4, 5
 _NEWEST = 6
+# The dialects and codes of attributes that are a text: StringAttr, StringV1Attr.
 _TEXTS = {("builtin", 2), ("vhlo", 14)}
-"""The dialects and codes of attributes that are a text: StringAttr, StringV1Attr."""
 _CUSTOM_CALL, _ITS_PROPERTIES, _TARGET = "vhlo.custom_call_v1", 8, "call_target_name"
+# What XLA reads at custom calls without running a function of that name.
 _NOTES = re.compile(r"|shape_assertion|Sharding|mhlo\.(acosh?|asinh?|atanh|cosh|erf|sinh|tan|topk)")
-"""What XLA reads at custom calls without running a function of that name."""
 
+# The operations that compute their results from their operands, by their full names.
 _COMPUTES = re.compile(
     r"""builtin\.module | func\.(func|call|return) | (vhlo|stablehlo|chlo)\.(
     abs | acos | acosh | add | after_all | and | asin | asinh | atan | atan2 | atanh
@@ -51,7 +51,6 @@ _COMPUTES = re.compile(
     )(_v\d+)?""",
     re.VERBOSE,
 )
-"""The operations that compute their results from their operands, by their full names."""
 
 
 class Program(Struct, frozen=True):

@@ -63,8 +63,9 @@ _MOST_BYTES = 1 << 10  # of a span that was moved: two numbers, whatever a graph
 
 def training_mode(meta_graph: Proto) -> TrainingMode:
     """The batch statistics, dropout, noise and other random numbers among the nodes that signatures run."""
-    if not any(map(_is_suspicious, all_nodes(meta_graph.graph_def))):  # most graphs: the walk is not free
-        return TrainingMode()
+    nodes = all_nodes(meta_graph.graph_def)
+    if not any(n.op == "SquaredDifference" or _is_random(n.op) or is_by_batch(n) for n in nodes):
+        return TrainingMode()  # as of most graphs: to follow constants is not free
     graphs = _graphs(meta_graph)
     bodies = [body for graph in graphs for body in graph.bodies()]
     drawn = [sign for body in bodies for sign in _drawn(body)]
@@ -143,10 +144,6 @@ def _switchable(meta_graph: Proto, feeds: Mapping[str, Array]) -> dict[str, Arra
     signatures = map(SignatureEnds.of, meta_graph.signature_def.values())
     given = {tensor.node for ends in signatures for tensor in ends.inputs}
     return {name: value for name, value in values.items() if name not in given and value.dtype.kind in "bf"}
-
-
-def _is_suspicious(node: Proto) -> bool:
-    return node.op == "SquaredDifference" or _is_random(node.op) or is_by_batch(node)
 
 
 @cache

@@ -25,12 +25,12 @@ _WRAPS = re.compile(
     r"|Error when deserializing class|<class [^>]*> could not be deserialized properly"
 )
 _TRACED = re.compile(r'^ *File "(?P<file>.+?)", line (?P<line>\d+), in (?P<function>\S+)', re.MULTILINE)
+# The text of TensorFlow and Keras around the error itself: nodes, stacks, long advice.
 _ABOUT = re.compile(
     r"Graph execution error:\s*(Detected at.*?\nNode: [^\n]*\n)?"
     r"|\s(You can attempt the following|You are likely doing|\[\[{{node|Original stack trace for).*",
     re.DOTALL,
 )
-"""The text of TensorFlow and Keras around the error itself: nodes, stacks, long advice."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _MAX_CHARACTERS = 500
 _USE_KERAS_2 = "run it with Keras 2: pip install tf-keras, then TF_USE_LEGACY_KERAS=1 export-model ..."
@@ -48,11 +48,11 @@ _KERAS_2_ALONE = re.compile(
     r"not (available|supported) (with|in) Keras 3|compat\.v1' has no attribute 'layers'"
 )
 _GONE = re.compile(r"module 'keras\._tf_keras\.(?P<module>keras[^']*)' has no attribute '(?P<name>\w+)'")
+# Keras 3's errors about code that Keras 2 accepts: operations of TensorFlow on inputs, `add_weight(name)`,
+# layers of tf-keras among its own.
 _STRICTER = re.compile(
     r"KerasTensor|multiple values for argument 'shape'|`name` must be passed as a keyword|\btf_keras\b"
 )
-"""Keras 3's errors about code that Keras 2 accepts: operations of TensorFlow on inputs, `add_weight(name)`,
-layers of tf-keras among its own."""
 _TF_KERAS = re.compile(r"\btf\.keras\b|\btensorflow\.keras\b|from tensorflow import .*\bkeras\b")
 _KERAS = re.compile(r"^\s*(import keras\b|from keras\b)", re.MULTILINE)
 

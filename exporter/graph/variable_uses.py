@@ -99,7 +99,7 @@ def readings(graph_def: Proto) -> dict[str, Reading]:
     found: dict[tuple[str, str], Reading] = defaultdict(Reading)
     named: dict[str, tuple[str, str]] = {}
     for body in bodies(graph_def):
-        scope = "" if body.function is None else body.function.signature.name
+        scope = body.name
         for node in body.nodes:
             if node.op == "VarHandleOp":
                 name = attr_text(node, "container"), attr_text(node, "shared_name") or node.name
@@ -138,15 +138,14 @@ def _sum_gathered(body: Body, node: Proto) -> set[str]:
     _become_gather(body, gather, chain)
     size = body.add(f"{name}/size", "Size", indices, device=device, T=by, out_type=DType.INT32)
     places = body.add(f"{name}/places", "Range", device=device, Tidx=DType.INT32)
-    first, step = (_int32(body, f"{name}/{what}", value) for what, value in (("first", 0), ("step", 1)))
+    first, step = (
+        body.put(constant(free_name(body.by_name, f"{name}/{what}"), np.array(value, np.int32), DType.INT32))
+        for what, value in (("first", 0), ("step", 1))
+    )
     places.input.extend(body.single(made, "output") for made in (first, size, step))
     node.input[0], node.input[1] = body.single(gather, "output"), body.single(places, "output")
     node.attr["Tidx"].type = int(DType.INT32)
     return {link.name for link in chain}
-
-
-def _int32(body: Body, name: str, value: int) -> Proto:
-    return body.put(constant(free_name(body.by_name, name), np.array(value, np.int32), DType.INT32))
 
 
 def _takes_rows(body: Body, node: Proto) -> bool:

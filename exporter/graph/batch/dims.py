@@ -268,10 +268,9 @@ MAX_NUMBERS = 256  # of a tensor of integers that is followed: longer ones are n
 class Findings(Struct):
     """The results of a pass over a graph besides shapes, by node."""
 
-    arrays: dict[str, tuple[Dim, ...]] = field(default_factory=dict)
-    """The shape of each TensorArray's elements."""
+    arrays: dict[str, tuple[Dim, ...]] = field(default_factory=dict)  # shapes of TensorArrays' elements
+    # Numbers to write as a Reshape's or Slice's target, or a bit of a StridedSlice's `end_mask`.
     targets: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Numbers to write as a Reshape's or Slice's target, or a bit of a StridedSlice's `end_mask`."""
 
 
 class Call(Struct):

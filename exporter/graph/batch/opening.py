@@ -39,11 +39,11 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 _MAX_SUSPECT_ELEMENTS = 64
+# The fields of a TensorProto that hold numbers.
 _NUMBERS = (
     *("float_val", "double_val", "half_val", "float8_val", "scomplex_val", "dcomplex_val", "bool_val"),
     *("int_val", "int64_val", "uint32_val", "uint64_val"),
 )
-"""The fields of a TensorProto that hold numbers."""
 
 
 def suspects(
@@ -139,8 +139,8 @@ def _is_one_value(node: Proto) -> bool:
 
 
 _MOST_LISTED = 3  # nodes in a note
+# The attribute with the dtype of an operation's shape input; other operations have it in `T`.
 _INDEX_TYPES = {"Fill": "index_type", "BroadcastTo": "Tidx", "Tile": "Tmultiples"}
-"""The attribute with the dtype of an operation's shape input; other operations have it in `T`."""
 
 
 class Ends(Struct, frozen=True):
@@ -157,11 +157,9 @@ class Ends(Struct, frozen=True):
 class BatchSize(Struct, frozen=True):
     """The numbers of rows that the signatures accept, and notes for the user."""
 
-    only: int | None = None
-    """The one number that the served graph accepts, None for any."""
+    only: int | None = None  # the one number that the served graph accepts, None for any
     notes: tuple[str, ...] = ()
-    traced: int | None = None
-    """The one number that the source graph accepts, None if it accepts others."""
+    traced: int | None = None  # the one number that the source graph accepts, None if it accepts others
 
 
 class _CannotOpen(Exception):
@@ -252,8 +250,10 @@ class _Opening:
                 self._widen_constant(name, opened)
             elif what.isdecimal():
                 self._follow_request(name, int(what), opened)
-            else:
-                self._forget_declared(name, what, opened)
+            else:  # the shape that an attribute declares
+                node = self._change(name)
+                for at in opened:
+                    node.attr[what].shape.dim[at].size = -1
         for name, numbers in self._traced.targets.items():
             self._retarget(name, numbers)
         return [*dict.fromkeys([*(name for name, _ in slots), *self._traced.targets])]
@@ -274,11 +274,6 @@ class _Opening:
         target = self._constant(f"{name}/any_rows", np.array(numbers, dtype.numpy), dtype)
         target.input.append(f"^{endpoint(node.input[0]).node}")  # the same branch, and the same iteration
         node.input[at] = target.name
-
-    def _forget_declared(self, name: str, what: str, opened: Mapping[int, RowCount]) -> None:
-        node = self._change(name)
-        for at in opened:
-            node.attr[what].shape.dim[at].size = -1
 
     def _follow_request(self, name: str, at: int, opened: Mapping[int, RowCount]) -> None:
         """Replace a node's shape input `at` by one whose opened numbers are computed at each request."""

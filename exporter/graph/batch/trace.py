@@ -40,17 +40,12 @@ _MOST_PASSES = 16  # each opens more numbers, or corrects loops; then nothing is
 class Trace(Struct, frozen=True):
     """The shapes in a graph whose inputs have any number of rows, and the numbers to make dynamic."""
 
-    batch: int | None
-    """The number of rows that the graph was traced with, if known."""
+    batch: int | None  # the number of rows that the graph was traced with, if known
     values: Mapping[Endpoint, Known | None]
-    opened: Mapping[Slot, RowCount]
-    """The slots to make dynamic, with the rows that they stand for."""
-    targets: Mapping[str, tuple[int, ...]]
-    """New numbers for Reshapes and slices: see `Findings`."""
-    stuck: tuple[str, ...]
-    """Nodes that accept no other number of rows."""
-    unclear: tuple[str, ...]
-    """Nodes that depend on a request and whose outputs no rule gives."""
+    opened: Mapping[Slot, RowCount]  # the slots to make dynamic, with the rows that they stand for
+    targets: Mapping[str, tuple[int, ...]]  # new numbers for Reshapes and slices: see `Findings`
+    stuck: tuple[str, ...]  # nodes that accept no other number of rows
+    unclear: tuple[str, ...]  # nodes that depend on a request and whose outputs no rule gives
 
 
 def trace(nodes: Mapping[str, Proto], inputs: Mapping[Endpoint, tuple[Dim, ...]], batch: int | None) -> Trace:
