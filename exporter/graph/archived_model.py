@@ -265,20 +265,16 @@ def _load_assets(path: Path, model: Any, keras: Any) -> None:
 
 
 def _shape_weights(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Give lookups with `output_mode="tf_idf"` weights of the stored shapes, whose values are restored later.
-
-    Keras 3 makes the variable while it loads a vocabulary, from values that it would have loaded before.
-    Keras 2 makes one without a shape.
-    """
+    """Give lookups with `output_mode="tf_idf"` zeros of these shapes, by place; weights come later."""
     import tensorflow as tf
 
     for name, lookup in _weighing_lookups(model).items():
         if name not in shapes:
             continue
         zeros = np.zeros(shapes[name], np.float32)
-        if not hasattr(lookup, _WEIGHTS):
+        if not hasattr(lookup, _WEIGHTS):  # Keras 3 makes the variable of this when it loads a vocabulary
             lookup.idf_weights_const = SimpleNamespace(numpy=lambda zeros=zeros: zeros)
-        elif lookup.idf_weights.shape.rank is None or None in lookup.idf_weights.shape:
+        elif lookup.idf_weights.shape.rank is None or None in lookup.idf_weights.shape:  # Keras 2's
             lookup.idf_weights = tf.Variable(zeros, trainable=False, dtype=lookup.idf_weights.dtype)
             lookup.idf_weights_const = lookup.idf_weights.value()
 

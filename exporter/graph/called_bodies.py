@@ -311,17 +311,14 @@ class CalledBody:
     def _run(
         self, name: str, inputs: list[str], *, is_asked: bool = False, is_chosen: bool = False
     ) -> CalledBody | None:
-        """The body of a call that runs, which is noted; None if calls nest too deeply.
-
-        Arguments that are not known, "", depend on the request if `is_asked`.
-        """
+        """The body of a call that runs, which is noted; None if it is too deep; `is_asked`: see `_passed`."""
         body = self._body(name, self._passed(name, inputs, is_asked=is_asked), is_chosen=is_chosen)
         if body is not None:
             self._called[body] = None
         return body
 
     def _passed(self, name: str, inputs: list[str], *, is_asked: bool = False) -> dict[str, Array | bool]:
-        """{argument: its constant, or whether it depends on the request}."""
+        """{argument: its constant, or whether it depends on the request, as "" does if `is_asked`}."""
         parameters = (argument.name for argument in self._library[name].signature.input_arg)
         passed: dict[str, Array | bool] = {}
         for parameter, text in zip(parameters, inputs, strict=False):

@@ -113,10 +113,7 @@ def _become_shape(body: Body, node: Proto, shape: tuple[int, ...]) -> None:
 
 
 def _multiply_rows(body: Body, node: Proto, cast: _Cast) -> None:
-    """Let a gather yield codes and scales under a new name; their product takes its old name.
-
-    In a function, readers of its output are given the product's, which another OpDef calls otherwise.
-    """
+    """Let a gather yield codes and scales under a new name; their product takes its old name."""
     if node.op != "ResourceGather" or attr(node, "batch_dims").i or len(cast.shape) != 2:
         raise cast.refusal(node)
     name, output = node.name, _READS[node.op]
@@ -143,5 +140,5 @@ def _multiply_rows(body: Body, node: Proto, cast: _Cast) -> None:
         product = add(f"{name}/rows", "Mul", *factors, T=DType.FLOAT)
         add(name, "Cast", body.single(product, "z"), SrcT=DType.FLOAT, DstT=cast.wanted)
         last = "y"
-    if body.function is not None:
+    if body.function is not None:  # whose readers name the output, as the OpDef of the last operation does
         rename_output(body.function, f"{name}:{output}:", f"{name}:{last}:")

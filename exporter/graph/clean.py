@@ -515,10 +515,7 @@ def _unclear(node: Proto) -> NotServable:
 def remember_paths(
     nodes: dict[str, Proto], roots: Iterable[str], filling: Iterable[str], assets: Iterable[Asset]
 ) -> list[str]:
-    """Put the assets' paths that the nodes `roots` need into variables, in place; returns their assignments.
-
-    The nodes `filling` run while a model loads, and still read the asset itself.
-    """
+    """Put assets' paths that `roots` need, not `filling`, into variables, in place; returns assignments."""
     served = reach(nodes, dict.fromkeys(roots)).inputs
     needed = [asset.node for asset in assets if asset.node in served]
     if not needed:

@@ -290,9 +290,7 @@ def _needed(nodes: Mapping[str, Proto], meta_graph: Proto) -> dict[str, None]:
 def _parted(
     index: GraphIndex, stitch: Proto, handle_of: Callable[[Proto], str | None]
 ) -> tuple[str, Endpoint, Endpoint | None] | None:
-    """The variable's handle, the ids and the rows of absent keys (if it has them) of the one lookup that a
-    stitch of lookups in all parts equals; None for any other stitch.
-    """
+    """(handle, ids, absent keys' rows if given) of the lookup that a stitch of all parts equals, or None."""
     inputs = data_inputs(stitch)
     count = len(inputs) // 2
     gathers = [_origin(index, tensor) for tensor in inputs[count:]]
@@ -359,10 +357,7 @@ def _origin(index: GraphIndex, tensor: Endpoint) -> Proto | None:
 
 
 def read_through_stages(index: GraphIndex, given: Collection[Endpoint]) -> None:
-    """Let nodes read what is put into stages instead of what is taken from them, in place.
-
-    A stage from which a tensor `given` is taken, or into which this graph puts nothing, stays.
-    """
+    """Let nodes read what is put into stages instead of what is taken, in place, but for tensors `given`."""
     takes = [node for node in index.nodes.values() if node.op == _TAKE]
     if not takes:
         return
@@ -371,7 +366,7 @@ def read_through_stages(index: GraphIndex, given: Collection[Endpoint]) -> None:
     for take in takes:
         put = puts.get(_name(take))
         if put is None or len(attr(take, "dtypes").list.type) != len(data_inputs(put)):
-            continue
+            continue  # the graph puts nothing there, or something else
         if not any(tensor.node == take.name for tensor in given):
             sources = data_inputs(put)
             moved |= {Endpoint(take.name, number): tensor.as_input for number, tensor in enumerate(sources)}
@@ -415,10 +410,7 @@ def _lookup(
 def _default_rows(
     index: GraphIndex, name: str, parts: list[Proto], dtype: DType, dim: int, given: float | None
 ) -> tuple[Array, str]:
-    """The rows [d, dim] that absent keys read in a table of these parts (handles), and a note for the user.
-
-    `given` is the request's number.
-    """
+    """The rows [d, dim] that absent keys read in a table of these parts (`given`: always), and a note."""
     if given is not None:
         return _constant(given, dtype, dim), ""
     found = [_part_defaults(index, part, dtype, dim) for part in parts]

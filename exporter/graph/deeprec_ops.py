@@ -51,10 +51,8 @@ def is_deeprecs(nodes: Iterable[Proto]) -> bool:
 
 
 def drop_foreign_attributes(nodes: Iterable[Proto], op_defs: Iterable[Proto]) -> None:
-    """Remove, in place, DeepRec's attributes of stock operations; ForeignOperations for one with an effect.
-
-    Those with the default values that `op_defs`, the graph's own, give have none.
-    """
+    """Remove DeepRec's attributes of stock operations, in place; ForeignOperations if one has an effect."""
+    # One with the default value that the graph's own OpDefs give has none.
     defaults = {op.name: {a.name: a.default_value for a in op.attr} for op in op_defs}
     for node in nodes:
         for name in foreign_attributes(node):

@@ -26,14 +26,11 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.\\/>-]")
 
 
 class GraphEditor(Struct):
-    """Adds nodes, under a scope that the graph does not use, and functions to a GraphDef.
-
-    `owner` is part of the names of resources: TensorFlow 2's loader keeps those of all models in one place.
-    """
+    """Adds nodes, under a scope that the graph does not use, and functions to a GraphDef."""
 
     graph_def: Proto
     scope: str
-    owner: str
+    owner: str  # part of resources' names: TensorFlow 2's loader keeps those of all models in one place
     _spelled: dict[str, str] = field(default_factory=dict)  # {wanted name: valid name, of this one alone}
 
     @classmethod

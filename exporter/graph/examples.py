@@ -36,17 +36,13 @@ _WANTED = 'expected "TENSOR", {"tensor": TENSOR, "shape": [...], "default": ...}
 
 
 class Feature(Struct, frozen=True):
-    """A feature of a tf.Example and the tensor that takes its values; three tensors if it is sparse.
-
-    `shape` is that of one Example, None to take the tensor's; `default` is None if every Example must have
-    the feature.
-    """
+    """A feature of a tf.Example and the tensor that takes its values; three tensors if it is sparse."""
 
     name: str
     tensors: tuple[str, ...]
     dtype: DType | None = None
-    shape: tuple[int, ...] | None = None
-    default: Any = None
+    shape: tuple[int, ...] | None = None  # of one Example, None to take the tensor's
+    default: Any = None  # None if every Example must have the feature
 
     @property
     def is_sparse(self) -> bool:

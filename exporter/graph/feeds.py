@@ -22,10 +22,7 @@ _SPARSE = "DeserializeSparse"  # the operation after an iterator that gives a sp
 
 
 def parse_feeds(index: GraphIndex, feeds: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """{placeholder: constant in its dtype} from `--feed NAME=VALUE`; a single value fills a known shape.
-
-    A value is a number, `true` or `false`, a string, or a JSON list of such.
-    """
+    """{placeholder: constant in its dtype} from `--feed NAME=VALUE`; a single value fills a known shape."""
     return dict(_feed(index, name, text) for name, text in feeds.items())
 
 
@@ -112,10 +109,7 @@ def fix_constants(index: GraphIndex, nodes: dict[str, Proto], feeds: Mapping[str
 def cut_inputs(
     index: GraphIndex, nodes: dict[str, Proto], inputs: Mapping[Endpoint, str]
 ) -> dict[Endpoint, Endpoint]:
-    """Add a placeholder, named like its alias, for each input that the graph computes; returns {input: it}.
-
-    A tensor that a queue or an iterator gives in batches of a fixed size accepts any batch size when served.
-    """
+    """Add a placeholder, named as its alias, for each input that the graph computes; returns {input: it}."""
     replaced: dict[Endpoint, Endpoint] = {}
     for tensor, alias in inputs.items():
         if nodes[tensor.node].op in PLACEHOLDERS:
@@ -153,10 +147,7 @@ def pipeline_batches(index: GraphIndex) -> set[int]:
 
 
 def mode_switches(graph_def: Proto, feeds: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """{placeholder: "false"} for booleans that keep a default value, and those that `--feed` made true.
-
-    They may switch a graph between training and inference.
-    """
+    """{placeholder: "false"} for booleans that may switch training on: with defaults, or fed with true."""
     defaults = (node for node in graph_def.node if node.op == "PlaceholderWithDefault")
     found = {node.name: "false" for node in defaults if attr_dtype(node, "dtype") is DType.BOOL}
     return found | {

@@ -120,10 +120,7 @@ def _prune_reachable(
 
 
 def pruned_body(function: Proto, changing: set[str], stock: Collection[str] | None = None) -> Proto:
-    """Reduce a function, in place, to the nodes that its results need, and return it.
-
-    With `stock`, they may be only stock operations and these functions.
-    """
+    """Reduce a function, in place, to the nodes that its results need; with `stock`, these must be known."""
     nodes = {node.name: node for node in function.node_def}
     if has_control_flow(nodes):
         return function  # control edges bind nodes to branches here, see `Pivots`
@@ -349,10 +346,7 @@ def _arguments_that_are(
 
 
 def use_resource_variables(nodes: dict[str, Proto]) -> dict[Endpoint, Endpoint]:
-    """Make every variable a VarHandleOp of the same name, and its readers read it by handle, in place.
-
-    Returns, for each reference variable's own tensor, the tensor that has its value now.
-    """
+    """Make every variable a VarHandleOp read by handle, in place; returns {reference variable: its value}."""
     references = {name for name, node in nodes.items() if node.op in ("Variable", "VariableV2")}
     reads: dict[Endpoint, Endpoint] = {}
     for node in list(nodes.values()):
@@ -451,10 +445,7 @@ def _is_row_lookup(nodes: Mapping[str, Proto], node: Proto) -> bool:
 
 
 def _handle_of(nodes: dict[str, Proto], twins: dict[str, str], text: str, steps_left: int) -> str | None:
-    """The handle of the variable whose whole value `text` is; None if it is not one variable's value.
-
-    A Switch or an Enter on the value gets a twin on the handle, added to `nodes` and `twins`.
-    """
+    """The handle of the variable whose whole value `text` is, behind Switch and Enter, too; or None."""
     name = node_of(text)
     node = nodes.get(name)
     if node is None or not node.input or not steps_left:
@@ -465,7 +456,7 @@ def _handle_of(nodes: dict[str, Proto], twins: dict[str, str], text: str, steps_
         return _handle_of(nodes, twins, node.input[0], steps_left - 1)
     if node.op not in SWITCHES and node.op not in ENTERS:
         return None
-    if name not in twins:
+    if name not in twins:  # a Switch or an Enter on the value gets a twin on the handle
         handle = _handle_of(nodes, twins, node.input[0], steps_left - 1)
         if handle is None:
             return None

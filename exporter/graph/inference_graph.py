@@ -20,28 +20,21 @@ from exporter.wire.protos import Proto
 
 
 class PartitionStrategy(Enum):
-    """How `embedding_lookup` finds a row in a partitioned table of n parts.
+    """How `embedding_lookup` finds a row in a partitioned table of n parts."""
 
-    `MOD`: row i is row i // n of part i % n. `DIV`: parts are contiguous ranges of rows.
-    `NONE`: the parts are never looked up by id (they are concatenated), so their order is the rows' order.
-    """
-
-    MOD = "mod"
-    DIV = "div"
-    NONE = "none"
+    MOD = "mod"  # row i is row i // n of part i % n
+    DIV = "div"  # parts are contiguous ranges of rows
+    NONE = "none"  # parts are concatenated, never looked up by id: their order is the rows' order
 
 
 class GraphVariable(Struct, frozen=True):
-    """A variable of the inference graph: its VarHandleOp, the name it is restored by, its own shape.
+    """A variable of the inference graph."""
 
-    A part's `key` is the whole variable's name, and `part` its box there.
-    """
-
-    node: str
-    key: str
+    node: str  # its VarHandleOp
+    key: str  # the name it is restored by; of a part, the whole variable's
     dtype: DType
     shape: tuple[int, ...]
-    part: SliceSpec | None = None
+    part: SliceSpec | None = None  # a part's box in the whole variable
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -84,19 +77,14 @@ class GraphTable(Struct, frozen=True, rename={"key_label": "key_dtype", "value_l
 
 
 class GraphDynamicTable(Struct, frozen=True, eq=False):
-    """A table whose rows have arbitrary integers as keys; it is served from four ordinary variables.
+    """A table whose rows have arbitrary integers as keys; it is served from four ordinary variables."""
 
-    `name` is its name in a checkpoint, without a part's number. `nodes` are the VarHandleOps of its variables
-    in the order of `exporter.tables.geometry.PARTS`. A key that it does not hold reads row `key mod d` of
-    `defaults`, an array [d, dim] of `value_dtype`.
-    """
-
-    name: str
-    nodes: tuple[str, str, str, str]
+    name: str  # in a checkpoint, without a part's number
+    nodes: tuple[str, str, str, str]  # its VarHandleOps, in the order of `exporter.tables.geometry.PARTS`
     key_dtype: DType
     value_dtype: DType
     dim: int
-    defaults: np.ndarray
+    defaults: np.ndarray  # [d, dim], of `value_dtype`: an absent key reads row `key mod d`
 
     @property
     def variables(self) -> tuple[GraphVariable, ...]:

@@ -110,10 +110,9 @@ def check_filled(meta_graph: Proto, filling: Collection[str]) -> None:
 
 
 class _Tables:
-    """The static tables of a graph, identified by their shared name, or else by the node that makes them.
+    """The static tables of a graph, each known by its shared name, or else by the node that makes it."""
 
-    That node may be in a function: a SavedModel that was loaded and saved again makes tables in calls.
-    """
+    # That node may be in a function: a SavedModel that was loaded and saved again makes tables in calls.
 
     def __init__(self, index: GraphIndex) -> None:
         self._index = index

@@ -98,10 +98,7 @@ class ObjectView(Struct, frozen=True):
 def view_objects(
     model: Any, variable_of: Callable[[Any], TrackedVariable | None] | None = None
 ) -> ObjectView:
-    """The objects below a model; their variables name nodes of the graph that the model was built in.
-
-    For a model that was built outside of a graph, `variable_of` gives the variable of an object.
-    """
+    """The objects below a model; variables name nodes of its graph, or are as `variable_of` gives them."""
     import tensorflow as tf
 
     view = tf.train.TrackableView(model)

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from msgspec.structs import replace
 from exporter.checkpoint.families import is_archive
 from exporter.errors import BuilderError, UsageError
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.graph.source_graph import GraphRequest
+from exporter.graph.source_graph import GraphRequest, read_signatures
 from exporter.graph.sources import (
     BuilderFile,
     SourceFile,
@@ -33,12 +32,10 @@ from exporter.graph.sources import (
     read_sources,
     require_function,
 )
-from exporter.storage.files import FileDigests, file_digest, read_regular, require_size
+from exporter.storage.files import FileDigests, file_digest, require_size
 from exporter.storage.layout import SAVED_MODEL_FILE, SAVED_MODEL_TEXT_FILE
 from exporter.wire.json_documents import Sha256, Text, doc
 from exporter.wire.protos import MAX_MESSAGE_BYTES
-
-_MAX_SIGNATURES_BYTES = 64 << 20
 
 
 class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
@@ -110,7 +107,7 @@ def graph_options(request: GraphRequest) -> dict[str, Any]:
         "--input": dict(request.inputs),
         "--output": dict(request.outputs),
         "--tag": request.tag,
-        "--signatures": None if request.signatures is None else _signatures(request.signatures),
+        "--signatures": None if request.signatures is None else read_signatures(request.signatures),
         "--custom-objects": {Path(name).name: code_digest(name) for name in request.custom_objects},
     }
     return {name: value for name, value in given.items() if value}
@@ -124,13 +121,6 @@ def changed_assets(
         with contextlib.suppress(OSError):
             if name in places and digests(places[name]) != digest:
                 yield name
-
-
-def _signatures(path: Path) -> Any:
-    try:
-        return json.loads(read_regular(path, _MAX_SIGNATURES_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"--signatures {path} cannot be read", cause=str(error)) from error
 
 
 def check_named(model: Any) -> None:

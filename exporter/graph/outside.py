@@ -346,10 +346,7 @@ class _Judge:
 
 
 def runnable_graph(source: SourceGraph) -> Proto:
-    """A copy of the source's GraphDef, to run here, without control edges from nodes that cannot be run.
-
-    A node that such an edge bound to its branch or iteration of control flow gets another edge from there.
-    """
+    """A copy of the source's GraphDef, to run here, without control edges from nodes that cannot be run."""
     index = GraphIndex.of(source.meta_graph)
     # Nodes behind a fed tensor, too: TensorFlow's optimizer turns a control edge from `Identity(fed)` into
     # one from the node that computes `fed`, which then runs in spite of the feed.
@@ -362,6 +359,7 @@ def runnable_graph(source: SourceGraph) -> Proto:
     _drop_foreign(graph_def, index)
     for node in graph_def.node:
         kept = [text for text in node.input if not (text.startswith("^") and text[1:] in unfit)]
+        # A node that such an edge bound to its branch or iteration gets another edge from there.
         if len(kept) < len(node.input) and node.name not in initialising:
             node.input[:] = (
                 dict.fromkeys([*kept, *pivots.needed_inputs(node)]) if not data_inputs(node) else kept

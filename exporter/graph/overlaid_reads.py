@@ -40,10 +40,7 @@ SCATTERED = {
 
 
 class OverlaidReads(Struct, frozen=True):
-    """The change of a table with an overlay: the node of its handle, its dtype and its row's shape.
-
-    `slots` and `overlay` are the nodes of the handles beside it.
-    """
+    """The change of a table with an overlay; three fields name the nodes of handles."""
 
     variable: str
     dtype: DType

@@ -37,10 +37,7 @@ def unambiguous(function: Proto) -> Body:
 
 
 class OwnFiles:
-    """Answers for one graph which tensors are paths of the version's own files.
-
-    `files` are nodes that hold such a path; the nodes `fed` get values from clients.
-    """
+    """Tells which tensors of a graph are paths of own files: `files` hold such a path, clients feed `fed`."""
 
     def __init__(self, graph_def: Proto, files: Collection[str], fed: Collection[str] = ()) -> None:
         self._graph_def = graph_def

@@ -46,19 +46,13 @@ _SAVES = frozenset({"Save", "SaveV2", "SaveSlices", "MergeV2Checkpoints"})
 
 
 class Effects(Struct, frozen=True):
-    """What runs for outputs, or for a function's results, besides computing them.
+    """The effects of computing outputs, or a function's results; variables and tables by node or argument."""
 
-    `reads` and `writes` are the variables and tables that are read for outputs, and changed: names of nodes,
-    or of a function's inputs. `outside` are the operations that reach out of the model and do more than read,
-    `dropped` those of them that an inference graph lacks, because no output needs them. If not `computes`,
-    the outputs are what was given: inputs and constants.
-    """
-
-    reads: frozenset[str] = frozenset()
-    writes: frozenset[str] = frozenset()
-    outside: frozenset[Outside] = frozenset()
-    dropped: frozenset[Outside] = frozenset()
-    computes: bool = False
+    reads: frozenset[str] = frozenset()  # variables and tables that are read for outputs
+    writes: frozenset[str] = frozenset()  # and those that are changed
+    outside: frozenset[Outside] = frozenset()  # operations that reach out of the model beyond reading
+    dropped: frozenset[Outside] = frozenset()  # those of them that no output needs: they are not served
+    computes: bool = False  # outputs are more than what was given, inputs and constants
 
     @property
     def is_purpose(self) -> bool:

@@ -37,10 +37,7 @@ _UPDATE = "incremental_update"  # the signature that applies deltas, as the subg
 
 
 def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
-    """The graph that a SavedModel has for serving, or under the request's tag, with the signatures asked for.
-
-    A graph for training loses its signatures for training, with a note.
-    """
+    """A SavedModel's graph for serving, or under the request's tag, without signatures for training."""
     meta_graph = choose_graph(read_saved_model(path), path, request.tag)
     if _UPDATE in meta_graph.signature_def:
         raise UsageError(

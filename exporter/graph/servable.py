@@ -239,11 +239,8 @@ def check_reads(
     where: str,
     allowed: Collection[str] = (),
 ) -> None:
-    """Refuse a read that must see a change made in the same call (as when `v.assign_add(1)` is an output).
-
-    The nodes `allowed` may change what is read: control edges from them are kept.
-    """
-    # Other control edges are dropped, so that such a read would silently see the value before the change.
+    """Refuse a read that must see a change made in the same call (as when `v.assign_add(1)` is an output)."""
+    # Control edges but those from `allowed` are dropped, so that it would silently see the value before.
     for name in names:
         node = nodes[name]
         sources = [text for text in node.input if not text.startswith("^")]

@@ -26,8 +26,7 @@ from msgspec.structs import replace
 from exporter.errors import GraphError, NotServable, UsageError
 from exporter.graph.examples import Feature, add_parser, read_features
 from exporter.graph.nodes import Endpoint, GraphIndex, base_dtype, endpoint, node_of, shape_proto
-from exporter.graph.source_graph import GraphRequest
-from exporter.storage.files import read_regular
+from exporter.graph.source_graph import GraphRequest, read_signatures
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
@@ -129,7 +128,6 @@ def _shape(shape: Proto) -> StaticShape:
     return tuple(dim.size if dim.size >= 0 else None for dim in shape.dim)
 
 
-_MAX_FILE_BYTES = 64 << 20
 DEFAULT_SIGNATURE = "serving_default"
 METHODS = {name: f"tensorflow/serving/{name}" for name in ("predict", "classify", "regress")}
 INTERNAL = ("__saved_model_init_op", "__saved_model_train_op")
@@ -140,16 +138,13 @@ _OUTPUTS_OF = {"classify": {"classes", "scores"}, "regress": {"outputs"}}
 
 
 class SignatureSpec(Struct, frozen=True):
-    """A signature by tensor names, without types and shapes.
-
-    With `examples`, features of serialized tf.Examples, there are no `inputs` yet: see `parse_examples`.
-    """
+    """A signature by tensor names, without types and shapes."""
 
     name: str
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
     method: str = "predict"
-    examples: tuple[Feature, ...] = ()
+    examples: tuple[Feature, ...] = ()  # with them there are no `inputs` yet: see `parse_examples`
 
 
 def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
@@ -168,10 +163,7 @@ def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
 
 def read_signatures_file(path: Path) -> list[SignatureSpec]:
     """The signatures of a JSON file (see the module), or UsageError."""
-    try:
-        document = json.loads(read_regular(path, _MAX_FILE_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"--signatures {path} cannot be read", cause=str(error)) from error
+    document = read_signatures(path)
     if not isinstance(document, dict) or not document:
         raise UsageError(f"--signatures {path}: expected one object that maps names to signatures")
     return [_spec(str(path), name, entry, document) for name, entry in document.items()]
@@ -230,10 +222,8 @@ def _is_names(value: Any) -> bool:
 
 
 def collection_spec(meta_graph: Proto) -> SignatureSpec | None:
-    """The signature in the collections `inputs` and `outputs`, of one JSON object each; None without them.
-
-    Cloud ML's convention: `tf.add_to_collection("inputs", json.dumps({"image": x.name}))`.
-    """
+    """The signature in the collections `inputs` and `outputs`, of one JSON object each; None without them."""
+    # Cloud ML's convention: `tf.add_to_collection("inputs", json.dumps({"image": x.name}))`.
     if not {"inputs", "outputs"} <= set(meta_graph.collection_def):
         return None
     found = {}
@@ -324,11 +314,9 @@ def left_out(reasons: Mapping[str, str]) -> list[str]:
 
 
 def keep_answering(meta_graph: Proto, label: str) -> list[str]:
-    """Keep the signatures that TensorFlow Serving can answer, in place; returns notes on those left out.
-
-    A server fetches tensors by their names, and at least one. A sparse or ragged tensor has none, so it is
-    served as its components: `ids`, `ids_1` and so on.
-    """
+    """Keep the signatures that TensorFlow Serving can answer, in place; returns notes on those left out."""
+    # A server fetches tensors by their names, and at least one. A sparse or ragged tensor has none, so it is
+    # served as its components: `ids`, `ids_1` and so on.
     reasons = {}
     for name, signature in sorted(meta_graph.signature_def.items()):
         for infos in (signature.inputs, signature.outputs):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from msgspec import Struct, field
 
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph
-from exporter.errors import AccessRefused
+from exporter.errors import AccessRefused, UsageError
 from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.graph.sources import SourceFile
 from exporter.options import ExportRequest, GraphOptions, Model
+from exporter.storage.files import read_regular
 from exporter.storage.local_paths import quoted
 from exporter.wire.protos import Proto
 
@@ -69,6 +72,14 @@ class GraphRequest(GraphOptions, frozen=True):
             files=self.allow_files,
             is_found=self.is_found,
         )
+
+
+def read_signatures(path: Path) -> Any:
+    """The JSON value in the file of `--signatures`, or UsageError."""
+    try:
+        return json.loads(read_regular(path, 64 << 20))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"--signatures {path} cannot be read", cause=str(error)) from error
 
 
 class VariableKey(Struct, frozen=True):

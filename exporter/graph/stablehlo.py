@@ -54,13 +54,10 @@ _COMPUTES = re.compile(
 
 
 class Program(Struct, frozen=True):
-    """The kinds of operations of a program by their full names, and the texts that its custom calls may have.
-
-    `texts` is None if they have none, or could have others.
-    """
+    """The kinds of operations of a program by their full names, and the texts of its custom calls."""
 
     operations: frozenset[str]
-    texts: frozenset[str] | None = None
+    texts: frozenset[str] | None = None  # None if there are none, or if there could be others
 
 
 def is_plain_module(module: bytes) -> bool:

@@ -32,10 +32,7 @@ from exporter.wire.protos import Proto
 
 
 def drop_training_signatures(meta_graph: Proto, fixed: Collection[str] = ()) -> list[str]:
-    """Remove, in place, signatures that a server cannot run; returns a note with the reason for each.
-
-    The placeholders `fixed` get constants.
-    """
+    """Remove, in place, signatures that a server cannot run, given constants for `fixed`; returns notes."""
     index = GraphIndex.of(meta_graph)
     notes = []
     for name, signature in sorted(meta_graph.signature_def.items()):
@@ -67,16 +64,13 @@ def _check_signature(index: GraphIndex, name: str, signature: Proto, fixed: Coll
 
 
 class TrainingGraph(Struct, frozen=True):
-    """A training graph as its author saved it, to be published under `tag` beside the serving graph.
-
-    `tensors` are the names that it restores; `variables` those among its variables that have static shapes.
-    """
+    """A training graph as its author saved it, to be published under `tag` beside the serving graph."""
 
     source: str
     tag: str
     meta_graph: Proto
-    tensors: tuple[str, ...]
-    variables: tuple[GraphVariable, ...]
+    tensors: tuple[str, ...]  # the names that it restores
+    variables: tuple[GraphVariable, ...]  # those of them that are variables of static shapes
     assets: Mapping[str, Path] = field(default_factory=dict)
 
     @classmethod

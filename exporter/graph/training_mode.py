@@ -296,10 +296,7 @@ class _Uses:
         return _verdict(parts if kept or parts is None else 1 - parts)
 
     def _kept_where(self, comparison: Proto) -> bool | None:
-        """The comparison's outcome where a mask made of it keeps its input.
-
-        None if it makes no mask, and only chooses: between branches, or between two tensors.
-        """
+        """The comparison's outcome where a mask made of it keeps its input; None if it makes no mask."""
         pending = [(comparison, True)]
         for _ in range(_MOST_PLACES):
             if not pending:
@@ -310,7 +307,7 @@ class _Uses:
                     pending.append((node, is_same != (node.op == "LogicalNot")))
                 elif node.op in _SELECTS:
                     is_constant = [self._body.each(text) is not None for text in input_names(node)[1:]]
-                    if any(is_constant):
+                    if any(is_constant):  # else it chooses between two tensors, as a branch would
                         return is_same != is_constant[0]
                 elif node.op not in _DECIDES and not (node.op == "Cast" and _is_integer(node)):
                     return is_same

@@ -55,14 +55,11 @@ class Use(Flag):
 
 
 class Reading(Struct, frozen=True):
-    """How a graph uses a variable, and the first node that reads it whole or might change it, in words.
-
-    `handles` counts the VarHandleOps that lead to it: what is changed for one is not for the others.
-    """
+    """How a graph uses a variable, and the first node that reads it whole or might change it, in words."""
 
     use: Use = Use.NOTHING
     taken_by: str = ""
-    handles: int = 0
+    handles: int = 0  # VarHandleOps that lead to it: what is changed for one is not for the others
 
     def __or__(self, other: Reading) -> Reading:
         """Both uses together, with the first `taken_by` and all handles."""
@@ -71,10 +68,8 @@ class Reading(Struct, frozen=True):
 
 
 def read_rows_only(graph_def: Proto, fetched: Iterable[str]) -> None:
-    """Make gathers, and reads of the shape, use the variable's handle, in place; nodes `fetched` are kept.
-
-    Results are the same bit for bit: a cast between is done on the gathered rows instead of the table.
-    """
+    """Make gathers, and reads of the shape, use the variable's handle, in place; nodes `fetched` are kept."""
+    # Results are the same bit for bit: a cast between is done on the gathered rows instead of the table.
     fetched = set(fetched)
     for body in bodies(graph_def):
         rewritten: set[str] = set()

@@ -17,24 +17,18 @@ from exporter.wire.protos import Proto
 
 
 class Slot(NamedTuple):
-    """A number in the graph: element `at` of input `what` of a node, or of one of its attributes.
-
-    `what` is the input's position, "value" for the shape of a Const's own value, or an attribute's name.
-    """
+    """A number in the graph: element `at` of an input of a node, or of one of its attributes."""
 
     node: str
-    what: str
+    what: str  # the input's position, "value" for the shape of a Const's own value, or the attribute's name
     at: int
 
 
 class RowCount(NamedTuple):
-    """A dimension of `outer * rows * inner` elements, the rows of a request in between.
+    """A dimension of `outer * rows * inner` elements, the rows of a request in between."""
 
-    Batch-major tensors flattened have an `inner` (`[rows * time, units]`), time-major ones an `outer`.
-    """
-
-    outer: int = 1
-    inner: int = 1
+    outer: int = 1  # of time-major tensors flattened
+    inner: int = 1  # of batch-major ones: `[rows * time, units]`
 
     @property
     def each(self) -> int:
@@ -66,14 +60,11 @@ Number: TypeAlias = int | Times | None
 
 
 class Known(Struct, frozen=True):
-    """A tensor's shape, and the numbers of small tensors of integers.
-
-    A handle has the shape of its variable, and `handle` names the variable's or the TensorArray's node.
-    """
+    """A tensor's shape (of a handle: its variable's), and the numbers of small tensors of integers."""
 
     shape: tuple[Dim, ...]
     numbers: tuple[Number, ...] | None = None
-    handle: str = ""
+    handle: str = ""  # of a handle: the variable's or the TensorArray's node
 
     @property
     def rows_at(self) -> int | None:
@@ -90,17 +81,12 @@ class Stuck(Exception):
 
 
 class Meeting(Struct):
-    """Where rows meet numbers: the slots that are opened, and those that must be.
+    """Where rows meet numbers: the slots that are opened, and those that must be."""
 
-    `batch` is the number of rows that the graph was traced with, None as long as it is unknown; `is_recorded`
-    is true if the graph's inputs give it. `opened` has the rows that a slot now stands for; `asked` are slots
-    that a pass found, to be opened in the next one.
-    """
-
-    batch: int | None
-    is_recorded: bool
-    opened: dict[Slot, RowCount] = field(default_factory=dict)
-    asked: dict[Slot, RowCount] = field(default_factory=dict)
+    batch: int | None  # the rows that the graph was traced with, None as long as they are unknown
+    is_recorded: bool  # the graph's inputs give them
+    opened: dict[Slot, RowCount] = field(default_factory=dict)  # the rows that a slot now stands for
+    asked: dict[Slot, RowCount] = field(default_factory=dict)  # found in a pass, to be opened in the next
 
     def equal(self, left: Dim, right: Dim) -> Dim:
         """The dimension that two must both have for the graph to run; asks to open a number that is rows."""

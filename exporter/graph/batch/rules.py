@@ -81,10 +81,15 @@ def _broadcast(call: Call) -> Outputs:
 
 @_rule("AddN")
 def _all_equal(call: Call) -> Outputs:
+    return output(_equal_inputs(call))
+
+
+def _equal_inputs(call: Call) -> tuple[Dim, ...]:
+    """The shape that all inputs must have for the graph to run."""
     shape = call.shape(0)
     for at in range(1, len(call.inputs)):
         shape = equal_shapes(call, shape, call.shape(at))
-    return output(shape)
+    return shape
 
 
 @_rule("Add AddV2 Sub Mul FloorDiv Maximum")
@@ -402,9 +407,7 @@ def _concat(call: Call) -> Outputs:
 
 @_rule("Pack")
 def _pack(call: Call) -> Outputs:
-    shape = call.shape(0)
-    for at in range(1, len(call.inputs)):
-        shape = equal_shapes(call, shape, call.shape(at))
+    shape = _equal_inputs(call)
     at = axis_of(call.attr_int("axis"), len(shape) + 1)
     numbers = None
     if not shape:
