@@ -9,9 +9,8 @@ columns make a table in a function and fill it with constants on each call:
 Such fills are kept, although they return nothing. Every call fills in the same entries, which a static table
 accepts.
 
-*Variables.* Reference variables become resource variables, which the incremental subgraph can update. Gathers
-from a variable that is read whole become ResourceGather: once a row was scattered into the variable, its
-ReadVariableOp would copy the whole table at each request (copy-on-read).
+*Variables.* Reference variables become resource variables, which the incremental subgraph can update, and
+gathers from whole variables ResourceGather: `exporter.graph.variable_uses` says why.
 """
 
 from __future__ import annotations

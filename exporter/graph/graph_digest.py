@@ -1,9 +1,8 @@
 """Digest an inference graph. Graphs that compute the same from the same variables are equal.
 
 Two runs of one builder, or two `.meta` files of one program, differ in details that do not count: the order
-of nodes and functions, names of functions (which are numbered), hints and names of shared resources,
-debugging information, the version of TensorFlow. Names of nodes count, because another name may be another
-variable. The sizes of dynamic tables, which the checkpoint gives, do not count.
+of nodes and functions, functions' numbers, hints, shared names, debugging information, the version of
+TensorFlow, sizes of dynamic tables. Names of nodes count, because another name may be another variable.
 """
 
 from __future__ import annotations

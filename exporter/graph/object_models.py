@@ -1,9 +1,8 @@
 """Builders that return an object: a Keras model, or a `tf.Module` with `signatures`.
 
 They run in a graph as other builders do: variables are symbols and initialisers are never run, so nothing is
-allocated. Then the object is called on placeholders of that graph, a Keras model in inference mode, which
-gives a graph like any other. The object graph is kept, too: by its edges an object-based checkpoint can be
-matched (`exporter.checkpoint.object_graph`).
+allocated. Then the object is called on placeholders of that graph. The object graph is kept, too: by its
+edges an object-based checkpoint can be matched (`exporter.checkpoint.object_graph`).
 
 Nothing here imports Keras: a model of Keras 3 or tf-keras exists only if the user's own code imported it.
 """
@@ -151,9 +150,10 @@ def unchanged_classes() -> Iterator[None]:
     """
     loaded: list[Any] = [sys.modules.get(name) for name in ("keras", "tf_keras")]
     with _PUT_BACK():
-        for each in filter(_is_keras_2, loaded):
-            for known in _subclasses(each.layers.Layer):
-                _BASES.setdefault(known, known.__bases__)
+        for keras in loaded:
+            if hasattr(keras, "layers") and not hasattr(keras, "Variable"):  # Keras 2, or its name in 2.15
+                for known in _subclasses(keras.layers.Layer):
+                    _BASES.setdefault(known, known.__bases__)
         yield
 
 
@@ -169,11 +169,6 @@ def _put_back() -> Iterator[None]:
 
 
 _PUT_BACK = WhileNeeded(_put_back)
-
-
-def _is_keras_2(keras: Any) -> bool:
-    """True for tf-keras, and for the `keras` of TensorFlow 2.15."""
-    return keras is not None and not hasattr(keras, "Variable") and hasattr(keras, "layers")
 
 
 def _subclasses(root: type) -> Iterator[type]:

@@ -2,11 +2,8 @@
 
 An inference graph has no side effects. A signature whose purpose is a side effect would answer as if it had
 trained or saved, and do nothing. If a signature computes an answer, and none depends on a change that it also
-makes, such as a count of requests or a line in a log, the change is dropped.
-
-So the variables and tables are found that a signature changes, and those that its outputs depend on, also in
-the functions that it calls: a `train_step` may have its gradients and assignments three calls deep. Besides,
-the operations are found that reach out of the model, and on which no output depends.
+makes, such as a count of requests or a line in a log, the change is dropped. Effects are followed into
+functions: a `train_step` may have its gradients and assignments three calls deep.
 """
 
 from __future__ import annotations

@@ -56,6 +56,7 @@ _MOVES = _ADDS | {"Mul", "RealDiv", "Div", "Neg"}
 _SELECTS = frozenset({"Select", "SelectV2"})
 _DECIDES = SWITCHES | {"If", "StatelessIf"}
 _SAME_MASK = frozenset({"Identity", "LogicalNot", "Reshape", "ExpandDims", "BroadcastTo", "StopGradient"})
+_FLOATS = (None, DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)  # None: the graph does not say
 _MOST_PLACES = 64  # that random numbers are followed to, each; masks are made in fewer steps
 _MOST_FEEDS = 8  # that are tried, each by another walk through the graph
 _MOST_BYTES = 1 << 10  # of a span that was moved: two numbers, whatever a graph says
@@ -209,16 +210,12 @@ def _drawn(body: CalledBody) -> Iterator[_Drawn]:
     uses = _Uses(body, drawing) if drawing else None
     for node in (body.nodes[name] for name in drawing):
         found: list[tuple[_Kind, float | None]] = []
-        if uses is not None and _is_floating(node):
+        if uses is not None and attr_dtype(node, "dtype") in _FLOATS:
             found += uses.masks(node) if _UNIFORM.fullmatch(node.op) else []
             found += uses.noises(node) if _NORMAL.fullmatch(node.op) else []
         for kind, rate in found or [(_Kind.OTHER, None)]:
             is_chosen = kind is not _Kind.OFF and body.chosen(node.name)  # the request asks for training
             yield _Drawn(f"{node.op} {node.name!r}", _Kind.OTHER if is_chosen else kind, rate)
-
-
-def _is_floating(node: Proto) -> bool:
-    return attr_dtype(node, "dtype") in (None, DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)
 
 
 class _Uses:

@@ -1,10 +1,9 @@
 """Find how a graph reads its variables, and turn reads of whole tables into reads of rows.
 
 The first scatter into a variable puts it in copy-on-read mode: from then on each `ReadVariableOp` copies the
-whole table. A cleaned graph gathers by handle where it can (`graph.functions`). Here the other cases follow,
-in the graph and in its functions: gathers after a cast, as Keras' mixed precision exports them, gathers by
-several indices, sums over segments, as `embedding_lookup_sparse` makes them, and reads of the shape. The
-operations that still read a variable whole are found by following its handle, in whatever function makes it.
+whole table. A cleaned graph gathers by handle where it can (`graph.functions`). Here the other cases follow:
+gathers after a cast, as Keras' mixed precision exports them, gathers by several indices, sums over segments,
+as `embedding_lookup_sparse` makes them, and reads of the shape.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Make a graph that was traced with one batch size answer requests of any size, or declare that size.
 
 Constants that fix the size are rewritten so that they follow the request (`settle_batch`). Where no rule
-knows an operation, `suspects` finds nearby numbers that may be the batch size.
+knows an operation, requests may still have any size if no number near it can be the batch size (`suspects`).
 """
 
 from __future__ import annotations

@@ -6,9 +6,6 @@ Here shapes are computed again, with an unknown number of rows as the first dime
 (see `rules`). Where rows meet a number that must equal theirs for the graph to run, the number is *opened*:
 it is made dynamic. Shapes are computed again, until no rows meet a fixed number any more. This also proves
 the result: every rule keeps rows apart, so that each row's answer is the same in a request of any size.
-
-If no rule knows an operation, requests may still have any size if no number near it can be the batch size;
-otherwise the signatures declare the one size that the graph answers.
 """
 
 from __future__ import annotations
