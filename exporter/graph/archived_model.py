@@ -233,8 +233,9 @@ def model_builder(model: Any) -> Builder:
             with keras.utils.custom_object_scope(own | {_SERVED_TABLE: ServedEmbedding}):
                 made = keras.saving.deserialize_keras_object(config, safe_mode=False)
         except Exception as error:
-            said = f"Keras cannot make {label} once more"
-            raise BuilderError(said, cause=error_line(error), hint=_MAKER) from error
+            raise BuilderError(
+                f"Keras cannot make {label} once more", cause=error_line(error), hint=_MAKER
+            ) from error
         _shape_weights(made, shapes)
         _load_vocabularies(label, made, keras, Path(store.working_dir))
         return made

@@ -20,11 +20,15 @@ from exporter.wire.protos import Proto
 
 
 class PartitionStrategy(Enum):
-    """How `embedding_lookup` finds a row in a partitioned table of n parts."""
+    """How `embedding_lookup` finds a row in a partitioned table of n parts.
 
-    MOD = "mod"  # row i is row i // n of part i % n
-    DIV = "div"  # parts are contiguous ranges of rows
-    NONE = "none"  # parts are concatenated, never looked up by id: their order is the rows' order
+    `MOD`: row i is row i // n of part i % n. `DIV`: parts are contiguous ranges of rows.
+    `NONE`: the parts are never looked up by id (they are concatenated), so their order is the rows' order.
+    """
+
+    MOD = "mod"
+    DIV = "div"
+    NONE = "none"
 
 
 class GraphVariable(Struct, frozen=True):
@@ -54,13 +58,14 @@ class GraphVariable(Struct, frozen=True):
 
 
 class GraphTable(Struct, frozen=True, rename={"key_label": "key_dtype", "value_label": "value_dtype"}):
-    """A lookup table whose contents are served. Shapes are None where only the checkpoint tells them."""
+    """A lookup table whose contents are served."""
 
     node: Annotated[Text, doc("its node")]
     keys: Annotated[Text, doc("the name of its keys")]
     values: Annotated[Text, doc("the name of its values")]
     key_label: Annotated[DtypeLabel, doc("of its keys")]
     value_label: Annotated[DtypeLabel, doc("of its values")]
+    # None where only the checkpoint tells it: a manifest always has both shapes.
     key_shape: Annotated[Shape | None, doc("of one key, as it is stored")]
     value_shape: Annotated[Shape | None, doc("of one value")]
     has_all_buckets: Annotated[bool, doc("true: there is an entry for each bucket")] = False

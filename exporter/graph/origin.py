@@ -39,7 +39,7 @@ from exporter.wire.protos import MAX_MESSAGE_BYTES
 
 
 class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
-    """The sources of a graph, as a base's manifest keeps them."""
+    """The sources of a graph."""
 
     function: Annotated[Text, doc("the builder's name; empty for a finished graph")] = ""
     is_beside: Annotated[bool, doc("nothing was named: the graph lay beside the checkpoint")] = False
