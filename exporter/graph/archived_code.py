@@ -11,6 +11,7 @@ Source: `_retrieve_class_or_fn` in saving/serialization_lib.py, and saving/legac
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,13 @@ from exporter.wire import protos
 
 def _sections() -> dict[str, frozenset[str]]:
     """{section of `harmless_names.txt`: its names}."""
-    lines = Path(__file__).with_name("harmless_names.txt").read_text().splitlines()
-    found: dict[str, frozenset[str]] = {}
-    section = ""
-    for line in lines:
+    found, section = defaultdict[str, frozenset[str]](frozenset), ""
+    for line in Path(__file__).with_name("harmless_names.txt").read_text().splitlines():
         if line.startswith("["):
             section = line.strip("[]")
         elif not line.startswith("#"):
-            found[section] = found.get(section, frozenset()) | {*line.split()}
-    return found
+            found[section] |= {*line.split()}
+    return {**found}
 
 
 _NAMES = _sections()

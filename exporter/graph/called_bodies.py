@@ -41,15 +41,9 @@ _PLAIN_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _PASSED_ON = SWITCHES | NEXT_ITERATIONS | {"Identity"}
 # Operations that repeat or arrange the values of one of their inputs, and which one that is.
-_REPEATED = {
-    "Fill": 1,
-    "BroadcastTo": 0,
-    "Tile": 0,
-    "Reshape": 0,
-    "ExpandDims": 0,
-    "Squeeze": 0,
-    "Identity": 0,
-}
+_REPEATED = {"Fill": 1} | dict.fromkeys(
+    ["BroadcastTo", "Tile", "Reshape", "ExpandDims", "Squeeze", "Identity"], 0
+)
 _OF_SHAPE = {"ZerosLike": 0, "OnesLike": 1}
 _MOST_BYTES = 1 << 15  # of a value that is followed: rates and flags are small, weights are not
 _MAX_DEPTH = 48  # of calls: each takes several frames of Python's stack

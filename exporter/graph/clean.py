@@ -91,13 +91,13 @@ _STOCK_MAKERS = re.compile(r"BoostedTrees\w*(HandleOp|Resource)")
 _READS = "RestoreV2"
 _PREFIX = "kept_state/prefix"
 
-_DROPPED_ATTRS = (
+_DROPPED_ATTRS = [
     "_class",
     "_output_shapes",
     "_gradient_op_type",
     "container",
     "_has_manual_control_dependencies",
-)
+]
 
 
 def clean(source: SourceGraph) -> InferenceGraph:
@@ -258,8 +258,9 @@ def _needed(
         check_acyclic(nodes, needed)
         check_tables(nodes, needed.inputs)
         makers = StateMakers.among(index, needed.inputs)
-        found = [*initialisers(index, needed.inputs, init_op), *makers.initialisers(init_op)]
-        found = [*dict.fromkeys(found)]
+        found = [
+            *dict.fromkeys([*initialisers(index, needed.inputs, init_op), *makers.initialisers(init_op)])
+        ]
         if found == filling:
             return needed, filling, makers
         filling = found

@@ -209,11 +209,8 @@ class _Conversion:
         nodes = seeds, rows, keys, values
         table = GraphDynamicTable(variable, nodes, key_dtype, value_dtype, dim, defaults)
         for made in table.variables:
-            shared = made.node.encode()
-            handle = new_node(
-                made.node, "VarHandleOp", dtype=made.dtype, shape=made.shape, shared_name=shared
-            )
-            self._handles.append(handle)
+            types: Any = {"dtype": made.dtype, "shape": made.shape}
+            self._handles.append(new_node(made.node, "VarHandleOp", shared_name=made.node.encode(), **types))
         return table
 
     def _initialisers(self, variable: str) -> Iterator[Proto]:

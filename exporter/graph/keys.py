@@ -50,9 +50,7 @@ from exporter.wire import protos
 from exporter.wire.protos import Proto
 
 _ASSIGNED_BY = {
-    "FloorMod": PartitionStrategy.MOD,
-    "Mod": PartitionStrategy.MOD,
-    "TruncateMod": PartitionStrategy.MOD,
+    **dict.fromkeys(("FloorMod", "Mod", "TruncateMod"), PartitionStrategy.MOD),
     "Maximum": PartitionStrategy.DIV,
 }
 _GATHERS = frozenset({"Gather", "GatherV2", "ResourceGather"})
@@ -276,6 +274,8 @@ def _from_restore(
         return control_inputs(node) if node is not None and node.op not in ops else []
 
     def keys(source: Endpoint) -> list[VariableKey]:
+        if source.node not in index.nodes or index.nodes[source.node].op != "RestoreV2":
+            return []
         if source.node not in restored:  # one node restores all that a server holds: its lists are read once
             names, boxes = (_strings(index, source.node, position) for position in (1, 2))
             pairs = zip(names, boxes, strict=False)
@@ -286,13 +286,9 @@ def _from_restore(
         if node is not None and node.op in ops:
             inputs = data_inputs(node)
             sources = (tensor_behind(index.nodes, tensor, _PASS_THROUGH) for tensor in inputs[1 : count + 1])
-            found = [key for source in sources if _is_restore(index, source) for key in keys(source)]
+            found = [key for source in sources for key in keys(source)]
             if len(found) == count:
                 yield inputs[0].node, found
-
-
-def _is_restore(index: GraphIndex, tensor: Endpoint) -> bool:
-    return tensor.node in index.nodes and index.nodes[tensor.node].op == "RestoreV2"
 
 
 def _strings(index: GraphIndex, node: str, position: int) -> list[str]:

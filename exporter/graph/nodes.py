@@ -618,14 +618,8 @@ def _set_attr(attr: Proto, value: Any) -> None:
 
 LOOPS = {"While", "StatelessWhile"}
 CALLS = {
-    "PartitionedCall": 0,
-    "StatefulPartitionedCall": 0,
-    "While": 0,
-    "StatelessWhile": 0,
-    "If": 1,
-    "StatelessIf": 1,
-    "Case": 1,
-    "StatelessCase": 1,
+    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall", *LOOPS), 0),
+    **dict.fromkeys(("If", "StatelessIf", "Case", "StatelessCase"), 1),
 }
 """Ops that call functions, with the number of inputs before the functions' arguments."""
 

@@ -31,8 +31,6 @@ SERVE_TAG = "serve"
 _SCHEMA_VERSION = 1
 _INIT_SIGNATURE = "__saved_model_init_op"
 _INIT_COLLECTIONS = ("saved_model_main_op", "legacy_init_op")
-
-
 _UPDATE = "incremental_update"  # the signature that applies deltas, as the subgraph adds it
 
 

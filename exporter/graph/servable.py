@@ -181,7 +181,13 @@ def check_servable(
         raise refusal(found, "an output", reached.path(next(iter(found))))
     unfed = [name for name in reached.inputs if nodes[name].op in _PLACEHOLDERS and name not in fed]
     if unfed:
-        raise _unfed(nodes, reached, unfed)
+        first, dtype = unfed[0], attr_dtype(nodes[unfed[0]], "dtype")
+        others = f"; so do {', '.join(map(repr, unfed[1:]))}" if len(unfed) > 1 else ""
+        raise NotServable(
+            f"placeholder {first!r} ({dtype.label if dtype else 'unknown type'}) gets no value{others}",
+            cause=reached.path(first),
+            hint=f"make it an input: --input NAME={first}, or fix it: --feed {first}=VALUE",
+        )
     for name in reached.inputs:
         node = nodes[name]
         reason = _refusal(node.op)
@@ -194,18 +200,6 @@ def check_servable(
 
 
 _PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2"})
-
-
-def _unfed(nodes: Mapping[str, Proto], reached: Reached, names: list[str]) -> NotServable:
-    """The error for placeholders that get no value."""
-    first = names[0]
-    dtype = attr_dtype(nodes[first], "dtype")
-    others = f"; so do {', '.join(map(repr, names[1:]))}" if len(names) > 1 else ""
-    return NotServable(
-        f"placeholder {first!r} ({dtype.label if dtype else 'unknown type'}) gets no value{others}",
-        cause=reached.path(first),
-        hint=f"make it an input: --input NAME={first}, or fix it: --feed {first}=VALUE",
-    )
 
 
 @cache

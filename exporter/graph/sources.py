@@ -122,8 +122,6 @@ _SAID = "a manifest names the builder's file:"
 _INSTALLED = {"site-packages", "dist-packages"}
 # Names by which code may give a module attributes that its text does not show.
 _MAY_BIND = {"globals", "exec", "eval", "setattr", "vars", "locals", "__getattr__", "__dict__", "modules"}
-
-
 _bound: Unchanged[tuple[set[str] | None, list[str]]] = Unchanged()
 
 

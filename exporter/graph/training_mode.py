@@ -16,7 +16,6 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,7 @@ def training_mode(meta_graph: Proto) -> TrainingMode:
     nodes = all_nodes(meta_graph.graph_def)
     if not any(n.op == "SquaredDifference" or _is_random(n.op) or is_by_batch(n) for n in nodes):
         return TrainingMode()  # as of most graphs: to follow constants is not free
-    graphs = _graphs(meta_graph)
+    graphs = _graphs(meta_graph, {})
     bodies = [body for graph in graphs for body in graph.bodies()]
     drawn = [sign for body in bodies for sign in _drawn(body)]
     variables = {node.name for node in meta_graph.graph_def.node if node.op == "VarHandleOp"}
@@ -80,7 +79,7 @@ def training_mode(meta_graph: Proto) -> TrainingMode:
     )
 
 
-def _graphs(meta_graph: Proto, fixed: Mapping[str, Array] = MappingProxyType({})) -> list[CalledBody]:
+def _graphs(meta_graph: Proto, fixed: Mapping[str, Array]) -> list[CalledBody]:
     """The graph as each signature runs it, with the values `fixed` for some nodes."""
     nodes = {node.name: node for node in meta_graph.graph_def.node}
     library = {function.signature.name: function for function in meta_graph.graph_def.library.function}
