@@ -107,10 +107,10 @@ class CalledBody:
 
     def number(self, tensor: str) -> Any:
         """The scalar that a tensor, or the constant that it repeats, always is; None if it may vary."""
-        value = self.each(tensor)
+        value = self.repeated_value(tensor)
         return None if value is None or value.size != 1 else value.item()
 
-    def each(self, tensor: str) -> Array | None:
+    def repeated_value(self, tensor: str) -> Array | None:
         """The value of a tensor, or of the constant that it repeats or rearranges; None if it may vary."""
         for _ in range(_MOST_STEPS):
             if (value := self.value(tensor)) is not None:
@@ -126,7 +126,7 @@ class CalledBody:
             tensor = source[0]
         return None
 
-    def depends(self, tensor: str) -> bool:
+    def is_of_request(self, tensor: str) -> bool:
         """True if a tensor's values, not its shape alone, may depend on the request."""
         return node_of(tensor) in self._of_request
 
@@ -151,13 +151,13 @@ class CalledBody:
         """The body itself, and those of all calls that run, each once."""
         return closure([self], lambda body: body._called if body.live else ())
 
-    def after(self, names: Iterable[str]) -> Collection[str]:
+    def computed_from(self, names: Iterable[str]) -> Collection[str]:
         """The nodes `names`, and those computed from their values; shapes are not values."""
         return closure(names, lambda n: (r.name for r in self._readers.get(n, ()) if r.op not in _SHAPES))
 
     @cached_property
     def _of_request(self) -> Collection[str]:
-        return self.after([*self._fed, *self._asked])
+        return self.computed_from([*self._fed, *self._asked])
 
     @cached_property
     def _chosen(self) -> Collection[str]:
@@ -167,7 +167,7 @@ class CalledBody:
             node = self.nodes.get(node_of(predicate))
             if node is None or node.op == "LoopCond":
                 continue
-            if self.number(predicate) is None and self.depends(predicate):
+            if self.number(predicate) is None and self.is_of_request(predicate):
                 for side in (0, 1):
                     found |= self._spread({f"{switch}:{side}" for switch in switches})
         return found
@@ -273,8 +273,8 @@ class CalledBody:
             given = zip(parameters, arguments, strict=False)
             used = [text for parameter, text in given if body is None or parameter.name in body.live]
             return [*inputs[: len(inputs) - len(arguments)], *used]
-        is_chosen = node.op in _CONDITIONALS and any(map(self.depends, inputs[:1]))
-        is_asked = any(map(self.depends, inputs))
+        is_chosen = node.op in _CONDITIONALS and any(map(self.is_of_request, inputs[:1]))
+        is_asked = any(map(self.is_of_request, inputs))
         for name in names:
             self._run(name, self._handed_on(node, inputs), is_asked=is_asked, is_chosen=is_chosen)
         return inputs
@@ -317,7 +317,7 @@ class CalledBody:
         passed: dict[str, Array | bool] = {}
         for parameter, text in zip(parameters, inputs, strict=False):
             value = self.value(text) if text else None
-            passed[parameter] = value if value is not None else self.depends(text) if text else is_asked
+            passed[parameter] = value if value is not None else self.is_of_request(text) if text else is_asked
         return passed
 
     def _body(

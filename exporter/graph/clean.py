@@ -370,7 +370,7 @@ class StateMakers(Struct, frozen=True):
         identities = {node.name: _identity(node) for node in wanted if _makes_state(index, node, ops)}
         return cls(index, identities, foreign, any(called_functions(node) & foreign for node in wanted))
 
-    def are_taken_by(self, node: Proto) -> set[str]:
+    def taken_by(self, node: Proto) -> set[str]:
         """The resources whose handles a node takes from makers."""
         nodes = self.index.nodes
         taken = (nodes.get(through_identities(nodes, text)) for text in input_names(node))
@@ -386,12 +386,12 @@ class StateMakers(Struct, frozen=True):
         return [
             name
             for name, node in self.index.nodes.items()
-            if name in under and (self.are_taken_by(node) or (self.is_foreign_used and self.is_foreign(node)))
+            if name in under and (self.taken_by(node) or (self.is_foreign_used and self.is_foreign(node)))
         ]
 
     def require_filled(self, nodes: Mapping[str, Proto], filling: Iterable[str]) -> None:
         """Refuse state that none of the nodes `filling` takes."""
-        filled = {identity for name in filling for identity in self.are_taken_by(nodes[name])}
+        filled = {identity for name in filling for identity in self.taken_by(nodes[name])}
         for name, identity in self.identities.items():
             if identity not in filled:
                 raise NotServable(
@@ -409,7 +409,7 @@ def keep_restores(
     restore = endpoint(saver_def.restore_op_name).node
     for name in waited_for(nodes, [restore]) if makers.identities else []:
         node = nodes[name]
-        if not makers.are_taken_by(node):
+        if not makers.taken_by(node):
             continue
         called = sorted(called_functions(node) & index.functions.keys())
         importing += _written_out(index, nodes, node, called[0], makers) if called else [name]
@@ -438,7 +438,7 @@ def _written_out(
     body = {node.name: node for node in index.functions[function].node_def}
     arguments = [argument.name for argument in index.functions[function].signature.input_arg]
     given = dict(zip(arguments, (source.as_input for source in data_inputs(call)), strict=False))
-    handles = {name for name, text in given.items() if makers.are_taken_by(new_node("", "", [text]))}
+    handles = {name for name, text in given.items() if makers.taken_by(new_node("", "", [text]))}
     taking = [name for name, node in body.items() if {*map(node_of, input_names(node))} & handles]
     kept = {*taking, *needed_by(body, (text for name in taking for text in input_names(body[name])))}
     scope = free_name(nodes, f"kept_state/{call.name}")

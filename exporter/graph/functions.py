@@ -249,7 +249,7 @@ def callers(library: Mapping[str, Proto], called: Iterable[str]) -> set[str]:
     return {*closure(found, calling.__getitem__)}
 
 
-def ending(library: Mapping[str, Proto]) -> list[str]:
+def terminating(library: Mapping[str, Proto]) -> list[str]:
     """The functions whose calls come to an end, without any recursion, each after those that it calls."""
     calls = {name: {*_callees(function.node_def, library)} for name, function in library.items()}
     order = TopologicalSorter(calls)

@@ -277,7 +277,7 @@ def _computed_from_inputs(index: GraphIndex) -> set[str]:
 
 
 def _updates(index: GraphIndex, nodes: set[str]) -> set[str]:
-    """Those of `nodes` that are read only to compute new values of variables."""
+    """The names among `nodes` of those that are read only to compute new values of variables."""
     readers = {name: [reader for reader, _ in index.consumers[name]] for name in nodes}
     left = {name: sum(not changes_state(index.nodes[r].op) for r in found) for name, found in readers.items()}
     pending = [name for name, found in readers.items() if found and not left[name]]

@@ -426,7 +426,7 @@ def forward_sources(nodes: Mapping[str, Proto], name: str, inputs: Iterable[str]
 
 
 def waited_for(nodes: Mapping[str, Proto], names: Iterable[str]) -> list[str]:
-    """These nodes, with each NoOp (a group) replaced by the nodes that it waits for, in no given order."""
+    """The nodes `names`, each NoOp (a group) replaced by those that it waits for, in no given order."""
     pending, found, seen = [*names], list[str](), set[str]()
     while pending:
         name = pending.pop()

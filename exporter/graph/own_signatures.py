@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from exporter.errors import GraphError
 from exporter.graph.clean import clean
-from exporter.graph.functions import callers, ending, needed_by, reachable
+from exporter.graph.functions import callers, needed_by, reachable, terminating
 from exporter.graph.inference_graph import Effect, Outside
 from exporter.graph.keys import VARIABLE_OPS
 from exporter.graph.nodes import (
@@ -88,7 +88,7 @@ class EffectsOf:
     def __init__(self, index: GraphIndex) -> None:
         self._index = index
         self._known: dict[str, Effects] = {}
-        self._order = ending(index.functions)  # callees first: deep calls without deep recursion
+        self._order = terminating(index.functions)  # callees first: deep calls without deep recursion
 
     def signature(self, ends: SignatureEnds) -> Effects:
         """The effects of all nodes that a session runs for a signature, also of those only waited for."""
@@ -225,7 +225,8 @@ def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, Signatur
         return not is_known or effect_in(node, index.functions) is not None
 
     own = [name for name, body in index.functions.items() if any(map(is_unfit, body.node_def))]
-    unfit, reasons = {*callers(index.functions, own), *index.functions.keys() - ending(index.functions)}, {}
+    endless = index.functions.keys() - terminating(index.functions)
+    unfit, reasons = {*callers(index.functions, own), *endless}, {}
     for name, one in ends.items():
         before = [index.nodes[node] for node in all_before(index.nodes, one.outputs, one.inputs)]
         fed = {tensor.node for tensor in one.inputs} | source.feeds.keys()

@@ -222,7 +222,7 @@ class _Uses:
 
     def __init__(self, body: CalledBody, drawing: Collection[str]) -> None:
         self._body = body
-        self._random = body.after(drawing)
+        self._random = body.computed_from(drawing)
         self._readers = readers_of(body.nodes[name] for name in body.live & body.nodes.keys())
 
     def masks(self, uniform: Proto) -> Iterator[tuple[_Kind, float | None]]:
@@ -269,14 +269,12 @@ class _Uses:
         """True if a node's inputs besides `source` may depend on the request, or are random themselves."""
         others = self._others(node, source)
         is_alone = node.op != "Neg" and not others
-        return is_alone or any(
-            self._body.each(text) is None and (self._body.depends(text) or node_of(text) in self._random)
-            for text in others
-        )
+        varying = (text for text in others if self._body.repeated_value(text) is None)
+        return is_alone or any(self._body.is_of_request(t) or node_of(t) in self._random for t in varying)
 
     def _moved(self, node: Proto, source: Proto, span: Array | None) -> Array | None:
         """The span after a node adds a constant or multiplies by it; None if that is unknown."""
-        numbers = {text: _only(self._body.each(text)) for text in self._others(node, source)}
+        numbers = {text: _only(self._body.repeated_value(text)) for text in self._others(node, source)}
         if span is None or None in numbers.values():
             return None
         values = [np.asarray(numbers.get(text, span)) for text in input_names(node)]
@@ -287,7 +285,7 @@ class _Uses:
         kept = None if self._varies(node, source) else self._kept_where(node)
         if kept is None:
             return _Kind.OTHER, None
-        bound = self._body.each(self._others(node, source)[0])
+        bound = self._body.repeated_value(self._others(node, source)[0])
         parts = _parts(node, source, span, bound)
         return _verdict(parts if kept or parts is None else 1 - parts)
 
@@ -302,7 +300,8 @@ class _Uses:
                 if node.op in _SAME_MASK:
                     pending.append((node, is_same != (node.op == "LogicalNot")))
                 elif node.op in _SELECTS:
-                    is_constant = [self._body.each(text) is not None for text in input_names(node)[1:]]
+                    sides = map(self._body.repeated_value, input_names(node)[1:])
+                    is_constant = [side is not None for side in sides]
                     if any(is_constant):  # else it chooses between two tensors, as a branch would
                         return is_same != is_constant[0]
                 elif node.op not in _DECIDES and not (node.op == "Cast" and _is_integer(node)):

@@ -269,7 +269,7 @@ class Call(Struct):
     nodes: Mapping[str, Proto]
 
     def input(self, at: int) -> Known:
-        """What is known of input `at`."""
+        """The shape and numbers of input `at`."""
         found = self.inputs[at] if -len(self.inputs) <= at < len(self.inputs) else None
         if found is None:
             raise Unclear
@@ -371,7 +371,7 @@ def product(numbers: Iterable[Number]) -> Number:
     return total
 
 
-def stop_if_traced(call: Call, dim: Dim, size: int) -> None:
+def refuse_taken_rows(call: Call, dim: Dim, size: int) -> None:
     """Raise Stuck for rows of which `size` elements are taken, if these are all traced ones, else Unclear."""
     if isinstance(dim, RowCount):
         raise Stuck if call.meeting.is_all_rows(size, dim.each) else Unclear

@@ -65,12 +65,12 @@ def suspects(
 
 
 def _may_be(number: float, batch: int) -> bool:
-    """True for the batch size and its multiples, as of rows times steps; of 1 everything is a multiple."""
+    """True if a number may be the batch size, or rows times steps; of a batch of 1, only if it is 1."""
     return number == batch if batch == 1 else number > 0 and number % batch == 0
 
 
 def _constants_before(nodes: Mapping[str, Proto], node: Proto, traced: Trace) -> Iterator[str]:
-    """The names of the constants that a node computes with, not followed into tensors of rows."""
+    """Yield the names of the constants before a node, as far as tensors do not count rows."""
     pending, seen = [tensor.node for tensor in data_inputs(node)], set[str]()
     while pending:
         name = pending.pop()

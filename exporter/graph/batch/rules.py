@@ -29,9 +29,9 @@ from exporter.graph.batch.dims import (
     equal_shapes,
     output,
     product,
+    refuse_taken_rows,
     require_whole,
     reshape,
-    stop_if_traced,
 )
 from exporter.graph.nodes import attr, attr_shape, attr_text, const_value, shape_of
 from exporter.wire.protos import Proto
@@ -174,7 +174,7 @@ def _matmul(call: Call) -> Outputs:
         if call.attr_bool(name):
             shape[-2:] = [shape[-1], shape[-2]]
     for dim, other in ((left[-1], right[-2]), (right[-2], left[-1])):
-        stop_if_traced(call, dim, other if isinstance(other, int) else 0)
+        refuse_taken_rows(call, dim, other if isinstance(other, int) else 0)
     call.meeting.equal(left[-1], right[-2])
     return output((*call.meeting.broadcast(left[:-2], right[:-2]), left[-2], right[-1]))
 
@@ -373,7 +373,7 @@ def _squeeze(call: Call) -> Outputs:
         if None in known.shape or (known.rows_at is not None and call.meeting.batch == 1):
             raise Unclear
     for at in axes:
-        stop_if_traced(call, known.shape[at], 1)
+        refuse_taken_rows(call, known.shape[at], 1)
     return output([dim for at, dim in enumerate(known.shape) if at not in axes], known.numbers)
 
 
@@ -419,7 +419,7 @@ def _pack(call: Call) -> Outputs:
 def _unpack(call: Call) -> Outputs:
     shape = call.shape(0)
     at, count = axis_of(call.attr_int("axis"), len(shape)), call.attr_int("num")
-    stop_if_traced(call, shape[at], count)
+    refuse_taken_rows(call, shape[at], count)
     return output((*shape[:at], *shape[at + 1 :])) * count if 0 <= count <= MAX_NUMBERS else []
 
 
