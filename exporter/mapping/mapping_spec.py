@@ -101,32 +101,6 @@ class VariableDocument(Struct, frozen=True, omit_defaults=True):
         return GraphVariable(self.node, self.key, DType.of(self.dtype), self.shape, part)
 
 
-class TableDocument(Struct, frozen=True):
-    """A lookup table whose contents are served."""
-
-    node: Annotated[Text, doc("its node")]
-    keys: Annotated[Text, doc("the name of its keys")]
-    values: Annotated[Text, doc("the name of its values")]
-    key_dtype: Annotated[DtypeLabel, doc("of its keys")]
-    value_dtype: Annotated[DtypeLabel, doc("of its values")]
-    key_shape: Annotated[Shape, doc("of one key, as it is stored")]
-    value_shape: Annotated[Shape, doc("of one value")]
-    has_all_buckets: Annotated[bool, doc("true: there is an entry for each bucket")] = False
-
-    @classmethod
-    def of(cls, table: GraphTable) -> TableDocument:
-        """What a manifest says of it."""
-        dtypes = table.key_dtype.label, table.value_dtype.label
-        shapes = table.key_shape or (), table.value_shape or ()
-        return cls(table.node, table.keys, table.values, *dtypes, *shapes, table.has_all_buckets)
-
-    def read(self) -> GraphTable:
-        """The table."""
-        dtypes = DType.of(self.key_dtype), DType.of(self.value_dtype)
-        shape, key_shape = self.value_shape, self.key_shape
-        return GraphTable(self.node, self.keys, self.values, *dtypes, shape, self.has_all_buckets, key_shape)
-
-
 class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"stored": "variables"}):
     """How a base's variables come from a trainer's checkpoint: `recipe` in its manifest.
 
@@ -137,7 +111,7 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
     stored: Annotated[tuple[VariableDocument, ...], doc("the graph's variables")]
     lookups: Annotated[Mapping[Text, PartitionStrategy], doc("how the graph looks each of them up")]
     rules: Annotated[MappingRules, doc("the rules that variables were mapped to tensors by")]
-    tables: Annotated[tuple[TableDocument, ...], doc("lookup tables whose contents are served")] = ()
+    tables: Annotated[tuple[GraphTable, ...], doc("lookup tables whose contents are served")] = ()
     dynamic: Annotated[tuple[DynamicTable, ...], doc("tables by arbitrary keys")] = ()
     min_freq: Annotated[Count, doc("--min-freq")] = 0
     max_age_steps: Annotated[Count | None, doc("--max-age-steps")] = None
@@ -150,7 +124,7 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
         """The recipe of a full export; tensors found among a trainer's objects are kept by name."""
         ours = [source for source in mapping.sources if source.variables]
         tables = (
-            replace(table, key_shape=stored.key_shape, value_shape=stored.value_shape)
+            replace(table, key_shape=stored.key_shape or (), value_shape=stored.value_shape or ())
             for table, stored in zip(graph.tables, mapping.tables, strict=True)
         )
         return cls(
@@ -162,7 +136,7 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
                 trained=_sorted(rules.trained),
                 tensors=_sorted({source.key: source.tensor.name for source in ours}),
             ),
-            tuple(map(TableDocument.of, tables)),
+            tuple(tables),
             tuple(map(DynamicTable.of, graph.dynamic_tables)),
             admission.min_freq,
             admission.max_age_steps,
@@ -189,10 +163,9 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
         Raises:
             SchemaChanged: the checkpoint is of another model.
         """
-        tables = tuple(table.read() for table in self.tables)
         others = {key for table in self.dynamic for key in table.keys}
         ordinary = tuple(variable for variable in self.variables if variable.key not in others)
-        graph = InferenceGraph("the published base", None, ordinary, lookups=self.lookups, tables=tables)
+        graph = InferenceGraph("the published base", None, ordinary, lookups=self.lookups, tables=self.tables)
         try:
             mapping = build_mapping(graph, catalog, self.rules)
         except MappingError as error:
@@ -211,7 +184,7 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
     def sources(self) -> tuple[TensorSource, ...]:
         """The served variables as they lie in a bundle published by this recipe, whatever the trainer had."""
         variables = (self._published(*item) for item in group_parts(self.variables).items())
-        return (*variables, *(source for table in self.tables for source in self._contents(table.read())))
+        return (*variables, *(source for table in self.tables for source in self._contents(table)))
 
     def _contents(self, table: GraphTable) -> Iterator[TensorSource]:
         keys, values = stored_names(table, self.rules.renamed)

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from exporter.checkpoint.source_shard import fetch_tensors
 from exporter.errors import VerificationError
+from exporter.graph.lookup_tables import files_to_feed
 from exporter.graph.nodes import all_before, endpoint
 from exporter.graph.outside import keep_before, require_harmless, runnable_graph, running_outside
 from exporter.graph.signatures import SignatureEnds, tensor_names
 from exporter.graph.source_graph import SourceGraph
-from exporter.graph.tables import files_to_feed
 from exporter.mapping.build import TensorSource
 from exporter.mapping.build import VariableMapping as TensorMapping
 from exporter.storage import mirror
