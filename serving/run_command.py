@@ -19,7 +19,6 @@ from exporter.terminal.tensorflow_import import require_tensorflow
 from serving.documents import ServedModel, Serving
 from serving.server_options import GRPC_ALONE, NetworkOptions, ServerOptions
 from serving.status import VersionState, VersionStatus, error_text
-from serving.stock_flags import translate
 
 if TYPE_CHECKING:
     from serving.server import ModelServer
@@ -27,14 +26,6 @@ if TYPE_CHECKING:
 _DEFAULT_NAME = "default"
 _MODELS = "Models"
 _DEFAULTS = ServerOptions(port=8500)
-
-
-def from_stock(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Translate TensorFlow Serving's flags for `run` to ours; return also notes on ignored flags."""
-    if arguments[:1] != ["run"]:
-        return arguments, []
-    translated, notes = translate(arguments[1:])
-    return ["run", *translated], notes
 
 
 def run_server(

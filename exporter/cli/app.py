@@ -11,14 +11,14 @@ import typer
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.cli import doctor_command, help_command, inspect_command, log_commands, transfer_commands
 from exporter.cli.help_command import HelpAllFlag, HelpFlag
 from exporter.cli.notify import Servers
 from exporter.errors import UsageError
 from exporter.options import CHECKS, DELTAS, FOLLOWING, PLACES, ExportRequest, Option, Updates
 from exporter.pipeline.watch_loop import EVERY_SECOND, Watching
 from exporter.storage.local_paths import checkpoint_path
-from exporter.terminal.edge import AS_TEXT, EXIT_CODES, OutputFlags, VersionFlag, application, command, run
+from exporter.terminal.commands import LateCommand, application
+from exporter.terminal.edge import AS_TEXT, EXIT_CODES, OutputFlags, VersionFlag, command, run
 from exporter.terminal.parameters import with_structs
 from exporter.terminal.server_access import ServerAccess
 from exporter.training.roles import node_role
@@ -201,23 +201,20 @@ def export(
         export_commands.run_full(request, sink, target, watch, dry_run=flags.dry_run)
 
 
-app = application(HELP, invoke_without_command=True)
+_IN_LOG = ("history", "merge", "rollback", "resume", "diff", "verify")
+COMMANDS = {
+    "export": LateCommand(
+        __name__, "export", {"add_help_option": False, "context_settings": {"auto_envvar_prefix": VARIABLES}}
+    ),
+    "inspect": LateCommand("exporter.cli.inspect_command", "inspect"),
+    **{name: LateCommand("exporter.cli.log_commands", name) for name in _IN_LOG},
+    "push": LateCommand("exporter.cli.transfer_commands", "push"),
+    "pull": LateCommand("exporter.cli.transfer_commands", "pull"),
+    "doctor": LateCommand("exporter.cli.doctor_command", "doctor"),
+    "help": LateCommand("exporter.cli.help_command", "help"),
+}
+app = application(HELP, COMMANDS, invoke_without_command=True)
 app.callback()(with_structs(export))
-app.command(add_help_option=False, context_settings={"auto_envvar_prefix": VARIABLES})(with_structs(export))
-for function in (
-    inspect_command.inspect,
-    log_commands.history,
-    log_commands.merge,
-    log_commands.rollback,
-    log_commands.resume,
-    log_commands.diff,
-    log_commands.verify,
-    transfer_commands.push,
-    transfer_commands.pull,
-    doctor_command.doctor,
-    help_command.help,
-):
-    app.command()(with_structs(function))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -19,8 +19,9 @@ from exporter.errors import Exit, ExportError, UsageError, in_lines, nearest, un
 from exporter.options import Option
 from exporter.storage.local_paths import quoted
 from exporter.terminal import Leave, interrupt_by_exception
+from exporter.terminal.commands import without_variables
 from exporter.terminal.output import Output, OutputMode, silence
-from exporter.terminal.parameters import COMMAND, MISSPELT, TAKEN, help_of, variable_of, with_names
+from exporter.terminal.parameters import COMMAND, MISSPELT, TAKEN, variable_of, with_names
 from exporter.terminal.progress import count
 from exporter.terminal.tensorflow_import import needed, on_import_of_tensorflow
 from exporter.version import __version__
@@ -189,21 +190,6 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115  for good
 
 
-def application(help: str, *, invoke_without_command: bool = False) -> typer.Typer:
-    """A program of several commands. `help` is of the command without a name, which is its callback.
-
-    A callback that runs without a command has options of its own for help.
-    """
-    return typer.Typer(
-        help=help_of(help),
-        context_settings={"help_option_names": ["-h", "--help"]},
-        add_help_option=not invoke_without_command,
-        no_args_is_help=not invoke_without_command,
-        invoke_without_command=invoke_without_command,
-        pretty_exceptions_enable=False,  # `command` has an exit code for every error
-    )
-
-
 # Click's own class, whichever Click there is: from 0.26 on Typer carries one along.
 _ClickUsageError: type[Any] = typer.BadParameter.__mro__[1]
 
@@ -230,10 +216,7 @@ def run(
     _say_all_characters()
     if arguments == ["--version"]:  # alone; an export's version number stands behind it
         arguments = ["-V"]
-    program: Any = typer.main.get_command(app)
-    for each in (program, *program.commands.values()):
-        for one in each.params:  # their names follow one rule, and a help text is long enough
-            one.show_envvar = False
+    program = without_variables(typer.main.get_command(app))
     COMMAND.set(" ".join([name, *(each for each in arguments[:1] if each in program.commands)]))
     try:
         arguments, notes = rewrite(arguments) if rewrite else (arguments, [])

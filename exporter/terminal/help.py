@@ -46,8 +46,7 @@ class Help(Struct, frozen=True):
         yield from _options((by_name[name] for name in self.options), root)
         yield from ("", "Commands:")
         for name in command.list_commands(root):
-            text = command.get_command(root, name).help.partition("\n")[0]
-            yield f"  {name:<10} {_clause(text, _WIDTH - 13)}"
+            yield f"  {name:<10} {_clause(command.commands.summary(name), _WIDTH - 13)}"
         more = f"More: {root.info_name} --help-all, {root.info_name} help TOPIC:"
         yield from ("", *textwrap.wrap(f"{more} {', '.join(self.names())}", _WIDTH))
 

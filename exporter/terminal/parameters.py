@@ -110,12 +110,14 @@ def misspelt(context: Any) -> Iterator[tuple[str, str]]:
     root = context.find_root()
     prefix = f"{root.auto_envvar_prefix}_"
     known = {one.name.upper() for one in root.command.params}
-    for name, command in root.command.commands.items():
+    names = [name.removeprefix(prefix) for name in sorted(os.environ) if name.startswith(prefix)]
+    if known.issuperset(names):
+        return
+    for name, command in root.command.commands.items():  # which makes each command
         known.update(f"{name}_{one.name}".upper() for one in command.params)
-    for variable in sorted(os.environ):
-        name = variable.removeprefix(prefix)
-        if name != variable and name not in known and (close := nearest(name, known, _NEARLY)):
-            yield variable, f"{prefix}{close}"
+    for name in names:
+        if name not in known and (close := nearest(name, known, _NEARLY)):
+            yield f"{prefix}{name}", f"{prefix}{close}"
 
 
 def _require_fit(path: Path, name: str, value: Any, parameter: Any) -> None:
