@@ -409,7 +409,7 @@ def _request(
                 f"{function}(request, {more}=...): a request has all options in itself",
                 hint=f"{function}(msgspec.structs.replace(request, {more}=...))",
             )
-        return ckpt_dir
+        return given.changed(ckpt_dir)  # `msgspec.structs.replace` looks at no value
     given.require_names(function, options, (*_OPTIONS, *_FLAGS.get(function, ())))
     if out is None:
         raise UsageError(

@@ -4,12 +4,11 @@ A field that is annotated with an `Option` is an option of each command that tak
 that declaration come its parameter, help and completion (`exporter.terminal.parameters`), its line in
 docs/reference, its part in a plan's digest, and the argument that says the same to another process.
 """
-
-from __future__ import annotations
+# Annotations are values here, not texts: to evaluate texts took 5 ms of each command.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import UnionType
@@ -26,18 +25,18 @@ from typing import (
 )
 
 from msgspec import NODEFAULT, Struct, field
-from msgspec.structs import fields, force_setattr
+from msgspec.structs import fields, force_setattr, replace
 
 from exporter.errors import UsageError
 from exporter.newer_python import StrEnum
 from exporter.options import given
+from exporter.options.given import Checked, Given, StrPath
 from exporter.storage.local_paths import checkpoint_path, local_name, local_path
 from exporter.storage.url import Url
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from exporter.options.given import StrPath
     from exporter.options.keywords import ExportKeywords, JobsKeywords, UpdatesKeywords
 
 
@@ -79,15 +78,12 @@ class Option(Struct, frozen=True):
 class DeclaredOption(Struct, frozen=True):
     """An option where it is declared: at the end of `path`, from field to field."""
 
+    name: str
+    """`--name`."""
     path: tuple[str, ...]
     option: Option
     type: Any
     default: Any
-
-    @property
-    def name(self) -> str:
-        """`--name`."""
-        return self.option.name or f"--{self.path[-1].replace('_', '-')}"
 
     def value(self, values: Any) -> Any:
         """Its value in such a struct; that of a part that is not there is the default."""
@@ -113,10 +109,10 @@ def _declared(kind: type[Struct]) -> Iterator[DeclaredOption]:
         option = next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Option)), None)
         default = each.default_factory() if each.default_factory is not NODEFAULT else each.default
         if option is not None:
-            yield DeclaredOption((each.name,), option, get_args(hint)[0], default)
+            name = option.name or f"--{each.name.replace('_', '-')}"
+            yield DeclaredOption(name, (each.name,), option, get_args(hint)[0], default)
         elif (inner := struct_in(hint)) is not None:
-            for one in declared(inner):
-                yield DeclaredOption((each.name, *one.path), one.option, one.type, one.default)
+            yield from (replace(one, path=(each.name, *one.path)) for one in declared(inner))
 
 
 def struct_in(hint: Any) -> type[Struct] | None:
@@ -199,18 +195,25 @@ def without_company(found: Sequence[tuple[DeclaredOption, Any]]) -> Iterator[Dec
             yield one
 
 
-def _take(values: Struct, own: Iterable[str] = ()) -> None:
-    """Make the values of a struct those of its fields' types, within their limits.
+def _take_within_limits(values: Struct, own: Collection[str] = ()) -> None:
+    """Make the value of each field one of the field's type, within its limits, but for `own` ones.
 
     Raises:
-        UsageError: one does not fit.
+        UsageError: a value does not fit.
     """
-    given.take(values, tuple(own))
+    given.take(values, own)
     for one in declared(type(values)):
         if one.option.least is not None and len(one.path) == 1:
             value = one.value(values)
             if value is not None and not value >= one.option.least:
                 raise given.wrong(one.path[0], value, f"{one.option.least:g} or more")
+
+
+class _Limited(Given, frozen=True):
+    """Options that a Python program gives, within their limits."""
+
+    def _take(self) -> None:
+        _take_within_limits(self)
 
 
 class DataMode(StrEnum):
@@ -234,7 +237,7 @@ class Verify(StrEnum):
     BYTES = "bytes"
     OUTPUTS = "outputs"
 
-    def includes(self, level: Verify) -> bool:
+    def includes(self, level: "Verify") -> bool:
         """True if this level does all that `level` does."""
         order = list(Verify)
         return order.index(self) >= order.index(level)
@@ -319,7 +322,7 @@ _places, _served, _names, _storage, _keyed, _checks, _deltas, _following, _work 
 _base = partial(_deltas, goes_with="--incr or --updatable", digest="always")
 
 
-class Jobs(Struct, frozen=True, repr_omit_defaults=True):
+class Jobs(_Limited, frozen=True, repr_omit_defaults=True):
     """How work on many bytes is run.
 
     With an `engine` jobs are kept beside what they make, or in `directory` (a path that all workers see, or a
@@ -379,20 +382,12 @@ class Jobs(Struct, frozen=True, repr_omit_defaults=True):
 
         def __init__(self, **options: Unpack[JobsKeywords]) -> None: ...
 
-    def __post_init__(self) -> None:
-        """Take strings where a field is an enum.
-
-        Raises:
-            UsageError: a value does not fit its field.
-        """
-        _take(self)
-
 
 LOCALLY = Jobs()
 """By threads of this process, and nothing is kept."""
 
 
-class Updates(Struct, frozen=True, repr_omit_defaults=True):
+class Updates(_Limited, frozen=True, repr_omit_defaults=True):
     """How a base takes deltas; see `exporter.subgraph.make_updatable`."""
 
     isolation: Annotated[
@@ -421,14 +416,6 @@ class Updates(Struct, frozen=True, repr_omit_defaults=True):
     if TYPE_CHECKING:
 
         def __init__(self, **options: Unpack[UpdatesKeywords]) -> None: ...
-
-    def __post_init__(self) -> None:
-        """Take strings where a field is an enum.
-
-        Raises:
-            UsageError: a value does not fit its field.
-        """
-        _take(self)
 
 
 Model: TypeAlias = Annotated[
@@ -655,7 +642,7 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     """Where values are cast, moved and compared."""
 
 
-class ExportRequest(ExportOptions, frozen=True):
+class ExportRequest(ExportOptions, frozen=True, metaclass=Checked):
     """A whole export: from where, to where, and all options, which are given by name."""
 
     ckpt_dir: Path
@@ -674,7 +661,7 @@ class ExportRequest(ExportOptions, frozen=True):
             **options: Unpack[ExportKeywords],
         ) -> None: ...
 
-    def __post_init__(self) -> None:
+    def _take(self) -> None:
         """Take strings for paths and enums, `file://` as a path, and refuse URLs where nothing reads them.
 
         Raises:
@@ -685,7 +672,7 @@ class ExportRequest(ExportOptions, frozen=True):
         force_setattr(self, "model", _model(self.model))
         if isinstance(self.version, bool) or not isinstance(self.version, str | int | None):
             raise given.wrong("version", self.version, 'a number, "time" or None')
-        _take(self, own=("ckpt_dir", "out", "model", "version"))
+        _take_within_limits(self, own=("ckpt_dir", "out", "model", "version"))
         require_company([self])
         if not math.isfinite(self.min_change):
             raise UsageError(

@@ -13,10 +13,10 @@ from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from msgspec import Struct
-from msgspec.structs import force_setattr
+from msgspec import Struct, StructMeta
+from msgspec.structs import force_setattr, replace
 
 from exporter.errors import UsageError
 from exporter.newer_python import StrEnum
@@ -25,11 +25,44 @@ from exporter.storage.local_paths import local_path, without_secrets
 StrPath: TypeAlias = "str | os.PathLike[str]"
 """A local path or, where a URL is taken, a URL."""
 
+GivenT = TypeVar("GivenT", bound=Struct)
 _SHOWN = 80
 
 
+class Checked(StructMeta):
+    """Makes structs whose calls take what is given for their fields, by their method `_take`.
+
+    What msgspec decodes, and what `replace` copies, has the fields' types: it is not taken again.
+    """
+
+    def __call__(cls, *values: Any, **named: Any) -> Any:
+        """A struct, once its values are taken."""
+        made = super().__call__(*values, **named)
+        made._take()
+        return made
+
+
+class Given(Struct, frozen=True, metaclass=Checked):
+    """Values that a Python program gives."""
+
+    def _take(self) -> None:
+        take(self)
+
+
+def changed(values: GivenT, **changes: Any) -> GivenT:
+    """A copy with other values, all of which are taken as a call takes them.
+
+    Raises:
+        UsageError: a value does not fit its field.
+    """
+    made = replace(values, **changes)
+    if isinstance(type(made), Checked):
+        made._take()  # type: ignore[attr-defined]  # each of its structs has one
+    return made
+
+
 def take(values: Struct, own: Collection[str] = ()) -> None:
-    """Make the value of each field one of the field's type; a struct takes care of those in `own` itself.
+    """Make the value of each field one of the field's type, but for `own` ones.
 
     Raises:
         UsageError: a value is none, and does not become one.

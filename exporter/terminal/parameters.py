@@ -32,11 +32,11 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 from msgspec import Struct
-from msgspec.structs import replace
 
 from exporter.errors import ExportError, UsageError, nearest
 from exporter.newer_python import type_hints
 from exporter.options import HEADINGS, DeclaredOption, declared, require_company, without_company
+from exporter.options.given import changed
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import local_path, quoted, without_secrets
 
@@ -340,7 +340,7 @@ def _filled(values: Struct, typed: dict[tuple[str, ...], Any]) -> Struct:
         elif value is not None:
             changes[name] = value
     changes |= {name: _filled(getattr(values, name), part) for name, part in parts.items()}
-    return replace(values, **changes)
+    return changed(values, **changes)
 
 
 def _value(one: DeclaredOption, typed: Any) -> Any:
