@@ -411,16 +411,16 @@ def translate(
     for part, variable in enumerate(source.variables):
         name, box = variable.served_name, source.stored(variable.box)
         if source.scatter_parts:
-            inside = natural % source.scatter_parts == part
+            inside = np.flatnonzero(natural % source.scatter_parts == part)
             ids = natural[inside] // source.scatter_parts
         else:
-            inside = (natural >= box.starts[0]) & (natural < box.starts[0] + box.lengths[0])
-            ids = natural[inside] - box.starts[0]
+            first, count = box.starts[0], box.lengths[0]
+            inside = np.flatnonzero((natural >= first) & (natural < first + count))
+            ids = natural[inside] - first
         columns = (slice(s, s + n) for s, n in zip(box.starts[1:], box.lengths[1:], strict=True))
-        wanted = (slice(None), *columns)
-        rows = values[inside][wanted]
         order = np.argsort(ids, kind="stable")
-        translated[name] = Rows(ids[order], rows[order])
+        rows = values[(slice(None), *columns)][inside[order]]  # copied once: 10 ms of 25 MB
+        translated[name] = Rows(ids[order], rows)
     return translated
 
 
