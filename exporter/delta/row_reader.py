@@ -418,8 +418,9 @@ def translate(
             inside = np.flatnonzero((natural >= first) & (natural < first + count))
             ids = natural[inside] - first
         columns = (slice(s, s + n) for s, n in zip(box.starts[1:], box.lengths[1:], strict=True))
+        wanted = (slice(None), *columns)
         order = np.argsort(ids, kind="stable")
-        rows = values[(slice(None), *columns)][inside[order]]  # copied once: 10 ms of 25 MB
+        rows = values[wanted][inside[order]]  # copied once: 10 ms of 25 MB
         translated[name] = Rows(ids[order], rows)
     return translated
 

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
+from exporter.delta.deviation import LeftOut, Rounded
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
 from exporter.delta.newest_rows import fold_whole, merge_changes, needs_folding
 from exporter.delta.row_hashes import (
@@ -34,8 +35,6 @@ from exporter.delta.row_hashes import (
 from exporter.delta.snapshot import Array, Changes, CheckedFiles, Snapshot
 from exporter.delta.spans import Position, Span
 from exporter.delta.tolerance import (
-    LeftOut,
-    Rounded,
     Tolerance,
     apply_tolerance,
     load_residual,

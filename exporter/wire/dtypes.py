@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class DType(IntEnum):
@@ -94,6 +95,8 @@ _QUANTIZED = {"QINT8": "int8", "QUINT8": "uint8", "QINT32": "int32", "QINT16": "
 def _numpy(dtype: DType) -> np.dtype[Any]:
     if dtype in _VARIABLE_SIZE:
         raise TypeError(f"{dtype.label} has no fixed-size numpy type")
+    import numpy as np
+
     name = _QUANTIZED.get(dtype.name, dtype.label)
     dtype_: np.dtype[Any]
     try:

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from exporter.cli.documents import Status
 from exporter.cli.notify import Notified
-from exporter.delta.tolerance import LeftOut, Rounded
+from exporter.delta.deviation import LeftOut, Rounded
 from exporter.terminal.parameters import Taken
 
 
