@@ -6,16 +6,19 @@ A table of which nothing was recorded is not filtered.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 from msgspec import Struct
 
-from exporter.catalog import Catalog
-from exporter.checkpoint.embedding_variables import EmbeddingVariable, count_blocks
 from exporter.errors import UsageError
 
-Array = np.ndarray[Any, Any]
+if TYPE_CHECKING:
+    import numpy as np
+
+    from exporter.catalog import Catalog
+    from exporter.checkpoint.embedding_variables import EmbeddingVariable
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 class Admission(Struct, frozen=True):
@@ -31,13 +34,13 @@ class Admission(Struct, frozen=True):
 
     def enough(self, freqs: Array | None) -> Array | bool:
         """Which keys were seen often enough; True if it was not recorded."""
-        return True if freqs is None else np.asarray(freqs >= self.min_freq)
+        return True if freqs is None else freqs >= self.min_freq
 
     def recent(self, versions: Array | None, step: int | None) -> Array | bool:
         """Which keys were updated recently enough, seen from a step; True if it was not recorded."""
         if versions is None or step is None or self.max_age_steps is None:
             return True
-        return np.asarray(versions >= step - self.max_age_steps)
+        return versions >= step - self.max_age_steps
 
     def require_recorded(self, catalog: Catalog, variables: tuple[EmbeddingVariable, ...]) -> None:
         """Refuse a filter that no table of a checkpoint has numbers for."""
@@ -72,6 +75,10 @@ def admitted(
     """
     if admission.is_everyone:
         return None
+    import numpy as np
+
+    from exporter.checkpoint.embedding_variables import count_blocks
+
     mask = np.ones(variable.rows, bool)
     if admission.min_freq > 0:
         for first, freqs in count_blocks(catalog, variable, "freqs") or ():

@@ -23,8 +23,9 @@ from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile, TableFull
 from exporter.mapping.mapping_spec import DynamicTable
 from exporter.tables.change_index import IndexChange, change_index, find_rows, live_rows
-from exporter.tables.geometry import VALUES, TableGeometry
+from exporter.tables.geometry import TableGeometry
 from exporter.tables.integer_sets import among, distinct
+from exporter.tables.parts import VALUES
 
 Array = np.ndarray[Any, Any]
 

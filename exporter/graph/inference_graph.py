@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
 from msgspec import Struct, field
 
 from exporter.catalog import SliceSpec, TensorRef
-from exporter.checkpoint.object_graph import ObjectGraph
 from exporter.newer_python import StrEnum
-from exporter.tables.geometry import PARTS
+from exporter.tables.parts import PARTS
 from exporter.wire.dtypes import DType
-from exporter.wire.protos import Proto
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from exporter.checkpoint.object_graph import ObjectGraph
+    from exporter.wire.protos import Proto
 
 
 class PartitionStrategy(Enum):

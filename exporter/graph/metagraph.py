@@ -47,8 +47,8 @@ from exporter.graph.source_graph import GraphRequest, SourceGraph
 from exporter.graph.tables import add_init_op, table_keys
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import quoted
-from exporter.tables.geometry import PARTS
 from exporter.tables.lookup import DEFAULTS, PART, TABLE
+from exporter.tables.parts import PARTS
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import MAX_MESSAGE_BYTES, Proto

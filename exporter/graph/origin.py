@@ -15,15 +15,12 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from exporter.checkpoint.families import is_archive
 from exporter.errors import BuilderError, UsageError
-from exporter.graph.inference_graph import InferenceGraph
-from exporter.graph.source_graph import GraphRequest
 from exporter.graph.sources import (
     BuilderFile,
     SourceFile,
@@ -37,6 +34,10 @@ from exporter.storage.files import FileDigests, file_digest, read_regular, requi
 from exporter.storage.layout import SAVED_MODEL_FILE, SAVED_MODEL_TEXT_FILE
 from exporter.wire.json_documents import Sha256, Text, doc
 from exporter.wire.protos import MAX_MESSAGE_BYTES
+
+if TYPE_CHECKING:
+    from exporter.graph.inference_graph import InferenceGraph
+    from exporter.graph.source_graph import GraphRequest
 
 _MAX_SIGNATURES_BYTES = 64 << 20
 
@@ -199,6 +200,8 @@ def _is_in(builder: Any, path: Path) -> bool:
 
 def _graph_file_digest(path: Path) -> str:
     """The digest of a file; of a Keras archive's config alone, because its weights are not the graph."""
+    from exporter.checkpoint.families import is_archive
+
     if not is_archive(path):
         require_size(path, path.stat().st_size, MAX_MESSAGE_BYTES)
         return file_digest(path)

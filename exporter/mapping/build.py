@@ -36,7 +36,7 @@ from exporter.mapping.by_layer import left_over_twins, match_unnamed
 from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule, row_order
 from exporter.mapping.object_matching import Matched, TrainedObjects, match_objects
 from exporter.options import ExportRequest
-from exporter.tables.geometry import VALUES
+from exporter.tables.parts import VALUES
 from exporter.wire.dtypes import DType
 from exporter.wire.int8_codes import SCALE_BYTES
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from collections.abc import Mapping as MappingOf
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Struct, field, to_builtins
 from msgspec.structs import asdict, replace
@@ -19,12 +19,14 @@ from exporter.catalog import Catalog, SliceSpec, TensorRef
 from exporter.checkpoint.admission import Admission
 from exporter.errors import AmbiguousRename, MappingError, SchemaChanged
 from exporter.graph.inference_graph import GraphTable, GraphVariable, InferenceGraph, PartitionStrategy
-from exporter.mapping.build import TensorSource, VariableMapping, build_mapping, cast_for, stored_names
 from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule
 from exporter.options import ExportRequest, option_of
-from exporter.tables.geometry import PARTS
+from exporter.tables.parts import PARTS
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import Count, DocumentError, DtypeLabel, Shape, Text, doc
+
+if TYPE_CHECKING:
+    from exporter.mapping.build import TensorSource, VariableMapping
 
 
 class DynamicTable(
@@ -96,6 +98,8 @@ class MappingSpec(Struct, frozen=True):
 
     def mapping(self, catalog: Catalog) -> VariableMapping:
         """The mapping of another checkpoint of the same model, without its dynamic tables."""
+        from exporter.mapping.build import build_mapping
+
         graph = InferenceGraph(
             "the published base", None, self.ordinary, lookups=self.lookups, tables=self.tables
         )
@@ -131,11 +135,15 @@ class MappingSpec(Struct, frozen=True):
         return (*variables, *(source for table in self.tables for source in self._contents(table)))
 
     def _contents(self, table: GraphTable) -> Iterator[TensorSource]:
+        from exporter.mapping.build import TensorSource, stored_names
+
         keys, values = stored_names(table, self.rules.renamed)
         for name, dtype in ((keys, table.key_dtype), (values, table.value_dtype)):
             yield TensorSource(name, (), TensorRef(name, dtype, ()), "table")
 
     def _published(self, key: str, members: list[GraphVariable]) -> TensorSource:
+        from exporter.mapping.build import TensorSource, cast_for
+
         members.sort(key=lambda member: member.part.starts if member.part else ())
         tensor = TensorRef(key, members[0].dtype, members[0].full_shape)
         cast = cast_for(key, tensor, self.rules.casts)
@@ -184,6 +192,8 @@ class MappingSpec(Struct, frozen=True):
 
 def _is_in_8_bits(source: TensorSource, rules: MappingRules) -> bool:
     """True if a rule casts it to int8."""
+    from exporter.mapping.build import cast_for
+
     return cast_for(source.key, source.tensor, rules.casts) is DType.INT8
 
 

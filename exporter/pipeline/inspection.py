@@ -37,8 +37,9 @@ from exporter.storage.layout import (
     is_saved_model,
 )
 from exporter.tables.change_index import ArrayState, TableState, live_rows
-from exporter.tables.geometry import PARTS, TableGeometry
+from exporter.tables.geometry import TableGeometry
 from exporter.tables.lookup import first_defaults
+from exporter.tables.parts import PARTS
 from exporter.wire.dtypes import DType
 from exporter.wire.int8_codes import SCALE_BYTES
 from exporter.wire.protos import Proto

@@ -32,8 +32,9 @@ from exporter.mapping.build import TensorSource
 from exporter.mapping.build import VariableMapping as TensorMapping
 from exporter.storage import mirror
 from exporter.storage.layout import SAVED_MODEL_FILE, VARIABLES_DIRECTORY, VARIABLES_NAME
-from exporter.tables.geometry import PARTS, TableGeometry
+from exporter.tables.geometry import TableGeometry
 from exporter.tables.lookup import set_sizes
+from exporter.tables.parts import PARTS
 from exporter.verify.golden import Answer, Gates, GoldenRequest, told
 from exporter.wire import protos
 from exporter.wire.dtypes import DType, is_floating
