@@ -85,8 +85,6 @@ def merge(
     """
     with command(printing) as sink, opened(model, read_only=dry_run) as target:
         from exporter.cli import render_log
-        from exporter.pipeline import log_maintenance
-        from exporter.pipeline import rebase as bases
 
         if base.rebase and (from_ is not None or to is not None):
             raise UsageError(
@@ -95,6 +93,10 @@ def merge(
             )
         path, bar = target.path, sink.progress
         keep, despite_hold = base.keep, base.despite_hold
+        if base.rebase:
+            from exporter.pipeline import rebase as bases
+        else:
+            from exporter.pipeline import log_maintenance
         if base.rebase and dry_run:
             planned = target.carry(lambda: bases.plan_rebase(path, despite_hold=despite_hold, jobs=jobs))
             render_log.rebasing(planned, sink)
@@ -222,7 +224,7 @@ def diff(
     with command(printing) as sink, ExitStack() as stack:
         models: dict[str, OpenModel] = {}
         first, second = (_side(text, models, stack) for text in (a, b))
-        from exporter.cli import render_log
+        from exporter.cli import render_differences
         from exporter.jobs.runner import Runner
         from exporter.pipeline import comparison
 
@@ -235,7 +237,7 @@ def diff(
         for model in models.values():
             work = partial(model.carry, work)
         found = work()
-        render_log.differences(found, sink)
+        render_differences.differences(found, sink)
     if exit_code and not found.is_empty:
         raise typer.Exit(Exit.DIFFERENT)
 

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from datetime import timezone
-from typing import Any, TypeVar
-
-from msgspec.structs import replace
+from typing import TYPE_CHECKING, Any
 
 from exporter.cli.documents import Status
 from exporter.cli.documents import logs as documents
 from exporter.cli.documents.logs import Merge, Rebase, Rollback
-from exporter.cli.render import in_rows
-from exporter.errors import ExportError
-from exporter.pipeline.comparison import ComparedState, Differences, TableDifference, VariableDifference
-from exporter.pipeline.log_maintenance import Merged, Merging, RollbackPlan, RollbackResult
-from exporter.pipeline.rebase import Rebased, Rebasing
-from exporter.publish.timeline import Event, Timeline
 from exporter.storage.local_paths import quoted
 from exporter.terminal.output import Output, labelled
 from exporter.terminal.progress import count, human_bytes
-from exporter.verify.log import VerifiedModel
 
-DifferenceT = TypeVar("DifferenceT", VariableDifference, TableDifference)
+if TYPE_CHECKING:
+    from exporter.errors import ExportError
+    from exporter.pipeline.log_maintenance import Merged, Merging, RollbackPlan, RollbackResult
+    from exporter.pipeline.rebase import Rebased, Rebasing
+    from exporter.publish.timeline import Event, Timeline
+    from exporter.verify.log import VerifiedModel
 
 
 def merged(done: Merged | None, sink: Output) -> None:
@@ -182,46 +177,6 @@ def _warn(warnings: Iterable[ExportError], sink: Output) -> None:
         sink.warn(warning.message)
 
 
-def differences(found: Differences, sink: Output) -> None:
-    """What `diff` prints."""
-    document = documents.Differences(
-        a=_side(found.a),
-        b=_side(found.b),
-        equal=found.is_empty,
-        compared=found.compared,
-        variables=list(map(_printable, found.variables)),
-        tables=list(map(_printable, found.tables)),
-        only_a=found.only_a,
-        only_b=found.only_b,
-    )
-    lines = [
-        labelled("a", _side_text(found.a)),
-        labelled("b", _side_text(found.b)),
-        labelled("differ", f"{len(found.variables) + len(found.tables)} of {found.compared} variables"),
-        *(labelled("only in a", name) for name in found.only_a),
-        *(labelled("only in b", name) for name in found.only_b),
-    ]
-    sink.result(document, lines)
-    if found.variables:
-        columns = {"variable": "left", "rows": "right", "of": "right", "norm": "right", "largest": "right"}
-        rows = (
-            (in_rows(v.name), v.changed_rows, v.rows, _number(v.norm), _number(v.largest))
-            for v in found.variables
-        )
-        sink.table("", columns, rows)
-    if found.tables:
-        names = ("keys of both", "only in a", "only in b", "changed", "norm", "largest")
-        columns = {"table": "left", **dict.fromkeys(names, "right")}
-        sink.table(
-            "",
-            columns,
-            (
-                (t.name, t.keys, t.only_a, t.only_b, t.changed_rows, _number(t.norm), _number(t.largest))
-                for t in found.tables
-            ),
-        )
-
-
 def verified(found: VerifiedModel, sink: Output) -> None:
     """What `verify` prints."""
     deltas = len(found.log.deltas) if found.log else 0
@@ -257,31 +212,6 @@ def _newest(found: VerifiedModel) -> str:
 def _positions(known: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, known[-10:]))
     return shown if len(known) <= 10 else f"{len(known)}, the last {shown}"
-
-
-def _side(side: ComparedState) -> documents.Side:
-    at = side.at
-    position = at.position if at and side.log is not None else None
-    return documents.Side(side.label, position, at.step if at else None)
-
-
-def _printable(found: DifferenceT) -> DifferenceT:
-    """JSON has no NaN and no infinity."""
-    return replace(found, norm=_if_finite(found.norm), largest=_if_finite(found.largest))
-
-
-def _if_finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _side_text(side: ComparedState) -> str:
-    if side.at is None:
-        return side.label
-    return f"{side.label}, " + (f"position {side.at}" if side.log is not None else f"step {side.at.step}")
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
 
 
 def history(found: Timeline, sink: Output, last: int | None) -> None:
