@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, BinaryIO, Union, get_args, get_origin, get_type_hints
@@ -23,6 +22,8 @@ else:
 
 def sha256_of(file: BinaryIO) -> str:
     """The SHA-256 of what is left of an open file, in hex."""
+    import hashlib  # late: OpenSSL takes 3 ms, and most of a help text's time is imports
+
     if sys.version_info >= (3, 11):
         return hashlib.file_digest(file, "sha256").hexdigest()
     digest = hashlib.sha256()

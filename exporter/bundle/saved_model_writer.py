@@ -49,7 +49,8 @@ from exporter.graph.nodes import new_node
 from exporter.graph.saved_model import SERVE_TAG
 from exporter.graph.signatures import DEFAULT_SIGNATURE
 from exporter.graph.training_graph import TrainingGraph
-from exporter.mapping.build import TensorSource, VariableMapping
+from exporter.mapping.build import VariableMapping
+from exporter.mapping.tensor_source import TensorSource
 from exporter.storage.files import below, open_regular
 from exporter.storage.layout import (
     ASSETS_DIRECTORY,

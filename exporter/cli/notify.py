@@ -14,7 +14,6 @@ from msgspec import Struct, field
 
 from exporter.errors import CallFailed, ExportError, UsageError
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
-from exporter.wire.update_status import UpdateStatus
 
 DEADLINE_S = 30.0
 _AT_A_TIME = 32
@@ -64,6 +63,7 @@ class Servers(Struct, frozen=True):
             return list(pool.map(partial(self._notify, model, position), self.addresses))
 
     def _notify(self, model: str, published: int, address: str) -> Notified:
+        from exporter.wire.update_status import UpdateStatus
         from serving.client import ModelClient
         from serving.updates import update
 

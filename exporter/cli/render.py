@@ -19,7 +19,8 @@ from exporter.cli.documents import Checkpoint, Status, TensorGroup
 from exporter.cli.documents import exported as documents
 from exporter.cli.documents.exported import Export, ExportPlan, Variable
 from exporter.graph.training_graph import TrainingGraph
-from exporter.mapping.build import Extra, ExtraKind, TensorSource
+from exporter.mapping.build import Extra, ExtraKind
+from exporter.mapping.tensor_source import TensorSource
 from exporter.options import Verify
 from exporter.pipeline.full import Exported, Plan, served_at
 from exporter.pipeline.inspection import signatures_of

@@ -28,7 +28,7 @@ from exporter.checkpoint.tensor_bundle import check_values, read_array
 from exporter.checkpoint.tensor_values import cast_values, map_bytes, memory_map, stored_extent
 from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
 from exporter.errors import CheckpointChanged, CorruptFile
-from exporter.mapping.build import TensorSource
+from exporter.mapping.tensor_source import TensorSource
 from exporter.storage import mirror
 from exporter.storage.requests import GAP_BYTES
 from exporter.storage.waiting import workers

@@ -33,7 +33,6 @@ from exporter.graph.sources import (
 from exporter.storage.files import FileDigests, file_digest, read_regular, require_size
 from exporter.storage.layout import SAVED_MODEL_FILE, SAVED_MODEL_TEXT_FILE
 from exporter.wire.json_documents import Sha256, Text, doc
-from exporter.wire.protos import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from exporter.graph.inference_graph import InferenceGraph
@@ -201,6 +200,7 @@ def _is_in(builder: Any, path: Path) -> bool:
 def _graph_file_digest(path: Path) -> str:
     """The digest of a file; of a Keras archive's config alone, because its weights are not the graph."""
     from exporter.checkpoint.families import is_archive
+    from exporter.wire.protos import MAX_MESSAGE_BYTES
 
     if not is_archive(path):
         require_size(path, path.stat().st_size, MAX_MESSAGE_BYTES)

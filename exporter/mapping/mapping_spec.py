@@ -20,13 +20,14 @@ from exporter.checkpoint.admission import Admission
 from exporter.errors import AmbiguousRename, MappingError, SchemaChanged
 from exporter.graph.inference_graph import GraphTable, GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule
+from exporter.mapping.tensor_source import TensorSource, cast_for, stored_names
 from exporter.options import ExportRequest, option_of
 from exporter.tables.parts import PARTS
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import Count, DocumentError, DtypeLabel, Shape, Text, doc
 
 if TYPE_CHECKING:
-    from exporter.mapping.build import TensorSource, VariableMapping
+    from exporter.mapping.build import VariableMapping
 
 
 class DynamicTable(
@@ -135,15 +136,11 @@ class MappingSpec(Struct, frozen=True):
         return (*variables, *(source for table in self.tables for source in self._contents(table)))
 
     def _contents(self, table: GraphTable) -> Iterator[TensorSource]:
-        from exporter.mapping.build import TensorSource, stored_names
-
         keys, values = stored_names(table, self.rules.renamed)
         for name, dtype in ((keys, table.key_dtype), (values, table.value_dtype)):
             yield TensorSource(name, (), TensorRef(name, dtype, ()), "table")
 
     def _published(self, key: str, members: list[GraphVariable]) -> TensorSource:
-        from exporter.mapping.build import TensorSource, cast_for
-
         members.sort(key=lambda member: member.part.starts if member.part else ())
         tensor = TensorRef(key, members[0].dtype, members[0].full_shape)
         cast = cast_for(key, tensor, self.rules.casts)
@@ -192,8 +189,6 @@ class MappingSpec(Struct, frozen=True):
 
 def _is_in_8_bits(source: TensorSource, rules: MappingRules) -> bool:
     """True if a rule casts it to int8."""
-    from exporter.mapping.build import cast_for
-
     return cast_for(source.key, source.tensor, rules.casts) is DType.INT8
 
 

@@ -16,8 +16,8 @@ from exporter.delta.format import OPEN, Schema, ServedVariable
 from exporter.wire.json_documents import DocumentError
 
 if TYPE_CHECKING:
-    from exporter.mapping.build import TensorSource
     from exporter.mapping.mapping_spec import MappingSpec
+    from exporter.mapping.tensor_source import TensorSource
 
 
 class Stored(Struct, frozen=True):

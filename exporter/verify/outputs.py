@@ -28,8 +28,8 @@ from exporter.graph.outside import keep_before, require_harmless, runnable_graph
 from exporter.graph.signatures import SignatureEnds, tensor_names
 from exporter.graph.source_graph import SourceGraph
 from exporter.graph.tables import files_to_feed
-from exporter.mapping.build import TensorSource
 from exporter.mapping.build import VariableMapping as TensorMapping
+from exporter.mapping.tensor_source import TensorSource
 from exporter.storage import mirror
 from exporter.storage.layout import SAVED_MODEL_FILE, VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.tables.geometry import TableGeometry
