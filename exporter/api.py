@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from exporter.options.keywords import ExportKeywords
-    from exporter.pipeline import inspection
     from exporter.pipeline.full import Exported, Plan
     from exporter.pipeline.incremental import ExportedDelta, Incremental
+    from exporter.pipeline.inspected import Inspection
     from exporter.pipeline.log_maintenance import Merged, RollbackResult
     from exporter.pipeline.rebase import Rebased
     from exporter.verify.log import VerifiedModel
@@ -355,7 +355,7 @@ def resume(model: StrPath, *, lift_only: bool = False, lift_canary: bool = False
     )
 
 
-def inspect(path: StrPath) -> inspection.Inspection:
+def inspect(path: StrPath) -> Inspection:
     """What lies at a path or URL: a checkpoint, a graph, a published version, or a model with its versions.
 
     Raises:

@@ -19,7 +19,7 @@ import exporter
 from exporter import DataMode, ExportRequest, Jobs, StopWhen, Updates, Verify, Watching, export
 from exporter.errors import ExportError, ExportWarning, NothingChanged, UsageError
 from exporter.options import Isolation, declared
-from exporter.pipeline.inspection import ModelView
+from exporter.pipeline.inspected import ModelView
 from exporter.training import ExportHook, IncrementCallback, IncrementHook, StopAfterHook
 from tests.support.directory_store import BUCKET, reached
 from tests.support.graph_runs import train

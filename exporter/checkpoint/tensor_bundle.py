@@ -16,7 +16,7 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from google.protobuf.message import DecodeError
 from msgspec import Struct
@@ -34,7 +34,6 @@ from exporter.checkpoint.bundle_writer import (
     slice_key,
 )
 from exporter.checkpoint.sstable import Entry, read_table
-from exporter.checkpoint.tensor_values import check_tensor, check_values, memory_map, read_array
 from exporter.errors import (
     CheckpointChanged,
     CheckpointError,
@@ -44,9 +43,16 @@ from exporter.errors import (
     TruncatedFile,
     UnsupportedFormat,
 )
+from exporter.late_names import late_names
 from exporter.storage.files import FileIdentity, open_regular, read_regular
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
+
+if TYPE_CHECKING:
+    from exporter.checkpoint.tensor_values import check_tensor as check_tensor
+    from exporter.checkpoint.tensor_values import check_values as check_values
+    from exporter.checkpoint.tensor_values import memory_map as memory_map
+    from exporter.checkpoint.tensor_values import read_array as read_array
 
 __all__ = [
     "MAX_SHARDS",
@@ -63,6 +69,8 @@ __all__ = [
     "shard_path",
     "step_in_name",
 ]
+_OF_VALUES = ("check_tensor", "check_values", "memory_map", "read_array")
+__getattr__ = late_names(__name__, dict.fromkeys(_OF_VALUES, "exporter.checkpoint.tensor_values"))
 
 GLOBAL_STEP = "global_step"
 OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
@@ -320,6 +328,8 @@ def _step(catalog: Catalog) -> int | None:
     """The global step: what the checkpoint says itself goes before what its name says."""
     ref = catalog.tensors.get(GLOBAL_STEP)
     if ref is not None and ref.shape == () and ref.dtype in (DType.INT32, DType.INT64) and ref.extent:
+        from exporter.checkpoint.tensor_values import read_array
+
         step = int(read_array(catalog, ref))
         if step >= 0:
             return step

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import zip_longest
 from statistics import median
+from typing import TYPE_CHECKING
 
 from msgspec.structs import asdict
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.cli.documents import Tensor, inspections
-from exporter.cli.render import (
+from exporter.cli.render_catalog import (
     catalog_text,
     checkpoint_document,
     kind_texts,
     line,
     tensor_groups,
 )
-from exporter.mapping.unmatched import Unmatched
-from exporter.pipeline.both_sides import Unmatchable
-from exporter.pipeline.inspection import (
+from exporter.pipeline.inspected import (
     BundleView,
     CheckpointView,
     EmbeddingTable,
@@ -31,6 +30,10 @@ from exporter.pipeline.inspection import (
 from exporter.terminal.output import Output, escape
 from exporter.terminal.progress import count, human_bytes
 from exporter.wire.dtypes import DType
+
+if TYPE_CHECKING:
+    from exporter.mapping.unmatched import Unmatched
+    from exporter.pipeline.both_sides import Unmatchable
 
 
 def embedding_lines(table: EmbeddingTable) -> Iterator[tuple[str, str]]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from exporter.graph.nodes import closure, control_inputs, data_inputs
-from exporter.graph.signatures import signature_tensors, tensor_names
 from exporter.wire.protos import Proto
 
 SCOPE = "increments"
@@ -32,6 +30,9 @@ def without_recording(meta_graph: Proto) -> Proto:
     added = {node.name: node for node in nodes if _ADDED.fullmatch(node.name)}
     if not added:
         return meta_graph
+    from exporter.graph.nodes import closure, control_inputs  # late: most graphs record nothing
+    from exporter.graph.signatures import signature_tensors, tensor_names
+
     read = {source for node in nodes if node.name not in added for source in _sources(node)}
     read |= {
         text.partition(":")[0]
@@ -57,4 +58,6 @@ def without_recording(meta_graph: Proto) -> Proto:
 
 
 def _sources(node: Proto) -> Iterator[str]:
+    from exporter.graph.nodes import data_inputs
+
     return (source.node for source in data_inputs(node))

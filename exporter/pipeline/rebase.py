@@ -31,7 +31,7 @@ from exporter.delta.row_reader import RowReader, SliceOrder
 from exporter.delta.snapshot import Snapshot
 from exporter.delta.spans import Position, Span
 from exporter.errors import CorruptFile, ManifestError
-from exporter.graph.saved_model import read_saved_model
+from exporter.graph.graph_files import read_saved_model
 from exporter.jobs.runner import Runner
 from exporter.jobs.shard_job import Place, Placed, ShardJob, Sources, Stored, stored_runs, tensors_of
 from exporter.jobs.task import Range

@@ -60,7 +60,7 @@ class DType(IntEnum):
     @property
     def itemsize(self) -> int | None:
         """Bytes of one element on disk, or None where elements vary in size."""
-        return None if self in _VARIABLE_SIZE else _numpy(self).itemsize
+        return None if self in _VARIABLE_SIZE else _SIZES.get(self) or _numpy(self).itemsize
 
     @property
     def is_floating(self) -> bool:
@@ -88,6 +88,16 @@ _LABELS = {"FLOAT": "float32", "DOUBLE": "float64", "HALF": "float16"}
 _FLOATING = {DType.HALF, DType.BFLOAT16, DType.FLOAT, DType.DOUBLE}
 _VARIABLE_SIZE = {DType.STRING, DType.RESOURCE, DType.VARIANT}
 _BY_LABEL = {dtype.label: dtype for dtype in DType} | {dtype.name.lower(): dtype for dtype in DType}
+_SIZES = {DType.BOOL: 1, DType.BFLOAT16: 2} | {
+    DType.of(f"{kind}{8 * size}"): size
+    for kind, sizes in {
+        "float": (2, 4, 8),
+        "int": (1, 2, 4, 8),
+        "uint": (1, 2, 4, 8),
+        "complex": (8, 16),
+    }.items()
+    for size in sizes
+}  # of most variables, so that to list them needs no numpy
 _QUANTIZED = {"QINT8": "int8", "QUINT8": "uint8", "QINT32": "int32", "QINT16": "int16", "QUINT16": "uint16"}
 
 

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from exporter.bundle.variables import Rounding
 from exporter.cli.documents import Checkpoint, Status, TensorGroup
-from exporter.pipeline.inspection import Signature
+from exporter.pipeline.inspected import Signature
 from exporter.publish.retention import KeptVersion
 from exporter.terminal.parameters import Taken
 

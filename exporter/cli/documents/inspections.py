@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from exporter.cli.documents import Checkpoint, Tensor, TensorGroup
-from exporter.pipeline.inspection import EmbeddingTable, ServedTableView, Signature, TensorSpec
+from exporter.pipeline.inspected import EmbeddingTable, ServedTableView, Signature, TensorSpec
 from exporter.publish.manifest import Origin
 
 
