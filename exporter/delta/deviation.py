@@ -1,4 +1,4 @@
-"""How far served rows are from the trainer's, as manifests and documents tell it."""
+"""How far served rows are from the trainer's, as manifests and documents tell it, and how far they may be."""
 
 from __future__ import annotations
 
@@ -30,3 +30,15 @@ class Rounded(Struct, frozen=True):
         if before is None or before.dtype is not self.dtype:
             return self
         return Rounded(self.dtype, self.rows + before.rows, max(self.largest, before.largest))
+
+
+class Tolerance(Struct, frozen=True):
+    """How far what is served may be from the trainer's: rows by less than `bound`, and rounded."""
+
+    bound: float = 0.0
+    delta_dtype: DeltaDtype | None = None
+
+    @property
+    def is_nothing(self) -> bool:
+        """True if what is served is to be the trainer's bit for bit."""
+        return self.bound == 0 and self.delta_dtype is None

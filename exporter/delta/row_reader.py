@@ -31,7 +31,6 @@ from exporter.errors import CheckpointChanged, CorruptFile
 from exporter.mapping.tensor_source import TensorSource
 from exporter.storage import mirror
 from exporter.storage.requests import GAP_BYTES
-from exporter.storage.waiting import workers
 from exporter.wire.dtypes import DType
 from exporter.wire.int8_codes import SCALE_BYTES
 
@@ -351,6 +350,8 @@ def check_stored(variables: Iterable[RowReader], known: Collection[StoredRun] = 
     Several runs are read at a time, in bounded memory. What is `known` to be right is not read; what was read
     is returned.
     """
+    from exporter.storage.waiting import workers  # late: with logging
+
     found = {run: variable for variable in variables for run in variable.runs if run not in known}
     if not found:
         return frozenset()

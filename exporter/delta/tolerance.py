@@ -18,28 +18,15 @@ from msgspec import Struct
 from exporter.checkpoint.tensor_bundle import check_tensor
 from exporter.delta.compare_rows import differing_rows
 from exporter.delta.delta_files import read_delta, write_delta
-from exporter.delta.deviation import LeftOut, Rounded
+from exporter.delta.deviation import LeftOut, Rounded, Tolerance
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
 from exporter.delta.packing import round_rows, shrinks
 from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
 from exporter.delta.snapshot import Changes, Snapshot
 from exporter.errors import CheckpointError
-from exporter.options import DeltaDtype
 from exporter.storage.layout import RESIDUAL_PREFIX
 
 Array = np.ndarray[Any, Any]
-
-
-class Tolerance(Struct, frozen=True):
-    """How far what is served may be from the trainer's: rows by less than `bound`, and rounded."""
-
-    bound: float = 0.0
-    delta_dtype: DeltaDtype | None = None
-
-    @property
-    def is_nothing(self) -> bool:
-        """True if what is served is to be the trainer's bit for bit."""
-        return self.bound == 0 and self.delta_dtype is None
 
 
 class Tolerated(Struct, frozen=True):

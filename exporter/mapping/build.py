@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from collections.abc import Mapping as MappingOf
 from enum import Enum
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -33,10 +34,12 @@ from exporter.errors import (
 from exporter.graph.inference_graph import GraphTable, GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.mapping.by_layer import left_over_twins, match_unnamed
 from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule, row_order
-from exporter.mapping.object_matching import Matched, TrainedObjects, match_objects
 from exporter.mapping.tensor_source import CASTABLE, TensorSource, cast_for, stored_names
 from exporter.options import ExportRequest
 from exporter.tables.parts import VALUES
+
+if TYPE_CHECKING:
+    from exporter.mapping.object_matching import TrainedObjects
 
 _AVERAGES = "_model_variables_moving_average"
 _VARIABLES = "_trainable_variables"
@@ -260,6 +263,8 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
     wanted = _group_parts(graph.variables)
     objects = read_object_graph(catalog)
     if objects is not None:
+        from exporter.mapping.object_matching import TrainedObjects
+
         matches = _find_objects(
             wanted, graph, TrainedObjects(objects, catalog.tensors, rules.object_path), rules
         )
@@ -331,6 +336,8 @@ def _find_objects(
     trained: TrainedObjects,
     rules: MappingRules,
 ) -> dict[str, _Match]:
+    from exporter.mapping.object_matching import Matched, match_objects
+
     shadows = averages(trained, rules.average) if rules.average else {}
     known = {key: rules.tensors[key] for key in wanted if rules.tensors.get(key) in trained.tensors}
     renamed = {key: name for key in wanted if (name := rules.renamed(key)) is not None}

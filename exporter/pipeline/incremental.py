@@ -21,9 +21,9 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
-from exporter.delta.deviation import LeftOut, Rounded
+from exporter.delta.deviation import LeftOut, Rounded, Tolerance
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
-from exporter.delta.newest_rows import fold_whole, merge_changes, needs_folding
+from exporter.delta.layers import fold_whole, merge_changes, needs_folding
 from exporter.delta.row_hashes import (
     BlockHasher,
     HashIndex,
@@ -34,12 +34,6 @@ from exporter.delta.row_hashes import (
 )
 from exporter.delta.snapshot import Array, Changes, CheckedFiles, Snapshot
 from exporter.delta.spans import Position, Span
-from exporter.delta.tolerance import (
-    Tolerance,
-    apply_tolerance,
-    load_residual,
-    save_residual,
-)
 from exporter.errors import (
     CheckpointChanged,
     CheckpointError,
@@ -240,6 +234,8 @@ def _remembered(log: DeltaLog, published: TrainerVersion, bound: float) -> Chang
     """Rows that may stay behind further; none if some may not: then everything is compared."""
     if published.left_out is None or not published.is_within(bound):
         return {}
+    from exporter.delta.tolerance import load_residual
+
     return load_residual(log.path / CACHES_DIRECTORY, log.schema, **state_of(log)) or {}
 
 
@@ -352,6 +348,8 @@ def _keep_for_next_time(planned: IncrementalPlan, found: _Found, overlaid: Overl
         if found.hashes is not None:
             write_index(log.path / HASHES_DIRECTORY, replace(found.hashes, state=state))
         if found.held_back:
+            from exporter.delta.tolerance import save_residual
+
             save_residual(log.path / CACHES_DIRECTORY, log.schema, _header(planned), state, found.held_back)
 
 
@@ -485,6 +483,8 @@ def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory)
     found = _all_changes(planned, published, scratch, progress)
     if planned.allowed.is_nothing:
         return found
+    from exporter.delta.tolerance import apply_tolerance  # late: of exact deltas, which are most
+
     schema, state = planned.log.schema, published()
     files = CheckedFiles.of(planned.log.path / CHECKED_DIRECTORY, state.stored.values())
     state.trust(known := files.known(state.stored.values()))

@@ -34,7 +34,6 @@ from exporter.errors import (
     UsageError,
     VerificationError,
 )
-from exporter.jobs.runner import Runner
 from exporter.options import LOCALLY, Jobs
 from exporter.pipeline.restoration import DeltaRestorer, Restoration, Restorer, VersionRestorer, packing_of
 from exporter.publish.commit import (
@@ -61,6 +60,7 @@ from exporter.terminal.progress import ProgressFactory, no_progress
 
 if TYPE_CHECKING:
     from exporter.delta.merge_deltas import DeltaMerger
+    from exporter.jobs.runner import Runner
 
 T = TypeVar("T")
 RACE_SECONDS = 60.0
@@ -512,6 +512,8 @@ def past_given_up(log: DeltaLog, path: Path) -> DeltaLog:
 
 def runner_for(jobs: Jobs, model: Path, tasks: int) -> Runner:
     """How a merger is run: what a single task does is not worth keeping, unless it is asked for."""
+    from exporter.jobs.runner import Runner
+
     return Runner.of(jobs, model if jobs.engine is not None or tasks > 1 else None)
 
 

@@ -110,9 +110,10 @@ def remove_leftovers(model: Path) -> None:
             remove_tree(Path(entry.path))
         elif entry.name.startswith(STAGING_PREFIX) and not entry.is_symlink():
             _remove_if_dead(Path(entry.path))
-    from exporter.jobs.runner import remove_abandoned_jobs
+    if (jobs := model / JOBS_DIRECTORY).is_dir():
+        from exporter.jobs.runner import remove_abandoned_jobs
 
-    remove_abandoned_jobs(model / JOBS_DIRECTORY)
+        remove_abandoned_jobs(jobs)
 
 
 def dead_leftovers(model: Path) -> list[Path]:

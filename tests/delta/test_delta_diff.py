@@ -17,7 +17,7 @@ from exporter.delta import compare_rows, newest_rows
 from exporter.delta.compare_rows import differing_rows
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import ChangeKind, Rows, Schema, ServedVariable
-from exporter.delta.newest_rows import merge_changes
+from exporter.delta.layers import merge_changes
 from exporter.delta.row_hashes import BlockHasher, HashIndex, block_rows, most_bytes, read_index, write_index
 from exporter.delta.row_reader import RowReader
 from exporter.delta.row_spill import RowSpill
