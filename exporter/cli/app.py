@@ -11,7 +11,6 @@ import typer
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.cli.help_command import HelpAllFlag, HelpFlag
 from exporter.cli.notify import Servers
 from exporter.errors import UsageError
 from exporter.options import CHECKS, DELTAS, FOLLOWING, PLACES, ExportRequest, Option, Updates
@@ -134,6 +133,30 @@ def check_places(places: PlaceFlags, run: RunFlags, *, plain: bool) -> None:
             hint="leave out --plain",
         )
 
+
+def _short_help(context: typer.Context, is_asked: bool) -> None:
+    if is_asked:
+        from exporter.cli import help_command
+
+        help_command.echo(help_command.HELP.short(context))
+        raise typer.Exit
+
+
+def _all_help(context: typer.Context, is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+HelpFlag = Annotated[
+    bool,
+    typer.Option(
+        "--help", "-h", callback=_short_help, is_eager=True, help="Show the options that most runs need."
+    ),
+]
+HelpAllFlag = Annotated[
+    bool, typer.Option("--help-all", callback=_all_help, is_eager=True, help="Show all options.")
+]
 
 VARIABLES = "EXPORT_MODEL"
 """Begins the names of variables for options, of `export` as of the command without a name."""

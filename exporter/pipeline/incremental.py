@@ -24,14 +24,6 @@ from exporter.checkpoint import candidates, open_checkpoint
 from exporter.delta.deviation import LeftOut, Rounded, Tolerance
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
 from exporter.delta.layers import fold_whole, merge_changes, needs_folding
-from exporter.delta.row_hashes import (
-    BlockHasher,
-    HashIndex,
-    most_bytes,
-    read_index,
-    without_rows,
-    write_index,
-)
 from exporter.delta.snapshot import Array, Changes, CheckedFiles, Snapshot
 from exporter.delta.spans import Position, Span
 from exporter.errors import (
@@ -66,6 +58,7 @@ from exporter.storage.layout import CACHES_DIRECTORY, CHECKED_DIRECTORY, HASHES_
 from exporter.terminal.progress import ProgressFactory, no_progress
 
 if TYPE_CHECKING:
+    from exporter.delta.row_hashes import HashIndex
     from exporter.jobs.runner import Runner
     from exporter.pipeline.full import Exported
 
@@ -346,6 +339,8 @@ def _keep_for_next_time(planned: IncrementalPlan, found: _Found, overlaid: Overl
     with suppress(OSError, PublishError):
         overlaid.save(log, planned.position, state)
         if found.hashes is not None:
+            from exporter.delta.row_hashes import write_index
+
             write_index(log.path / HASHES_DIRECTORY, replace(found.hashes, state=state))
         if found.held_back:
             from exporter.delta.tolerance import save_residual
@@ -512,6 +507,8 @@ def _rounded_so_far(planned: IncrementalPlan, found: _Found) -> Rounded | None:
 
 def _of_published(index: HashIndex, stale: Mapping[str, Array], schema: Schema) -> HashIndex:
     """The hashes of what is published, given those of the trainer's rows."""
+    from exporter.delta.row_hashes import without_rows
+
     tables = dict(index.tables)
     for variable in schema.variables:
         if variable.name in stale and variable.name in tables:
@@ -531,6 +528,7 @@ def _all_changes(
         layers = (*layers, table_changes(log, trainer, scratch).changes)
         return _Found({**merge_changes(layers, log.schema, scratch), **planned.lookups})
     from exporter.delta.diff import Comparison, diff
+    from exporter.delta.row_hashes import BlockHasher, HashIndex, most_bytes, read_index
 
     spec = log.base.entry.mapping_spec
     compared = ordinary(log.schema, spec)

@@ -35,7 +35,6 @@ from exporter.errors import (
     VerificationError,
 )
 from exporter.options import LOCALLY, Jobs
-from exporter.pipeline.restoration import DeltaRestorer, Restoration, Restorer, VersionRestorer, packing_of
 from exporter.publish.commit import (
     PublishedDelta,
     PublishedVersion,
@@ -61,6 +60,7 @@ from exporter.terminal.progress import ProgressFactory, no_progress
 if TYPE_CHECKING:
     from exporter.delta.merge_deltas import DeltaMerger
     from exporter.jobs.runner import Runner
+    from exporter.pipeline.restoration import Restoration, Restorer
 
 T = TypeVar("T")
 RACE_SECONDS = 60.0
@@ -188,6 +188,7 @@ def _merger(
 ) -> tuple[DeltaMerger, Publication]:
     """What writes the merged delta into a directory, and its header."""
     from exporter.delta.merge_deltas import DeltaMerger  # late: of the deltas that are tidied few are merged
+    from exporter.pipeline.restoration import packing_of
 
     newest, parts = run[-1], [log.tensors(delta) for delta in run]
     what = Publication(
@@ -433,6 +434,8 @@ def _resumption(
     if before is None or restorer.leads_back_to(before):
         return None, approved, was_held
     if is_held:
+        from exporter.pipeline.restoration import Restoration
+
         return Restoration(before, DeltaOrigin.RESUME, restorer.at.position), approved, was_held
     if restorer.hold.is_canary:
         return None, approved, was_held
@@ -445,6 +448,11 @@ def _resumption(
 
 def restorer_of(model: Path) -> Restorer:
     """What is published of a model now, and how earlier values of it come back."""
+    from exporter.pipeline.restoration import (  # late: deltas bring nothing back
+        DeltaRestorer,
+        VersionRestorer,
+    )
+
     versions = version_dirs(model)
     try:
         return DeltaRestorer(log_of(model, versions))
@@ -456,6 +464,8 @@ def restorer_of(model: Path) -> Restorer:
 
 def _undisturbed(model: Path, first: Restorer, plan: Callable[[Restorer], T]) -> T:
     """A plan of what is published, made again if other processes removed what was being read."""
+    from exporter.pipeline.restoration import DeltaRestorer
+
     if not isinstance(first, DeltaRestorer):
         return plan(first)
     return undisturbed(model, lambda log: plan(DeltaRestorer(log)), first.published)
