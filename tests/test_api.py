@@ -281,6 +281,11 @@ WRONG: dict[str, tuple[Callable[[], object], str, str]] = {
         "a request has all options",
         "replace(request, keep=...)",
     ),
+    "a request that was changed": (
+        lambda: export(replace(ExportRequest("train", "m"), keep=_any("3"))),
+        "keep='3': expected a whole",
+        "",
+    ),
     "a text for a number": (lambda: export("train", "m", keep=_any("3")), "keep='3': expected a whole", ""),
     "a fraction": (lambda: export("train", "m", keep=_any(1.5)), "keep=1.5: expected a whole number", ""),
     "a flag for a number": (lambda: export("train", "m", keep=_any(True)), "keep=True", ""),

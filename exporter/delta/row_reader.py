@@ -421,9 +421,19 @@ def translate(
         columns = (slice(s, s + n) for s, n in zip(box.starts[1:], box.lengths[1:], strict=True))
         wanted = (slice(None), *columns)
         order = np.argsort(ids, kind="stable")
-        rows = values[wanted][inside[order]]  # copied once: 10 ms of 25 MB
+        rows = values[wanted][_in_a_row(inside[order])]
         translated[name] = Rows(ids[order], rows)
     return translated
+
+
+def _in_a_row(places: Array) -> Array | slice:
+    """The places as a slice if each follows the one before: rows in their order, as most are, stay a view.
+
+    To copy the rows of an increment of 25 MB, which are read once more, took a tenth of a small delta's time.
+    """
+    if len(places) and (np.diff(places) == 1).all():
+        return slice(int(places[0]), int(places[-1]) + 1)
+    return places
 
 
 def _parts_of_whole(
