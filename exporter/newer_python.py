@@ -21,7 +21,7 @@ else:
 
 
 def sha256_of(file: BinaryIO) -> str:
-    """The SHA-256 of what is left of an open file, in hex."""
+    """The SHA-256 in hex of an open file, from where it was read to on."""
     import hashlib  # late: OpenSSL takes 3 ms, and most of a help text's time is imports
 
     if sys.version_info >= (3, 11):
@@ -41,7 +41,7 @@ def module_command(module: str) -> list[str]:
 
 
 def timeout(seconds: float) -> Any:
-    """`asyncio.timeout`."""
+    """`asyncio.timeout`: a block that raises TimeoutError after so many seconds."""
     if sys.version_info < (3, 11):
         return _Timeout(seconds)
     import asyncio

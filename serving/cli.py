@@ -229,7 +229,7 @@ def _from_stock(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """The entry point."""
+    """Run the command line, and end the process with its exit code."""
     run(app, "serve-model", arguments, _from_stock, takes=("run",))
 
 

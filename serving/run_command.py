@@ -149,7 +149,7 @@ def _announce(sink: Output, server: ModelServer) -> None:
 
 
 def _tables(version: Path) -> str | None:
-    """Whether the tables of a version that is loaded are mapped; None if they were not to be."""
+    """The state of a loaded version's mapped tables, in words; None if it was not made to map them."""
     from exporter.publish.mapped_state import tables_state
     from exporter.publish.versions import read_manifest
 

@@ -49,7 +49,7 @@ _of_incr = partial(_delta, goes_with="--incr")
 
 
 class PlaceFlags(Struct, frozen=True):
-    """Where from, where to."""
+    """Where a checkpoint is read, and where its version is published."""
 
     ckpt_dir: Annotated[
         Path | None,
@@ -75,7 +75,7 @@ class PlaceFlags(Struct, frozen=True):
     ] = None
 
     def both(self) -> tuple[Path, Path]:
-        """The checkpoint and the model."""
+        """The checkpoint's path and the model's; UsageError if either is missing."""
         if self.ckpt_dir is None or self.out is None:
             missing = "--ckpt-dir" if self.ckpt_dir is None else "--out"
             raise UsageError(
@@ -85,7 +85,7 @@ class PlaceFlags(Struct, frozen=True):
 
 
 class RunFlags(Struct, frozen=True):
-    """What to do with a request."""
+    """Whether to plan, to publish deltas, to watch, and whom to tell."""
 
     dry_run: Annotated[bool, Option("Print the plan and write nothing.", CHECKS)] = False
     incr: Annotated[bool, _delta("Publish what changed, as a delta; first a base.")] = False
@@ -164,7 +164,7 @@ NOTHING_TYPED = ExportRequest(Path(), Path(), updates=Updates())
 
 
 def refuse_root_options(context: typer.Context) -> None:
-    """Refuse what was given before the subcommand."""
+    """Refuse options that stand before the subcommand."""
     given = [
         f"--{name.rstrip('_').replace('_', '-')}"
         for name, value in context.params.items()
@@ -241,5 +241,5 @@ app.callback()(with_structs(export))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The console script."""
+    """Run the command line, and end the process with its exit code."""
     run(app, "export-model", arguments, takes=("--ckpt-dir", "--out", "--model"))

@@ -109,7 +109,7 @@ def published_already(
 
 
 class RunOptions(Struct, frozen=True):
-    """Where an incremental export publishes, and what it does besides; without `watching` it does so once.
+    """How an incremental export runs: its target and what else it does; once, unless it is `watching`.
 
     `servers` are asked to apply what is published.
     """
@@ -185,7 +185,7 @@ def _look(request: ExportRequest, sink: Output, how: RunOptions) -> Poll[Increme
 
 
 def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebased | None:
-    """Publish a new base, too, unless the newest one stands there."""
+    """Publish a new base with all deltas; None if the newest base stands at the newest position."""
     from exporter.pipeline.rebase import rebase
 
     try:
@@ -203,7 +203,7 @@ def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebas
 
 
 def _rebase_or_tell(request: ExportRequest, done: Incremental, sink: Output, how: RunOptions) -> None:
-    """As `_rebase`, and print it; what another look may mend ends no watch."""
+    """Publish a new base while watching, and print it; an error that may pass is told, and ends no watch."""
     try:
         based = _rebase(request, done, how)
     except ExportError as error:
@@ -282,7 +282,7 @@ def exported(
 
 
 def changed(rows: int, variables: int) -> str:
-    """What a delta holds: rows of tables, or variables that are sent whole."""
+    """The contents of a delta in words: rows in variables, or variables that are sent whole."""
     if rows:
         return f"{count(rows, 'row')} in {count(variables, 'variable')}"
     return f"{count(variables, 'variable')}, whole" if variables else "no change"

@@ -37,7 +37,7 @@ _of_rebase = partial(Option, goes_with="--rebase")
 
 
 class RebaseFlags(Struct, frozen=True):
-    """Whether to merge the base, too."""
+    """Options of a merger that publishes a new base."""
 
     rebase: Annotated[bool, Option("Merge base and deltas into a new base instead.")] = False
     keep: Annotated[
@@ -243,7 +243,7 @@ def diff(
 
 
 def _side(text: str, models: dict[str, OpenModel], stack: ExitStack) -> str:
-    """A side of a comparison, a model's URL as the local path that stands for it: one for both sides."""
+    """A side of a comparison, a model's URL as its local path; a model of both sides is opened once."""
     name, at, position = text.rpartition("@")
     if at and position.isdecimal() and Url.parse(name) is not None:
         if name not in models:
@@ -307,14 +307,14 @@ def history(
 
 
 def positions(context: typer.Context, incomplete: str) -> list[str]:
-    """The positions, or plain versions, of the model that was typed."""
+    """Completions of a position: those of the model that was typed before it."""
     words = context.args  # an option without its value ends Click's parsing: what comes before is left
     model = context.params.get("model") or next((word for word in words if not word.startswith("-")), None)
     return _starting(incomplete, _positions_of(model))
 
 
 def states(incomplete: str) -> list[str]:
-    """The positions of `MODEL@`, whole."""
+    """Completions of `MODEL@`: the model with each of its positions."""
     model, at, position = incomplete.rpartition("@")
     return [f"{model}@{each}" for each in _starting(position, _positions_of(model))] if at else []
 

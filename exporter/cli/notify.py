@@ -22,7 +22,7 @@ _FIRST_SIGN_OF_LIFE_S, _SIGN_OF_LIFE_S = 5.0, 1.0
 
 
 class Notified(Struct, frozen=True):
-    """What became of a server that `--notify` names."""
+    """A server that `--notify` names, and how far it came."""
 
     address: str
     """As it was given."""
@@ -42,7 +42,7 @@ class Servers(Struct, frozen=True):
     _hanging: dict[str, float] = field(default_factory=dict)  # until when each is left out
 
     def check(self) -> None:
-        """Look at the files for TLS before anything is published."""
+        """Read the files for TLS, so that an error comes before anything is published."""
         if self.access == WITHOUT_TLS:
             return
         if not self.addresses:
@@ -54,7 +54,7 @@ class Servers(Struct, frozen=True):
         channel_credentials(self.access)
 
     def notify(self, model: str, position: int) -> list[Notified]:
-        """Bring each to this position, which is published, or as far as the hold allows, all at one time."""
+        """Ask all servers at once to update to a published position, and wait; how far each came."""
         if not self.addresses:
             return []
         from concurrent.futures import ThreadPoolExecutor

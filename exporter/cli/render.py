@@ -43,7 +43,7 @@ def in_rows(name: str) -> str:
 
 
 def plan(planned: Plan, sink: Output) -> None:
-    """What `--dry-run` prints."""
+    """Print a plan, as `--dry-run` does."""
     rewritten = sum(source.bytes_ for source in planned.mapping.sources if not source.is_verbatim)
     how = f"{human_bytes(rewritten)} of it rewritten" if rewritten else "all of it as stored"
     lines = [
@@ -59,7 +59,7 @@ def plan(planned: Plan, sink: Output) -> None:
 
 
 def exported(done: Exported, sink: Output) -> None:
-    """What an export prints when it is done."""
+    """Print the version that an export published."""
     variables, published = done.variables, done.published
     document = Export(
         **asdict(_plan(done.plan, Status.PUBLISHED, variables.work)),

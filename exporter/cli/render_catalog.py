@@ -35,7 +35,7 @@ def catalog_text(catalog: Catalog) -> str:
 
 
 def tensor_groups(extras: Iterable[Extra]) -> dict[str, TensorGroup]:
-    """Tensors that are not served, by kind."""
+    """How many tensors of each kind are not served, and their bytes."""
     return {
         kind.value: TensorGroup(len(refs), sum(ref.bytes_ for ref in refs))
         for kind, refs in by_kind(extras).items()

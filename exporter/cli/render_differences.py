@@ -16,7 +16,7 @@ DifferenceT = TypeVar("DifferenceT", VariableDifference, TableDifference)
 
 
 def differences(found: Differences, sink: Output) -> None:
-    """What `diff` prints."""
+    """Print how two states differ."""
     document = documents.Differences(
         a=_side(found.a),
         b=_side(found.b),
@@ -62,7 +62,7 @@ def _side(side: ComparedState) -> documents.Side:
 
 
 def _printable(found: DifferenceT) -> DifferenceT:
-    """JSON has no NaN and no infinity."""
+    """A difference whose numbers JSON can hold: None for NaN and infinity."""
     return replace(found, norm=_if_finite(found.norm), largest=_if_finite(found.largest))
 
 

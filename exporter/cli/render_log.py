@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def merged(done: Merged | None, sink: Output) -> None:
-    """What `merge` did; None: there was nothing to merge."""
+    """Print a merger; None: there was nothing to merge."""
     if done is None:
         sink.result(Merge(dry_run=False, status=Status.NOTHING_TO_DO), [_NOTHING_TO_MERGE], is_done=True)
         return
@@ -36,7 +36,7 @@ def merged(done: Merged | None, sink: Output) -> None:
 
 
 def merging(plan: Merging | None, sink: Output) -> None:
-    """What `merge --dry-run` prints: the document of the run, in which `bytes` are not known yet."""
+    """Print a planned merger, by the document of the run; its `bytes` are not known yet."""
     if plan is None:
         sink.result(Merge(dry_run=True, status=Status.NOTHING_TO_DO), [_NOTHING_TO_MERGE])
         return
@@ -61,7 +61,7 @@ def _merge(merger: Merged | Merging, status: Status, size: int | None) -> Merge:
 
 
 def rebased(done: Rebased | None, sink: Output) -> None:
-    """What `merge --rebase` did; None: the newest base stands at the newest position."""
+    """Print a new base; None: the newest base stands at the newest position."""
     if done is None:
         sink.result(Rebase(dry_run=False, status=Status.NOTHING_TO_DO), [_NOTHING_TO_REBASE], is_done=True)
         return
@@ -88,7 +88,7 @@ def rebased(done: Rebased | None, sink: Output) -> None:
 
 
 def rebasing(plan: Rebasing | None, sink: Output) -> None:
-    """What `merge --rebase --dry-run` prints; which versions go is decided when the base is there."""
+    """Print a planned base; which versions are removed is decided when it is published."""
     if plan is None:
         sink.result(Rebase(dry_run=True, status=Status.NOTHING_TO_DO), [_NOTHING_TO_REBASE])
         return
@@ -111,7 +111,7 @@ def rebasing(plan: Rebasing | None, sink: Output) -> None:
 
 
 def taken_back(done: RollbackResult, sink: Output) -> None:
-    """What `rollback` or `resume` did."""
+    """Print a rollback or resumption."""
     if not done.was_held:
         sink.result(_rollback(done, Status.NOTHING_TO_DO, dry_run=False), _nothing_held(done), is_done=True)
         return
@@ -143,7 +143,7 @@ def _nothing_held(found: RollbackResult | RollbackPlan) -> list[str]:
 
 
 def taking_back(plan: RollbackPlan, sink: Output) -> None:
-    """What `rollback --dry-run` and `resume --dry-run` print: the document of the run."""
+    """Print a planned rollback or resumption, by the document of the run."""
     if not plan.was_held:
         sink.result(_rollback(plan, Status.NOTHING_TO_DO, dry_run=True), _nothing_held(plan))
         return
@@ -172,13 +172,13 @@ def _rollback(what: RollbackResult | RollbackPlan, status: Status, *, dry_run: b
 
 
 def _warn(warnings: Iterable[ExportError], sink: Output) -> None:
-    """What went wrong after something was published."""
+    """Print errors that came after something was published, as warnings."""
     for warning in warnings:
         sink.warn(warning.message)
 
 
 def verified(found: VerifiedModel, sink: Output) -> None:
-    """What `verify` prints."""
+    """Print what is published of a model, and what is wrong with it."""
     deltas = len(found.log.deltas) if found.log else 0
     document = documents.Verification(
         versions=found.versions,
@@ -215,7 +215,7 @@ def _positions(known: tuple[int, ...]) -> str:
 
 
 def history(found: Timeline, sink: Output, last: int | None) -> None:
-    """What `history` prints, all of it or the `last` events."""
+    """Print a model's publications, all or the `last` ones."""
     events = found.events[-last:] if last else found.events
     document = documents.History(
         model=str(found.model),

@@ -56,7 +56,7 @@ def push(
 
 
 def _require_order(command: str, model: Path, url: str) -> None:
-    """Refuse a model and a URL that stand in each other's place, and two URLs."""
+    """Refuse a model and a URL in the wrong order, and two URLs."""
     stored = Url.parse(str(model))
     if stored is None:
         return

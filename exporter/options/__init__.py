@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Option(Struct, frozen=True):
-    """What makes a field an option, beside its type and default."""
+    """An option of the command line: what a field's type and default do not say."""
 
     help: str
     heading: str | None = None
@@ -86,13 +86,13 @@ class DeclaredOption(Struct, frozen=True):
     default: Any
 
     def value(self, values: Any) -> Any:
-        """Its value in such a struct; that of a part that is not there is the default."""
+        """The option's value in a struct; the default where a part of the path is absent."""
         for name in self.path:
             values = getattr(values, name, self.default)
         return values
 
     def is_given(self, values: Any) -> bool:
-        """True if its value in such a struct is not the default."""
+        """True if the option's value in a struct is not the default."""
         return bool(self.value(values) != self.default)
 
 
@@ -122,12 +122,12 @@ def struct_in(hint: Any) -> type[Struct] | None:
 
 
 def option_of(kind: type[Struct], name: str) -> str:
-    """The option that sets a field."""
+    """The name of the option that sets a field: `--name`."""
     return next(one.name for one in declared(kind) if one.path[-1] == name)
 
 
 def arguments(values: Struct) -> Iterator[str]:
-    """What is typed to say the same: each option that is not as by default.
+    """The command line's arguments for a struct's values: each option that is not as by default.
 
     An option and its value are one argument, `--name=value`, so that a value may begin with a dash.
     """
@@ -145,8 +145,8 @@ def arguments(values: Struct) -> Iterator[str]:
                 yield f"{one.name}={one.option.text(value)}"
 
 
-def told_in_digest(values: Struct) -> dict[str, Any]:
-    """The options that are part of a plan's digest, by their fields; a part that is not there is None."""
+def digest_fields(values: Struct) -> dict[str, Any]:
+    """The values of options that are part of a plan's digest, by field; None for a struct that is absent."""
     told: dict[str, Any] = {}
     for one in declared(type(values)):
         if not one.option.digest:
@@ -164,13 +164,13 @@ def told_in_digest(values: Struct) -> dict[str, Any]:
 
 
 def require_company(given: Iterable[Struct]) -> None:
-    """Refuse options that have no effect without others, of all structs that a command was given.
+    """Refuse options, in any of a command's structs, that have no effect without others.
 
     Raises:
         UsageError: there is such an option.
     """
     found = [(one, one.value(values)) for values in given for one in declared(type(values))]
-    alone = list(without_company(found))
+    alone = list(lacking_company(found))
     if not alone:
         return
     needs = alone[0].option.goes_with
@@ -180,8 +180,8 @@ def require_company(given: Iterable[Struct]) -> None:
     raise UsageError(f"{names} {goes} with {needs}", hint=f"add {needs}, or leave out {names}")
 
 
-def without_company(found: Sequence[tuple[DeclaredOption, Any]]) -> Iterator[DeclaredOption]:
-    """Options that are given without one that they go with, of all options and their values.
+def lacking_company(found: Sequence[tuple[DeclaredOption, Any]]) -> Iterator[DeclaredOption]:
+    """Those of all options that are given without any option that they go with.
 
     What goes with an option that is not among them, perhaps beside others that are, is not judged.
     """
@@ -244,7 +244,7 @@ class Verify(StrEnum):
 
 
 class ExportFormat(StrEnum):
-    """What a version holds: a SavedModel, Cloud ML's pair (`export.meta`, a bundle `export.*`), or both."""
+    """The files of a version: a SavedModel, Cloud ML's pair (`export.meta`, a bundle `export.*`), or both."""
 
     SAVED_MODEL = "saved_model"
     METAGRAPH = "metagraph"
@@ -252,21 +252,21 @@ class ExportFormat(StrEnum):
 
 
 class Isolation(StrEnum):
-    """What a response may mix while a delta is applied: nothing, or whole rows of two positions."""
+    """Consistency of a response while a delta is applied: of one position, or with whole rows of two."""
 
     SNAPSHOT = "snapshot"
     ROW = "row"
 
 
 class DeltaDtype(StrEnum):
-    """What rows of floating-point tables are rounded to in deltas; see `exporter.delta.packing`."""
+    """The type that rows of floating-point tables are rounded to in deltas; see `exporter.delta.packing`."""
 
     BFLOAT16 = "bfloat16"
     INT8 = "int8"
 
 
 class EngineName(StrEnum):
-    """What runs the tasks of a job: threads here, or an engine of the user's; see `exporter.jobs`."""
+    """The engine that runs the tasks of a job: threads here, or one of the user's; see `exporter.jobs`."""
 
     LOCAL = "local"
     RAY = "ray"

@@ -76,7 +76,7 @@ def take(values: Struct, own: Collection[str] = ()) -> None:
 
 
 def place(name: str, given: Any, parse: Callable[[str, StrPath], Path] = local_path) -> Path:
-    """A path, from a string or a path.
+    """The value as a Path, by `parse`.
 
     Raises:
         UsageError: it is neither, it is empty, or `parse` refuses it.
@@ -91,7 +91,7 @@ def place(name: str, given: Any, parse: Callable[[str, StrPath], Path] = local_p
 
 
 def wrong(name: str, given: Any, expected: str, hint: str = "") -> UsageError:
-    """The error for a value of a wrong type."""
+    """The error for a value that does not fit: what was given, and what is expected."""
     text = without_secrets(repr(given))
     shown = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
     return UsageError(
@@ -100,7 +100,7 @@ def wrong(name: str, given: Any, expected: str, hint: str = "") -> UsageError:
 
 
 def flag(name: str, given: Any) -> bool:
-    """True or False.
+    """The value, which is True or False.
 
     Raises:
         UsageError: it is neither.
@@ -111,7 +111,7 @@ def flag(name: str, given: Any) -> bool:
 
 
 def whole(name: str, given: Any, example: str) -> int:
-    """A whole number.
+    """The value as an int.
 
     Raises:
         UsageError: it is none.
@@ -122,7 +122,7 @@ def whole(name: str, given: Any, example: str) -> int:
 
 
 def number(name: str, given: Any, example: str) -> float:
-    """A number.
+    """The value as a float.
 
     Raises:
         UsageError: it is none.
@@ -144,7 +144,7 @@ def require_names(function: str, given: Iterable[str], known: Collection[str]) -
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The name that was probably meant; None if none is near."""
+    """The known name that is nearest to a misspelt one; None if none is near."""
     folded = {each.casefold().replace("-", "_"): each for each in known}
     found = get_close_matches(name.casefold().lstrip("-").replace("-", "_"), folded, 1)
     return folded[found[0]] if found else None
@@ -203,7 +203,7 @@ def _taken(name: str, kind: Any, given: Any) -> Any:
 
 
 def _plain(name: str, kind: type, given: Any) -> Any:
-    """A flag, a number or a text. True is no number here, and 1 no flag."""
+    """The value as a bool, an int, a float or a str, as `kind` says; True is no number, and 1 no flag."""
     if kind is bool:
         return flag(name, given)
     if kind is int:
@@ -228,7 +228,7 @@ def _member(name: str, kind: type[StrEnum], given: Any) -> StrEnum:
 
 
 def _several(name: str, kind: type, given: Any) -> tuple[Any, ...]:
-    """Values in their order; a single one need not stand in a list."""
+    """The values of a list or tuple as a tuple; a single string or path is one value."""
     alone = isinstance(given, str | os.PathLike)
     if not alone and not isinstance(given, tuple | list):
         raise wrong(name, given, "a list of paths" if kind is Path else "a list of strings")
@@ -237,7 +237,7 @@ def _several(name: str, kind: type, given: Any) -> tuple[Any, ...]:
 
 
 def _pairs(name: str, given: Any) -> dict[str, str]:
-    """Texts by name, as the command line has them: of numbers and flags, what would be typed."""
+    """A mapping's values as texts, as they would be typed on the command line."""
     if not isinstance(given, Mapping):
         raise wrong(name, given, 'a dict: {"name": value}')
     for key, value in given.items():

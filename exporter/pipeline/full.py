@@ -72,7 +72,7 @@ from exporter.mapping.mapping_rules import MappingRules, parse_rules
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.mapping.training_variables import check_batch_statistics, with_training
 from exporter.newer_python import sha256_of
-from exporter.options import DataMode, ExportFormat, ExportRequest, Verify, require_local, told_in_digest
+from exporter.options import DataMode, ExportFormat, ExportRequest, Verify, digest_fields, require_local
 from exporter.pipeline.both_sides import advised, read_both
 from exporter.pipeline.newest_base import (
     BaseState,
@@ -385,7 +385,7 @@ def plan_digest(
     training: TrainingGraph | None,
 ) -> str:
     """A lower-case SHA-256."""
-    told: dict[str, object] = told_in_digest(request) | {
+    told: dict[str, object] = digest_fields(request) | {
         "graph": _graph(graph),
         "assets": [[asset.file_name, _file(asset.source)] for asset in graph.assets],
         "variables": [

@@ -38,7 +38,7 @@ class OutputFlags(Struct, frozen=True):
 
     @property
     def mode(self) -> OutputMode:
-        """What the sink makes of what it is given."""
+        """The reader that the flags ask for."""
         return OutputMode.JSON if self.json_ else OutputMode.QUIET if self.quiet else OutputMode.HUMAN
 
 
@@ -116,12 +116,12 @@ def outlived(sink: Output, error: ExportError) -> None:
 
 
 def watch_ended(sink: Output, why: str) -> None:
-    """The last line of a watch."""
+    """Print the last line of a watch: why it ended."""
     sink.note(f"the watch has ended: {why}")
 
 
 class PublishedSoFar(Struct):
-    """What a watch has published so far."""
+    """The number of a watch's publications, and the newest of them."""
 
     count: int = 0
     newest: str = ""
@@ -299,7 +299,7 @@ def _context(command: Any, program: str, arguments: Sequence[str]) -> Any:
 
 
 def _completed(program: str, arguments: Sequence[str], parameter: Any, context: Any) -> str:
-    """The command line with what it lacks; a word too many at its end is taken for an option's value."""
+    """The command line with its missing parameter; an extra word at its end becomes the parameter's value."""
     own = sum(one.param_type_name == "argument" for one in context.command.params)
     is_value = len(arguments) == 2 + own and not any(each.startswith("-") for each in arguments)
     if is_value and parameter.param_type_name == "option":
@@ -308,7 +308,7 @@ def _completed(program: str, arguments: Sequence[str], parameter: Any, context: 
 
 
 def _without_value(context: Any, arguments: Sequence[str]) -> tuple[str, str, str] | None:
-    """An option behind which another option stands in the place of its value."""
+    """The first option without its value: name, metavar, and the option that follows; or None."""
     known = {name: one for one in context.command.params for name in getattr(one, "opts", ())}
     for name, follows in pairwise(arguments):
         one = known.get(name)
@@ -320,7 +320,7 @@ def _without_value(context: Any, arguments: Sequence[str]) -> tuple[str, str, st
 def _stray(
     word: str, context: Any, program: str, arguments: Sequence[str], takes: Sequence[str]
 ) -> tuple[str, str]:
-    """Of a word that is no command: the command that was probably meant, or the option that takes it."""
+    """Message and hint for a word that is no command: the nearest one, or the option that takes it."""
     if close := nearest(word, context.command.list_commands(context)):
         return f"there is no command {word!r}", _line(program, _replaced(arguments, word, close))
     at = arguments.index(word)
@@ -339,7 +339,7 @@ def _to_type(parameter: Any, context: Any) -> str:
 
 
 def _choice(parameter: Any, message: str) -> str:
-    """The choice that is nearest to what was typed; empty if there are no choices, or none is near."""
+    """The option with the choice nearest to the one that was typed; empty if none is near."""
     typed = re.search(r"'([^']*)' is not one of", message)
     close = nearest(typed[1], getattr(parameter.type, "choices", ())) if typed else ""
     return f"{max(parameter.opts, key=len)} {close}" if close else ""

@@ -35,7 +35,7 @@ from msgspec import Struct
 
 from exporter.errors import ExportError, UsageError, nearest
 from exporter.newer_python import type_hints
-from exporter.options import HEADINGS, DeclaredOption, declared, require_company, without_company
+from exporter.options import HEADINGS, DeclaredOption, declared, lacking_company, require_company
 from exporter.options.given import changed
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import local_path, quoted, without_secrets
@@ -65,7 +65,7 @@ MISSPELT: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("MISSPELT", defau
 
 
 def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
-    """The options that come from elsewhere, by their parameter; `given` gets the values of the file."""
+    """The options that a variable or file sets, by parameter; the file's values are put into `given`."""
     by_name = {max(one.opts, key=len): one for one in context.command.params}
     found = {}
     for name, one in by_name.items():
@@ -121,7 +121,7 @@ def misspelt(context: Any) -> Iterator[tuple[str, str]]:
 
 
 def _require_fit(path: Path, name: str, value: Any, parameter: Any) -> None:
-    """Refuse what would be taken for another value: `True` is 1, and of a list the first would count."""
+    """Refuse a file's value that would be misread: `True` is 1, and of a list the first would count."""
     if value is None or (isinstance(value, bool) and not parameter.is_flag):
         expected = "true or false" if parameter.is_flag else "a text or a number"
     elif isinstance(value, list | dict) and not parameter.multiple:
@@ -150,7 +150,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _texts(value: Any) -> Iterator[Any]:
-    """What would be typed: a flag stays one, names and values become `NAME=VALUE`."""
+    """The arguments for a value of a file: a flag stays a flag, names and values become `NAME=VALUE`."""
     if isinstance(value, dict):
         yield from (f"{name}={each}" for name, each in value.items())
     elif isinstance(value, list):
@@ -169,7 +169,7 @@ _WORDS = {word: word for word in ("MODEL", "WHAT", "PATH", "MODEL_BASE_PATH")} |
 
 
 def with_names(error: ExportError) -> ExportError:
-    """An error whose hint has what was typed in the place of words as MODEL, so that it can be run."""
+    """The error, with words as MODEL in its hint replaced by what was typed, so that the hint can be run."""
     typed = _TYPED.get() or {}
     if error.hint == UsageError.default_hint:
         error.hint = f"see {COMMAND.get()} --help"
@@ -239,7 +239,7 @@ def _leave_out_alone(found: dict[str, tuple[DeclaredOption, str, Any]], elsewher
         values = [
             (one, one.default if value is None else _value(one, value)) for one, _, value in found.values()
         ]
-        alone = [one for one in without_company(values) if _field(one) in elsewhere]
+        alone = [one for one in lacking_company(values) if _field(one) in elsewhere]
         if not alone:
             return
         for one in alone:
@@ -256,7 +256,7 @@ def _word(parameter: inspect.Parameter) -> str:
 
 
 def _place(parameter: inspect.Parameter) -> int:
-    """Where its heading stands; others, and parameters without one, stay in their order behind those."""
+    """A sort key: the place of the parameter's heading in `HEADINGS`, or behind all of them."""
     places = {heading: place for place, heading in enumerate(HEADINGS)}
     headings = (
         getattr(one, "rich_help_panel", None) for one in getattr(parameter.annotation, "__metadata__", ())
@@ -304,7 +304,7 @@ def _named(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _field(one: DeclaredOption) -> str:
-    """What the parameter is called: `model_arg` for `--model-arg`."""
+    """The parameter's name: `model_arg` for `--model-arg`."""
     return one.name.lstrip("-").replace("-", "_")
 
 
@@ -331,7 +331,7 @@ def _typers(values: Struct) -> list[inspect.Parameter]:
 
 
 def _filled(values: Struct, typed: dict[tuple[str, ...], Any]) -> Struct:
-    """The struct with what was typed, by the path to each field; what is None was not."""
+    """The struct with the values that were typed, by the path to each field; None: not typed."""
     changes: dict[str, Any] = {}
     parts: dict[str, dict[tuple[str, ...], Any]] = {}
     for (name, *inner), value in typed.items():
@@ -344,7 +344,7 @@ def _filled(values: Struct, typed: dict[tuple[str, ...], Any]) -> Struct:
 
 
 def _value(one: DeclaredOption, typed: Any) -> Any:
-    """What is typed as the field's value."""
+    """The value of an option's field for what was typed."""
     if isinstance(typed, str) and (kind := _enum(one.type)) is not None:
         return kind(typed)  # of a file; Typer makes those that are typed
     if _is_mapping(one.type):

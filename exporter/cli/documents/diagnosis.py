@@ -24,7 +24,7 @@ class Target(Struct, frozen=True):
 
 
 class Diagnosis(Struct, frozen=True):
-    """What `doctor` prints."""
+    """The document that `doctor` prints."""
 
     model: str
     """The model base path."""

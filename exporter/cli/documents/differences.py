@@ -21,7 +21,7 @@ class Side(Struct, frozen=True):
 
 
 class Differences(Struct, frozen=True):
-    """What `diff` prints."""
+    """The document that `diff` prints."""
 
     a: Side
     """The first side."""

@@ -1,4 +1,4 @@
-"""What `export-model` prints: a plan, a publication, or that nothing is to do."""
+"""The document that `export-model` prints: a plan, a publication, or that nothing is to do."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TrainingGraph(Struct, frozen=True):
 
 
 class ExportPlan(Struct, frozen=True, kw_only=True):
-    """What `export-model --dry-run` prints: the version that would be published."""
+    """The document that `export-model --dry-run` prints: the version that would be published."""
 
     dry_run: bool
     """True if nothing was written."""
@@ -84,7 +84,7 @@ class ExportPlan(Struct, frozen=True, kw_only=True):
 
 
 class Export(ExportPlan, frozen=True, kw_only=True):
-    """What an export prints: the version that it published."""
+    """The document that an export prints: the version that it published."""
 
     path: str
     """The version's directory."""
@@ -115,7 +115,7 @@ class Export(ExportPlan, frozen=True, kw_only=True):
 
 
 class PublishedAlready(Struct, frozen=True, kw_only=True):
-    """What an export prints if its checkpoint is published already, by the same graph and options."""
+    """The document of an export whose checkpoint is published already, by the same graph and options."""
 
     dry_run: bool
     """True if it was only a question."""
@@ -136,7 +136,7 @@ class PublishedAlready(Struct, frozen=True, kw_only=True):
 
 
 class StandBy(Struct, frozen=True):
-    """What a node of a training cluster prints if it leaves the export to its chief."""
+    """The document that a node of a training cluster prints if it leaves the export to its chief."""
 
     status: Literal["nothing_to_do"]
     """Nothing was published."""

@@ -12,7 +12,7 @@ from exporter.publish.timeline import Event
 
 
 class Push(Struct, frozen=True, kw_only=True):
-    """What `push` prints."""
+    """The document that `push` prints."""
 
     dry_run: bool
     """True if nothing was written."""
@@ -31,7 +31,7 @@ class Push(Struct, frozen=True, kw_only=True):
 
 
 class Pull(Struct, frozen=True, kw_only=True):
-    """What `pull` prints; with `--watch` one document a line, whenever something was fetched."""
+    """The document that `pull` prints; with `--watch` one document a line, whenever something was fetched."""
 
     status: Status
     """`published` or `nothing_to_do`."""
@@ -52,7 +52,7 @@ class Pull(Struct, frozen=True, kw_only=True):
 
 
 class Merge(Struct, frozen=True, kw_only=True):
-    """What `merge` prints: the delta that takes the place of several."""
+    """The document that `merge` prints: the delta that takes the place of several."""
 
     dry_run: bool
     """True if nothing was written."""
@@ -73,7 +73,7 @@ class Merge(Struct, frozen=True, kw_only=True):
 
 
 class Rebase(Struct, frozen=True, kw_only=True):
-    """What `merge --rebase` prints: the base that holds all deltas so far."""
+    """The document that `merge --rebase` prints: the base that holds all deltas so far."""
 
     dry_run: bool
     """True if nothing was written."""
@@ -96,7 +96,7 @@ class Rebase(Struct, frozen=True, kw_only=True):
 
 
 class Rollback(Struct, frozen=True, kw_only=True):
-    """What `rollback` and `resume` print."""
+    """The document that `rollback` and `resume` print."""
 
     dry_run: bool
     """True if nothing was written."""
@@ -129,7 +129,7 @@ class Problem(Struct, frozen=True):
 
 
 class Verification(Struct, frozen=True):
-    """What `verify` prints."""
+    """The document that `verify` prints."""
 
     versions: int
     """How many versions are published."""
@@ -152,7 +152,7 @@ class Verification(Struct, frozen=True):
 
 
 class History(Struct, frozen=True):
-    """What `history` prints."""
+    """The document that `history` prints."""
 
     model: str
     """The model base path."""
