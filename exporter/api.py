@@ -197,7 +197,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
     if not isinstance(planned, full.Plan):
         raise given.wrong("planned", planned, "what plan(...) returns", "execute(plan(...)), or export(...)")
     with said_by_name():
-        return _told(full.execute(planned, progress), stacklevel=3)
+        return _with_warnings(full.execute(planned, progress), stacklevel=3)
 
 
 @overload
@@ -261,8 +261,8 @@ def _watch(
     from exporter.pipeline import watch as watches
 
     with said_by_name(), opened(request.out) as target:
-        for done in watches.watch(_at(request, target), watching, tell, progress, ended, target.carry):
-            yield _told(done, stacklevel=3)
+        for done in watches.watch(_opened_at(request, target), watching, tell, progress, ended, target.carry):
+            yield _with_warnings(done, stacklevel=3)
 
 
 def merge(
@@ -427,7 +427,7 @@ def _positions(model: object) -> str:
     return f"positions are listed by: export-model history {quoted(model)}"
 
 
-def _at(request: ExportRequest, target: OpenModel) -> ExportRequest:
+def _opened_at(request: ExportRequest, target: OpenModel) -> ExportRequest:
     require_apart(request.ckpt_dir, request.out)
     return replace(request, out=target.path, data=data_mode(request.out, request.data))
 
@@ -435,12 +435,12 @@ def _at(request: ExportRequest, target: OpenModel) -> ExportRequest:
 def _publish(request: ExportRequest, work: Callable[[ExportRequest], DoneT]) -> DoneT:
     """Run `work` on the request, a model in a store opened as a local path; its notes become warnings."""
     with said_by_name(), opened(request.out) as target:
-        local = _at(request, target)
+        local = _opened_at(request, target)
         done = target.carry(lambda: work(local))
-    return _told(done, stacklevel=4)
+    return _with_warnings(done, stacklevel=4)
 
 
-def _told(done: DoneT, stacklevel: int) -> DoneT:
+def _with_warnings(done: DoneT, stacklevel: int) -> DoneT:
     """The export that was done; each of its notes becomes a warning in the caller's line."""
     for note in done.plan.notes:
         warnings.warn(note, ExportWarning, stacklevel=stacklevel)

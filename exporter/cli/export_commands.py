@@ -265,7 +265,7 @@ def exported(
             off = f"to {rounded.dtype.value}, off by {rounded.largest:.3g} at most"
             lines.append(labelled("rounded", f"{count(rounded.rows, 'row')} {off}"))
         lines.append(labelled("published", f"{done.published.path} in {done.seconds:.2f} s"))
-    lines += [labelled("notified", _told(one)) for one in document.notified]
+    lines += [labelled("notified", _notified_text(one)) for one in document.notified]
     if done.published is not None:
         lines += _next_lines(plan, is_told=bool(document.notified))
     if based is not None:
@@ -288,7 +288,7 @@ def changed(rows: int, variables: int) -> str:
     return f"{count(variables, 'variable')}, whole" if variables else "no change"
 
 
-def _told(one: Notified) -> str:
+def _notified_text(one: Notified) -> str:
     where = f"{one.address}: " + ("" if one.position is None else f"at {one.position} ")
     return f"{where}after {one.seconds:.2f} s" if one.problem is None else f"{where}{one.problem}"
 

@@ -223,7 +223,7 @@ def diff(
     """
     with command(printing) as sink, ExitStack() as stack:
         models: dict[str, OpenModel] = {}
-        first, second = (_side(text, models, stack) for text in (a, b))
+        first, second = (_local_side(text, models, stack) for text in (a, b))
         from exporter.cli import render_differences
         from exporter.jobs.runner import Runner
         from exporter.pipeline import comparison
@@ -242,7 +242,7 @@ def diff(
         raise typer.Exit(Exit.DIFFERENT)
 
 
-def _side(text: str, models: dict[str, OpenModel], stack: ExitStack) -> str:
+def _local_side(text: str, models: dict[str, OpenModel], stack: ExitStack) -> str:
     """A side of a comparison, a model's URL as its local path; a model of both sides is opened once."""
     name, at, position = text.rpartition("@")
     if at and position.isdecimal() and Url.parse(name) is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from difflib import get_close_matches
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_typ
 from msgspec import Struct, StructMeta
 from msgspec.structs import force_setattr, replace
 
-from exporter.errors import UsageError
+from exporter.errors import UsageError, nearest
 from exporter.newer_python import StrEnum
 from exporter.storage.local_paths import local_path, without_secrets
 
@@ -143,11 +142,10 @@ def require_names(function: str, given: Iterable[str], known: Collection[str]) -
             raise UsageError(f"{function} has no argument {name!r}", hint=_nearest(function, name, known))
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is nearest to a misspelt one; None if none is near."""
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """The known name that is nearest to a misspelt one, in any case and with any dashes; empty if none is."""
     folded = {each.casefold().replace("-", "_"): each for each in known}
-    found = get_close_matches(name.casefold().lstrip("-").replace("-", "_"), folded, 1)
-    return folded[found[0]] if found else None
+    return folded.get(nearest(name.casefold().lstrip("-").replace("-", "_"), folded), "")
 
 
 _SAID_OTHERWISE = {
@@ -171,7 +169,7 @@ def _nearest(function: str, name: str, known: Iterable[str]) -> str:
     if name in _SAID_OTHERWISE:
         return _SAID_OTHERWISE[name]
     found = nearest_name(name, known)
-    return f"help(exporter.{function}) lists them" if found is None else f"did you mean {found}?"
+    return f"did you mean {found}?" if found else f"help(exporter.{function}) lists them"
 
 
 @cache
@@ -221,7 +219,7 @@ def _member(name: str, kind: type[StrEnum], given: Any) -> StrEnum:
     if isinstance(given, str) and given in names:
         return kind(given)
     *others, last = map(repr, names)
-    near = nearest_name(given, names) if isinstance(given, str) else None
+    near = nearest_name(given, names) if isinstance(given, str) else ""
     raise wrong(
         name, given, f"{', '.join(others)} or {last}", f'did you mean {name}="{near}"?' if near else ""
     )

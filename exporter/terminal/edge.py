@@ -261,33 +261,35 @@ def wrong_use(
         message = message.replace(technical, plain)
     context = error.ctx or _context(command, program, arguments)
     hint = f"see {context.command_path} --help"
-    if (option := _without_value(context, arguments)) is not None:
+    if (option := _option_without_value(context, arguments)) is not None:
         name, value, follows = option
         message = f"{name} has no value: {follows} follows"
-        hint = _line(program, _replaced(arguments, name, f"{name} {value}"))
+        hint = _command_line(program, _with_correction(arguments, name, f"{name} {value}"))
     elif (unknown := _UNKNOWN_COMMAND.fullmatch(message)) is not None:
-        message, hint = _stray(literal_eval(unknown[1]), context, program, arguments, takes)
+        word = literal_eval(unknown[1])
+        message = f"there is no command {word!r}"
+        hint = _unknown_word(word, context, program, arguments, takes)
     elif (wrong := getattr(error, "option_name", None)) and "No such option" in message:
         options = (one for one in context.command.params if one.param_type_name == "option")
         names = [max(one.opts, key=len) for one in options]
         message = _SUGGESTIONS.sub("", message)
         if close := nearest(wrong, names):
-            hint = _line(program, _replaced(arguments, wrong, close))
+            hint = _command_line(program, _with_correction(arguments, wrong, close))
     elif (parameter := getattr(error, "param", None)) is not None:
         if message.startswith("Missing"):
-            hint = _completed(program, arguments, parameter, context)
+            hint = _with_missing(program, arguments, parameter, context)
         else:
-            hint = _choice(parameter, message) or f"{_to_type(parameter, context)}: {parameter.help}"
+            hint = _nearest_choice(parameter, message) or f"{_usage_of(parameter, context)}: {parameter.help}"
         if (file := getattr(error, "file_of_options", None)) is not None:
             message, hint = f"{file}: {message}", f"correct it in {file}; {hint}"
         elif (variable := variable_of(context, parameter)) is not None:
             message, hint = f"{variable}: {message}", f"correct {variable}, or unset it; {hint}"
     elif (lacks := getattr(error, "option_name", None)) is not None:
         found = next((one for one in context.command.params if lacks in one.opts), None)
-        hint = hint if found is None else f"{_to_type(found, context)}: {found.help}"
+        hint = hint if found is None else f"{_usage_of(found, context)}: {found.help}"
     elif (extra := _EXTRA.search(message)) is not None:
         too_many = extra[1].split(" ")
-        hint = _line(program, [each for each in arguments if each not in too_many])
+        hint = _command_line(program, [each for each in arguments if each not in too_many])
     return UsageError(message, hint=hint)
 
 
@@ -298,16 +300,16 @@ def _context(command: Any, program: str, arguments: Sequence[str]) -> Any:
     return root if sub is None else sub.make_context(sub.name, [], parent=root, resilient_parsing=True)
 
 
-def _completed(program: str, arguments: Sequence[str], parameter: Any, context: Any) -> str:
+def _with_missing(program: str, arguments: Sequence[str], parameter: Any, context: Any) -> str:
     """The command line with its missing parameter; an extra word at its end becomes the parameter's value."""
     own = sum(one.param_type_name == "argument" for one in context.command.params)
     is_value = len(arguments) == 2 + own and not any(each.startswith("-") for each in arguments)
     if is_value and parameter.param_type_name == "option":
-        return _line(program, [*arguments[:-1], max(parameter.opts, key=len), arguments[-1]])
-    return f"{_line(program, arguments)} {_to_type(parameter, context)}"
+        return _command_line(program, [*arguments[:-1], max(parameter.opts, key=len), arguments[-1]])
+    return f"{_command_line(program, arguments)} {_usage_of(parameter, context)}"
 
 
-def _without_value(context: Any, arguments: Sequence[str]) -> tuple[str, str, str] | None:
+def _option_without_value(context: Any, arguments: Sequence[str]) -> tuple[str, str, str] | None:
     """The first option without its value: name, metavar, and the option that follows; or None."""
     known = {name: one for one in context.command.params for name in getattr(one, "opts", ())}
     for name, follows in pairwise(arguments):
@@ -317,20 +319,19 @@ def _without_value(context: Any, arguments: Sequence[str]) -> tuple[str, str, st
     return None
 
 
-def _stray(
+def _unknown_word(
     word: str, context: Any, program: str, arguments: Sequence[str], takes: Sequence[str]
-) -> tuple[str, str]:
-    """Message and hint for a word that is no command: the nearest one, or the option that takes it."""
+) -> str:
+    """The command line with the nearest command for an unknown word, or with options that take the word."""
     if close := nearest(word, context.command.list_commands(context)):
-        return f"there is no command {word!r}", _line(program, _replaced(arguments, word, close))
+        return _command_line(program, _with_correction(arguments, word, close))
     at = arguments.index(word)
     words = list(takewhile(lambda each: not each.startswith("-"), arguments[at:]))[: len(takes)]
-    rest = [*arguments[:at], *arguments[at + len(words) :]]
     named = [part for option, each in zip(takes, words, strict=False) for part in (option, each)]
-    return f"there is no command {word!r}", _line(program, [*named, *rest])
+    return _command_line(program, [*named, *arguments[:at], *arguments[at + len(words) :]])
 
 
-def _to_type(parameter: Any, context: Any) -> str:
+def _usage_of(parameter: Any, context: Any) -> str:
     """An option or argument as it is typed: `--keep N`, `MODEL`."""
     metavar = str(parameter.make_metavar(context))
     if parameter.param_type_name == "argument":
@@ -338,14 +339,14 @@ def _to_type(parameter: Any, context: Any) -> str:
     return f"{max(parameter.opts, key=len)} {metavar}"
 
 
-def _choice(parameter: Any, message: str) -> str:
+def _nearest_choice(parameter: Any, message: str) -> str:
     """The option with the choice nearest to the one that was typed; empty if none is near."""
     typed = re.search(r"'([^']*)' is not one of", message)
     close = nearest(typed[1], getattr(parameter.type, "choices", ())) if typed else ""
     return f"{max(parameter.opts, key=len)} {close}" if close else ""
 
 
-def _replaced(arguments: Sequence[str], wrong: str, right: str) -> Iterator[str]:
+def _with_correction(arguments: Sequence[str], wrong: str, right: str) -> Iterator[str]:
     for each in arguments:
         name, equals, value = each.partition("=")
         if name != wrong:
@@ -354,5 +355,5 @@ def _replaced(arguments: Sequence[str], wrong: str, right: str) -> Iterator[str]
             yield from (f"{right}={value}",) if equals else right.split(" ")
 
 
-def _line(program: str, arguments: Any) -> str:
+def _command_line(program: str, arguments: Any) -> str:
     return " ".join([program, *map(quoted, arguments)])

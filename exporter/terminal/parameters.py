@@ -83,8 +83,8 @@ def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
                 raise UsageError(f"{path} has an option {name!r}, which there is not", hint=hint)
             if _source(context, one) == "DEFAULT":
                 _require_fit(path, name, value, one)
-                texts = list(_texts(value))
-                typed = _typed(path, context, one, texts if one.multiple else texts[0])
+                texts = list(_arguments_of(value))
+                typed = _cast(path, context, one, texts if one.multiple else texts[0])
                 given[one.name] = list(typed) if one.multiple else typed
                 found[one.name] = Taken(option, without_secrets(" ".join(map(str, texts))), str(path))
     return found
@@ -96,7 +96,7 @@ def variable_of(context: Any, parameter: Any) -> str | None:
     return f"{context.auto_envvar_prefix}_{parameter.name.upper()}" if is_one else None
 
 
-def _typed(path: Path, context: Any, parameter: Any, text: Any) -> Any:
+def _cast(path: Path, context: Any, parameter: Any, text: Any) -> Any:
     """A value of a file of options, as if it had been typed; an error knows the file."""
     try:
         return parameter.type_cast_value(context, text)
@@ -149,7 +149,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def _texts(value: Any) -> Iterator[Any]:
+def _arguments_of(value: Any) -> Iterator[Any]:
     """The arguments for a value of a file: a flag stays a flag, names and values become `NAME=VALUE`."""
     if isinstance(value, dict):
         yield from (f"{name}={each}" for name, each in value.items())
@@ -194,19 +194,19 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
         hint = hints[name]
         if isinstance(hint, type) and issubclass(hint, Struct):
             values = hint() if parameter.default is parameter.empty else parameter.default
-            own = _typers(values)
+            own = _typer_options(values)
             structs[name] = values, [field.name for field in own]
             parameters += [*(_parameter(one, one.value(values)) for one in declared(hint)), *own]
         else:
             parameters.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
-    parameters.sort(key=_place)
+    parameters.sort(key=_sort_key)
 
     context_name = next((name for name, hint in hints.items() if hint is typer.Context), "")
     if not context_name:
         parameters.append(
             inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         )
-    words = {parameter.name: word for parameter in parameters if (word := _word(parameter))}
+    words = {parameter.name: word for parameter in parameters if (word := _hint_word(parameter))}
 
     def command(**given: Any) -> None:
         context = given[context_name] if context_name else given.pop(_CONTEXT)
@@ -214,11 +214,11 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
         typed_words = {word: given[name] for name, word in words.items() if given[name] is not None}
         _TYPED.set({word: quoted(value) for word, value in typed_words.items()})
         found = {
-            one.name: (one, name, given.pop(_field(one)))
+            one.name: (one, name, given.pop(_parameter_name(one)))
             for name, (values, _) in structs.items()
             for one in declared(type(values))
         }
-        _leave_out_alone(found, elsewhere)
+        _drop_ineffective(found, elsewhere)
         TAKEN.set(tuple(elsewhere.values()))
         MISSPELT.set(tuple(misspelt(context)))
         for name, (values, fields) in structs.items():
@@ -229,33 +229,32 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
 
     command.__name__, command.__doc__ = function.__name__, help_of(function.__doc__ or "")
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # inspect reads it
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
 
-def _leave_out_alone(found: dict[str, tuple[DeclaredOption, str, Any]], elsewhere: dict[str, Taken]) -> None:
+def _drop_ineffective(found: dict[str, tuple[DeclaredOption, str, Any]], elsewhere: dict[str, Taken]) -> None:
     """Take the defaults of options that were not typed, and would have no effect."""
     while True:
         values = [
             (one, one.default if value is None else _value(one, value)) for one, _, value in found.values()
         ]
-        alone = [one for one in lacking_company(values) if _field(one) in elsewhere]
+        alone = [one for one in lacking_company(values) if _parameter_name(one) in elsewhere]
         if not alone:
             return
         for one in alone:
-            del elsewhere[_field(one)]
+            del elsewhere[_parameter_name(one)]
             default = one.default
             is_several = get_origin(one.type) is tuple or _is_mapping(one.type)
             found[one.name] = one, found[one.name][1], [] if is_several else default
 
 
-def _word(parameter: inspect.Parameter) -> str:
+def _hint_word(parameter: inspect.Parameter) -> str:
     """The word of hints that stands for a parameter's value; empty if none does."""
     metavars = (getattr(one, "metavar", None) for one in getattr(parameter.annotation, "__metadata__", ()))
     return next((_WORDS[one] for one in metavars if one in _WORDS), "")
 
 
-def _place(parameter: inspect.Parameter) -> int:
+def _sort_key(parameter: inspect.Parameter) -> int:
     """A sort key: the place of the parameter's heading in `HEADINGS`, or behind all of them."""
     places = {heading: place for place, heading in enumerate(HEADINGS)}
     headings = (
@@ -290,7 +289,7 @@ def _parameter(one: DeclaredOption, default: Any) -> inspect.Parameter:
         ),
     ]
     return inspect.Parameter(
-        _field(one), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+        _parameter_name(one), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
 
 
@@ -303,7 +302,7 @@ def _named(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return value
 
 
-def _field(one: DeclaredOption) -> str:
+def _parameter_name(one: DeclaredOption) -> str:
     """The parameter's name: `model_arg` for `--model-arg`."""
     return one.name.lstrip("-").replace("-", "_")
 
@@ -317,7 +316,7 @@ def _is_mapping(kind: Any) -> bool:
     return isinstance(origin := get_origin(kind), type) and issubclass(origin, Mapping)
 
 
-def _typers(values: Struct) -> list[inspect.Parameter]:
+def _typer_options(values: Struct) -> list[inspect.Parameter]:
     """The fields of a struct that are annotated as Typer's own options, with its values as their defaults."""
     hints = type_hints(type(values))
     kind = inspect.Parameter.KEYWORD_ONLY
