@@ -46,38 +46,19 @@ if TYPE_CHECKING:
     from exporter.transfer.opened import opened as opened
 
 
-_HOMES = {
-    "Catalog": "exporter.catalog",
-    "DataMode": "exporter.options",
-    "DeltaDtype": "exporter.options",
-    "ExportError": "exporter.errors",
-    "ExportRequest": "exporter.options",
-    "ExportWarning": "exporter.errors",
-    "Exported": "exporter.pipeline.full",
-    "ExportedDelta": "exporter.pipeline.incremental",
-    "Jobs": "exporter.options",
-    "Plan": "exporter.pipeline.full",
-    "Role": "exporter.training.roles",
-    "StopWhen": "exporter.pipeline.watch_loop",
-    "Updates": "exporter.options",
-    "Verify": "exporter.options",
-    "Watching": "exporter.pipeline.watch_loop",
-    "execute": "exporter.api",
-    "export": "exporter.api",
-    "export_incremental": "exporter.api",
-    "inspect": "exporter.api",
-    "is_chief": "exporter.training.roles",
-    "merge": "exporter.api",
-    "node_role": "exporter.training.roles",
-    "open_checkpoint": "exporter.api",
-    "opened": "exporter.transfer.opened",
-    "plan": "exporter.api",
-    "rebase": "exporter.api",
-    "resume": "exporter.api",
-    "rollback": "exporter.api",
-    "verify_model": "exporter.api",
-    "watch": "exporter.api",
+_NAMES = {
+    "exporter.api": "execute export export_incremental inspect merge open_checkpoint plan rebase "
+    "resume rollback verify_model watch",
+    "exporter.catalog": "Catalog",
+    "exporter.errors": "ExportError ExportWarning",
+    "exporter.options": "DataMode DeltaDtype ExportRequest Jobs Updates Verify",
+    "exporter.pipeline.full": "Exported Plan",
+    "exporter.pipeline.incremental": "ExportedDelta",
+    "exporter.pipeline.watch_loop": "StopWhen Watching",
+    "exporter.training.roles": "Role is_chief node_role",
+    "exporter.transfer.opened": "opened",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_HOMES)
 __getattr__ = late_names(__name__, _HOMES)
 

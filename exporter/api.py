@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from exporter.options.keywords import ExportKeywords
-    from exporter.pipeline import inspection
     from exporter.pipeline.full import Exported, Plan
     from exporter.pipeline.incremental import ExportedDelta, Incremental
+    from exporter.pipeline.inspected import Inspection
     from exporter.pipeline.log_maintenance import Merged, RollbackResult
     from exporter.pipeline.rebase import Rebased
     from exporter.verify.log import VerifiedModel
@@ -171,7 +171,7 @@ def plan(
     ckpt_dir: StrPath, out: StrPath, model: Served = None, **options: Unpack[ExportKeywords]
 ) -> Plan: ...
 def plan(ckpt_dir: Any, out: Any = None, model: Any = None, **options: Any) -> Plan:
-    """What `export` would do, as a value that `execute` does; `out` is a local path here.
+    """Plan an export, as a value that `execute` takes; nothing is written, and `out` is a local path.
 
     Raises:
         PublishedAlready: the checkpoint is published by this plan, and `again` is not asked for.
@@ -185,7 +185,7 @@ def plan(ckpt_dir: Any, out: Any = None, model: Any = None, **options: Any) -> P
 
 
 def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
-    """Stage, verify and publish what was planned.
+    """Stage, verify and publish a plan's version.
 
     Raises:
         CheckpointChanged: the trainer removed or replaced files since the plan was made.
@@ -197,7 +197,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
     if not isinstance(planned, full.Plan):
         raise given.wrong("planned", planned, "what plan(...) returns", "execute(plan(...)), or export(...)")
     with said_by_name():
-        return _told(full.execute(planned, progress), stacklevel=3)
+        return _with_warnings(full.execute(planned, progress), stacklevel=3)
 
 
 @overload
@@ -261,8 +261,8 @@ def _watch(
     from exporter.pipeline import watch as watches
 
     with said_by_name(), opened(request.out) as target:
-        for done in watches.watch(_at(request, target), watching, tell, progress, ended, target.carry):
-            yield _told(done, stacklevel=3)
+        for done in watches.watch(_opened_at(request, target), watching, tell, progress, ended, target.carry):
+            yield _with_warnings(done, stacklevel=3)
 
 
 def merge(
@@ -355,8 +355,8 @@ def resume(model: StrPath, *, lift_only: bool = False, lift_canary: bool = False
     )
 
 
-def inspect(path: StrPath) -> inspection.Inspection:
-    """What lies at a path or URL: a checkpoint, a graph, a published version, or a model with its versions.
+def inspect(path: StrPath) -> Inspection:
+    """Look at a path or URL: a view of a checkpoint, a graph, a version, or a model with its versions.
 
     Raises:
         CheckpointNotFound: none of these.
@@ -371,7 +371,7 @@ def inspect(path: StrPath) -> inspection.Inspection:
 
 
 def verify_model(model: StrPath, *, bytes_: bool = False) -> VerifiedModel:
-    """What is published of a model, and what is wrong with it; with `bytes_` all values are read, too.
+    """Check all that is published of a model, and list what is wrong; with `bytes_` all values are read, too.
 
     Raises:
         ExportError: nothing is published there, or it cannot be read.
@@ -399,7 +399,7 @@ def _request(
     options: dict[str, Any],
     progress: ProgressFactory = no_progress,
 ) -> ExportRequest:
-    """The request that a call stands for."""
+    """The request of a call: the one that was given, or one made of the arguments."""
     if not callable(progress):
         raise given.wrong("progress", progress, "a function of a title and a total", "leave progress= out")
     if isinstance(ckpt_dir, ExportRequest):
@@ -409,7 +409,7 @@ def _request(
                 f"{function}(request, {more}=...): a request has all options in itself",
                 hint=f"{function}(msgspec.structs.replace(request, {more}=...))",
             )
-        return ckpt_dir
+        return given.changed(ckpt_dir)  # `msgspec.structs.replace` looks at no value
     given.require_names(function, options, (*_OPTIONS, *_FLAGS.get(function, ())))
     if out is None:
         raise UsageError(
@@ -427,21 +427,21 @@ def _positions(model: object) -> str:
     return f"positions are listed by: export-model history {quoted(model)}"
 
 
-def _at(request: ExportRequest, target: OpenModel) -> ExportRequest:
+def _opened_at(request: ExportRequest, target: OpenModel) -> ExportRequest:
     require_apart(request.ckpt_dir, request.out)
     return replace(request, out=target.path, data=data_mode(request.out, request.data))
 
 
 def _publish(request: ExportRequest, work: Callable[[ExportRequest], DoneT]) -> DoneT:
-    """Do what publishes; a model that is named by a URL is opened for it."""
+    """Run `work` on the request, a model in a store opened as a local path; its notes become warnings."""
     with said_by_name(), opened(request.out) as target:
-        local = _at(request, target)
+        local = _opened_at(request, target)
         done = target.carry(lambda: work(local))
-    return _told(done, stacklevel=4)
+    return _with_warnings(done, stacklevel=4)
 
 
-def _told(done: DoneT, stacklevel: int) -> DoneT:
-    """Warn of each note of an export that was done, in the caller's line."""
+def _with_warnings(done: DoneT, stacklevel: int) -> DoneT:
+    """The export that was done; each of its notes becomes a warning in the caller's line."""
     for note in done.plan.notes:
         warnings.warn(note, ExportWarning, stacklevel=stacklevel)
     return done

@@ -68,7 +68,7 @@ class SliceRef(Struct, frozen=True):
 
 
 class Naming(Enum):
-    """The meaning of a checkpoint's tensor names.
+    """How a checkpoint's tensor names lead to variables.
 
     `NAMES`: they are variables' names. `LAYERS`: the class and number of a layer and the number of its value,
     as in Keras 3's `layers/dense_1/vars/0`. `ORDER`: nothing but a position in a list.

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose names `homes` leads to the modules that define them.
+    """Make a package's `__getattr__`, which imports a name from its module in `homes` on first use.
 
     It raises AttributeError for any other name.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, BinaryIO, Union, get_args, get_origin, get_type_hints
@@ -22,7 +21,9 @@ else:
 
 
 def sha256_of(file: BinaryIO) -> str:
-    """The SHA-256 of what is left of an open file, in hex."""
+    """The SHA-256 in hex of an open file, from where it was read to on."""
+    import hashlib  # late: OpenSSL takes 3 ms, and most of a help text's time is imports
+
     if sys.version_info >= (3, 11):
         return hashlib.file_digest(file, "sha256").hexdigest()
     digest = hashlib.sha256()
@@ -40,7 +41,7 @@ def module_command(module: str) -> list[str]:
 
 
 def timeout(seconds: float) -> Any:
-    """`asyncio.timeout`."""
+    """`asyncio.timeout`: a block that raises TimeoutError after so many seconds."""
     if sys.version_info < (3, 11):
         return _Timeout(seconds)
     import asyncio

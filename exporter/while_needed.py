@@ -59,7 +59,7 @@ _ALL: weakref.WeakSet[WhileNeeded] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    """A fork has the thread alone that forked: what the others needed is undone."""
+    """Undo in a forked child the changes of threads that it does not have."""
     for each in [*_ALL]:
         each._keep_only(threading.get_ident())
     _LOCK.release()

@@ -162,7 +162,7 @@ class PaceFlags(Struct, frozen=True):
 
 
 class AuditFlags(Struct, frozen=True):
-    """Whether and how to check that replicas hold what was published."""
+    """How to check that replicas hold what was published."""
 
     audit_seconds: Annotated[
         float | None,

@@ -10,21 +10,19 @@ import typer
 
 from exporter.errors import ServerError, UsageError
 from exporter.storage.local_paths import checkpoint_parser, local_path
+from exporter.terminal.commands import LateCommand, application
 from exporter.terminal.edge import (
     AS_TEXT,
     EXIT_CODES,
     OutputFlags,
     VersionFlag,
-    application,
     command,
     run,
 )
 from exporter.terminal.help import PlainCommand
 from exporter.terminal.output import Output, as_json, escape
-from exporter.terminal.parameters import with_structs
 from exporter.terminal.progress import count
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
-from serving import agent_command, reload_command, run_command
 from serving.address import Address, Deadline, ModelName
 from serving.documents import ColumnPrediction, ExampleResults, RowPrediction, Update
 
@@ -48,21 +46,6 @@ Examples:
 {EXIT_CODES}"""
 
 
-app = application(_HELP)
-
-
-@app.callback()
-def serve_model(own_version: VersionFlag = False) -> None:
-    """The root command; its only option is `-V`."""
-
-
-app.command("run", cls=PlainCommand, short_help="Serve models over gRPC.")(
-    with_structs(run_command.run_server)
-)
-
-
-@app.command(short_help="Versions of a model on a server.")
-@with_structs
 def status(
     address: Address,
     model: ModelName = "default",
@@ -98,14 +81,6 @@ def status(
             status_command.run(client, published, sink)
 
 
-app.command(short_help="Change which models a running server serves.")(with_structs(reload_command.reload))
-app.command(cls=PlainCommand, short_help="Keep replicas as fresh as what is published.")(
-    with_structs(agent_command.agent)
-)
-
-
-@app.command(short_help="Send one request to a server.")
-@with_structs
 def predict(
     address: Address,
     json_input: Annotated[
@@ -160,8 +135,6 @@ def predict(
         _print(sink, document, line if is_unicode and line.isprintable() else as_json(answer))
 
 
-@app.command(short_help="Apply published deltas to a running model.")
-@with_structs
 def update(
     address: Address,
     model: ModelName = "default",
@@ -221,9 +194,43 @@ def update(
             )
 
 
+COMMANDS = {
+    "run": LateCommand(
+        "serving.run_command", "run_server", {"cls": PlainCommand, "short_help": "Serve models over gRPC."}
+    ),
+    "status": LateCommand(__name__, "status", {"short_help": "Versions of a model on a server."}),
+    "reload": LateCommand(
+        "serving.reload_command", "reload", {"short_help": "Change which models a running server serves."}
+    ),
+    "agent": LateCommand(
+        "serving.agent_command",
+        "agent",
+        {"cls": PlainCommand, "short_help": "Keep replicas as fresh as what is published."},
+    ),
+    "predict": LateCommand(__name__, "predict", {"short_help": "Send one request to a server."}),
+    "update": LateCommand(__name__, "update", {"short_help": "Apply published deltas to a running model."}),
+}
+app = application(_HELP, COMMANDS)
+
+
+@app.callback()
+def serve_model(own_version: VersionFlag = False) -> None:
+    """The root command; its only option is `-V`."""
+
+
+def _from_stock(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments with TensorFlow Serving's flags for `run` as ours, and notes on ignored flags."""
+    if arguments[:1] != ["run"]:
+        return arguments, []
+    from serving.stock_flags import translate
+
+    translated, notes = translate(arguments[1:])
+    return ["run", *translated], notes
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """The entry point."""
-    run(app, "serve-model", arguments, run_command.from_stock, takes=("run",))
+    """Run the command line, and end the process with its exit code."""
+    run(app, "serve-model", arguments, _from_stock, takes=("run",))
 
 
 def _print(sink: Output, document: Struct, line: str, *, is_done: bool = False) -> None:

@@ -120,7 +120,7 @@ def _no_password() -> NoReturn:
 
 
 def _authorization(file: str) -> Callable[[Any, Callable[..., None]], None]:
-    """The plugin that gRPC calls for each RPC. It reads the file again, so a new token is used at once."""
+    """Make the plugin that gRPC calls for each RPC, which reads the file again: a new token is used."""
 
     def authorize(context: Any, callback: Callable[..., None]) -> None:
         try:

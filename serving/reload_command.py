@@ -25,7 +25,7 @@ _ANY_PLACE = re.compile(r"/|[a-zA-Z][a-zA-Z0-9.+-]*://")
 
 
 class WholeFlags(Struct, frozen=True):
-    """Where the whole configuration comes from."""
+    """The file of the whole configuration, and what is done with it."""
 
     model_config_file: Annotated[
         Path | None,

@@ -19,7 +19,6 @@ from exporter.terminal.tensorflow_import import require_tensorflow
 from serving.documents import ServedModel, Serving
 from serving.server_options import GRPC_ALONE, NetworkOptions, ServerOptions
 from serving.status import VersionState, VersionStatus, error_text
-from serving.stock_flags import translate
 
 if TYPE_CHECKING:
     from serving.server import ModelServer
@@ -27,14 +26,6 @@ if TYPE_CHECKING:
 _DEFAULT_NAME = "default"
 _MODELS = "Models"
 _DEFAULTS = ServerOptions(port=8500)
-
-
-def from_stock(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Translate TensorFlow Serving's flags for `run` to ours; return also notes on ignored flags."""
-    if arguments[:1] != ["run"]:
-        return arguments, []
-    translated, notes = translate(arguments[1:])
-    return ["run", *translated], notes
 
 
 def run_server(
@@ -158,7 +149,7 @@ def _announce(sink: Output, server: ModelServer) -> None:
 
 
 def _tables(version: Path) -> str | None:
-    """Whether the tables of a version that is loaded are mapped; None if they were not to be."""
+    """The state of a loaded version's mapped tables, in words; None if it was not made to map them."""
     from exporter.publish.mapped_state import tables_state
     from exporter.publish.versions import read_manifest
 

@@ -19,7 +19,7 @@ import exporter
 from exporter import DataMode, ExportRequest, Jobs, StopWhen, Updates, Verify, Watching, export
 from exporter.errors import ExportError, ExportWarning, NothingChanged, UsageError
 from exporter.options import Isolation, declared
-from exporter.pipeline.inspection import ModelView
+from exporter.pipeline.inspected import ModelView
 from exporter.training import ExportHook, IncrementCallback, IncrementHook, StopAfterHook
 from tests.support.directory_store import BUCKET, reached
 from tests.support.graph_runs import train
@@ -280,6 +280,11 @@ WRONG: dict[str, tuple[Callable[[], object], str, str]] = {
         lambda: _any(export)(ExportRequest("train", "m"), keep=3),
         "a request has all options",
         "replace(request, keep=...)",
+    ),
+    "a request that was changed": (
+        lambda: export(replace(ExportRequest("train", "m"), keep=_any("3"))),
+        "keep='3': expected a whole",
+        "",
     ),
     "a text for a number": (lambda: export("train", "m", keep=_any("3")), "keep='3': expected a whole", ""),
     "a fraction": (lambda: export("train", "m", keep=_any(1.5)), "keep=1.5: expected a whole number", ""),

@@ -286,15 +286,3 @@ def test_the_command_lines_start_without_tensorflow(module: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=300
     )
     assert done.stdout.strip() == ""
-
-
-def test_a_small_delta_imports_no_stage_of_a_full_export() -> None:
-    """They take as long to import as the delta takes to make."""
-    code = "import sys, exporter.cli.app, exporter.cli.export_commands; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=300
-    )
-    own = {name for name in done.stdout.split() if name.startswith("exporter.")}
-    assert 50 < len(own) < 130
-    assert not {"bundle", "subgraph", "verify"} & set(map(room_of, own))
-    assert not {"exporter.graph.metagraph", "exporter.pipeline.full", "exporter.pipeline.watch"} & own

@@ -28,7 +28,7 @@ from exporter.graph.inference_graph import GraphVariable, InferenceGraph
 from exporter.graph.nodes import attr, const_value, endpoint, input_names, through_identities
 from exporter.graph.signatures import canonical, tensors_of
 from exporter.graph.variable_uses import read_rows_only
-from exporter.tables.geometry import INDEX_ROWS, PARTS
+from exporter.tables.parts import INDEX_ROWS, PARTS
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 

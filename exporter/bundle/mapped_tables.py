@@ -39,7 +39,8 @@ from exporter.graph.nodes import Body, bodies, called, constant, free_name, new_
 from exporter.graph.overlaid_reads import SCATTERED, OverlaidReads, overlay_reads
 from exporter.graph.signatures import signature_nodes
 from exporter.graph.variable_uses import Reading, Use, read_rows_only, readings
-from exporter.mapping.build import TensorSource, VariableMapping
+from exporter.mapping.build import VariableMapping
+from exporter.mapping.tensor_source import TensorSource
 from exporter.storage.layout import MAPPED_ID_FILE, VARIABLES_DIRECTORY
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class

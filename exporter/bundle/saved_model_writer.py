@@ -37,6 +37,7 @@ from msgspec import Struct
 from exporter.bundle.mapped_tables import NOTHING_MAPPED, MappedTables, TriedTable, add_tries
 from exporter.errors import NotServable, os_error
 from exporter.graph.cast_variables import cast_variables
+from exporter.graph.graph_files import SERVE_TAG
 from exporter.graph.inference_graph import (
     NO_STATE,
     Asset,
@@ -47,10 +48,10 @@ from exporter.graph.inference_graph import (
 )
 from exporter.graph.metagraph import readable_version
 from exporter.graph.nodes import new_node
-from exporter.graph.saved_model import SERVE_TAG
 from exporter.graph.signatures import DEFAULT_SIGNATURE
 from exporter.graph.training_graph import TrainingGraph
-from exporter.mapping.build import TensorSource, VariableMapping
+from exporter.mapping.build import VariableMapping
+from exporter.mapping.tensor_source import TensorSource
 from exporter.storage.files import below, open_regular
 from exporter.storage.layout import (
     ASSETS_DIRECTORY,

@@ -12,7 +12,8 @@ from exporter.bundle.variables import why_not_by_rows
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.signatures import signature_nodes
 from exporter.graph.variable_uses import read_rows_only, readings
-from exporter.mapping.build import TensorSource, VariableMapping
+from exporter.mapping.build import VariableMapping
+from exporter.mapping.tensor_source import TensorSource
 from exporter.wire.int8_codes import SCALE_BYTES
 
 _SHOWN = 5

@@ -32,7 +32,8 @@ from exporter.jobs.runner import LOCAL, Job, Runner
 from exporter.jobs.shard_job import Place, Placed, ShardJob, Sources, Stored, stored_runs, tensors_of
 from exporter.jobs.task import Range, piece_bytes
 from exporter.jobs.write_shard import MovedRows, QuantisedRows, RowErrors, WriteShard
-from exporter.mapping.build import TensorSource, VariableMapping
+from exporter.mapping.build import VariableMapping
+from exporter.mapping.tensor_source import TensorSource
 from exporter.options import DataMode
 from exporter.storage import mirror
 from exporter.storage.files import writing

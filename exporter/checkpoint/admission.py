@@ -6,16 +6,19 @@ table without such records is not filtered.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 from msgspec import Struct
 
-from exporter.catalog import Catalog
-from exporter.checkpoint.embedding_variables import EmbeddingVariable, count_blocks
 from exporter.errors import UsageError
 
-Array = np.ndarray[Any, Any]
+if TYPE_CHECKING:
+    import numpy as np
+
+    from exporter.catalog import Catalog
+    from exporter.checkpoint.embedding_variables import EmbeddingVariable
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 class Admission(Struct, frozen=True):
@@ -31,13 +34,13 @@ class Admission(Struct, frozen=True):
 
     def enough(self, freqs: Array | None) -> Array | bool:
         """A mask of the keys seen `min_freq` times; True, for all, without recorded counts."""
-        return True if freqs is None else np.asarray(freqs >= self.min_freq)
+        return True if freqs is None else freqs >= self.min_freq
 
     def recent(self, versions: Array | None, step: int | None) -> Array | bool:
         """A mask of the keys updated within `max_age_steps` before `step`; True, for all, if unknown."""
         if versions is None or step is None or self.max_age_steps is None:
             return True
-        return np.asarray(versions >= step - self.max_age_steps)
+        return versions >= step - self.max_age_steps
 
     def require_recorded(self, catalog: Catalog, variables: tuple[EmbeddingVariable, ...]) -> None:
         """Refuse, by a UsageError, a filter whose numbers no table of the checkpoint has."""
@@ -46,6 +49,8 @@ class Admission(Struct, frozen=True):
                 f"--max-age-steps counts back from the training step, and {catalog.prefix.name} tells none",
                 hint="leave it out, or save the checkpoint with its global step",
             )
+        from exporter.checkpoint.embedding_variables import count_blocks
+
         asked = {"--min-freq": ("freqs", self.min_freq > 0)}
         asked["--max-age-steps"] = ("versions", self.max_age_steps is not None)
         for option, (what, is_asked) in asked.items():
@@ -72,6 +77,10 @@ def admitted(
     """
     if admission.is_everyone:
         return None
+    import numpy as np
+
+    from exporter.checkpoint.embedding_variables import count_blocks
+
     mask = np.ones(variable.rows, bool)
     if admission.min_freq > 0:
         for first, freqs in count_blocks(catalog, variable, "freqs") or ():

@@ -19,23 +19,22 @@ from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 from msgspec.structs import replace
 
 from exporter.catalog import Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.sstable import write_table
-from exporter.checkpoint.tensor_values import encode_strings
 from exporter.wire import protos
 from exporter.wire.crc32c import CHUNK, extend, mask
 from exporter.wire.dtypes import DType
 
 if TYPE_CHECKING:
+    import numpy as np
     from typing_extensions import Self
 
-Array = np.ndarray[Any, Any]
-Buffer = bytes | bytearray | memoryview | Array
+Array: TypeAlias = "np.ndarray[Any, Any]"
+Buffer: TypeAlias = "bytes | bytearray | memoryview | Array"
 
 _VERSION = 1  # kTensorBundleVersion, the producer that TensorFlow writes
 MAX_SHARDS = 100_000  # of a bundle: their names have five digits
@@ -133,6 +132,10 @@ class BundleWriter:
 
     def add(self, name: str, array: Array, part: SliceSpec | None = None) -> Extent:
         """Write an array, or slice `part` of a tensor; returns where. Strings are `bytes` objects."""
+        import numpy as np  # late, as below: an index is read and written without it
+
+        from exporter.checkpoint.tensor_values import encode_strings
+
         array = np.asarray(array)
         if array.dtype.kind not in "OSU":
             dtype = DType.of(array.dtype.name)
@@ -229,6 +232,8 @@ def _as_bytes(value: object) -> bytes:
 
 
 def _flat_bytes(chunk: Buffer) -> Array:
+    import numpy as np
+
     if isinstance(chunk, np.ndarray):  # by a view: bfloat16 and its like offer no buffer
         return np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
     return np.frombuffer(chunk, np.uint8)
@@ -236,6 +241,8 @@ def _flat_bytes(chunk: Buffer) -> Array:
 
 def _blocks(array: Array, dtype: DType) -> Iterator[Array]:
     """Yield the array's bytes in C order and little endian, whatever its layout, in blocks."""
+    import numpy as np
+
     if array.flags.c_contiguous and array.dtype == dtype.numpy:
         yield array.reshape(-1).view(np.uint8)
         return

@@ -17,9 +17,8 @@ import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-import numpy as np
 from google.protobuf.message import DecodeError
 from msgspec import Struct
 from msgspec.structs import replace
@@ -36,7 +35,6 @@ from exporter.checkpoint.bundle_writer import (
     slice_key,
 )
 from exporter.checkpoint.sstable import Entry, read_table
-from exporter.checkpoint.tensor_values import check_tensor, check_values, memory_map, read_array, read_step
 from exporter.errors import (
     CheckpointChanged,
     CheckpointError,
@@ -47,10 +45,17 @@ from exporter.errors import (
     UnsupportedFormat,
     os_error,
 )
+from exporter.late_names import late_names
 from exporter.storage.files import FileIdentity, open_regular, read_regular
 from exporter.terminal.progress import NoProgress, Progress
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
+
+if TYPE_CHECKING:
+    from exporter.checkpoint.tensor_values import check_tensor as check_tensor
+    from exporter.checkpoint.tensor_values import check_values as check_values
+    from exporter.checkpoint.tensor_values import memory_map as memory_map
+    from exporter.checkpoint.tensor_values import read_array as read_array
 
 __all__ = [
     "MAX_SHARDS",
@@ -68,6 +73,8 @@ __all__ = [
     "step_in_name",
     "write_bundle",
 ]
+_OF_VALUES = ("check_tensor", "check_values", "memory_map", "read_array")
+__getattr__ = late_names(__name__, dict.fromkeys(_OF_VALUES, "exporter.checkpoint.tensor_values"))
 
 GLOBAL_STEP = "global_step"
 OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
@@ -102,6 +109,8 @@ def read_catalog(prefix: Path) -> Catalog:
     family = "TensorFlow V2, object-based" if OBJECT_GRAPH in index.tensors else "TensorFlow V2, name-based"
     digest = hashlib.sha256(data).hexdigest()
     catalog = Catalog(family, prefix, index.tensors, shards, sizes, index_digest=digest)
+    from exporter.checkpoint.tensor_values import read_step
+
     step = read_step(catalog, GLOBAL_STEP)
     return replace(catalog, step=step_in_name(prefix.name) if step is None else step)
 
@@ -355,6 +364,8 @@ def _add(
     part: SliceSpec | None = None,
 ) -> None:
     if ref.dtype is DType.STRING:
+        import numpy as np
+
         texts = [text for block in content.blocks() for text in block.tolist()]
         writer.add(ref.name, np.array(texts, object).reshape(shape), part)
         return

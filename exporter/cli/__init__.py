@@ -10,7 +10,7 @@ from exporter.terminal import interrupt_at_once
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command line, and end the process with its exit code."""
     interrupt_at_once()
     collect_rarely()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else numpy starts a thread for each core
@@ -20,6 +20,6 @@ def main() -> None:
 
 
 def collect_rarely() -> None:
-    """Tell the interpreter that a command makes many objects and few cycles: modules, and plans of models."""
+    """Let the garbage collector run rarely: a command makes many objects and few cycles."""
     gc.set_threshold(100_000, 20, 20)
     atexit.register(gc.freeze)  # it looks for cycles once more at its end: 15 to 35 ms

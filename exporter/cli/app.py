@@ -11,14 +11,13 @@ import typer
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.cli import doctor_command, help_command, inspect_command, log_commands, transfer_commands
-from exporter.cli.help_command import HelpAllFlag, HelpFlag
 from exporter.cli.notify import Servers
 from exporter.errors import UsageError
 from exporter.options import CHECKS, DELTAS, FOLLOWING, PLACES, ExportRequest, Option, Updates
 from exporter.pipeline.watch_loop import EVERY_SECOND, Watching
 from exporter.storage.local_paths import checkpoint_path
-from exporter.terminal.edge import AS_TEXT, EXIT_CODES, OutputFlags, VersionFlag, application, command, run
+from exporter.terminal.commands import LateCommand, application
+from exporter.terminal.edge import AS_TEXT, EXIT_CODES, OutputFlags, VersionFlag, command, run
 from exporter.terminal.parameters import with_structs
 from exporter.terminal.server_access import ServerAccess
 from exporter.training.roles import node_role
@@ -50,7 +49,7 @@ _of_incr = partial(_delta, goes_with="--incr")
 
 
 class PlaceFlags(Struct, frozen=True):
-    """Where from, where to."""
+    """Where a checkpoint is read, and where its version is published."""
 
     ckpt_dir: Annotated[
         Path | None,
@@ -76,7 +75,7 @@ class PlaceFlags(Struct, frozen=True):
     ] = None
 
     def both(self) -> tuple[Path, Path]:
-        """The checkpoint and the model."""
+        """The checkpoint's path and the model's; UsageError if either is missing."""
         if self.ckpt_dir is None or self.out is None:
             missing = "--ckpt-dir" if self.ckpt_dir is None else "--out"
             raise UsageError(
@@ -86,7 +85,7 @@ class PlaceFlags(Struct, frozen=True):
 
 
 class RunFlags(Struct, frozen=True):
-    """What to do with a request."""
+    """Whether to plan, to publish deltas, to watch, and whom to tell."""
 
     dry_run: Annotated[bool, Option("Print the plan and write nothing.", CHECKS)] = False
     incr: Annotated[bool, _delta("Publish what changed, as a delta; first a base.")] = False
@@ -135,13 +134,37 @@ def check_places(places: PlaceFlags, run: RunFlags, *, plain: bool) -> None:
         )
 
 
+def _short_help(context: typer.Context, is_asked: bool) -> None:
+    if is_asked:
+        from exporter.cli import help_command
+
+        help_command.echo(help_command.HELP.short(context))
+        raise typer.Exit
+
+
+def _all_help(context: typer.Context, is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+HelpFlag = Annotated[
+    bool,
+    typer.Option(
+        "--help", "-h", callback=_short_help, is_eager=True, help="Show the options that most runs need."
+    ),
+]
+HelpAllFlag = Annotated[
+    bool, typer.Option("--help-all", callback=_all_help, is_eager=True, help="Show all options.")
+]
+
 VARIABLES = "EXPORT_MODEL"
 """Begins the names of variables for options, of `export` as of the command without a name."""
 NOTHING_TYPED = ExportRequest(Path(), Path(), updates=Updates())
 
 
 def refuse_root_options(context: typer.Context) -> None:
-    """Refuse what was given before the subcommand."""
+    """Refuse options that stand before the subcommand."""
     given = [
         f"--{name.rstrip('_').replace('_', '-')}"
         for name, value in context.params.items()
@@ -201,25 +224,22 @@ def export(
         export_commands.run_full(request, sink, target, watch, dry_run=flags.dry_run)
 
 
-app = application(HELP, invoke_without_command=True)
+_IN_LOG = ("history", "merge", "rollback", "resume", "diff", "verify")
+COMMANDS = {
+    "export": LateCommand(
+        __name__, "export", {"add_help_option": False, "context_settings": {"auto_envvar_prefix": VARIABLES}}
+    ),
+    "inspect": LateCommand("exporter.cli.inspect_command", "inspect"),
+    **{name: LateCommand("exporter.cli.log_commands", name) for name in _IN_LOG},
+    "push": LateCommand("exporter.cli.transfer_commands", "push"),
+    "pull": LateCommand("exporter.cli.transfer_commands", "pull"),
+    "doctor": LateCommand("exporter.cli.doctor_command", "doctor"),
+    "help": LateCommand("exporter.cli.help_command", "help"),
+}
+app = application(HELP, COMMANDS, invoke_without_command=True)
 app.callback()(with_structs(export))
-app.command(add_help_option=False, context_settings={"auto_envvar_prefix": VARIABLES})(with_structs(export))
-for function in (
-    inspect_command.inspect,
-    log_commands.history,
-    log_commands.merge,
-    log_commands.rollback,
-    log_commands.resume,
-    log_commands.diff,
-    log_commands.verify,
-    transfer_commands.push,
-    transfer_commands.pull,
-    doctor_command.doctor,
-    help_command.help,
-):
-    app.command()(with_structs(function))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The console script."""
+    """Run the command line, and end the process with its exit code."""
     run(app, "export-model", arguments, takes=("--ckpt-dir", "--out", "--model"))

@@ -133,7 +133,7 @@ def _report(
     ckpt_dir: Path | None,
     sink: Output,
 ) -> None:
-    from exporter.cli.documents.logs import Diagnosis, Target
+    from exporter.cli.documents.diagnosis import Diagnosis, Target
 
     found = seen.found
     wrong = sum(finding.level.value == "wrong" for finding in findings)

@@ -35,7 +35,7 @@ from exporter.errors import (
     unreachable,
 )
 from exporter.newer_python import StrEnum
-from exporter.pipeline.inspection import tables_of_log
+from exporter.pipeline.inspect_tables import tables_of_log
 from exporter.publish.commit import NO_SYNC_HINT, cannot_sync
 from exporter.publish.delta_log import DeltaLog, LogDelta, read_log
 from exporter.publish.finite import lasting, refused

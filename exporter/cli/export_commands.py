@@ -109,7 +109,7 @@ def published_already(
 
 
 class RunOptions(Struct, frozen=True):
-    """Where an incremental export publishes, and what it does besides; without `watching` it does so once.
+    """How an incremental export runs: its target and what else it does; once, unless it is `watching`.
 
     `servers` are asked to apply what is published.
     """
@@ -186,7 +186,7 @@ def _look(request: ExportRequest, sink: Output, how: RunOptions) -> Poll[Increme
 
 
 def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebased | None:
-    """Publish a new base, too, unless the newest one stands there."""
+    """Publish a new base with all deltas; None if the newest base stands at the newest position."""
     from exporter.pipeline.rebase import rebase
 
     try:
@@ -204,7 +204,7 @@ def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebas
 
 
 def _rebase_or_tell(request: ExportRequest, done: Incremental, sink: Output, how: RunOptions) -> None:
-    """As `_rebase`, and print it; what another look may mend ends no watch."""
+    """Publish a new base while watching, and print it; an error that may pass is told, and ends no watch."""
     try:
         based = _rebase(request, done, how)
     except ExportError as error:
@@ -266,7 +266,7 @@ def exported(
             off = f"to {rounded.dtype.value}, off by {rounded.largest:.3g} at most"
             lines.append(labelled("rounded", f"{count(rounded.rows, 'row')} {off}"))
         lines.append(labelled("published", f"{done.published.path} in {done.seconds:.2f} s"))
-    lines += [labelled("notified", _told(one)) for one in document.notified]
+    lines += [labelled("notified", _notified_text(one)) for one in document.notified]
     if done.published is not None:
         lines += _next_lines(plan, is_told=bool(document.notified))
     if based is not None:
@@ -283,13 +283,13 @@ def exported(
 
 
 def changed(rows: int, variables: int) -> str:
-    """What a delta holds: rows of tables, or variables that are sent whole."""
+    """The contents of a delta in words: rows in variables, or variables that are sent whole."""
     if rows:
         return f"{count(rows, 'row')} in {count(variables, 'variable')}"
     return f"{count(variables, 'variable')}, whole" if variables else "no change"
 
 
-def _told(one: Notified) -> str:
+def _notified_text(one: Notified) -> str:
     where = f"{one.address}: " + ("" if one.position is None else f"at {one.position} ")
     return f"{where}after {one.seconds:.2f} s" if one.problem is None else f"{where}{one.problem}"
 

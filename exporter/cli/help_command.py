@@ -42,32 +42,10 @@ HELP = Help(
 )
 
 
-def _print(lines: Iterable[str]) -> None:
+def echo(lines: Iterable[str]) -> None:
+    """Print lines on stdout."""
     for line in lines:
         typer.echo(line)
-
-
-def _short(context: typer.Context, is_asked: bool) -> None:
-    if is_asked:
-        _print(HELP.short(context))
-        raise typer.Exit
-
-
-def _all(context: typer.Context, is_asked: bool) -> None:
-    if is_asked:
-        _print([context.get_help()])
-        raise typer.Exit
-
-
-HelpFlag = Annotated[
-    bool,
-    typer.Option(
-        "--help", "-h", callback=_short, is_eager=True, help="Show the options that most runs need."
-    ),
-]
-HelpAllFlag = Annotated[
-    bool, typer.Option("--help-all", callback=_all, is_eager=True, help="Show all options.")
-]
 
 
 def help(
@@ -86,4 +64,4 @@ def help(
     """
     out = sys.stdout
     with command(AS_TEXT), redirect_stdout(out):  # what a command prints itself is talk, and this is a result
-        _print(HELP.short(context) if topic is None else HELP.topic(context, topic))
+        echo(HELP.short(context) if topic is None else HELP.topic(context, topic))

@@ -37,7 +37,7 @@ _of_rebase = partial(Option, goes_with="--rebase")
 
 
 class RebaseFlags(Struct, frozen=True):
-    """Whether to merge the base, too."""
+    """Options of a merger that publishes a new base."""
 
     rebase: Annotated[bool, Option("Merge base and deltas into a new base instead.")] = False
     keep: Annotated[
@@ -85,8 +85,6 @@ def merge(
     """
     with command(printing) as sink, opened(model, read_only=dry_run) as target:
         from exporter.cli import render_log
-        from exporter.pipeline import log_maintenance
-        from exporter.pipeline import rebase as bases
 
         if base.rebase and (from_ is not None or to is not None):
             raise UsageError(
@@ -95,6 +93,10 @@ def merge(
             )
         path, bar = target.path, sink.progress
         keep, despite_hold = base.keep, base.despite_hold
+        if base.rebase:
+            from exporter.pipeline import rebase as bases
+        else:
+            from exporter.pipeline import log_maintenance
         if base.rebase and dry_run:
             planned = target.carry(lambda: bases.plan_rebase(path, despite_hold=despite_hold, jobs=jobs))
             render_log.rebasing(planned, sink)
@@ -221,8 +223,8 @@ def diff(
     """
     with command(printing) as sink, ExitStack() as stack:
         models: dict[str, OpenModel] = {}
-        first, second = (_side(text, models, stack) for text in (a, b))
-        from exporter.cli import render_log
+        first, second = (_local_side(text, models, stack) for text in (a, b))
+        from exporter.cli import render_differences
         from exporter.jobs.runner import Runner
         from exporter.pipeline import comparison
 
@@ -235,13 +237,13 @@ def diff(
         for model in models.values():
             work = partial(model.carry, work)
         found = work()
-        render_log.differences(found, sink)
+        render_differences.differences(found, sink)
     if exit_code and not found.is_empty:
         raise typer.Exit(Exit.DIFFERENT)
 
 
-def _side(text: str, models: dict[str, OpenModel], stack: ExitStack) -> str:
-    """A side of a comparison, a model's URL as the local path that stands for it: one for both sides."""
+def _local_side(text: str, models: dict[str, OpenModel], stack: ExitStack) -> str:
+    """A side of a comparison, a model's URL as its local path; a model of both sides is opened once."""
     name, at, position = text.rpartition("@")
     if at and position.isdecimal() and Url.parse(name) is not None:
         if name not in models:
@@ -305,14 +307,14 @@ def history(
 
 
 def positions(context: typer.Context, incomplete: str) -> list[str]:
-    """The positions, or plain versions, of the model that was typed."""
+    """Completions of a position: those of the model that was typed before it."""
     words = context.args  # an option without its value ends Click's parsing: what comes before is left
     model = context.params.get("model") or next((word for word in words if not word.startswith("-")), None)
     return _starting(incomplete, _positions_of(model))
 
 
 def states(incomplete: str) -> list[str]:
-    """The positions of `MODEL@`, whole."""
+    """Completions of `MODEL@`: the model with each of its positions."""
     model, at, position = incomplete.rpartition("@")
     return [f"{model}@{each}" for each in _starting(position, _positions_of(model))] if at else []
 

@@ -14,7 +14,6 @@ from msgspec import Struct, field
 
 from exporter.errors import CallFailed, ExportError, UsageError
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
-from exporter.wire.update_status import UpdateStatus
 
 DEADLINE_S = 30.0
 _AT_A_TIME = 32
@@ -23,7 +22,7 @@ _FIRST_SIGN_OF_LIFE_S, _SIGN_OF_LIFE_S = 5.0, 1.0
 
 
 class Notified(Struct, frozen=True):
-    """What became of a server that `--notify` names."""
+    """A server that `--notify` names, and how far it came."""
 
     address: str
     """As it was given."""
@@ -43,7 +42,7 @@ class Servers(Struct, frozen=True):
     _hanging: dict[str, float] = field(default_factory=dict)  # until when each is left out
 
     def check(self) -> None:
-        """Look at the files for TLS before anything is published."""
+        """Read the files for TLS, so that an error comes before anything is published."""
         if self.access == WITHOUT_TLS:
             return
         if not self.addresses:
@@ -55,7 +54,7 @@ class Servers(Struct, frozen=True):
         channel_credentials(self.access)
 
     def notify(self, model: str, position: int) -> list[Notified]:
-        """Bring each to this position, which is published, or as far as the hold allows, all at one time."""
+        """Ask all servers at once to update to a published position, and wait; how far each came."""
         if not self.addresses:
             return []
         from concurrent.futures import ThreadPoolExecutor
@@ -64,6 +63,7 @@ class Servers(Struct, frozen=True):
             return list(pool.map(partial(self._notify, model, position), self.addresses))
 
     def _notify(self, model: str, published: int, address: str) -> Notified:
+        from exporter.wire.update_status import UpdateStatus
         from serving.client import ModelClient
         from serving.updates import update
 

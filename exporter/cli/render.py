@@ -1,7 +1,4 @@
-"""Print what full exports plan and did: as a JSON document, and as lines for people.
-
-`inspect` prints checkpoints and groups of tensors by the functions at the top.
-"""
+"""Print what full exports plan and did: as a JSON document, and as lines for people."""
 
 from __future__ import annotations
 
@@ -14,16 +11,16 @@ from msgspec.structs import asdict
 
 from exporter.bundle.mapped_tables import LEAST_BYTES
 from exporter.bundle.variables import LITTLE_KEPT, ShardOrigin, ShardPlan
-from exporter.catalog import Catalog, TensorRef
-from exporter.cli.documents import Checkpoint, Status, TensorGroup
+from exporter.cli.documents import Status
 from exporter.cli.documents import exported as documents
 from exporter.cli.documents.exported import Export, ExportPlan, Variable
+from exporter.cli.render_catalog import catalog_text, checkpoint_document, kind_texts, line, tensor_groups
 from exporter.graph.training_graph import TrainingGraph
-from exporter.mapping.build import Extra, ExtraKind, TensorSource
+from exporter.mapping.tensor_source import TensorSource
 from exporter.options import Verify
 from exporter.pipeline.full import Exported, Plan
 from exporter.pipeline.full_plan import served_at
-from exporter.pipeline.inspection import signatures_of
+from exporter.pipeline.inspected import signatures_of
 from exporter.storage import mirror
 from exporter.storage.local_paths import quoted
 from exporter.terminal.output import Output, escape
@@ -32,49 +29,6 @@ from exporter.terminal.progress import count, human_bytes
 
 _PART = re.compile(r"(.*)\[((?:[0-9]+ )+)([0-9]+,[0-9]+(?::[0-9]+,[0-9]+)*)\]", re.DOTALL)
 _BOX = re.compile(r"([0-9]+),([0-9]+)")
-
-
-def checkpoint_document(catalog: Catalog) -> Checkpoint:
-    """A checkpoint as a document."""
-    return Checkpoint(
-        catalog.family,
-        str(catalog.prefix),
-        catalog.step,
-        len(catalog.tensors),
-        catalog.bytes_,
-        len(catalog.shards),
-    )
-
-
-def catalog_text(catalog: Catalog) -> str:
-    """A checkpoint in a line."""
-    step = "" if catalog.step is None else f", step {catalog.step}"
-    shards = f"{len(catalog.shards)} shard{'s' * (len(catalog.shards) != 1)}"
-    tensors = f"{len(catalog.tensors)} tensors, {human_bytes(catalog.bytes_)}, {shards}"
-    return f"{catalog.prefix.name} ({catalog.family}){step}: {tensors}"
-
-
-def tensor_groups(extras: Iterable[Extra]) -> dict[str, TensorGroup]:
-    """Tensors that are not served, by kind."""
-    return {
-        kind.value: TensorGroup(len(refs), sum(ref.bytes_ for ref in refs))
-        for kind, refs in by_kind(extras).items()
-    }
-
-
-def kind_texts(extras: Iterable[Extra], other: str = "other") -> Iterator[str]:
-    """A line for each kind of tensors that are not served."""
-    for kind, refs in by_kind(extras).items():
-        name = other if kind is ExtraKind.OTHER else kind.value + "s" * (len(refs) > 1)
-        yield f"{len(refs)} {name} ({human_bytes(sum(ref.bytes_ for ref in refs))})"
-
-
-def by_kind(extras: Iterable[Extra]) -> dict[ExtraKind, list[TensorRef]]:
-    """Tensors that are not served, by kind."""
-    found: dict[ExtraKind, list[TensorRef]] = {}
-    for extra in extras:
-        found.setdefault(extra.kind, []).append(extra.tensor)
-    return {kind: found[kind] for kind in ExtraKind if kind in found}
 
 
 def in_rows(name: str) -> str:
@@ -89,13 +43,8 @@ def in_rows(name: str) -> str:
     return f"{found[1]}[{','.join(f'{start}:{start + length}' for start, length in boxes)}]"
 
 
-def line(label: str, text: str) -> str:
-    """A line of a result: what it is, and in a column of its own what was found."""
-    return f"[bold]{label:<12}[/]{escape(text)}"
-
-
 def plan(planned: Plan, sink: Output) -> None:
-    """What `--dry-run` prints."""
+    """Print a plan, as `--dry-run` does."""
     rewritten = sum(source.bytes_ for source in planned.mapping.sources if not source.is_verbatim)
     how = f"{human_bytes(rewritten)} of it rewritten" if rewritten else "all of it as stored"
     lines = [
@@ -112,7 +61,7 @@ def plan(planned: Plan, sink: Output) -> None:
 
 
 def exported(done: Exported, sink: Output) -> None:
-    """What an export prints when it is done."""
+    """Print the version that an export published."""
     variables, published = done.variables, done.published
     document = Export(
         **asdict(_plan(done.plan, Status.PUBLISHED, variables.work, variables.shards)),

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import zip_longest
 from statistics import median
+from typing import TYPE_CHECKING
 
 from msgspec.structs import asdict
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.cli.documents import Tensor, inspections
-from exporter.cli.render import (
+from exporter.cli.render_catalog import (
     catalog_text,
     checkpoint_document,
     kind_texts,
     line,
     tensor_groups,
 )
-from exporter.mapping.unmatched import Unmatched
-from exporter.pipeline.both_sides import Unmatchable
-from exporter.pipeline.inspection import (
+from exporter.pipeline.inspected import (
     BundleView,
     CheckpointView,
     EmbeddingTable,
@@ -32,9 +31,13 @@ from exporter.terminal.output import Output, escape
 from exporter.terminal.progress import count, human_bytes
 from exporter.wire.dtypes import DType
 
+if TYPE_CHECKING:
+    from exporter.mapping.unmatched import Unmatched
+    from exporter.pipeline.both_sides import Unmatchable
+
 
 def embedding_lines(table: EmbeddingTable) -> Iterator[tuple[str, str]]:
-    """An embedding variable for people: labels and texts."""
+    """Labels and texts for people about an embedding variable."""
     filtered = f", {table.filtered_keys} more filtered" if table.filtered_keys else ""
     parts = f", {table.parts} parts" if table.parts > 1 else ""
     slots = f", slots {', '.join(table.slots)}" if table.slots else ""
@@ -50,7 +53,7 @@ def embedding_lines(table: EmbeddingTable) -> Iterator[tuple[str, str]]:
 
 
 def served_text(view: ServedTableView) -> str:
-    """A dynamic table as it is served, for people."""
+    """A line for people about a served table by keys."""
     return (
         f"{view.name}: {view.keys} keys, room for {view.free_rows} more, {view.dtype}[{view.dimension}], "
         f"{human_bytes(view.bytes)}, index {human_bytes(view.index_bytes)} with load factor "
@@ -62,7 +65,7 @@ _LIKELY_SHOWN = 6
 
 
 def inspected(found: Inspection, sink: Output, *, tensors: bool) -> None:
-    """What `inspect` prints; `tensors` adds one row for each tensor."""
+    """Print a checkpoint, graph, version or model; `tensors` adds one row for each tensor."""
     document, lines = _inspection(found, tensors=tensors)
     if isinstance(found, CheckpointView) and found.problem is not None:
         sink.note(f"note: its embedding variables cannot be read: {found.problem.message}")
@@ -172,7 +175,7 @@ def _bundle_lines(found: BundleView) -> Iterator[str]:
 
 
 def compared(found: Unmatchable, sink: Output) -> None:
-    """What `inspect --unmatched` prints: both left-over lists, and the beginning of a table of names."""
+    """Print variables and tensors without partners, and the beginning of a table of names."""
     left = found.unmatched
     document = inspections.NameComparison(
         checkpoint=checkpoint_document(found.catalog),
@@ -203,7 +206,7 @@ def compared(found: Unmatchable, sink: Output) -> None:
 
 
 def _two_lists(left: Unmatched) -> Iterator[str]:
-    """Variables to the left, tensors to the right, both in order of shape so that partners lie close."""
+    """Lines with variables to the left and tensors to the right, by shape, so that partners lie close."""
     ours = [
         (v.full_shape, f"{v.key} {_typed(v.dtype, v.full_shape)}")
         for v in (i.variable for i in left.variables)

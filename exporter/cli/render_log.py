@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from datetime import timezone
-from typing import Any, TypeVar
-
-from msgspec.structs import replace
+from typing import TYPE_CHECKING, Any
 
 from exporter.cli.documents import Status
 from exporter.cli.documents import logs as documents
 from exporter.cli.documents.logs import Merge, Rebase, Rollback
-from exporter.cli.render import in_rows
-from exporter.errors import ExportError
-from exporter.pipeline.comparison import ComparedState, Differences, TableDifference, VariableDifference
-from exporter.pipeline.log_maintenance import Merged, Merging, RollbackPlan, RollbackResult
-from exporter.pipeline.rebase import Rebased, Rebasing
-from exporter.publish.timeline import Event, Timeline
 from exporter.storage.local_paths import quoted
 from exporter.terminal.output import Output, labelled
 from exporter.terminal.progress import count, human_bytes
-from exporter.verify.log import VerifiedModel
 
-DifferenceT = TypeVar("DifferenceT", VariableDifference, TableDifference)
+if TYPE_CHECKING:
+    from exporter.errors import ExportError
+    from exporter.pipeline.log_maintenance import Merged, Merging, RollbackPlan, RollbackResult
+    from exporter.pipeline.rebase import Rebased, Rebasing
+    from exporter.publish.timeline import Event, Timeline
+    from exporter.verify.log import VerifiedModel
 
 
 def merged(done: Merged | None, sink: Output) -> None:
-    """What `merge` did; None: there was nothing to merge."""
+    """Print a merger; None: there was nothing to merge."""
     if done is None:
         sink.result(Merge(dry_run=False, status=Status.NOTHING_TO_DO), [_NOTHING_TO_MERGE], is_done=True)
         return
@@ -41,7 +36,7 @@ def merged(done: Merged | None, sink: Output) -> None:
 
 
 def merging(plan: Merging | None, sink: Output) -> None:
-    """What `merge --dry-run` prints: the document of the run, in which `bytes` are not known yet."""
+    """Print a planned merger, by the document of the run; its `bytes` are not known yet."""
     if plan is None:
         sink.result(Merge(dry_run=True, status=Status.NOTHING_TO_DO), [_NOTHING_TO_MERGE])
         return
@@ -66,7 +61,7 @@ def _merge(merger: Merged | Merging, status: Status, size: int | None) -> Merge:
 
 
 def rebased(done: Rebased | None, sink: Output) -> None:
-    """What `merge --rebase` did; None: the newest base stands at the newest position."""
+    """Print a new base; None: the newest base stands at the newest position."""
     if done is None:
         sink.result(Rebase(dry_run=False, status=Status.NOTHING_TO_DO), [_NOTHING_TO_REBASE], is_done=True)
         return
@@ -93,7 +88,7 @@ def rebased(done: Rebased | None, sink: Output) -> None:
 
 
 def rebasing(plan: Rebasing | None, sink: Output) -> None:
-    """What `merge --rebase --dry-run` prints; which versions go is decided when the base is there."""
+    """Print a planned base; which versions are removed is decided when it is published."""
     if plan is None:
         sink.result(Rebase(dry_run=True, status=Status.NOTHING_TO_DO), [_NOTHING_TO_REBASE])
         return
@@ -116,7 +111,7 @@ def rebasing(plan: Rebasing | None, sink: Output) -> None:
 
 
 def taken_back(done: RollbackResult, sink: Output) -> None:
-    """What `rollback` or `resume` did."""
+    """Print a rollback or resumption."""
     if not done.was_held:
         sink.result(_rollback(done, Status.NOTHING_TO_DO, dry_run=False), _nothing_held(done), is_done=True)
         return
@@ -148,7 +143,7 @@ def _nothing_held(found: RollbackResult | RollbackPlan) -> list[str]:
 
 
 def taking_back(plan: RollbackPlan, sink: Output) -> None:
-    """What `rollback --dry-run` and `resume --dry-run` print: the document of the run."""
+    """Print a planned rollback or resumption, by the document of the run."""
     if not plan.was_held:
         sink.result(_rollback(plan, Status.NOTHING_TO_DO, dry_run=True), _nothing_held(plan))
         return
@@ -177,53 +172,13 @@ def _rollback(what: RollbackResult | RollbackPlan, status: Status, *, dry_run: b
 
 
 def _warn(warnings: Iterable[ExportError], sink: Output) -> None:
-    """What went wrong after something was published."""
+    """Print errors that came after something was published, as warnings."""
     for warning in warnings:
         sink.warn(warning.message)
 
 
-def differences(found: Differences, sink: Output) -> None:
-    """What `diff` prints."""
-    document = documents.Differences(
-        a=_side(found.a),
-        b=_side(found.b),
-        equal=found.is_empty,
-        compared=found.compared,
-        variables=list(map(_printable, found.variables)),
-        tables=list(map(_printable, found.tables)),
-        only_a=found.only_a,
-        only_b=found.only_b,
-    )
-    lines = [
-        labelled("a", _side_text(found.a)),
-        labelled("b", _side_text(found.b)),
-        labelled("differ", f"{len(found.variables) + len(found.tables)} of {found.compared} variables"),
-        *(labelled("only in a", name) for name in found.only_a),
-        *(labelled("only in b", name) for name in found.only_b),
-    ]
-    sink.result(document, lines)
-    if found.variables:
-        columns = {"variable": "left", "rows": "right", "of": "right", "norm": "right", "largest": "right"}
-        rows = (
-            (in_rows(v.name), v.changed_rows, v.rows, _number(v.norm), _number(v.largest))
-            for v in found.variables
-        )
-        sink.table("", columns, rows)
-    if found.tables:
-        names = ("keys of both", "only in a", "only in b", "changed", "norm", "largest")
-        columns = {"table": "left", **dict.fromkeys(names, "right")}
-        sink.table(
-            "",
-            columns,
-            (
-                (t.name, t.keys, t.only_a, t.only_b, t.changed_rows, _number(t.norm), _number(t.largest))
-                for t in found.tables
-            ),
-        )
-
-
 def verified(found: VerifiedModel, sink: Output) -> None:
-    """What `verify` prints."""
+    """Print what is published of a model, and what is wrong with it."""
     deltas = len(found.log.deltas) if found.log else 0
     document = documents.Verification(
         versions=found.versions,
@@ -259,33 +214,8 @@ def _positions(known: tuple[int, ...]) -> str:
     return shown if len(known) <= 10 else f"{len(known)}, the last {shown}"
 
 
-def _side(side: ComparedState) -> documents.Side:
-    at = side.at
-    position = at.position if at and side.log is not None else None
-    return documents.Side(side.label, position, at.step if at else None)
-
-
-def _printable(found: DifferenceT) -> DifferenceT:
-    """JSON has no NaN and no infinity."""
-    return replace(found, norm=_if_finite(found.norm), largest=_if_finite(found.largest))
-
-
-def _if_finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _side_text(side: ComparedState) -> str:
-    if side.at is None:
-        return side.label
-    return f"{side.label}, " + (f"position {side.at}" if side.log is not None else f"step {side.at.step}")
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
 def history(found: Timeline, sink: Output, last: int | None) -> None:
-    """What `history` prints, all of it or the `last` events."""
+    """Print a model's publications, all or the `last` ones."""
     events = found.events[-last:] if last else found.events
     document = documents.History(
         model=str(found.model),

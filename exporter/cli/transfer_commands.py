@@ -52,11 +52,11 @@ def push(
         plan = transfer.plan_push(model, url, prune=prune)
         if not dry_run:
             plan = transfer.push(plan, sink.progress)
-        _told(plan, sink, dry_run=dry_run)
+        _print_push(plan, sink, dry_run=dry_run)
 
 
 def _require_order(command: str, model: Path, url: str) -> None:
-    """Refuse a model and a URL that stand in each other's place, and two URLs."""
+    """Refuse a model and a URL in the wrong order, and two URLs."""
     stored = Url.parse(str(model))
     if stored is None:
         return
@@ -68,7 +68,7 @@ def _require_order(command: str, model: Path, url: str) -> None:
     raise UsageError(f"{command} takes the {order}", hint=hint)
 
 
-def _told(plan: PushPlan, sink: Output, *, dry_run: bool) -> None:
+def _print_push(plan: PushPlan, sink: Output, *, dry_run: bool) -> None:
     from exporter.cli.documents.logs import Push
 
     is_nothing = not (plan.upload or plan.remove or plan.changes_holds)
@@ -134,7 +134,7 @@ def pull(
         _require_order("pull", model, url)
         copy = transfer.LocalCopy(url, model, prune=prune)
         if not looks.watch:
-            _pulled(copy.update(sink.progress), model, sink)
+            _print_pull(copy.update(sink.progress), model, sink)
             return
         sink.json_lines = True
         with until_interrupted(sink) as published:
@@ -149,7 +149,7 @@ def pull(
                     for fetched in done.fetched:
                         published.add(model / fetched)
                     if done.fetched or done.removed:
-                        _pulled(done, model, sink)
+                        _print_pull(done, model, sink)
                 time.sleep(looks.interval)
 
 
@@ -159,7 +159,7 @@ def _tell_once(error: ExportError, said: str, sink: Output) -> str:
     return error.message
 
 
-def _pulled(done: Pulled, model: Path, sink: Output) -> None:
+def _print_pull(done: Pulled, model: Path, sink: Output) -> None:
     from exporter.cli.documents.logs import Pull
 
     document = Pull(

@@ -56,19 +56,22 @@ import math
 from collections.abc import Iterable, Mapping
 from enum import IntFlag
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import numpy as np
 from msgspec import Struct, convert
 
-from exporter.catalog import Catalog
-from exporter.delta.packing import RowValues, shrinks
 from exporter.newer_python import StrEnum
 from exporter.options import DeltaDtype
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import DtypeLabel
 
-Array = np.ndarray[Any, Any]
+if TYPE_CHECKING:
+    import numpy as np
+
+    from exporter.catalog import Catalog
+    from exporter.delta.packing import RowValues
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
 
 FORMAT_VERSION = 1
 POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY = "delta/position", "delta/lineage", "delta/schema"
@@ -195,6 +198,8 @@ class ServedVariable(Struct, frozen=True):
 
     def packed(self, packing: DeltaDtype | None) -> tuple[PackedTensor, ...]:
         """The further tensors of packed rows: places, codes, for int8 scales; none if rows are not packed."""
+        from exporter.delta.packing import shrinks
+
         if (
             packing is None
             or self.kind is ChangeKind.DENSE
@@ -337,7 +342,7 @@ class SortedRows(Protocol):
         """[n, ...]."""
 
 
-Change = Rows | Array
+Change: TypeAlias = "Rows | Array"
 """What a delta holds for a variable: rows of a table, or a dense variable's whole value."""
 
 

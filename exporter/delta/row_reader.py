@@ -28,10 +28,9 @@ from exporter.checkpoint.tensor_bundle import check_values, read_array
 from exporter.checkpoint.tensor_values import cast_values, map_bytes, memory_map, stored_extent
 from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
 from exporter.errors import CheckpointChanged, CorruptFile
-from exporter.mapping.build import TensorSource
+from exporter.mapping.tensor_source import TensorSource
 from exporter.storage import mirror
 from exporter.storage.requests import GAP_BYTES
-from exporter.storage.waiting import workers
 from exporter.wire.dtypes import DType
 from exporter.wire.int8_codes import SCALE_BYTES
 
@@ -351,6 +350,8 @@ def check_stored(variables: Iterable[RowReader], known: Collection[StoredRun] = 
     Several runs are read at a time, in bounded memory. What is `known` to be right is not read; what was read
     is returned.
     """
+    from exporter.storage.waiting import workers  # late: with logging
+
     found = {run: variable for variable in variables for run in variable.runs if run not in known}
     if not found:
         return frozenset()
@@ -411,17 +412,28 @@ def translate(
     for part, variable in enumerate(source.variables):
         name, box = variable.served_name, source.stored(variable.box)
         if source.scatter_parts:
-            inside = natural % source.scatter_parts == part
+            inside = np.flatnonzero(natural % source.scatter_parts == part)
             ids = natural[inside] // source.scatter_parts
         else:
-            inside = (natural >= box.starts[0]) & (natural < box.starts[0] + box.lengths[0])
-            ids = natural[inside] - box.starts[0]
+            first, count = box.starts[0], box.lengths[0]
+            inside = np.flatnonzero((natural >= first) & (natural < first + count))
+            ids = natural[inside] - first
         columns = (slice(s, s + n) for s, n in zip(box.starts[1:], box.lengths[1:], strict=True))
         wanted = (slice(None), *columns)
-        rows = values[inside][wanted]
         order = np.argsort(ids, kind="stable")
-        translated[name] = Rows(ids[order], rows[order])
+        rows = values[wanted][_in_a_row(inside[order])]
+        translated[name] = Rows(ids[order], rows)
     return translated
+
+
+def _in_a_row(places: Array) -> Array | slice:
+    """The places as a slice if each follows the one before: rows in their order, as most are, stay a view.
+
+    To copy the rows of an increment of 25 MB, which are read once more, took a tenth of a small delta's time.
+    """
+    if len(places) and (np.diff(places) == 1).all():
+        return slice(int(places[0]), int(places[-1]) + 1)
+    return places
 
 
 def _parts_of_whole(

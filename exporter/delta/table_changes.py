@@ -16,15 +16,15 @@ from typing import Any, Protocol
 import numpy as np
 from msgspec import Struct
 
-from exporter.delta.compare_rows import differing_rows
 from exporter.delta.format import Change, Rows, Schema, ServedVariable
 from exporter.delta.row_spill import RowSpill
 from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile, TableFull
 from exporter.mapping.mapping_spec import DynamicTable
 from exporter.tables.change_index import IndexChange, change_index, find_rows, live_rows
-from exporter.tables.geometry import VALUES, TableGeometry
+from exporter.tables.geometry import TableGeometry
 from exporter.tables.integer_sets import among, distinct
+from exporter.tables.parts import VALUES
 
 Array = np.ndarray[Any, Any]
 
@@ -59,6 +59,8 @@ class KeyedRows(Struct, frozen=True, eq=False):
 
     def same_as(self, other: KeyedRows) -> Array:
         """Which rows are, bit for bit, those of their keys in another one, as a mask."""
+        from exporter.delta.compare_rows import differing_rows
+
         rows = other.rows_of(self.keys)
         ours = np.flatnonzero(rows >= 0)
         differing = differing_rows(self.values[ours], other.values[rows[ours]])
@@ -226,6 +228,8 @@ def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[st
     rows[new] = change.added
     is_new = np.zeros(len(rows), bool)
     is_new[new] = True
+    from exporter.delta.compare_rows import differing_rows  # late: told changes are not compared
+
     changes = _index_changes(table, change)
     with RowSpill(table.row_values, scratch) as spill:
         for ids, places in _in_steps(table, rows):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -18,51 +18,15 @@ from msgspec import Struct
 from exporter.checkpoint.tensor_bundle import check_tensor
 from exporter.delta.compare_rows import differing_rows
 from exporter.delta.delta_files import read_delta, write_delta
+from exporter.delta.deviation import LeftOut, Rounded, Tolerance
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
 from exporter.delta.packing import round_rows, shrinks
 from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
 from exporter.delta.snapshot import Changes, Snapshot
 from exporter.errors import CheckpointError
-from exporter.options import DeltaDtype
 from exporter.storage.layout import RESIDUAL_PREFIX
-from exporter.wire.json_documents import Count, Measure, doc
-
-
-class LeftOut(Struct, frozen=True):
-    """Rows that were not sent, and how far what is served stays behind, as Euclidean norms."""
-
-    bound: Annotated[Measure, doc("each row's distance is below it")]
-    rows: Annotated[Count, doc("how many")]
-    largest: Annotated[Measure, doc("the largest distance of a row")]
-
-
-class Rounded(Struct, frozen=True):
-    """Rows that are served rounded."""
-
-    dtype: Annotated[DeltaDtype, doc("what to")]
-    rows: Annotated[Count, doc("how many")]
-    largest: Annotated[Measure, doc("the largest absolute error of an element")]
-
-    def since(self, before: Rounded | None) -> Rounded:
-        """With rows that were rounded in the same way before: at most so many, and so far off at most."""
-        if before is None or before.dtype is not self.dtype:
-            return self
-        return Rounded(self.dtype, self.rows + before.rows, max(self.largest, before.largest))
-
 
 Array = np.ndarray[Any, Any]
-
-
-class Tolerance(Struct, frozen=True):
-    """How far what is served may be from the trainer's: rows by less than `bound`, and rounded."""
-
-    bound: float = 0.0
-    delta_dtype: DeltaDtype | None = None
-
-    @property
-    def is_nothing(self) -> bool:
-        """True if what is served is to be the trainer's bit for bit."""
-        return self.bound == 0 and self.delta_dtype is None
 
 
 class Tolerated(Struct, frozen=True):

@@ -68,8 +68,8 @@ from exporter.graph.nodes import (
     through_identities,
 )
 from exporter.graph.signatures import SignatureEnds
-from exporter.tables.geometry import PARTS
 from exporter.tables.lookup import add_rows
+from exporter.tables.parts import PARTS
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto

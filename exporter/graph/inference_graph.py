@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 from msgspec import Struct, field
 
 from exporter.catalog import SliceSpec, TensorRef
-from exporter.checkpoint.object_graph import ObjectGraph
 from exporter.newer_python import StrEnum
-from exporter.tables.geometry import PARTS
+from exporter.tables.parts import PARTS
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import DtypeLabel, Shape, Text, doc
-from exporter.wire.protos import Proto
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from exporter.checkpoint.object_graph import ObjectGraph
+    from exporter.wire.protos import Proto
 
 
 class PartitionStrategy(Enum):

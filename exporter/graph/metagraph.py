@@ -11,21 +11,18 @@ result to a variable, so the next check would report that an output changes a va
 
 from __future__ import annotations
 
-import errno
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from google.protobuf import text_format
-from google.protobuf.message import DecodeError
-
 from exporter.checkpoint.recommenders_addons import table_in_graph
 from exporter.checkpoint.trainers import AUTODIST_SCOPE
-from exporter.errors import CorruptFile, GraphError, NotServable, UsageError
+from exporter.errors import GraphError, NotServable, UsageError
 from exporter.graph.deeprec_conversion import convert_deeprec
 from exporter.graph.deeprec_ops import HANDLE
 from exporter.graph.feeds import hands_over_batches, parse_feeds
 from exporter.graph.functions import callers
+from exporter.graph.graph_files import parse_message, read_graph_file
 from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.graph.keys import VARIABLE_OPS, variable_keys
 from exporter.graph.lookup_tables import add_init_op, table_keys, use_resource_tables
@@ -43,13 +40,11 @@ from exporter.graph.signatures import (
     set_signatures,
 )
 from exporter.graph.source_graph import GraphRequest, SourceGraph
-from exporter.storage.files import read_regular
 from exporter.storage.local_paths import quoted
-from exporter.tables.geometry import PARTS
 from exporter.tables.lookup import DEFAULTS, PART, TABLE
-from exporter.wire import protos
+from exporter.tables.parts import PARTS
 from exporter.wire.dtypes import DType
-from exporter.wire.protos import MAX_MESSAGE_BYTES, Proto
+from exporter.wire.protos import Proto
 from exporter.wire.tensor_proto import to_array
 
 _PREFIX = "TFRA>"
@@ -101,37 +96,10 @@ def read_metagraph(path: Path) -> Proto:
     return without_recording(parse_message("MetaGraphDef", data, path, is_text=is_text, nonempty="graph_def"))
 
 
-def read_graph_file(path: Path) -> bytes:
-    """The bytes of a graph's file; CorruptFile above 2 GiB, OSError if it cannot be read."""
-    try:
-        return read_regular(path, MAX_MESSAGE_BYTES)
-    except OSError as error:
-        if error.errno != errno.EFBIG:
-            raise
-        raise CorruptFile(
-            f"{path} holds no graph: it has more than 2 GiB", cause="no protocol buffer is larger"
-        ) from None
-
-
 def readable_version(text: str) -> str:
     """A version that `tf.saved_model.load` can parse: `1.15.5` of `1.15.5-deeprec2402`; "" if none."""
     found = _VERSION.match(text)
     return "" if found is None else found[0] if found.end() == len(text) else found["release"]
-
-
-def parse_message(kind: str, data: bytes, path: Path, *, is_text: bool, nonempty: str) -> Proto:
-    """A message of the private pool from a file's bytes; CorruptFile if its field `nonempty` is not set."""
-    message = protos.message_class(kind)()
-    try:
-        if is_text:
-            text_format.Parse(data, message)
-        else:
-            message.ParseFromString(data)
-    except (DecodeError, text_format.ParseError, UnicodeDecodeError) as error:
-        raise CorruptFile(f"{path} holds no {kind}", cause=str(error)) from error
-    if not any(descriptor.name == nonempty for descriptor, _ in message.ListFields()):
-        raise CorruptFile(f"{path} holds no {kind}", cause=f"it has no {nonempty}, or is cut off")
-    return message
 
 
 def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, directory: Path) -> SourceGraph:

@@ -14,15 +14,12 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from exporter.checkpoint.families import is_archive
 from exporter.errors import BuilderError, UsageError
-from exporter.graph.inference_graph import InferenceGraph
-from exporter.graph.source_graph import GraphRequest, read_signatures
 from exporter.graph.sources import (
     BuilderFile,
     SourceFile,
@@ -35,7 +32,10 @@ from exporter.graph.sources import (
 from exporter.storage.files import FileDigests, file_digest, require_size
 from exporter.storage.layout import SAVED_MODEL_FILE, SAVED_MODEL_TEXT_FILE
 from exporter.wire.json_documents import Sha256, Text, doc
-from exporter.wire.protos import MAX_MESSAGE_BYTES
+
+if TYPE_CHECKING:
+    from exporter.graph.inference_graph import InferenceGraph
+    from exporter.graph.source_graph import GraphRequest
 
 
 class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
@@ -100,6 +100,8 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
 
 def graph_options(request: GraphRequest) -> dict[str, Any]:
     """{option: value} of the options about the graph that a request gives; of a file, its contents."""
+    from exporter.graph.source_graph import read_signatures
+
     given: dict[str, Any] = {
         "--model-arg": dict(request.model_args),
         "--feed": dict(request.feeds),
@@ -189,6 +191,9 @@ def _is_in(builder: Any, path: Path) -> bool:
 
 def _graph_file_digest(path: Path) -> str:
     """The digest of a graph's file; of an archive's config alone, because its weights are not the graph."""
+    from exporter.checkpoint.families import is_archive
+    from exporter.wire.protos import MAX_MESSAGE_BYTES
+
     if not is_archive(path):
         require_size(path, path.stat().st_size, MAX_MESSAGE_BYTES)
         return file_digest(path)

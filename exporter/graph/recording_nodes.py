@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from exporter.graph.nodes import closure, drop_nodes, input_names, node_of
-from exporter.graph.signatures import signature_tensors, tensor_names
 from exporter.wire.protos import Proto
 
 SCOPE = "increments"
@@ -29,6 +27,14 @@ def without_recording(meta_graph: Proto) -> Proto:
     added = {node.name: node for node in nodes if _ADDED.fullmatch(node.name)}
     if not added:
         return meta_graph
+    from exporter.graph.nodes import (  # late: most graphs record nothing
+        closure,
+        drop_nodes,
+        input_names,
+        node_of,
+    )
+    from exporter.graph.signatures import signature_tensors, tensor_names
+
     read = {node_of(text) for node in nodes if node.name not in added for text in input_names(node)}
     read |= {
         node_of(text)

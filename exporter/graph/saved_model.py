@@ -7,28 +7,23 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 from msgspec.structs import replace
 
-from exporter.errors import CorruptFile, MissingAsset, UnsupportedFormat, UsageError
+from exporter.errors import CorruptFile, MissingAsset, UsageError
 from exporter.graph.feeds import parse_feeds
 from exporter.graph.functions import drop_refills
+from exporter.graph.graph_files import SERVE_TAG, read_saved_model
 from exporter.graph.keys import saved_objects
-from exporter.graph.metagraph import parse_message, read_graph_file, with_signatures
+from exporter.graph.metagraph import with_signatures
 from exporter.graph.nodes import GraphIndex, endpoint
-from exporter.graph.recording_nodes import without_recording
 from exporter.graph.signatures import collection_spec, drop_internal, requested_specs
 from exporter.graph.source_graph import ANY_FILES, GraphRequest, SourceGraph, Trust
 from exporter.graph.training_graph import TrainingGraph, drop_training_signatures
 from exporter.storage.files import below
 from exporter.storage.layout import (
     ASSETS_DIRECTORY,
-    SAVED_MODEL_FILE,
-    SAVED_MODEL_PARTS_FILE,
-    SAVED_MODEL_TEXT_FILE,
 )
 from exporter.wire import protos
 from exporter.wire.protos import Proto
 
-SERVE_TAG = "serve"
-_SCHEMA_VERSION = 1
 _INIT_SIGNATURE = "__saved_model_init_op"
 _INIT_COLLECTIONS = ("saved_model_main_op", "legacy_init_op")
 _UPDATE = "incremental_update"  # the signature that applies deltas, as the subgraph adds it
@@ -71,38 +66,6 @@ def load_training_graph(path: Path, tag: str, trust: Trust = ANY_FILES) -> Train
     """
     meta_graph = choose_graph(read_saved_model(path), path, tag, "--train-tag")
     return TrainingGraph.of(str(path), tag, meta_graph, _assets(meta_graph, path, trust))
-
-
-def read_saved_model(path: Path) -> Proto:
-    """The `protos.SavedModel` in a directory, its graphs without what `IncrementHook` added to them.
-
-    Raises:
-        CorruptFile: it is damaged.
-        UnsupportedFormat: it has another schema version, or is split into chunks (`saved_model.cpb`).
-        UsageError: it does not exist, or cannot be read.
-    """
-    if (path / SAVED_MODEL_PARTS_FILE).is_file():
-        raise UnsupportedFormat(
-            f"{path} is a SavedModel split into chunks", hint="save it again below 2 GiB of constants"
-        )
-    file = path / SAVED_MODEL_FILE
-    if not file.is_file():
-        file = path / SAVED_MODEL_TEXT_FILE
-    try:
-        data = read_graph_file(file)
-    except OSError as error:
-        raise UsageError(
-            f"no SavedModel can be read from {path}", cause=error.strerror or str(error)
-        ) from error
-    model = parse_message("SavedModel", data, file, is_text=file.suffix == ".pbtxt", nonempty="meta_graphs")
-    if model.saved_model_schema_version != _SCHEMA_VERSION:
-        raise UnsupportedFormat(
-            f"{file} has schema version {model.saved_model_schema_version}, expected {_SCHEMA_VERSION}",
-            hint="save it again with TensorFlow 1.x or 2.x",
-        )
-    for meta_graph in model.meta_graphs:
-        without_recording(meta_graph)
-    return model
 
 
 def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag") -> Proto:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from msgspec import Struct, field
 
 from exporter.catalog import SliceSpec, TensorRef
-from exporter.checkpoint.object_graph import ObjectGraph
 from exporter.errors import AccessRefused, UsageError
-from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.graph.sources import SourceFile
 from exporter.options import ExportRequest, GraphOptions, Model
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import quoted
-from exporter.wire.protos import Proto
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from exporter.checkpoint.object_graph import ObjectGraph
+    from exporter.graph.inference_graph import GraphDynamicTable
+    from exporter.wire.protos import Proto
 
 
 class Trust(Struct, frozen=True):

@@ -39,6 +39,7 @@ from exporter.increments.changed_tables import (
     read_listed,
     read_table,
 )
+from exporter.increments.trained import CheckpointId as CheckpointId
 from exporter.storage.layout import DELTA_NAME
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import (
@@ -59,27 +60,6 @@ Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
 FORMAT_VERSION = 1
-
-
-class CheckpointId(Struct, frozen=True, eq=False, rename={"digest": "index_sha256"}):
-    """A full checkpoint by content: `digest` is the SHA-256 of its index, which holds a crc of every tensor.
-
-    `name` is its prefix without the path; it does not count: a trainer that restores a checkpoint whose step
-    is ahead of its name (workers went on while it was saved) saves the same contents under another name.
-    """
-
-    name: Annotated[Text, doc("its prefix, without the path")]
-    step: Annotated[Count, doc("the training step that it holds")]
-    digest: Annotated[Id, doc("SHA-256 of its index file")]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CheckpointId) and (self.step, self.digest) == (other.step, other.digest)
-
-    def __ne__(self, other: object) -> bool:  # a Struct's own does not ask `__eq__`
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash((self.step, self.digest))
 
 
 class Changed(Struct, frozen=True):

@@ -8,12 +8,32 @@ from typing import Annotated
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 
-from exporter.delta.tolerance import LeftOut, Rounded
-from exporter.increments.increment import CheckpointId
+from exporter.delta.deviation import LeftOut, Rounded
 from exporter.options import DeltaDtype
-from exporter.wire.json_documents import Moment, doc
+from exporter.wire.json_documents import Count, Id, Moment, Text, doc
 
 IncrementName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z:._-]{1,200}$(?!\n)")]
+
+
+class CheckpointId(Struct, frozen=True, eq=False, rename={"digest": "index_sha256"}):
+    """A full checkpoint by content: `digest` is the SHA-256 of its index, which holds a crc of every tensor.
+
+    `name` is its prefix without the path; it does not count: a trainer that restores a checkpoint whose step
+    is ahead of its name (workers went on while it was saved) saves the same contents under another name.
+    """
+
+    name: Annotated[Text, doc("its prefix, without the path")]
+    step: Annotated[Count, doc("the training step that it holds")]
+    digest: Annotated[Id, doc("SHA-256 of its index file")]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CheckpointId) and (self.step, self.digest) == (other.step, other.digest)
+
+    def __ne__(self, other: object) -> bool:  # a Struct's own does not ask `__eq__`
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((self.step, self.digest))
 
 
 class TrainerVersion(Struct, frozen=True):

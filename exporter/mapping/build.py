@@ -7,18 +7,18 @@ itself, and the kinds of tensors that inference does not need.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from collections.abc import Mapping as MappingOf
 from enum import Enum
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog, Naming, SliceSpec, TensorRef
+from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.checkpoint.object_graph import SUFFIX, read_object_graph
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
@@ -34,11 +34,12 @@ from exporter.errors import (
 from exporter.graph.inference_graph import GraphTable, GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.mapping.by_layer import left_over_twins, match_unnamed
 from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule, row_order
-from exporter.mapping.object_matching import Matched, TrainedObjects, match_objects
+from exporter.mapping.tensor_source import CASTABLE, TensorSource, cast_for, group_parts, stored_names
 from exporter.options import ExportRequest
-from exporter.tables.geometry import VALUES
-from exporter.wire.dtypes import DType
-from exporter.wire.int8_codes import SCALE_BYTES
+from exporter.tables.parts import VALUES
+
+if TYPE_CHECKING:
+    from exporter.mapping.object_matching import TrainedObjects
 
 _AVERAGES = "_model_variables_moving_average"
 _VARIABLES = "_trainable_variables"
@@ -99,11 +100,6 @@ def find_tables(
         _check(table, keys, values)
         found = replace(table, keys=keys.name, values=values.name)
         yield replace(found, key_shape=keys.shape[1:], value_shape=values.shape[1:]), keys, values
-
-
-def stored_names(table: GraphTable, renamed: Callable[[str], str | None]) -> tuple[str, str]:
-    """The names of a table's keys and values in a checkpoint."""
-    return renamed(table.keys) or table.keys, renamed(table.values) or table.values
 
 
 def _check(table: GraphTable, keys: TensorRef, values: TensorRef) -> None:
@@ -224,69 +220,7 @@ def _kind(name: str, tensor: TensorRef, catalog: Catalog) -> ExtraKind:
 
 _REPORTED_MISSES = 20
 _VIA = {Naming.NAMES: "number", Naming.LAYERS: "layer", Naming.ORDER: "order"}
-_CASTABLE = {DType.FLOAT, DType.DOUBLE}
 _ROWS = f"/{VALUES}"
-
-
-class TensorSource(Struct, frozen=True):
-    """The source of one served variable's values (of the whole, also if the graph partitions it).
-
-    `key` is the name in the published bundle; `variables` the graph variables restored from it: one, or the
-    parts of a partitioned one; none for a table's contents. `cast` is the dtype to store instead of the
-    tensor's. `gather_parts` > 0 says that the tensor's n slices hold rows in `mod` order (row i in slice i %
-    n) and must be put in order; `scatter_parts` > 0 that the graph looks its n parts up by `mod`, so rows
-    must be laid out so. `is_mapped` asks for a file of its own for each variable, from which servers map it.
-    A table that is cast to int8 is stored as `exporter.wire.int8_codes` says.
-    """
-
-    key: str
-    variables: tuple[GraphVariable, ...]
-    tensor: TensorRef
-    via: str = "name"
-    cast: DType | None = None
-    gather_parts: int = 0
-    scatter_parts: int = 0
-    is_mapped: bool = False
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype in the published bundle."""
-        return self.cast or self.tensor.dtype
-
-    @property
-    def bytes_(self) -> int:
-        """Bytes in the published bundle."""
-        itemsize = self.dtype.itemsize
-        if itemsize is None:
-            return self.tensor.bytes_
-        return math.prod(self.stored(SliceSpec.whole(self.tensor.shape)).lengths) * itemsize
-
-    @property
-    def is_in_8_bits(self) -> bool:
-        """True if each row is stored as codes with its scale behind them."""
-        return self.cast is DType.INT8
-
-    def stored(self, box: SliceSpec) -> SliceSpec:
-        """A box of whole rows in the shape in which it is stored."""
-        if not self.is_in_8_bits:
-            return box
-        full, lengths = ((*shape[:-1], shape[-1] + SCALE_BYTES) for shape in (box.full_shape, box.lengths))
-        return SliceSpec(full, box.starts, lengths)
-
-    def as_stored(self, variable: GraphVariable) -> GraphVariable:
-        """One of its variables with the shape in which it is stored."""
-        if not self.is_in_8_bits:
-            return variable
-        # it has the stored shape already; its part is of the table as it was trained
-        if variable.dtype is DType.INT8:
-            return replace(variable, part=variable.part and self.stored(variable.part))
-        box = self.stored(variable.box)
-        return replace(variable, shape=box.lengths, part=variable.part and box)
-
-    @property
-    def is_verbatim(self) -> bool:
-        """True if the stored bytes are served as they are, so that they can be linked."""
-        return self.cast is None and not self.gather_parts and not self.scatter_parts
 
 
 class VariableMapping(Struct, frozen=True, dict=True):
@@ -323,6 +257,8 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
     _refuse_shared_names(wanted)
     objects = read_object_graph(catalog)
     if objects is not None:
+        from exporter.mapping.object_matching import TrainedObjects
+
         matches = _find_objects(
             wanted, graph, TrainedObjects(objects, catalog.tensors, rules.object_path), rules
         )
@@ -368,18 +304,6 @@ def _state(graph: InferenceGraph, catalog: Catalog) -> list[TensorSource]:
     return [TensorSource(name, (), catalog.tensors[name], "state") for name in graph.state.tensors]
 
 
-def group_parts(variables: Iterable[GraphVariable]) -> dict[str, tuple[GraphVariable, ...]]:
-    """The variables by key, the parts of a partitioned one in their order."""
-    groups: dict[str, list[GraphVariable]] = {}
-    for variable in variables:
-        groups.setdefault(variable.key, []).append(variable)
-
-    def begins(member: GraphVariable) -> tuple[int, ...]:
-        return member.part.starts if member.part else ()
-
-    return {key: tuple(sorted(members, key=begins)) for key, members in groups.items()}
-
-
 def _refuse_shared_names(groups: MappingOf[str, tuple[GraphVariable, ...]]) -> None:
     for key, members in groups.items():
         if len(members) > 1 and any(member.part is None for member in members):
@@ -401,6 +325,8 @@ def _find_objects(
     trained: TrainedObjects,
     rules: MappingRules,
 ) -> dict[str, _Match]:
+    from exporter.mapping.object_matching import Matched, match_objects
+
     shadows = averages(trained, rules.average) if rules.average else {}
     known = {key: rules.tensors[key] for key in wanted if rules.tensors.get(key) in trained.tensors}
     renamed = {key: name for key in wanted if (name := rules.renamed(key)) is not None}
@@ -464,20 +390,13 @@ def check_fits(key: str, variable: GraphVariable, tensor: TensorRef) -> None:
         )
 
 
-def cast_for(key: str, tensor: TensorRef, casts: Iterable[CastRule]) -> DType | None:
-    """The dtype that the rules store a variable in; None for the tensor's own."""
-    if tensor.dtype not in _CASTABLE:
-        return None
-    return next((rule.dtype for rule in casts if rule.pattern.fullmatch(key)), None)
-
-
 def check_casts(mapping: VariableMapping, casts: Iterable[CastRule]) -> None:
     """Refuse a cast rule that matches no served variable.
 
     Raises:
         UsageError: no float32 or float64 variable's whole name matches.
     """
-    names = [s.key for s in mapping.sources if s.variables and s.tensor.dtype in _CASTABLE]
+    names = [s.key for s in mapping.sources if s.variables and s.tensor.dtype in CASTABLE]
     for rule in casts:
         if not any(map(rule.pattern.fullmatch, names)):
             found = ", ".join(map(repr, names[:5]))

@@ -13,19 +13,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from msgspec import Struct, field
 
-from exporter.catalog import Catalog, SliceSpec, TensorRef
 from exporter.checkpoint.admission import Admission
-from exporter.checkpoint.embedding_variables import embedding_variables, find_variable
 from exporter.errors import AmbiguousRename, PartitionStrategyUnknown, UsageError
-from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
-from exporter.options import ExportRequest
+from exporter.graph.inference_graph import PartitionStrategy
 from exporter.storage.files import read_regular
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import DtypeLabel, Pattern, Text, doc
+
+if TYPE_CHECKING:
+    from exporter.catalog import Catalog, SliceSpec, TensorRef
+    from exporter.graph.inference_graph import GraphVariable, InferenceGraph
+    from exporter.options import ExportRequest
 
 
 class RowOrder(Struct, frozen=True):
@@ -132,6 +134,8 @@ class RenameTable(Struct, frozen=True):
 
     def check(self, graph: InferenceGraph, catalog: Catalog) -> None:
         """Refuse names that do not exist: a typing error would silently leave a variable to other rules."""
+        from exporter.checkpoint.embedding_variables import embedding_variables, find_variable
+
         variables = {variable.key for variable in graph.variables}
         tables = {table.name for table in graph.dynamic_tables}
         stored = embedding_variables(catalog) if tables & self.entries.keys() else {}

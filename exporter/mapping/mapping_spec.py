@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import asdict, replace
@@ -25,21 +25,17 @@ from exporter.graph.inference_graph import (
     InferenceGraph,
     PartitionStrategy,
 )
-from exporter.mapping.build import (
-    TensorSource,
-    VariableMapping,
-    build_mapping,
-    cast_for,
-    group_parts,
-    stored_names,
-)
 from exporter.mapping.mapping_rules import MappingRules
+from exporter.mapping.tensor_source import TensorSource, cast_for, group_parts, stored_names
 from exporter.options import ExportRequest, option_of
-from exporter.tables.geometry import PARTS
+from exporter.tables.parts import PARTS
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import Count, DocumentError, DtypeLabel, Shape, Text, as_builtins, doc
 
 T = TypeVar("T")
+
+if TYPE_CHECKING:
+    from exporter.mapping.build import VariableMapping
 
 
 class DynamicTable(
@@ -163,6 +159,8 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
         Raises:
             SchemaChanged: the checkpoint is of another model.
         """
+        from exporter.mapping.build import build_mapping
+
         others = {key for table in self.dynamic for key in table.keys}
         ordinary = tuple(variable for variable in self.variables if variable.key not in others)
         graph = InferenceGraph("the published base", None, ordinary, lookups=self.lookups, tables=self.tables)

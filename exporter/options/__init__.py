@@ -4,12 +4,11 @@ A field that is annotated with an `Option` is an option of each command that tak
 that declaration come its parameter, help and completion (`exporter.terminal.parameters`), its line in
 docs/reference, its part in a plan's digest, and the argument that says the same to another process.
 """
-
-from __future__ import annotations
+# Annotations are values here, not texts: to evaluate texts took 5 ms of each command.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import UnionType
@@ -26,23 +25,23 @@ from typing import (
 )
 
 from msgspec import NODEFAULT, Struct, field
-from msgspec.structs import fields, force_setattr
+from msgspec.structs import fields, force_setattr, replace
 
 from exporter.errors import UsageError
 from exporter.newer_python import StrEnum
 from exporter.options import given
+from exporter.options.given import Checked, Given, StrPath
 from exporter.storage.local_paths import checkpoint_path, local_name, local_path
 from exporter.storage.url import Url
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from exporter.options.given import StrPath
     from exporter.options.keywords import ExportKeywords, JobsKeywords, UpdatesKeywords
 
 
 class Option(Struct, frozen=True):
-    """What makes a field an option, beside its type and default."""
+    """An option of the command line: what a field's type and default do not say."""
 
     help: str
     heading: str | None = None
@@ -79,24 +78,21 @@ class Option(Struct, frozen=True):
 class DeclaredOption(Struct, frozen=True):
     """An option where it is declared: at the end of `path`, from field to field."""
 
+    name: str
+    """`--name`."""
     path: tuple[str, ...]
     option: Option
     type: Any
     default: Any
 
-    @property
-    def name(self) -> str:
-        """`--name`."""
-        return self.option.name or f"--{self.path[-1].replace('_', '-')}"
-
     def value(self, values: Any) -> Any:
-        """Its value in such a struct; that of a part that is not there is the default."""
+        """The option's value in a struct; the default where a part of the path is absent."""
         for name in self.path:
             values = getattr(values, name, self.default)
         return values
 
     def is_given(self, values: Any) -> bool:
-        """True if its value in such a struct is not the default."""
+        """True if the option's value in a struct is not the default."""
         return bool(self.value(values) != self.default)
 
 
@@ -113,10 +109,10 @@ def _declared(kind: type[Struct]) -> Iterator[DeclaredOption]:
         option = next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Option)), None)
         default = each.default_factory() if each.default_factory is not NODEFAULT else each.default
         if option is not None:
-            yield DeclaredOption((each.name,), option, get_args(hint)[0], default)
+            name = option.name or f"--{each.name.replace('_', '-')}"
+            yield DeclaredOption(name, (each.name,), option, get_args(hint)[0], default)
         elif (inner := struct_in(hint)) is not None:
-            for one in declared(inner):
-                yield DeclaredOption((each.name, *one.path), one.option, one.type, one.default)
+            yield from (replace(one, path=(each.name, *one.path)) for one in declared(inner))
 
 
 def struct_in(hint: Any) -> type[Struct] | None:
@@ -126,12 +122,12 @@ def struct_in(hint: Any) -> type[Struct] | None:
 
 
 def option_of(kind: type[Struct], name: str) -> str:
-    """The option that sets a field."""
+    """The name of the option that sets a field: `--name`."""
     return next(one.name for one in declared(kind) if one.path[-1] == name)
 
 
 def arguments(values: Struct) -> Iterator[str]:
-    """What is typed to say the same: each option that is not as by default.
+    """The command line's arguments for a struct's values: each option that is not as by default.
 
     An option and its value are one argument, `--name=value`, so that a value may begin with a dash.
     """
@@ -149,8 +145,8 @@ def arguments(values: Struct) -> Iterator[str]:
                 yield f"{one.name}={one.option.text(value)}"
 
 
-def told_in_digest(values: Struct) -> dict[str, Any]:
-    """The options that are part of a plan's digest, by their fields; a part that is not there is None."""
+def digest_fields(values: Struct) -> dict[str, Any]:
+    """The values of options that are part of a plan's digest, by field; None for a struct that is absent."""
     told: dict[str, Any] = {}
     for one in declared(type(values)):
         if not one.option.digest:
@@ -168,13 +164,13 @@ def told_in_digest(values: Struct) -> dict[str, Any]:
 
 
 def require_company(given: Iterable[Struct]) -> None:
-    """Refuse options that have no effect without others, of all structs that a command was given.
+    """Refuse options, in any of a command's structs, that have no effect without others.
 
     Raises:
         UsageError: there is such an option.
     """
     found = [(one, one.value(values)) for values in given for one in declared(type(values))]
-    alone = list(without_company(found))
+    alone = list(lacking_company(found))
     if not alone:
         return
     needs = alone[0].option.goes_with
@@ -184,8 +180,8 @@ def require_company(given: Iterable[Struct]) -> None:
     raise UsageError(f"{names} {goes} with {needs}", hint=f"add {needs}, or leave out {names}")
 
 
-def without_company(found: Sequence[tuple[DeclaredOption, Any]]) -> Iterator[DeclaredOption]:
-    """Options that are given without one that they go with, of all options and their values.
+def lacking_company(found: Sequence[tuple[DeclaredOption, Any]]) -> Iterator[DeclaredOption]:
+    """Those of all options that are given without any option that they go with.
 
     What goes with an option that is not among them, perhaps beside others that are, is not judged.
     """
@@ -199,18 +195,25 @@ def without_company(found: Sequence[tuple[DeclaredOption, Any]]) -> Iterator[Dec
             yield one
 
 
-def _take(values: Struct, own: Iterable[str] = ()) -> None:
-    """Make the values of a struct those of its fields' types, within their limits.
+def _take_within_limits(values: Struct, own: Collection[str] = ()) -> None:
+    """Make the value of each field one of the field's type, within its limits, but for `own` ones.
 
     Raises:
-        UsageError: one does not fit.
+        UsageError: a value does not fit.
     """
-    given.take(values, tuple(own))
+    given.take(values, own)
     for one in declared(type(values)):
         if one.option.least is not None and len(one.path) == 1:
             value = one.value(values)
             if value is not None and not value >= one.option.least:
                 raise given.wrong(one.path[0], value, f"{one.option.least:g} or more")
+
+
+class _Limited(Given, frozen=True):
+    """Options that a Python program gives, within their limits."""
+
+    def _take(self) -> None:
+        _take_within_limits(self)
 
 
 class DataMode(StrEnum):
@@ -235,14 +238,14 @@ class Verify(StrEnum):
     BYTES = "bytes"
     OUTPUTS = "outputs"
 
-    def includes(self, level: Verify) -> bool:
+    def includes(self, level: "Verify") -> bool:
         """True if this level does all that `level` does."""
         order = list(Verify)
         return order.index(self) >= order.index(level)
 
 
 class ExportFormat(StrEnum):
-    """What a version holds: a SavedModel, Cloud ML's pair (`export.meta`, a bundle `export.*`), or both."""
+    """The files of a version: a SavedModel, Cloud ML's pair (`export.meta`, a bundle `export.*`), or both."""
 
     SAVED_MODEL = "saved_model"
     METAGRAPH = "metagraph"
@@ -250,21 +253,21 @@ class ExportFormat(StrEnum):
 
 
 class Isolation(StrEnum):
-    """What a response may mix while a delta is applied: nothing, or whole rows of two positions."""
+    """Consistency of a response while a delta is applied: of one position, or with whole rows of two."""
 
     SNAPSHOT = "snapshot"
     ROW = "row"
 
 
 class DeltaDtype(StrEnum):
-    """What rows of floating-point tables are rounded to in deltas; see `exporter.delta.packing`."""
+    """The type that rows of floating-point tables are rounded to in deltas; see `exporter.delta.packing`."""
 
     BFLOAT16 = "bfloat16"
     INT8 = "int8"
 
 
 class EngineName(StrEnum):
-    """What runs the tasks of a job: threads here, or an engine of the user's; see `exporter.jobs`."""
+    """The engine that runs the tasks of a job: threads here, or one of the user's; see `exporter.jobs`."""
 
     LOCAL = "local"
     RAY = "ray"
@@ -320,7 +323,7 @@ _places, _served, _names, _storage, _keyed, _checks, _deltas, _following, _work 
 _base = partial(_deltas, goes_with="--incr or --updatable", digest="always")
 
 
-class Jobs(Struct, frozen=True, repr_omit_defaults=True):
+class Jobs(_Limited, frozen=True, repr_omit_defaults=True):
     """How work on many bytes is run.
 
     With an `engine` jobs are kept beside what they make, or in `directory` (a path that all workers see, or a
@@ -380,20 +383,12 @@ class Jobs(Struct, frozen=True, repr_omit_defaults=True):
 
         def __init__(self, **options: Unpack[JobsKeywords]) -> None: ...
 
-    def __post_init__(self) -> None:
-        """Take strings where a field is an enum.
-
-        Raises:
-            UsageError: a value does not fit its field.
-        """
-        _take(self)
-
 
 LOCALLY = Jobs()
 """By threads of this process, and nothing is kept."""
 
 
-class Updates(Struct, frozen=True, repr_omit_defaults=True):
+class Updates(_Limited, frozen=True, repr_omit_defaults=True):
     """How a base takes deltas; see `exporter.subgraph.make_updatable`."""
 
     isolation: Annotated[
@@ -422,14 +417,6 @@ class Updates(Struct, frozen=True, repr_omit_defaults=True):
     if TYPE_CHECKING:
 
         def __init__(self, **options: Unpack[UpdatesKeywords]) -> None: ...
-
-    def __post_init__(self) -> None:
-        """Take strings where a field is an enum.
-
-        Raises:
-            UsageError: a value does not fit its field.
-        """
-        _take(self)
 
 
 Model: TypeAlias = Annotated[
@@ -656,7 +643,7 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     """Where values are cast, moved and compared."""
 
 
-class ExportRequest(ExportOptions, frozen=True):
+class ExportRequest(ExportOptions, frozen=True, metaclass=Checked):
     """A whole export: from where, to where, and all options, which are given by name."""
 
     ckpt_dir: Path
@@ -675,7 +662,7 @@ class ExportRequest(ExportOptions, frozen=True):
             **options: Unpack[ExportKeywords],
         ) -> None: ...
 
-    def __post_init__(self) -> None:
+    def _take(self) -> None:
         """Take strings for paths and enums, `file://` as a path, and refuse URLs where nothing reads them.
 
         Raises:
@@ -686,7 +673,7 @@ class ExportRequest(ExportOptions, frozen=True):
         force_setattr(self, "model", _model(self.model))
         if isinstance(self.version, bool) or not isinstance(self.version, str | int | None):
             raise given.wrong("version", self.version, 'a number, "time" or None')
-        _take(self, own=("ckpt_dir", "out", "model", "version"))
+        _take_within_limits(self, own=("ckpt_dir", "out", "model", "version"))
         require_company([self])
         if not math.isfinite(self.min_change):
             raise UsageError(

@@ -8,28 +8,60 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from difflib import get_close_matches
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from msgspec import Struct
-from msgspec.structs import force_setattr
+from msgspec import Struct, StructMeta
+from msgspec.structs import force_setattr, replace
 
-from exporter.errors import UsageError
+from exporter.errors import UsageError, nearest
 from exporter.newer_python import StrEnum
 from exporter.storage.local_paths import local_path, without_secrets
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
 """A local path or, where a URL is taken, a URL."""
 
+GivenT = TypeVar("GivenT", bound=Struct)
 _SHOWN = 80
 
 
+class Checked(StructMeta):
+    """Makes structs whose calls take what is given for their fields, by their method `_take`.
+
+    What msgspec decodes, and what `replace` copies, has the fields' types: it is not taken again.
+    """
+
+    def __call__(cls, *values: Any, **named: Any) -> Any:
+        """A struct, once its values are taken."""
+        made = super().__call__(*values, **named)
+        made._take()
+        return made
+
+
+class Given(Struct, frozen=True, metaclass=Checked):
+    """Values that a Python program gives."""
+
+    def _take(self) -> None:
+        take(self)
+
+
+def changed(values: GivenT, **changes: Any) -> GivenT:
+    """A copy with other values, all of which are taken as a call takes them.
+
+    Raises:
+        UsageError: a value does not fit its field.
+    """
+    made = replace(values, **changes)
+    if isinstance(type(made), Checked):
+        made._take()  # type: ignore[attr-defined]  # each of its structs has one
+    return made
+
+
 def take(values: Struct, own: Collection[str] = ()) -> None:
-    """Make the value of each field one of the field's type; a struct takes care of those in `own` itself.
+    """Make the value of each field one of the field's type, but for `own` ones.
 
     Raises:
         UsageError: a value is none, and does not become one.
@@ -43,7 +75,7 @@ def take(values: Struct, own: Collection[str] = ()) -> None:
 
 
 def place(name: str, given: Any, parse: Callable[[str, StrPath], Path] = local_path) -> Path:
-    """A path, from a string or a path.
+    """The value as a Path, by `parse`.
 
     Raises:
         UsageError: it is neither, it is empty, or `parse` refuses it.
@@ -58,7 +90,7 @@ def place(name: str, given: Any, parse: Callable[[str, StrPath], Path] = local_p
 
 
 def wrong(name: str, given: Any, expected: str, hint: str = "") -> UsageError:
-    """The error for a value of a wrong type."""
+    """The error for a value that does not fit: what was given, and what is expected."""
     text = without_secrets(repr(given))
     shown = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
     return UsageError(
@@ -67,7 +99,7 @@ def wrong(name: str, given: Any, expected: str, hint: str = "") -> UsageError:
 
 
 def flag(name: str, given: Any) -> bool:
-    """True or False.
+    """The value, which is True or False.
 
     Raises:
         UsageError: it is neither.
@@ -78,7 +110,7 @@ def flag(name: str, given: Any) -> bool:
 
 
 def whole(name: str, given: Any, example: str) -> int:
-    """A whole number.
+    """The value as an int.
 
     Raises:
         UsageError: it is none.
@@ -89,7 +121,7 @@ def whole(name: str, given: Any, example: str) -> int:
 
 
 def number(name: str, given: Any, example: str) -> float:
-    """A number.
+    """The value as a float.
 
     Raises:
         UsageError: it is none.
@@ -110,11 +142,10 @@ def require_names(function: str, given: Iterable[str], known: Collection[str]) -
             raise UsageError(f"{function} has no argument {name!r}", hint=_nearest(function, name, known))
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The name that was probably meant; None if none is near."""
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """The known name that is nearest to a misspelt one, in any case and with any dashes; empty if none is."""
     folded = {each.casefold().replace("-", "_"): each for each in known}
-    found = get_close_matches(name.casefold().lstrip("-").replace("-", "_"), folded, 1)
-    return folded[found[0]] if found else None
+    return folded.get(nearest(name.casefold().lstrip("-").replace("-", "_"), folded), "")
 
 
 _SAID_OTHERWISE = {
@@ -138,7 +169,7 @@ def _nearest(function: str, name: str, known: Iterable[str]) -> str:
     if name in _SAID_OTHERWISE:
         return _SAID_OTHERWISE[name]
     found = nearest_name(name, known)
-    return f"help(exporter.{function}) lists them" if found is None else f"did you mean {found}?"
+    return f"did you mean {found}?" if found else f"help(exporter.{function}) lists them"
 
 
 @cache
@@ -170,7 +201,7 @@ def _taken(name: str, kind: Any, given: Any) -> Any:
 
 
 def _plain(name: str, kind: type, given: Any) -> Any:
-    """A flag, a number or a text. True is no number here, and 1 no flag."""
+    """The value as a bool, an int, a float or a str, as `kind` says; True is no number, and 1 no flag."""
     if kind is bool:
         return flag(name, given)
     if kind is int:
@@ -188,14 +219,14 @@ def _member(name: str, kind: type[StrEnum], given: Any) -> StrEnum:
     if isinstance(given, str) and given in names:
         return kind(given)
     *others, last = map(repr, names)
-    near = nearest_name(given, names) if isinstance(given, str) else None
+    near = nearest_name(given, names) if isinstance(given, str) else ""
     raise wrong(
         name, given, f"{', '.join(others)} or {last}", f'did you mean {name}="{near}"?' if near else ""
     )
 
 
 def _several(name: str, kind: type, given: Any) -> tuple[Any, ...]:
-    """Values in their order; a single one need not stand in a list."""
+    """The values of a list or tuple as a tuple; a single string or path is one value."""
     alone = isinstance(given, str | os.PathLike)
     if not alone and not isinstance(given, tuple | list):
         raise wrong(name, given, "a list of paths" if kind is Path else "a list of strings")
@@ -204,7 +235,7 @@ def _several(name: str, kind: type, given: Any) -> tuple[Any, ...]:
 
 
 def _pairs(name: str, given: Any) -> dict[str, str]:
-    """Texts by name, as the command line has them: of numbers and flags, what would be typed."""
+    """A mapping's values as texts, as they would be typed on the command line."""
     if not isinstance(given, Mapping):
         raise wrong(name, given, 'a dict: {"name": value}')
     for key, value in given.items():

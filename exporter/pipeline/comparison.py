@@ -44,8 +44,8 @@ from exporter.storage import mirror
 from exporter.storage.layout import VARIABLES_PREFIX
 from exporter.storage.local_paths import local_name
 from exporter.storage.url import Url
-from exporter.tables.geometry import VALUES
 from exporter.tables.integer_sets import among
+from exporter.tables.parts import VALUES
 from exporter.wire.dtypes import DType
 from exporter.wire.int8_codes import values_of
 

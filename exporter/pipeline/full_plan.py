@@ -34,7 +34,7 @@ from exporter.mapping.mapping_rules import MappingRules, parse_admission, parse_
 from exporter.mapping.served_graph import as_served
 from exporter.mapping.training_variables import check_batch_statistics, with_training
 from exporter.newer_python import sha256_of
-from exporter.options import DataMode, ExportFormat, ExportRequest, Verify, require_local, told_in_digest
+from exporter.options import DataMode, ExportFormat, ExportRequest, Verify, digest_fields, require_local
 from exporter.pipeline.both_sides import advised, read_both
 from exporter.pipeline.table_layout import lay_out_tables, map_laid_out
 from exporter.pipeline.trainer_graph import training_graph
@@ -333,7 +333,7 @@ def permission(request: ExportRequest) -> Permission:
 
 def _digest(planned: Plan) -> str:
     request, graph, mapping, training = planned.request, planned.graph, planned.mapping, planned.training
-    told: dict[str, object] = told_in_digest(request) | {
+    told: dict[str, object] = digest_fields(request) | {
         "graph": _graph(graph),
         "assets": [[asset.file_name, _file(asset.source)] for asset in graph.assets],
         "variables": [

@@ -21,26 +21,11 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
+from exporter.delta.deviation import LeftOut, Rounded, Tolerance
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
-from exporter.delta.newest_rows import fold_whole, merge_changes, needs_folding
-from exporter.delta.row_hashes import (
-    BlockHasher,
-    HashIndex,
-    most_bytes,
-    read_index,
-    without_rows,
-    write_index,
-)
+from exporter.delta.layers import fold_whole, merge_changes, needs_folding
 from exporter.delta.snapshot import Array, Changes, CheckedFiles, Snapshot
 from exporter.delta.spans import Position, Span
-from exporter.delta.tolerance import (
-    LeftOut,
-    Rounded,
-    Tolerance,
-    apply_tolerance,
-    load_residual,
-    save_residual,
-)
 from exporter.errors import (
     CheckpointChanged,
     CheckpointError,
@@ -72,6 +57,7 @@ from exporter.storage.layout import CACHES_DIRECTORY, CHECKED_DIRECTORY, HASHES_
 from exporter.terminal.progress import ProgressFactory, no_progress
 
 if TYPE_CHECKING:
+    from exporter.delta.row_hashes import HashIndex
     from exporter.jobs.runner import Runner
     from exporter.pipeline.full import Exported
 
@@ -231,6 +217,8 @@ def _remembered(log: DeltaLog, published: TrainerVersion, bound: float) -> Chang
     """Return the rows that were left out and may stay so; {} if some may not: then all is compared."""
     if published.left_out is None or not published.is_within(bound):
         return {}
+    from exporter.delta.tolerance import load_residual
+
     return load_residual(log.path / CACHES_DIRECTORY, log.schema, **_state_key(log)) or {}
 
 
@@ -342,8 +330,12 @@ def _keep_for_next_time(planned: IncrementalPlan, found: _Found, overlaid: Overl
     with suppress(OSError, PublishError):
         overlaid.save(log, planned.position, state)
         if found.hashes is not None:
+            from exporter.delta.row_hashes import write_index
+
             write_index(log.path / HASHES_DIRECTORY, replace(found.hashes, state=state))
         if found.held_back:
+            from exporter.delta.tolerance import save_residual
+
             save_residual(log.path / CACHES_DIRECTORY, log.schema, _header(planned), state, found.held_back)
 
 
@@ -482,6 +474,8 @@ def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory)
     found = _all_changes(planned, published, scratch, progress)
     if planned.allowed.is_nothing:
         return found
+    from exporter.delta.tolerance import apply_tolerance  # late: of exact deltas, which are most
+
     schema, state = planned.log.schema, published()
     files = CheckedFiles.of(planned.log.path / CHECKED_DIRECTORY, state.stored.values())
     state.trust(known := files.known(state.stored.values()))
@@ -509,6 +503,8 @@ def _rounded_so_far(planned: IncrementalPlan, found: _Found) -> Rounded | None:
 
 def _of_published(index: HashIndex, stale: Mapping[str, Array], schema: Schema) -> HashIndex:
     """Return the hashes of the published rows: those of the trainer's, without rows that stay `stale`."""
+    from exporter.delta.row_hashes import without_rows
+
     tables = dict(index.tables)
     for variable in schema.variables:
         if variable.name in stale and variable.name in tables:
@@ -529,6 +525,7 @@ def _all_changes(
         layers = (*layers, table_changes(log, trainer, scratch).changes)
         return _Found({**merge_changes(layers, log.schema, scratch), **planned.lookups})
     from exporter.delta.diff import Comparison, diff
+    from exporter.delta.row_hashes import BlockHasher, HashIndex, most_bytes, read_index
 
     spec = log.base.entry.mapping_spec
     compared = ordinary(log.schema, spec)

@@ -34,9 +34,7 @@ from exporter.errors import (
     UsageError,
     VerificationError,
 )
-from exporter.jobs.runner import Runner
 from exporter.options import LOCALLY, Jobs
-from exporter.pipeline.restoration import DeltaRestorer, Restoration, Restorer, VersionRestorer, packing_of
 from exporter.publish.commit import (
     PublishedDelta,
     PublishedVersion,
@@ -61,6 +59,8 @@ from exporter.terminal.progress import ProgressFactory, no_progress
 
 if TYPE_CHECKING:
     from exporter.delta.merge_deltas import DeltaMerger
+    from exporter.jobs.runner import Runner
+    from exporter.pipeline.restoration import Restoration, Restorer
 
 T = TypeVar("T")
 RACE_SECONDS = 60.0
@@ -176,6 +176,7 @@ def _merger(
 ) -> tuple[DeltaMerger, Publication]:
     """Return the writer of the merged delta, whose files go to `directory`, and the publication to be."""
     from exporter.delta.merge_deltas import DeltaMerger  # late: of the deltas that are tidied few are merged
+    from exporter.pipeline.restoration import packing_of
 
     newest, parts = run[-1], [log.tensors(delta) for delta in run]
     what = Publication(
@@ -404,6 +405,8 @@ def _resumption(
     if before is None or restorer.leads_back_to(before):
         return None, approved, was_held
     if is_held:
+        from exporter.pipeline.restoration import Restoration
+
         return Restoration(before, DeltaOrigin.RESUME, restorer.at.position), approved, was_held
     if restorer.hold.is_canary:
         return None, approved, was_held
@@ -416,6 +419,11 @@ def _resumption(
 
 def restorer_of(model: Path) -> Restorer:
     """Read what is published of a model: a log, or plain versions."""
+    from exporter.pipeline.restoration import (  # late: deltas bring nothing back
+        DeltaRestorer,
+        VersionRestorer,
+    )
+
     versions = version_dirs(model)
     try:
         return DeltaRestorer(log_of(model, versions))
@@ -427,6 +435,8 @@ def restorer_of(model: Path) -> Restorer:
 
 def _undisturbed(model: Path, first: Restorer, plan: Callable[[Restorer], T]) -> T:
     """Return a plan of what is published; it is made again if other processes removed files meanwhile."""
+    from exporter.pipeline.restoration import DeltaRestorer
+
     if not isinstance(first, DeltaRestorer):
         return plan(first)
     return undisturbed(model, lambda log: plan(DeltaRestorer(log)), first.published)
@@ -483,6 +493,8 @@ def skip_abandoned(log: DeltaLog, path: Path) -> DeltaLog:
 
 def runner_for(jobs: Jobs, model: Path, tasks: int) -> Runner:
     """Return the runner of a merger. The job of a single task is not kept, unless an engine is named."""
+    from exporter.jobs.runner import Runner
+
     return Runner.of(jobs, model if jobs.engine is not None or tasks > 1 else None)
 
 

@@ -21,8 +21,8 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.delta_files import read_tensors, write_delta
 from exporter.delta.format import DeltaHeader
+from exporter.delta.layers import fold_whole, merge_changes, needs_folding
 from exporter.delta.merge_base import BaseMerger
-from exporter.delta.newest_rows import fold_whole, merge_changes, needs_folding
 from exporter.delta.row_reader import served_in
 from exporter.delta.snapshot import Snapshot
 from exporter.errors import CheckpointError, UsageError

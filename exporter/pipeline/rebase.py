@@ -24,7 +24,7 @@ from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.merge_base import BaseMerger
 from exporter.delta.spans import Position, merged
 from exporter.errors import CorruptFile, ManifestError
-from exporter.graph.saved_model import read_saved_model
+from exporter.graph.graph_files import read_saved_model
 from exporter.jobs.shard_job import stored_runs
 from exporter.options import LOCALLY, Jobs
 from exporter.pipeline.log_maintenance import position_of_merger, runner_for, skip_abandoned, undisturbed

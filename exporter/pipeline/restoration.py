@@ -49,7 +49,7 @@ from msgspec import Struct
 
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.delta.format import DeltaHeader
-from exporter.delta.newest_rows import restoring
+from exporter.delta.layers import restoring
 from exporter.delta.spans import Position, Span
 from exporter.errors import ManifestError, ModelHeld, OverlayFull, PositionUnknown, UsageError
 from exporter.options import DeltaDtype

@@ -15,7 +15,6 @@ from exporter.delta.snapshot import CheckedFiles, Snapshot
 from exporter.delta.table_changes import KeyedChange, ServedTable, compared, upserted
 from exporter.errors import CheckpointError, SchemaChanged
 from exporter.increments.changed_tables import TrainedTable, in_dtype
-from exporter.increments.told_tables import keyed_changes_of, keys_to_come, published_before
 from exporter.mapping.mapping_spec import DynamicTable, MappingSpec
 from exporter.pipeline.trainer_state import TrainerState
 from exporter.publish.delta_log import DeltaLog, LogBase
@@ -66,6 +65,8 @@ def has_room(log: DeltaLog, trainer: TrainerState) -> bool:
         return False
     spec, known = log.base.entry.mapping_spec, embedding_variables(trainer.catalog)
     shapes = {variable.name: variable.shape for variable in log.schema.variables}
+    from exporter.increments.told_tables import keys_to_come
+
     awaited = keys_to_come(trainer.catalog)
     for table in spec.dynamic:
         name = spec.trained_name(table)
@@ -119,6 +120,8 @@ def told_changes(
         return {}
     tables = {each.variable.name: each for each in _tables(spec, schema, trainer.catalog, published)}
     told = _told_of(trainer, tables.values())
+    from exporter.increments.told_tables import published_before
+
     before = published_before(trainer.plan.increments, since, tables.keys())
     changes: dict[str, Change] = {}
     for name, change in told.items():
@@ -136,6 +139,8 @@ def told_changes(
 def _told_of(trainer: TrainerState, tables: Iterable[_Table]) -> dict[str, KeyedChange]:
     """Return what the trainer's increments report of tables, merged, by the checkpoint's names."""
     known = {each.variable.name: each.variable for each in tables}
+    from exporter.increments.told_tables import keyed_changes_of
+
     told = keyed_changes_of(trainer.plan.increments, known.keys())
     for name, change in told.items():
         values, variable = change.rows.values, known[name]

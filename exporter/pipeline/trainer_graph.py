@@ -10,11 +10,12 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.families import is_archive, meta_beside, model_beside, saved_model_around
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
 from exporter.errors import CheckpointNotFound, UsageError
+from exporter.graph.graph_files import SERVE_TAG, read_saved_model
 from exporter.graph.inference_graph import PartitionStrategy
 from exporter.graph.keys import trained_strategies, variable_keys
 from exporter.graph.metagraph import is_autodist, read_metagraph
 from exporter.graph.nodes import GraphIndex
-from exporter.graph.saved_model import SERVE_TAG, load_training_graph, read_saved_model
+from exporter.graph.saved_model import load_training_graph
 from exporter.graph.source_graph import GraphRequest, SourceGraph
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.mapping_rules import MappingRules

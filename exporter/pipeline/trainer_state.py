@@ -23,8 +23,9 @@ from exporter.increments.history import History, read_history
 from exporter.increments.increment import CheckpointId
 from exporter.increments.plan import AnyIncrement, ChangePlan, plan_changes
 from exporter.increments.trained import TrainerVersion
-from exporter.mapping.build import TensorSource, VariableMapping
+from exporter.mapping.build import VariableMapping
 from exporter.mapping.mapping_spec import MappingSpec
+from exporter.mapping.tensor_source import TensorSource
 from exporter.publish.delta_log import DeltaLog
 from exporter.tables.integer_sets import among, distinct
 

@@ -32,7 +32,8 @@ from exporter.errors import (
     UsageError,
     VersionExists,
 )
-from exporter.options import FOLLOWING, Option, given
+from exporter.options import FOLLOWING, Option
+from exporter.options.given import Given
 from exporter.terminal.progress import count
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ def parse_duration(option: str, text: str) -> float:
 _stops = partial(Option, heading=FOLLOWING, goes_with="--watch")
 
 
-class StopWhen(Struct, frozen=True, repr_omit_defaults=True):
+class StopWhen(Given, frozen=True, repr_omit_defaults=True):
     """When a watch ends; whatever comes first, never if nothing is said.
 
     After a time; after a number of publications; once a step is published, which is where training was told
@@ -114,10 +115,6 @@ class StopWhen(Struct, frozen=True, repr_omit_defaults=True):
         ),
     ] = math.inf
 
-    def __post_init__(self) -> None:
-        """Refuse values that are not numbers."""
-        given.take(self)
-
     def is_met(self, progress: WatchProgress) -> bool:
         """True if the watch ends here."""
         is_at_step = progress.step is not None and progress.step >= self.step
@@ -138,7 +135,7 @@ class StopWhen(Struct, frozen=True, repr_omit_defaults=True):
         return min(self.after_seconds - progress.seconds, self.idle_seconds - progress.idle_seconds)
 
 
-class Watching(Struct, frozen=True, repr_omit_defaults=True):
+class Watching(Given, frozen=True, repr_omit_defaults=True):
     """How to watch: look every `interval_seconds`, until `stop`."""
 
     interval_seconds: Annotated[
@@ -153,10 +150,6 @@ class Watching(Struct, frozen=True, repr_omit_defaults=True):
         ),
     ] = 1.0
     stop: StopWhen = StopWhen()
-
-    def __post_init__(self) -> None:
-        """Refuse values that are neither a number nor a `StopWhen`."""
-        given.take(self)
 
     def pause_seconds(self, progress: WatchProgress, failures: int) -> float:
         """Return the seconds until the next look: more after each failure in a row, never past the end."""

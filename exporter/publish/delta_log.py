@@ -13,16 +13,12 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog
-from exporter.checkpoint.tensor_bundle import check_tensor, read_catalog
-from exporter.delta.delta_files import DeltaTensors, read_tensors, row_numbers, with_values
 from exporter.delta.format import Delta, Schema, log_name, span_name
-from exporter.delta.row_reader import RowReader, served_in
-from exporter.delta.snapshot import Array, Snapshot
 from exporter.delta.spans import Position, Reach, check_fits, nearest_base, plan_chain
 from exporter.errors import CheckpointError, CorruptFile, ManifestError, NotUpdatable, PositionUnknown
 from exporter.increments.trained import TrainerVersion
@@ -40,6 +36,12 @@ from exporter.publish.versions import (
 )
 from exporter.storage.layout import DELTA_NAME, DELTAS_DIRECTORY, MANIFEST_FILE, VARIABLES_PREFIX
 from exporter.storage.local_paths import quoted
+
+if TYPE_CHECKING:
+    from exporter.catalog import Catalog
+    from exporter.delta.delta_files import DeltaTensors
+    from exporter.delta.row_reader import RowReader
+    from exporter.delta.snapshot import Array, Snapshot
 
 BROKEN_LOG_HINT = "publish a new base, which leaves this log behind: the same export with --updatable --again"
 
@@ -70,6 +72,9 @@ class LogBase(Struct, frozen=True):
 
     def stored(self) -> dict[str, RowReader]:
         """Its served variables by name."""
+        from exporter.checkpoint.tensor_bundle import read_catalog
+        from exporter.delta.row_reader import served_in
+
         catalog = read_catalog(self.path / VARIABLES_PREFIX)
         _check_listed(catalog, self.manifest)
         sources = self.entry.mapping_spec.sources()
@@ -204,6 +209,8 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     def open(self, delta: LogDelta, *, only: Collection[str] | None = None) -> Delta:
         """The delta's changes as memory maps, every checksum compared; of variables `only`."""
+        from exporter.delta.delta_files import with_values
+
         tensors = self.tensors(delta)
         with _hinted():
             found = with_values(tensors, self.schema)
@@ -215,6 +222,8 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     def row_numbers(self, delta: LogDelta, tables: Collection[str]) -> dict[str, Array]:
         """The numbers of the rows of some tables that a delta holds, checksums compared; no row is read."""
+        from exporter.delta.delta_files import row_numbers
+
         tensors = self.tensors(delta)
         with _hinted():
             chosen = (variable for variable in self.schema.variables if variable.name in tables)
@@ -222,6 +231,8 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     def tensors(self, delta: LogDelta) -> DeltaTensors:
         """The delta's tensors, whose values are not read."""
+        from exporter.delta.delta_files import read_tensors
+
         with _hinted():
             found = read_tensors(delta.path / DELTA_NAME, self.schema)
             header = found.header
@@ -234,6 +245,8 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> Snapshot:
         """The values at a position, by default at the newest; of variables `only`, if these are named."""
+        from exporter.delta.snapshot import Snapshot
+
         target = self.at.position if position is None else position
         by_position = {base.at.position: base for base in self.bases}
         base = by_position[nearest_base(self.deltas, by_position, target)]
@@ -284,6 +297,8 @@ def _hinted() -> Iterator[None]:
 
 def _check_values(delta: Delta, schema: Schema, only: Collection[str] | None) -> None:
     """Compare the checksums of a delta's tensors, or of those of some variables, which are not packed."""
+    from exporter.checkpoint.tensor_bundle import check_tensor
+
     names = set(delta.catalog.tensors)
     if only is not None:
         names = {key for variable in schema.variables if variable.name in only for key in variable.keys}

@@ -9,9 +9,9 @@ from msgspec import Struct
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.delta_files import write_delta
+from exporter.delta.deviation import Rounded
 from exporter.delta.format import Change, DeltaHeader, Rows
 from exporter.delta.spans import Span
-from exporter.delta.tolerance import Rounded
 from exporter.increments.trained import TrainerVersion
 from exporter.options import DeltaDtype
 from exporter.publish.commit import TAKING_THE_LOCK, PublishedDelta, Staging, UnderLock, publish_delta

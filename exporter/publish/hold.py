@@ -21,13 +21,16 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from exporter.errors import ManifestError, PublishError
-from exporter.publish.staging import Staging
 from exporter.storage.files import make_directories, read_regular, sync, write_durably, writing
 from exporter.storage.layout import HOLD_FILE
+
+if TYPE_CHECKING:
+    from exporter.publish.staging import Staging
 
 LONGEST_HOLD = 64
 """Bytes that are read of a hold: a position has 18 digits at the most, a canary's one more."""

@@ -33,8 +33,8 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import asdict, fields
 
 from exporter.catalog import Catalog, TensorRef
+from exporter.delta.deviation import Rounded
 from exporter.delta.format import Schema
-from exporter.delta.tolerance import Rounded
 from exporter.errors import ManifestError, SchemaChanged
 from exporter.graph.origin import GraphOrigin
 from exporter.increments.trained import TrainerVersion

@@ -7,14 +7,17 @@ A manifest where these differ is damaged, or another program's: nothing can be m
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from exporter.catalog import SliceSpec
 from exporter.delta.format import OPEN, Schema, ServedVariable
-from exporter.mapping.build import TensorSource
-from exporter.mapping.mapping_spec import MappingSpec
 from exporter.wire.json_documents import DocumentError
+
+if TYPE_CHECKING:
+    from exporter.mapping.mapping_spec import MappingSpec
+    from exporter.mapping.tensor_source import TensorSource
 
 
 class Stored(Struct, frozen=True):

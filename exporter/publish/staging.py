@@ -18,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 
 from exporter.errors import ExportError
-from exporter.jobs.runner import abandoned_jobs, remove_abandoned_jobs
 from exporter.storage.files import (
     close_lock,
     make_directories,
@@ -111,13 +110,18 @@ def remove_leftovers(model: Path) -> None:
             remove_tree(Path(entry.path))
         elif entry.name.startswith(STAGING_PREFIX) and not entry.is_symlink():
             _remove_if_dead(Path(entry.path))
-    remove_abandoned_jobs(model / JOBS_DIRECTORY)
+    if (jobs := model / JOBS_DIRECTORY).is_dir():
+        from exporter.jobs.runner import remove_abandoned_jobs
+
+        remove_abandoned_jobs(jobs)
 
 
 def dead_leftovers(model: Path) -> list[Path]:
     """List what `remove_leftovers` would remove."""
     found = [path for path in model.iterdir() if path.name.startswith((STAGING_PREFIX, TRASH_PREFIX))]
     dead = [path for path in found if path.name.startswith(TRASH_PREFIX) or _is_dead(path)]
+    from exporter.jobs.runner import abandoned_jobs
+
     return [*sorted(dead), *abandoned_jobs(model / JOBS_DIRECTORY)]
 
 

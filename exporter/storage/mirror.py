@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
@@ -40,10 +40,11 @@ from exporter.storage.layout import (
     SAVED_MODEL_FILES,
     flaw_of,
 )
-from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.requests import GAP_BYTES, aligned
 from exporter.storage.url import Url
-from exporter.storage.waiting import workers
+
+if TYPE_CHECKING:
+    from exporter.storage.objects import ObjectReader, RemoteObject
 
 T = TypeVar("T")
 
@@ -62,6 +63,8 @@ class Mirror:
     def __init__(self, url: Url, *, is_directory: bool = False) -> None:
         self._asked, self._is_directory = url, is_directory or not url.path
         self.url = url if self._is_directory else url.parent
+        from exporter.storage.objects import ObjectReader  # late, as `waiting` is: most commands open no URL
+
         self._reader = ObjectReader(url)
         self._found: dict[str, RemoteObject] = {}
         self._fetched: dict[str, Ranges] = {}
@@ -222,6 +225,8 @@ class Mirror:
         if not names:
             yield
             return
+        from exporter.storage.waiting import workers
+
         with workers(len(names), "read-ahead") as pool:
             for name in names:
                 each, fetched = self._found[name], self._fetched[name]

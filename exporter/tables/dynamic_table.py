@@ -21,8 +21,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from exporter.errors import UsageError
-from exporter.tables.geometry import PARTS, TableGeometry
+from exporter.tables.geometry import TableGeometry
 from exporter.tables.lookup import DEFAULTS, PART, TABLE, TableLookups, add_rows
+from exporter.tables.parts import PARTS
 from exporter.wire import protos, tensor_proto
 from exporter.wire.dtypes import DType
 

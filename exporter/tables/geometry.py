@@ -43,6 +43,7 @@ from msgspec import Struct
 from exporter.catalog import Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.embedding_variables import EmbeddingVariable
 from exporter.errors import UsageError
+from exporter.tables.parts import INDEX_ROWS, INDEX_SEEDS, KEYS, VALUES
 from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
@@ -65,10 +66,6 @@ ROWS_PER_GROUP = 3.6
 
 EMPTY_KEY = -1
 """The key of the last row, which empty slots lead to."""
-
-INDEX_SEEDS, INDEX_ROWS, KEYS, VALUES = "index_seeds", "index_rows", "keys", "values"
-PARTS = (INDEX_SEEDS, INDEX_ROWS, KEYS, VALUES)
-"""The served variables of a table, after its name and a slash."""
 
 MAX_ROWS = 2**31 - 1  # the index has them as int32
 

@@ -41,17 +41,8 @@ from exporter.storage import mirror
 from exporter.storage.files import writing
 from exporter.storage.open_files import write_at
 from exporter.storage.output_directory import Directory, new_file, open_directory
-from exporter.tables.geometry import (
-    EMPTY_KEY,
-    INDEX_ROWS,
-    INDEX_SEEDS,
-    KEYS,
-    PARTS,
-    VALUES,
-    TableGeometry,
-    TablePlan,
-    row_box,
-)
+from exporter.tables.geometry import EMPTY_KEY, TableGeometry, TablePlan, row_box
+from exporter.tables.parts import INDEX_ROWS, INDEX_SEEDS, KEYS, PARTS, VALUES
 from exporter.tables.place_keys import (
     KEY_BYTES,
     KeyRanges,

@@ -12,13 +12,13 @@ class Leave(SystemExit):
 
 
 def interrupt_at_once() -> None:
-    """Until a command begins there is nothing to unwind: Ctrl-C ends the process, and prints no traceback."""
+    """Let Ctrl-C end the process without a traceback: before a command begins there is nothing to unwind."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a script's `command &` ignores it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def interrupt_by_exception() -> None:
-    """From now on Ctrl-C and SIGTERM are a KeyboardInterrupt, so that what was begun is unwound."""
+    """Let Ctrl-C and SIGTERM raise KeyboardInterrupt, so that work in progress is unwound."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

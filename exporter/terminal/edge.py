@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import sys
-from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from itertools import pairwise, takewhile
 from typing import Annotated, Any, NoReturn
 
 import typer
 from msgspec import Struct
 
-from exporter.errors import Exit, ExportError, UsageError, in_lines, nearest, unreachable
+from exporter.errors import Exit, ExportError, UsageError, in_lines, unreachable
 from exporter.options import Option
-from exporter.storage.local_paths import quoted
 from exporter.terminal import Leave, interrupt_by_exception
+from exporter.terminal.commands import without_variables
 from exporter.terminal.output import Output, OutputMode, silence
-from exporter.terminal.parameters import COMMAND, MISSPELT, TAKEN, help_of, variable_of, with_names
+from exporter.terminal.parameters import COMMAND, MISSPELT, TAKEN, with_names
 from exporter.terminal.progress import count
 from exporter.terminal.tensorflow_import import needed, on_import_of_tensorflow
 from exporter.version import __version__
@@ -37,7 +34,7 @@ class OutputFlags(Struct, frozen=True):
 
     @property
     def mode(self) -> OutputMode:
-        """What the sink makes of what it is given."""
+        """The reader that the flags ask for."""
         return OutputMode.JSON if self.json_ else OutputMode.QUIET if self.quiet else OutputMode.HUMAN
 
 
@@ -115,12 +112,12 @@ def outlived(sink: Output, error: ExportError) -> None:
 
 
 def watch_ended(sink: Output, why: str) -> None:
-    """The last line of a watch."""
+    """Print the last line of a watch: why it ended."""
     sink.note(f"the watch has ended: {why}")
 
 
 class PublishedSoFar(Struct):
-    """What a watch has published so far."""
+    """The number of a watch's publications, and the newest of them."""
 
     count: int = 0
     newest: str = ""
@@ -189,21 +186,6 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115  for good
 
 
-def application(help: str, *, invoke_without_command: bool = False) -> typer.Typer:
-    """A program of several commands. `help` is of the command without a name, which is its callback.
-
-    A callback that runs without a command has options of its own for help.
-    """
-    return typer.Typer(
-        help=help_of(help),
-        context_settings={"help_option_names": ["-h", "--help"]},
-        add_help_option=not invoke_without_command,
-        no_args_is_help=not invoke_without_command,
-        invoke_without_command=invoke_without_command,
-        pretty_exceptions_enable=False,  # `command` has an exit code for every error
-    )
-
-
 # Click's own class, whichever Click there is: from 0.26 on Typer carries one along.
 _ClickUsageError: type[Any] = typer.BadParameter.__mro__[1]
 
@@ -230,10 +212,7 @@ def run(
     _say_all_characters()
     if arguments == ["--version"]:  # alone; an export's version number stands behind it
         arguments = ["-V"]
-    program: Any = typer.main.get_command(app)
-    for each in (program, *program.commands.values()):
-        for one in each.params:  # their names follow one rule, and a help text is long enough
-            one.show_envvar = False
+    program = without_variables(typer.main.get_command(app))
     COMMAND.set(" ".join([name, *(each for each in arguments[:1] if each in program.commands)]))
     try:
         arguments, notes = rewrite(arguments) if rewrite else (arguments, [])
@@ -249,127 +228,8 @@ def run(
         if isinstance(error, UsageError):
             sink.error(with_names(error))
         else:
+            from exporter.terminal.wrong_use import wrong_use  # late: most command lines are right
+
             sink.error(wrong_use(error, program, name, arguments, takes))
         sys.exit(Exit.USAGE)
     sys.exit(code if isinstance(code, int) else Exit.DONE)
-
-
-_PLAINLY = {
-    "is not a valid int range": "is not a whole number",
-    "is not a valid int": "is not a whole number",
-    "is not a valid float range": "is not a number",
-    "is not a valid float": "is not a number",
-}
-_SUGGESTIONS = re.compile(r" (?:\(Possible options: .*\)|Did you mean .*)$")
-_EXTRA = re.compile(r"extra argument.*\((.*)\)")
-_UNKNOWN_COMMAND = re.compile(r"No such command (.*?)\.(?: Did you mean .*)?", re.DOTALL)
-
-
-def wrong_use(
-    error: Any, command: Any, program: str, arguments: Sequence[str], takes: Sequence[str]
-) -> UsageError:
-    """The error of a command line that Click refused; `command` is the program's root.
-
-    `takes` are the options, or the command, for words that stand where a command is expected, in their order:
-    such a word is probably a path.
-    """
-    message = error.format_message()
-    for technical, plain in _PLAINLY.items():
-        message = message.replace(technical, plain)
-    context = error.ctx or _context(command, program, arguments)
-    hint = f"see {context.command_path} --help"
-    if (option := _without_value(context, arguments)) is not None:
-        name, value, follows = option
-        message = f"{name} has no value: {follows} follows"
-        hint = _line(program, _replaced(arguments, name, f"{name} {value}"))
-    elif (unknown := _UNKNOWN_COMMAND.fullmatch(message)) is not None:
-        message, hint = _stray(literal_eval(unknown[1]), context, program, arguments, takes)
-    elif (wrong := getattr(error, "option_name", None)) and "No such option" in message:
-        options = (one for one in context.command.params if one.param_type_name == "option")
-        names = [max(one.opts, key=len) for one in options]
-        message = _SUGGESTIONS.sub("", message)
-        if close := nearest(wrong, names):
-            hint = _line(program, _replaced(arguments, wrong, close))
-    elif (parameter := getattr(error, "param", None)) is not None:
-        if message.startswith("Missing"):
-            hint = _completed(program, arguments, parameter, context)
-        else:
-            hint = _choice(parameter, message) or f"{_to_type(parameter, context)}: {parameter.help}"
-        if (file := getattr(error, "file_of_options", None)) is not None:
-            message, hint = f"{file}: {message}", f"correct it in {file}; {hint}"
-        elif (variable := variable_of(context, parameter)) is not None:
-            message, hint = f"{variable}: {message}", f"correct {variable}, or unset it; {hint}"
-    elif (lacks := getattr(error, "option_name", None)) is not None:
-        found = next((one for one in context.command.params if lacks in one.opts), None)
-        hint = hint if found is None else f"{_to_type(found, context)}: {found.help}"
-    elif (extra := _EXTRA.search(message)) is not None:
-        too_many = extra[1].split(" ")
-        hint = _line(program, [each for each in arguments if each not in too_many])
-    return UsageError(message, hint=hint)
-
-
-def _context(command: Any, program: str, arguments: Sequence[str]) -> Any:
-    """The context of the command that was asked for, as Click makes it while it parses nothing."""
-    root = command.make_context(program, [], resilient_parsing=True)
-    sub = next((one for each in arguments if (one := command.get_command(root, each))), None)
-    return root if sub is None else sub.make_context(sub.name, [], parent=root, resilient_parsing=True)
-
-
-def _completed(program: str, arguments: Sequence[str], parameter: Any, context: Any) -> str:
-    """The command line with what it lacks; a word too many at its end is taken for an option's value."""
-    own = sum(one.param_type_name == "argument" for one in context.command.params)
-    is_value = len(arguments) == 2 + own and not any(each.startswith("-") for each in arguments)
-    if is_value and parameter.param_type_name == "option":
-        return _line(program, [*arguments[:-1], max(parameter.opts, key=len), arguments[-1]])
-    return f"{_line(program, arguments)} {_to_type(parameter, context)}"
-
-
-def _without_value(context: Any, arguments: Sequence[str]) -> tuple[str, str, str] | None:
-    """An option behind which another option stands in the place of its value."""
-    known = {name: one for one in context.command.params for name in getattr(one, "opts", ())}
-    for name, follows in pairwise(arguments):
-        one = known.get(name)
-        if one is not None and not getattr(one, "is_flag", True) and follows in known:
-            return name, one.make_metavar(context).partition("|")[0], follows
-    return None
-
-
-def _stray(
-    word: str, context: Any, program: str, arguments: Sequence[str], takes: Sequence[str]
-) -> tuple[str, str]:
-    """Of a word that is no command: the command that was probably meant, or the option that takes it."""
-    if close := nearest(word, context.command.list_commands(context)):
-        return f"there is no command {word!r}", _line(program, _replaced(arguments, word, close))
-    at = arguments.index(word)
-    words = list(takewhile(lambda each: not each.startswith("-"), arguments[at:]))[: len(takes)]
-    rest = [*arguments[:at], *arguments[at + len(words) :]]
-    named = [part for option, each in zip(takes, words, strict=False) for part in (option, each)]
-    return f"there is no command {word!r}", _line(program, [*named, *rest])
-
-
-def _to_type(parameter: Any, context: Any) -> str:
-    """An option or argument as it is typed: `--keep N`, `MODEL`."""
-    metavar = str(parameter.make_metavar(context))
-    if parameter.param_type_name == "argument":
-        return metavar.strip("{}[]")
-    return f"{max(parameter.opts, key=len)} {metavar}"
-
-
-def _choice(parameter: Any, message: str) -> str:
-    """The choice that is nearest to what was typed; empty if there are no choices, or none is near."""
-    typed = re.search(r"'([^']*)' is not one of", message)
-    close = nearest(typed[1], getattr(parameter.type, "choices", ())) if typed else ""
-    return f"{max(parameter.opts, key=len)} {close}" if close else ""
-
-
-def _replaced(arguments: Sequence[str], wrong: str, right: str) -> Iterator[str]:
-    for each in arguments:
-        name, equals, value = each.partition("=")
-        if name != wrong:
-            yield each
-        else:
-            yield from (f"{right}={value}",) if equals else right.split(" ")
-
-
-def _line(program: str, arguments: Any) -> str:
-    return " ".join([program, *map(quoted, arguments)])

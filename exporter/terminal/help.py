@@ -24,7 +24,7 @@ _OUTPUT, _EXIT_CODES = "output", "exit-codes"
 
 
 class Help(Struct, frozen=True):
-    """What a program's short help and its topics are."""
+    """A program's short help, and its topics."""
 
     usage: Sequence[str]
     """Lines that show how the program is called."""
@@ -35,7 +35,7 @@ class Help(Struct, frozen=True):
     """The topic of each heading."""
 
     def short(self, context: typer.Context) -> Iterator[str]:
-        """The page of `--help`."""
+        """The lines of `--help`."""
         root = context.find_root()
         command: Any = root.command
         yield from (f"{'Usage: ' if at == 0 else '       '}{line}" for at, line in enumerate(self.usage))
@@ -46,17 +46,16 @@ class Help(Struct, frozen=True):
         yield from _options((by_name[name] for name in self.options), root)
         yield from ("", "Commands:")
         for name in command.list_commands(root):
-            text = command.get_command(root, name).help.partition("\n")[0]
-            yield f"  {name:<10} {_clause(text, _WIDTH - 13)}"
+            yield f"  {name:<10} {_clause(command.commands.summary(name), _WIDTH - 13)}"
         more = f"More: {root.info_name} --help-all, {root.info_name} help TOPIC:"
         yield from ("", *textwrap.wrap(f"{more} {', '.join(self.names())}", _WIDTH))
 
     def names(self) -> list[str]:
-        """All topics."""
+        """The names of all topics."""
         return [*self.topics.values(), _OUTPUT, _EXIT_CODES]
 
     def topic(self, context: typer.Context, topic: str) -> Iterator[str]:
-        """The page of a topic, or of a command by its name."""
+        """The lines of a topic's page, or of a command's; UsageError for any other word."""
         root = context.find_root()
         command: Any = root.command
         if topic == _EXIT_CODES:
@@ -83,7 +82,7 @@ class PlainCommand(TyperCommand):
 
 
 def _all_of(command: Any, context: Any) -> Iterator[str]:
-    """The page of a command: what it does, and each option."""
+    """The lines of a command's page: its text, and each option."""
     yield from (command.get_usage(context), "")
     for line in command.help.splitlines():
         is_example = line.startswith(" ")  # it stays one line, which can be copied
@@ -105,7 +104,7 @@ def _clause(text: str, width: int) -> str:
 
 
 def _options(parameters: Iterable[Any], context: Any) -> Iterator[str]:
-    """Lines with the names of options, and in a column of their own what they do."""
+    """Lines of help: each option's name, and its text in a second column."""
     for one in parameters:
         if (record := one.get_help_record(context)) is None:
             continue

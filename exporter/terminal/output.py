@@ -41,7 +41,7 @@ _ESCAPED_OR_STYLE = re.compile(rf"\\([\\\[])|\[((?:{_STYLE})(?: (?:{_STYLE}))*)\
 
 
 def escape(value: Any) -> str:
-    """Text that is to be printed as it is."""
+    """A value as text without markup: `[` and backslashes are escaped."""
     return _SPECIAL.sub(r"\\\g<0>", str(value))
 
 
@@ -111,7 +111,7 @@ class Output(Struct):
     def result(
         self, document: Struct, lines: Iterable[str] = (), *, brief: str = "", is_done: bool = False
     ) -> None:
-        """The command's result: one JSON document, or lines for people. `lines` and `brief` may hold markup.
+        """Print the command's result, as JSON or as lines for people; `lines` and `brief` may hold markup.
 
         `document` is one of `exporter.cli.documents` or `serving.documents`.
 
@@ -156,7 +156,7 @@ class Output(Struct):
             ) from error
 
     def table(self, title: str, columns: Mapping[str, str], rows: Iterable[Iterable[Any]]) -> None:
-        """A table for people; `columns` maps headings to "left" or "right"."""
+        """Print a table for people; `columns` maps headings to "left" or "right"."""
         if self.mode is not OutputMode.HUMAN:
             return
         from rich import box
@@ -183,17 +183,17 @@ class Output(Struct):
             self.stdout.flush()
 
     def note(self, text: str) -> None:
-        """Talk, on stderr, for people."""
+        """Print a remark for people, on stderr."""
         if self.mode is OutputMode.HUMAN:
             self._say(escape(" ".join([*self._time(), bounded(text)])))
 
     def warn(self, text: str) -> None:
-        """Talk that a person should not miss, on stderr, unless --quiet."""
+        """Print a warning on stderr, unless --quiet."""
         if self.mode is not OutputMode.QUIET:
             self._say(f"[yellow]warning:[/] {escape(bounded(text))}")
 
     def _say(self, *lines: str) -> None:
-        """Talk never fails a command, whatever became of stderr."""
+        """Print lines on stderr; that it cannot be written fails no command."""
         self.has_spoken = True
         try:
             for line in lines:
@@ -222,7 +222,7 @@ class Output(Struct):
             timer.cancel()
 
     def trouble(self, text: str) -> None:
-        """Something that went wrong and is outlived, on stderr, also with --quiet."""
+        """Print an error that the command outlives, on stderr, also with --quiet."""
         self._say(escape(" ".join([*self._time(), bounded(text)])))
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ class Output(Struct):
             silence(stream)
 
     def error(self, error: ExportError) -> None:
-        """What went wrong, why, and the next command; with --json one object as stderr's last line."""
+        """Print an error with its cause and hint; with --json as one object, stderr's last line."""
         _explain(error)
         if self.mode is OutputMode.JSON:
             failure = Failure(
@@ -320,7 +320,7 @@ def as_json(document: Any, indent: int | None = None) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """What `json` does not know by itself: the documents' own classes, times and paths."""
+    """A struct, time or path as a value that `json` can write."""
     if isinstance(value, Path):
         return str(value)
     return value.isoformat() if isinstance(value, datetime) else asdict(value)
@@ -344,7 +344,7 @@ def use_colour(stream: IO[str]) -> bool:
 
 
 def _explain(error: ExportError) -> None:
-    """Say of a full disk that it is the temporary directory's, where mirrors lie."""
+    """Name the temporary directory in the error of a full disk, if mirrors fill it."""
     import tempfile
 
     if isinstance(error, DiskFull) and shown(error.message) != error.message:

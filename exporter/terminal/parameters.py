@@ -32,11 +32,11 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 from msgspec import Struct
-from msgspec.structs import replace
 
 from exporter.errors import ExportError, UsageError, nearest
 from exporter.newer_python import type_hints
-from exporter.options import HEADINGS, DeclaredOption, declared, require_company, without_company
+from exporter.options import HEADINGS, DeclaredOption, declared, lacking_company, require_company
+from exporter.options.given import changed
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import local_path, quoted, without_secrets
 
@@ -65,7 +65,7 @@ MISSPELT: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("MISSPELT", defau
 
 
 def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
-    """The options that come from elsewhere, by their parameter; `given` gets the values of the file."""
+    """The options that a variable or file sets, by parameter; the file's values are put into `given`."""
     by_name = {max(one.opts, key=len): one for one in context.command.params}
     found = {}
     for name, one in by_name.items():
@@ -83,8 +83,8 @@ def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
                 raise UsageError(f"{path} has an option {name!r}, which there is not", hint=hint)
             if _source(context, one) == "DEFAULT":
                 _require_fit(path, name, value, one)
-                texts = list(_texts(value))
-                typed = _typed(path, context, one, texts if one.multiple else texts[0])
+                texts = list(_arguments_of(value))
+                typed = _cast(path, context, one, texts if one.multiple else texts[0])
                 given[one.name] = list(typed) if one.multiple else typed
                 found[one.name] = Taken(option, without_secrets(" ".join(map(str, texts))), str(path))
     return found
@@ -96,7 +96,7 @@ def variable_of(context: Any, parameter: Any) -> str | None:
     return f"{context.auto_envvar_prefix}_{parameter.name.upper()}" if is_one else None
 
 
-def _typed(path: Path, context: Any, parameter: Any, text: Any) -> Any:
+def _cast(path: Path, context: Any, parameter: Any, text: Any) -> Any:
     """A value of a file of options, as if it had been typed; an error knows the file."""
     try:
         return parameter.type_cast_value(context, text)
@@ -110,16 +110,18 @@ def misspelt(context: Any) -> Iterator[tuple[str, str]]:
     root = context.find_root()
     prefix = f"{root.auto_envvar_prefix}_"
     known = {one.name.upper() for one in root.command.params}
-    for name, command in root.command.commands.items():
+    names = [name.removeprefix(prefix) for name in sorted(os.environ) if name.startswith(prefix)]
+    if known.issuperset(names):
+        return
+    for name, command in root.command.commands.items():  # which makes each command
         known.update(f"{name}_{one.name}".upper() for one in command.params)
-    for variable in sorted(os.environ):
-        name = variable.removeprefix(prefix)
-        if name != variable and name not in known and (close := nearest(name, known, _NEARLY)):
-            yield variable, f"{prefix}{close}"
+    for name in names:
+        if name not in known and (close := nearest(name, known, _NEARLY)):
+            yield f"{prefix}{name}", f"{prefix}{close}"
 
 
 def _require_fit(path: Path, name: str, value: Any, parameter: Any) -> None:
-    """Refuse what would be taken for another value: `True` is 1, and of a list the first would count."""
+    """Refuse a file's value that would be misread: `True` is 1, and of a list the first would count."""
     if value is None or (isinstance(value, bool) and not parameter.is_flag):
         expected = "true or false" if parameter.is_flag else "a text or a number"
     elif isinstance(value, list | dict) and not parameter.multiple:
@@ -147,8 +149,8 @@ def _read(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def _texts(value: Any) -> Iterator[Any]:
-    """What would be typed: a flag stays one, names and values become `NAME=VALUE`."""
+def _arguments_of(value: Any) -> Iterator[Any]:
+    """The arguments for a value of a file: a flag stays a flag, names and values become `NAME=VALUE`."""
     if isinstance(value, dict):
         yield from (f"{name}={each}" for name, each in value.items())
     elif isinstance(value, list):
@@ -167,7 +169,7 @@ _WORDS = {word: word for word in ("MODEL", "WHAT", "PATH", "MODEL_BASE_PATH")} |
 
 
 def with_names(error: ExportError) -> ExportError:
-    """An error whose hint has what was typed in the place of words as MODEL, so that it can be run."""
+    """The error, with words as MODEL in its hint replaced by what was typed, so that the hint can be run."""
     typed = _TYPED.get() or {}
     if error.hint == UsageError.default_hint:
         error.hint = f"see {COMMAND.get()} --help"
@@ -192,19 +194,19 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
         hint = hints[name]
         if isinstance(hint, type) and issubclass(hint, Struct):
             values = hint() if parameter.default is parameter.empty else parameter.default
-            own = _typers(values)
+            own = _typer_options(values)
             structs[name] = values, [field.name for field in own]
             parameters += [*(_parameter(one, one.value(values)) for one in declared(hint)), *own]
         else:
             parameters.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
-    parameters.sort(key=_place)
+    parameters.sort(key=_sort_key)
 
     context_name = next((name for name, hint in hints.items() if hint is typer.Context), "")
     if not context_name:
         parameters.append(
             inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         )
-    words = {parameter.name: word for parameter in parameters if (word := _word(parameter))}
+    words = {parameter.name: word for parameter in parameters if (word := _hint_word(parameter))}
 
     def command(**given: Any) -> None:
         context = given[context_name] if context_name else given.pop(_CONTEXT)
@@ -212,11 +214,11 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
         typed_words = {word: given[name] for name, word in words.items() if given[name] is not None}
         _TYPED.set({word: quoted(value) for word, value in typed_words.items()})
         found = {
-            one.name: (one, name, given.pop(_field(one)))
+            one.name: (one, name, given.pop(_parameter_name(one)))
             for name, (values, _) in structs.items()
             for one in declared(type(values))
         }
-        _leave_out_alone(found, elsewhere)
+        _drop_ineffective(found, elsewhere)
         TAKEN.set(tuple(elsewhere.values()))
         MISSPELT.set(tuple(misspelt(context)))
         for name, (values, fields) in structs.items():
@@ -227,34 +229,33 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
 
     command.__name__, command.__doc__ = function.__name__, help_of(function.__doc__ or "")
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # inspect reads it
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
 
-def _leave_out_alone(found: dict[str, tuple[DeclaredOption, str, Any]], elsewhere: dict[str, Taken]) -> None:
+def _drop_ineffective(found: dict[str, tuple[DeclaredOption, str, Any]], elsewhere: dict[str, Taken]) -> None:
     """Take the defaults of options that were not typed, and would have no effect."""
     while True:
         values = [
             (one, one.default if value is None else _value(one, value)) for one, _, value in found.values()
         ]
-        alone = [one for one in without_company(values) if _field(one) in elsewhere]
+        alone = [one for one in lacking_company(values) if _parameter_name(one) in elsewhere]
         if not alone:
             return
         for one in alone:
-            del elsewhere[_field(one)]
+            del elsewhere[_parameter_name(one)]
             default = one.default
             is_several = get_origin(one.type) is tuple or _is_mapping(one.type)
             found[one.name] = one, found[one.name][1], [] if is_several else default
 
 
-def _word(parameter: inspect.Parameter) -> str:
+def _hint_word(parameter: inspect.Parameter) -> str:
     """The word of hints that stands for a parameter's value; empty if none does."""
     metavars = (getattr(one, "metavar", None) for one in getattr(parameter.annotation, "__metadata__", ()))
     return next((_WORDS[one] for one in metavars if one in _WORDS), "")
 
 
-def _place(parameter: inspect.Parameter) -> int:
-    """Where its heading stands; others, and parameters without one, stay in their order behind those."""
+def _sort_key(parameter: inspect.Parameter) -> int:
+    """A sort key: the place of the parameter's heading in `HEADINGS`, or behind all of them."""
     places = {heading: place for place, heading in enumerate(HEADINGS)}
     headings = (
         getattr(one, "rich_help_panel", None) for one in getattr(parameter.annotation, "__metadata__", ())
@@ -288,7 +289,7 @@ def _parameter(one: DeclaredOption, default: Any) -> inspect.Parameter:
         ),
     ]
     return inspect.Parameter(
-        _field(one), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+        _parameter_name(one), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
 
 
@@ -301,8 +302,8 @@ def _named(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return value
 
 
-def _field(one: DeclaredOption) -> str:
-    """What the parameter is called: `model_arg` for `--model-arg`."""
+def _parameter_name(one: DeclaredOption) -> str:
+    """The parameter's name: `model_arg` for `--model-arg`."""
     return one.name.lstrip("-").replace("-", "_")
 
 
@@ -315,7 +316,7 @@ def _is_mapping(kind: Any) -> bool:
     return isinstance(origin := get_origin(kind), type) and issubclass(origin, Mapping)
 
 
-def _typers(values: Struct) -> list[inspect.Parameter]:
+def _typer_options(values: Struct) -> list[inspect.Parameter]:
     """The fields of a struct that are annotated as Typer's own options, with its values as their defaults."""
     hints = type_hints(type(values))
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -329,7 +330,7 @@ def _typers(values: Struct) -> list[inspect.Parameter]:
 
 
 def _filled(values: Struct, typed: dict[tuple[str, ...], Any]) -> Struct:
-    """The struct with what was typed, by the path to each field; what is None was not."""
+    """The struct with the values that were typed, by the path to each field; None: not typed."""
     changes: dict[str, Any] = {}
     parts: dict[str, dict[tuple[str, ...], Any]] = {}
     for (name, *inner), value in typed.items():
@@ -338,11 +339,11 @@ def _filled(values: Struct, typed: dict[tuple[str, ...], Any]) -> Struct:
         elif value is not None:
             changes[name] = value
     changes |= {name: _filled(getattr(values, name), part) for name, part in parts.items()}
-    return replace(values, **changes)
+    return changed(values, **changes)
 
 
 def _value(one: DeclaredOption, typed: Any) -> Any:
-    """What is typed as the field's value."""
+    """The value of an option's field for what was typed."""
     if isinstance(typed, str) and (kind := _enum(one.type)) is not None:
         return kind(typed)  # of a file; Typer makes those that are typed
     if _is_mapping(one.type):

@@ -51,7 +51,7 @@ def needed(error: ModuleNotFoundError) -> ExportError:
 
 @contextmanager
 def said_by_name() -> Iterator[None]:
-    """In a program of somebody else: a TensorFlow that is missing, or does not fit, is an error by name.
+    """In somebody else's program, raise TensorFlowNeeded if an imported TensorFlow is missing or unfit.
 
     Nothing else changes there: no message is silenced.
 
@@ -107,7 +107,7 @@ def require_fitting() -> None:
 
 
 def on_import_of_tensorflow() -> None:
-    """From now on importing TensorFlow says nothing, and one that does not fit is an error.
+    """Silence imports of TensorFlow from now on, and let one that does not fit raise TensorFlowNeeded.
 
     Settings that the user made in the environment win.
     """

@@ -26,12 +26,13 @@ from exporter.graph.nodes import all_before, endpoint
 from exporter.graph.outside import keep_before, require_harmless, runnable_graph, running_outside
 from exporter.graph.signatures import SignatureEnds, tensor_names
 from exporter.graph.source_graph import SourceGraph
-from exporter.mapping.build import TensorSource
 from exporter.mapping.build import VariableMapping as TensorMapping
+from exporter.mapping.tensor_source import TensorSource
 from exporter.storage import mirror
 from exporter.storage.layout import SAVED_MODEL_FILE, VARIABLES_DIRECTORY, VARIABLES_NAME
-from exporter.tables.geometry import PARTS, TableGeometry
+from exporter.tables.geometry import TableGeometry
 from exporter.tables.lookup import set_sizes
+from exporter.tables.parts import PARTS
 from exporter.verify.golden import Answer, Gates, GoldenRequest, summary
 from exporter.wire import protos
 from exporter.wire.dtypes import DType, is_floating

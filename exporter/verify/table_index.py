@@ -12,8 +12,9 @@ from exporter.catalog import Catalog, Extent, TensorRef
 from exporter.checkpoint.source_shard import open_shard
 from exporter.errors import CheckpointChanged, VerificationError
 from exporter.tables.change_index import find_rows
-from exporter.tables.geometry import INDEX_ROWS, INDEX_SEEDS, KEYS, TablePlan
+from exporter.tables.geometry import TablePlan
 from exporter.tables.lay_out import TableLayout
+from exporter.tables.parts import INDEX_ROWS, INDEX_SEEDS, KEYS
 
 Array = np.ndarray[Any, Any]
 

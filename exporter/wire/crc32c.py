@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import cache
+from typing import TYPE_CHECKING, TypeAlias
 
 import google_crc32c
-import numpy as np
-from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Bytes: TypeAlias = "NDArray[np.uint8]"
 
 CHUNK = 1 << 20  # bytes read at a time: fits a core's cache and keeps memory flat whatever the tensor's size
 
@@ -70,6 +73,8 @@ def chunks_of(fd: int, offset: int, size: int) -> Iterator[bytes]:
 
 def crc_of(fd: int, offset: int, size: int) -> int:
     """The plain crc32c of `size` bytes of an open file from `offset`; of fewer where the file ends."""
+    import numpy as np  # late: an index is read without it
+
     # one buffer for all chunks: the pages of a new one have to be made first
     buffer, crc, end = np.empty(min(CHUNK, size), np.uint8), 0, offset + size
     while offset < end:

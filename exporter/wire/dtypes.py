@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class DType(IntEnum):
@@ -59,7 +60,7 @@ class DType(IntEnum):
     @property
     def itemsize(self) -> int | None:
         """Bytes of one element on disk, or None where elements vary in size."""
-        return None if self in _VARIABLE_SIZE else _numpy(self).itemsize
+        return None if self in _VARIABLE_SIZE else _SIZES.get(self) or _numpy(self).itemsize
 
     @property
     def is_floating(self) -> bool:
@@ -87,6 +88,16 @@ _LABELS = {"FLOAT": "float32", "DOUBLE": "float64", "HALF": "float16"}
 _FLOATING = {DType.HALF, DType.BFLOAT16, DType.FLOAT, DType.DOUBLE}
 _VARIABLE_SIZE = {DType.STRING, DType.RESOURCE, DType.VARIANT}
 _BY_LABEL = {dtype.label: dtype for dtype in DType} | {dtype.name.lower(): dtype for dtype in DType}
+_SIZES = {DType.BOOL: 1, DType.BFLOAT16: 2} | {
+    DType.of(f"{kind}{8 * size}"): size
+    for kind, sizes in {
+        "float": (2, 4, 8),
+        "int": (1, 2, 4, 8),
+        "uint": (1, 2, 4, 8),
+        "complex": (8, 16),
+    }.items()
+    for size in sizes
+}  # of most variables, so that to list them needs no numpy
 _QUANTIZED = {"QINT8": "int8", "QUINT8": "uint8", "QINT32": "int32", "QINT16": "int16", "QUINT16": "uint16"}
 
 
@@ -94,6 +105,8 @@ _QUANTIZED = {"QINT8": "int8", "QUINT8": "uint8", "QINT32": "int32", "QINT16": "
 def _numpy(dtype: DType) -> np.dtype[Any]:
     if dtype in _VARIABLE_SIZE:
         raise TypeError(f"{dtype.label} has no fixed-size numpy type")
+    import numpy as np
+
     name = _QUANTIZED.get(dtype.name, dtype.label)
     dtype_: np.dtype[Any]
     try:

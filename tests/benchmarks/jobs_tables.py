@@ -105,8 +105,9 @@ def _three_ways(filled: list[tuple[Any, dict[Any, Array]]], ids: Any, ev: Ev, na
     import tensorflow as tf
 
     from exporter.graph.inference_graph import GraphDynamicTable
-    from exporter.tables.geometry import PARTS, TableGeometry
+    from exporter.tables.geometry import TableGeometry
     from exporter.tables.lookup import set_sizes
+    from exporter.tables.parts import PARTS
     from exporter.wire import protos
     from exporter.wire.dtypes import DType
     from tests.support.dynamic_values import Rows, table_values

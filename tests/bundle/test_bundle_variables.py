@@ -35,7 +35,8 @@ from exporter.catalog import Catalog, Extent, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused, PublishError, TargetNotWritable
 from exporter.graph.inference_graph import GraphVariable
-from exporter.mapping.build import TensorSource, VariableMapping
+from exporter.mapping.build import VariableMapping
+from exporter.mapping.tensor_source import TensorSource
 from exporter.options import DataMode
 from exporter.terminal.progress import NoProgress
 from exporter.wire.dtypes import DType

@@ -16,7 +16,8 @@ import tensorflow as tf
 from exporter import ExportRequest, Updates, export
 from exporter.errors import CheckpointError, CheckpointNotFound, MissingTensors, NotServable
 from exporter.options import Verify
-from exporter.pipeline.inspection import BundleView, CheckpointView, inspect
+from exporter.pipeline.inspected import BundleView, CheckpointView
+from exporter.pipeline.inspection import inspect
 from tests.support import foreign_models
 from tests.support.bundles import compress_index
 from tests.support.commands import export_model

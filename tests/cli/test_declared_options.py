@@ -24,9 +24,9 @@ from exporter.options import (
     Verify,
     arguments,
     declared,
+    digest_fields,
     option_of,
     require_company,
-    told_in_digest,
 )
 
 PLAIN = ExportRequest(Path("train"), Path("model"))
@@ -58,9 +58,9 @@ print(json.dumps({
     "field": request.sparkle,
     "help": [option.help, option.rich_help_panel, option.metavar],
     "page": commands.page(app.app, "export-model"),
-    "digest": options.told_in_digest(request),
+    "digest": options.digest_fields(request),
     "argv": ExportArguments.of(request).rest,
-    "plain": options.told_in_digest(ExportRequest(request.ckpt_dir, request.out)),
+    "plain": options.digest_fields(ExportRequest(request.ckpt_dir, request.out)),
 }))
 """
 
@@ -82,12 +82,12 @@ def test_an_option_that_is_declared_once_stands_everywhere(tmp_path: Path) -> No
     assert "Made up." in found["page"]
     assert "--sparkle=3" in found["argv"]
     assert found["digest"]["sparkle"] == 3
-    assert found["plain"] == told_in_digest(PLAIN), "what was published before it was there is not recognised"
+    assert found["plain"] == digest_fields(PLAIN), "what was published before it was there is not recognised"
 
 
 def test_digests_of_earlier_releases_are_told_the_same() -> None:
     told = {"format": "saved_model", "data": "auto", "no_warmup": False, "verify": "files"}
-    assert told_in_digest(PLAIN) == {**told, "updates": None}
+    assert digest_fields(PLAIN) == {**told, "updates": None}
     baked = {
         "isolation": "snapshot",
         "snapshot_max_rows": 5,
@@ -96,7 +96,7 @@ def test_digests_of_earlier_releases_are_told_the_same() -> None:
         "finite": False,
     }
     takes = replace(PLAIN, updates=Updates(snapshot_max_rows=5, stamp=True), verify=Verify.BYTES)
-    assert told_in_digest(takes) == {**told, "updates": baked, "verify": "bytes"}
+    assert digest_fields(takes) == {**told, "updates": baked, "verify": "bytes"}
 
 
 def test_what_to_serve_may_be_given_by_position() -> None:
@@ -132,6 +132,6 @@ def test_company_is_what_one_of_several_options_gives(given: Twin) -> None:
     require_company([given])
 
 
-def test_an_option_without_company_is_refused() -> None:
+def test_an_option_lacking_company_is_refused() -> None:
     with pytest.raises(UsageError, match="--either goes with --alone or --other"):
         require_company([Twin(either=True)])

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
-from exporter.delta import compare_rows, newest_rows
+from exporter.delta import compare_rows
+from exporter.delta import layers as merging
 from exporter.delta.compare_rows import differing_rows
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import ChangeKind, Rows, Schema, ServedVariable
-from exporter.delta.newest_rows import merge_changes
+from exporter.delta.layers import merge_changes
 from exporter.delta.row_hashes import BlockHasher, HashIndex, block_rows, most_bytes, read_index, write_index
 from exporter.delta.row_reader import RowReader
 from exporter.delta.row_spill import RowSpill
@@ -217,7 +218,7 @@ def test_a_merger_holds_the_newest_value_of_each_row(changes: list[dict[int, int
     for rows in changes:
         expected |= rows
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(newest_rows, "ROWS_AT_ONCE", 2 if small else 1 << 16)
+        patch.setattr(merging, "ROWS_AT_ONCE", 2 if small else 1 << 16)
         found = merge_changes(tables, Schema.of([variable]), Path(directory)).get("t")
     held = (
         {}
@@ -243,7 +244,7 @@ def test_a_merger_of_tables_of_unlike_density_holds_few_rows_at_a_time(
         add(spill, ids, values)
 
     monkeypatch.setattr(RowSpill, "add", noting)
-    monkeypatch.setattr(newest_rows, "ROWS_AT_ONCE", 5)
+    monkeypatch.setattr(merging, "ROWS_AT_ONCE", 5)
     found = merge_changes(layers, Schema.of([variable]), tmp_path)["t"]
     assert isinstance(found, Rows)
     assert found.ids.tolist() == sorted({*dense.tolist(), *sparse.tolist()})

@@ -14,9 +14,9 @@ from msgspec import structs
 
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.delta_files import read_delta
+from exporter.delta.deviation import Rounded
 from exporter.delta.format import ChangeKind, Rows
 from exporter.delta.packing import round_rows, shrinks
-from exporter.delta.tolerance import Rounded
 from exporter.errors import ExportError
 from exporter.increments.plan import ROUNDED
 from exporter.options import DeltaDtype

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from exporter.graph.functions import drop_refills
-from exporter.graph.saved_model import read_saved_model
+from exporter.graph.graph_files import read_saved_model
 from exporter.options import ExportRequest, Isolation, Updates, Verify
 from exporter.pipeline.full import export
 from exporter.wire import protos

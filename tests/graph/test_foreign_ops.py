@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from exporter.errors import ExportError, ForeignOperations, MissingTensors, NotServable, UsageError
-from exporter.graph.saved_model import read_saved_model
+from exporter.graph.graph_files import read_saved_model
 from exporter.graph.servable import library_of
 from exporter.options import ExportRequest, Updates, Verify
 from exporter.pipeline.full import export

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from exporter.catalog import SliceSpec
 from exporter.errors import CorruptFile, ExportError, GraphError, UnknownTensor, UsageError
+from exporter.graph.graph_files import read_saved_model
 from exporter.graph.keys import parse_slice_spec
 from exporter.graph.load import GraphRequest, clean, load_graph, load_source
 from exporter.graph.metagraph import read_metagraph
-from exporter.graph.saved_model import read_saved_model
 from exporter.options import ExportRequest
 from exporter.pipeline.full import export
 from exporter.wire import protos

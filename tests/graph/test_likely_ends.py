@@ -10,7 +10,8 @@ import pytest
 
 from exporter.errors import UsageError
 from exporter.graph.load import GraphRequest, load_source
-from exporter.pipeline.inspection import GraphView, inspect
+from exporter.pipeline.inspected import GraphView
+from exporter.pipeline.inspection import inspect
 from tests.support.commands import export_model
 from tests.support.graph_runs import v1_graph
 

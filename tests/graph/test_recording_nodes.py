@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from exporter.errors import UsageError
+from exporter.graph.graph_files import read_saved_model
 from exporter.graph.inference_graph import PartitionStrategy
 from exporter.graph.keys import trained_strategies
 from exporter.graph.load import GraphRequest, load_graph
 from exporter.graph.metagraph import load_metagraph, read_metagraph
-from exporter.graph.saved_model import read_saved_model
-from exporter.pipeline.inspection import GraphView, inspect
+from exporter.pipeline.inspected import GraphView
+from exporter.pipeline.inspection import inspect
 from exporter.wire.protos import Proto
 from tests.support.graph_runs import v1_graph
 

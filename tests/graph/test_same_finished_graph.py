@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.graph.saved_model import read_saved_model
+from exporter.graph.graph_files import read_saved_model
 from exporter.wire.protos import Proto
 from tests.support.commands import Ran, export_model
 from tests.support.edited_jobs import Job, begun, refused

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from exporter.errors import GraphError
-from exporter.graph.saved_model import load_training_graph, read_saved_model
+from exporter.graph.graph_files import read_saved_model
+from exporter.graph.saved_model import load_training_graph
 from exporter.graph.training_graph import drop_training_signatures
 from exporter.options import DataMode, ExportRequest
 from exporter.pipeline.full import export, plan

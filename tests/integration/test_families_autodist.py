@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from exporter.errors import MissingTensors, NotServable, ShapeMismatch, UnsupportedFormat, UsageError
-from exporter.graph.saved_model import read_saved_model
+from exporter.graph.graph_files import read_saved_model
 from exporter.options import DataMode, ExportFormat, ExportRequest, Updates, Verify
 from exporter.pipeline.full import Exported, export, plan
-from exporter.pipeline.inspection import BundleView, inspect
+from exporter.pipeline.inspected import BundleView
+from exporter.pipeline.inspection import inspect
 from exporter.wire import protos
 from serving.client import ModelClient
 from serving.server import ModelServer

@@ -28,7 +28,8 @@ from exporter.jobs.runner import LocalEngine, Runner, plan_digest
 from exporter.jobs.shard_job import Sources, Stored
 from exporter.jobs.task import Input, Range, RangeChecksums, Receipt
 from exporter.jobs.write_shard import MovedRows
-from exporter.mapping.build import TensorSource, VariableMapping
+from exporter.mapping.build import VariableMapping
+from exporter.mapping.tensor_source import TensorSource
 from exporter.storage.layout import RECEIPTS_DIRECTORY
 from exporter.verify.version_files import Checksum
 from exporter.wire.crc32c import extend

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from exporter.delta.delta_files import write_delta
-from exporter.graph.saved_model import read_saved_model
+from exporter.graph.graph_files import read_saved_model
 from exporter.publish import delta_publication
 from exporter.storage.files import FileDigests, file_digest
 from tests.support.edited_jobs import BUILDER, LAYERS, Job, begun, refused

@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 
 from exporter.errors import Exit, ManifestError
-from exporter.publish.manifest import from_json
+from exporter.options import given
+from exporter.publish.manifest import BaseEntry, from_json
+from exporter.publish.versions import read_manifest
 from exporter.wire.json_documents import encode
 from tests.support.budget import times
 from tests.support.commands import export_model, export_small, run_command
 from tests.support.fuzzing import KINDS
 from tests.support.mapped_models import MappedModel
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 At = tuple[Any, ...]
 Document = dict[str, Any]
 
@@ -242,3 +245,15 @@ def every_change(document: Document) -> list[tuple[At, Any]]:
                 continue
             found.append((at, value))
     return found
+
+
+def test_manifests_are_read_by_msgspec_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a program gives is coerced where it is given: a manifest's values have their types already."""
+
+    def taken(*_: object) -> None:
+        raise AssertionError("a value of a manifest is taken as if a program had given it")
+
+    monkeypatch.setattr(given, "take", taken)
+    monkeypatch.setattr(given.Checked, "__call__", taken)
+    found = [read_manifest(path.parent) for path in GOLDEN.rglob("manifest.json") if "models" in path.parts]
+    assert sum(isinstance(manifest.incremental, BaseEntry) for manifest in found) > 3

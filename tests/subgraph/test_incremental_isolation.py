@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 from exporter.delta.format import ChangeKind
-from exporter.graph.saved_model import read_saved_model
+from exporter.graph.graph_files import read_saved_model
 from exporter.options import Isolation
 from exporter.subgraph.state import sleep
 from tests.support.updatable import (

@@ -24,7 +24,8 @@ from exporter.options import ExportRequest, Updates
 from exporter.publish.commit import PublishedVersion, Staging, publish_version, reserve_position
 from exporter.publish.delta_log import DeltaLog
 from exporter.publish.manifest import BaseEntry, ManifestDraft, Origin, tensor_entries
-from exporter.tables.geometry import PARTS, TableGeometry
+from exporter.tables.geometry import TableGeometry
+from exporter.tables.parts import PARTS
 from exporter.wire.dtypes import DType
 from tests.support.deeprec import Ev, write_full, write_increment
 from tests.support.dynamic_values import built_index

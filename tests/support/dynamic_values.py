@@ -9,7 +9,8 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.graph.inference_graph import GraphDynamicTable
-from exporter.tables.geometry import EMPTY_KEY, INDEX_ROWS, INDEX_SEEDS, TableGeometry, hashes_of
+from exporter.tables.geometry import EMPTY_KEY, TableGeometry, hashes_of
+from exporter.tables.parts import INDEX_ROWS, INDEX_SEEDS
 from exporter.tables.place_keys import KeyRanges, place_ranges
 
 Array = np.ndarray[Any, Any]

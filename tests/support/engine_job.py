@@ -19,7 +19,8 @@ from exporter.errors import ExportError
 from exporter.graph.inference_graph import GraphVariable
 from exporter.jobs.engines import Engine
 from exporter.jobs.runner import Runner, choose_engine
-from exporter.mapping.build import TensorSource, VariableMapping
+from exporter.mapping.build import VariableMapping
+from exporter.mapping.tensor_source import TensorSource
 from exporter.wire.dtypes import DType
 
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
-from exporter.mapping.build import TensorSource, VariableMapping
+from exporter.mapping.build import VariableMapping
 from exporter.mapping.mapping_rules import mod_lengths
+from exporter.mapping.tensor_source import TensorSource
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 

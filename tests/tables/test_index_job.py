@@ -19,17 +19,9 @@ from exporter.errors import CorruptFile, TableFull
 from exporter.jobs.runner import LOCAL, Job, LocalEngine, Runner, plan_digest
 from exporter.jobs.task import ZEROS, Input
 from exporter.storage import mirror
-from exporter.tables.geometry import (
-    EMPTY_KEY,
-    INDEX_ROWS,
-    INDEX_SEEDS,
-    KEYS,
-    PARTS,
-    VALUES,
-    TablePlan,
-    keys_of,
-)
+from exporter.tables.geometry import EMPTY_KEY, TablePlan, keys_of
 from exporter.tables.lay_out import TableLayout, join_pieces, lay_out
+from exporter.tables.parts import INDEX_ROWS, INDEX_SEEDS, KEYS, PARTS, VALUES
 from exporter.tables.place_keys import Partition, PlaceKeys
 from tests.support.budget import times
 from tests.support.deeprec import Ev, write_full

@@ -13,9 +13,10 @@ from exporter.checkpoint.admission import EVERYONE
 from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.checkpoint.tensor_bundle import check_values, memory_map, read_array, read_catalog
 from exporter.tables.change_index import ArrayState, change_index, find_rows
-from exporter.tables.geometry import PARTS, TablePlan
+from exporter.tables.geometry import TablePlan
 from exporter.tables.integer_sets import among
 from exporter.tables.lay_out import lay_out
+from exporter.tables.parts import PARTS
 from tests.support.budget import thorough
 from tests.support.deeprec import Ev, write_large
 

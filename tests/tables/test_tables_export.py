@@ -17,7 +17,7 @@ from exporter.pipeline.full import Exported, export
 from exporter.publish.delta_log import read_log
 from exporter.publish.made_from import PublishedAlready
 from exporter.tables import DynamicTable, dynamic_embedding
-from exporter.tables.geometry import PARTS
+from exporter.tables.parts import PARTS
 from exporter.tables.place_keys import PlacedSlots, place_ranges
 from tests.support.deeprec import Ev, write_full
 

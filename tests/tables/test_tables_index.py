@@ -12,7 +12,8 @@ from exporter.tables.change_index import (
     find_rows,
     live_rows,
 )
-from exporter.tables.geometry import PARTS, TableGeometry, keys_of
+from exporter.tables.geometry import TableGeometry, keys_of
+from exporter.tables.parts import PARTS
 from exporter.tables.place_keys import KeyTwice
 from tests.support.dynamic_values import built_index
 from tests.support.tables_index import LIMITS, Array, apply, new_table

@@ -33,6 +33,12 @@ def test_an_array_is_of_floats_as_its_dtype_is(dtype: DType) -> None:
     assert is_floating(np.zeros(1, dtype.numpy)) is dtype.is_floating
 
 
+@pytest.mark.parametrize("dtype", STORED)
+def test_an_element_has_the_size_that_numpy_gives_it(dtype: DType) -> None:
+    if hasattr(np, dtype.label) or hasattr(ml_dtypes, dtype.label):
+        assert dtype.itemsize == dtype.numpy.itemsize
+
+
 def test_what_has_no_numbers_has_no_kind() -> None:
     others = {DType.STRING, DType.RESOURCE, DType.VARIANT}
     assert not any(dtype.is_integer or dtype.is_floating for dtype in others)

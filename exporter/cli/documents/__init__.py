@@ -15,7 +15,7 @@ from exporter.newer_python import StrEnum
 
 
 class Status(StrEnum):
-    """What became of a command that publishes."""
+    """The outcome of a command that publishes."""
 
     PUBLISHED = "published"
     NOTHING_TO_DO = "nothing_to_do"

@@ -1,4 +1,4 @@
-"""What `export-model --incr` prints: the plan of a delta, or its publication."""
+"""The document that `export-model --incr` prints: the plan of a delta, or its publication."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from msgspec import Struct
 
 from exporter.cli.documents import Status
 from exporter.cli.notify import Notified
-from exporter.delta.tolerance import LeftOut, Rounded
+from exporter.delta.deviation import LeftOut, Rounded
 from exporter.terminal.parameters import Taken
 
 
 class DeltaPlan(Struct, frozen=True, kw_only=True):
-    """What `export-model --incr --dry-run` prints: the delta that would be published."""
+    """The document that `export-model --incr --dry-run` prints: the delta that would be published."""
 
     dry_run: bool
     """True if nothing was written."""
@@ -46,7 +46,7 @@ class DeltaPlan(Struct, frozen=True, kw_only=True):
 
 
 class DeltaExport(DeltaPlan, frozen=True, kw_only=True):
-    """What `export-model --incr` prints: the delta that it published."""
+    """The document that `export-model --incr` prints: the delta that it published."""
 
     path: str | None
     """The delta's directory; null if there was nothing to publish."""

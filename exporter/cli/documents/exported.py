@@ -1,4 +1,4 @@
-"""What `export-model` prints: a plan, a publication, or that nothing is to do."""
+"""The document that `export-model` prints: a plan, a publication, or that nothing is to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from exporter.bundle.variables import Rounding
 from exporter.cli.documents import Checkpoint, Status, TensorGroup
-from exporter.pipeline.inspection import Signature
+from exporter.pipeline.inspected import Signature
 from exporter.publish.retention import KeptVersion
 from exporter.terminal.parameters import Taken
 
@@ -64,7 +64,7 @@ class TrainingGraph(Struct, frozen=True):
 
 
 class ExportPlan(Struct, frozen=True, kw_only=True):
-    """What `export-model --dry-run` prints: the version that would be published."""
+    """The document that `export-model --dry-run` prints: the version that would be published."""
 
     dry_run: bool
     """True if nothing was written."""
@@ -101,7 +101,7 @@ class ExportPlan(Struct, frozen=True, kw_only=True):
 
 
 class Export(ExportPlan, frozen=True, kw_only=True):
-    """What an export prints: the version that it published."""
+    """The document that an export prints: the version that it published."""
 
     path: str
     """The version's directory."""
@@ -132,7 +132,7 @@ class Export(ExportPlan, frozen=True, kw_only=True):
 
 
 class PublishedAlready(Struct, frozen=True, kw_only=True):
-    """What an export prints if its checkpoint is published already, by the same graph and options."""
+    """The document of an export whose checkpoint is published already, by the same graph and options."""
 
     dry_run: bool
     """True if it was only a question."""
@@ -153,7 +153,7 @@ class PublishedAlready(Struct, frozen=True, kw_only=True):
 
 
 class StandBy(Struct, frozen=True):
-    """What a node of a training cluster prints if it leaves the export to its chief."""
+    """The document that a node of a training cluster prints if it leaves the export to its chief."""
 
     status: Literal["nothing_to_do"]
     """Nothing was published."""

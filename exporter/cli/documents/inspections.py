@@ -1,4 +1,4 @@
-"""What `inspect` prints of a checkpoint, a graph, a version or a model."""
+"""The document that `inspect` prints of a checkpoint, a graph, a version or a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from exporter.cli.documents import Checkpoint, Tensor, TensorGroup
-from exporter.pipeline.inspection import EmbeddingTable, ServedTableView, Signature, TensorSpec
+from exporter.pipeline.inspected import EmbeddingTable, ServedTableView, Signature, TensorSpec
 from exporter.publish.manifest import Origin
 
 
@@ -20,7 +20,7 @@ class UnmatchedTensor(Tensor, frozen=True):
 
 
 class CheckpointInspection(Checkpoint, frozen=True):
-    """What `inspect` prints of a checkpoint."""
+    """The document that `inspect` prints of a checkpoint."""
 
     kind: Literal["checkpoint"]
     """What was inspected."""
@@ -33,7 +33,7 @@ class CheckpointInspection(Checkpoint, frozen=True):
 
 
 class GraphInspection(Struct, frozen=True):
-    """What `inspect` prints of a `.meta` file's graph."""
+    """The document that `inspect` prints of a `.meta` file's graph."""
 
     kind: Literal["graph"]
     """What was inspected."""
@@ -56,7 +56,7 @@ class GraphInspection(Struct, frozen=True):
 
 
 class VersionInspection(Struct, frozen=True):
-    """What `inspect` prints of a version, or of any SavedModel."""
+    """The document that `inspect` prints of a version, or of any SavedModel."""
 
     kind: Literal["saved_model"]
     """What was inspected."""
@@ -81,7 +81,7 @@ class VersionInspection(Struct, frozen=True):
 
 
 class ModelInspection(Struct, frozen=True):
-    """What `inspect` prints of a model base path."""
+    """The document that `inspect` prints of a model base path."""
 
     kind: Literal["model"]
     """What was inspected."""
@@ -113,7 +113,7 @@ class UnmatchedVariable(Struct, frozen=True):
 
 
 class NameComparison(Struct, frozen=True):
-    """What `inspect --unmatched` prints."""
+    """The document that `inspect --unmatched` prints."""
 
     checkpoint: Checkpoint
     """What was compared."""
@@ -132,4 +132,4 @@ class NameComparison(Struct, frozen=True):
 
 
 Inspection: TypeAlias = CheckpointInspection | GraphInspection | VersionInspection | ModelInspection
-"""What `inspect` prints without `--unmatched`."""
+"""The document that `inspect` prints without `--unmatched`."""

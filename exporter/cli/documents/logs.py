@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 from msgspec import Struct
 
 from exporter.cli.documents import Status
-from exporter.cli.examination import Finding
-from exporter.pipeline.comparison import TableDifference, VariableDifference
 from exporter.publish.retention import KeptVersion
 from exporter.publish.timeline import Event
 
 
 class Push(Struct, frozen=True, kw_only=True):
-    """What `push` prints."""
+    """The document that `push` prints."""
 
     dry_run: bool
     """True if nothing was written."""
@@ -34,7 +31,7 @@ class Push(Struct, frozen=True, kw_only=True):
 
 
 class Pull(Struct, frozen=True, kw_only=True):
-    """What `pull` prints; with `--watch` one document a line, whenever something was fetched."""
+    """The document that `pull` prints; with `--watch` one document a line, whenever something was fetched."""
 
     status: Status
     """`published` or `nothing_to_do`."""
@@ -55,7 +52,7 @@ class Pull(Struct, frozen=True, kw_only=True):
 
 
 class Merge(Struct, frozen=True, kw_only=True):
-    """What `merge` prints: the delta that takes the place of several."""
+    """The document that `merge` prints: the delta that takes the place of several."""
 
     dry_run: bool
     """True if nothing was written."""
@@ -76,7 +73,7 @@ class Merge(Struct, frozen=True, kw_only=True):
 
 
 class Rebase(Struct, frozen=True, kw_only=True):
-    """What `merge --rebase` prints: the base that holds all deltas so far."""
+    """The document that `merge --rebase` prints: the base that holds all deltas so far."""
 
     dry_run: bool
     """True if nothing was written."""
@@ -99,7 +96,7 @@ class Rebase(Struct, frozen=True, kw_only=True):
 
 
 class Rollback(Struct, frozen=True, kw_only=True):
-    """What `rollback` and `resume` print."""
+    """The document that `rollback` and `resume` print."""
 
     dry_run: bool
     """True if nothing was written."""
@@ -122,38 +119,6 @@ class Rollback(Struct, frozen=True, kw_only=True):
     """True if that hold is how far the canary of an agent approved: it decides about what lies beyond."""
 
 
-class Side(Struct, frozen=True):
-    """One side of a comparison."""
-
-    label: str
-    """What was compared, as it was named."""
-    position: int | None
-    """Its position, if it is published."""
-    step: int | None
-    """Its training step."""
-
-
-class Differences(Struct, frozen=True):
-    """What `diff` prints."""
-
-    a: Side
-    """The first side."""
-    b: Side
-    """The second side."""
-    equal: bool
-    """True if both hold the same variables with the same bits."""
-    compared: int
-    """How many variables both have."""
-    variables: Sequence[VariableDifference]
-    """Those that differ."""
-    tables: Sequence[TableDifference]
-    """Tables by keys that differ."""
-    only_a: Sequence[str]
-    """Names that only the first side has."""
-    only_b: Sequence[str]
-    """Names that only the second side has."""
-
-
 class Problem(Struct, frozen=True):
     """Something that is damaged or missing."""
 
@@ -164,7 +129,7 @@ class Problem(Struct, frozen=True):
 
 
 class Verification(Struct, frozen=True):
-    """What `verify` prints."""
+    """The document that `verify` prints."""
 
     versions: int
     """How many versions are published."""
@@ -187,7 +152,7 @@ class Verification(Struct, frozen=True):
 
 
 class History(Struct, frozen=True):
-    """What `history` prints."""
+    """The document that `history` prints."""
 
     model: str
     """The model base path."""
@@ -201,41 +166,3 @@ class History(Struct, frozen=True):
     """The position at which the model is held."""
     events: Sequence[Event]
     """What was published, in the order of positions."""
-
-
-class Target(Struct, frozen=True):
-    """A model server that was asked."""
-
-    address: str
-    """Its address."""
-    model: str
-    """The model's name there."""
-    versions: Mapping[str, str]
-    """The state of each version."""
-    positions: Mapping[str, int | None]
-    """The position of each version; null if it takes no deltas."""
-
-
-class Diagnosis(Struct, frozen=True):
-    """What `doctor` prints."""
-
-    model: str
-    """The model base path."""
-    status: Literal["well", "warnings", "wrong"]
-    """The worst of what was found."""
-    versions: int
-    """How many versions are published."""
-    deltas: int
-    """How many deltas the newest version's log holds."""
-    position: int | None
-    """The newest position."""
-    step: int | None
-    """The training step of its values."""
-    hold: int | None
-    """The position at which the model is held."""
-    ckpt_dir: str | None
-    """The directory of checkpoints that was looked at, too."""
-    targets: Sequence[Target]
-    """The model servers that were asked."""
-    findings: Sequence[Finding]
-    """What is wrong or will be."""

@@ -1,0 +1,48 @@
+"""The document that `doctor` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from exporter.cli.examination import Finding
+
+
+class Target(Struct, frozen=True):
+    """A model server that was asked."""
+
+    address: str
+    """Its address."""
+    model: str
+    """The model's name there."""
+    versions: Mapping[str, str]
+    """The state of each version."""
+    positions: Mapping[str, int | None]
+    """The position of each version; null if it takes no deltas."""
+
+
+class Diagnosis(Struct, frozen=True):
+    """The document that `doctor` prints."""
+
+    model: str
+    """The model base path."""
+    status: Literal["well", "warnings", "wrong"]
+    """The worst of what was found."""
+    versions: int
+    """How many versions are published."""
+    deltas: int
+    """How many deltas the newest version's log holds."""
+    position: int | None
+    """The newest position."""
+    step: int | None
+    """The training step of its values."""
+    hold: int | None
+    """The position at which the model is held."""
+    ckpt_dir: str | None
+    """The directory of checkpoints that was looked at, too."""
+    targets: Sequence[Target]
+    """The model servers that were asked."""
+    findings: Sequence[Finding]
+    """What is wrong or will be."""

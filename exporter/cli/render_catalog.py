@@ -1,0 +1,66 @@
+"""A checkpoint and groups of its tensors, as documents and as lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from exporter.catalog import Catalog, TensorRef
+from exporter.cli.documents import Checkpoint, TensorGroup
+from exporter.terminal.output import escape
+from exporter.terminal.progress import human_bytes
+
+if TYPE_CHECKING:
+    from exporter.mapping.build import Extra, ExtraKind
+
+
+def checkpoint_document(catalog: Catalog) -> Checkpoint:
+    """A checkpoint as a document."""
+    return Checkpoint(
+        catalog.family,
+        str(catalog.prefix),
+        catalog.step,
+        len(catalog.tensors),
+        catalog.bytes_,
+        len(catalog.shards),
+    )
+
+
+def catalog_text(catalog: Catalog) -> str:
+    """A checkpoint in a line."""
+    step = "" if catalog.step is None else f", step {catalog.step}"
+    shards = f"{len(catalog.shards)} shard{'s' * (len(catalog.shards) != 1)}"
+    tensors = f"{len(catalog.tensors)} tensors, {human_bytes(catalog.bytes_)}, {shards}"
+    return f"{catalog.prefix.name} ({catalog.family}){step}: {tensors}"
+
+
+def tensor_groups(extras: Iterable[Extra]) -> dict[str, TensorGroup]:
+    """How many tensors of each kind are not served, and their bytes."""
+    return {
+        kind.value: TensorGroup(len(refs), sum(ref.bytes_ for ref in refs))
+        for kind, refs in by_kind(extras).items()
+    }
+
+
+def kind_texts(extras: Iterable[Extra], other: str = "other") -> Iterator[str]:
+    """A line for each kind of tensors that are not served."""
+    from exporter.mapping.build import ExtraKind  # late: an inspected model has none
+
+    for kind, refs in by_kind(extras).items():
+        name = other if kind is ExtraKind.OTHER else kind.value + "s" * (len(refs) > 1)
+        yield f"{len(refs)} {name} ({human_bytes(sum(ref.bytes_ for ref in refs))})"
+
+
+def by_kind(extras: Iterable[Extra]) -> dict[ExtraKind, list[TensorRef]]:
+    """Tensors that are not served, by kind."""
+    from exporter.mapping.build import ExtraKind
+
+    found: dict[ExtraKind, list[TensorRef]] = {}
+    for extra in extras:
+        found.setdefault(extra.kind, []).append(extra.tensor)
+    return {kind: found[kind] for kind in ExtraKind if kind in found}
+
+
+def line(label: str, text: str) -> str:
+    """A line of a result: what it is, and in a column of its own what was found."""
+    return f"[bold]{label:<12}[/]{escape(text)}"

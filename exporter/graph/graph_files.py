@@ -1,0 +1,83 @@
+"""Read the files of graphs: messages, and SavedModels whole."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from exporter.errors import CorruptFile, UnsupportedFormat, UsageError
+from exporter.graph.recording_nodes import without_recording
+from exporter.storage.files import read_regular
+from exporter.storage.layout import SAVED_MODEL_FILE, SAVED_MODEL_PARTS_FILE, SAVED_MODEL_TEXT_FILE
+from exporter.wire import protos
+from exporter.wire.protos import MAX_MESSAGE_BYTES, Proto
+
+SERVE_TAG = "serve"
+_SCHEMA_VERSION = 1
+
+
+def read_saved_model(path: Path) -> Proto:
+    """The `protos.SavedModel` in a directory, its graphs without what `IncrementHook` added to them.
+
+    Raises:
+        CorruptFile: it is damaged.
+        UnsupportedFormat: it has another schema version, or is split into chunks (`saved_model.cpb`).
+        UsageError: it does not exist, or cannot be read.
+    """
+    if (path / SAVED_MODEL_PARTS_FILE).is_file():
+        raise UnsupportedFormat(
+            f"{path} is a SavedModel split into chunks", hint="save it again below 2 GiB of constants"
+        )
+    file = path / SAVED_MODEL_FILE
+    if not file.is_file():
+        file = path / SAVED_MODEL_TEXT_FILE
+    try:
+        data = read_graph_file(file)
+    except OSError as error:
+        raise UsageError(
+            f"no SavedModel can be read from {path}", cause=error.strerror or str(error)
+        ) from error
+    model = parse_message("SavedModel", data, file, is_text=file.suffix == ".pbtxt", nonempty="meta_graphs")
+    if model.saved_model_schema_version != _SCHEMA_VERSION:
+        raise UnsupportedFormat(
+            f"{file} has schema version {model.saved_model_schema_version}, expected {_SCHEMA_VERSION}",
+            hint="save it again with TensorFlow 1.x or 2.x",
+        )
+    for meta_graph in model.meta_graphs:
+        without_recording(meta_graph)
+    return model
+
+
+def read_graph_file(path: Path) -> bytes:
+    """The bytes of a graph's file."""
+    try:
+        return read_regular(path, MAX_MESSAGE_BYTES)
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        raise CorruptFile(
+            f"{path} holds no graph: it has more than 2 GiB", cause="no protocol buffer is larger"
+        ) from None
+
+
+def parse_message(kind: str, data: bytes, path: Path, *, is_text: bool, nonempty: str) -> Proto:
+    """A protocol buffer of the private pool from a file's bytes; its field `nonempty` must be set."""
+    from google.protobuf import text_format
+
+    message = protos.message_class(kind)()
+    try:
+        if is_text:
+            text_format.Parse(data, message)
+        else:
+            message.ParseFromString(data)
+    except (DecodeError, text_format.ParseError, UnicodeDecodeError) as error:
+        raise CorruptFile(f"{path} holds no {kind}", cause=str(error)) from error
+    if not _has(message, nonempty):
+        raise CorruptFile(f"{path} holds no {kind}", cause=f"it has no {nonempty}, or is cut off")
+    return message
+
+
+def _has(message: Proto, field: str) -> bool:
+    return any(descriptor.name == field for descriptor, _ in message.ListFields())

@@ -1,0 +1,43 @@
+"""Look at a `.meta` file: what could be asked of its graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from exporter.graph.deeprec_conversion import looked_up
+from exporter.graph.feeds import hands_over_batches
+from exporter.graph.metagraph import input_placeholders, likely_outputs, read_metagraph
+from exporter.graph.nodes import Endpoint, GraphIndex
+from exporter.pipeline.inspected import GraphView, TensorSpec, label_of, outputs, shape_of, signatures_of
+from exporter.wire.protos import Proto
+
+
+def inspect_graph(path: Path) -> GraphView:
+    """The view of a `.meta` file."""
+    meta_graph = read_metagraph(path)
+    index = GraphIndex.of(meta_graph)
+    nodes = meta_graph.graph_def.node
+    variables = [node for node in nodes if node.op in ("Variable", "VariableV2", "VarHandleOp")]
+    return GraphView(
+        path,
+        len(nodes),
+        len(variables),
+        looked_up(meta_graph, index),
+        tuple(map(_placeholder, input_placeholders(index))),
+        tuple(spec for node in nodes if hands_over_batches(node.op) for spec in outputs(index, node.name)),
+        tuple(_tensor(index, tensor) for tensor in likely_outputs(index)),
+        signatures_of(meta_graph),
+        index,
+    )
+
+
+def _tensor(index: GraphIndex, tensor: Endpoint) -> TensorSpec:
+    dtypes = index.output_dtypes(index.nodes[tensor.node])
+    label = dtypes[tensor.output].label if dtypes and tensor.output < len(dtypes) else "unknown type"
+    return TensorSpec(str(tensor), str(tensor), label, index.shape(tensor))
+
+
+def _placeholder(node: Proto) -> TensorSpec:
+    return TensorSpec(
+        node.name, f"{node.name}:0", label_of(node.attr["dtype"].type), shape_of(node.attr["shape"].shape)
+    )

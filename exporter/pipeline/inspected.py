@@ -1,0 +1,217 @@
+"""What `inspect` found, as values: a checkpoint, a graph, a published version, a model with its versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from msgspec import Struct
+
+from exporter.catalog import Catalog
+from exporter.delta.spans import Position
+from exporter.errors import CheckpointError
+from exporter.publish.manifest import Manifest
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
+
+if TYPE_CHECKING:
+    from exporter.graph.nodes import GraphIndex
+    from exporter.mapping.build import Extra
+
+
+class EmbeddingTable(Struct, frozen=True):
+    """An embedding variable: a table whose rows have arbitrary integers as keys."""
+
+    name: str
+    """The variable's name, without its part."""
+    key_dtype: str
+    """The type of its keys."""
+    dtype: str
+    """The type of its rows."""
+    dimension: int
+    """How many numbers a row has."""
+    keys: int
+    """How many keys have a row."""
+    bytes: int
+    """Bytes of the rows."""
+    filtered_keys: int
+    """How many more keys were seen, but too seldom to get a row."""
+    parts: int
+    """In how many parts it is stored."""
+    slots: tuple[str, ...]
+    """The optimizer's slots beside it."""
+    keys_by_remainder: tuple[int, ...]
+    """For 0 to 999: how many keys have this remainder of a division by 1000."""
+
+
+class ServedTableView(Struct, frozen=True):
+    """A dynamic table as it is served: rows have arbitrary integers as keys."""
+
+    name: str
+    """Its name."""
+    dtype: str
+    """The type of its rows."""
+    dimension: int
+    """How many numbers a row has."""
+    keys: int
+    """How many keys it holds."""
+    free_rows: int
+    """How many new keys there is room for."""
+    load_factor: float
+    """Which part of its index's places is taken."""
+    bytes: int
+    """Bytes of its rows, free ones among them."""
+    index_bytes: int
+    """Bytes of what leads from keys to rows."""
+
+
+class TensorSpec(Struct, frozen=True):
+    """An input or output of a signature, or a tensor of a graph."""
+
+    name: str
+    """What requests call it."""
+    tensor: str
+    """The tensor in the graph."""
+    dtype: str
+    """Its type."""
+    shape: tuple[int, ...] | None
+    """Its shape, -1 for any size; null if not even the number of dimensions is known."""
+
+    @property
+    def shape_text(self) -> str:
+        """`[?,3]`; `[...]` if not even the number of dimensions is known."""
+        sizes = (
+            "..." if self.shape is None else ",".join("?" if size < 0 else str(size) for size in self.shape)
+        )
+        return f"[{sizes}]"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{self.shape_text}"
+
+
+class Signature(Struct, frozen=True):
+    """A signature of a graph."""
+
+    method: str
+    """`predict`, `classify` or `regress`, or another method's name."""
+    inputs: tuple[TensorSpec, ...]
+    """What a request holds."""
+    outputs: tuple[TensorSpec, ...]
+    """What an answer holds."""
+
+    def __str__(self) -> str:
+        inputs, outputs = (", ".join(map(str, specs)) for specs in (self.inputs, self.outputs))
+        return f"({inputs}) -> {outputs}"
+
+
+class CheckpointView(Struct, frozen=True):
+    """A checkpoint: all its tensors, with what each is probably for, and its tables by keys.
+
+    `problem` says why they cannot be read.
+    """
+
+    catalog: Catalog
+    kinds: tuple[Extra, ...]
+    tables: tuple[EmbeddingTable, ...] = ()
+    problem: CheckpointError | None = None
+
+    def __repr__(self) -> str:
+        return f"CheckpointView({self.catalog!r})"
+
+
+class GraphView(Struct, frozen=True):
+    """A `.meta` file: what could be asked of it with `--input` and `--output`.
+
+    `batches` are the tensors that queues and iterators give in training, `likely_outputs` what looks like
+    answers, the likeliest first. `embedding_variables` are the tables by keys that it looks up.
+    """
+
+    path: Path
+    nodes: int
+    variables: int
+    embedding_variables: tuple[str, ...]
+    placeholders: tuple[TensorSpec, ...]
+    batches: tuple[TensorSpec, ...]
+    likely_outputs: tuple[TensorSpec, ...]
+    signatures: Mapping[str, Signature]
+    index: GraphIndex
+
+    @property
+    def tensors(self) -> Iterator[TensorSpec]:
+        """Every output of every node, by name."""
+        for name in sorted(self.index.nodes):
+            yield from outputs(self.index, name)
+
+
+class BundleView(Struct, frozen=True):
+    """A SavedModel with the signatures of its graphs for serving, or of all if it has none.
+
+    `manifest` is None if another program wrote it, `catalog` if it has no variables. `tables` are its dynamic
+    tables. `mapped` says what servers here do with tables that were made to be mapped; None if none were.
+    """
+
+    path: Path
+    signatures: Mapping[str, Signature]
+    catalog: Catalog | None
+    manifest: Manifest | None
+    tables: tuple[ServedTableView, ...] = ()
+    mapped: str | None = None
+
+
+class ModelView(Struct, frozen=True):
+    """A model base path with its versions, newest first.
+
+    `at` is the newest position, which deltas lead to; None if it is not known. `tables` are the dynamic
+    tables of its log, as they are then.
+    """
+
+    path: Path
+    versions: tuple[BundleView, ...]
+    at: Position | None = None
+    hold: int | None = None
+    tables: tuple[ServedTableView, ...] = ()
+
+
+Inspection: TypeAlias = CheckpointView | GraphView | BundleView | ModelView
+
+
+def signatures_of(meta_graph: Proto) -> dict[str, Signature]:
+    """The signatures of a MetaGraphDef by name, without a SavedModel's pseudo-signatures."""
+    return {
+        name: Signature(
+            signature.method_name.rpartition("/")[2],
+            tuple(_spec(alias, info) for alias, info in sorted(signature.inputs.items())),
+            tuple(_spec(alias, info) for alias, info in sorted(signature.outputs.items())),
+        )
+        for name, signature in sorted(meta_graph.signature_def.items())
+        if not name.startswith("__")
+    }
+
+
+def outputs(index: GraphIndex, name: str) -> Iterator[TensorSpec]:
+    """The outputs of a node."""
+    from exporter.graph.nodes import Endpoint  # late: with numpy
+
+    for output, dtype in enumerate(index.output_dtypes(index.nodes[name]) or ()):
+        tensor = Endpoint(name, output)
+        yield TensorSpec(str(tensor), str(tensor), dtype.label, index.shape(tensor))
+
+
+def _spec(alias: str, info: Proto) -> TensorSpec:
+    kind = info.WhichOneof("encoding")
+    name = info.name if kind == "name" else str(kind)
+    return TensorSpec(alias, name, label_of(info.dtype), shape_of(info.tensor_shape))
+
+
+def shape_of(shape: Proto) -> tuple[int, ...] | None:
+    """The sizes of a TensorShapeProto, -1 for any; None of an unknown rank."""
+    return None if shape.unknown_rank else tuple(int(dim.size) for dim in shape.dim)
+
+
+def label_of(number: int) -> str:
+    """The label of a DataType's number, or a text with the number itself."""
+    try:
+        return DType(number).label
+    except ValueError:
+        return f"type {number}"

@@ -1,0 +1,98 @@
+"""Programs of several commands, each of which is imported, and its options made, when it is asked for.
+
+To make all commands of `export-model` takes longer than a small delta, and half as long as its `--help`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+import typer
+from msgspec import Struct, field
+from typer.core import TyperGroup
+
+from exporter.terminal.parameters import help_of, with_structs
+
+
+class LateCommand(Struct, frozen=True):
+    """A command before it is imported."""
+
+    module: str
+    function: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `typer.Typer.command`."""
+
+    def load(self) -> Callable[..., None]:
+        """The function that runs it, whose module is imported."""
+        function: Callable[..., None] = getattr(import_module(self.module), self.function)
+        return function
+
+
+class Commands(Mapping[str, Any]):
+    """Click's commands by their names."""
+
+    def __init__(self, late: Mapping[str, LateCommand]) -> None:
+        self._late = late
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        late = self._late[name]
+        if name not in self._made:
+            app = typer.Typer(add_completion=False)
+            app.command(name, **late.settings)(with_structs(late.load()))
+            self._made[name] = without_variables(typer.main.get_command(app))
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._late
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._late)
+
+    def __len__(self) -> int:
+        return len(self._late)
+
+    def summary(self, name: str) -> str:
+        """The first paragraph of a command's help, without its options."""
+        return help_of(self._late[name].load().__doc__ or "").partition("\n")[0]
+
+
+def application(
+    help: str, late: Mapping[str, LateCommand], *, invoke_without_command: bool = False
+) -> typer.Typer:
+    """A program of several commands. `help` is of the command without a name, which is its callback.
+
+    A callback that runs without a command has options of its own for help.
+    """
+
+    class Program(TyperGroup):
+        """A group of commands that are made late."""
+
+        def __init__(self, **settings: Any) -> None:
+            commands: Any = Commands(late)
+            super().__init__(**{**settings, "commands": commands})
+
+        def list_commands(self, ctx: object) -> list[str]:
+            """The names of all commands, in the order of their declaration."""
+            return [*late]
+
+    return typer.Typer(
+        cls=Program,
+        help=help_of(help),
+        context_settings={"help_option_names": ["-h", "--help"]},
+        add_help_option=not invoke_without_command,
+        no_args_is_help=not invoke_without_command,
+        invoke_without_command=invoke_without_command,
+        pretty_exceptions_enable=False,  # `command` has an exit code for every error
+    )
+
+
+def without_variables(command: Any) -> Any:
+    """The command, whose help names no environment variables: they follow one rule, and a help text is long
+    enough.
+    """
+    for one in command.params:
+        one.show_envvar = False
+    return command

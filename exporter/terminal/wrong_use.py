@@ -1,0 +1,134 @@
+"""Say of a command line that Click refused what is wrong with it, and which command line was meant."""
+
+from __future__ import annotations
+
+import re
+from ast import literal_eval
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, takewhile
+from typing import Any
+
+from exporter.errors import UsageError, nearest
+from exporter.storage.local_paths import quoted
+from exporter.terminal.parameters import variable_of
+
+_PLAINLY = {
+    "is not a valid int range": "is not a whole number",
+    "is not a valid int": "is not a whole number",
+    "is not a valid float range": "is not a number",
+    "is not a valid float": "is not a number",
+}
+_SUGGESTIONS = re.compile(r" (?:\(Possible options: .*\)|Did you mean .*)$")
+_EXTRA = re.compile(r"extra argument.*\((.*)\)")
+_UNKNOWN_COMMAND = re.compile(r"No such command (.*?)\.(?: Did you mean .*)?", re.DOTALL)
+
+
+def wrong_use(
+    error: Any, command: Any, program: str, arguments: Sequence[str], takes: Sequence[str]
+) -> UsageError:
+    """The error of a command line that Click refused; `command` is the program's root.
+
+    `takes` are the options, or the command, for words that stand where a command is expected, in their order:
+    such a word is probably a path.
+    """
+    message = error.format_message()
+    for technical, plain in _PLAINLY.items():
+        message = message.replace(technical, plain)
+    context = error.ctx or _context(command, program, arguments)
+    hint = f"see {context.command_path} --help"
+    if (option := _option_without_value(context, arguments)) is not None:
+        name, value, follows = option
+        message = f"{name} has no value: {follows} follows"
+        hint = _command_line(program, _with_correction(arguments, name, f"{name} {value}"))
+    elif (unknown := _UNKNOWN_COMMAND.fullmatch(message)) is not None:
+        word = literal_eval(unknown[1])
+        message = f"there is no command {word!r}"
+        hint = _unknown_word(word, context, program, arguments, takes)
+    elif (wrong := getattr(error, "option_name", None)) and "No such option" in message:
+        options = (one for one in context.command.params if one.param_type_name == "option")
+        names = [max(one.opts, key=len) for one in options]
+        message = _SUGGESTIONS.sub("", message)
+        if close := nearest(wrong, names):
+            hint = _command_line(program, _with_correction(arguments, wrong, close))
+    elif (parameter := getattr(error, "param", None)) is not None:
+        if message.startswith("Missing"):
+            hint = _with_missing(program, arguments, parameter, context)
+        else:
+            hint = _nearest_choice(parameter, message) or f"{_usage_of(parameter, context)}: {parameter.help}"
+        if (file := getattr(error, "file_of_options", None)) is not None:
+            message, hint = f"{file}: {message}", f"correct it in {file}; {hint}"
+        elif (variable := variable_of(context, parameter)) is not None:
+            message, hint = f"{variable}: {message}", f"correct {variable}, or unset it; {hint}"
+    elif (lacks := getattr(error, "option_name", None)) is not None:
+        found = next((one for one in context.command.params if lacks in one.opts), None)
+        hint = hint if found is None else f"{_usage_of(found, context)}: {found.help}"
+    elif (extra := _EXTRA.search(message)) is not None:
+        too_many = extra[1].split(" ")
+        hint = _command_line(program, [each for each in arguments if each not in too_many])
+    return UsageError(message, hint=hint)
+
+
+def _context(command: Any, program: str, arguments: Sequence[str]) -> Any:
+    """The context of the command that was asked for, as Click makes it while it parses nothing."""
+    root = command.make_context(program, [], resilient_parsing=True)
+    sub = next((one for each in arguments if (one := command.get_command(root, each))), None)
+    return root if sub is None else sub.make_context(sub.name, [], parent=root, resilient_parsing=True)
+
+
+def _with_missing(program: str, arguments: Sequence[str], parameter: Any, context: Any) -> str:
+    """The command line with its missing parameter; an extra word at its end becomes the parameter's value."""
+    own = sum(one.param_type_name == "argument" for one in context.command.params)
+    is_value = len(arguments) == 2 + own and not any(each.startswith("-") for each in arguments)
+    if is_value and parameter.param_type_name == "option":
+        return _command_line(program, [*arguments[:-1], max(parameter.opts, key=len), arguments[-1]])
+    return f"{_command_line(program, arguments)} {_usage_of(parameter, context)}"
+
+
+def _option_without_value(context: Any, arguments: Sequence[str]) -> tuple[str, str, str] | None:
+    """The first option without its value: name, metavar, and the option that follows; or None."""
+    known = {name: one for one in context.command.params for name in getattr(one, "opts", ())}
+    for name, follows in pairwise(arguments):
+        one = known.get(name)
+        if one is not None and not getattr(one, "is_flag", True) and follows in known:
+            return name, one.make_metavar(context).partition("|")[0], follows
+    return None
+
+
+def _unknown_word(
+    word: str, context: Any, program: str, arguments: Sequence[str], takes: Sequence[str]
+) -> str:
+    """The command line with the nearest command for an unknown word, or with options that take the word."""
+    if close := nearest(word, context.command.list_commands(context)):
+        return _command_line(program, _with_correction(arguments, word, close))
+    at = arguments.index(word)
+    words = list(takewhile(lambda each: not each.startswith("-"), arguments[at:]))[: len(takes)]
+    named = [part for option, each in zip(takes, words, strict=False) for part in (option, each)]
+    return _command_line(program, [*named, *arguments[:at], *arguments[at + len(words) :]])
+
+
+def _usage_of(parameter: Any, context: Any) -> str:
+    """An option or argument as it is typed: `--keep N`, `MODEL`."""
+    metavar = str(parameter.make_metavar(context))
+    if parameter.param_type_name == "argument":
+        return metavar.strip("{}[]")
+    return f"{max(parameter.opts, key=len)} {metavar}"
+
+
+def _nearest_choice(parameter: Any, message: str) -> str:
+    """The option with the choice nearest to the one that was typed; empty if none is near."""
+    typed = re.search(r"'([^']*)' is not one of", message)
+    close = nearest(typed[1], getattr(parameter.type, "choices", ())) if typed else ""
+    return f"{max(parameter.opts, key=len)} {close}" if close else ""
+
+
+def _with_correction(arguments: Sequence[str], wrong: str, right: str) -> Iterator[str]:
+    for each in arguments:
+        name, equals, value = each.partition("=")
+        if name != wrong:
+            yield each
+        else:
+            yield from (f"{right}={value}",) if equals else right.split(" ")
+
+
+def _command_line(program: str, arguments: Any) -> str:
+    return " ".join([program, *map(quoted, arguments)])
