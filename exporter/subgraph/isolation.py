@@ -34,6 +34,7 @@ from exporter.errors import NotServable
 from exporter.graph.editor import CPU, GraphEditor, PlacedFunction, privately_named
 from exporter.graph.nodes import input_names
 from exporter.graph.signatures import SignatureTensor, StaticShape, canonical
+from exporter.late_names import tf
 from exporter.subgraph.state import SETTLED, StateNodes, Tensor, assign, read, sleep
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
@@ -221,8 +222,6 @@ class _Retry(Struct, frozen=True):
         self, sequence: Tensor, since: Tensor, quiet: Tensor, unsettled: Tensor, *others: Tensor
     ) -> list[Tensor]:
         """The function's nodes; see `inputs` for its arguments."""
-        import tensorflow as tf
-
         warm, others = others[: self.warmed], others[self.warmed :]
         names = [*(name for name, _ in self.forward.captures), *self.forward.feeds]
         outer = dict(zip(names, others, strict=False))
@@ -267,8 +266,6 @@ class _Retry(Struct, frozen=True):
 
     def _compute(self, outer: dict[str, Tensor], before: Tensor) -> list[Tensor]:
         """The forward pass over handles that depend on the read of the sequence."""
-        import tensorflow as tf
-
         # An identity on the handle, not on a value: each read through it comes after the sequence was read.
         with tf.control_dependencies([before]):
             inputs = {
@@ -282,8 +279,6 @@ class _Retry(Struct, frozen=True):
 
     def _wait_until_even(self, sequence: Tensor, since: Tensor) -> Tensor:
         """The sequence as soon as it is even; odd if patience ends first."""
-        import tensorflow as tf
-
         deadline = tf.timestamp() + self.isolation.patience_seconds
 
         def poll(_: Tensor) -> Tensor:
@@ -305,8 +300,6 @@ class _Retry(Struct, frozen=True):
 
 
 def _is_odd(sequence: Tensor) -> Tensor:
-    import tensorflow as tf
-
     return tf.not_equal(tf.bitwise.bitwise_and(sequence, 1), 0)
 
 
@@ -316,8 +309,6 @@ def _assign_greater(handle: Tensor, value: Tensor) -> Tensor:
     This read and this write are two operations: of two calls at once one may be lost. A reader whose request
     is lost, and whose next try is not clean, asks again.
     """
-    import tensorflow as tf
-
     return assign(handle, tf.maximum(read(handle, DType.DOUBLE, ()), tf.cast(value, tf.float64)))
 
 
@@ -335,8 +326,6 @@ class Forward(Struct, frozen=True):
 
     def compute(self, inputs: dict[str, Any]) -> list[Any]:
         """Build the nodes in TensorFlow's default graph, over tensors for `feeds` and `captures` by name."""
-        import tensorflow as tf
-
         graph_def = privately_named(self.library, self.nodes)
         native = tf.compat.v1.GraphDef.FromString(graph_def.SerializeToString())
         passed_on = {name: inputs[name] for name in self.fetches if name in inputs}

@@ -16,6 +16,7 @@ from msgspec import Struct
 from exporter.graph.editor import GraphEditor
 from exporter.graph.inference_graph import GraphVariable
 from exporter.graph.overlaid_reads import OverlaidReads
+from exporter.late_names import tf
 from exporter.subgraph.state import Tensor, read
 from exporter.wire.dtypes import DType
 
@@ -96,8 +97,6 @@ def add_fill(editor: GraphEditor, overlays: Collection[OverlayNodes]) -> tuple[s
     bounded = [overlay for overlay in overlays if overlay.capacity < overlay.table_rows]
 
     def report(counter: Tensor, *used: Tensor) -> list[Tensor]:
-        import tensorflow as tf
-
         rooms = [max(1, overlay.capacity) for overlay in bounded]
         percents = [100 * read(each, DType.INT64, ()) // room for each, room in zip(used, rooms, strict=True)]
         count, none = tf.constant(len(overlays), tf.int64), tf.constant(0, tf.int64)
@@ -122,8 +121,6 @@ class Overlay(Struct, frozen=True):
 
     def gather(self, ids: Tensor) -> Tensor:
         """Rows as they are now, for row numbers int64 [n]."""
-        import tensorflow as tf
-
         dtype = tf.as_dtype(int(self.nodes.dtype))
         slots = self._slots_of(ids)
         at = tf.reshape(tf.raw_ops.Where(condition=slots), [-1])
@@ -137,8 +134,6 @@ class Overlay(Struct, frozen=True):
         `used` is assigned last. If an update died before, it may have led slots beyond it; the update that
         repairs changes the same rows at least, and so finds these slots here.
         """
-        import tensorflow as tf
-
         slots = tf.cast(self._slots_of(ids), tf.int64)
         is_new = tf.equal(slots, 0)
         used = tf.maximum(read(self.used, DType.INT64, ()), tf.reduce_max(tf.concat([slots, [0]], 0)))
@@ -151,8 +146,6 @@ class Overlay(Struct, frozen=True):
         return places.used > self.nodes.capacity
 
     def _slots_of(self, ids: Tensor) -> Tensor:
-        import tensorflow as tf
-
         return tf.raw_ops.ResourceGather(resource=self.slots, indices=ids, dtype=tf.int32)
 
 

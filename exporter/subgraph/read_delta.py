@@ -32,6 +32,7 @@ from exporter.delta.format import (
     ServedVariable,
 )
 from exporter.delta.packing import LARGEST_SCALE, SMALLEST_SCALE
+from exporter.late_names import tf
 from exporter.options import DeltaDtype
 from exporter.storage.layout import DELTA_NAME
 from exporter.subgraph.state import Tensor
@@ -78,8 +79,6 @@ class DeltaRefusal(Struct, frozen=True):
 
 def read_delta(directory: Tensor, name: Tensor, position: Tensor, expected: Expected) -> ReadDelta:
     """Read and check the delta `<directory>/<name>` for a state at `position`."""
-    import tensorflow as tf
-
     prefix = tf.strings.join([directory, name, DELTA_NAME], separator="/")
     fields, lineage, digest = _read_header(prefix)
     step, flags, rows = fields[3], fields[4], fields[5]
@@ -93,7 +92,6 @@ def read_delta(directory: Tensor, name: Tensor, position: Tensor, expected: Expe
 
 def _read_header(prefix: Tensor) -> Sequence[Tensor]:
     """Fields int64 [6], lineage and schema digest; zeros and empty strings if it cannot be read."""
-    import tensorflow as tf
 
     def read(path: Tensor) -> tuple[Tensor, ...]:
         fields, lineage, digest = restore(
@@ -112,8 +110,6 @@ def _read_body(
     The checks run in the function that reads, apart from the writes: grappler's shape inference carries the
     shape that a *later* operation demands back to where it is compared, and replaces the comparison by true.
     """
-    import tensorflow as tf
-
     schema = expected.schema
 
     def read(path: Tensor, of: Tensor, forms: Tensor, count: Tensor) -> tuple[Tensor, ...]:
@@ -137,8 +133,6 @@ def _read_body(
 
 def _first_of(name: Tensor, checks: Sequence[DeltaRefusal]) -> Tensor:
     """`<word>: <name> <text>` of the first check that fails, or an empty string."""
-    import tensorflow as tf
-
     fails = tf.stack([check.fails for check in checks])
     first = tf.argmax(tf.cast(fails, tf.int32))
     word = tf.gather(tf.constant([check.word.value for check in checks]), first)
@@ -152,8 +146,6 @@ def attempt(
     fallback: Sequence[Tensor],
 ) -> Sequence[Tensor]:
     """The result of `action` on `argument`, or `fallback` if anything in it fails."""
-    import tensorflow as tf
-
     return first_success(tf.data.Dataset.from_tensors(argument), action, fallback)
 
 
@@ -161,8 +153,6 @@ def first_success(
     arguments: Dataset, action: Callable[..., tuple[Tensor, ...]], fallback: Sequence[Tensor]
 ) -> Sequence[Tensor]:
     """The first result of `action` on one of `arguments` that does not fail, or `fallback` if all fail."""
-    import tensorflow as tf
-
     tried = arguments.map(action).ignore_errors()
     either = tried.concatenate(tf.data.Dataset.from_tensors(tuple(fallback))).take(1)
     found: Sequence[Tensor] = either.get_single_element()
@@ -172,8 +162,6 @@ def first_success(
 def _checks_of_header(
     name: Tensor, position: Tensor, fields: Tensor, lineage: Tensor, digest: Tensor, expected: Expected
 ) -> list[DeltaRefusal]:
-    import tensorflow as tf
-
     version, start, end, flags = fields[0], fields[1], fields[2], fields[4]
     leads = tf.strings.join(
         [tf.strings.as_string(p, width=20, fill="0") for p in (start, end)], separator="-"
@@ -215,8 +203,6 @@ class Lengths(Struct, frozen=True):
     @classmethod
     def of(cls, schema: Schema, tensors: Sequence[Tensor]) -> Lengths:
         """The lengths of the tensors of `Schema.keys`, by a few nodes however many tensors there are."""
-        import tensorflow as tf
-
         shapes: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             own = [n for n, tensor in enumerate(tensors) if tensor.dtype == dtype]
@@ -245,8 +231,6 @@ def _checks_of_rows(
     All tables are checked together: a server prepares every node before the first call, and nodes for each of
     hundreds of tables would make that slow.
     """
-    import tensorflow as tf
-
     tables, dense = (
         np.array([n for n, variable in enumerate(schema.variables) if variable.kind is kind], np.int64)
         for kind in (ChangeKind.TABLE, ChangeKind.DENSE)
@@ -273,8 +257,6 @@ def _checks_of_rows(
 
 def _are_no_rows(ids: Sequence[Tensor], counts: Tensor, limits: Array) -> Tensor:
     """For each table whether its `ids`, of which there are `counts`, fail to increase within [0, limit)."""
-    import tensorflow as tf
-
     every = tf.concat([*ids, [0]], 0)  # one more, so that an empty last table has an element at its start
     ends = tf.cumsum(counts)
     starts = ends - counts
@@ -290,8 +272,6 @@ def _are_no_rows(ids: Sequence[Tensor], counts: Tensor, limits: Array) -> Tensor
 
 def _checks_of_lookups(tensors: Sequence[Tensor], schema: Schema) -> list[DeltaRefusal]:
     """Each key of a lookup table has a value; a table stored with its buckets has a power of two of them."""
-    import tensorflow as tf
-
     values_of = {variable.name: tensor for variable, (*_, tensor) in by_variable(schema, tensors)}
     checks = []
     for keys, values in schema.lookups:
@@ -308,8 +288,6 @@ def _checks_of_lookups(tensors: Sequence[Tensor], schema: Schema) -> list[DeltaR
 
 
 def _checks_of_values(tensors: Sequence[Tensor], schema: Schema) -> list[DeltaRefusal]:
-    import tensorflow as tf
-
     return [
         DeltaRefusal(
             tf.logical_not(tf.reduce_all(tf.math.is_finite(found[-1]))),
@@ -329,8 +307,6 @@ def by_variable(schema: Schema, tensors: Sequence[Tensor]) -> list[tuple[ServedV
 
 def restore(path: Tensor, keys: Sequence[str], dtypes: Sequence[DType]) -> list[Tensor]:
     """Tensors of the bundle at `path`, each verified against its checksum."""
-    import tensorflow as tf
-
     restored: list[Tensor] = tf.raw_ops.RestoreV2(
         prefix=path,
         tensor_names=list(keys),
@@ -345,8 +321,6 @@ def restore_rows(path: Tensor, flags: Tensor, schema: Schema) -> tuple[Tensor, T
 
     The graph fails here if the bundle cannot be read or its tensors do not fit each other.
     """
-    import tensorflow as tf
-
     packings = [packing for packing in PACKINGS if any(v.packed(packing) for v in schema.variables)]
     if not packings:
         return tf.constant(""), _as_one(restore(path, schema.keys, schema.dtypes))
@@ -362,8 +336,6 @@ def restore_rows(path: Tensor, flags: Tensor, schema: Schema) -> tuple[Tensor, T
 
 def _restore_as(packing: DeltaDtype | None, path: Tensor, schema: Schema) -> list[Tensor]:
     """The fault, and the tensors of `schema.keys` as one, of a delta of this form (None: exact)."""
-    import tensorflow as tf
-
     packed = [variable for variable in schema.variables if variable.packed(packing)]
     extra = [tensor for variable in packed for tensor in variable.packed(packing)]
     keys = [*schema.keys, *(tensor.key for tensor in extra)]
@@ -397,8 +369,6 @@ def _out_of_line(read: Callable[[Tensor], list[Tensor]], path: Tensor) -> list[T
 
     With both forms inlined, the first update of a model of a hundred tables takes seconds longer.
     """
-    import tensorflow as tf
-
     # Graph optimizers leave functions with `_tf_data_function` alone (see `GraphEditor.function`).
     attributes = {"_noinline": True, "_tf_data_function": True}
     found: list[Tensor] = tf.function(read, autograph=False, experimental_attributes=attributes)(path)
@@ -413,8 +383,6 @@ def _unpack(
     It is true if they are sound: `places` increase, each id has one row, and each scale is 0 or in the range
     in which no code overflows.
     """
-    import tensorflow as tf
-
     values = tf.cast(codes, tf.float32)
     rows, packed = tf.size(ids), tf.shape(codes)[0]
     sound = tf.equal(tf.size(places) + packed, rows) & tf.equal(tf.size(places), tf.shape(exact)[0])
@@ -439,16 +407,12 @@ def tensors_in(whole: Tensor, schema: Schema) -> list[Tensor]:
 
 def _as_one(tensors: Sequence[Tensor]) -> Tensor:
     """A scalar that holds the tensors without a copy: loops and branches pass on one tensor, not hundreds."""
-    import tensorflow as tf
-
     return tf.raw_ops.OptionalFromValue(components=list(tensors))
 
 
 def _taken_apart(
     whole: Tensor, dtypes: Sequence[DType], shapes: Sequence[Sequence[int | None]]
 ) -> list[Tensor]:
-    import tensorflow as tf
-
     found: list[Tensor] = tf.raw_ops.OptionalGetValue(
         optional=whole,
         output_types=[tf.as_dtype(int(dtype)) for dtype in dtypes],

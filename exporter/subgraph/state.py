@@ -19,6 +19,7 @@ from typing import Any
 from msgspec import Struct
 
 from exporter.graph.editor import GraphEditor
+from exporter.late_names import tf
 from exporter.wire.dtypes import DType
 
 Tensor = Any
@@ -108,8 +109,6 @@ class UpdateState(Struct, frozen=True):
 
 def read(handle: Tensor, dtype: DType, shape: tuple[int, ...]) -> Tensor:
     """The value of a variable, with a static shape."""
-    import tensorflow as tf
-
     value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.as_dtype(int(dtype)))
     value.set_shape(shape)
     return value
@@ -117,15 +116,11 @@ def read(handle: Tensor, dtype: DType, shape: tuple[int, ...]) -> Tensor:
 
 def assign(handle: Tensor, value: Tensor) -> Tensor:
     """The operation that assigns a value to a variable."""
-    import tensorflow as tf
-
     return tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
 def sleep(microseconds: int = _POLL_MICROSECONDS) -> Tensor:
     """An operation that ends a little later, and meanwhile blocks no thread of the server's compute pool."""
-    import tensorflow as tf
-
     kind: dict[str, Any] = {"output_types": [tf.int32], "output_shapes": [tf.TensorShape([])]}
     element = tf.raw_ops.TensorDataset(components=[tf.constant(0)], output_shapes=kind["output_shapes"])
     slow = tf.raw_ops.SleepDataset(

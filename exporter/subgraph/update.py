@@ -17,6 +17,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from exporter.late_names import tf
 from exporter.storage.layout import DELTAS_DIRECTORY, HOLD_FILE, MANIFEST_FILE
 from exporter.subgraph.read_delta import Expected, attempt, first_success, read_delta
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign
@@ -95,8 +96,6 @@ class Outlook(Struct, frozen=True):
     @classmethod
     def of(cls, wanted: Tensor, state: UpdateState, rules: UpdateRules, may_step: Tensor) -> Outlook:
         """Read the position, and list the log: all of it, or the one step that the call asks for."""
-        import tensorflow as tf
-
         position = state.read_position()
         explicit = tf.not_equal(wanted, NO_LIMIT)
         published, is_step = _list(wanted, position, state, rules, may_step & explicit)
@@ -110,8 +109,6 @@ class Outlook(Struct, frozen=True):
 
     def result(self, end: UpdateProgress) -> tuple[Tensor, Tensor]:
         """Position, step, unfinished target, rows and deltas (int64 [5]); the status (string [])."""
-        import tensorflow as tf
-
         numbers = tf.concat([end.position, [end.rows, end.deltas]], 0)
         return tf.ensure_shape(numbers, [5]), _status(end, self)
 
@@ -122,8 +119,6 @@ def update(up_to: Tensor, state: UpdateState, target: UpdateTarget, rules: Updat
     The refusal is empty, or the message with which the call fails: an explicit target was not reached, and
     every row of the batch asked for that target.
     """
-    import tensorflow as tf
-
     # A batching server may merge calls: the batch goes to the smallest target, and the other rows' callers
     # are told to call again. No caller is ever carried beyond the position that it asked for.
     valid = tf.reduce_all(up_to >= NEWEST)
@@ -147,8 +142,6 @@ def _update_in_turn(
     wanted: Tensor, state: UpdateState, target: UpdateTarget, rules: UpdateRules
 ) -> tuple[Tensor, Tensor]:
     """Update to `wanted` if this call gets the turn; see `Outlook.result`. Without work it takes no turn."""
-    import tensorflow as tf
-
     outlook = Outlook.of(wanted, state, rules, tf.constant(True))
 
     def run() -> tuple[Tensor, Tensor]:
@@ -179,7 +172,6 @@ def _look_and_follow(
 
     The first round may list a single step. If that delta is refused, a second round lists the whole log.
     """
-    import tensorflow as tf
 
     def look(may_step: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         # Read the position and list again, now in the turn: before it, another call may have updated.
@@ -201,8 +193,6 @@ def _list(
     wanted: Tensor, position: Tensor, state: UpdateState, rules: UpdateRules, may_step: Tensor
 ) -> tuple[ListedDeltas, Tensor]:
     """The published deltas, and whether that is only the one from the position to `wanted`."""
-    import tensorflow as tf
-
     base = state.read_base()
     step = list_step(base, rules.log, position[0], wanted)
     # Looked for only where it can be used: in a store each look is a request.
@@ -219,8 +209,6 @@ def _list(
 
 def _choose(published: ListedDeltas, limit: Tensor, position: Tensor, refused: Tensor) -> Tensor:
     """The index of the delta that leads furthest without passing `limit`; -1 if none leads on."""
-    import tensorflow as tf
-
     fits = (published.starts <= position[0]) & (published.ends > position[0]) & tf.logical_not(refused)
     # After an update that died half-way (position[2]) only a delta that leads at least as far overwrites all
     # that it may have written.
@@ -231,8 +219,6 @@ def _choose(published: ListedDeltas, limit: Tensor, position: Tensor, refused: T
 
 def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: UpdateRules) -> UpdateProgress:
     """Apply deltas until none leads on; each time the one that leads furthest."""
-    import tensorflow as tf
-
     published, first = outlook.published, outlook.start
 
     def advance(*variables: Tensor) -> list[Tensor]:
@@ -285,8 +271,6 @@ def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: U
 
 def _without_room(name: Tensor, refusal: Tensor, full: Tensor) -> Tensor:
     """The refusal of a delta, also if its rows have no room in the overlay of the table `full`."""
-    import tensorflow as tf
-
     said = [
         f"{UpdateStatus.OVERLAY}: ",
         name,
@@ -298,16 +282,12 @@ def _without_room(name: Tensor, refusal: Tensor, full: Tensor) -> Tensor:
 
 
 def _and_then(operation: Tensor, value: Tensor) -> Tensor:
-    import tensorflow as tf
-
     with tf.control_dependencies([operation]):
         return tf.identity(value)
 
 
 def _status(end: UpdateProgress, outlook: Outlook) -> Tensor:
     """Why the update stopped: the first case that applies, in the order of `cases`."""
-    import tensorflow as tf
-
     published, explicit, limit = outlook.published, outlook.explicit, outlook.limit
     position, unfinished = end.position[0], end.position[2]
     here, wanted = tf.strings.as_string(position), tf.strings.as_string(limit)
@@ -372,8 +352,6 @@ class ListedDeltas(Struct, frozen=True):
 
 def list_published(base: Tensor, log: Tensor) -> ListedDeltas:
     """List the directory of a log; entries other than deltas and the hold file are ignored."""
-    import tensorflow as tf
-
     directory = _log_directory(base, log)
     paths, hold = _list_and_hold(directory)
     ends = tf.strings.substr(tf.strings.join(["/" + _NO_DELTA, paths]), -_NAME_LENGTH - 1, _NAME_LENGTH + 1)
@@ -397,8 +375,6 @@ def list_step(base: Tensor, log: Tensor, start: Tensor, end: Tensor) -> ListedDe
     For a call from `start` to the explicit target `end` the whole log's listing would choose this delta, too;
     this costs the same however many deltas there are. An explicit target is not subject to the hold.
     """
-    import tensorflow as tf
-
     digits = (tf.strings.as_string(p, width=_POSITION_DIGITS, fill="0") for p in (start, end))
     return ListedDeltas(
         _log_directory(base, log),
@@ -412,8 +388,6 @@ def list_step(base: Tensor, log: Tensor, start: Tensor, end: Tensor) -> ListedDe
 
 def is_published(step: ListedDeltas) -> Tensor:
     """True if the delta of a `list_step` is published."""
-    import tensorflow as tf
-
     whole = tf.strings.join([_within(step.directory, ""), step.names[0], "/" + MANIFEST_FILE])
     in_store = tf.strings.regex_full_match(step.directory, _STORE)
     path = tf.where(in_store, whole, tf.strings.regex_replace(whole, "/[^/]*$", ""))
@@ -421,15 +395,11 @@ def is_published(step: ListedDeltas) -> Tensor:
 
 
 def _log_directory(base: Tensor, log: Tensor) -> Tensor:
-    import tensorflow as tf
-
     return tf.strings.join([base, DELTAS_DIRECTORY, log], separator="/")
 
 
 def _list_and_hold(directory: Tensor) -> tuple[Tensor, Tensor]:
     """Paths of the deltas and the hold file in a log's directory, and the position of the hold."""
-    import tensorflow as tf
-
     path = tf.strings.join([directory, HOLD_FILE], separator="/")
 
     def held() -> tuple[Tensor, Tensor]:
@@ -447,8 +417,6 @@ def _list_and_hold(directory: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read_hold(path: Tensor) -> Tensor:
-    import tensorflow as tf
-
     (position,) = first_success(
         tf.data.Dataset.from_tensors(path),
         lambda file: (tf.strings.to_number(tf.strings.strip(tf.io.read_file(file)), tf.int64),),
@@ -459,8 +427,6 @@ def _read_hold(path: Tensor) -> Tensor:
 
 def _list_log(directory: Tensor) -> Tensor:
     """Paths of the deltas and the hold file in a log's directory; none if it cannot be read."""
-    import tensorflow as tf
-
     # In a file system a delta appears by a rename, whole. A store has no renames: behind `gs://` a delta's
     # directory exists as soon as one of its files does, so its manifest counts, which is written last.
     # Only there: listing `*/<file>` looks into each directory, 144 ms for 1,000 deltas against 3 ms for `*`.
@@ -477,15 +443,11 @@ def _list_directory(directory: Tensor) -> Tensor:
 
 
 def _within(directory: Tensor, pattern: str) -> Tensor:
-    import tensorflow as tf
-
     literal = tf.strings.regex_replace(directory, _GLOB_CHARACTERS, r"\\\1")
     return tf.strings.join([literal, pattern], separator="/")
 
 
 def _match(patterns: Tensor) -> Tensor:
-    import tensorflow as tf
-
     (paths,) = attempt(patterns, lambda each: (tf.io.matching_files(each),), (tf.constant([], tf.string),))
     return tf.ensure_shape(paths, [None])
 
@@ -514,8 +476,6 @@ def one_at_a_time(
     starts 128 threads, runs two batches at once if the clock is set back while one is added, and may use a
     scheduler that was deleted with its model (adaptive_shared_batch_scheduler.h, `CallbackWrapper`).
     """
-    import tensorflow as tf
-
     function = tf.compat.v1.wrap_function(part, [])
     dtypes = [output.dtype for output in function.outputs]
 
@@ -535,15 +495,11 @@ def one_at_a_time(
 
 
 def _was_free(before: Tensor) -> Tensor:
-    import tensorflow as tf
-
     return tf.equal(before[0], 0)
 
 
 def _taken(turn: Tensor) -> Dataset:
     """The variable before this call, int64 [3]: zeros if this call has the turn, until the iterator ends."""
-    import tensorflow as tf
-
     state = tf.TensorSpec([3], tf.int64)
 
     def take() -> Tensor:

@@ -19,6 +19,7 @@ from exporter.delta.chunk_digest import CHUNK_ROWS, GOLDEN, LAST_SHIFT, ROUNDS, 
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
 from exporter.graph.editor import CPU, GraphEditor, TracedFunction, trace
 from exporter.graph.signatures import SignatureTensor, canonical, tensors_of
+from exporter.late_names import tf
 from exporter.subgraph.overlay import Overlay, OverlayNodes, add_fill
 from exporter.subgraph.read_delta import Expected
 from exporter.subgraph.state import SETTLED, STATE_INPUTS, StateNodes, Tensor, UpdateState, read
@@ -90,8 +91,6 @@ def add_status(
     """Add the nodes of `incremental_status` and return its signature."""
 
     def build(probe: Tensor, position: Tensor, unsettled: Tensor) -> list[Tensor]:
-        import tensorflow as tf
-
         vector = read(position, DType.INT64, (3,))  # once: position and step are of one moment
         values = vector[0], vector[1], read(unsettled, DType.INT64, ()), tf.constant(lineage)
         return [tf.fill(tf.shape(probe), value) for value in values]
@@ -104,8 +103,6 @@ def add_status(
     if overlays:
 
         def fill(probe: Tensor, *values: Tensor) -> list[Tensor]:
-            import tensorflow as tf
-
             return [tf.fill(tf.shape(probe), value) for value in values]
 
         kinds = {"probe": (DType.INT64, (None,)), **dict.fromkeys(OVERLAY_OUTPUTS, (DType.INT64, ()))}
@@ -130,8 +127,6 @@ def add_stamps(
     shape = editor.node(f"{name}/batch", "Shape", [batched.name], T=batched.dtype, out_type=DType.INT64)
 
     def stamps(shape: Tensor, vector: Tensor) -> list[Tensor]:
-        import tensorflow as tf
-
         rows = tf.concat([shape, [1]], 0)[:1]  # a scalar counts as one row
         return [tf.fill(rows, vector[0]), tf.fill(rows, vector[1])]
 
@@ -223,7 +218,6 @@ def _with_value(handle: Tensor, variable: ServedVariable) -> Tensor:
 
 
 def _with_handle_data(handle: Tensor, dtype: DType, shape: tuple[int, ...]) -> Tensor:
-    import tensorflow as tf
     from tensorflow.python.ops import handle_data_util  # the public API cannot set them
 
     known = handle_data_util.create_handle_data(tf.TensorShape(shape), tf.as_dtype(int(dtype)))
@@ -281,8 +275,6 @@ def add_init(
 
     def model_base(path: Tensor) -> Tensor:
         """`<base>` of the asset's path: `.` if the path begins with the version, `..` if that is a dot."""
-        import tensorflow as tf
-
         version = tf.strings.regex_replace(path, "/+[^/]+/+[^/]+$", "")
         base = tf.strings.regex_replace(version, "/*[^/]+/*$", "")
         relative = tf.logical_not(tf.strings.regex_full_match(version, "(?s)/.*"))
@@ -322,8 +314,6 @@ def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[T
     A position is -1 while an update is unfinished. The refusal is empty, or the message with which the call
     fails: a chunk of such a number does not exist.
     """
-    import tensorflow as tf
-
     variables = digested(target.schema)
     counts = [-(-row_count(variable) // CHUNK_ROWS) for variable in variables]
     first = np.cumsum([0, *counts], dtype=np.int64)
@@ -350,8 +340,6 @@ def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[T
 
 def _branch(variable: ServedVariable, handle: Tensor | Overlay) -> Callable[[Tensor], Tensor]:
     """A function from the first row of a chunk of `variable` to the chunk's digest."""
-    import tensorflow as tf
-
     dtype = tf.as_dtype(int(variable.dtype))
 
     def of_rows(start: Tensor) -> Tensor:
@@ -372,8 +360,6 @@ def _branch(variable: ServedVariable, handle: Tensor | Overlay) -> Callable[[Ten
 
 
 def _digest_of(rows: Tensor, dtype: DType) -> Tensor:
-    import tensorflow as tf
-
     flat = tf.reshape(rows, [-1])
     if dtype is not DType.BOOL:
         flat = tf.reshape(tf.bitcast(flat, f"uint{8 * word_size(dtype.numpy)}"), [-1])
@@ -385,13 +371,9 @@ def _digest_of(rows: Tensor, dtype: DType) -> Tensor:
 
 
 def _shifted_xor(words: Tensor, shift: int) -> Tensor:
-    import tensorflow as tf
-
     return tf.bitwise.bitwise_xor(words, tf.bitwise.right_shift(words, tf.constant(shift, tf.uint64)))
 
 
 def _settled_position(state: UpdateState) -> Tensor:
-    import tensorflow as tf
-
     vector = state.read_position()
     return tf.where(tf.equal(vector[2], SETTLED), vector[0], SETTLED)

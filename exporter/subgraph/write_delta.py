@@ -21,6 +21,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from exporter.delta.format import ChangeKind, Schema
+from exporter.late_names import tf
 from exporter.subgraph.overlay import Overlay, Places
 from exporter.subgraph.read_delta import ReadDelta, by_variable, tensors_in
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign, sleep
@@ -54,8 +55,6 @@ class UpdateTarget(Struct, frozen=True):
 
         Slots are read once, before anything is written: the same places tell whether there is room.
         """
-        import tensorflow as tf
-
         overlays = {
             (name, number): handle
             for name, handles in self.handles.items()
@@ -80,8 +79,6 @@ class UpdateTarget(Struct, frozen=True):
 
     def full_overlay(self, places: DeltaPlaces) -> Tensor:
         """The name of the first table whose overlay has no room for a delta's rows, string []; or empty."""
-        import tensorflow as tf
-
         name = tf.constant("")
         for (table, number), found in reversed(places.items()):
             overlay = self.handles[table][number]
@@ -91,8 +88,6 @@ class UpdateTarget(Struct, frozen=True):
 
     def writes(self, delta: ReadDelta, places: DeltaPlaces) -> Writes:
         """The writes that a delta needs, given its `places`. Variables without elements need none."""
-        import tensorflow as tf
-
         tensors = tensors_in(delta.tensors, self.schema)
         writes = Writes(tensors, [], [], [], [], [], [])
         flags = tf.unstack(delta.changed)  # one node, where an index takes three for each variable
@@ -152,8 +147,6 @@ def write_snapshot(
     `start` and `end` are the values of `position` during the writes and after them, int64 [3]. The caller
     makes whatever has to follow depend on the operation that is returned.
     """
-    import tensorflow as tf
-
     writes = target.writes(delta, places)
     # Readers wait while the sequence is odd. So everything else is done before it becomes odd: the delta was
     # read and checked, values are chosen and cut here, and quiet is granted. Only writes are left.
@@ -189,8 +182,6 @@ def write_snapshot(
 
 
 def _scatter(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
-    import tensorflow as tf
-
     return [
         tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=ids, updates=rows)
         for handle, ids, rows in tables
@@ -203,7 +194,6 @@ def _grant_quiet(state: UpdateState) -> Tensor:
     So readers delay an update once, but never keep it out. This is the only loop of a snapshot, and it stands
     before all writes: a call that is cancelled in it has written nothing.
     """
-    import tensorflow as tf
 
     def wait(_: Tensor) -> Tensor:
         with tf.control_dependencies([sleep()]):
@@ -220,8 +210,6 @@ def _in_parts(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Ten
 
     The kernel copies row by row in one thread (source: tensorflow/core/kernels/scatter_functor.h).
     """
-    import tensorflow as tf
-
     count = _AT_ONCE // len(tables) if tables else 1
     if count < 2:
         return list(tables)
@@ -243,8 +231,6 @@ def write_rows(
     end: Tensor,
 ) -> Tensor:
     """Write all tensors, tables chunk by chunk, outside the sequence. Returns the last operation."""
-    import tensorflow as tf
-
     writes = target.writes(delta, places)
     placed = [at for _, *places in (*writes.overlaid, *writes.slots) for at in places[:1]]
     with tf.control_dependencies([*writes.tensors, start, end, *placed, *(used for _, used in writes.used)]):
@@ -267,8 +253,6 @@ def write_rows(
 
 def _settle(state: UpdateState, end: Tensor, written: Sequence[Tensor], sequence: Tensor) -> Tensor:
     """After all writes assign the position, then the sequence. Returns the last operation."""
-    import tensorflow as tf
-
     # The position follows the writes: a call that fails in one leaves the target in it. It precedes the
     # sequence: a reader that finds the sequence even and unchanged has read this position, too.
     with tf.control_dependencies(written):
@@ -286,8 +270,6 @@ def _value_if(handle: Tensor, changed: Tensor, value: Tensor) -> Tensor:
     an assignment that stands in a branch. It is made of raw ops, because `tf.cond` makes two functions for
     each variable, and a server takes seconds to inline them all.
     """
-    import tensorflow as tf
-
     held = tf.raw_ops.ReadVariableOp(resource=handle, dtype=value.dtype)
     kept = tf.raw_ops.Switch(data=held, pred=changed).output_false
     taken = tf.raw_ops.Switch(data=value, pred=changed).output_true
@@ -300,7 +282,6 @@ def _import_if(handle: Tensor, changed: Tensor, keys: Tensor, values: Tensor) ->
     The kernels clear and fill a table under its lock: a lookup sees all old entries or all new ones (source:
     tensorflow/core/kernels/lookup_table_op.cc, `ImportValues`).
     """
-    import tensorflow as tf
 
     def replace() -> Tensor:
         # Shape inference takes keys for scalars, but tables that store all their buckets hold keys of shape
@@ -326,7 +307,6 @@ def _scatter_chunks(target: UpdateTarget, delta: ReadDelta, places: DeltaPlaces)
     they would be ordered by control edges alone, and servers with `enable_mlir_graph_optimization` lose
     those: places were read before their rows were written.
     """
-    import tensorflow as tf
 
     def write(start: Tensor, *, leads: bool) -> Tensor:
         end = start + CHUNK_ROWS
@@ -361,6 +341,4 @@ def _scatter_chunks(target: UpdateTarget, delta: ReadDelta, places: DeltaPlaces)
 
 def position_vector(position: Tensor, step: Tensor, target: Tensor | int = SETTLED) -> Tensor:
     """The value of the position variable, int64 [3]."""
-    import tensorflow as tf
-
     return tf.stack([position, step, tf.cast(target, tf.int64)])

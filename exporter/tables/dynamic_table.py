@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from exporter.errors import UsageError
+from exporter.late_names import tf
 from exporter.tables.geometry import PARTS, TableGeometry
 from exporter.tables.lookup import DEFAULTS, PART, TABLE, TableLookups, add_rows
 from exporter.wire import protos, tensor_proto
@@ -59,8 +60,6 @@ def _layer(table: DynamicTable, combiner: str | None, name: str) -> Any:
         """Rows of a dynamic table, which the checkpoint has; nothing of it is trained here."""
 
         def call(self, ids: Any) -> Any:
-            import tensorflow as tf
-
             if combiner is None:
                 return table.lookup(ids)
             if isinstance(ids, tf.RaggedTensor):
@@ -83,8 +82,6 @@ def _keras() -> Any:
     """The Keras that the program uses: the one that it has imported, else TensorFlow's own."""
     if "tf_keras" in sys.modules and "keras" not in sys.modules:
         return sys.modules["tf_keras"]
-    import tensorflow as tf
-
     return tf.keras
 
 
@@ -118,8 +115,6 @@ class DynamicTable(TableLookups):
 
     def _import(self, ids: Tensor) -> Tensor:
         """The nodes of a lookup, in the graph that is being built."""
-        import tensorflow as tf
-
         tensors = [*(variable.handle for variable in self._variables()), ids]
         graph_def = protos.GraphDef()
         for name, dtype in [*((name, DType.RESOURCE) for name in _HANDLES), ("ids", DType.INT64)]:
@@ -133,8 +128,6 @@ class DynamicTable(TableLookups):
 
     def _variables(self) -> list[Any]:
         """The table's variables in the graph that is being built."""
-        import tensorflow as tf
-
         with tf.init_scope():
             if tf.executing_eagerly():
                 raise UsageError(
@@ -147,7 +140,6 @@ class DynamicTable(TableLookups):
         return self._made[graph]
 
     def _variable(self, graph: Any, part: str) -> Any:
-        import tensorflow as tf
         from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
         size = TableGeometry.unset(len(self._defaults))
@@ -178,8 +170,6 @@ class DynamicTable(TableLookups):
 
 def _captured(tensor: Tensor) -> Tensor:
     """The tensor as a function that is being traced sees it: importing nodes captures nothing by itself."""
-    import tensorflow as tf
-
     graph = tf.compat.v1.get_default_graph()
     return graph.capture(tensor) if hasattr(graph, "capture") else tensor
 
@@ -196,8 +186,6 @@ def _default_rows(default: Any, dim: int, dtype: DType, name: str) -> Array:
 
 
 def _tensor(array: Array) -> Any:
-    import tensorflow as tf
-
     message = protos.TensorProto()
     tensor_proto.fill(message, array)
     return tf.make_tensor_proto(0).FromString(message.SerializeToString())

@@ -27,6 +27,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from exporter.errors import UsageError
+from exporter.late_names import tf
 
 Tensor = Any
 Variable = Any
@@ -59,8 +60,6 @@ class KeyIndex:
         *,
         shared: bool = True,
     ) -> None:
-        import tensorflow as tf
-
         if capacity < 1:
             raise UsageError(f"dynamic table {name!r} has a capacity of {capacity}", hint="give it some")
         self.name, self.capacity, self._shared = name, capacity, shared
@@ -80,8 +79,6 @@ class KeyIndex:
 
     def locked(self, function: Callable[[], Tensor]) -> Tensor:
         """What a function gives that is run by one caller at a time."""
-        import tensorflow as tf
-
         if tf.executing_eagerly():
             return self._lock.execute(function)
         # What it notes there is for locks that share resources; a MetaGraph could not hold it.
@@ -93,8 +90,6 @@ class KeyIndex:
 
     def find(self, keys: Tensor) -> Tensor:
         """The row of each key of a vector, `ABSENT` for those that have none."""
-        import tensorflow as tf
-
         with self._at_home():
             rows = self._lookup(keys)
             named = tf.gather(self.row_keys, tf.maximum(rows, 0))
@@ -102,8 +97,6 @@ class KeyIndex:
 
     def find_or_add(self, keys: Tensor) -> Tensor:
         """The row of each key of a vector, whose keys are distinct; those that have none are given one."""
-        import tensorflow as tf
-
         found = self.find(keys)
         with self._at_home():
             return tf.cond(
@@ -115,7 +108,6 @@ class KeyIndex:
 
         `also` gives operations that are run with the rows before these may be given to others.
         """
-        import tensorflow as tf
 
         def take_away() -> Tensor:
             rows = self.find(keys)
@@ -138,8 +130,6 @@ class KeyIndex:
 
     def in_use(self) -> tuple[Tensor, Tensor]:
         """The rows that have keys, ascending, and these keys."""
-        import tensorflow as tf
-
         with self._at_home():
             keys = self.row_keys.read_value()[: self.cursors.read_value()[0]]
             is_used = tf.equal(self._lookup(keys), tf.range(tf.size(keys, tf.int64)))
@@ -147,8 +137,6 @@ class KeyIndex:
 
     def is_in_use(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Whether each of these rows has a key, and the key."""
-        import tensorflow as tf
-
         with self._at_home():
             keys = tf.gather(self.row_keys, rows)
             return tf.equal(self._lookup(keys), rows), keys
@@ -158,8 +146,6 @@ class KeyIndex:
 
         `also` gives operations that are run before the index leads to the rows.
         """
-        import tensorflow as tf
-
         fits = tf.debugging.assert_less(
             tf.concat([[tf.constant(-1, tf.int64)], rows], 0),
             tf.constant(self.capacity, tf.int64),
@@ -184,7 +170,6 @@ class KeyIndex:
 
         Keys that have these rows lose them, and are noted as removed: other workers may have met new keys.
         """
-        import tensorflow as tf
 
         def change() -> Tensor:
             left = tf.concat([self.find(removed), self.find(keys)], 0)
@@ -211,8 +196,6 @@ class KeyIndex:
 
     def take_changed(self) -> Tensor:
         """Rows that were given to keys since they were last taken."""
-        import tensorflow as tf
-
         with self._at_home():
             rows = tf.where(tf.not_equal(self.changed.read_value(), 0))[:, 0]
             with _after(rows):
@@ -223,8 +206,6 @@ class KeyIndex:
 
     def take_removed(self) -> Tensor:
         """Keys that were removed since they were last taken; they may be there again."""
-        import tensorflow as tf
-
         with self._at_home():
             keys, _ = self.removed.export()
             cleared = self.removed.remove(keys)
@@ -233,8 +214,6 @@ class KeyIndex:
 
     def _lookup(self, keys: Tensor) -> Tensor:
         """Where the index leads to from the keys of a vector."""
-        import tensorflow as tf
-
         return tf.ensure_shape(self.index.lookup(keys), [None])
 
     def _add(self, keys: Tensor) -> Tensor:
@@ -242,8 +221,6 @@ class KeyIndex:
 
         A row has everything before the index leads to it, and is marked as changed after.
         """
-        import tensorflow as tf
-
         found = self.find(keys)
         new = tf.boolean_mask(keys, found < 0)
         count = tf.size(new, tf.int64)
@@ -273,8 +250,6 @@ class KeyIndex:
 
     def _others_with(self, rows: Tensor, keys: Tensor) -> Tensor:
         """The keys that have these rows now, and are to lose them to these keys."""
-        import tensorflow as tf
-
         named = tf.gather(self.row_keys, rows)
         return tf.boolean_mask(named, tf.equal(self._lookup(named), rows) & tf.not_equal(named, keys))
 
@@ -286,8 +261,6 @@ class KeyIndex:
 
     def _find_lost_rows(self, count: Tensor) -> Any:
         """Find out again which rows are free, if there seem to be fewer than these."""
-        import tensorflow as tf
-
         given, first, last = tf.unstack(self.cursors.read_value())
 
         def find() -> Tensor:
@@ -301,23 +274,17 @@ class KeyIndex:
 
         Without a branch: where the caller's worker has died, no function is called any more.
         """
-        import tensorflow as tf
-
         noted = tf.boolean_mask(keys, tf.fill([tf.size(keys)], self.is_recorded.read_value()))
         return self.removed.insert(noted, tf.zeros_like(noted))
 
     def _restore_free(self, rows: Tensor) -> list[Any]:
         """Assignments by which all rows but these are free."""
-        import tensorflow as tf
-
         given = tf.reduce_max(tf.concat([[tf.constant(-1, tf.int64)], rows], 0)) + 1
         is_used = tf.scatter_nd(rows[:, tf.newaxis], tf.ones_like(rows), given[tf.newaxis])
         return self._set_free(1 - is_used)
 
     def _set_free(self, is_free: Tensor) -> list[Any]:
         """Assignments by which those rows are free that are 1; rows behind were never given."""
-        import tensorflow as tf
-
         free = tf.where(tf.equal(is_free, 1))[:, 0]
         count, given = tf.size(free, tf.int64), tf.size(is_free, tf.int64)
         rest = tf.zeros([self.capacity - count], tf.int64)
@@ -325,8 +292,6 @@ class KeyIndex:
         return [self.free.assign(tf.concat([free, rest], 0)), self.cursors.assign(cursors)]
 
     def _hash_table(self, part: str) -> Any:
-        import tensorflow as tf
-
         return tf.lookup.experimental.MutableHashTable(
             tf.int64,
             tf.int64,
@@ -338,7 +303,5 @@ class KeyIndex:
 
 def _after(*operations: Any) -> AbstractContextManager[Any]:
     """The context of what is run after operations; eagerly these are None, and done."""
-    import tensorflow as tf
-
     there = [each for each in operations if each is not None]
     return tf.control_dependencies(there)  # type: ignore[no-any-return]  # TensorFlow is untyped

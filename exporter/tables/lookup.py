@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from exporter.late_names import tf
 from exporter.tables.geometry import MULTIPLIER, OFFSET, WINDOW, WINDOW_BITS, TableGeometry
 from exporter.wire import tensor_proto
 from exporter.wire.dtypes import DType
@@ -33,8 +34,6 @@ class TableLookups(ABC):
 
     def rows(self, ids: Any) -> Any:
         """The row number of each id, of a tensor of any shape, a SparseTensor or a RaggedTensor."""
-        import tensorflow as tf
-
         if isinstance(ids, tf.SparseTensor):
             return tf.SparseTensor(ids.indices, self.rows(ids.values), ids.dense_shape)
         if isinstance(ids, tf.RaggedTensor):
@@ -43,16 +42,12 @@ class TableLookups(ABC):
 
     def lookup(self, ids: Any) -> Any:
         """The rows of ids, of shape `ids.shape + [dim]`; ragged for ragged ids."""
-        import tensorflow as tf
-
         if isinstance(ids, tf.RaggedTensor):
             return ids.with_flat_values(self.lookup(ids.flat_values))
         return tf.nn.embedding_lookup(self.values, self.rows(ids))
 
     def lookup_sparse(self, ids: Any, weights: Any = None, combiner: str = "mean") -> Any:
         """The combined rows of each row of a SparseTensor; `combiner` is "sum", "mean" or "sqrtn"."""
-        import tensorflow as tf
-
         return tf.nn.embedding_lookup_sparse(self.values, self.rows(ids), weights, combiner=combiner)
 
 
