@@ -30,6 +30,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from heapq import nlargest
@@ -62,27 +63,27 @@ T = TypeVar("T")
 _NAME = re.compile(r"[0-9]{20}-[0-9]{20}(-[0-9a-f]{8})?")
 
 
-class CheckpointMarker(Struct, frozen=True):
-    """A full checkpoint: written by `session` after increment `after` (None: before the run's first).
+class CheckpointMarker(Struct, frozen=True, kw_only=True):
+    """`<ckpt-dir>/increments/<checkpoint>.json`."""
 
-    `is_equal` says that nothing had changed between the two. `session` is None if it is not known, and so is
-    `event_time`, when the newest event happened that the checkpoint was trained on.
-    """
-
-    checkpoint: CheckpointId
-    run: str
-    after: str | None
-    is_equal: bool
-    session: str | None = None
-    event_time: datetime | None = None
+    format_version: Annotated[Count, doc("of this document: 1")] = FORMAT_VERSION
+    kind: Annotated[Literal["milestone"], doc("what the document is")] = "milestone"
+    checkpoint: Annotated[CheckpointId, doc("the full checkpoint that it tells of")]
+    run: Annotated[Id, doc("the training that wrote it")]
+    session: Annotated[Id | None, doc("the trainer's session that wrote it; null: not known")] = None
+    after: Annotated[Id | None, doc("the increment before it; null: it came before the run's first")]
+    is_equal: Annotated[bool, doc("true: nothing had changed since that increment")] = False
+    event_time: Annotated[
+        Moment | UnsetType, doc("when the newest event happened that it was trained on; absent: not known")
+    ] = UNSET
 
     @property
     def file_name(self) -> str:
-        """Its file in the increments directory."""
+        """The name of its file in the increments directory."""
         return f"{self.checkpoint.name}.json"
 
     def leads_to(self, increment: Increment) -> bool:
-        """True if the increment is the next one of the session that wrote the checkpoint."""
+        """True if the increment surely is the next one of the session that wrote the checkpoint."""
         return self.session is not None and self.session == increment.session and self._is_before(increment)
 
     def may_lead_to(self, increment: Increment) -> bool:
@@ -100,57 +101,33 @@ class CheckpointMarker(Struct, frozen=True):
 
     def to_json(self) -> str:
         """The text of its file."""
-        document = MarkerDocument(
-            checkpoint=self.checkpoint,
-            run=self.run,
-            session=self.session,
-            after=self.after,
-            is_equal=self.is_equal,
-            event_time=UNSET if self.event_time is None else self.event_time,
-        )
-        return encode_indented(document).decode()
+        return encode_indented(self).decode()
 
     @classmethod
     def from_json(cls, text: bytes, path: Path) -> CheckpointMarker:
         """The marker whose file, read from `path`, is `text`."""
-        found = read_document(text, path, MarkerDocument)
+        found = read_document(text, path, cls)
         below(path.parent, found.checkpoint.name, f"{path}: the checkpoint", CorruptFile)
-        known = None if isinstance(found.event_time, UnsetType) else found.event_time
-        return cls(found.checkpoint, found.run, found.after, found.is_equal, found.session, known)
-
-
-class MarkerDocument(Struct, frozen=True, kw_only=True):
-    """`<ckpt-dir>/increments/<checkpoint>.json`."""
-
-    format_version: Annotated[Count, doc("of this document: 1")] = FORMAT_VERSION
-    kind: Annotated[Literal["milestone"], doc("what the document is")] = "milestone"
-    checkpoint: Annotated[CheckpointId, doc("the full checkpoint that it tells of")]
-    run: Annotated[Id, doc("the training that wrote it")]
-    session: Annotated[Id | None, doc("the trainer's session that wrote it; null: not known")] = None
-    after: Annotated[Id | None, doc("the increment before it; null: it came before the run's first")]
-    is_equal: Annotated[bool, doc("true: nothing had changed since that increment")] = False
-    event_time: Annotated[
-        Moment | UnsetType, doc("when the newest event happened that it was trained on; absent: not known")
-    ] = UNSET
+        return found
 
 
 class History(Struct, frozen=True, dict=True):
-    """Everything in an increments directory."""
+    """The increments and checkpoint markers of an increments directory."""
 
     increments: tuple[StoredIncrement, ...] = ()
     markers: tuple[CheckpointMarker, ...] = ()
 
     @property
     def generation(self) -> int:
-        """The highest generation so far, 0 without increments."""
+        """The highest generation of an increment, 0 without increments."""
         return max((stored.increment.generation for stored in self.increments), default=0)
 
     def written_last(self, count: int) -> list[StoredIncrement]:
-        """The increments that were written last."""
+        """The `count` increments that were written last, newest first."""
         return nlargest(count, self.increments, lambda s: (s.increment.generation, s.increment.to_step))
 
     def find(self, increment: str) -> StoredIncrement | None:
-        """The increment with an id."""
+        """The increment with this id, None if it is not there."""
         return self._by_id.get(increment)
 
     def markers_of(self, checkpoint: CheckpointId) -> tuple[CheckpointMarker, ...]:
@@ -158,7 +135,7 @@ class History(Struct, frozen=True, dict=True):
         return tuple(found for found in self.markers if found.checkpoint == checkpoint)
 
     def awaits_marker(self, checkpoint: CheckpointId, published: StateId) -> bool:
-        """True if a hook that wrote what is here may still have to mark a full checkpoint.
+        """True if a trainer's hook may be about to mark a full checkpoint, as it marked what was `published`.
 
         A hook marks each full checkpoint a moment after the saver has named it. If the one that was published
         last has no marker, the training goes on without a hook, or died before the hook came to it.
@@ -172,10 +149,9 @@ class History(Struct, frozen=True, dict=True):
         return bool(self._children(checkpoint, surely=False))
 
     def after(self, checkpoint: CheckpointId) -> tuple[StoredIncrement, ...]:
-        """The increments that lead on from a full checkpoint, in order; of two forks the younger one.
+        """The increments that a trainer restores after a full checkpoint, in order; of forks the youngest.
 
-        This is what a trainer restores that begins at the checkpoint. Where the files do not tell the
-        session, an increment counts that may lead on.
+        Where the files do not tell the session, an increment counts that may lead on.
         """
         maybe = self._children(checkpoint, surely=False)
         chain: dict[str, StoredIncrement] = {}
@@ -185,9 +161,7 @@ class History(Struct, frozen=True, dict=True):
         return tuple(chain.values())
 
     def chain(self, start: StateId, tip: str) -> tuple[StoredIncrement, ...] | None:
-        """The increments that lead from `start` to the increment `tip` without a gap; None if that is not
-        certain.
-        """
+        """The increments that surely lead from `start` to the increment `tip` without a gap, else None."""
         if tip in self.same(start):
             return ()
         first = {stored.increment.id for stored in self._children(start)}
@@ -201,18 +175,22 @@ class History(Struct, frozen=True, dict=True):
         return None
 
     def same(self, state: StateId) -> set[StateId]:
-        """The state by all its names: full checkpoints and increments that are known to equal it."""
+        """The full checkpoints and increments that are known to equal a state, itself included."""
         names: set[StateId] = {state}
         while more := [pair for pair in self._equal if pair & names and pair - names]:
             names = names.union(*more)
         return names
 
     def newest_event(self, state: StateId) -> datetime | None:
-        """When the newest event happened that a state was trained on; None if no file tells."""
+        """The time of the newest event that a state was trained on; None if no file tells."""
         names = self.same(state)
-        times = [marker.event_time for marker in self.markers if marker.checkpoint in names]
-        times += [stored.increment.event_time for stored in self.increments if stored.increment.id in names]
-        return newest(times)
+        stored = (stored.increment for stored in self.increments)
+        return newest(
+            [
+                *(marker.event_time for marker in self.markers if marker.checkpoint in names),
+                *(increment.event_time for increment in stored if increment.id in names),
+            ]
+        )
 
     def expired(self, oldest_step: int) -> Iterator[StoredIncrement]:
         """The increments that no full checkpoint from `oldest_step` on needs."""
@@ -224,7 +202,7 @@ class History(Struct, frozen=True, dict=True):
 
     @cached_property
     def _equal(self) -> tuple[set[StateId], ...]:
-        """Each a full checkpoint and the increment that it equals."""
+        """Pairs of a full checkpoint and the increment that it equals."""
         return tuple({m.checkpoint, m.after} for m in self.markers if m.is_equal and m.after is not None)
 
     @cached_property
@@ -240,7 +218,7 @@ class History(Struct, frozen=True, dict=True):
         return next((stored for name in names if (stored := self.find(name))), None)
 
     def _children(self, state: StateId, *, surely: bool = True) -> list[StoredIncrement]:
-        """The increments that hold all that changed since a state; unless `surely`, those too that may."""
+        """The increments that lead on from a state; unless `surely`, also those that only may."""
         names = self.same(state)
         children = [stored for name in names for stored in self._by_parent.get(name, [])]
         for marker in self.markers:
@@ -254,9 +232,9 @@ class History(Struct, frozen=True, dict=True):
         return children
 
 
-def newest(times: Iterable[datetime | None]) -> datetime | None:
-    """The latest of those that are known."""
-    return max((time for time in times if time is not None), default=None)
+def newest(times: Iterable[datetime | UnsetType | None]) -> datetime | None:
+    """The latest of the known times, None if none is known."""
+    return max((time for time in times if isinstance(time, datetime)), default=None)
 
 
 def _youngest(children: Iterable[StoredIncrement]) -> StoredIncrement | None:
@@ -273,7 +251,7 @@ def identify(prefix: Path, step: int) -> CheckpointId:
 
 
 def read_history(ckpt_dir: Path) -> History:
-    """Read `<ckpt_dir>/increments`; files that are pruned meanwhile are left out.
+    """Read `<ckpt_dir>/increments`, without files that the trainer prunes meanwhile.
 
     Raises:
         CorruptFile, UnsupportedFormat: a manifest or marker is damaged, or of another version.
@@ -296,13 +274,10 @@ _markers: Unchanged[CheckpointMarker] = Unchanged()
 
 
 def _read(paths: list[str], known: Unchanged[T], read: Callable[[Path], T]) -> Iterator[T]:
-    """What each file that is still there holds; a watch reads them again and again."""
+    """The contents of the files that are still there; a file is read again only if it has changed."""
     for path in paths:
-        try:
-            found = known.of(path, read)
-        except FileNotFoundError:
-            continue
-        yield found
+        with suppress(FileNotFoundError):
+            yield known.of(path, read)
 
 
 def _stored(manifest: Path) -> StoredIncrement:
@@ -314,6 +289,7 @@ def _marker(path: Path) -> CheckpointMarker:
 
 
 def _text(path: Path) -> bytes:
+    """The bytes of a file; FileNotFoundError passes, other errors are CheckpointError."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             content = file.read(_MAX_MANIFEST_BYTES + 1)

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
-from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
+from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable, count_rows
 from exporter.delta.newest_rows import fold_whole, merge_changes, needs_folding
 from exporter.delta.row_hashes import (
     BlockHasher,
@@ -64,7 +64,7 @@ from exporter.pipeline.trainer_state import TrainerState, read_trainer
 from exporter.pipeline.watch_loop import Arrivals
 from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
 from exporter.publish.delta_log import DeltaLog, log_of, read_log
-from exporter.publish.delta_publication import Publication, count_rows, publish_changes
+from exporter.publish.delta_publication import Publication, publish_changes
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from exporter.publish.versions import VersionDir, newest_of, newest_version, version_dirs
 from exporter.storage import mirror

@@ -15,7 +15,7 @@ from exporter.delta.snapshot import CheckedFiles, Snapshot
 from exporter.delta.table_changes import KeyedChange, ServedTable, compared, upserted
 from exporter.errors import CheckpointError, SchemaChanged
 from exporter.increments.changed_tables import TrainedTable, in_dtype
-from exporter.increments.told_tables import keyed_changes_of, keys_to_come, published_before
+from exporter.increments.keyed_changes import keyed_changes_of, keys_to_come, published_before
 from exporter.mapping.mapping_spec import DynamicTable, MappingSpec
 from exporter.pipeline.trainer_state import TrainerState
 from exporter.publish.delta_log import DeltaLog, LogBase

@@ -9,7 +9,7 @@ from msgspec import Struct
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.delta_files import write_delta
-from exporter.delta.format import Change, DeltaHeader, Rows
+from exporter.delta.format import Change, DeltaHeader, count_rows
 from exporter.delta.spans import Span
 from exporter.delta.tolerance import Rounded
 from exporter.increments.trained import TrainerVersion
@@ -129,8 +129,3 @@ def publish_written(
         ),
     )
     return publish_delta(staging, draft, log, position=span.end, last=last, under_lock=under_lock)
-
-
-def count_rows(changes: Mapping[str, Change]) -> int:
-    """Rows of all tables together."""
-    return sum(len(change.ids) for change in changes.values() if isinstance(change, Rows))
