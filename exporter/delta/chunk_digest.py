@@ -22,7 +22,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
-from exporter.delta.snapshot import Snapshot
+from exporter.delta.layered_state import LayeredState
 
 CHUNK_ROWS = 4096
 
@@ -72,7 +72,7 @@ def chunk_digest(rows: NDArray[Any]) -> int:
     return int(total.astype(np.int64))
 
 
-def served_digests(schema: Schema, state: Snapshot, wanted: Sequence[Chunk]) -> list[int]:
+def served_digests(schema: Schema, state: LayeredState, wanted: Sequence[Chunk]) -> list[int]:
     """The digests of chunks in a server that holds a state, signed 64-bit integers.
 
     Raises:

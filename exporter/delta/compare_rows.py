@@ -25,9 +25,9 @@ from exporter.catalog import Catalog, Extent, SliceSpec, TensorRef
 from exporter.checkpoint.source_shard import open_shard
 from exporter.checkpoint.tensor_values import compare_checksum, map_bytes
 from exporter.delta.format import ServedVariable
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.row_hashes import BlockHasher, block_rows, without_rows
 from exporter.delta.row_reader import RowReader, SliceOrder, StoredRun, overlaps
-from exporter.delta.snapshot import Snapshot
 from exporter.jobs.runner import Runner
 from exporter.jobs.task import Input, Range, RangeChecksums, Receipt, Task
 from exporter.storage.output_directory import Directory, new_file
@@ -71,8 +71,8 @@ class ComparedRows:
 
     def __init__(
         self,
-        old: Snapshot,
-        new: Snapshot,
+        old: LayeredState,
+        new: LayeredState,
         variable: ServedVariable,
         hasher: BlockHasher,
         known: Array | None = None,
@@ -93,7 +93,7 @@ class ComparedRows:
         """The number of blocks that have a hash."""
         return -(-(self._stop - self._first) // self.block)
 
-    def _read(self, state: Snapshot, start: int, stop: int) -> tuple[ReadRange, ...]:
+    def _read(self, state: LayeredState, start: int, stop: int) -> tuple[ReadRange, ...]:
         stored = state.stored[self._name]
         if not self._checksums or stored.extent is None:
             return ()
@@ -255,7 +255,7 @@ class Compare(Task, frozen=True, kw_only=True):
         name, found = self.variable.name, list[Found]()
         ranges = [*self.old.ranges(self.start, self.stop), *self.new.ranges(self.start, self.stop)]
         with self.files(ranges, directory.scratch) as paths:
-            old, new = (Snapshot({name: side.reader(name, paths)}) for side in (self.old, self.new))
+            old, new = (LayeredState({name: side.reader(name, paths)}) for side in (self.old, self.new))
             hasher, chosen = BlockHasher(self.seed), (self.start, self.stop)
             rows = ComparedRows(old, new, self.variable, hasher, rows=chosen, checksums=False)
             crcs = [SideChecksums(side, paths) for side in (self.old, self.new)]
@@ -305,8 +305,8 @@ class TaskComparison:
 
     def __init__(
         self,
-        old: Snapshot,
-        new: Snapshot,
+        old: LayeredState,
+        new: LayeredState,
         tables: Iterable[ServedVariable],
         hasher: BlockHasher,
         runner: Runner,
@@ -392,7 +392,7 @@ def _read(directory: Directory, receipt: Receipt, task: Compare, rows: ComparedR
 
 
 def _with_layers(
-    found: Found, task: Compare, old: Snapshot, new: Snapshot, touched: tuple[Array, Array]
+    found: Found, task: Compare, old: LayeredState, new: LayeredState, touched: tuple[Array, Array]
 ) -> Found:
     """What was found in the bundles, corrected where changes are applied on top of them."""
     here = [ids[slice(*np.searchsorted(ids, (task.start, task.stop)))] for ids in touched]
@@ -429,7 +429,7 @@ class ReadRange(Struct, frozen=True):
 class StoredChecksums:
     """What is known of one side's runs."""
 
-    def __init__(self, state: Snapshot) -> None:
+    def __init__(self, state: LayeredState) -> None:
         self._state = state
         self._ranges = RangeChecksums[StoredRun]()
 

@@ -36,10 +36,10 @@ from exporter.delta.compare_rows import (
     differing_rows,
 )
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.row_hashes import BlockHasher, HashIndex
 from exporter.delta.row_reader import RowReader
 from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
-from exporter.delta.snapshot import Snapshot
 from exporter.jobs.task import Input, Task
 from exporter.storage.requests import GAP_BYTES, PART_BYTES
 from exporter.storage.waiting import workers
@@ -59,8 +59,8 @@ class PassingRows:
 
     def __init__(
         self,
-        old: Snapshot,
-        new: Snapshot,
+        old: LayeredState,
+        new: LayeredState,
         variable: ServedVariable,
         hasher: BlockHasher,
         known: Array | None,
@@ -92,13 +92,13 @@ class PassingRows:
             return [*found[:-1], replace(found[-1], old_read=old_read, new_read=new.read(*chunk))]
 
     @contextmanager
-    def _passing(self, state: Snapshot, chunk: tuple[int, int]) -> Iterator[_Passing]:
+    def _passing(self, state: LayeredState, chunk: tuple[int, int]) -> Iterator[_Passing]:
         name = self._variable.name
         reader = state.stored[name]
         side, paths = StoredSide.of(reader, *chunk, 0), {run.extent.shard: run.path for run in reader.runs}
         task = Task(name=name, inputs=tuple(self._planned(paths[shard]) for shard in side.shards))
         with task.files(list(side.ranges(*chunk)), self._scratch) as files:
-            here = Snapshot({name: side.reader(name, files)}, state.layers)
+            here = LayeredState({name: side.reader(name, files)}, state.layers)
             yield _Passing(reader, side, here, SideChecksums(side, files))
 
 
@@ -107,7 +107,7 @@ class _Passing(Struct, frozen=True):
 
     reader: RowReader
     side: StoredSide
-    state: Snapshot
+    state: LayeredState
     checksums: SideChecksums
 
     def read(self, start: int, stop: int) -> tuple[ReadRange, ...]:
@@ -152,7 +152,7 @@ class Comparison(Struct, frozen=True):
         return self.workers or len(os.sched_getaffinity(0))
 
 
-def diff(old: Snapshot, new: Snapshot, schema: Schema, how: Comparison) -> Compared:
+def diff(old: LayeredState, new: LayeredState, schema: Schema, how: Comparison) -> Compared:
     """What of `new` differs from `old`, for the variables of `schema`.
 
     The checksums of everything stored of `new` are compared on the way: a damaged row must not get a checksum
@@ -198,7 +198,7 @@ def diff(old: Snapshot, new: Snapshot, schema: Schema, how: Comparison) -> Compa
 
 
 def _tasks(
-    old: Snapshot, new: Snapshot, schema: Schema, hasher: BlockHasher, how: Comparison
+    old: LayeredState, new: LayeredState, schema: Schema, hasher: BlockHasher, how: Comparison
 ) -> TaskComparison:
     """The comparison of tables by tasks; of those that lie in bundles, and are not replaced by a delta.
 
@@ -225,7 +225,7 @@ def _size(variable: ServedVariable) -> int:
     return math.prod(variable.shape) * (variable.dtype.itemsize or 0)
 
 
-def _is_shared(old: Snapshot, new: Snapshot, variable: ServedVariable) -> bool:
+def _is_shared(old: LayeredState, new: LayeredState, variable: ServedVariable) -> bool:
     """True if a variable can only differ in the rows of changes on top of the same bytes."""
     name, layers = variable.name, (*old.layers, *new.layers)
     if any(name in layer and not isinstance(layer[name], Rows) for layer in layers):
@@ -233,7 +233,9 @@ def _is_shared(old: Snapshot, new: Snapshot, variable: ServedVariable) -> bool:
     return old.is_stored_as(new, name)
 
 
-def _changed_since(old: Snapshot, new: Snapshot, variable: ServedVariable, scratch: Path) -> Change | None:
+def _changed_since(
+    old: LayeredState, new: LayeredState, variable: ServedVariable, scratch: Path
+) -> Change | None:
     """Compare a variable whose stored bytes are shared; only rows of changes on top can differ."""
     name = variable.name
     ids = distinct(np.concatenate([old.touched(name), new.touched(name)]))
@@ -249,7 +251,7 @@ def _changed_since(old: Snapshot, new: Snapshot, variable: ServedVariable, scrat
         return spill.rows()
 
 
-def diff_lookups(old: Snapshot, new: Snapshot, schema: Schema) -> dict[str, Change]:
+def diff_lookups(old: LayeredState, new: LayeredState, schema: Schema) -> dict[str, Change]:
     """The contents of the lookup tables of `new` that differ from those of `old`, every checksum compared.
 
     Raises:
@@ -273,7 +275,7 @@ def same_bits(a: Array, b: Array) -> bool:
     return np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
 
 
-def _complete(changes: dict[str, Change], new: Snapshot, schema: Schema) -> None:
+def _complete(changes: dict[str, Change], new: LayeredState, schema: Schema) -> None:
     """Add the other half of each lookup table of which one half changed."""
     for pair in schema.lookups:
         if any(half.name in changes for half in pair):
@@ -284,7 +286,12 @@ class _Table:
     """The comparison of one table."""
 
     def __init__(
-        self, old: Snapshot, new: Snapshot, variable: ServedVariable, hasher: BlockHasher, how: Comparison
+        self,
+        old: LayeredState,
+        new: LayeredState,
+        variable: ServedVariable,
+        hasher: BlockHasher,
+        how: Comparison,
     ) -> None:
         self._old, self._new, self._name = old, new, variable.name
         self._variable, self._how = variable, how

@@ -23,9 +23,9 @@ from msgspec.structs import replace
 from exporter.checkpoint.tensor_values import encode_strings, memory_map
 from exporter.delta.delta_files import DeltaTensors, header_tensors
 from exporter.delta.format import Change, ChangeKind, DeltaHeader, Rows, Schema, ServedVariable, SortedRows
+from exporter.delta.layered_state import Changes, LayeredState
 from exporter.delta.packing import PackedRows, pack_rows
 from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
-from exporter.delta.snapshot import Changes, Snapshot
 from exporter.errors import CorruptFile
 from exporter.jobs.shard_job import Sources, Stored
 from exporter.jobs.task import Range, piece_bytes
@@ -47,7 +47,9 @@ from exporter.wire.dtypes import JOINABLE, DType
 Array = np.ndarray[Any, Any]
 
 
-def restoring(since: Sequence[Changes], then: Snapshot, schema: Schema, scratch: Path) -> dict[str, Change]:
+def restoring(
+    since: Sequence[Changes], then: LayeredState, schema: Schema, scratch: Path
+) -> dict[str, Change]:
     """The changes that give everything in `since` the values of the state `then` again; checksums are
     verified.
 
@@ -72,7 +74,7 @@ def restoring(since: Sequence[Changes], then: Snapshot, schema: Schema, scratch:
 
 
 def _rows_then(
-    touched: Sequence[Rows], then: Snapshot, variable: ServedVariable, scratch: Path
+    touched: Sequence[Rows], then: LayeredState, variable: ServedVariable, scratch: Path
 ) -> Rows | None:
     ids = distinct(np.concatenate([change.ids for change in touched]))
     with RowSpill(variable, scratch) as spill:
@@ -119,14 +121,14 @@ def needs_folding(layers: Sequence[Changes], schema: Schema) -> bool:
     return any(isinstance(layer.get(name), Rows) for layer in layers for name in whole)
 
 
-def fold_whole(layers: Sequence[Changes], schema: Schema, old: Snapshot) -> tuple[Changes, ...]:
+def fold_whole(layers: Sequence[Changes], schema: Schema, old: LayeredState) -> tuple[Changes, ...]:
     """Apply rows of variables that are served whole to their values in `old`."""
     folded = [dict(layer) for layer in layers]
     for variable in schema.variables:
         if variable.kind is ChangeKind.TABLE:
             continue
         if any(isinstance(layer.get(variable.name), Rows) for layer in layers):
-            value = Snapshot(old.stored, (*old.layers, *layers)).whole(variable.name)
+            value = LayeredState(old.stored, (*old.layers, *layers)).whole(variable.name)
             for layer in folded:
                 layer.pop(variable.name, None)
             folded[-1][variable.name] = value

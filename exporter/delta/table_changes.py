@@ -18,8 +18,8 @@ from msgspec import Struct
 
 from exporter.delta.compare_rows import differing_rows
 from exporter.delta.format import Change, Rows, Schema, ServedVariable
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.row_spill import RowSpill
-from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile, TableFull
 from exporter.mapping.mapping_spec import DynamicTable
 from exporter.tables.change_index import IndexChange, change_index, find_rows, live_rows
@@ -113,12 +113,12 @@ class KeyedSource(Protocol):
 class ServedTable(Struct, frozen=True):
     """A dynamic table as it is published; it is read at any places, so `check` it first."""
 
-    state: Snapshot
+    state: LayeredState
     variables: tuple[ServedVariable, ServedVariable, ServedVariable, ServedVariable]
     geometry: TableGeometry
 
     @classmethod
-    def of(cls, table: DynamicTable, schema: Schema, state: Snapshot) -> ServedTable:
+    def of(cls, table: DynamicTable, schema: Schema, state: LayeredState) -> ServedTable:
         """The table among the variables of a schema."""
         by_name = {variable.name: variable for variable in schema.variables}
         try:

@@ -19,9 +19,9 @@ from exporter.checkpoint.tensor_bundle import check_tensor
 from exporter.delta.compare_rows import differing_rows
 from exporter.delta.delta_files import read_delta, write_delta
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
+from exporter.delta.layered_state import Changes, LayeredState
 from exporter.delta.packing import round_rows, shrinks
 from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
-from exporter.delta.snapshot import Changes, Snapshot
 from exporter.errors import CheckpointError
 from exporter.options import DeltaDtype
 from exporter.storage.layout import RESIDUAL_PREFIX
@@ -80,7 +80,7 @@ class Tolerated(Struct, frozen=True):
 
 
 def apply_tolerance(
-    changes: Mapping[str, Change], published: Snapshot, schema: Schema, allowed: Tolerance, scratch: Path
+    changes: Mapping[str, Change], published: LayeredState, schema: Schema, allowed: Tolerance, scratch: Path
 ) -> Tolerated:
     """Take from `changes` what need not be sent, given what is published, and round what may be rounded.
 
@@ -156,7 +156,7 @@ def load_residual(
 class _Sieve:
     """One table: which of its changed rows are sent, and what is reported of the others."""
 
-    def __init__(self, variable: ServedVariable, published: Snapshot, allowed: Tolerance) -> None:
+    def __init__(self, variable: ServedVariable, published: LayeredState, allowed: Tolerance) -> None:
         self._variable, self._published, self._bound = variable, published, allowed.bound
         packs = allowed.delta_dtype and shrinks(allowed.delta_dtype, variable.dtype, variable.shape[1:])
         self._round_to = allowed.delta_dtype if packs else None

@@ -26,9 +26,9 @@ from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, index_path, read_cat
 from exporter.delta.compare_rows import differing_rows
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.row_hashes import BlockHasher
 from exporter.delta.row_reader import RowReader, SliceOrder, row_readers
-from exporter.delta.snapshot import Snapshot
 from exporter.delta.spans import Position
 from exporter.delta.table_changes import ServedTable
 from exporter.errors import NotUpdatable, UsageError
@@ -484,10 +484,10 @@ def _lookups(side: ComparedState) -> dict[str, dict[str, ServedVariable]]:
     return {half.name: {each.name: each for each in pair} for pair in pairs for half in pair}
 
 
-def _state(side: ComparedState, variables: dict[str, RowReader]) -> Snapshot:
+def _state(side: ComparedState, variables: dict[str, RowReader]) -> LayeredState:
     if side.log is not None and side.at is not None:
         return side.log.state(side.at.position)
-    return Snapshot(variables)
+    return LayeredState(variables)
 
 
 def _as_compared(variable: RowReader) -> ServedVariable:
@@ -503,7 +503,7 @@ def _in_8_bits(side: ComparedState) -> set[str]:
 
 
 def _difference(
-    variable: ServedVariable, old: Snapshot, change: Change, *, is_coded: bool
+    variable: ServedVariable, old: LayeredState, change: Change, *, is_coded: bool
 ) -> VariableDifference:
     rows = variable.shape[0] if variable.kind is ChangeKind.TABLE else 1
     if isinstance(change, Rows):

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable, count_rows
+from exporter.delta.layered_state import Array, Changes, CheckedFiles, LayeredState
 from exporter.delta.newest_rows import fold_whole, merge_changes, needs_folding
 from exporter.delta.row_hashes import (
     BlockHasher,
@@ -31,7 +32,6 @@ from exporter.delta.row_hashes import (
     without_rows,
     write_index,
 )
-from exporter.delta.snapshot import Array, Changes, CheckedFiles, Snapshot
 from exporter.delta.spans import Position, Span
 from exporter.delta.tolerance import (
     LeftOut,
@@ -522,7 +522,7 @@ def _of_published(index: HashIndex, stale: Mapping[str, Array], schema: Schema) 
 
 
 def _all_changes(
-    planned: IncrementalPlan, published: Callable[[], Snapshot], scratch: Path, progress: ProgressFactory
+    planned: IncrementalPlan, published: Callable[[], LayeredState], scratch: Path, progress: ProgressFactory
 ) -> _Found:
     log, trainer = planned.log, planned.trainer
     if trainer.plan.is_known:

@@ -28,8 +28,8 @@ from exporter.bundle.warmup import MAX_RECORDS, WarmupRequest, parse_request
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
+from exporter.delta.layered_state import Array, LayeredState
 from exporter.delta.row_reader import served_in
-from exporter.delta.snapshot import Array, Snapshot
 from exporter.errors import NotServable, UsageError
 from exporter.graph.cast_variables import cast_variables
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
@@ -170,7 +170,7 @@ def as_served(graph: InferenceGraph, mapping: VariableMapping) -> tuple[Inferenc
 _CHUNK_BYTES = 4 << 20
 
 
-def write_merged(mapping_spec: MappingSpec, schema: Schema, state: Snapshot, bundle: Path) -> None:
+def write_merged(mapping_spec: MappingSpec, schema: Schema, state: LayeredState, bundle: Path) -> None:
     """Write `variables/` of a bundle with the values of a state, which the caller has checked."""
     prefix = bundle / VARIABLES_PREFIX
     prefix.parent.mkdir()
@@ -188,7 +188,7 @@ def write_merged(mapping_spec: MappingSpec, schema: Schema, state: Snapshot, bun
                     writer.add_chunks(source.key, variable.dtype, variable.shape, rows, box)
 
 
-def row_blocks(state: Snapshot, variable: ServedVariable) -> Iterator[Array]:
+def row_blocks(state: LayeredState, variable: ServedVariable) -> Iterator[Array]:
     """The rows of a table, a bounded number at a time."""
     row_bytes = max(1, int(np.prod(variable.shape[1:])) * variable.dtype.numpy.itemsize)
     step = max(1, _CHUNK_BYTES // row_bytes)
@@ -240,8 +240,8 @@ def lay_increments_over(
     verify_bytes(staged)
     spec, schema = entry.mapping_spec, entry.schema
     stored = {found.name: found for source in spec.sources() for found in served_in(staged, source)}
-    told = told_changes(spec, schema, Snapshot(stored), trainer, None)
-    state = Snapshot(stored, (*trainer.layers(), told))
+    told = told_changes(spec, schema, LayeredState(stored), trainer, None)
+    state = LayeredState(stored, (*trainer.layers(), told))
     is_mapped = any(source.is_mapped for source in mapping.sources)
     merged = scratch / "merged" if is_mapped else bundle
     with writing(merged):

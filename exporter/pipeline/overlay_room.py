@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.delta.format import Schema
-from exporter.delta.snapshot import Array
+from exporter.delta.layered_state import Array
 from exporter.errors import CheckpointError, OverlayFull
 from exporter.publish.delta_log import DeltaLog
 from exporter.publish.manifest import MappedRecord

@@ -25,10 +25,10 @@ from exporter.catalog import Catalog, SliceRef, SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, encode_index, index_path, read_catalog, shard_path
 from exporter.delta.delta_files import DeltaTensors
 from exporter.delta.format import Schema, ServedVariable
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.merge_deltas import copied_value, newest_value
 from exporter.delta.newest_rows import Merge, NewestRows, table_sections
 from exporter.delta.row_reader import RowReader, SliceOrder
-from exporter.delta.snapshot import Snapshot
 from exporter.delta.spans import Position, Span
 from exporter.errors import CorruptFile, ManifestError
 from exporter.graph.saved_model import read_saved_model
@@ -101,7 +101,7 @@ class BaseMerger:
         self,
         stack: ExitStack,
         runner: Runner,
-        state: Callable[[], Snapshot],
+        state: Callable[[], LayeredState],
         progress: Progress | None = None,
     ) -> None:
         """Write `variables/`. A job that is kept ends with the stack.
@@ -173,7 +173,7 @@ class BaseMerger:
             at = high
         return runs if at == end else []
 
-    def _write_left(self, state: Callable[[], Snapshot]) -> Iterator[tuple[str, DType, SliceRef]]:
+    def _write_left(self, state: Callable[[], LayeredState]) -> Iterator[tuple[str, DType, SliceRef]]:
         """Write the shard of what no task writes; its tensors by key, dtype and box."""
         aside = self._prefix.with_name("left")
         values = state()

@@ -11,7 +11,7 @@ from msgspec import Struct
 from exporter.catalog import Catalog
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, meant
 from exporter.delta.format import Change, Schema
-from exporter.delta.snapshot import CheckedFiles, Snapshot
+from exporter.delta.layered_state import CheckedFiles, LayeredState
 from exporter.delta.table_changes import KeyedChange, ServedTable, compared, upserted
 from exporter.errors import CheckpointError, SchemaChanged
 from exporter.increments.changed_tables import TrainedTable, in_dtype
@@ -83,7 +83,7 @@ class _Table(Struct, frozen=True):
     served: ServedTable
 
 
-def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: Snapshot) -> Iterator[_Table]:
+def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: LayeredState) -> Iterator[_Table]:
     known = embedding_variables(catalog)
     for table in spec.dynamic:
         name = spec.trained_name(table)
@@ -106,7 +106,7 @@ def _told(log: DeltaLog, trainer: TrainerState) -> dict[str, Change]:
 
 
 def told_changes(
-    spec: MappingSpec, schema: Schema, published: Snapshot, trainer: TrainerState, since: str | None
+    spec: MappingSpec, schema: Schema, published: LayeredState, trainer: TrainerState, since: str | None
 ) -> dict[str, Change]:
     """What increments report of the dynamic tables, but for rows that the one that `since` names held too.
 
@@ -158,7 +158,7 @@ def note_index_written(base: LogBase, log: Path) -> None:
             files.save([run for each in index for run in each.runs])
 
 
-def _check_index(log: DeltaLog, published: Snapshot, spec: MappingSpec) -> None:
+def _check_index(log: DeltaLog, published: LayeredState, spec: MappingSpec) -> None:
     """Verify what leads to the rows, unless it was verified before and its files are as they were."""
     files = CheckedFiles.of(log.path / CHECKED_DIRECTORY, published.stored.values())
     published.trust(known := files.known(published.stored.values()))

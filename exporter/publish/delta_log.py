@@ -21,8 +21,8 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import check_tensor, read_catalog
 from exporter.delta.delta_files import DeltaTensors, read_tensors, row_numbers, with_values
 from exporter.delta.format import Delta, Schema, log_name, span_name
+from exporter.delta.layered_state import Array, LayeredState
 from exporter.delta.row_reader import RowReader, served_in
-from exporter.delta.snapshot import Array, Snapshot
 from exporter.delta.spans import Position, Reach, check_fits, nearest_base, plan_chain
 from exporter.errors import CheckpointError, CorruptFile, ManifestError, NotUpdatable, PositionUnknown
 from exporter.increments.trained import TrainerVersion
@@ -232,14 +232,14 @@ class DeltaLog(Struct, frozen=True, dict=True):
             _check_listed(found.catalog, delta.manifest)
             return found
 
-    def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> Snapshot:
+    def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> LayeredState:
         """The values at a position, by default at the newest; of variables `only`, if these are named."""
         target = self.at.position if position is None else position
         by_position = {base.at.position: base for base in self.bases}
         base = by_position[nearest_base(self.deltas, by_position, target)]
         chain = self.chain(base.at.position, target)
         layers = tuple(self.open(delta, only=only).changes for delta in chain)
-        return Snapshot(base.stored(), layers, hint=BROKEN_LOG_HINT)
+        return LayeredState(base.stored(), layers, hint=BROKEN_LOG_HINT)
 
     def trained_at(self, position: int) -> tuple[TrainerVersion, int | None]:
         """The trainer's state at a position, and its step."""

@@ -88,7 +88,7 @@ Changes = Mapping[str, Change]
 """Changes by the served variable's name."""
 
 
-class Snapshot(Struct, frozen=True, eq=False):
+class LayeredState(Struct, frozen=True, eq=False):
     """Variables as stored, by name, and the changes since, oldest first; `hint` is for errors of damage."""
 
     stored: Mapping[str, RowReader]
@@ -121,7 +121,7 @@ class Snapshot(Struct, frozen=True, eq=False):
         ids = [change.ids for layer in self.layers if isinstance(change := layer.get(name), Rows)]
         return distinct(np.concatenate([np.empty(0, np.int64), *ids]))
 
-    def is_stored_as(self, other: Snapshot, name: str) -> bool:
+    def is_stored_as(self, other: LayeredState, name: str) -> bool:
         """True if a variable is made of the same bytes in both, apart from changes on top."""
         a, b = self.stored[name], other.stored[name]
         runs = list(a.runs), list(b.runs)
