@@ -14,7 +14,7 @@ from exporter.delta.format import DeltaHeader, Schema, ServedVariable
 from exporter.delta.newest_rows import Header, Merge, NewestRows, header_bytes, table_sections
 from exporter.jobs.runner import LOCAL, Runner
 from exporter.jobs.shard_job import Place, Placed, ShardJob, Sources, Stored, tensors_of
-from exporter.jobs.write_shard import MovedRows
+from exporter.jobs.shard_sections import MovedRows
 from exporter.terminal.progress import Progress
 from exporter.wire.crc32c import mask, masked_crc
 from exporter.wire.dtypes import DType

@@ -28,8 +28,7 @@ from exporter.delta.packing import PackedRows, pack_rows
 from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
 from exporter.errors import CorruptFile
 from exporter.jobs.shard_job import Sources, Stored
-from exporter.jobs.task import Range, piece_bytes
-from exporter.jobs.write_shard import (
+from exporter.jobs.shard_sections import (
     MovedRows,
     NewShard,
     ReadRun,
@@ -38,6 +37,7 @@ from exporter.jobs.write_shard import (
     WrittenRun,
     renumbered,
 )
+from exporter.jobs.task import Range, piece_bytes
 from exporter.options import DeltaDtype
 from exporter.storage.output_directory import new_file
 from exporter.tables.integer_sets import distinct

@@ -28,8 +28,8 @@ from exporter.checkpoint.tensor_bundle import check_values, shard_path
 from exporter.checkpoint.tensor_values import compare_checksum
 from exporter.errors import os_error
 from exporter.jobs.runner import Job, Runner
+from exporter.jobs.shard_sections import Section, WriteShard
 from exporter.jobs.task import Input, Range, RangeChecksums, Receipt, Task, batches
-from exporter.jobs.write_shard import Section, WriteShard
 from exporter.newer_python import sha256_of
 from exporter.storage.layout import INPUTS_DIRECTORY
 from exporter.storage.output_directory import Directory, new_file

@@ -35,8 +35,8 @@ from exporter.checkpoint.source_shard import open_shard
 from exporter.checkpoint.tensor_values import compare_checksum
 from exporter.errors import CheckpointChanged, CorruptFile
 from exporter.jobs.runner import LOCAL, Job, Runner
+from exporter.jobs.shard_sections import NewShard, WrittenRun
 from exporter.jobs.task import ZEROS, Input, RangeChecksums, Receipt, Task, batches
-from exporter.jobs.write_shard import NewShard, WrittenRun
 from exporter.storage import mirror
 from exporter.storage.files import writing
 from exporter.storage.open_files import write_at

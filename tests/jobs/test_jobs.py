@@ -26,8 +26,8 @@ from exporter.jobs import shard_job, write_shard
 from exporter.jobs.execute import decode, encode, execute
 from exporter.jobs.runner import LocalEngine, Runner, plan_digest
 from exporter.jobs.shard_job import Sources, Stored
+from exporter.jobs.shard_sections import MovedRows
 from exporter.jobs.task import Input, Range, RangeChecksums, Receipt
-from exporter.jobs.write_shard import MovedRows
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.storage.layout import RECEIPTS_DIRECTORY
 from exporter.verify.version_files import Checksum
