@@ -33,9 +33,7 @@ from exporter.jobs.task import Input, Range, RangeChecksums, Receipt, Task
 from exporter.storage.output_directory import Directory, new_file
 from exporter.tables.integer_sets import among, distinct
 from exporter.wire.crc32c import extend, mask
-from exporter.wire.dtypes import DType
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array, DType
 
 CHUNK_BYTES = 4 << 20  # less, and two threads wait for one another more than they compare
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -36,9 +35,7 @@ from exporter.delta.format import (
 from exporter.delta.packing import LARGEST_SCALE, SMALLEST_SCALE, PackedRows, Packing, RowValues, SlicedRows
 from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.options import DeltaDtype
-from exporter.wire.dtypes import DType
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array, DType
 
 
 def write_delta(

@@ -26,7 +26,6 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from exporter.delta.compare_rows import (
-    Array,
     ComparedRows,
     Found,
     ReadRange,
@@ -45,6 +44,7 @@ from exporter.storage.requests import GAP_BYTES, PART_BYTES
 from exporter.storage.waiting import workers
 from exporter.tables.integer_sets import distinct
 from exporter.terminal.progress import NoProgress, Progress
+from exporter.wire.dtypes import Array
 
 if TYPE_CHECKING:
     from exporter.delta.compare_rows import TaskComparison

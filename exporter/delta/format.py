@@ -59,17 +59,14 @@ from enum import IntFlag
 from functools import cached_property
 from typing import Any, Protocol
 
-import numpy as np
 from msgspec import Struct, convert, to_builtins
 
 from exporter.catalog import Catalog
 from exporter.delta.packing import RowValues, shrinks
 from exporter.newer_python import StrEnum
 from exporter.options import DeltaDtype
-from exporter.wire.dtypes import DType
+from exporter.wire.dtypes import Array, DType
 from exporter.wire.json_documents import DtypeLabel
-
-Array = np.ndarray[Any, Any]
 
 FORMAT_VERSION = 1
 POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY = "delta/position", "delta/lineage", "delta/schema"

@@ -21,7 +21,6 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from msgspec import Struct, field
@@ -32,6 +31,7 @@ from exporter.errors import CheckpointError
 from exporter.storage import mirror
 from exporter.storage.files import beside, kept_identity
 from exporter.tables.integer_sets import among, distinct
+from exporter.wire.dtypes import Array
 
 _Identity = list[int]
 _RunKey = tuple[str, int, int, int]
@@ -81,8 +81,6 @@ def _identity(path: Path) -> _Identity:
 def _key(run: StoredRun) -> _RunKey:
     return (run.path.name, run.extent.offset, run.extent.size, run.extent.crc32c)
 
-
-Array = np.ndarray[Any, Any]
 
 Changes = Mapping[str, Change]
 """Changes by the served variable's name."""

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from msgspec import Struct
@@ -42,9 +42,7 @@ from exporter.options import DeltaDtype
 from exporter.storage.output_directory import new_file
 from exporter.tables.integer_sets import distinct
 from exporter.wire.crc32c import chunks_of
-from exporter.wire.dtypes import JOINABLE, DType
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import JOINABLE, Array, DType
 
 
 def restoring(

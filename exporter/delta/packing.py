@@ -23,12 +23,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.options import DeltaDtype
-from exporter.wire.dtypes import DType
+from exporter.wire.dtypes import Array, DType
 from exporter.wire.int8_codes import LARGEST_SCALE as LARGEST_SCALE
 from exporter.wire.int8_codes import SMALLEST_SCALE as SMALLEST_SCALE
 from exporter.wire.int8_codes import to_codes
-
-Array = np.ndarray[Any, Any]
 
 _SMALLEST_NORMAL = SMALLEST_SCALE
 _WIDE = {DType.FLOAT, DType.DOUBLE}

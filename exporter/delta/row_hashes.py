@@ -22,8 +22,7 @@ from msgspec import Struct
 from exporter.storage.files import beside, read_regular
 from exporter.tables.integer_sets import distinct
 from exporter.wire.crc32c import masked_crc
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array
 
 BLOCK_BYTES = 4096
 

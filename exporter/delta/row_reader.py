@@ -32,10 +32,8 @@ from exporter.mapping.build import TensorSource
 from exporter.storage import mirror
 from exporter.storage.requests import GAP_BYTES
 from exporter.storage.waiting import workers
-from exporter.wire.dtypes import DType
+from exporter.wire.dtypes import Array, DType
 from exporter.wire.int8_codes import SCALE_BYTES
-
-Array = np.ndarray[Any, Any]
 
 _NEAR_BYTES = 4096
 """What lies between two rows and comes with them, because it costs less than a piece of its own."""

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from exporter.delta.format import Rows, ServedVariable
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array
 
 ROWS_AT_ONCE = 1 << 16
 """Rows of a table that are worked on at a time."""

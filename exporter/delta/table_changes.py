@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from msgspec import Struct
@@ -25,8 +25,7 @@ from exporter.mapping.mapping_spec import DynamicTable
 from exporter.tables.change_index import IndexChange, change_index, find_rows, live_rows
 from exporter.tables.geometry import VALUES, TableGeometry
 from exporter.tables.integer_sets import among, distinct
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array
 
 
 class KeyedRows(Struct, frozen=True, eq=False):

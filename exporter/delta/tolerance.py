@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from msgspec import Struct
@@ -25,6 +25,7 @@ from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
 from exporter.errors import CheckpointError
 from exporter.options import DeltaDtype
 from exporter.storage.layout import RESIDUAL_PREFIX
+from exporter.wire.dtypes import Array
 from exporter.wire.json_documents import Count, Measure, doc
 
 
@@ -48,9 +49,6 @@ class Rounded(Struct, frozen=True):
         if before is None or before.dtype is not self.dtype:
             return self
         return Rounded(self.dtype, self.rows + before.rows, max(self.largest, before.largest))
-
-
-Array = np.ndarray[Any, Any]
 
 
 class Tolerance(Struct, frozen=True):

@@ -13,7 +13,7 @@ that is among `keys`, too, was given a row again.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from msgspec import Struct
@@ -26,10 +26,8 @@ from exporter.checkpoint.tensor_values import cast_values, checked_map
 from exporter.delta.table_changes import KeyedRows
 from exporter.errors import CorruptFile
 from exporter.tables.integer_sets import among, distinct
-from exporter.wire.dtypes import DType
+from exporter.wire.dtypes import Array, DType
 from exporter.wire.json_documents import Count, DtypeLabel, Text, doc
-
-Array = np.ndarray[Any, Any]
 
 _NONE = np.empty(0, np.int64)
 

@@ -39,7 +39,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -69,9 +68,7 @@ from exporter.increments.trained import TrainerVersion
 from exporter.storage.files import read_regular
 from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY
 from exporter.tables.integer_sets import among
-from exporter.wire.dtypes import DType
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array, DType
 
 INCR_KEYS, INCR_VALUES, INCR_FREQS = "-sparse_incr_keys", "-sparse_incr_values", "-sparse_incr_freqs"
 _INCR_OFFSETS = "-incr_partition_offset"

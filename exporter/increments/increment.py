@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 from msgspec import UNSET, Struct, UnsetType
@@ -43,7 +43,7 @@ from exporter.increments.changed_tables import (
     read_table,
 )
 from exporter.storage.layout import DELTA_NAME
-from exporter.wire.dtypes import DType
+from exporter.wire.dtypes import Array, DType
 from exporter.wire.json_documents import (
     Count,
     DocumentError,
@@ -58,7 +58,6 @@ from exporter.wire.json_documents import (
     format_version,
 )
 
-Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
 FORMAT_VERSION = 1

@@ -24,14 +24,11 @@ from exporter.storage.files import writing
 from exporter.storage.open_files import read_at, write_at
 from exporter.storage.output_directory import Directory, new_file
 from exporter.wire import crc32c
-from exporter.wire.dtypes import DType
+from exporter.wire.dtypes import Array, DType
 from exporter.wire.int8_codes import SCALE_BYTES, beside_codes, to_codes, values_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-Array = np.ndarray[Any, Any]
 
 BLOCK_BYTES = 1 << 20
 """Source bytes in memory at a time: what is checked and written is still in the processor's cache."""

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable, count_rows
-from exporter.delta.layered_state import Array, Changes, CheckedFiles, LayeredState
+from exporter.delta.layered_state import Changes, CheckedFiles, LayeredState
 from exporter.delta.newest_rows import fold_whole, merge_changes, needs_folding
 from exporter.delta.row_hashes import (
     BlockHasher,
@@ -71,6 +71,7 @@ from exporter.storage import mirror
 from exporter.storage.files import writing
 from exporter.storage.layout import CACHES_DIRECTORY, CHECKED_DIRECTORY, HASHES_DIRECTORY
 from exporter.terminal.progress import ProgressFactory, no_progress
+from exporter.wire.dtypes import Array
 
 if TYPE_CHECKING:
     from exporter.jobs.runner import Runner

@@ -28,7 +28,7 @@ from exporter.bundle.warmup import MAX_RECORDS, WarmupRequest, parse_request
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
-from exporter.delta.layered_state import Array, LayeredState
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.row_reader import served_in
 from exporter.errors import NotServable, UsageError
 from exporter.graph.cast_variables import cast_variables
@@ -51,6 +51,7 @@ from exporter.subgraph.make_updatable import (
     schema_of,
 )
 from exporter.verify.version_files import verify_bytes
+from exporter.wire.dtypes import Array
 
 
 class UpdatableBase(Struct, frozen=True):

@@ -15,7 +15,7 @@ from exporter.checkpoint import candidates, open_checkpoint
 from exporter.checkpoint.identity import index_digest
 from exporter.checkpoint.tensor_bundle import index_path
 from exporter.delta.format import Rows, Schema
-from exporter.delta.layered_state import Array, Changes, LayeredState
+from exporter.delta.layered_state import Changes, LayeredState
 from exporter.delta.row_reader import row_readers, translate
 from exporter.errors import SchemaChanged
 from exporter.increments.deeprec import abandoned_increment, plan_deeprec_changes, read_increment
@@ -27,6 +27,7 @@ from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.publish.delta_log import DeltaLog
 from exporter.tables.integer_sets import among, distinct
+from exporter.wire.dtypes import Array
 
 
 class TrainerState(Struct, frozen=True):

@@ -21,7 +21,7 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import check_tensor, read_catalog
 from exporter.delta.delta_files import DeltaTensors, read_tensors, row_numbers, with_values
 from exporter.delta.format import Delta, Schema, log_name, span_name
-from exporter.delta.layered_state import Array, LayeredState
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.row_reader import RowReader, served_in
 from exporter.delta.spans import Position, Reach, check_fits, nearest_base, plan_chain
 from exporter.errors import CheckpointError, CorruptFile, ManifestError, NotUpdatable, PositionUnknown
@@ -40,6 +40,7 @@ from exporter.publish.versions import (
 )
 from exporter.storage.layout import DELTA_NAME, DELTAS_DIRECTORY, MANIFEST_FILE, VARIABLES_PREFIX
 from exporter.storage.local_paths import quoted
+from exporter.wire.dtypes import Array
 
 BROKEN_LOG_HINT = "publish a new base, which leaves this log behind: the same export with --updatable --again"
 

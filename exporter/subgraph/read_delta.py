@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
 from exporter.delta.format import (
     FORMAT_VERSION,
@@ -36,10 +35,8 @@ from exporter.late_names import tf
 from exporter.options import DeltaDtype
 from exporter.storage.layout import DELTA_NAME
 from exporter.subgraph.state import Tensor
-from exporter.wire.dtypes import DType
+from exporter.wire.dtypes import Array, DType
 from exporter.wire.update_status import UpdateStatus
-
-Array = NDArray[Any]
 
 Dataset = Any
 """A `tf.data.Dataset`."""

@@ -7,7 +7,7 @@ get other slots, too.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from msgspec import Struct
@@ -16,8 +16,7 @@ from exporter.errors import TableFull
 from exporter.tables.geometry import WINDOW, TableGeometry
 from exporter.tables.integer_sets import among, distinct
 from exporter.tables.spread import Crowded, spread, table_full
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array
 
 _SCAN = 1 << 20
 

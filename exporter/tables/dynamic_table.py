@@ -25,7 +25,7 @@ from exporter.late_names import tf
 from exporter.tables.geometry import PARTS, TableGeometry
 from exporter.tables.lookup import DEFAULTS, PART, TABLE, TableLookups, add_rows
 from exporter.wire import protos, tensor_proto
-from exporter.wire.dtypes import DType
+from exporter.wire.dtypes import Array, DType
 
 
 def dynamic_embedding(
@@ -85,7 +85,6 @@ def _keras() -> Any:
     return tf.keras
 
 
-Array = np.ndarray[Any, Any]
 Tensor = Any
 
 _HANDLES = ("seeds", "rows", "keys", "values")

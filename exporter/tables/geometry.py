@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -43,9 +42,7 @@ from msgspec import Struct
 from exporter.catalog import Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.embedding_variables import EmbeddingVariable
 from exporter.errors import UsageError
-from exporter.wire.dtypes import DType
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array, DType
 
 OFFSET = 0x243F6A8885A308D3
 """Added to keys first: 0, and others that end in many zeros, would go to the same slots under every seed."""

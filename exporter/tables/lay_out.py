@@ -21,7 +21,6 @@ from contextlib import ExitStack, closing
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -63,8 +62,7 @@ from exporter.tables.place_keys import (
 )
 from exporter.terminal.progress import Progress
 from exporter.wire.crc32c import chunks_of, combine, extend, mask, zeros_crc
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array
 
 _LEAST_RANGES = 16
 """Ranges of a run, if the table has so many: a part of the range behind each run is placed twice."""

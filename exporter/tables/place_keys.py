@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from msgspec import Struct
@@ -38,9 +38,7 @@ from exporter.storage.waiting import workers
 from exporter.tables.geometry import WINDOW, TableGeometry, hashes_of, keys_of
 from exporter.tables.spread import Crowded, spread, table_full
 from exporter.wire.crc32c import crc_of, extend
-from exporter.wire.dtypes import DType
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array, DType
 
 RANGE_KEYS = 1 << 18
 """Keys of a range, at most twice as many as on average: all ranges are equally wide, and hashes even."""

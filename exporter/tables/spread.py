@@ -14,8 +14,7 @@ from msgspec import Struct
 
 from exporter.errors import TableFull
 from exporter.tables.geometry import MAX_ROWS, OFFSET, WINDOW, WINDOW_BITS, TableGeometry, hashes_of, seeds
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array
 
 _EASY = WINDOW // 4
 """So many keys more than others have are easily placed in a window."""

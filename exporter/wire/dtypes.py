@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+Array = np.ndarray[Any, Any]
+"""An array of any shape and type."""
+
 
 class DType(IntEnum):
     """A tensor's element type; the value is what TensorFlow stores."""
