@@ -38,7 +38,7 @@ from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariab
 from exporter.delta.layered_state import LayeredState
 from exporter.delta.row_hashes import BlockHasher, HashIndex
 from exporter.delta.row_reader import RowReader
-from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
+from exporter.delta.row_spill import RowSpill, in_pieces, spilled
 from exporter.jobs.task import Input, Task
 from exporter.storage.requests import GAP_BYTES, PART_BYTES
 from exporter.storage.waiting import workers
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
 
 class PassingRows:
-    """As `ComparedRows`, of tables in stores; reports the checksums of everything that is read in a row.
+    """Compares ranges of tables in stores as `ComparedRows` does, by several threads.
 
-    `known` are hashes of the old rows. Several threads may compare ranges.
+    `known` are hashes of the old rows. What is found has the checksums of whatever was read of the ranges.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PassingRows:
         self.is_old_as_known = True
 
     def compare(self, chunk: tuple[int, int]) -> list[Found]:
-        """The rows of a range (start, stop), whole blocks of them, that differ."""
+        """Fetch a range (start, stop) of whole blocks, and find the rows that differ, chunk by chunk."""
         with ExitStack() as stack:
             new = stack.enter_context(self._passing(self._new, chunk))
             old = stack.enter_context(self._passing(self._old, chunk)) if self._known is None else None
@@ -81,7 +81,8 @@ class PassingRows:
                 state, new.state, self._variable, self._hasher, self._known, chunk, checksums=False
             )
             found = []
-            for part in rows.chunks() if old else (chunk,):  # so that old rows come by few requests
+            # With known hashes the range is one chunk: so old rows are asked for by few requests.
+            for part in rows.chunks() if old else (chunk,):
                 found.append(rows.compare(part))
                 for side in (old, new):
                     if side is not None:
@@ -93,6 +94,7 @@ class PassingRows:
 
     @contextmanager
     def _passing(self, state: LayeredState, chunk: tuple[int, int]) -> Iterator[_Passing]:
+        """Fetch a range of one side into a scratch file, which goes with the context."""
         name = self._variable.name
         reader = state.stored[name]
         side, paths = StoredSide.of(reader, *chunk, 0), {run.extent.shard: run.path for run in reader.runs}
@@ -103,7 +105,7 @@ class PassingRows:
 
 
 class _Passing(Struct, frozen=True):
-    """A range of one side while it is there."""
+    """A range of one side while its scratch file is there."""
 
     reader: RowReader
     side: StoredSide
@@ -124,7 +126,7 @@ _AHEAD = 2  # chunks in work for each thread: enough to keep it busy, few enough
 
 
 class Compared(Struct, frozen=True):
-    """The changes that lead from the old state to the new one, and the hashes of all new rows by table."""
+    """The changes from the old state to the new one, the new rows' hashes by table, and bytes compared."""
 
     changes: dict[str, Change]
     hashes: dict[str, Array]
@@ -135,7 +137,7 @@ class Comparison(Struct, frozen=True):
     """How to compare: `known` are hashes of the old state; `scratch` is a directory for large results.
 
     With a `runner` tables are compared by its tasks, not by threads of this process. If only `changes` are
-    asked for, not hashes, then nothing is read of what both states are made of.
+    asked for, not hashes, bytes that both states are made of are not read.
     """
 
     scratch: Path
@@ -148,19 +150,19 @@ class Comparison(Struct, frozen=True):
 
     @property
     def threads(self) -> int:
-        """How many compare in this process."""
+        """The number of threads that compare in this process."""
         return self.workers or len(os.sched_getaffinity(0))
 
 
 def diff(old: LayeredState, new: LayeredState, schema: Schema, how: Comparison) -> Compared:
-    """What of `new` differs from `old`, for the variables of `schema`.
+    """Compare two states variable by variable: the changes that lead from `old` to `new`.
 
     The checksums of everything stored of `new` are compared on the way: a damaged row must not get a checksum
     that calls it right. So are those of `old`, of which a damaged row could hide a change; where hashes of
     its rows are known, they show whether the blocks that are read are as they were.
 
     Raises:
-        CorruptFile: one of them differs.
+        CorruptFile: a checksum differs.
         CheckpointError: a file cannot be read, see errors.py.
         MappingError: a value does not fit the dtype it is served in.
         DiskFull, PublishError: the scratch file cannot be written.
@@ -200,7 +202,7 @@ def diff(old: LayeredState, new: LayeredState, schema: Schema, how: Comparison) 
 def _tasks(
     old: LayeredState, new: LayeredState, schema: Schema, hasher: BlockHasher, how: Comparison
 ) -> TaskComparison:
-    """The comparison of tables by tasks; of those that lie in bundles, and are not replaced by a delta.
+    """Begin to compare tables by tasks: those that lie in bundles, and that no change replaces.
 
     Small tables in files, of which there may be thousands, are compared here: a task costs more than they do.
     """
@@ -226,7 +228,7 @@ def _size(variable: ServedVariable) -> int:
 
 
 def _is_shared(old: LayeredState, new: LayeredState, variable: ServedVariable) -> bool:
-    """True if a variable can only differ in the rows of changes on top of the same bytes."""
+    """True if a variable is made of the same bytes in both, and only rows of changes on top can differ."""
     name, layers = variable.name, (*old.layers, *new.layers)
     if any(name in layer and not isinstance(layer[name], Rows) for layer in layers):
         return False
@@ -236,27 +238,24 @@ def _is_shared(old: LayeredState, new: LayeredState, variable: ServedVariable) -
 def _changed_since(
     old: LayeredState, new: LayeredState, variable: ServedVariable, scratch: Path
 ) -> Change | None:
-    """Compare a variable whose stored bytes are shared; only rows of changes on top can differ."""
+    """Compare the rows that changes touch, of a variable that `_is_shared`; None if none differs."""
     name = variable.name
     ids = distinct(np.concatenate([old.touched(name), new.touched(name)]))
     if variable.kind is ChangeKind.DENSE:
         value = new.whole(name) if len(ids) else None
         return None if value is None or same_bits(old.whole(name), value) else value
-    with RowSpill(variable, scratch) as spill:
-        for start in range(0, len(ids), ROWS_AT_ONCE):
-            some = ids[start : start + ROWS_AT_ONCE]
+
+    def differing() -> Iterator[tuple[Array, Array]]:
+        for some in in_pieces(ids):
             values = new.rows_at(name, some)
             differ = differing_rows(old.rows_at(name, some), values)
-            spill.add(some[differ], values[differ])
-        return spill.rows()
+            yield some[differ], values[differ]
+
+    return spilled(variable, scratch, differing())
 
 
 def diff_lookups(old: LayeredState, new: LayeredState, schema: Schema) -> dict[str, Change]:
-    """The contents of the lookup tables of `new` that differ from those of `old`, every checksum compared.
-
-    Raises:
-        CheckpointError: a file is damaged or cannot be read, see errors.py.
-    """
+    """The changes that make the lookup tables of `old` those of `new`, every checksum compared."""
     names = [half.name for pair in schema.lookups for half in pair]
     values = {name: new.whole(name) for name in names}
     changes: dict[str, Change] = {
@@ -267,7 +266,7 @@ def diff_lookups(old: LayeredState, new: LayeredState, schema: Schema) -> dict[s
 
 
 def same_bits(a: Array, b: Array) -> bool:
-    """True if two arrays of one dtype have one shape and hold the same bytes; strings count as strings."""
+    """True if two arrays of one dtype have one shape and the same bytes; strings are compared as strings."""
     if a.shape != b.shape:
         return False
     if a.dtype == object:
@@ -276,14 +275,14 @@ def same_bits(a: Array, b: Array) -> bool:
 
 
 def _complete(changes: dict[str, Change], new: LayeredState, schema: Schema) -> None:
-    """Add the other half of each lookup table of which one half changed."""
+    """Add to `changes` the other half of each lookup table of which one half changed."""
     for pair in schema.lookups:
         if any(half.name in changes for half in pair):
             changes |= {half.name: new.whole(half.name) for half in pair if half.name not in changes}
 
 
 class _Table:
-    """The comparison of one table."""
+    """Compares one table."""
 
     def __init__(
         self,
@@ -304,7 +303,7 @@ class _Table:
         self.bytes_ = row_bytes * variable.shape[0]
 
     def run(self, pool: Executor, tasks: TaskComparison | None) -> tuple[Rows | None, Array]:
-        """The changed rows, and the hashes of all; found by tasks, or by threads here."""
+        """The changed rows and the hashes of all; found by tasks, or by threads here; compares checksums."""
         by_tasks = None if tasks is None else tasks.found(self._name)
         hashes = np.empty(self._rows.blocks, np.uint64)
         at = 0
@@ -326,6 +325,7 @@ class _Table:
             return spill.rows(), hashes
 
     def _found_here(self, pool: Executor) -> Iterator[Found]:
+        """Yield the results of threads of this process, in the order of the rows."""
         rows, ahead = self._rows, _AHEAD * self._how.threads
         old, new = (state.stored[self._name] for state in (self._old, self._new))
         is_remote = old.is_remote or new.is_remote
@@ -348,7 +348,7 @@ class _Table:
 def _in_order(
     pool: Executor, work: Callable[[tuple[int, int]], T], chunks: Iterable[tuple[int, int]], ahead: int
 ) -> Iterator[T]:
-    """Results in the order of the chunks, a bounded number of them in work."""
+    """Yield results in the order of the chunks, at most `ahead` in work; what is left is cancelled."""
     pending: deque[Future[T]] = deque()
     try:
         for chunk in chunks:

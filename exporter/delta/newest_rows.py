@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.checkpoint.tensor_values import encode_strings, memory_map
@@ -25,7 +24,7 @@ from exporter.delta.delta_files import DeltaTensors, header_tensors
 from exporter.delta.format import Change, ChangeKind, DeltaHeader, Rows, Schema, ServedVariable, SortedRows
 from exporter.delta.layered_state import Changes, LayeredState
 from exporter.delta.packing import PackedRows, pack_rows
-from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
+from exporter.delta.row_spill import ROWS_AT_ONCE, in_pieces, spilled
 from exporter.errors import CorruptFile
 from exporter.jobs.shard_job import Sources, Stored
 from exporter.jobs.shard_sections import (
@@ -48,8 +47,7 @@ from exporter.wire.dtypes import JOINABLE, Array, DType
 def restoring(
     since: Sequence[Changes], then: LayeredState, schema: Schema, scratch: Path
 ) -> dict[str, Change]:
-    """The changes that give everything in `since` the values of the state `then` again; checksums are
-    verified.
+    """The changes that bring the rows and variables in `since` back to the state `then`, checksums verified.
 
     Raises:
         CheckpointError: a value cannot be read any more, or is damaged.
@@ -65,30 +63,21 @@ def restoring(
         if variable.kind is ChangeKind.DENSE:
             restored[variable.name] = then.whole(variable.name)
             continue
-        rows = _rows_then([change for change in touched if isinstance(change, Rows)], then, variable, scratch)
-        if rows is not None:
-            restored[variable.name] = rows
+        name, ids = variable.name, [change.ids for change in touched if isinstance(change, Rows)]
+        pieces = in_pieces(distinct(np.concatenate(ids)))
+        found = ((some, then.rows_at(name, some)) for some in pieces)
+        if (rows := spilled(variable, scratch, found)) is not None:
+            restored[name] = rows
     return restored
 
 
-def _rows_then(
-    touched: Sequence[Rows], then: LayeredState, variable: ServedVariable, scratch: Path
-) -> Rows | None:
-    ids = distinct(np.concatenate([change.ids for change in touched]))
-    with RowSpill(variable, scratch) as spill:
-        for start in range(0, len(ids), ROWS_AT_ONCE):
-            some = ids[start : start + ROWS_AT_ONCE]
-            spill.add(some, then.rows_at(variable.name, some))
-        return spill.rows()
-
-
 def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> dict[str, Change]:
-    """Merge `layers`, oldest first; memory is bounded, large results lie in `scratch`.
+    """Merge `layers`, oldest first, in bounded memory: of each row and dense variable the newest value.
 
-    The newest value of a variable that is served whole counts.
+    Large results lie in `scratch`. Rows of a dense variable have to be folded before (`fold_whole`).
 
     Raises:
-        ValueError: rows of such a variable are among the layers: see `fold_whole`.
+        ValueError: rows of a dense variable are among the layers.
         DiskFull, PublishError: the scratch file cannot be written.
     """
     merged: dict[str, Change] = {}
@@ -102,25 +91,23 @@ def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> d
             merged[variable.name] = found[-1]
             continue
         tables = [change for change in found if isinstance(change, Rows)]
-        if len(tables) == 1:
-            merged[variable.name] = tables[0]
-            continue
-        with RowSpill(variable, scratch) as spill:
-            for ids, values in newest_rows(tables):
-                spill.add(ids, values)
-            if (rows := spill.rows()) is not None:
-                merged[variable.name] = rows
+        rows = tables[0] if len(tables) == 1 else spilled(variable, scratch, newest_rows(tables))
+        if rows is not None:
+            merged[variable.name] = rows
     return merged
 
 
 def needs_folding(layers: Sequence[Changes], schema: Schema) -> bool:
-    """True if rows of a variable that is served whole are among the layers."""
+    """True if rows of a dense variable are among the layers, which `merge_changes` does not take."""
     whole = [variable.name for variable in schema.variables if variable.kind is ChangeKind.DENSE]
     return any(isinstance(layer.get(name), Rows) for layer in layers for name in whole)
 
 
 def fold_whole(layers: Sequence[Changes], schema: Schema, old: LayeredState) -> tuple[Changes, ...]:
-    """Apply rows of variables that are served whole to their values in `old`."""
+    """The layers with each dense variable that has rows in them as one whole value, in the last layer.
+
+    The value is that of `old` with all layers applied.
+    """
     folded = [dict(layer) for layer in layers]
     for variable in schema.variables:
         if variable.kind is ChangeKind.TABLE:
@@ -134,9 +121,9 @@ def fold_whole(layers: Sequence[Changes], schema: Schema, old: LayeredState) -> 
 
 
 def newest_rows(tables: Sequence[SortedRows]) -> Iterator[tuple[Array, Array]]:
-    """Ids and values in ascending order, in ranges of ids that hold a bounded number of rows.
+    """Yield the ids and newest values of all rows, ascending, a bounded number at a time.
 
-    If several tables have rows of one id, those of the last one count.
+    `tables` are oldest first: of rows with one id that of the last table counts.
     """
     newest_first = [table for table in reversed(tables) if len(table.ids)]
     starts = [0] * len(newest_first)
@@ -155,7 +142,7 @@ def newest_rows(tables: Sequence[SortedRows]) -> Iterator[tuple[Array, Array]]:
 
 
 def _range_end(tables: Sequence[SortedRows], starts: Sequence[int]) -> int:
-    """The end of the next range of ids: no table has more rows in it than its share of `ROWS_AT_ONCE`."""
+    """The id up to which the next range goes: no table has more rows in it than its share."""
     share = max(1, ROWS_AT_ONCE // len(tables))
     ends = [
         int(table.ids[start + share])
@@ -169,17 +156,14 @@ _BLOCK_BYTES = 4 << 20
 _SAMPLES = 64  # ids for each piece that a table is divided into: none is a tenth larger than planned, or so
 
 Layer = tuple[Range, ...]
-"""Rows of one delta: ids and values; of packed rows exact places and codes, too; of int8 ones also scales."""
+"""Where the rows of one delta lie: ids, values; if packed, exact places and codes; if int8, scales."""
 
 
 class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
-    """Rows `low` to `high` of a table: the newest of `layers`, oldest first.
+    """Writes rows `low` to `high` of a table: the newest of `layers`, which are oldest first.
 
-    With `base`, which holds all of these rows one behind another, all are written. Without it those of
-    the layers are written, with their ids, and packed as the delta says that is made.
-
-    Raises:
-        CorruptFile: ids are not increasing, or not the table's.
+    With `base`, which holds these rows one behind another, it writes every row. Without it, it writes those
+    of the layers, with their ids, packed by `packing`.
     """
 
     counted: ClassVar[int] = 2  # rows, and how many of them are not packed
@@ -193,7 +177,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """What is read, in the order of the receipt's checksums."""
+        """See `Section`."""
         return (*self.base, *(each for layer in self.layers for each in layer))
 
     def renumbered(self, numbers: Mapping[int, int]) -> NewestRows:
@@ -203,7 +187,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The tensors of a delta that it makes, in the order in which they are written."""
+        """The names of the delta's tensors that it writes, in the order of its runs."""
         ids, values = self.variable.keys
         packed = [tensor.key for tensor in self.variable.packed(self.packing)]
         return (values, *packed[1:], *packed[:1], ids)
@@ -243,7 +227,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
         return rows, exact
 
     def _on_top(self, base: Sequence[ReadRun], layers: Sequence[_LayerRows]) -> Iterator[Array]:
-        """All rows, with those of the layers in the place of the base's."""
+        """Yield blocks of all rows: the base's, overwritten by those of the layers."""
         row, dtype = self.variable.shape[1:], self.variable.dtype.numpy
         step = max(1, _BLOCK_BYTES // max(1, self.row_bytes))
         for start in range(self.low, self.high, step):
@@ -257,7 +241,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
             yield block
 
     def _write_packed(self, found: Iterator[tuple[Array, Array]], shard: NewShard) -> tuple[int, int]:
-        """Rows as codes, where these give back every bit, and the others as they are."""
+        """Write rows as codes if these give back every bit, else exactly; how many rows, how many exact."""
         packing = self.packing
         assert packing is not None
         ids: list[Array] = []
@@ -287,20 +271,20 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
 
 
 def _values(found: Iterable[tuple[Array, Array]], ids: list[Array]) -> Iterator[Array]:
-    """The values of rows; their ids are noted."""
+    """Yield the values of rows, and append their ids to `ids`."""
     for some, values in found:
         ids.append(some)
         yield values
 
 
 class Header(Section, frozen=True, array_like=True, tag="header"):
-    """The header of a delta whose rows are all in this shard, before it."""
+    """Writes the header of a delta behind its rows, all of which are in the same shard."""
 
     header: DeltaHeader
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """None."""
+        """See `Section`: it reads nothing."""
         return ()
 
     def renumbered(self, numbers: Mapping[int, int]) -> Header:
@@ -327,7 +311,7 @@ class Merge(WriteShard, frozen=True, kw_only=True):
 
 
 def header_bytes(header: DeltaHeader, rows: int) -> Iterator[tuple[str, bytes, int | None]]:
-    """The tensors of a delta's header as they are stored: key, bytes, and of strings the checksum."""
+    """Yield key, stored bytes and checksum (None: not of a string) of each header tensor of a delta."""
     for key, array in header_tensors(header, rows).items():
         if array.dtype == object:
             yield key, *encode_strings([array.item()])
@@ -336,7 +320,10 @@ def header_bytes(header: DeltaHeader, rows: int) -> Iterator[tuple[str, bytes, i
 
 
 class _LayerRows:
-    """The rows of one layer: ids in memory, values as they are asked for, each once."""
+    """The rows of one layer as `SortedRows`: ids in memory, values read when asked for, in order.
+
+    CorruptFile if its ids do not increase, or are outside of the section.
+    """
 
     def __init__(self, section: NewestRows, streams: Sequence[ReadRun]) -> None:
         self._row, self._dtype = section.variable.shape[1:], section.variable.dtype.numpy
@@ -357,7 +344,7 @@ class _LayerRows:
 
     @property
     def values(self) -> _LayerRows:
-        """The rows themselves, which are read when they are asked for: see `newest_rows`."""
+        """Itself: slices of it are rows."""
         return self
 
     def __getitem__(self, which: slice) -> Array:
@@ -382,16 +369,14 @@ def table_sections(
     task_bytes: int,
     base: Sequence[tuple[int, Range]] = (),
 ) -> Iterator[NewestRows]:
-    """The newest rows of `deltas`, oldest first, applied on top of those of a base, if any.
+    """The sections that write a table's newest rows of `deltas`, oldest first, or a base with them on top.
 
-    A very large table is divided into ranges of ids.
-
-    The rows of a base are given as runs of so many rows.
+    A very large table is divided into ranges of ids. `base` has the number of rows and the place of each run.
     """
-    layers = [layer for delta in deltas for layer in _layers_of(delta, variable, files)]
+    layers = [layer for delta in deltas for layer in _layers_of(delta, variable)]
     if not layers and not base:
         return
-    rows, ranges = variable.shape[0], [layer.ranges for layer in layers]
+    rows, ranges = variable.shape[0], [tuple(map(files.range_of, layer)) for layer in layers]
     below = tuple(each for _, each in base)
     whole = NewestRows(variable, 0, rows, tuple(ranges), below, packing)
     size = whole.bytes_
@@ -401,46 +386,32 @@ def table_sections(
         yield whole  # places of packed rows count from a table's first row on
         return
     count = -(-size // most)
-    ids = [layer.ids() for layer in layers]
-    cuts = _even(rows, count) if base else _cuts(ids, rows, count)
+    ids = [memory_map(ids.catalog, ids.tensor, ids.part) for ids, *_ in layers]  # `_LayerRows` checks them
+    even = sorted({rows * number // count for number in range(count + 1)})
+    cuts = even if base else _cuts(ids, rows, count)
     for low, high in pairwise(cuts):
         mine = [_between(layer, some, low, high) for layer, some in zip(ranges, ids, strict=True)]
         under = tuple(_rows_between(base, low, high)) if base else ()
         yield NewestRows(variable, low, high, tuple(filter(None, mine)), under, packing)
 
 
-class _StoredLayer(Struct, frozen=True):
-    ranges: Layer
-    stored: Stored
-
-    def ids(self) -> Array:
-        """The row numbers of the layer, unchecked."""
-        return memory_map(self.stored.catalog, self.stored.tensor, self.stored.part)
-
-
-def _layers_of(delta: DeltaTensors, variable: ServedVariable, files: Sources) -> Iterator[_StoredLayer]:
-    """The rows of a table in a delta: one layer, or one for each range of ids if they are in slices."""
+def _layers_of(delta: DeltaTensors, variable: ServedVariable) -> Iterator[tuple[Stored, ...]]:
+    """Yield the stored tensors of a table's rows; of a table in slices, those of each range of ids."""
     refs = delta.tensors.get(variable.name, ())
     if not refs:
         return
     if all(ref.extent is not None for ref in refs):
-        stored = [Stored(delta.catalog, ref) for ref in refs]
-        yield _StoredLayer(tuple(map(files.range_of, stored)), stored[0])
+        yield tuple(Stored(delta.catalog, ref) for ref in refs)
         return
     parts = [sorted(ref.slices, key=lambda part: part.spec.starts) for ref in refs]
     if any(ids.spec.lengths[0] != values.spec.lengths[0] for ids, values in zip(*parts, strict=True)):
         raise CorruptFile(f"{delta.catalog.prefix} is damaged: slices of {variable.name!r} do not match")
     for pair in zip(*parts, strict=True):
-        stored = [Stored(delta.catalog, ref, part) for ref, part in zip(refs, pair, strict=True)]
-        yield _StoredLayer(tuple(map(files.range_of, stored)), stored[0])
-
-
-def _even(rows: int, count: int) -> list[int]:
-    return sorted({rows * number // count for number in range(count + 1)})
+        yield tuple(Stored(delta.catalog, ref, part) for ref, part in zip(refs, pair, strict=True))
 
 
 def _cuts(ids: Sequence[Array], rows: int, count: int) -> list[int]:
-    """Bounds of ranges of ids that hold about as many rows of all layers each."""
+    """The bounds of `count` ranges of ids that hold about as many rows of all layers each."""
     step = max(1, sum(map(len, ids)) // (count * _SAMPLES))
     samples = np.sort(np.concatenate([some[::step] for some in ids]))
     inner = {int(samples[len(samples) * number // count]) for number in range(1, count)}
@@ -448,25 +419,22 @@ def _cuts(ids: Sequence[Array], rows: int, count: int) -> list[int]:
 
 
 def _between(layer: Layer, ids: Array, low: int, high: int) -> Layer:
-    """The rows of a layer whose ids lie in a range; empty if there are none."""
+    """Where the rows of a layer lie whose ids are in a range; empty if there are none."""
     first, last = (int(place) for place in np.searchsorted(ids, (low, high)))
-    if first >= last:
-        return ()
-    return tuple(
-        Range(
-            each.input,
-            each.offset + first * (each.size // len(ids)),
-            (last - first) * (each.size // len(ids)),
-        )
-        for each in layer
-    )
+    return tuple(_part(each, len(ids), first, last) for each in layer) if first < last else ()
 
 
 def _rows_between(base: Sequence[tuple[int, Range]], low: int, high: int) -> Iterator[Range]:
+    """Yield where the base's rows `low` to `high` lie, given the rows and the place of each run."""
     start = 0
     for count, each in base:
         first, last = max(low - start, 0), min(high - start, count)
         if first < last:
-            row = each.size // count
-            yield Range(each.input, each.offset + first * row, (last - first) * row)
+            yield _part(each, count, first, last)
         start += count
+
+
+def _part(whole: Range, count: int, first: int, last: int) -> Range:
+    """Elements `first` to `last` of a range that holds `count` of one size."""
+    size = whole.size // count
+    return Range(whole.input, whole.offset + first * size, (last - first) * size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ SPILL_BYTES = 256 << 20
 
 
 class RowSpill:
-    """Rows of a table as they are found, in ascending order; on disk when they are many.
+    """Collects rows of a table in ascending order, on disk when they are many.
 
-    As a context manager it closes its file, which has no name: the rows that it gave live as long as they do.
+    As a context manager it closes its file, which has no name: `rows` lives on in its map of the file.
     """
 
     def __init__(self, variable: ServedVariable, scratch: Path, limit: int = SPILL_BYTES) -> None:
@@ -38,7 +39,7 @@ class RowSpill:
             self._file.close()
 
     def add(self, ids: Array, values: Array) -> None:
-        """Keep more rows."""
+        """Keep these rows, which follow those before; writes to disk what exceeds `limit` bytes."""
         if not len(ids):
             return
         self._ids.append(ids)
@@ -48,7 +49,7 @@ class RowSpill:
             self._spill()
 
     def rows(self) -> Rows | None:
-        """Everything that was added, None if nothing was."""
+        """All rows that were added, as arrays or a map of the file; None without any."""
         if not self._ids:
             return None
         ids = np.concatenate(self._ids)
@@ -69,3 +70,18 @@ class RowSpill:
             self._file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
             self._spilled += values.nbytes
         self._values, self._in_memory = [], 0
+
+
+def spilled(
+    variable: ServedVariable, scratch: Path, found: Iterable[tuple[Array, Array]], limit: int = SPILL_BYTES
+) -> Rows | None:
+    """Collect the ids and values that `found` yields in ascending order; None if there are none."""
+    with RowSpill(variable, scratch, limit) as spill:
+        for ids, values in found:
+            spill.add(ids, values)
+        return spill.rows()
+
+
+def in_pieces(ids: Array) -> Iterator[Array]:
+    """Cut an array into pieces of `ROWS_AT_ONCE`."""
+    return (ids[start : start + ROWS_AT_ONCE] for start in range(0, len(ids), ROWS_AT_ONCE))
