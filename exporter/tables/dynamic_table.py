@@ -31,7 +31,7 @@ from exporter.wire.dtypes import Array, DType
 def dynamic_embedding(
     name: str, dim: int, dtype: str = "float32", default: Any = 0.0, combiner: str | None = None
 ) -> Any:
-    """A layer that gives ids their rows in the table `name`; see `DynamicTable` for the arguments.
+    """A Keras layer that gives ids their rows in the table `name`; see `DynamicTable` for the arguments.
 
     With a `combiner` ("sum", "mean" or "sqrtn") the rows along the last dimension of the ids are combined, as
     `tf.nn.embedding_lookup_sparse` does it; those of a dense tensor count all.
@@ -40,11 +40,11 @@ def dynamic_embedding(
 
 
 class ServedEmbedding:
-    """What takes the place of a `trainable_embedding` where a model is made from its config to be served."""
+    """Takes the place of a `trainable_embedding` where a model is made from its config to be served."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Any:
-        """The layer of `dynamic_embedding` for a layer's config."""
+        """Make the layer of `dynamic_embedding` from a layer's config; ValueError if a field is missing."""
         missing = {"table", "dim", "dtype", "default", "combiner", "name"} - config.keys()
         if missing:
             raise ValueError(f"a trainable_embedding's config has no {', '.join(sorted(missing))}")
@@ -113,7 +113,7 @@ class DynamicTable(TableLookups):
         return found
 
     def _import(self, ids: Tensor) -> Tensor:
-        """The nodes of a lookup, in the graph that is being built."""
+        """Add the nodes of a lookup to the graph that is being built; the rows."""
         tensors = [*(variable.handle for variable in self._variables()), ids]
         graph_def = protos.GraphDef()
         for name, dtype in [*((name, DType.RESOURCE) for name in _HANDLES), ("ids", DType.INT64)]:
@@ -168,12 +168,14 @@ class DynamicTable(TableLookups):
 
 
 def _captured(tensor: Tensor) -> Tensor:
-    """The tensor as a function that is being traced sees it: importing nodes captures nothing by itself."""
+    """The tensor as seen by the function that is being traced, if any."""
+    # Importing nodes captures nothing by itself.
     graph = tf.compat.v1.get_default_graph()
     return graph.capture(tensor) if hasattr(graph, "capture") else tensor
 
 
 def _default_rows(default: Any, dim: int, dtype: DType, name: str) -> Array:
+    """The default rows [d, dim] of a number, a row, or several rows; UsageError for anything else."""
     given = np.asarray(default, np.float64)
     if given.ndim > 2 or (given.ndim and given.shape[-1] != dim) or not given.size:
         raise UsageError(

@@ -24,7 +24,7 @@ Tensor = Any
 
 
 class TableLookups(ABC):
-    """Lookups of a table whose rows are those of the variable `values`."""
+    """Looks ids up in a table whose rows are those of the variable `values`."""
 
     values: Any
 
@@ -63,11 +63,11 @@ PART = "_dynamic_table_part"
 DEFAULTS = "_dynamic_table_defaults"
 """The attribute of the values' VarHandleOp with the default rows, a tensor [d, dim]."""
 
-_UNSET = 1
+_UNSET = 1  # until `set_sizes`
 
 
 class RowNodes(Struct, frozen=True):
-    """The nodes of a lookup: `rows` (int32), default rows of those that are not `found` (bool)."""
+    """The nodes of a lookup: `rows` (int32), which are default rows where `found` (bool) is false."""
 
     rows: str
     found: str
@@ -78,8 +78,8 @@ def add_rows(
 ) -> RowNodes:
     """Add nodes under `name/` that find the rows of `ids`, int64 of any shape, in a table.
 
-    `handles` are the tensors of its variables in the order of `geometry.PARTS`, `defaults` is how many
-    default rows it has. What is gathered from the values by `rows` is the lookup's result.
+    `handles` are the tensors of its variables in the order of `geometry.PARTS`, `defaults` is the number of
+    its default rows. The rows index the values.
     """
     nodes = _Nodes(graph_def, name, table)
     seeds, index_rows, keys, _ = handles
@@ -105,7 +105,7 @@ def add_rows(
 
 
 def set_sizes(graph_def: Proto, tables: Mapping[str, TableGeometry]) -> None:
-    """Fill in the sizes of tables, by their names, wherever the graph or a function of it needs one."""
+    """Fill in the sizes of tables, by their names, in the constants of a graph and its functions."""
     for node in all_nodes(graph_def):
         if SIZE in node.attr:
             geometry = tables.get(node.attr[TABLE].s.decode())
@@ -142,39 +142,39 @@ def _set_value(node: Proto, value: np.ndarray[Any, Any]) -> None:
 
 
 class _Nodes(Struct, frozen=True):
-    """Adds nodes of one lookup to a graph."""
+    """Adds nodes of one lookup to a graph; each method gives the new node's name."""
 
     graph_def: Proto
     scope: str
     table: str
 
     def add(self, name: str, op: str, *inputs: str, of: DType = DType.INT64) -> str:
-        """A node whose operands have one type."""
+        """Add a node whose operands have one type."""
         node = self._node(name, op, *inputs)
         node.attr["T"].type = int(of)
         return str(node.name)
 
     def cast(self, name: str, value: str, source: DType, target: DType) -> str:
-        """A cast."""
+        """Add a cast."""
         node = self._node(name, "Cast", value)
         node.attr["SrcT"].type, node.attr["DstT"].type = int(source), int(target)
         return str(node.name)
 
     def gather(self, name: str, handle: str, indices: str, *, of: DType, by: DType = DType.INT64) -> str:
-        """Rows of a variable."""
+        """Add a gather of a variable's rows."""
         node = self._node(name, "ResourceGather", handle, indices)
         node.attr["dtype"].type, node.attr["Tindices"].type = int(of), int(by)
         return str(node.name)
 
     def constant(self, name: str, value: int, dtype: DType = DType.INT64) -> str:
-        """A scalar."""
+        """Add a scalar constant."""
         node = self._node(name, "Const")
         node.attr["dtype"].type = int(dtype)
         _set_value(node, np.array(value, dtype.numpy))
         return str(node.name)
 
     def size(self, which: str, dtype: DType = DType.INT64) -> str:
-        """A size of the table, which is not known yet."""
+        """Add a constant for a size of the table, which `set_sizes` fills in."""
         name = self.constant(which, _UNSET, dtype)
         node = self.graph_def.node[-1]
         node.attr[TABLE].s, node.attr[SIZE].s = self.table.encode(), which.encode()
