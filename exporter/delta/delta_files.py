@@ -33,7 +33,15 @@ from exporter.delta.format import (
     check_lookups,
     count_rows,
 )
-from exporter.delta.packing import LARGEST_SCALE, SMALLEST_SCALE, PackedRows, Packing, RowValues, SlicedRows
+from exporter.delta.packing import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    PackedRows,
+    Packing,
+    RowValues,
+    SlicedRows,
+    StoredRows,
+)
 from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.options import DeltaDtype
 from exporter.wire.dtypes import Array, DType
@@ -273,7 +281,7 @@ def _add(
     extra = variable.packed(packing)
     if not extra or packing is None:
         for key, dtype, array in zip(variable.keys, variable.dtypes, arrays, strict=True):
-            if isinstance(array, PackedRows | SlicedRows):
+            if isinstance(array, StoredRows):
                 writer.add_chunks(key, dtype, array.shape, array.pieces())
             else:
                 writer.add(key, array)

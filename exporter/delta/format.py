@@ -57,7 +57,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import IntFlag
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct, convert, to_builtins
 
@@ -296,24 +296,6 @@ class Rows(Struct, frozen=True):
 
     ids: Array
     values: RowValues
-
-
-class Slices(Protocol):
-    """Rows that are read by slices, each row once, in ascending order."""
-
-    def __getitem__(self, which: slice, /) -> Array: ...
-
-
-class SortedRows(Protocol):
-    """Rows of a table: `ids` int64 [n], strictly increasing, and their values."""
-
-    @property
-    def ids(self) -> Array:
-        """The numbers of the rows."""
-
-    @property
-    def values(self) -> Slices:
-        """The rows [n, ...] of these numbers."""
 
 
 Change = Rows | Array

@@ -21,9 +21,9 @@ from msgspec.structs import replace
 
 from exporter.checkpoint.tensor_values import encode_strings, memory_map
 from exporter.delta.delta_files import DeltaTensors, header_tensors
-from exporter.delta.format import Change, ChangeKind, DeltaHeader, Rows, Schema, ServedVariable, SortedRows
+from exporter.delta.format import Change, ChangeKind, DeltaHeader, Rows, Schema, ServedVariable
 from exporter.delta.layered_state import Changes, LayeredState
-from exporter.delta.packing import PackedRows, pack_rows
+from exporter.delta.packing import PackedRows, StoredRows, pack_rows
 from exporter.delta.row_spill import ROWS_AT_ONCE, in_pieces, spilled
 from exporter.errors import CorruptFile
 from exporter.jobs.shard_job import Sources, Stored
@@ -120,7 +120,7 @@ def fold_whole(layers: Sequence[Changes], schema: Schema, old: LayeredState) -> 
     return tuple(folded)
 
 
-def newest_rows(tables: Sequence[SortedRows]) -> Iterator[tuple[Array, Array]]:
+def newest_rows(tables: Sequence[Rows]) -> Iterator[tuple[Array, Array]]:
     """Yield the ids and newest values of all rows, ascending, a bounded number at a time.
 
     `tables` are oldest first: of rows with one id that of the last table counts.
@@ -141,7 +141,7 @@ def newest_rows(tables: Sequence[SortedRows]) -> Iterator[tuple[Array, Array]]:
         starts = ends
 
 
-def _range_end(tables: Sequence[SortedRows], starts: Sequence[int]) -> int:
+def _range_end(tables: Sequence[Rows], starts: Sequence[int]) -> int:
     """The id up to which the next range goes: no table has more rows in it than its share."""
     share = max(1, ROWS_AT_ONCE // len(tables))
     ends = [
@@ -212,7 +212,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
         """See `Section`."""
         base, left = sources[: len(self.base)], iter(sources[len(self.base) :])
-        layers = [_LayerRows(self, list(islice(left, len(layer)))) for layer in self.layers]
+        layers = [_layer_rows(self, list(islice(left, len(layer)))) for layer in self.layers]
         if self.base:
             shard.append(self._on_top(base, layers))
             rows = exact = self.high - self.low
@@ -226,7 +226,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
         shard.rows += rows
         return rows, exact
 
-    def _on_top(self, base: Sequence[ReadRun], layers: Sequence[_LayerRows]) -> Iterator[Array]:
+    def _on_top(self, base: Sequence[ReadRun], layers: Sequence[Rows]) -> Iterator[Array]:
         """Yield blocks of all rows: the base's, overwritten by those of the layers."""
         row, dtype = self.variable.shape[1:], self.variable.dtype.numpy
         step = max(1, _BLOCK_BYTES // max(1, self.row_bytes))
@@ -237,7 +237,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
                 flat = stream.fill(flat)
             for layer in layers:
                 low, high = np.searchsorted(layer.ids, (start, start + len(block)))
-                block[layer.ids[low:high] - start] = layer[low:high]
+                block[layer.ids[low:high] - start] = layer.values[low:high]
             yield block
 
     def _write_packed(self, found: Iterator[tuple[Array, Array]], shard: NewShard) -> tuple[int, int]:
@@ -319,43 +319,39 @@ def header_bytes(header: DeltaHeader, rows: int) -> Iterator[tuple[str, bytes, i
             yield key, array.tobytes(), None
 
 
-class _LayerRows:
-    """The rows of one layer as `SortedRows`: ids in memory, values read when asked for, in order.
+def _layer_rows(section: NewestRows, streams: Sequence[ReadRun]) -> Rows:
+    """The rows of one layer, ids read; CorruptFile if they do not increase, or are outside of the section."""
+    ids = streams[0].take((streams[0].size // 8,), np.dtype(np.int64))
+    if len(ids) and not ((ids[1:] > ids[:-1]).all() and section.low <= ids[0] <= ids[-1] < section.high):
+        raise CorruptFile(
+            f"{streams[0].place} is damaged: row numbers of {section.variable.name!r} are not strictly "
+            f"increasing in {section.low}-{section.high - 1}"
+        )
+    return Rows(ids, _LayerValues(section.variable, len(ids), streams[1:]))
 
-    CorruptFile if its ids do not increase, or are outside of the section.
-    """
 
-    def __init__(self, section: NewestRows, streams: Sequence[ReadRun]) -> None:
-        self._row, self._dtype = section.variable.shape[1:], section.variable.dtype.numpy
-        ids, self._values, *packed = streams
-        self.ids = ids.take((ids.size // 8,), np.dtype(np.int64))
-        if len(self.ids) and not (
-            (self.ids[1:] > self.ids[:-1]).all() and section.low <= self.ids[0] <= self.ids[-1] < section.high
-        ):
-            raise CorruptFile(
-                f"{ids.place} is damaged: row numbers of {section.variable.name!r} are not strictly "
-                f"increasing in {section.low}-{section.high - 1}"
-            )
+class _LayerValues(StoredRows):
+    """The values of one layer, read by slices, each row once, in ascending order."""
+
+    def __init__(self, variable: ServedVariable, count: int, streams: Sequence[ReadRun]) -> None:
+        self.shape, self.dtype = (count, *variable.shape[1:]), variable.dtype.numpy
+        self._values, *packed = streams
         self._exact = None
         if packed:
             exact, self._codes, *scales = packed
             self._exact = exact.take((exact.size // 8,), np.dtype(np.int64))
             self._scales = scales[0] if scales else None
 
-    @property
-    def values(self) -> _LayerRows:
-        """Itself: slices of it are rows."""
-        return self
-
-    def __getitem__(self, which: slice) -> Array:
-        count = which.stop - which.start
+    def __getitem__(self, which: slice | Array) -> Array:
+        assert isinstance(which, slice)
+        count, row = which.stop - which.start, self.shape[1:]
         if self._exact is None:
-            return self._values.take((count, *self._row), self._dtype)
+            return self._values.take((count, *row), self.dtype)
         low, high = np.searchsorted(self._exact, (which.start, which.stop))
         few = int(high - low)
-        values = self._values.take((few, *self._row), self._dtype)
+        values = self._values.take((few, *row), self.dtype)
         dtype = DType.BFLOAT16.numpy if self._scales is None else np.dtype(np.int8)
-        codes = self._codes.take((count - few, *self._row), dtype)
+        codes = self._codes.take((count - few, *row), dtype)
         scales = None if self._scales is None else self._scales.take((count - few,), np.dtype(np.float32))
         return PackedRows(values, self._exact[low:high] - which.start, codes, scales)[:]
 
@@ -386,7 +382,7 @@ def table_sections(
         yield whole  # places of packed rows count from a table's first row on
         return
     count = -(-size // most)
-    ids = [memory_map(ids.catalog, ids.tensor, ids.part) for ids, *_ in layers]  # `_LayerRows` checks them
+    ids = [memory_map(ids.catalog, ids.tensor, ids.part) for ids, *_ in layers]  # `_layer_rows` checks them
     even = sorted({rows * number // count for number in range(count + 1)})
     cuts = even if base else _cuts(ids, rows, count)
     for low, high in pairwise(cuts):

@@ -78,8 +78,8 @@ def pack_rows(rows: Array, packing: DeltaDtype) -> Codes:
     return replace(found, fits=found.fits & same)
 
 
-class _StoredRows:
-    """Rows of a table in files, read when they are asked for: by slice or by places."""
+class StoredRows:
+    """The base of rows in files, read when they are asked for: by slice or by places."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -98,7 +98,7 @@ class _StoredRows:
         return (self[piece] for piece in _pieces(len(self)))
 
 
-class PackedRows(_StoredRows):
+class PackedRows(StoredRows):
     """Packed rows, which are unpacked when they are asked for.
 
     `exact` int64 [e] are the places of the rows that are in `values` [e, ...]; `codes` and `scales` hold the
@@ -122,7 +122,7 @@ class PackedRows(_StoredRows):
         return rows
 
 
-class SlicedRows(_StoredRows):
+class SlicedRows(StoredRows):
     """Rows that lie in several arrays, one behind another."""
 
     def __init__(self, parts: Sequence[Array]) -> None:
@@ -157,7 +157,7 @@ class SlicedRows(_StoredRows):
         return int(self._ends[number]) - len(self._parts[number])
 
 
-RowValues = Array | PackedRows | SlicedRows
+RowValues = Array | StoredRows
 """Rows in memory or in a map of a file, in several of them, or packed."""
 
 

@@ -102,9 +102,10 @@ def apply_tolerance(
             kept[variable.name] = send
     held_back = {name: sieve.held_back for name, sieve in sieves.items() if sieve.held_back is not None}
     stale = {name: np.concatenate(sieve.stale) for name, sieve in sieves.items() if sieve.stale}
-    return Tolerated(
-        kept, _left_out(sieves.values(), allowed), _rounded(sieves.values(), allowed), held_back, stale
-    )
+    rows = sum(len(found.ids) for found in held_back.values())
+    furthest = max((sieve.furthest for sieve in sieves.values()), default=0.0)
+    left_out = LeftOut(allowed.bound, rows, furthest) if rows else None
+    return Tolerated(kept, left_out, _rounded(sieves.values(), allowed), held_back, stale)
 
 
 def row_distances(a: Array, b: Array) -> Array:
@@ -185,11 +186,6 @@ class _Sieve:
         self.rounded_rows += int(np.count_nonzero(rounded))
         errors = np.abs(image[rounded].astype(np.float64) - values[rounded].astype(np.float64))
         self.largest_error = max(self.largest_error, float(errors.max(initial=0.0)))
-
-
-def _left_out(sieves: Collection[_Sieve], allowed: Tolerance) -> LeftOut | None:
-    rows = sum(len(sieve.held_back.ids) for sieve in sieves if sieve.held_back is not None)
-    return LeftOut(allowed.bound, rows, max(sieve.furthest for sieve in sieves)) if rows else None
 
 
 def _rounded(sieves: Collection[_Sieve], allowed: Tolerance) -> Rounded | None:

@@ -124,7 +124,7 @@ class History(Struct, frozen=True, dict=True):
 
     def written_last(self, count: int) -> list[StoredIncrement]:
         """The `count` increments that were written last, newest first."""
-        return nlargest(count, self.increments, lambda s: (s.increment.generation, s.increment.to_step))
+        return nlargest(count, self.increments, _age)
 
     def find(self, increment: str) -> StoredIncrement | None:
         """The increment with this id, None if it is not there."""
@@ -155,7 +155,8 @@ class History(Struct, frozen=True, dict=True):
         """
         maybe = self._children(checkpoint, surely=False)
         chain: dict[str, StoredIncrement] = {}
-        while (found := _youngest(maybe)) is not None and found.increment.id not in chain:  # no ring
+        # An id that is met again would be a ring, which only a damaged or hostile file can make.
+        while (found := max(maybe, key=_age, default=None)) and found.increment.id not in chain:
             chain[found.increment.id] = found
             maybe = self._children(found.increment.id)
         return tuple(chain.values())
@@ -237,8 +238,9 @@ def newest(times: Iterable[datetime | UnsetType | None]) -> datetime | None:
     return max((time for time in times if isinstance(time, datetime)), default=None)
 
 
-def _youngest(children: Iterable[StoredIncrement]) -> StoredIncrement | None:
-    return max(children, key=lambda s: (s.increment.generation, s.increment.to_step), default=None)
+def _age(stored: StoredIncrement) -> tuple[int, int]:
+    """What grows with the time of writing: a session that goes back has a higher generation."""
+    return stored.increment.generation, stored.increment.to_step
 
 
 def identify(prefix: Path, step: int) -> CheckpointId:
@@ -266,7 +268,16 @@ def read_history(ckpt_dir: Path) -> History:
         raise CheckpointError(f"cannot list {directory}", cause=str(error)) from None
     manifests = [f"{directory}/{name}/{MANIFEST_FILE}" for name in names if _NAME.fullmatch(name)]
     markers = [f"{directory}/{name}" for name in names if name.endswith(".json") and not name.startswith(".")]
-    return History(tuple(_read(manifests, _increments, _stored)), tuple(_read(markers, _markers, _marker)))
+    return History(
+        tuple(
+            _read(
+                manifests,
+                _increments,
+                lambda path: StoredIncrement(path.parent, from_json(_text(path), path)),
+            )
+        ),
+        tuple(_read(markers, _markers, lambda path: CheckpointMarker.from_json(_text(path), path))),
+    )
 
 
 _increments: Unchanged[StoredIncrement] = Unchanged()
@@ -278,14 +289,6 @@ def _read(paths: list[str], known: Unchanged[T], read: Callable[[Path], T]) -> I
     for path in paths:
         with suppress(FileNotFoundError):
             yield known.of(path, read)
-
-
-def _stored(manifest: Path) -> StoredIncrement:
-    return StoredIncrement(manifest.parent, from_json(_text(manifest), manifest))
-
-
-def _marker(path: Path) -> CheckpointMarker:
-    return CheckpointMarker.from_json(_text(path), path)
 
 
 def _text(path: Path) -> bytes:

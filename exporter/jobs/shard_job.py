@@ -247,7 +247,7 @@ def _begun(
     named, files = named_by_content(tasks, made)
     job = stack.enter_context(runner.job(named, scratch))
     if not runner.sees_our_files:
-        files = handed_over(files, job.directory)
+        files = {name: _copied(name, file, job.directory) for name, file in files.items()}
     job.tasks = with_inputs(named, files)
     return job
 
@@ -298,12 +298,8 @@ def with_inputs(tasks: Iterable[AnyTask], others: Mapping[Input, Input]) -> list
     return [replace(task, inputs=tuple(others.get(each, each) for each in task.inputs)) for task in tasks]
 
 
-def handed_over(named: Mapping[Input, Input], directory: Directory) -> dict[Input, Input]:
-    """Copy the file of each named input into the job's directory; the copies by named input."""
-    return {name: _copied(name, file, directory) for name, file in named.items()}
-
-
 def _named(file: Input) -> Input:
+    """The input named by the digest of its contents, which are read."""
     try:
         with Path(file.place).open("rb") as content:
             digest = sha256_of(content)
@@ -313,6 +309,7 @@ def _named(file: Input) -> Input:
 
 
 def _copied(name: Input, file: Input, directory: Directory) -> Input:
+    """The copy of a named file in the job's directory, made unless it is there."""
     found = directory.look(name.place)
     if found is None or found[0] != name.size:
         with new_file(directory.scratch) as (_, copy):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import cache
 from itertools import chain
@@ -306,7 +306,14 @@ def show_pieces(
         for ref in _tensors(catalog, table):
             part = ref.name.rpartition("/")[2]
             slices = [each for each in ref.slices if each.extent is not None and each.extent.shard < first]
-            slices += _slices(ref, table, part, pieces, objects)
+            slices += [
+                SliceRef(
+                    row_box(ref.shape, piece.first, piece.count),
+                    Extent(objects[piece.object], piece.offset, piece.size, mask(piece.crc)),
+                )
+                for piece in pieces
+                if (piece.table, piece.part) == (table.name, part)
+            ]
             if part in tails:
                 slices += rest.behind(ref, sum(each.spec.lengths[0] for each in slices), *tails[part])
             if len(slices) == 1:
@@ -366,16 +373,6 @@ def _tails(table: TablePlan) -> dict[str, tuple[int, Array]]:
     keys[0], keys[-1] = variable.rows, EMPTY_KEY
     values = table.defaults.astype(variable.value_dtype.numpy)
     return {KEYS: (geometry.cursor_row, keys), VALUES: (geometry.first_default, values)}
-
-
-def _slices(
-    ref: TensorRef, table: TablePlan, part: str, pieces: Iterable[WrittenPart], objects: Mapping[str, int]
-) -> Iterator[SliceRef]:
-    """Yield the slices of a tensor that tasks wrote."""
-    for piece in pieces:
-        if (piece.table, piece.part) == (table.name, part):
-            extent = Extent(objects[piece.object], piece.offset, piece.size, mask(piece.crc))
-            yield SliceRef(row_box(ref.shape, piece.first, piece.count), extent)
 
 
 def _copy(piece: WrittenPart, path: Path, descriptor: int, run: WrittenRun) -> None:
