@@ -155,7 +155,7 @@ class History(Struct, frozen=True, dict=True):
         """
         maybe = self._children(checkpoint, surely=False)
         chain: dict[str, StoredIncrement] = {}
-        # An id that is met again would be a ring, which only a damaged or hostile file can make.
+        # Damaged or hostile files may lead on in a ring.
         while (found := max(maybe, key=_age, default=None)) and found.increment.id not in chain:
             chain[found.increment.id] = found
             maybe = self._children(found.increment.id)
@@ -268,16 +268,9 @@ def read_history(ckpt_dir: Path) -> History:
         raise CheckpointError(f"cannot list {directory}", cause=str(error)) from None
     manifests = [f"{directory}/{name}/{MANIFEST_FILE}" for name in names if _NAME.fullmatch(name)]
     markers = [f"{directory}/{name}" for name in names if name.endswith(".json") and not name.startswith(".")]
-    return History(
-        tuple(
-            _read(
-                manifests,
-                _increments,
-                lambda path: StoredIncrement(path.parent, from_json(_text(path), path)),
-            )
-        ),
-        tuple(_read(markers, _markers, lambda path: CheckpointMarker.from_json(_text(path), path))),
-    )
+    stored = _read(manifests, _increments, lambda p: StoredIncrement(p.parent, from_json(_text(p), p)))
+    marked = _read(markers, _markers, lambda p: CheckpointMarker.from_json(_text(p), p))
+    return History(tuple(stored), tuple(marked))
 
 
 _increments: Unchanged[StoredIncrement] = Unchanged()
