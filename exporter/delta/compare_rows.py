@@ -216,7 +216,7 @@ class StoredSide(Struct, frozen=True):
     def read_ranges(
         self, reader: RowReader, start: int, stop: int, crcs: Iterable[int]
     ) -> Iterator[ReadRange]:
-        """Yield what `stored` yields as ranges of the reader's runs, with these checksums."""
+        """Yield the bytes of `stored` as ranges of the reader's runs, with these checksums."""
         for (extent, first, size), crc in zip(self.stored(start, stop), crcs, strict=False):
             yield ReadRange(reader.run_of[extent], first, size, crc)
 
@@ -227,7 +227,7 @@ class StoredSide(Struct, frozen=True):
         return self.box.starts[0] + start, self.box.starts[0] + stop
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """Yield what `stored` yields as ranges of the task's inputs."""
+        """Yield the bytes of `stored` as ranges of the task's inputs."""
         for extent, first, size in self.stored(start, stop):
             yield Range(self.first + self.shards.index(extent.shard), extent.offset + first, size)
 
@@ -379,7 +379,7 @@ class TaskComparison:
 
 
 def _read(directory: Directory, receipt: Receipt, task: Compare, rows: ComparedRows) -> Found:
-    """Read what a task has written."""
+    """Read the hashes, and the rows that differ, from the object that a task wrote."""
     source = Input(f"{directory.place}/{receipt.task}", receipt.written, receipt.tag)
     count, shape = task.stop - task.start, task.variable.shape[1:]
     blocks = -(-count // rows.block)

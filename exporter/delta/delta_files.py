@@ -64,6 +64,7 @@ def write_delta(
     if unknown:
         raise ValueError(f"the schema has no variable {min(unknown)!r}")
     check_lookups(schema, changes)
+    # Every change is checked before the first byte is written.
     tensors = [(v, list(_tensors(v, changes.get(v.name)))) for v in schema.variables]
     with BundleWriter(prefix) as writer:
         for key, array in header_tensors(header, count_rows(changes)).items():

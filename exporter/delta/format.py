@@ -155,7 +155,7 @@ class ServedVariable(Struct, frozen=True, array_like=True):
 
     @property
     def is_table(self) -> bool:
-        """True if it changes by rows."""
+        """True if the variable changes by rows."""
         return self.kind is ChangeKind.TABLE
 
     @property

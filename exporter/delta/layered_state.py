@@ -111,7 +111,7 @@ class LayeredState(Struct, frozen=True, eq=False):
 
     def trust(self, runs: Iterable[StoredRun]) -> None:
         """Have `check` skip these runs, which are known to be right; they do not become `checked`."""
-        self._trusted.update(runs)
+        self._trusted.update(runs)  # hashes of blocks vouch for them: no checksum was compared
 
     def note_checked(self, runs: Iterable[StoredRun]) -> None:
         """Note that the checksums of these runs were verified while values were streamed."""
@@ -152,7 +152,7 @@ class LayeredState(Struct, frozen=True, eq=False):
                 continue
             low, high = np.searchsorted(change.ids, (start, stop))
             if low < high:
-                values = values if own else np.array(values)
+                values = values if own else np.array(values)  # it may be a view of a file
                 own = True
                 values[change.ids[low:high] - start] = change.values[low:high]
         return values

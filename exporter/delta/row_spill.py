@@ -56,7 +56,7 @@ class RowSpill:
         if self._file is None:
             return Rows(ids, np.concatenate(self._values))
         self._spill()
-        self._file.flush()
+        self._file.flush()  # the map below does not see the writer's buffer
         shape = (len(ids), *self._variable.shape[1:])
         values = np.memmap(self._file, np.uint8, "r", shape=(self._spilled,))
         return Rows(ids, values.view(np.ndarray).view(self._variable.dtype.numpy).reshape(shape))

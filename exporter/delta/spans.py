@@ -34,7 +34,7 @@ FANOUT = 8
 
 
 class Position(Struct, frozen=True, order=True):
-    """Where a state stands: `position` orders what is published, `step` is the training's own count."""
+    """A state's place in a log: `position` orders publications, `step` is the training's own count."""
 
     position: int
     step: int | None = None
@@ -56,7 +56,7 @@ class SpanLike(Protocol):
 
     @property
     def only_from(self) -> bool:
-        """True if it fits `start` alone."""
+        """True if the delta fits `start` alone."""
 
     @property
     def merged_count(self) -> int:

@@ -73,7 +73,7 @@ class KeyedChange(Struct, frozen=True, eq=False):
     removed: Array
 
     def then(self, later: KeyedChange) -> KeyedChange:
-        """One change that does what this one and then a `later` one of the same table do."""
+        """One change with the effect of this one followed by a `later` one of the same table."""
         ours = self.rows
         stays = ~among(ours.keys, np.sort(later.removed)) & (later.rows.rows_of(ours.keys) < 0)
         kept = ours.at(stays)
@@ -187,7 +187,7 @@ class ServedTable(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The name of the table."""
         return self.row_values.name.removesuffix(f"/{VALUES}")
 
     def _at(self, part: int, ids: Array) -> Array:

@@ -59,7 +59,7 @@ class Tolerance(Struct, frozen=True):
 
     @property
     def is_nothing(self) -> bool:
-        """True if what is served is to be the trainer's bit for bit."""
+        """True if served rows are to be the trainer's, bit for bit."""
         return self.bound == 0 and self.delta_dtype is None
 
 

@@ -175,7 +175,7 @@ class DeepRecIncrement(Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """Its step and a digest of its index."""
+        """The increment's step and a digest of its index, which is read."""
         digest = hashlib.sha256(read_regular(index_path(self.catalog.prefix), MAX_INDEX_BYTES)).hexdigest()
         return f"{_ID}{self.step}:{digest[:32]}"
 

@@ -107,6 +107,7 @@ class CheckpointMarker(Struct, frozen=True, kw_only=True):
     def from_json(cls, text: bytes, path: Path) -> CheckpointMarker:
         """The marker whose file, read from `path`, is `text`."""
         found = read_document(text, path, cls)
+        # Its name will be part of a path, which must not lead out of the directory.
         below(path.parent, found.checkpoint.name, f"{path}: the checkpoint", CorruptFile)
         return found
 
@@ -239,7 +240,7 @@ def newest(times: Iterable[datetime | UnsetType | None]) -> datetime | None:
 
 
 def _age(stored: StoredIncrement) -> tuple[int, int]:
-    """What grows with the time of writing: a session that goes back has a higher generation."""
+    """A sort key that grows with the time of writing: a session that goes back has a higher generation."""
     return stored.increment.generation, stored.increment.to_step
 
 
@@ -261,7 +262,8 @@ def read_history(ckpt_dir: Path) -> History:
     """
     directory = ckpt_dir / INCREMENTS_DIRECTORY
     try:
-        names = sorted(os.listdir(directory))  # noqa: PTH208  names alone, of many files
+        # No `Path` for each: by such means planning beside 1,000 increments and deltas fell from 27 to 10 ms.
+        names = sorted(os.listdir(directory))  # noqa: PTH208
     except FileNotFoundError:
         return History()
     except OSError as error:

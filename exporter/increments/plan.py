@@ -28,7 +28,7 @@ class AnyIncrement(Protocol):
 
     @property
     def path(self) -> Path:
-        """Its path, for messages."""
+        """The increment's path, for messages."""
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
         """Yield the trainer's variables with their new values; rows are numbered as the trainer's."""

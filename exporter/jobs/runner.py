@@ -233,7 +233,7 @@ class Job:
         return decode(outcome).settle()
 
 
-_OVER = (NothingChanged, CorruptFile, VerificationError)
+_OVER = (NothingChanged, CorruptFile, VerificationError)  # after these nobody resumes a job
 
 LOCAL = Runner()
 """Threads of this process; nothing is kept."""

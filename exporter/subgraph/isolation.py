@@ -191,7 +191,7 @@ class _Retry(Struct, frozen=True):
     warmed: bool
 
     def inputs(self, feeds: Sequence[SignatureTensor]) -> dict[str, tuple[DType, StaticShape]]:
-        """Its arguments: `_STATE`, `warm` (with `warmed`), captures, feeds, the outputs of the first try."""
+        """The function's arguments: `_STATE`, `warm` (with `warmed`), captures, feeds, first outputs."""
         names = (*_STATE, "warm") if self.warmed else _STATE
         handles = dict.fromkeys(names, (DType.RESOURCE, ()))
         captures = {f"capture_{n}": (dtype, None) for n, (_, dtype) in enumerate(self.forward.captures)}

@@ -52,7 +52,7 @@ class State(Struct, Generic[T], frozen=True):
 
     @property
     def all(self) -> list[T]:
-        """All of them, in order."""
+        """All variables, in order."""
         return [*astuple(self)]
 
     def read(self, name: str) -> Tensor:

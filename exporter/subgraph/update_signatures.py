@@ -64,7 +64,7 @@ class HowToUpdate(Struct, frozen=True):
     def __call__(
         self, up_to: Tensor, state: UpdateState, target: UpdateTarget, log: Tensor, lineage: Tensor
     ) -> tuple[Tensor, ...]:
-        """Trace it; log and lineage, string [], are inputs, so that bases share what is traced."""
+        """Trace `update`; log and lineage, string [], are inputs, so that bases share the function."""
         expected = Expected(lineage, target.schema, self.finite)
         return update(up_to, state, target, UpdateRules(log, expected, self.snapshot_max_rows))
 

@@ -203,7 +203,7 @@ class TablePlan(Struct, frozen=True, eq=False):
         return cls(name, variable, geometry, defaults)
 
     def tensors(self, shard: int, offset: int) -> tuple[dict[str, TensorRef], int]:
-        """Its four tensors by the last part of their names, without checksums of what is to be written.
+        """The table's four tensors by the last part of their names, without checksums if yet to be written.
 
         They begin in a shard at `offset`; the second value is where they end.
         """

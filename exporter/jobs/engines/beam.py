@@ -94,7 +94,7 @@ class Pipeline:
         return self.error is not None or not self._thread.is_alive()
 
     def end(self) -> None:
-        """Cancel it, if it runs elsewhere; what runs here ends with this process."""
+        """Cancel the pipeline if it runs elsewhere; on this machine it ends with this process."""
         for each in self._running:
             if self._thread.is_alive():
                 each.cancel()
