@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import ClassVar
@@ -291,6 +292,10 @@ _CHUNK_GROUPS = 1 << 16  # that are placed at a time
 _FETCHED = 16  # sections that are fetched at a time
 
 
+Located = tuple[Path, int]
+"""An offset in a file."""
+
+
 class KeyTwice(Exception):
     """A key occurs twice in one table, in two rows."""
 
@@ -370,27 +375,27 @@ class PlaceKeys(Task, frozen=True, kw_only=True):
         return Receipt(self.name, (), tuple(wrote), offset, tag, keys)
 
     @contextmanager
-    def _fetched(self, directory: Directory) -> Iterator[list[list[_Located]]]:
+    def _fetched(self, directory: Directory) -> Iterator[list[list[Located]]]:
         """Where the sections of each run lie; from a store all are fetched into one file, many at a time."""
         with new_file(directory.scratch) as (descriptor, path), workers(_FETCHED, "sections") as pool:
 
-            def fetch(section: SortedKeys, offset: int) -> _Located:
+            def fetch(section: SortedKeys, offset: int) -> Located:
                 wanted, source = Range(0, section.offset, section.bytes_), self.inputs[section.input]
                 if source.fetch(wanted, descriptor, offset, path):
-                    return _Located(path, offset)
-                return _Located(Path(source.place), section.offset)
+                    return path, offset
+                return Path(source.place), section.offset
 
             sections = [section for run in self.runs for section in run.sections]
             offsets = [0, *accumulate(section.bytes_ for section in sections)]
             places = pool.map(fetch, sections, offsets)
             yield [list(islice(places, len(run.sections))) for run in self.runs]
 
-    def _place(self, run: RangeRun, places: Sequence[_Located], target: int, offset: int) -> tuple[int, int]:
+    def _place(self, run: RangeRun, places: Sequence[Located], target: int, offset: int) -> tuple[int, int]:
         """Write seeds and slots of a run to the target from `offset` on; their checksums."""
-        sorted_keys = _SortedKeys(run, places)
+        keys = partial(_read_keys, run, places)
         slots_at = offset + 8 * run.groups[1]
         try:
-            for piece in place_ranges(run.ranges, run.start, run.stop, sorted_keys.read):
+            for piece in place_ranges(run.ranges, run.start, run.stop, keys):
                 write_at(target, offset + 8 * (piece.group - run.groups[0]), bytes_of(piece.seeds))
                 write_at(target, slots_at + 4 * (piece.slot - run.slots[0]), bytes_of(piece.rows))
         except KeyTwice as error:
@@ -515,32 +520,19 @@ class _Placing(Struct, frozen=True):
         return KeyTwice(key, np.where(found < 0, ~found, found).tolist())
 
 
-class _Located(Struct, frozen=True):
-    """An offset in a file."""
-
-    path: Path
-    offset: int
-
-
-class _SortedKeys(Struct, frozen=True):
-    """Reads the sorted keys of ranges from files."""
-
-    run: RangeRun
-    places: Sequence[_Located]
-
-    def read(self, number: int, most: int) -> tuple[Array, Array]:
-        """See `KeysOfRange`."""
-        at = number - self.run.start
-        count = min(sum(section.counts[at] for section in self.run.sections), most)
-        hashed, rows, done = np.empty(count, np.uint64), np.empty(count, np.int32), 0
-        for section, place in zip(self.run.sections, self.places, strict=True):
-            stored = section.counts[at]
-            last = min(done + stored, most)
-            begin = place.offset + KEY_BYTES * sum(section.counts[:at])
-            with open_shard(place.path) as descriptor:  # anew: there may be more than a process may open
-                for array, offset in ((hashed, begin), (rows, begin + 8 * stored)):
-                    wanted = bytes_of(array[done:last])
-                    if read_at(descriptor, offset, wanted) < len(wanted):
-                        raise CheckpointChanged(f"{place.path} became shorter after it was written")
-            done = last
-        return hashed, rows
+def _read_keys(run: RangeRun, places: Sequence[Located], number: int, most: int) -> tuple[Array, Array]:
+    """Read the sorted keys of a range from files, by its number: see `KeysOfRange`."""
+    at = number - run.start
+    count = min(sum(section.counts[at] for section in run.sections), most)
+    hashed, rows, done = np.empty(count, np.uint64), np.empty(count, np.int32), 0
+    for section, (path, offset) in zip(run.sections, places, strict=True):
+        stored = section.counts[at]
+        last = min(done + stored, most)
+        begin = offset + KEY_BYTES * sum(section.counts[:at])
+        with open_shard(path) as descriptor:  # for each read: they may be more than a process may open
+            for array, start in ((hashed, begin), (rows, begin + 8 * stored)):
+                wanted = bytes_of(array[done:last])
+                if read_at(descriptor, start, wanted) < len(wanted):
+                    raise CheckpointChanged(f"{path} became shorter after it was written")
+        done = last
+    return hashed, rows
