@@ -124,10 +124,8 @@ class ComparedRows:
         return Found(local + start, np.array(new[local]), hashes, new.nbytes, old_read, new_read)
 
     def _compare_with_known(self, old: Array, blocks: Array, start: int) -> None:
-        """Compare the old rows of these blocks of a chunk with their known hashes, if there are any.
-
-        If they differ, the rows are damaged; or rows among them were held back, whose hashes are unknown.
-        """
+        """Compare the old rows of these blocks of a chunk with known hashes; sets `is_old_as_known`."""
+        # Where they differ, rows are damaged; or some of them were held back, whose hashes are unknown.
         if self.known is not None:
             known = self.known[blocks + start // self.block]
             if (self._hasher.hash_rows(old) != known).any():

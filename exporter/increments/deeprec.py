@@ -192,7 +192,7 @@ class DeepRecIncrement(Struct, frozen=True):
 
     def _find(self, increment: str) -> Catalog | None:
         """The catalog of the increment with this id, None if it is gone."""
-        step = _step_of(increment)
+        step = int(increment.split(":")[1]) if increment.startswith(_ID) else None
         for _, name in filter(lambda found: found[0] == step, _listed(self.catalog.prefix.parent)):
             found = DeepRecIncrement(self.full, read_catalog(self.catalog.prefix.with_name(name)), step or 0)
             if found.id == increment:
@@ -368,11 +368,6 @@ def plan_deeprec_changes(
     if published.checkpoint == full:
         reason = f"{increment.path.name} does not hold all that was published last"
     return ChangePlan(target, increment.step, (increment,), is_known=False, reason=reason)
-
-
-def _step_of(increment: str) -> int | None:
-    """The step in an increment's id; None if it is not of this kind."""
-    return int(increment.split(":")[1]) if increment.startswith(_ID) else None
 
 
 def _range_of(tensor: TensorRef, part: int | None) -> tuple[int, int]:

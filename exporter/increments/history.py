@@ -220,7 +220,7 @@ class History(Struct, frozen=True, dict=True):
         return next((stored for name in names if (stored := self.find(name))), None)
 
     def _children(self, state: StateId, *, surely: bool = True) -> list[StoredIncrement]:
-        """The increments that lead on from a state; unless `surely`, also those that only may."""
+        """The increments that surely lead on from a state; unless `surely`, also all that may."""
         names = self.same(state)
         children = [stored for name in names for stored in self._by_parent.get(name, [])]
         for marker in self.markers:

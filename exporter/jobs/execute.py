@@ -134,7 +134,7 @@ def _require_seen(place: str) -> None:
 
 
 def _do(task: Task, directory: Directory, keep: bool) -> Receipt:
-    """Do a task unless it was done; keep its receipt if asked to."""
+    """Do a task unless its kept receipt is there; keep the receipt if asked to, and return it."""
     if keep and (done := kept_receipt(directory, task.name)) is not None:
         return done
     receipt = task.run(directory)

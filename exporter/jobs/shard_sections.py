@@ -7,7 +7,6 @@ of everything written: a flipped bit never gets a new checksum that calls it rig
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -371,15 +370,15 @@ class RowErrors:
     @property
     def bits(self) -> tuple[int, int, int]:
         """Three integers for a receipt: the bits of the largest difference and of the sum, and `values`."""
-        largest, total = struct.unpack("<qq", struct.pack("<dd", self.largest, self.sum))
+        largest, total = np.array([self.largest, self.sum]).view(np.int64).tolist()
         return largest, total, self.values
 
     @classmethod
     def of(cls, bits: Sequence[int]) -> RowErrors:
         """The counts that `bits` gave."""
         found = cls()
-        largest, total, found.values = bits
-        found.largest, found.sum = struct.unpack("<dd", struct.pack("<qq", largest, total))
+        *floats, found.values = bits
+        found.largest, found.sum = np.array(floats, np.int64).view(np.float64).tolist()
         return found
 
     def join(self, other: RowErrors) -> None:

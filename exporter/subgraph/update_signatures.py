@@ -159,7 +159,8 @@ class _Handles(Struct, frozen=True):
         by_name: dict[str, list[Tensor | Overlay]] = {variable.name: [] for variable in self.schema.variables}
         further = iter(handles[len(self.owners) :])
         for owner, overlay, handle in zip(self.owners, self.overlays, handles, strict=False):
-            valued = _with_value(handle, owner)
+            # Shape inference needs dtype and shape to read a variable; a lookup table is not read so.
+            valued = handle if owner.contents else _with_handle_data(handle, owner.dtype, owner.shape)
             if overlay is not None:
                 slots, rows, used = (next(further) for _ in overlay.handles)
                 slots = _with_handle_data(slots, DType.INT32, owner.shape[:1])
@@ -210,12 +211,8 @@ def _traced(
     return trace(part, kinds, as_written=True)
 
 
-def _with_value(handle: Tensor, variable: ServedVariable) -> Tensor:
-    """Give the handle of a variable, not of a lookup table, the dtype and shape of its values."""
-    return handle if variable.contents else _with_handle_data(handle, variable.dtype, variable.shape)
-
-
 def _with_handle_data(handle: Tensor, dtype: DType, shape: tuple[int, ...]) -> Tensor:
+    """Give a handle the dtype and shape of its variable."""
     from tensorflow.python.ops import handle_data_util  # the public API cannot set them
 
     known = handle_data_util.create_handle_data(tf.TensorShape(shape), tf.as_dtype(int(dtype)))
@@ -240,12 +237,13 @@ def _unless_refused(
 
 def _signature(inputs: Mapping[str, str], numbers: Mapping[str, str], texts: Mapping[str, str]) -> Proto:
     signature = message_class("SignatureDef")(method_name=PREDICT_METHOD)
-    for key, tensor in inputs.items():
-        signature.inputs[key].CopyFrom(_vector_info(tensor, DType.INT64))
-    for key, tensor in numbers.items():
-        signature.outputs[key].CopyFrom(_vector_info(tensor, DType.INT64))
-    for key, tensor in texts.items():
-        signature.outputs[key].CopyFrom(_vector_info(tensor, DType.STRING))
+    for infos, tensors, dtype in (
+        (signature.inputs, inputs, DType.INT64),
+        (signature.outputs, numbers, DType.INT64),
+        (signature.outputs, texts, DType.STRING),
+    ):
+        for key, tensor in tensors.items():
+            infos[key].CopyFrom(_vector_info(tensor, dtype))
     return signature
 
 

@@ -136,7 +136,7 @@ def _feed(pipe: IO[bytes], works: Iterable[bytes]) -> None:
 
 
 def main() -> None:
-    """Be the process of the engine that the arguments ask for."""
+    """Run the engine of the arguments, with works from stdin and outcomes to stdout; then kill its group."""
     asked = msgspec.json.decode(sys.argv[1], type=Asked)
     _adopt_orphans()
     outcomes = os.fdopen(os.dup(1), "wb")
