@@ -282,6 +282,10 @@ class SideChecksums:
         """The checksum of each extent that these served rows, all of which were read, are made of."""
         return [self._crcs[extent] for extent, _, _ in self._side.stored(start, stop)]
 
+    def ranges(self, reader: RowReader, start: int, stop: int) -> tuple[ReadRange, ...]:
+        """The checksums of `of` with the ranges of the reader's runs that they are of."""
+        return tuple(self._side.read_ranges(reader, start, stop, self.of(start, stop)))
+
     def read(self, start: int, stop: int) -> None:
         """Extend the checksums by the bytes of served rows `start` to `stop`, which follow those before.
 

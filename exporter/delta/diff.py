@@ -5,7 +5,7 @@ they are many. Where hashes of the old rows are known, old bytes are read only i
 differ. Values are compared as bytes: NaN equals the same NaN, -0.0 is not 0.0.
 
 A range of a table in an object store is fetched into a scratch file, compared, and removed when the next one
-comes (`PassingRows`). Old rows that are read because a hash differs are not even written to a file: see
+comes (`_Table`). Old rows that are read because a hash differs are not even written to a file: see
 `exporter.delta.row_reader`.
 """
 
@@ -28,7 +28,6 @@ from msgspec.structs import replace
 from exporter.delta.compare_rows import (
     ComparedRows,
     Found,
-    ReadRange,
     SideChecksums,
     StoredChecksums,
     StoredSide,
@@ -37,7 +36,6 @@ from exporter.delta.compare_rows import (
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.layered_state import LayeredState
 from exporter.delta.row_hashes import BlockHasher, HashIndex
-from exporter.delta.row_reader import RowReader
 from exporter.delta.row_spill import RowSpill, in_pieces, spilled
 from exporter.jobs.task import Input, Task
 from exporter.storage.requests import GAP_BYTES, PART_BYTES
@@ -49,72 +47,6 @@ from exporter.wire.dtypes import Array
 if TYPE_CHECKING:
     from exporter.delta.compare_rows import TaskComparison
     from exporter.jobs.runner import Runner
-
-
-class PassingRows:
-    """Compares ranges of tables in stores as `ComparedRows` does, by several threads.
-
-    `known` are hashes of the old rows. What is found has the checksums of whatever was read of the ranges.
-    """
-
-    def __init__(
-        self,
-        old: LayeredState,
-        new: LayeredState,
-        variable: ServedVariable,
-        hasher: BlockHasher,
-        known: Array | None,
-        scratch: Path,
-    ) -> None:
-        self._old, self._new, self._variable = old, new, variable
-        self._hasher, self._known, self._scratch = hasher, known, scratch
-        self._planned = cache(Input.of)  # every range is of the same objects
-        self.is_old_as_known = True
-
-    def compare(self, chunk: tuple[int, int]) -> list[Found]:
-        """Fetch a range (start, stop) of whole blocks, and find the rows that differ, chunk by chunk."""
-        with ExitStack() as stack:
-            new = stack.enter_context(self._passing(self._new, chunk))
-            old = stack.enter_context(self._passing(self._old, chunk)) if self._known is None else None
-            state = self._old if old is None else old.state
-            rows = ComparedRows(
-                state, new.state, self._variable, self._hasher, self._known, chunk, checksums=False
-            )
-            found = []
-            # With known hashes the range is one chunk: so old rows are asked for by few requests.
-            for part in rows.chunks() if old else (chunk,):
-                found.append(rows.compare(part))
-                for side in (old, new):
-                    if side is not None:
-                        side.checksums.read(*part)
-            if not rows.is_old_as_known:
-                self.is_old_as_known = False
-            old_read = () if old is None else old.read(*chunk)
-            return [*found[:-1], replace(found[-1], old_read=old_read, new_read=new.read(*chunk))]
-
-    @contextmanager
-    def _passing(self, state: LayeredState, chunk: tuple[int, int]) -> Iterator[_Passing]:
-        """Fetch a range of one side into a scratch file, which goes with the context."""
-        name = self._variable.name
-        reader = state.stored[name]
-        side, paths = StoredSide.of(reader, *chunk, 0), {run.extent.shard: run.path for run in reader.runs}
-        task = Task(name=name, inputs=tuple(self._planned(paths[shard]) for shard in side.shards))
-        with task.files(list(side.ranges(*chunk)), self._scratch) as files:
-            here = LayeredState({name: side.reader(name, files)}, state.layers)
-            yield _Passing(reader, side, here, SideChecksums(side, files))
-
-
-class _Passing(Struct, frozen=True):
-    """A range of one side while its scratch file is there."""
-
-    reader: RowReader
-    side: StoredSide
-    state: LayeredState
-    checksums: SideChecksums
-
-    def read(self, start: int, stop: int) -> tuple[ReadRange, ...]:
-        crcs = self.checksums.of(start, stop)
-        return tuple(self.side.read_ranges(self.reader, start, stop, crcs))
 
 
 T = TypeVar("T")
@@ -300,6 +232,7 @@ class _Table:
             known = how.known.find(variable.name, variable.shape[0], row_bytes)
         self._rows = ComparedRows(old, new, variable, hasher, known)
         self._hasher = hasher
+        self._planned = cache(Input.of)  # every range that is fetched is of the same objects
         self.bytes_ = row_bytes * variable.shape[0]
 
     def run(self, pool: Executor, tasks: TaskComparison | None) -> tuple[Rows | None, Array]:
@@ -336,13 +269,44 @@ class _Table:
             yield from _in_order(pool, rows.compare, rows.chunks(), ahead)
             return
 
-        passing = PassingRows(
-            self._old, self._new, self._variable, self._hasher, rows.known, self._how.scratch
-        )
         chunks = rows.chunks(max(PART_BYTES, _STORE_BYTES // self._how.threads))
-        for found in _in_order(pool, passing.compare, chunks, self._how.threads):
+        for found in _in_order(pool, self._compare_fetched, chunks, self._how.threads):
             yield from found
-        rows.is_old_as_known = passing.is_old_as_known
+
+    def _compare_fetched(self, chunk: tuple[int, int]) -> list[Found]:
+        """Fetch a range (start, stop) of whole blocks, and compare it chunk by chunk, with checksums."""
+        known, old = self._rows.known, None
+        with ExitStack() as stack:
+            new_state, new = stack.enter_context(self._fetched(self._new, chunk))
+            old_state = self._old
+            if known is None:
+                old_state, old = stack.enter_context(self._fetched(self._old, chunk))
+            rows = ComparedRows(
+                old_state, new_state, self._variable, self._hasher, known, chunk, checksums=False
+            )
+            found = []
+            # With known hashes the range is one chunk: so old rows are asked for by few requests.
+            for part in rows.chunks() if old else (chunk,):
+                found.append(rows.compare(part))
+                for side in (old, new):
+                    if side is not None:
+                        side.read(*part)
+            if not rows.is_old_as_known:
+                self._rows.is_old_as_known = False
+            old_read = () if old is None else old.ranges(self._old.stored[self._name], *chunk)
+            new_read = new.ranges(self._new.stored[self._name], *chunk)
+            return [*found[:-1], replace(found[-1], old_read=old_read, new_read=new_read)]
+
+    @contextmanager
+    def _fetched(
+        self, state: LayeredState, chunk: tuple[int, int]
+    ) -> Iterator[tuple[LayeredState, SideChecksums]]:
+        """Fetch a range of one side into a scratch file, which goes with the context."""
+        name, reader = self._name, state.stored[self._name]
+        side, paths = StoredSide.of(reader, *chunk, 0), {run.extent.shard: run.path for run in reader.runs}
+        task = Task(name=name, inputs=tuple(self._planned(paths[shard]) for shard in side.shards))
+        with task.files(list(side.ranges(*chunk)), self._how.scratch) as files:
+            yield LayeredState({name: side.reader(name, files)}, state.layers), SideChecksums(side, files)
 
 
 def _in_order(

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from exporter.errors import UsageError
 from exporter.late_names import tf
@@ -35,11 +35,8 @@ Variable = Any
 ABSENT = -1
 
 
-class MakeVariable(Protocol):
-    """Makes a variable that nothing trains; it is not saved."""
-
-    def __call__(self, part: str, value: Callable[[], Tensor]) -> Variable:
-        """Make the variable called `part`, with `value()` for its initial value."""
+MakeVariable = Callable[[str, Callable[[], Tensor]], Variable]
+"""Makes a variable of this name and initial value that nothing trains or saves."""
 
 
 class KeyIndex:
