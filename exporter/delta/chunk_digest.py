@@ -73,10 +73,7 @@ def chunk_digest(rows: NDArray[Any]) -> int:
 
 
 def served_digests(schema: Schema, state: LayeredState, wanted: Sequence[Chunk]) -> list[int]:
-    """The digests, signed 64-bit integers, that a server which holds a state gives of chunks.
-
-    Checksums of the chunks' variables are compared first.
-    """
+    """The digests, signed 64-bit, that a server with this state gives; its variables are checked first."""
     state.check({chunk.variable for chunk in wanted})
     variables = {variable.name: variable for variable in schema.variables}
     found = []

@@ -287,10 +287,8 @@ class SideChecksums:
         return tuple(self._side.read_ranges(reader, start, stop, self.of(start, stop)))
 
     def read(self, start: int, stop: int) -> None:
-        """Extend the checksums by the bytes of served rows `start` to `stop`, which follow those before.
-
-        Called behind the comparison of these rows, it finds them in the processor's cache.
-        """
+        """Extend the checksums by the bytes of these served rows, which follow those before."""
+        # Behind the comparison of these rows, which has brought them into the processor's cache.
         for extent, first, size in self._side.stored(start, stop):
             if extent not in self._maps:
                 path = self._paths[self._side.first + self._side.shards.index(extent.shard)]
@@ -300,10 +298,7 @@ class SideChecksums:
 
 
 class TaskComparison:
-    """Compares tables by the tasks of one job, in the order of the tables and of their rows.
-
-    A context manager: to leave it cancels the tasks that have not begun.
-    """
+    """Compares tables by the tasks of one job, in order. A context manager, which cancels the rest."""
 
     def __init__(
         self,

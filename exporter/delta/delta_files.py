@@ -124,10 +124,7 @@ def with_values(read: DeltaTensors, schema: Schema) -> Delta:
 
 
 def row_numbers(read: DeltaTensors, variable: ServedVariable) -> Array:
-    """The ids int64 [n] of a table's rows in a delta, checksum compared; the rows are not read.
-
-    CorruptFile if they are damaged, or no numbers of rows of the table.
-    """
+    """The ids int64 [n] of a table's rows in a delta; CorruptFile if they are damaged or no ids."""
     refs = read.tensors.get(variable.name)
     if refs is None:
         return np.empty(0, np.int64)

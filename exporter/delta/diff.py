@@ -134,10 +134,9 @@ def diff(old: LayeredState, new: LayeredState, schema: Schema, how: Comparison) 
 def _tasks(
     old: LayeredState, new: LayeredState, schema: Schema, hasher: BlockHasher, how: Comparison
 ) -> TaskComparison:
-    """Begin to compare tables by tasks: those that lie in bundles, and that no change replaces.
-
-    Small tables in files, of which there may be thousands, are compared here: a task costs more than they do.
-    """
+    """Begin to compare tables by tasks: those that lie in bundles, and that no change replaces."""
+    # Small tables in files, of which there may be thousands, are compared here: a task costs more than they
+    # do.
     from exporter.delta.compare_rows import TaskComparison  # few ask for it, and a delta takes no time
 
     assert how.runner is not None

@@ -205,10 +205,7 @@ class Schema(Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, variables: Iterable[ServedVariable]) -> Schema:
-        """The schema of these variables, given in any order.
-
-        ValueError if two tensors would share a name, or a lookup table lacks a half.
-        """
+        """Sort variables; ValueError if tensors would share a name, or a lookup table lacks a half."""
         schema = cls(tuple(sorted(variables, key=lambda variable: variable.name)))
         keys = [POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY, *schema.keys]
         if doubled := [key for key, count in Counter(keys).items() if count > 1]:

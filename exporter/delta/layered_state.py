@@ -87,10 +87,7 @@ Changes = Mapping[str, Change]
 
 
 class LayeredState(Struct, frozen=True, eq=False):
-    """Readers of the stored variables, by name, and the changes on top of them, oldest first.
-
-    `hint` is for errors of damaged files.
-    """
+    """Readers of stored variables by name, changes on top, oldest first, and a hint for damage."""
 
     stored: Mapping[str, RowReader]
     layers: tuple[Changes, ...] = ()

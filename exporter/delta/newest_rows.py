@@ -104,10 +104,7 @@ def needs_folding(layers: Sequence[Changes], schema: Schema) -> bool:
 
 
 def fold_whole(layers: Sequence[Changes], schema: Schema, old: LayeredState) -> tuple[Changes, ...]:
-    """The layers with each dense variable that has rows in them as one whole value, in the last layer.
-
-    The value is that of `old` with all layers applied.
-    """
+    """The layers, with each dense variable that has rows in them as one value, on top of `old`."""
     folded = [dict(layer) for layer in layers]
     for variable in schema.variables:
         if variable.kind is ChangeKind.TABLE:
@@ -121,10 +118,7 @@ def fold_whole(layers: Sequence[Changes], schema: Schema, old: LayeredState) -> 
 
 
 def newest_rows(tables: Sequence[Rows]) -> Iterator[tuple[Array, Array]]:
-    """Yield the ids and newest values of all rows, ascending, a bounded number at a time.
-
-    `tables` are oldest first: of rows with one id that of the last table counts.
-    """
+    """Yield ids and newest values of all rows, ascending, a bounded number at a time; the last table wins."""
     newest_first = [table for table in reversed(tables) if len(table.ids)]
     starts = [0] * len(newest_first)
     while any(start < len(table.ids) for start, table in zip(starts, newest_first, strict=True)):

@@ -103,10 +103,7 @@ def are_elements(shape: tuple[int, ...]) -> bool:
 
 
 class _ObjectRange(Struct, frozen=True):
-    """An extent of a file that stands for an object of a store, and the inode of that file.
-
-    CheckpointChanged if another file has taken its place.
-    """
+    """Reads an extent of a file that stands for an object; CheckpointChanged if it was replaced."""
 
     path: Path
     inode: int

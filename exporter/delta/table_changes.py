@@ -209,10 +209,7 @@ def upserted(table: ServedTable, rows: KeyedRows, removed: Array) -> dict[str, C
 
 
 def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[str, Change]:
-    """The changes of a table's variables that make it hold the trainer's keys and rows, and no others.
-
-    TableFull if there is no room for the new keys; large results lie in `scratch`.
-    """
+    """The changes that make a table hold just the trainer's keys and rows; TableFull without room."""
     rows = table.find(trained.keys)
     live, live_keys = table.live()
     drop = live_keys[~among(live, np.sort(rows[rows >= 0]))]

@@ -56,10 +56,8 @@ class TrainedTable(Struct, frozen=True, eq=False):
         touched: KeyedRows | None = None,
         removed: Array = _NONE,
     ) -> TrainedTable:
-        """Read a table, every checksum verified; touched rows are applied on top, removed keys left out.
-
-        A touched key counts as recent, and its frequency is the newest.
-        """
+        """Read a table, checksums verified, with touched rows on top and without removed keys."""
+        # A touched key counts as recent, and its frequency is the newest.
         keys = read_keys(catalog, variable)
         mask = admitted(catalog, variable, admission, catalog.step)
         parts = tuple(checked_map(catalog, part.values) for part in variable.parts)

@@ -180,10 +180,8 @@ class DeepRecIncrement(Struct, frozen=True):
         return f"{_ID}{self.step}:{digest[:32]}"
 
     def covers(self, increment: str) -> bool:
-        """True if every row of another increment, given by its id, is in this one, too.
-
-        So it is if both are of one training since the same full save. False if the other one is gone.
-        """
+        """True if every row of the increment with this id is here, too; false if that one is gone."""
+        # So it is if both are of one training since the same full save.
         try:
             before = self._find(increment)
             return before is not None and all(self._has_all(before, name) for name in before.tensors)
@@ -350,10 +348,7 @@ def _later_fulls(prefix: Path, first: int) -> Iterator[int]:
 def plan_deeprec_changes(
     published: TrainerVersion, full: CheckpointId, increment: DeepRecIncrement, within: float
 ) -> ChangePlan:
-    """Plan how to get from what is published to a full checkpoint and its increment.
-
-    It may stay as it is if its rows are off by less than `within`.
-    """
+    """Plan how to reach a full checkpoint and its increment; not if all rows are `within` that distance."""
     target = TrainerVersion(full, increment.id)
     if published.is_state_of(target) and published.is_within(within):
         return ChangePlan(target, increment.step)

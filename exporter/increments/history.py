@@ -87,10 +87,8 @@ class CheckpointMarker(Struct, frozen=True, kw_only=True):
         return self.session is not None and self.session == increment.session and self._is_before(increment)
 
     def may_lead_to(self, increment: Increment) -> bool:
-        """True if the increment may be the next one, but neither file names its session.
-
-        An increment never carries the step of a full checkpoint that its session wrote before it.
-        """
+        """True if the increment may be the next one, but neither file names its session."""
+        # An increment never carries the step of a full checkpoint that its session wrote before it.
         is_unknown = self.session is None and increment.session is None and self.run == increment.run
         return is_unknown and self._is_before(increment) and increment.to_step > self.checkpoint.step
 
@@ -136,11 +134,10 @@ class History(Struct, frozen=True, dict=True):
         return tuple(found for found in self.markers if found.checkpoint == checkpoint)
 
     def awaits_marker(self, checkpoint: CheckpointId, published: StateId) -> bool:
-        """True if a trainer's hook may be about to mark a full checkpoint, as it marked what was `published`.
-
-        A hook marks each full checkpoint a moment after the saver has named it. If the one that was published
-        last has no marker, the training goes on without a hook, or died before the hook came to it.
-        """
+        """True if a trainer's hook may be about to mark a full checkpoint, as it marked `published`."""
+        # A hook marks each full checkpoint a moment after the saver has named it. If the one that was
+        # published last has no marker, the training goes on without a hook, or died before the hook came to
+        # it.
         if self.markers_of(checkpoint) or not (self.increments or self.markers):
             return False
         return isinstance(published, str) or bool(self.markers_of(published))

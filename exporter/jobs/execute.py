@@ -78,10 +78,7 @@ def encode(task: Task, directory: str, *, keep: bool) -> bytes:
 
 
 def execute(work: bytes) -> bytes:
-    """Do the task that `encode` gave, and return the encoded `Outcome`; an ExportError is one, too.
-
-    A task whose receipt is kept, and whose output is still as it was left, is not done again.
-    """
+    """Do a task unless that was done before (see `_do`): the encoded `Outcome`, also of an ExportError."""
     try:
         asked = decoder(Work).decode(work)
         if asked.version != __version__:

@@ -119,10 +119,8 @@ class Runner(Struct, frozen=True):
 
     @classmethod
     def of(cls, jobs: Jobs, model: Path | None = None) -> Runner:
-        """The runner that a user asked for; UsageError as `choose_engine`.
-
-        Jobs that write a model are kept below it, if an engine is named or the model is in a store.
-        """
+        """The runner that a user asked for; UsageError as `choose_engine`."""
+        # Jobs that write a model are kept below it, if an engine is named or the model is in a store.
         name = jobs.engine or EngineName.LOCAL
         engine = choose_engine(name, jobs.workers, jobs.address, jobs.settings)
         if jobs.directory or model is None:
@@ -183,10 +181,9 @@ class Job:
         return self._receipts
 
     def keep_until_stored(self, path: Path) -> None:
-        """Have `__exit__` leave the job's removal to the upload of `path`, if both are in stores.
-
-        The upload reads what the job wrote: after one that was killed, the next command goes on with the job.
-        """
+        """Leave the job's removal to the upload of `path`, if both are in stores."""
+        # The upload reads what the job wrote: after one that was killed, the next command goes on with the
+        # job.
         if mirror.is_remote(path) and isinstance(self.directory, StoreDirectory):
             self._read_until_stored = path
 
@@ -240,10 +237,8 @@ LOCAL = Runner()
 
 
 def plan_digest(tasks: Sequence[Task]) -> str:
-    """The lower-case SHA-256 of a plan, which any other input, option or division changes.
-
-    So does another version of this program, which may write other bytes for the same task.
-    """
+    """The SHA-256, in hex, of a plan, which any other input, option, division or version changes."""
+    # Another version of this program may write other bytes for the same task.
     digest = hashlib.sha256(f"{__version__}\n".encode())
     for task in tasks:
         digest.update(task.operation.encode() + b" " + msgspec.json.encode(task) + b"\n")
@@ -351,10 +346,7 @@ def abandoned_jobs(kept: Path) -> Iterator[Path]:
 
 
 def remove_abandoned_jobs(kept: Path, now: float | None = None) -> None:
-    """Remove `abandoned_jobs`, passing over errors, and `kept` itself if it is ours and empty.
-
-    Concurrent calls do no harm.
-    """
+    """Remove `abandoned_jobs`, passing over errors, and `kept` if it is ours and empty."""
     for path in _directories(kept):
         with suppress(OSError):
             if _is_abandoned(path, now):

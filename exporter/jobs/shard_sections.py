@@ -41,10 +41,7 @@ COPY_BYTES = 512 << 10
 
 
 class ReadRun:
-    """Reads a range of a file once from its beginning, with the checksum of what was read.
-
-    CheckpointChanged if the file, which is called `place` there, has become shorter.
-    """
+    """Reads a range of a file once, with a checksum; CheckpointChanged if the file became shorter."""
 
     def __init__(self, files: FewFiles, wanted: Range, place: str) -> None:
         self._files, self._input = files, wanted.input
@@ -106,10 +103,7 @@ class WrittenRun:
 
 
 class NewShard:
-    """The file that a task writes: runs of bytes one behind another, with the `rows` that sections counted.
-
-    Large passing values go to files in `scratch`.
-    """
+    """The file that a task writes, run by run; large passing values go to files in `scratch`."""
 
     def __init__(self, descriptor: int, scratch: Path) -> None:
         self._descriptor, self.scratch = descriptor, scratch
@@ -171,10 +165,7 @@ class Section(Struct, frozen=True, array_like=True):
 
 
 class WriteShard(Task, frozen=True, kw_only=True):
-    """Writes a shard. The receipt has the checksums of all ranges and runs, in order.
-
-    Each operation declares the kinds of its sections.
-    """
+    """Writes a shard of sections; the receipt has the checksums of all ranges and runs, in order."""
 
     sections: tuple[Any, ...]
 

@@ -70,10 +70,7 @@ class Input(Struct, frozen=True, array_like=True):
 
     @contextmanager
     def file(self, ranges: Iterable[Range], scratch: Path) -> Iterator[Path]:
-        """The path of a file with these ranges; of an object they are fetched into a sparse one.
-
-        CheckpointChanged if the file is not as it was planned, before or after the context.
-        """
+        """A file with these ranges, of an object fetched; CheckpointChanged unless it is as planned."""
         url = Url.parse(self.place)
         if url is not None or self.place == ZEROS:
             with new_path(scratch) as path:
@@ -178,10 +175,8 @@ _WHOLE, _DIVIDED = 16, 4
 
 
 def piece_bytes(size: int, task_bytes: int) -> int | None:
-    """The size of the pieces in which a table of `size` bytes is written; None if it is written in one.
-
-    No piece is larger than what a store copies by one request to where it is published.
-    """
+    """The size of the pieces in which a table of `size` bytes is written; None if it is written in one."""
+    # No piece is larger than what a store copies by one request to where it is published.
     if size <= min(_WHOLE * task_bytes, MOST_COPIED):
         return None
     return min(_DIVIDED * task_bytes, MOST_COPIED)

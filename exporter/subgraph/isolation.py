@@ -169,10 +169,8 @@ def _first_try_or(
 def _clean(
     editor: GraphEditor, signature: str, even: str, after: str, *, warmed: bool
 ) -> tuple[str, tuple[str, ...]]:
-    """Add the node that is true if the first try counts; with `warmed` only after the function has run once.
-
-    The second value is then the handle of the variable that tells so, else empty.
-    """
+    """Add the node that is true if the first try counts, with `warmed` not before the function has run."""
+    # The second value has the handle of the variable that tells so, if there is one.
     if not warmed:
         return editor.node(f"{signature}/clean", "Equal", [even, after], device=CPU, T=DType.INT64), ()
     same = editor.node(f"{signature}/same", "Equal", [even, after], device=CPU, T=DType.INT64)
@@ -302,10 +300,7 @@ class Forward(Struct, frozen=True):
     captures: tuple[tuple[str, DType], ...]
 
     def compute(self, inputs: dict[str, Any]) -> list[Any]:
-        """Import the nodes into TensorFlow's default graph, over tensors for `feeds` and `captures`, by name.
-
-        Returns the tensors of `fetches`.
-        """
+        """Import the nodes into the default graph, over tensors by name; the tensors of `fetches`."""
         graph_def = privately_named(self.library, self.nodes)
         native = tf.compat.v1.GraphDef.FromString(graph_def.SerializeToString())
         passed_on = {name: inputs[name] for name in self.fetches if name in inputs}
@@ -352,10 +347,7 @@ def cut_out(graph_def: Proto, fetches: Sequence[str], feeds: Iterable[str]) -> F
 
 
 def _kept_outside(node: Proto) -> DType | None:
-    """The dtype of a node's output if the node stays outside of the function, None if it is repeated inside.
-
-    NotServable if its output is a reference.
-    """
+    """The dtype of an output whose node stays outside, None if it is repeated; NotServable: a reference."""
     if node.op == "Const":
         large = node.ByteSize() > _LARGE_CONSTANT_BYTES and not node.input
         return DType(node.attr["dtype"].type) if large else None

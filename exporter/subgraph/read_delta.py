@@ -297,10 +297,7 @@ def restore(path: Tensor, keys: Sequence[str], dtypes: Sequence[DType]) -> list[
 
 
 def restore_rows(path: Tensor, flags: Tensor, schema: Schema) -> tuple[Tensor, Tensor]:
-    """Read and unpack rows: a fault (string [], empty if none), and the tensors of `schema.keys` as one.
-
-    The operations fail if the bundle cannot be read or its tensors do not fit each other.
-    """
+    """Read rows, or fail: a fault (string [], empty if none), and the tensors of `schema.keys` as one."""
     packings = [packing for packing in PACKINGS if any(v.packed(packing) for v in schema.variables)]
     if not packings:
         return tf.constant(""), _as_one(restore(path, schema.keys, schema.dtypes))

@@ -347,11 +347,9 @@ def list_published(base: Tensor, log: Tensor) -> ListedDeltas:
 
 
 def list_step(base: Tensor, log: Tensor, start: Tensor, end: Tensor) -> ListedDeltas:
-    """A listing of the delta `start-end` alone, whether it is published or not.
-
-    For a call from `start` to the explicit target `end` the whole log's listing would choose this delta, too;
-    this costs the same however many deltas there are. An explicit target is not subject to the hold.
-    """
+    """A listing of the delta `start-end` alone, whether it is published or not."""
+    # For a call from `start` to the explicit target `end` the whole log's listing would choose this delta,
+    # too; this costs the same however many deltas there are. An explicit target is not subject to the hold.
     digits = (tf.strings.as_string(p, width=_POSITION_DIGITS, fill="0") for p in (start, end))
     return ListedDeltas(
         _log_directory(base, log),

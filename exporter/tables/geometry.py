@@ -190,10 +190,7 @@ class TablePlan(Struct, frozen=True, eq=False):
     def of(
         cls, name: str, variable: EmbeddingVariable, defaults: Array, head_room: float, awaited: int = 0
     ) -> TablePlan:
-        """Plan a table for a variable's keys and `awaited` more, and room for `head_room` times as many.
-
-        UsageError if it would have too many rows.
-        """
+        """Plan a table for a variable's keys, `awaited` more, and head room; UsageError if too many."""
         geometry = TableGeometry.for_keys(variable.rows + awaited, head_room, len(defaults))
         if geometry.capacity > MAX_ROWS:
             raise UsageError(

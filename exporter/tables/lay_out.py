@@ -253,10 +253,8 @@ def join_pieces(
     directory: Directory,
     home: Directory,
 ) -> Catalog:
-    """Write the catalog's last shard into `home`, from what tasks wrote into `directory`; the catalog.
-
-    The shard is named by its contents. A command that resumes the job finds it there.
-    """
+    """Write the catalog's last shard into `home`, from what tasks wrote into `directory`; the catalog."""
+    # The shard is named by its contents: a command that resumes the job finds it there.
     number, size = len(catalog.shards) - 1, catalog.shard_sizes[-1]
     written = defaultdict[str, list[WrittenPart]](list)
     for piece in pieces:
@@ -294,10 +292,8 @@ def show_pieces(
     directory: Directory,
     scratch: Path,
 ) -> Catalog:
-    """The catalog with each object that tasks wrote as a shard, and a small new shard with the rest.
-
-    Room for more rows is read from a file of zeros in `scratch`, which workers need not see (`Input`).
-    """
+    """The catalog with each object that tasks wrote as a shard, and a small new shard with the rest."""
+    # Room for more rows is read from a file of zeros in `scratch`, which workers need not see (`Input`).
     first = len(catalog.shards) - 1
     objects = {name: first + n for n, name in enumerate(sorted({piece.object for piece in pieces}))}
     rest, tensors = _Rest(first + len(objects)), dict(catalog.tensors)

@@ -425,10 +425,7 @@ class PlacedSlots(Struct, frozen=True, eq=False):
 
 
 def place_ranges(ranges: KeyRanges, start: int, stop: int, keys: KeysOfRange) -> Iterator[PlacedSlots]:
-    """Yield seeds and slots of the ranges `start`, an even number, to `stop`; see `RangeRun.slots`.
-
-    KeyTwice if a key is in two rows, TableFull if keys find no place.
-    """
+    """Yield seeds and slots of the ranges `start` (even) to `stop`; raises KeyTwice and TableFull."""
     placing = _Placing(ranges, keys)
     empty = np.full(WINDOW, ranges.geometry.empty_row, np.int32)
     ends = dict.fromkeys(range(start, stop + 1), empty)  # the windows that neighbours share

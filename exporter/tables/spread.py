@@ -92,10 +92,8 @@ class _Groups(Struct):
 
 
 def _spread_size(left: _Groups, occupied: Array, owner: Array, chosen: Array, slots: Array) -> None:
-    """Choose seeds for groups of one size; writes into `occupied`, `chosen` and `slots`.
-
-    `owner` is scratch memory, a number for each slot. Crowded if a group finds no seed.
-    """
+    """Choose seeds for groups of one size: writes `occupied`, `chosen`, `slots`; may raise Crowded."""
+    # `owner` is scratch memory: a number for each slot.
     tried = 0
     while len(left.groups):
         count = max(1, _AT_ONCE // left.keys.size)

@@ -100,10 +100,8 @@ class Pipeline:
                 each.cancel()
 
     def failure(self, stall_s: float, results: str) -> EngineFailed:
-        """The error to raise: the pipeline's own, or that nothing came for `stall_s` seconds.
-
-        `results` is the directory of outcomes where that is on other machines, whose workers may go on.
-        """
+        """The error to raise: the pipeline's own, or that nothing came for `stall_s` seconds."""
+        # `results` is the directory of outcomes where that is on other machines, whose workers may go on.
         if self.error is not None:
             cause, hint = why(self.error)
             found = EngineFailed("the pipeline of Beam failed", cause=cause, hint=hint)

@@ -66,10 +66,7 @@ class Asked(Struct, frozen=True):
 
 
 class ProcessEngine:
-    """Runs an engine in a process: a module with `LIBRARY`, to import, and `run(works, asked)`.
-
-    UsageError if the library is not installed.
-    """
+    """Runs an engine's module in a process; UsageError if its `LIBRARY` is not installed."""
 
     def __init__(self, asked: Asked) -> None:
         self.name = asked.engine
@@ -216,10 +213,8 @@ def _processes() -> Iterator[tuple[int, int]]:
 
 
 def _works(silent: threading.Timer) -> Iterator[bytes]:
-    """Yield the lines of stdin up to an empty one; the first call ends the timer `silent`.
-
-    An engine asks for the first work when it has reached its cluster.
-    """
+    """Yield the lines of stdin up to an empty one; the first call ends the timer `silent`."""
+    # An engine asks for the first work when it has reached its cluster.
     lines: SimpleQueue[bytes] = SimpleQueue()
 
     def read() -> None:
