@@ -72,11 +72,9 @@ class RowSpill:
         self._values, self._in_memory = [], 0
 
 
-def spilled(
-    variable: ServedVariable, scratch: Path, found: Iterable[tuple[Array, Array]], limit: int = SPILL_BYTES
-) -> Rows | None:
+def spilled(variable: ServedVariable, scratch: Path, found: Iterable[tuple[Array, Array]]) -> Rows | None:
     """Collect the ids and values that `found` yields in ascending order; None if there are none."""
-    with RowSpill(variable, scratch, limit) as spill:
+    with RowSpill(variable, scratch) as spill:
         for ids, values in found:
             spill.add(ids, values)
         return spill.rows()

@@ -30,7 +30,7 @@ import numpy as np
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import asdict
 
-from exporter.catalog import Catalog, SliceRef, TensorRef
+from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.tensor_bundle import memory_map, read_catalog
 from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
 from exporter.delta.table_changes import KeyedChange, KeyedRows
@@ -294,21 +294,16 @@ def rows_of(catalog: Catalog, ref: TensorRef, ids: Array) -> Array:
     rows = np.empty((len(ids), *ref.shape[1:]), ref.dtype.numpy)
     found = np.zeros(len(ids), bool)
     for part in ref.slices:
-        start, stop = _row_range(catalog, ref, part)
-        inside = (ids >= start) & (ids < stop)
+        if part.extent is None or part.spec.lengths[1:] != ref.shape[1:]:
+            raise CorruptFile(f"{catalog.prefix}: {ref.name!r} is not stored in slices of whole rows")
+        start = part.spec.starts[0]
+        inside = (ids >= start) & (ids < start + part.spec.lengths[0])
         if inside.any():
             rows[inside] = memory_map(catalog, ref, part)[ids[inside] - start]
             found |= inside
     if not found.all():
         raise CorruptFile(f"{catalog.prefix}: rows of {ref.name!r} are not stored")
     return rows
-
-
-def _row_range(catalog: Catalog, ref: TensorRef, part: SliceRef) -> tuple[int, int]:
-    """First and last row (exclusive) of a slice; CorruptFile if it is not of whole rows, or not stored."""
-    if part.extent is None or part.spec.lengths[1:] != ref.shape[1:]:
-        raise CorruptFile(f"{catalog.prefix}: {ref.name!r} is not stored in slices of whole rows")
-    return part.spec.starts[0], part.spec.starts[0] + part.spec.lengths[0]
 
 
 def _change(catalog: Catalog, changed: Changed) -> Change:

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from exporter.delta.format import Change
 from exporter.delta.table_changes import KeyedChange
-from exporter.increments.history import CheckpointMarker, History, newest
+from exporter.increments.history import History, newest
 from exporter.increments.increment import Changed, CheckpointId, StoredIncrement
 from exporter.increments.trained import TrainerVersion
 
@@ -105,7 +105,8 @@ def _plan_before(published: TrainerVersion, full: CheckpointId, history: History
     """The plan up to where a full checkpoint's next increment will begin; None if no marker tells where."""
     for marker in history.markers_of(full):
         others = () if published.increment is not None else history.markers_of(published.checkpoint)
-        if any(_is_next_the_same(marker, other) for other in others):
+        next_of = marker.session, marker.after  # of one session and behind one increment: the same one
+        if marker.session is not None and any((each.session, each.after) == next_of for each in others):
             return ChangePlan(published, full.step)
         before = marker.after
         chain = None if before is None else history.chain(published.state, before)
@@ -115,12 +116,6 @@ def _plan_before(published: TrainerVersion, full: CheckpointId, history: History
             target = TrainerVersion.of(published.checkpoint, before, _last_event(published, chain))
             return ChangePlan(target, step, chain)
     return None
-
-
-def _is_next_the_same(marker: CheckpointMarker, other: CheckpointMarker) -> bool:
-    """True if one increment leads on from both of two full checkpoints."""
-    is_one_session = marker.session is not None and marker.session == other.session
-    return is_one_session and marker.after == other.after
 
 
 def _last_event(published: TrainerVersion, chain: Sequence[StoredIncrement]) -> datetime | None:

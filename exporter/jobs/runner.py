@@ -216,18 +216,13 @@ class Job:
         with closing(self._runner.engine.run(works)) as outcomes:
             for task in tasks:
                 while task.name not in found:
-                    receipt = self._next(outcomes)
+                    if (outcome := next(outcomes, None)) is None:
+                        raise EngineFailed(f"{self._runner.engine.name} ended before all tasks were done")
+                    receipt = decode(outcome).settle()
                     if receipt.task in sizes:  # a task may be done twice
                         progress.advance(sizes.pop(receipt.task))
                         found[receipt.task] = receipt
                 yield found.pop(task.name)
-
-    def _next(self, outcomes: Iterator[bytes]) -> Receipt:
-        """The receipt of the next outcome; raises its failure, or EngineFailed if there is no outcome."""
-        outcome = next(outcomes, None)
-        if outcome is None:
-            raise EngineFailed(f"{self._runner.engine.name} ended before all tasks were done")
-        return decode(outcome).settle()
 
 
 _OVER = (NothingChanged, CorruptFile, VerificationError)  # after these nobody resumes a job

@@ -175,7 +175,8 @@ class WriteShard(Task, frozen=True, kw_only=True):
         read: list[int] = []
         counts: list[int] = []
         with (
-            self.opened(ranges, directory.scratch) as files,
+            self.files(ranges, directory.scratch) as paths,
+            FewFiles(paths) as files,
             new_file(directory.scratch) as (target, path),
         ):
             shard = NewShard(target, directory.scratch)

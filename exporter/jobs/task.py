@@ -155,12 +155,6 @@ class Task(Struct, frozen=True, kw_only=True):
             files = (source.file(some, scratch) for source, some in zip(self.inputs, wanted, strict=True))
             yield [stack.enter_context(file) for file in files]
 
-    @contextmanager
-    def opened(self, ranges: Sequence[Range], scratch: Path) -> Iterator[FewFiles]:
-        """Descriptors of `files` by number, of which a few are open at a time."""
-        with self.files(ranges, scratch) as paths, FewFiles(paths) as opened:
-            yield opened
-
     def run(self, directory: Directory) -> Receipt:
         """Do the task; its output becomes the object `name` of the directory."""
         raise NotImplementedError

@@ -115,21 +115,20 @@ def isolate(
     part = editor.function(
         f"{signature}_again", retry.build, retry.inputs(inputs), inline=False, as_written=True
     )
-    merged = _first_try_or(editor, isolation, signature, fetches, part, retry)
+    merged = _first_try_or(editor, signature, fetches, part, retry)
     tensors = {output.name: result for output, result in zip(outputs, merged, strict=False)}
     return tensors, merged[-1] if with_position else None
 
 
 def _first_try_or(
     editor: GraphEditor,
-    isolation: SharedNodes,
     signature: str,
     fetches: Sequence[tuple[str, DType]],
     again: PlacedFunction,
     retry: _Retry,
 ) -> list[str]:
     """Add the branch: the outputs of the first try if it was clean, else those of the function `again`."""
-    state = isolation.state
+    state, before = retry.isolation.state, retry.isolation.before
     after = [name.partition(":")[0] for name, _ in fetches]
     after_read = editor.node(
         f"{signature}/after",
@@ -143,9 +142,7 @@ def _first_try_or(
     # number that the sequence does not return to. `before` precedes all handles and `after` follows all
     # outputs: an update that wrote while the pass read has changed the sequence.
     mask = editor.constant(f"{signature}/even", ~1, DType.INT64)
-    even = editor.node(
-        f"{signature}/before_even", "BitwiseAnd", [isolation.before, mask], device=CPU, T=DType.INT64
-    )
+    even = editor.node(f"{signature}/before_even", "BitwiseAnd", [before, mask], device=CPU, T=DType.INT64)
     clean, warm = _clean(editor, signature, even, after_read, warmed=retry.warmed)
     first = [
         editor.node(f"{signature}/first_{n}", "Switch", [name, clean], T=dtype)

@@ -110,8 +110,8 @@ def make_updatable(
     _isolate_signatures(editor, state, signatures, handles, options)
     largest = options.snapshot_max_rows if options.isolation is Isolation.SNAPSHOT else -1
     how = HowToUpdate(options.finite, largest)
-    names = {"log": log_name(options.log), "lineage": options.lineage}
-    signatures[UPDATE_SIGNATURE].CopyFrom(add_update(editor, state, served, overlaid, how, **names))
+    texts = {"log": log_name(options.log), "lineage": options.lineage}
+    signatures[UPDATE_SIGNATURE].CopyFrom(add_update(editor, state, served, overlaid, how, texts))
     signatures[STATUS_SIGNATURE].CopyFrom(add_status(editor, state, options.lineage, overlaid.values()))
     if options.digest:
         signatures[DIGEST_SIGNATURE].CopyFrom(add_digest(editor, state, served, overlaid))

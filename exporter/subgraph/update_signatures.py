@@ -42,12 +42,9 @@ def add_update(
     served: Served,
     overlays: Mapping[str, OverlayNodes],
     how: HowToUpdate,
-    *,
-    log: str,
-    lineage: str,
+    texts: Mapping[str, str],
 ) -> Proto:
-    """Add the nodes of `incremental_update`, and return its signature; `log` is the name of a directory."""
-    texts = {"log": log, "lineage": lineage}
+    """Add the nodes of `incremental_update`, and return its signature; `texts` are log and lineage."""
     up_to, outputs = _add_part(editor, state, served, overlays, "update", "up_to", how, texts)
     dtypes = (*[DType.INT64] * 4, DType.STRING)
     position, step, rows, deltas, status = _unless_refused(editor, "update", outputs, dtypes)
