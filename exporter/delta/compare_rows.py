@@ -231,10 +231,10 @@ class StoredSide(Struct, frozen=True):
 
 
 class Compare(Task, frozen=True, kw_only=True):
-    """Compares rows `start` to `stop`, whole blocks, and writes their hashes and the rows that differ.
+    """Compares rows `start` to `stop`, whole blocks; writes their hashes and the rows that differ."""
 
-    The receipt has the checksums of what `StoredSide.stored` names, of the old side and then of the new one.
-    """
+    # The receipt has the checksums of what `StoredSide.stored` names, of the old side and then of the new
+    # one.
 
     operation: ClassVar[str] = "compare"
 

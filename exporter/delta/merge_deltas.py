@@ -23,11 +23,10 @@ _NOTHING = Extent(0, 0, 0, mask(0))
 
 
 class DeltaMerger:
-    """Merges `deltas`, oldest first, into the delta of a header.
+    """Merges `deltas`, oldest first, into the delta of a header."""
 
-    A small one is written by one task as one shard. If there are many tasks the header has its own shard: it
-    holds the number of rows, which is known when all tasks are done.
-    """
+    # A small one is written by one task as one shard. If there are many tasks the header has its own shard:
+    # it holds the number of rows, which is known when all tasks are done.
 
     def __init__(
         self,

@@ -18,10 +18,9 @@ SPILL_BYTES = 256 << 20
 
 
 class RowSpill:
-    """Collects rows of a table in ascending order, on disk when they are many.
+    """Collects rows of a table in ascending order, in a file when they are many. A context manager."""
 
-    As a context manager it closes its file, which has no name: `rows` lives on in its map of the file.
-    """
+    # The file has no name and is closed at the end: `rows` lives on in its map of it.
 
     def __init__(self, variable: ServedVariable, scratch: Path, limit: int = SPILL_BYTES) -> None:
         self._variable, self._scratch, self._limit = variable, scratch, limit

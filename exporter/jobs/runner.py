@@ -64,11 +64,10 @@ _AHEAD = 2  # works for each thread that are taken from the plan: enough to keep
 
 
 class LocalEngine:
-    """Runs works by threads of this process, by default as many as there are processors.
+    """Runs works by threads of this process, by default as many as there are processors."""
 
-    They wait for disks and networks, and compute outside the GIL. The other engines need a library, and run
-    in a process of their own: see `exporter.jobs.engines.process`.
-    """
+    # They wait for disks and networks, and compute outside the GIL. The other engines need a library, and run
+    # in a process of their own: see `exporter.jobs.engines.process`.
 
     name = "local"
 
@@ -172,11 +171,8 @@ class Job:
     def receipts(
         self, progress: Progress | None = None, tasks: Sequence[Task] | None = None
     ) -> Generator[Receipt, None, None]:
-        """Do tasks, by default all, and yield their receipts in the order of the tasks.
-
-        Closing the iterator, or the job, cancels what has not begun. A plan in which tasks read what others
-        wrote is done in several calls.
-        """
+        """Do tasks, by default all, and yield their receipts in order; closed, it cancels the others."""
+        # A plan in which tasks read what others wrote is done in several calls.
         self._receipts = self._run(self.tasks if tasks is None else tasks, progress or NoProgress())
         return self._receipts
 

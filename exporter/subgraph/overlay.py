@@ -22,10 +22,9 @@ from exporter.wire.dtypes import DType
 
 
 class OverlayNodes(Struct, frozen=True):
-    """The nodes of the handles of one table's overlay, which has `capacity` places.
+    """Nodes of one table's overlay: variables, and the `shape` of rows with place 0, which is never used."""
 
-    `used`, int64 [], is how many of them are given. `shape` is that of the overlay: place 0 is never used.
-    """
+    # `used`, int64 [], is how many of the `capacity` places are given.
 
     slots: str
     rows: str

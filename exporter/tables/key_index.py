@@ -103,11 +103,9 @@ class KeyIndex:
             )
 
     def remove(self, keys: Tensor, also: Callable[[Tensor], list[Any]]) -> Tensor:
-        """Take away the rows of distinct keys; the number of keys that had one.
+        """Take away the rows of distinct keys; the number of keys that had one."""
 
-        `also` adds operations on these rows, which run before other keys may be given them.
-        """
-
+        # `also` adds operations on these rows, which run before other keys may be given them.
         def take_away() -> Tensor:
             rows = self.find(keys)
             gone, rows = tf.boolean_mask(keys, rows >= 0), tf.boolean_mask(rows, rows >= 0)
@@ -141,10 +139,8 @@ class KeyIndex:
             return tf.equal(self._lookup(keys), rows), keys
 
     def restore(self, keys: Tensor, rows: Tensor, also: Callable[[], list[Any]] = list) -> Any:
-        """Add the operation that gives these keys these rows, and all others none.
-
-        `also` adds operations that run before the index leads to the rows.
-        """
+        """Add the operation that gives these keys these rows, and all others none."""
+        # `also` adds operations that run before the index leads to the rows.
         fits = tf.debugging.assert_less(
             tf.concat([[tf.constant(-1, tf.int64)], rows], 0),
             tf.constant(self.capacity, tf.int64),
@@ -165,11 +161,9 @@ class KeyIndex:
             return self.locked(replace)
 
     def lay_over(self, keys: Tensor, rows: Tensor, removed: Tensor) -> Any:
-        """Add the operation that takes away keys, then gives others, or the same, these rows.
+        """Add the operation that takes away keys, then gives others, or the same, these rows."""
 
-        Keys that have these rows lose them, and are noted as removed: other workers may have met new keys.
-        """
-
+        # Keys that have these rows lose them, and are noted as removed: other workers may have met new keys.
         def change() -> Tensor:
             left = tf.concat([self.find(removed), self.find(keys)], 0)
             lost = self._others_with(rows, keys)

@@ -460,10 +460,9 @@ class _Placing(Struct, frozen=True):
     def place(
         self, number: int, before: Array, behind: Array, *, only_first: bool = False
     ) -> tuple[Array, Array]:
-        """Place a range around its neighbours' keys in the common windows `before` and `behind` it.
-
-        Returns the seeds of its groups, and its slots; with `only_first` the first slots alone are right.
-        """
+        """Place a range around keys in the windows that it shares; the seeds of its groups, and its slots."""
+        # `before` and `behind` are these windows as its neighbours left them. With `only_first` the first
+        # slots alone are right.
         ranges, geometry = self.ranges, self.ranges.geometry
         hashed, rows, counts = self._by_groups(number)
         area = np.full(ranges.slots + WINDOW, geometry.empty_row, np.int32)
