@@ -359,10 +359,9 @@ def table_sections(
     task_bytes: int,
     base: Sequence[tuple[int, Range]] = (),
 ) -> Iterator[NewestRows]:
-    """The sections that write a table's newest rows of `deltas`, oldest first, or a base with them on top.
-
-    A very large table is divided into ranges of ids. `base` has the number of rows and the place of each run.
-    """
+    """Yield the sections that write a table's newest rows of `deltas`, oldest first, or a base below them."""
+    # A very large table is divided into ranges of ids. `base` has the number of rows and the place of each
+    # run.
     layers = [layer for delta in deltas for layer in _layers_of(delta, variable)]
     if not layers and not base:
         return

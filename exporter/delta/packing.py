@@ -162,9 +162,7 @@ RowValues = Array | StoredRows
 
 
 class Packing(Struct, frozen=True):
-    """How rows are stored: those at the places `exact` int64 [e] as they are, those at `packed` int64 [m] as
-    codes, for int8 with `scales` float32 [m].
-    """
+    """Rows at the places `exact` as they are, those at `packed` as codes, for int8 with `scales` float32."""
 
     rows: RowValues
     dtype: DeltaDtype

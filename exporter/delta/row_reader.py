@@ -339,10 +339,8 @@ class StoredRun(Struct, frozen=True):
 
 
 def check_stored(variables: Iterable[RowReader], known: Collection[StoredRun] = ()) -> frozenset[StoredRun]:
-    """Compare the checksums of the stored runs of these variables, each once; the runs that were read.
-
-    Several runs are read at a time, in bounded memory; those that are `known` to be right are not read.
-    """
+    """Compare the checksums of stored runs, but for `known` ones; the runs that were read."""
+    # Several runs are read at a time, in bounded memory.
     found = {run: variable for variable in variables for run in variable.runs if run not in known}
     if not found:
         return frozenset()

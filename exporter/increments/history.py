@@ -147,10 +147,8 @@ class History(Struct, frozen=True, dict=True):
         return bool(self._children(checkpoint, surely=False))
 
     def after(self, checkpoint: CheckpointId) -> tuple[StoredIncrement, ...]:
-        """The increments that a trainer restores after a full checkpoint, in order; of forks the youngest.
-
-        Where the files do not tell the session, an increment counts that may lead on.
-        """
+        """The increments that a trainer restores after a full checkpoint, in order; of forks the youngest."""
+        # Where the files do not tell the session, an increment counts that may lead on.
         maybe = self._children(checkpoint, surely=False)
         chain: dict[str, StoredIncrement] = {}
         # Damaged or hostile files may lead on in a ring.

@@ -151,10 +151,9 @@ class NewShards(Struct, Generic[T], frozen=True):
 
 
 class ShardJob(Generic[T]):
-    """The tasks that write shards `prefix`.data-*. `operation` is the kind of task, which knows the sections.
+    """The tasks that write shards `prefix`.data-*, all of the kind `operation`."""
 
-    The caller may write shards of its own before those of the tasks, and behind them.
-    """
+    # The caller may write shards of its own before those of the tasks, and behind them.
 
     def __init__(
         self, operation: type[WriteShard], sources: Sources, places: Iterable[Place[T]], task_bytes: int

@@ -310,10 +310,10 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
 
 
 class QuantisedRows(MovedRows, frozen=True, array_like=True, tag="rows8"):
-    """Writes rows of a table [n, width] in 8 bits, each with its scale: see `exporter.wire.int8_codes`.
+    """Writes rows [n, width] in 8 bits with scales; counts `RowErrors.bits`; NotFinite if one has none."""
 
-    Its numbers are `RowErrors.bits`. NotFinite if a row holds NaN or infinity, or is too large for a scale.
-    """
+    # See `exporter.wire.int8_codes`. A row that holds NaN or infinity, or is too large for a scale, has no
+    # codes.
 
     counted: ClassVar[int] = 3
 
@@ -339,10 +339,9 @@ class QuantisedRows(MovedRows, frozen=True, array_like=True, tag="rows8"):
 
 
 class RowErrors:
-    """Counts how far rounded rows are off: the largest difference of a value, and the sum of all.
+    """Counts how far rounded rows are off: the largest difference of a value, and the sum of all."""
 
-    Rows of zeros, as of the room that a table by keys has for more, are no `values`.
-    """
+    # Rows of zeros, as of the room that a table by keys has for more, are no `values`.
 
     def __init__(self) -> None:
         self.largest = self.sum = 0.0

@@ -193,10 +193,8 @@ def _served(graph: InferenceGraph, found: Mapping[str, Use]) -> Served:
 
 
 def _variables(variables: tuple[GraphVariable, ...], found: Mapping[str, Use]) -> Served:
-    """The variables that deltas write, each with its handles: several if they are restored from one tensor.
-
-    A variable is a table if every use in the graph reads it by rows; any other is dense.
-    """
+    """The variables that deltas write, each with its handles: several if restored from one tensor."""
+    # A variable is a table if every use in the graph reads it by rows; any other is dense.
     by_name: dict[str, list[GraphVariable]] = {}
     for variable in variables:
         by_name.setdefault(variable.served_name, []).append(variable)

@@ -353,11 +353,8 @@ def _out_of_line(read: Callable[[Tensor], list[Tensor]], path: Tensor) -> list[T
 def _unpack(
     ids: Tensor, exact: Tensor, places: Tensor, codes: Tensor, *scales: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """All rows in the order of `ids`: `exact` at `places`, the decoded ones elsewhere; and if they are sound.
-
-    They are, bool [], if `places` increase, each id has one row, and each scale is 0 or in the range in which
-    no code overflows.
-    """
+    """All rows in the order of `ids`, and a bool []: each id has one row, and places and scales are sound."""
+    # Places are if they increase, a scale if it is 0 or in the range in which no code overflows.
     values = tf.cast(codes, tf.float32)
     rows, packed = tf.size(ids), tf.shape(codes)[0]
     sound = tf.equal(tf.size(places) + packed, rows) & tf.equal(tf.size(places), tf.shape(exact)[0])

@@ -298,11 +298,9 @@ def add_init(
 
 
 def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[Tensor, ...]:
-    """Add the nodes of digests: of chunks string [n], positions before and after int64 [n], a refusal.
-
-    A position is -1 while an update is unfinished. The refusal, string [], is empty, or the message with
-    which the call fails: a chunk of such a number does not exist.
-    """
+    """Add the nodes of digests: of chunks string [n], positions before and after int64 [n], a refusal."""
+    # A position is -1 while an update is unfinished. The refusal, string [], is empty, or the message with
+    # which the call fails: a chunk of such a number does not exist.
     variables = digested(target.schema)
     counts = [-(-row_count(variable) // CHUNK_ROWS) for variable in variables]
     first = np.cumsum([0, *counts], dtype=np.int64)

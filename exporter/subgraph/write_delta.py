@@ -138,10 +138,8 @@ def write_snapshot(
     start: Tensor,
     end: Tensor,
 ) -> Tensor:
-    """Add the writes of all tensors while the sequence is odd; the last operation, for others to wait for.
-
-    `start` and `end` are the values of `position` during the writes and after them, int64 [3].
-    """
+    """Add the writes of all tensors while the sequence is odd; the last operation, for others to wait for."""
+    # `start` and `end` are the values of `position` during the writes and after them, int64 [3].
     writes = target.writes(delta, places)
     # Readers wait while the sequence is odd. So everything else is done before it becomes odd: the delta was
     # read and checked, values are chosen and cut here, and quiet is granted. Only writes are left.

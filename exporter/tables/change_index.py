@@ -198,10 +198,9 @@ def _is_first(values: Array) -> Array:
 
 
 class _Area(Struct):
-    """The slots of some groups' windows, one behind another; `starts` is where each window begins.
+    """The slots of some groups' windows, one behind another; `starts` is where each window begins."""
 
-    Windows that overlap share their slots.
-    """
+    # Windows that overlap share their slots.
 
     geometry: TableGeometry
     groups: Array

@@ -60,10 +60,7 @@ def spread(keys: Array, counts: Array, windows: Array, occupied: Array) -> tuple
 
 
 class _Groups(Struct):
-    """Groups of one size that have no seed yet: their numbers, first keys, windows.
-
-    `keys` [size, groups] have the offset added.
-    """
+    """Groups of one size without a seed: numbers, first keys, windows; `keys` [size, groups] with offset."""
 
     groups: Array
     firsts: Array
