@@ -36,6 +36,7 @@ from exporter.publish.versions import (
     newest_of,
     nothing_published,
     read_manifest,
+    unread_positions,
     version_dirs,
 )
 from exporter.storage.layout import DELTA_NAME, DELTAS_DIRECTORY, MANIFEST_FILE, VARIABLES_PREFIX
@@ -183,10 +184,12 @@ class DeltaLog(Struct, frozen=True, dict=True):
         """The trainer's state at the newest position."""
         return self.newest.entry.trained
 
+    @cached_property
     def last(self) -> int:
-        """The greatest position published for the model, in this log as it was listed or in others."""
+        """The greatest position in use of the model, in this log as it was listed or elsewhere."""
         ends = [delta.end for delta in self.deltas]
-        return max([self.base.at.position, *ends, *delta_positions(self.model, but=self.path)])
+        others = [*unread_positions(self.versions), *delta_positions(self.model, but=self.path)]
+        return max([self.base.at.position, *ends, *others])
 
     def followed_by(self, delta: LogDelta) -> DeltaLog:
         """The log with a delta that was published since it was read."""

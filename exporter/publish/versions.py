@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TypeVar
 
@@ -190,17 +191,28 @@ def itself_a_version(place: object, above: object) -> UsageError:
 
 
 def last_position(model: Path, versions: Iterable[VersionDir]) -> int | None:
-    """The greatest position of a base or delta published for a model; None if there is neither.
+    """The greatest position in use of a model, whose `versions` are as `version_dirs` lists them.
 
     Versions and positions grow together, whatever named the versions, so that of all bases the newest has
-    the greatest position: only its manifest is read, however many there are.
+    the greatest position: only its manifest is read, however many there are. None if nothing is published.
 
     Raises:
         ManifestError: the manifest of the newest base is damaged, so that its position is unknown.
     """
+    versions = tuple(versions)
     newest = newest_of(versions)
     bases = [] if newest is None else [read_head(newest.path).position]
-    return max([*bases, *delta_positions(model)], default=None)
+    return max([*bases, *unread_positions(versions), *delta_positions(model)], default=None)
+
+
+def unread_positions(versions: Iterable[VersionDir]) -> list[int]:
+    """The numbers of versions without a manifest that are newer than every version with one.
+
+    A base stands at its number, and may have lost its manifest: what is published at that position a second
+    time would be taken for it by a server that has loaded it.
+    """
+    unread = takewhile(lambda child: not child.has_manifest, versions)
+    return [child.version for child in unread if child.version >= 0]
 
 
 class AbandonedNumbers(Struct, frozen=True):
