@@ -121,7 +121,7 @@ def as_base(request: ExportRequest) -> ExportRequest:
 
 
 class IncrementalPlan(Struct, frozen=True):
-    """What an incremental export will do; `position` is where the log will stand.
+    """What an incremental export will do; `position` is where the log stands after it.
 
     `remembered` are rows that were left out so far: what is published and they are what the trainer had.
     `lookups` are the contents of lookup tables that the increments do not tell of.
@@ -211,7 +211,8 @@ def plan_incremental(
     is_idle = is_watching and trainer.plan.is_nothing and not lookups
     graph = SameGraph() if is_idle else check_same_graph(log, request, trainer.catalog)
     step = None if trainer.catalog.step is None else trainer.plan.step
-    position = next_delta_position(log, step)
+    is_nothing = trainer.plan.is_nothing and not lookups  # then no other log has to be listed
+    position = log.at.position if is_nothing else next_delta_position(log, step)
     return IncrementalPlan(request, log, trainer, position, remembered, graph, lookups)
 
 
