@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from exporter.errors import CallFailed, ManifestError, PositionError, ServerError
 from exporter.publish.delta_log import DeltaLog
-from exporter.publish.timeline import Event, Timeline, read_timeline
+from exporter.publish.model import Event, Model
 from exporter.terminal.output import Output
 from exporter.terminal.progress import human_time
 from exporter.transfer.opened import opened
@@ -67,7 +67,7 @@ def _ask(client: ModelClient, status: VersionStatus) -> ServedVersion:
     )
 
 
-def compare(versions: Sequence[ServedVersion], target: Timeline, now: datetime) -> list[ServedVersion]:
+def compare(versions: Sequence[ServedVersion], target: Model, now: datetime) -> list[ServedVersion]:
     """Add to each available version how far it is behind what is published."""
     return [
         _compare(found, target, now) if found.state == VersionState.AVAILABLE.name else found
@@ -75,8 +75,8 @@ def compare(versions: Sequence[ServedVersion], target: Timeline, now: datetime) 
     ]
 
 
-def _compare(found: ServedVersion, target: Timeline, now: datetime) -> ServedVersion:
-    events = target.events
+def _compare(found: ServedVersion, target: Model, now: datetime) -> ServedVersion:
+    events = target.publications
     own = next((event for event in events if event.path.name == str(found.version)), None)
     if own is None:
         return replace(found, problem=f"version {found.version} is not published there")
@@ -91,7 +91,7 @@ def _compare(found: ServedVersion, target: Timeline, now: datetime) -> ServedVer
             published=own.created,
             age_seconds=_seconds_since(own.created, now),
         )
-    log = target.log if target.log is not None and target.log.number == own.log else None
+    log = target.current if target.current is not None and target.current.number == own.log else None
     if log is not None and log.lineage != found.lineage:
         return replace(found, problem="it belongs to another log than the published one")
     position, since = found.position, _published_at(events, own.log, found.position)
@@ -141,7 +141,7 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
     found, target = ask(client, statuses), None
     if published is not None:
         with opened(published, read_only=True) as model:
-            target = read_timeline(model.path)
+            target = model.carry(lambda: Model.history(model.path))
             found = compare(found, target, datetime.now(timezone.utc))
     document = ModelStatus(
         address=client.address,
@@ -165,12 +165,12 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
     _require_available(client, statuses)
 
 
-def _published(history: Timeline) -> Published:
+def _published(history: Model) -> Published:
     at = history.at
     return Published(at.position if at else None, at.step if at else None, history.hold)
 
 
-def _newest(target: Timeline | None) -> str:
+def _newest(target: Model | None) -> str:
     if target is None:
         return ""
     held = "" if target.hold is None else f", held at {target.hold}"

@@ -15,7 +15,7 @@ from exporter.pipeline import incremental
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.log_maintenance import merge, plan_rollback, resume, rollback
 from exporter.publish.delta_log import read_log
-from exporter.publish.timeline import read_timeline
+from exporter.publish.model import Model
 from exporter.storage.layout import DELTAS_DIRECTORY
 from tests.support.logs import Serving, Trainer, publish_base, request
 from tests.support.scans import counted_scans
@@ -85,4 +85,4 @@ def test_a_rollback_lists_its_log_under_the_lock_alone(trainer: Trainer, tmp_pat
 
 def test_a_history_lists_each_directory_once(trainer: Trainer, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    assert scans(model, lambda: read_timeline(model)) == (1, 1, 1)
+    assert scans(model, lambda: Model.history(model)) == (1, 1, 1)

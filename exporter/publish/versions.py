@@ -380,9 +380,14 @@ def _delta_named(name: str) -> tuple[str, int, int] | None:
 
 def delta_positions(model: Path, *, but: Path | None = None) -> Iterator[int]:
     """Where each delta of each log ends, of all logs `but` one, from names alone: there may be thousands."""
-    for log in _entries(model / DELTAS_DIRECTORY):
-        if log.is_dir() and Path(log.path) != but:
-            yield from (end for _, _, end in delta_names(Path(log.path)))
+    for log in log_directories(model):
+        if log != but:
+            yield from (end for _, _, end in delta_names(log))
+
+
+def log_directories(model: Path) -> list[Path]:
+    """The directories of the logs of a model, also of those that have no base any more."""
+    return sorted(Path(entry.path) for entry in _entries(model / DELTAS_DIRECTORY) if entry.is_dir())
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:

@@ -16,7 +16,7 @@ from exporter.options import ExportRequest
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
-from exporter.publish.timeline import read_timeline
+from exporter.publish.model import Model
 from exporter.publish.versions import read_manifest
 from exporter.transfer.push import plan_push, push
 from serving.cli import app
@@ -137,11 +137,11 @@ def test_versions_without_deltas_have_a_position_and_an_age(request_: ExportRequ
 def test_a_server_of_another_log_under_the_same_number_is_not_compared(tmp_path: Path) -> None:
     """The model was removed and begun anew: the position means something else."""
     followed(tmp_path, (20,), published=20)
-    published = read_timeline(Setting(tmp_path).model)
-    assert published.log is not None
+    published = Model.history(Setting(tmp_path).model)
+    assert published.current is not None
     served = (
         ServedVersion(10, "AVAILABLE", "OK", "", position=10, step=10, lineage=lineage)
-        for lineage in (published.log.lineage, "another")
+        for lineage in (published.current.lineage, "another")
     )
     own, other = compare(list(served), published, datetime.now(timezone.utc))
     assert (own.behind_deltas, other.behind_deltas) == (1, None)

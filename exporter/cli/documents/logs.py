@@ -10,8 +10,8 @@ from msgspec import Struct
 from exporter.cli.documents import Status
 from exporter.cli.examination import Finding
 from exporter.pipeline.comparison import TableDifference, VariableDifference
+from exporter.publish.model import Event
 from exporter.publish.retention import KeptVersion
-from exporter.publish.timeline import Event
 
 
 class Push(Struct, frozen=True, kw_only=True):
