@@ -35,6 +35,7 @@ from exporter.publish.versions import (
     inside_a_model,
     is_of_a_model,
     itself_a_version,
+    log_directories,
     originals,
     published_versions,
 )
@@ -143,8 +144,7 @@ def by_path(items: Iterable[Item]) -> dict[str, Item]:
 def local_paths(model: Path) -> dict[str, Path]:
     """The directories of what is published locally, by their paths below the model."""
     paths = [child.path for child in published_versions(model)]
-    logs = sorted(path for path in (model / DELTAS_DIRECTORY).glob("*") if path.is_dir())
-    paths += [log / name for log in logs for name, _, _ in delta_names(log)]
+    paths += [log / name for log in log_directories(model) for name, _, _ in delta_names(log)]
     return {path.relative_to(model).as_posix(): path for path in paths}
 
 

@@ -25,7 +25,8 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from serving.agent.rollout import PublishedLog, Version
+from exporter.publish.model import Log
+from serving.agent.rollout import Version
 
 FIRST_PAUSE_S = 0.02
 LEAST_PROBES = 50
@@ -81,7 +82,7 @@ class Waiting:
     def __init__(self) -> None:
         self._since: dict[tuple[int, int], float] = {}
 
-    def longest_s(self, pairs: Iterable[tuple[Version, PublishedLog]], now: float) -> float:
+    def longest_s(self, pairs: Iterable[tuple[Version, Log]], now: float) -> float:
         """Seconds that the longest waiting delta of any version has waited; 0 if none waits."""
         ends = {
             (version.number, span.end)

@@ -19,7 +19,8 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import replace
 
-from serving.agent.rollout import Observed, PublishedLogs, Version
+from exporter.publish.model import Model
+from serving.agent.rollout import Observed, Version
 
 
 class Readiness(Struct, frozen=True):
@@ -39,7 +40,7 @@ class Readiness(Struct, frozen=True):
         is_it = self.version is not None and self.version.number == version
         return replace(self, was_sent=True) if is_it else self
 
-    def seen(self, observed: Observed, published: PublishedLogs) -> Readiness:
+    def seen(self, observed: Observed, published: Model) -> Readiness:
         """After the server reported its positions; `published` is what it may take of what is published."""
         before, now = self.version, observed.served
         if now is None:
@@ -66,7 +67,7 @@ def _went_back(before: Version | None, now: Version) -> bool:
     return now.position is not None and before.position is not None and now.position < before.position
 
 
-def _reach(version: Version, observed: Observed, published: PublishedLogs) -> tuple[int, int]:
+def _reach(version: Version, observed: Observed, published: Model) -> tuple[int, int]:
     """How far all visible deltas lead a version, and how far those that it has not refused do."""
     log, at = published.logs.get(version.lineage), version.position or 0
     if log is None:

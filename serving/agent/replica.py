@@ -17,6 +17,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from exporter.errors import CallFailed, ServerError
+from exporter.publish.model import Model
 from exporter.terminal.progress import count
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.wire.protos import Proto
@@ -34,7 +35,6 @@ from serving.agent.rollout import (
     Observe,
     Observed,
     Paced,
-    PublishedLogs,
     Refusal,
     RolloutPolicy,
     Version,
@@ -52,7 +52,7 @@ _REFUSED = "INVALID_ARGUMENT"
 _NOT_CONNECTED = "failed to connect to all addresses"
 """gRPC's words for a call that it has not sent."""
 
-Allowed = Callable[[str, str, PublishedLogs], PublishedLogs]
+Allowed = Callable[[str, str, Model], Model]
 """The part of the published logs that a replica may take, by model, address and all published logs."""
 
 
@@ -77,7 +77,7 @@ class Pacer:
         """Probe until `stop`, in a thread."""
         threading.Thread(target=self._prober.run, args=(self._access, stop), daemon=True).start()
 
-    def paced(self, versions: Sequence[Version], published: PublishedLogs, now: float) -> Paced:
+    def paced(self, versions: Sequence[Version], published: Model, now: float) -> Paced:
         """The pause, how long a delta has waited that one of the versions may take, and if the replica is
         measured.
         """
@@ -182,7 +182,7 @@ class Replica:
         return not self._thread.is_alive()
 
     @property
-    def published(self) -> PublishedLogs:
+    def published(self) -> Model:
         """The part of the published logs that this replica may take."""
         return self._allowed(self.model, self.address, self.publications.current)
 
@@ -262,7 +262,8 @@ class Replica:
         self.readiness = self.readiness.seen(observed, self.published)
 
     def _apply(self, client: ModelClient, action: Apply) -> None:
-        bytes_ = self.publications.directory.size(action.lineage, action.chain)
+        log = self.publications.current.logs.get(action.lineage)
+        bytes_ = 0 if log is None else log.size(action.chain)
         began = time.monotonic()
         try:
             with self.pacer.applying() if self.pacer else nullcontext():
@@ -299,7 +300,8 @@ class Replica:
             client.deadline_s = self._settings.deadline_s
 
     def _applied(self, action: Apply, done: Updated, seconds: float) -> None:
-        commit = self.publications.directory.commit(action.lineage, done.position)
+        log = self.publications.current.logs.get(action.lineage)
+        commit = None if log is None else log.commits.get(done.position)
         now = datetime.now(timezone.utc)
         age = None if commit is None else (now - commit.created).total_seconds()
         newest = None if commit is None else commit.event_time

@@ -19,14 +19,13 @@ plans its own way to a position, by the same rule as `plan_chain`.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Iterable, Sequence
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.delta.spans import Span
+from exporter.publish.model import Log, Model
 from serving.status import VersionState
 from serving.updates import ServedTables
 
@@ -42,106 +41,6 @@ _NOTICED_S = 10.0
 """How long a published version is due: by default, servers list their directory each second."""
 _MEASURING_S = 0.1
 """How often the agent checks whether the idle replica is measured."""
-
-
-class Rollback(Struct, frozen=True):
-    """A published rollback: the delta to `position` restores the values of `back_to`."""
-
-    position: int
-    back_to: int
-    reason: str
-
-
-class PublishedLog(Struct, frozen=True, dict=True):
-    """A log at one time: its deltas, and its hold as the limit of all replicas.
-
-    `limit` is the position of the hold; None without one, and -1 if it cannot be read, which stops all
-    replicas. `is_canary` is True if a canary set it, as the position that it approved. `base` is the position
-    of the log's newest base, `rollback` the rollback at which the log is held.
-    """
-
-    lineage: str
-    deltas: tuple[Span, ...] = ()
-    limit: int | None = None
-    is_canary: bool = False
-    base: int = 0
-    rollback: Rollback | None = None
-
-    def up_to(self, position: int) -> PublishedLog:
-        """The log for a call that names a position, to which the hold does not apply."""
-        return replace(self, limit=position)
-
-    def reach(self, position: int, *, without: Collection[Span] = ()) -> tuple[Span, ...]:
-        """The deltas that lead furthest from `position` within the limit, in order; may be empty.
-
-        As the graph plans: each step takes the delta that leads furthest, and of several the smallest.
-        """
-        chain: list[Span] = []
-        while fitting := self.fitting(position, without):
-            chain.append(max(fitting, key=lambda span: (span.end, span.start)))
-            position = chain[-1].end
-        return tuple(chain)
-
-    def fitting(self, position: int, without: Collection[Span] = ()) -> list[Span]:
-        """The deltas within the limit that a state at `position` may take."""
-        beyond = (span for span in self.beyond(position) if self._allows(span.end))
-        return [span for span in beyond if span.accepts(position) and span not in without]
-
-    def beyond(self, position: int) -> Sequence[Span]:
-        """The deltas that lead beyond a position: usually few of the thousands that are kept."""
-        return self._by_end[bisect_right(self._by_end, position, key=lambda span: span.end) :]
-
-    @cached_property
-    def _by_end(self) -> list[Span]:
-        return sorted(self.deltas, key=lambda span: span.end)
-
-    @property
-    def newest(self) -> int:
-        """The furthest position that the limit allows; -1 if there are no deltas within it."""
-        return next((span.end for span in reversed(self._by_end) if self._allows(span.end)), -1)
-
-    @property
-    def released(self) -> int:
-        """The position of a server that loads the newest base and applies what the limit allows."""
-        return max(self.newest, self.base)
-
-    @property
-    def waiting(self) -> int:
-        """How many publications lie beyond that; a merged delta is none of its own."""
-        return len({span.end for span in self.beyond(self.released)})
-
-    def _allows(self, position: int) -> bool:
-        return self.limit is None or position <= self.limit
-
-
-class PublishedLogs(Struct, frozen=True):
-    """The published logs of a model by lineage, the newest first. `problem` says why they cannot be read."""
-
-    logs: Mapping[str, PublishedLog] = field(default_factory=dict)
-    newest_version: int | None = None
-    problem: str = ""
-
-    @property
-    def newest_log(self) -> PublishedLog | None:
-        """The log of the newest base, which the exporter continues."""
-        return next(iter(self.logs.values()), None)
-
-    @property
-    def newest_position(self) -> int | None:
-        """The newest position, whatever keeps replicas from it; a version's number is its position."""
-        log = self.newest_log
-        ends = [] if log is None else [log.base, *(span.end for span in log.deltas)]
-        if self.newest_version is not None:
-            ends.append(self.newest_version)
-        return max(ends, default=None)
-
-    def decided(self) -> PublishedLogs:
-        """The same logs, as if the canary had approved them to their ends."""
-        logs = {
-            lineage: replace(log, limit=None, is_canary=False) if log.is_canary else log
-            for lineage, log in self.logs.items()
-        }
-        return replace(self, logs=logs)
 
 
 class Version(Struct, frozen=True):
@@ -337,7 +236,7 @@ _UNPACED = Paced()
 
 def next_action(
     observed: Observed,
-    published: PublishedLogs,
+    published: Model,
     policy: RolloutPolicy,
     now: float,
     *,
@@ -400,7 +299,7 @@ def _pause_ends(policy: RolloutPolicy, paced: Paced, now: float, last_applied: f
 def _advance(
     version: Version,
     observed: Observed,
-    published: PublishedLogs,
+    published: Model,
     policy: RolloutPolicy,
     paced: Paced,
     now: float,
@@ -421,15 +320,9 @@ def _advance(
     return Apply(version.number, version.lineage, chain[-1].end, chain)
 
 
-def smallest_step(log: PublishedLog, position: int, without: Collection[Span]) -> Span:
+def smallest_step(log: Log, position: int, without: Collection[Span]) -> Span:
     """The delta that leads least far beyond a position; a call to its end makes the graph take it."""
     return min(log.fitting(position, without), key=lambda span: (span.end, -span.start))
-
-
-def behind(version: Version, published: PublishedLogs) -> tuple[Span, ...]:
-    """The deltas within the limit that a version has not applied yet."""
-    log = published.logs.get(version.lineage)
-    return () if log is None or version.position is None else log.reach(version.position)
 
 
 class Quarantined(Struct, frozen=True):
@@ -440,7 +333,7 @@ class Quarantined(Struct, frozen=True):
     reason: str
 
 
-def quarantined(replicas: Iterable[Observed], published: PublishedLogs) -> tuple[Quarantined, ...]:
+def quarantined(replicas: Iterable[Observed], published: Model) -> tuple[Quarantined, ...]:
     """The deltas that every responding replica before them has refused.
 
     Such a delta is damaged or does not fit, so other replicas would refuse it, too. If no other delta leads
@@ -466,7 +359,7 @@ def _refused_or_past(replica: Observed, refusal: Refusal) -> bool:
     return not any(refusal.delta.accepts(v.position) for v in standing if v.position is not None)
 
 
-def needs_base(replicas: Iterable[Observed], published: PublishedLogs) -> bool:
+def needs_base(replicas: Iterable[Observed], published: Model) -> bool:
     """True if a quarantined delta stops a replica, and no other delta leads past it."""
     replicas = tuple(replicas)
     for found in quarantined(replicas, published):

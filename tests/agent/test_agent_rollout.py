@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from exporter.delta.spans import Span, plan_chain
+from exporter.publish.model import Log, Model
 from serving.agent.rollout import (
     LONGEST_BACK_OFF_S,
     Action,
@@ -15,13 +16,10 @@ from serving.agent.rollout import (
     Audit,
     Observe,
     Observed,
-    PublishedLog,
-    PublishedLogs,
     Refusal,
     RolloutPolicy,
     Version,
     Wait,
-    behind,
     differences,
     needs_base,
     next_action,
@@ -33,8 +31,8 @@ LINE = "line"
 POLICY = RolloutPolicy(refresh_s=5.0)
 
 
-def log(*spans: tuple[int, int], limit: int | None = None, lineage: str = LINE) -> PublishedLogs:
-    return PublishedLogs({lineage: PublishedLog(lineage, tuple(Span(*span) for span in spans), limit)}, 0)
+def log(*spans: tuple[int, int], limit: int | None = None, lineage: str = LINE) -> Model:
+    return Model({lineage: Log(lineage, tuple(Span(*span) for span in spans), limit)}, 0)
 
 
 def version(number: int = 1, position: int | None = 0, **more: object) -> Version:
@@ -55,9 +53,9 @@ def spans(*pairs: tuple[int, int]) -> tuple[Span, ...]:
 
 
 THREE = log((0, 1), (1, 2), (2, 3))
-DECISIONS: dict[str, tuple[Observed, PublishedLogs, Action]] = {
+DECISIONS: dict[str, tuple[Observed, Model, Action]] = {
     "never seen": (Observed(), THREE, Observe()),
-    "never seen, nothing published": (Observed(), PublishedLogs(problem="unmounted"), Observe()),
+    "never seen, nothing published": (Observed(), Model(problem="unmounted"), Observe()),
     "current": (seen(version(position=3)), THREE, Wait(105.0)),
     "behind": (seen(version()), THREE, Apply(1, LINE, 3, spans((0, 1), (1, 2), (2, 3)))),
     "a merger is shorter": (
@@ -244,7 +242,7 @@ def test_the_way_is_that_of_the_graph(
 ) -> None:
     """The graph takes what leads furthest within the limit; where it gets, the agent expects it."""
     deltas = tuple({Span(start, start + length, exact) for start, length, exact in drawn})
-    chain = PublishedLog(LINE, deltas, limit).reach(position)
+    chain = Log(LINE, deltas, limit).reach(position)
     at = position
     for span in chain:
         assert span.accepts(at)
@@ -252,9 +250,6 @@ def test_the_way_is_that_of_the_graph(
     assert limit is None or at <= limit or not chain
     if chain:
         assert [span.end for span in plan_chain(deltas, position, at)] == [span.end for span in chain]
-    assert (
-        behind(version(position=position), PublishedLogs({LINE: PublishedLog(LINE, deltas, limit)})) == chain
-    )
 
 
 @given(st.data())
@@ -299,9 +294,9 @@ def test_any_replica_gets_as_far_as_the_log_leads(data: st.DataObject) -> None:
     raise AssertionError(f"at {position} of {count}")
 
 
-def served(log_: PublishedLog, position: int, up_to: int, damaged: set[Span]) -> tuple[int, Span | None]:
+def served(log_: Log, position: int, up_to: int, damaged: set[Span]) -> tuple[int, Span | None]:
     """What a graph does: it takes what leads furthest within `up_to`, until one is bad."""
-    for span in PublishedLog(LINE, log_.deltas, up_to).reach(position):
+    for span in Log(LINE, log_.deltas, up_to).reach(position):
         if span in damaged:
             return position, span
         position = span.end
@@ -315,5 +310,5 @@ def test_what_waits_lies_beyond_what_is_released() -> None:
         found = published.logs[LINE]
         assert (found.released, found.waiting) == (released, waiting), "the merged delta is none of its own"
         assert published.newest_position == 3, "a hold does not change what is published"
-    assert PublishedLogs().newest_position is None
-    assert PublishedLogs(newest_version=7).newest_position == 7
+    assert Model().newest_position is None
+    assert Model(newest_version=7).newest_position == 7

@@ -10,8 +10,9 @@ from msgspec.structs import replace
 
 from exporter.delta.chunk_digest import Chunk
 from exporter.delta.spans import Span
+from exporter.publish.model import Rollback
 from serving.agent.audit import Audited
-from serving.agent.rollout import Quarantined, Rollback
+from serving.agent.rollout import Quarantined
 from serving.agent.standing import FleetStanding, Level, State, assess, natural
 from serving.agent.view import CanaryView, FleetView, ModelView, ReplicaView, StoreView, VersionView
 
