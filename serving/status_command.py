@@ -13,9 +13,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from exporter.errors import CallFailed, ManifestError, PositionError, ServerError
-from exporter.publish.delta_log import DeltaLog
-from exporter.publish.model import Event, Model
+from exporter.errors import CallFailed, ServerError
+from exporter.publish.judge import lag, seconds_since
+from exporter.publish.model import Model
+from exporter.publish.served import Served
 from exporter.terminal.output import Output
 from exporter.terminal.progress import human_time
 from exporter.transfer.opened import opened
@@ -76,12 +77,11 @@ def compare(versions: Sequence[ServedVersion], target: Model, now: datetime) -> 
 
 
 def _compare(found: ServedVersion, target: Model, now: datetime) -> ServedVersion:
-    events = target.publications
-    own = next((event for event in events if event.path.name == str(found.version)), None)
+    own = next((event for event in target.publications if event.path.name == str(found.version)), None)
     if own is None:
         return replace(found, problem=f"version {found.version} is not published there")
-    newest = max(int(event.path.name) for event in events if event.from_position is None)
-    newer = newest if newest > found.version else None
+    newest = target.newest_version
+    newer = newest if newest is not None and newest > found.version else None
     if found.position is None:
         return replace(
             found,
@@ -94,45 +94,28 @@ def _compare(found: ServedVersion, target: Model, now: datetime) -> ServedVersio
     log = target.current if target.current is not None and target.current.number == own.log else None
     if log is not None and log.lineage != found.lineage:
         return replace(found, problem="it belongs to another log than the published one")
-    position, since = found.position, _published_at(events, own.log, found.position)
-    event_time = _event_time(events, own.log, position)
+    state = VersionState[found.state]
+    at = lag(target, Served(found.version, state, found.position, found.step, found.lineage or ""))
+    published = None if at.at is None else at.at.created
+    event_time = None if at.at is None else at.at.event_time
     found = replace(
         found,
-        published=since,
-        age_seconds=_seconds_since(since, now),
+        published=published,
+        age_seconds=_seconds_since(published, now),
         event_time=event_time,
         event_age_seconds=_seconds_since(event_time, now),
     )
     if log is None:
         return replace(found, newer_version=newer, problem=None if newer is None else "its log has ended")
     steps = None
-    if found.step is not None and log.at.step is not None:
-        steps = log.at.step - found.step
-    deltas, problem = _deltas_left(log, position, target.hold)
-    return replace(found, behind_deltas=deltas, behind_steps=steps, problem=problem)
+    if found.step is not None and target.at is not None and target.at.step is not None:
+        steps = target.at.step - found.step
+    behind = None if at.gap else len(at.left)
+    return replace(found, behind_deltas=behind, behind_steps=steps, problem=at.gap or None)
 
 
 def _seconds_since(time: datetime | None, now: datetime) -> float | None:
-    return None if time is None else round(max(0.0, (now - time).total_seconds()), 3)
-
-
-def _published_at(events: Sequence[Event], log: int | None, position: int) -> datetime | None:
-    """When a position was first published. A merged delta or a base may lead there again later."""
-    times = [event.created for event in events if (event.log, event.position) == (log, position)]
-    return min((time for time in times if time is not None), default=None)
-
-
-def _event_time(events: Sequence[Event], log: int | None, position: int) -> datetime | None:
-    """The newest event that a position was trained on, from the first publication that records one."""
-    there = (event.event_time for event in events if (event.log, event.position) == (log, position))
-    return next((time for time in there if time is not None), None)
-
-
-def _deltas_left(log: DeltaLog, position: int, hold: int | None) -> tuple[int | None, str | None]:
-    try:
-        return len(log.ahead_of(position, hold)), None
-    except (PositionError, ManifestError) as error:
-        return None, error.message
+    return None if time is None else round(seconds_since(time, now), 3)
 
 
 def run(client: ModelClient, published: Path | None, sink: Output) -> None:

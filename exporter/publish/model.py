@@ -150,6 +150,11 @@ class Log(Struct, frozen=True, dict=True):
         within = [span for span in self.beyond(position) if self._allows(span.end) and span not in without]
         return furthest(within, position)
 
+    @property
+    def within(self) -> list[Span]:
+        """The deltas within the limit."""
+        return [span for span in self.deltas if self._allows(span.end)]
+
     def fitting(self, position: int, without: Collection[Span] = ()) -> list[Span]:
         """The deltas within the limit that a state at `position` may take."""
         beyond = (span for span in self.beyond(position) if self._allows(span.end))

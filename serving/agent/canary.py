@@ -32,7 +32,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.publish.model import Log
-from serving.agent.rollout import Observed, Version
+from exporter.publish.served import Served
+from serving.agent.rollout import Observed
 
 LOST_MEANS_BAD = 2
 """If this many replicas in a row stop responding after they were sent to take the same deltas, the deltas are
@@ -181,7 +182,7 @@ def _begin(log: Log, replicas: Mapping[str, Observed], trial: Trial | None) -> A
 
 def _ahead(
     replicas: Mapping[str, Observed], lineage: str, approved: int, trial: Trial | None
-) -> tuple[str, Version, int] | None:
+) -> tuple[str, Served, int] | None:
     """The replica furthest beyond the approved position, or None; of several, the one on trial."""
     found = [
         (version.position, trial is not None and address == trial.address, address, version)

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 
 from exporter.publish.model import Log
-from serving.agent.rollout import Version
+from exporter.publish.served import Served
 
 FIRST_PAUSE_S = 0.02
 LEAST_PROBES = 50
@@ -82,7 +82,7 @@ class Waiting:
     def __init__(self) -> None:
         self._since: dict[tuple[int, int], float] = {}
 
-    def longest_s(self, pairs: Iterable[tuple[Version, Log]], now: float) -> float:
+    def longest_s(self, pairs: Iterable[tuple[Served, Log]], now: float) -> float:
         """Seconds that the longest waiting delta of any version has waited; 0 if none waits."""
         ends = {
             (version.number, span.end)

@@ -20,7 +20,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.publish.model import Model
-from serving.agent.rollout import Observed, Version
+from exporter.publish.served import Served
+from serving.agent.rollout import Observed
 
 
 class Readiness(Struct, frozen=True):
@@ -31,7 +32,7 @@ class Readiness(Struct, frozen=True):
     """
 
     is_ready: bool = False
-    version: Version | None = None
+    version: Served | None = None
     goal: int | None = None
     was_sent: bool = False
 
@@ -56,18 +57,18 @@ class Readiness(Struct, frozen=True):
         return Readiness(False, now, goal)
 
 
-def _place(version: Version) -> tuple[int, int | None]:
+def _place(version: Served) -> tuple[int, int | None]:
     return version.number, version.position
 
 
-def _went_back(before: Version | None, now: Version) -> bool:
+def _went_back(before: Served | None, now: Served) -> bool:
     """True if only a server that restarted can be there."""
     if before is None or now.number != before.number:
         return before is not None and now.number < before.number
     return now.position is not None and before.position is not None and now.position < before.position
 
 
-def _reach(version: Version, observed: Observed, published: Model) -> tuple[int, int]:
+def _reach(version: Served, observed: Observed, published: Model) -> tuple[int, int]:
     """How far all visible deltas lead a version, and how far those that it has not refused do."""
     log, at = published.logs.get(version.lineage), version.position or 0
     if log is None:

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from exporter.errors import CallFailed, ServerError
 from exporter.publish.model import Model
+from exporter.publish.served import Served
 from exporter.terminal.progress import count
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.wire.protos import Proto
@@ -37,12 +38,10 @@ from serving.agent.rollout import (
     Paced,
     Refusal,
     RolloutPolicy,
-    Version,
     Wait,
 )
 from serving.client import ModelClient
-from serving.status import VersionState, VersionStatus, error_text
-from serving.updates import IncrementalStatus, Updated, call_until_there, read_incremental_status
+from serving.updates import Updated, call_until_there, read_served
 
 BYTES_A_SECOND = 20e6
 """A catch-up gets the time that its deltas take at this rate, in addition to the deadline of any call."""
@@ -77,7 +76,7 @@ class Pacer:
         """Probe until `stop`, in a thread."""
         threading.Thread(target=self._prober.run, args=(self._access, stop), daemon=True).start()
 
-    def paced(self, versions: Sequence[Version], published: Model, now: float) -> Paced:
+    def paced(self, versions: Sequence[Served], published: Model, now: float) -> Paced:
         """The pause, how long a delta has waited that one of the versions may take, and if the replica is
         measured.
         """
@@ -244,7 +243,7 @@ class Replica:
 
     def _observe(self, client: ModelClient) -> None:
         try:
-            versions = _versions(client)
+            versions = [read_served(client, status) for status in client.status()]
         except CallFailed as error:
             self._failed(error)
             self.readiness = Readiness()
@@ -400,35 +399,3 @@ class Replica:
 
     def _report(self, what: EventKind, message: str, **fields: Any) -> None:
         self._journal.write(AgentEvent(what, message, self.model, self.address, **fields))
-
-
-def _versions(client: ModelClient) -> list[Version]:
-    """Every version, and the position of each available one."""
-    return [_version(client, status) for status in client.status()]
-
-
-def _version(client: ModelClient, status: VersionStatus) -> Version:
-    found = _standing(client, status)
-    if found is None:
-        return Version(status.version, status.state, message=error_text(status))
-    return Version(
-        status.version,
-        status.state,
-        found.position,
-        found.step,
-        found.lineage,
-        error_text(status),
-        found.unsettled,
-        found.tables,
-    )
-
-
-def _standing(client: ModelClient, status: VersionStatus) -> IncrementalStatus | None:
-    if status.state is not VersionState.AVAILABLE:
-        return None
-    try:
-        return read_incremental_status(client, status.version)
-    except CallFailed as error:
-        if error.code == "NOT_FOUND":  # unloaded between the two calls
-            return None
-        raise

@@ -26,8 +26,8 @@ from msgspec.structs import replace
 
 from exporter.delta.spans import Span
 from exporter.publish.model import Log, Model
+from exporter.publish.served import Served, newest_available
 from serving.status import VersionState
-from serving.updates import ServedTables
 
 FIRST_BACK_OFF_S = 0.1
 LONGEST_BACK_OFF_S = 5.0
@@ -41,23 +41,6 @@ _NOTICED_S = 10.0
 """How long a published version is due: by default, servers list their directory each second."""
 _MEASURING_S = 0.1
 """How often the agent checks whether the idle replica is measured."""
-
-
-class Version(Struct, frozen=True):
-    """A version on a replica; `position` is None if it takes no deltas or did not report it.
-
-    `unsettled` counts its responses that may mix positions; None if the base does not count them. `tables`
-    are those that were to be mapped.
-    """
-
-    number: int
-    state: VersionState
-    position: int | None = None
-    step: int | None = None
-    lineage: str = ""
-    message: str = ""
-    unsettled: int | None = None
-    tables: ServedTables | None = None
 
 
 class Refusal(Struct, frozen=True):
@@ -83,7 +66,7 @@ class Observed(Struct, frozen=True):
     """
 
     seen_at: float | None = None
-    versions: tuple[Version, ...] = ()
+    versions: tuple[Served, ...] = ()
     failures: int = 0
     retry_at: float = 0.0
     error: str = ""
@@ -102,20 +85,19 @@ class Observed(Struct, frozen=True):
         return bool(self.versions) and all(ended)
 
     @property
-    def served(self) -> Version | None:
+    def served(self) -> Served | None:
         """The version that requests without a version got when it responded last: the newest available one;
         None if there was none.
         """
-        return _newest(version for version in self.versions if version.state is VersionState.AVAILABLE)
+        return newest_available(self.versions)
 
-    def standing(self, lineage: str) -> Version | None:
+    def standing(self, lineage: str) -> Served | None:
         """The newest version that it serves of a log; None if it does not respond, or serves none."""
         if self.failures:
             return None
-        serving = (version for version in self.versions if version.state is VersionState.AVAILABLE)
-        return _newest(version for version in serving if version.lineage == lineage)
+        return newest_available(version for version in self.versions if version.lineage == lineage)
 
-    def answered(self, versions: Sequence[Version], now: float) -> Observed:
+    def answered(self, versions: Sequence[Served], now: float) -> Observed:
         """After the replica reported its versions and positions."""
         newest_first = sorted(versions, key=lambda version: -version.number)
         answered = replace(
@@ -170,10 +152,6 @@ class Observed(Struct, frozen=True):
             or any(refusal.lineage == lineage and refusal.delta.accepts(at) for lineage, at in standing)
         )
         return replace(self, refusals=tuple(kept))
-
-
-def _newest(versions: Iterable[Version]) -> Version | None:
-    return max(versions, key=lambda version: version.number, default=None)
 
 
 class Wait(Struct, frozen=True):
@@ -297,7 +275,7 @@ def _pause_ends(policy: RolloutPolicy, paced: Paced, now: float, last_applied: f
 
 
 def _advance(
-    version: Version,
+    version: Served,
     observed: Observed,
     published: Model,
     policy: RolloutPolicy,
@@ -305,7 +283,7 @@ def _advance(
     now: float,
 ) -> Apply | None:
     log = published.logs.get(version.lineage)
-    if log is None or version.position is None or version.state is not VersionState.AVAILABLE:
+    if log is None or version.position is None or not version.is_available:
         return None
     refused = observed.refusals_of(version.lineage, now)
     chain = log.reach(version.position, without=refused)
@@ -375,7 +353,7 @@ def needs_base(replicas: Iterable[Observed], published: Model) -> bool:
     return False
 
 
-def differences(before: Sequence[Version], now: Sequence[Version]) -> tuple[tuple[Version, str, str], ...]:
+def differences(before: Sequence[Served], now: Sequence[Served]) -> tuple[tuple[Served, str, str], ...]:
     """The events between two observations of a replica: (version, kind of event, text)."""
     known = {version.number: version for version in before}
     events = []

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from exporter.delta.spans import Span
 from exporter.publish.model import Log
+from exporter.publish.served import Served
 from serving.agent.canary import (
     Action,
     Approve,
@@ -20,7 +21,7 @@ from serving.agent.canary import (
     Trial,
     decide,
 )
-from serving.agent.rollout import Observed, Refusal, Version
+from serving.agent.rollout import Observed, Refusal
 from serving.status import VersionState
 
 Member = tuple[str, Observed]
@@ -37,11 +38,11 @@ def log(*ends: int, limit: int | None, is_canary: bool = True) -> Log:
     return Log(LINE, spans, limit, is_canary and limit is not None, base=0)
 
 
-def at(position: int | None, number: int = 1, lineage: str = LINE, **more: object) -> Version:
-    return replace(Version(number, VersionState.AVAILABLE, position, position, lineage), **more)
+def at(position: int | None, number: int = 1, lineage: str = LINE, **more: object) -> Served:
+    return replace(Served(number, VersionState.AVAILABLE, position, position, lineage), **more)
 
 
-def replica(name: str, *versions: Version | int) -> Member:
+def replica(name: str, *versions: Served | int) -> Member:
     known = [at(version) if isinstance(version, int) else version for version in versions]
     return (name, Observed().answered(known, NOW))
 

@@ -12,8 +12,8 @@ from exporter.publish import model as model_module
 from exporter.publish.delta_log import read_log
 from exporter.publish.model import Model
 from exporter.publish.retention import retire_deltas
+from exporter.publish.served import Served
 from serving.agent.publications import changes
-from serving.agent.rollout import Version
 from serving.agent.view import superseded_s
 from serving.status import VersionState
 from tests.support.logs import Serving, publish_base
@@ -93,7 +93,7 @@ def test_a_log_that_was_begun_supersedes_versions_of_others(tmp_path: Path) -> N
         ("", new.base + 1, VersionState.AVAILABLE, None, None),  # a plain version after
         ("", new.base, VersionState.LOADING, None, None),
     ):
-        version = Version(number, state, position, lineage=lineage)
+        version = Served(number, state, position, lineage=lineage)
         assert superseded_s(version, found, new.begun + timedelta(seconds=60)) == expected
 
 

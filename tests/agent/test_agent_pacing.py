@@ -10,6 +10,7 @@ import pytest
 from exporter.delta.spans import Span
 from exporter.publish.delta_log import read_log
 from exporter.publish.model import Log, Model
+from exporter.publish.served import Served
 from exporter.wire.protos import message_class
 from exporter.wire.tfrecord import encode_records
 from serving.agent.pacing import FIRST_PAUSE_S, LEAST_PROBES, Latencies, PacePolicy, Waiting, next_pause, p99
@@ -20,7 +21,6 @@ from serving.agent.rollout import (
     Observed,
     Paced,
     RolloutPolicy,
-    Version,
     Wait,
     next_action,
 )
@@ -64,7 +64,7 @@ def test_p99_is_a_value_that_was_measured() -> None:
 
 LINE = "line"
 LOG = Log(LINE, (Span(0, 1), Span(1, 2), Span(0, 2), Span(2, 3)))
-BEHIND = Observed().answered([Version(1, VersionState.AVAILABLE, 0, 0, LINE)], 100.0)
+BEHIND = Observed().answered([Served(1, VersionState.AVAILABLE, 0, 0, LINE)], 100.0)
 PACED = RolloutPolicy(longest_delay_s=5.0)
 ONE, ALL = Apply(1, LINE, 1, (Span(0, 1),)), Apply(1, LINE, 3, (Span(0, 2), Span(2, 3)))
 ACTIONS: dict[str, tuple[RolloutPolicy, Paced, float, Action]] = {
@@ -100,7 +100,7 @@ def test_pauses_decide_when_and_how_much(case: str) -> None:
 def test_a_delta_waits_from_when_it_may_be_taken() -> None:
     waiting = Waiting()
     held, free = Log(LINE, LOG.deltas, limit=1), LOG
-    start, on = (Version(1, VersionState.AVAILABLE, at, at, LINE) for at in (0, 1))
+    start, on = (Served(1, VersionState.AVAILABLE, at, at, LINE) for at in (0, 1))
     assert waiting.longest_s([(start, held)], 100.0) == 0.0
     assert waiting.longest_s([(start, held)], 101.0) == 1.0
     assert waiting.longest_s([(on, held)], 102.0) == 0.0, "what the hold keeps back does not wait"
@@ -119,7 +119,7 @@ def test_freshness_never_starves() -> None:
         if now >= len(deltas):  # one is published each second
             deltas.append(Span(len(deltas), len(deltas) + 1))
             seen[len(deltas)] = now
-        version = Version(1, VersionState.AVAILABLE, position, position, LINE)
+        version = Served(1, VersionState.AVAILABLE, position, position, LINE)
         log = Log(LINE, tuple(deltas))
         paced = Paced(pause, waiting.longest_s([(version, log)], now))
         found = next_action(

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from exporter.delta.spans import Span
 from exporter.publish.model import Log, Model
+from exporter.publish.served import Served
 from serving.agent.readiness import Readiness
-from serving.agent.rollout import Observed, Refusal, Version
+from serving.agent.rollout import Observed, Refusal
 from serving.status import VersionState
 
 LINE = "line"
@@ -23,7 +24,7 @@ def log(*spans: tuple[int, int], limit: int | None = None) -> Model:
 
 def at(position: int | None, number: int = 1, *, lineage: str = LINE) -> Observed:
     state = VersionState.AVAILABLE
-    return Observed().answered([Version(number, state, position, position, lineage)], 0.0)
+    return Observed().answered([Served(number, state, position, position, lineage)], 0.0)
 
 
 def refusing(observed: Observed, *spans: tuple[int, int]) -> Observed:
@@ -32,7 +33,7 @@ def refusing(observed: Observed, *spans: tuple[int, int]) -> Observed:
     return observed
 
 
-LOADING = Observed().answered([Version(1, VersionState.LOADING)], 0.0)
+LOADING = Observed().answered([Served(1, VersionState.LOADING)], 0.0)
 THREE = log((0, 1), (1, 2), (2, 3))
 UNSEEN = Model(problem="its volume is not mounted")
 VAIN = "a call that fails"

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from exporter.delta.spans import Span, plan_chain
 from exporter.publish.model import Log, Model
+from exporter.publish.served import Served
 from serving.agent.rollout import (
     LONGEST_BACK_OFF_S,
     Action,
@@ -18,7 +19,6 @@ from serving.agent.rollout import (
     Observed,
     Refusal,
     RolloutPolicy,
-    Version,
     Wait,
     differences,
     needs_base,
@@ -35,12 +35,12 @@ def log(*spans: tuple[int, int], limit: int | None = None, lineage: str = LINE) 
     return Model({lineage: Log(lineage, tuple(Span(*span) for span in spans), limit)}, 0)
 
 
-def version(number: int = 1, position: int | None = 0, **more: object) -> Version:
-    known = Version(number, VersionState.AVAILABLE, position, position, LINE if position is not None else "")
+def version(number: int = 1, position: int | None = 0, **more: object) -> Served:
+    known = Served(number, VersionState.AVAILABLE, position, position, LINE if position is not None else "")
     return replace(known, **more)
 
 
-def seen(*versions: Version, at: float = 100.0) -> Observed:
+def seen(*versions: Served, at: float = 100.0) -> Observed:
     return Observed().answered(versions, at)
 
 
@@ -162,7 +162,7 @@ def test_a_refused_delta_that_was_healed_or_gone_around_is_forgotten() -> None:
     assert not stuck.answered([version(position=2)], 101.0).refusals
     assert stuck.answered([version(position=None, state=VersionState.LOADING)], 101.0).refusals
     assert stuck.answered([version(2, 1), version(1, 0)], 101.0).refusals, "the older one has yet to take it"
-    elsewhere = Version(9, VersionState.AVAILABLE, 9, 9, "another log")
+    elsewhere = Served(9, VersionState.AVAILABLE, 9, 9, "another log")
     assert not stuck.answered([elsewhere], 101.0).refusals, "a new base was published, and is served"
 
 
