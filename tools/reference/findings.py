@@ -72,7 +72,7 @@ MEANINGS: Mapping[Code, Meaning] = {
     ),
     Code.DIFFERS: Meaning(
         "An audit found values on a replica that are not those that were published at its position.",
-        "Restart the server, which loads the base again. With `--rebuild` the agent does that.",
+        "Restart the server, which loads the base again. With `--rebuild-config` the agent does that.",
     ),
     Code.HOLD_UNREADABLE: Meaning(
         "The hold is there and says no position: servers follow no delta at all. A rollback that was killed "
