@@ -91,8 +91,8 @@ def _compare(found: ServedVersion, target: Model, now: datetime) -> ServedVersio
             published=own.created,
             age_seconds=_seconds_since(own.created, now),
         )
-    log = target.current if target.current is not None and target.current.number == own.log else None
-    if log is not None and log.lineage != found.lineage:
+    log = target.logs.get(found.lineage or "")
+    if own.log is not None and (log is None or log.number != own.log):
         return replace(found, problem="it belongs to another log than the published one")
     state = VersionState[found.state]
     at = lag(target, Served(found.version, state, found.position, found.step, found.lineage or ""))
@@ -105,7 +105,7 @@ def _compare(found: ServedVersion, target: Model, now: datetime) -> ServedVersio
         event_time=event_time,
         event_age_seconds=_seconds_since(event_time, now),
     )
-    if log is None:
+    if target.current is None or log is None or log.number != target.current.number:
         return replace(found, newer_version=newer, problem=None if newer is None else "its log has ended")
     steps = None
     if found.step is not None and target.at is not None and target.at.step is not None:

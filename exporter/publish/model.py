@@ -141,6 +141,11 @@ class Log(Struct, frozen=True, dict=True):
     commits: Mapping[int, Commit] = field(default_factory=dict)
     sizes: Mapping[Span, int] = field(default_factory=dict)
 
+    @property
+    def number(self) -> int:
+        """The position of its first base, by which its directory is named."""
+        return int(self.path.name)
+
     def up_to(self, position: int) -> Log:
         """The log for a call that names a position, to which the hold does not apply."""
         return replace(self, limit=position)
