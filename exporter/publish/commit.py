@@ -89,7 +89,7 @@ def _masked_crc(path: Path) -> int:
 
 
 def _set_mode(path: Path, mode: int) -> None:
-    """What temporary-file functions and copies of private files leave is private: servers run as others."""
+    """Set a file's mode if it has another: temporary files are private, and servers run as other users."""
     if stat.S_IMODE(path.stat().st_mode) != mode:
         path.chmod(mode)
 
@@ -123,7 +123,7 @@ LARGEST_ASKED = _MAX_VERSION >> 1
 
 
 class VersionRule(Struct, frozen=True):
-    """What names the version: its position (the default), the clock in seconds since 1970, or a number."""
+    """The rule that numbers a version: its position (the default), seconds since 1970, or a given number."""
 
     choice: int | Literal["position", "time"] = "position"
 
@@ -180,7 +180,7 @@ class ReservedPosition(Struct, frozen=True):
 
 
 class PublishedVersion(Struct, frozen=True):
-    """What `publish_version` did; `removed` and `kept` tell of versions beyond `keep`.
+    """A version that was published; `removed` and `kept` are the older ones beyond `keep`.
 
     `warnings` are what went wrong after the version could be seen.
     """
@@ -202,7 +202,7 @@ class PublishedVersion(Struct, frozen=True):
 
 
 class PublishedDelta(Struct, frozen=True):
-    """What `publish_delta` did; `warnings` are what went wrong after the delta could be seen.
+    """A delta that was published; `warnings` are what went wrong after readers could see it.
 
     `log` is the newest version's log as it was right after that, under the model's lock.
     """
@@ -463,7 +463,7 @@ NO_SYNC_HINT = "keep the model on a local disk or NFS and push it from there, if
 
 
 def cannot_sync(model: Path) -> str:
-    """What durability is left where the file system cannot wait for directories."""
+    """The sentence about durability for a file system that cannot sync directories."""
     return (
         f"the file system of {model} does not say when the names of files are on disk: readers see what is "
         "published whole or not at all, but a power cut of its server may lose the last of it"

@@ -116,7 +116,7 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
 
     @property
     def merged_count(self) -> int:
-        """How many publications it holds."""
+        """The number of publications merged in it; 1 if none are."""
         return self.entry.parts
 
 
@@ -150,7 +150,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @property
     def schema(self) -> Schema:
-        """What its deltas hold."""
+        """The schema of the variables that its deltas hold."""
         return self.base.entry.schema
 
     @cached_property
@@ -170,7 +170,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @cached_property
     def newest(self) -> LogBase | LogDelta:
-        """What leads to, or is, the newest position."""
+        """The delta that leads to the newest position, or the base that stands there."""
         last = max(self.deltas, key=lambda delta: (delta.end, delta.start), default=None)
         return last if last is not None and last.end > self.base.at.position else self.base
 
@@ -200,10 +200,6 @@ class DeltaLog(Struct, frozen=True, dict=True):
     def chain(self, start: int, target: int | None = None) -> tuple[LogDelta, ...]:
         """The deltas that lead from `start` to `target`, or to the newest position."""
         return plan_chain(self.deltas, start, target)
-
-    def ahead_of(self, position: int, hold: int | None) -> tuple[LogDelta, ...]:
-        """The deltas that a server at `position` takes by itself: as far as they lead, never past a hold."""
-        return plan_chain([delta for delta in self.deltas if hold is None or delta.end <= hold], position)
 
     def open(self, delta: LogDelta, *, only: Collection[str] | None = None) -> Delta:
         """The delta's changes as memory maps, every checksum compared; of variables `only`."""
@@ -260,7 +256,11 @@ class DeltaLog(Struct, frozen=True, dict=True):
         return self.hold.approved()
 
     def standing(self, position: int) -> LogBase | LogDelta:
-        """What leads to, or is, a position."""
+        """The delta that leads to a position, or the base that stands there.
+
+        Raises:
+            PositionUnknown: there is neither.
+        """
         for base in self.bases:
             if base.at.position == position:
                 return base

@@ -24,7 +24,7 @@ from exporter.terminal.progress import count, human_time
 
 
 class Level(StrEnum):
-    """How bad a finding is, the worst first; what is only `BUSY` or `GOOD` needs nobody."""
+    """The severity of a finding, the worst first; `BUSY` and `GOOD` need nobody."""
 
     WRONG = "wrong"
     WARNING = "warning"
@@ -38,7 +38,7 @@ class Level(StrEnum):
 
 
 class Code(StrEnum):
-    """What a finding is about, the worst first; `word` says it in a row of a table, `level` how bad it is."""
+    """The kind of a finding, the worst first, with its word for a row of a table and its usual level."""
 
     word: str
     level: Level
@@ -99,7 +99,7 @@ class Code(StrEnum):
 
 
 class Finding(Struct, frozen=True):
-    """What there is to say, `why` or since when, and the command that helps; these two may be empty.
+    """A finding: its text, why or since when, and the command that helps; the last two may be empty.
 
     `level` is that of its code, unless it is known better. `model` is its name where there are several.
     `check` is what could not be looked at; other codes say what was.
@@ -115,12 +115,12 @@ class Finding(Struct, frozen=True):
 
     @property
     def level(self) -> Level:
-        """How bad it is."""
+        """The known level, else that of the code."""
         return self.known_level or self.code.level
 
 
 class Limits(Struct, frozen=True):
-    """How long a server may lack what is published, in seconds, before it is late."""
+    """The seconds for which a server may lack what is published before it is late."""
 
     late_s: float
 
@@ -135,7 +135,7 @@ class Server(Struct, frozen=True):
 
 
 class Lag(Struct, frozen=True):
-    """How a served version compares with what is published.
+    """The distance of a served version from what is published.
 
     `log` is its own, None if it takes no deltas or if no base of its log is there. `left` are the deltas that
     it has not taken and may take, in order; `gap` says why they end before the log does. `since` is when the
@@ -150,7 +150,7 @@ class Lag(Struct, frozen=True):
 
 
 def lag(model: Model, served: Served) -> Lag:
-    """How far a served version is behind the hold of its log, or behind its end."""
+    """Compare a served version with the hold of its log, or with its end."""
     log, position = model.logs.get(served.lineage), served.position
     if log is None or position is None:
         return Lag()
@@ -180,7 +180,7 @@ def superseded_since(model: Model, served: Served) -> datetime | None:
 
 
 def judge(model: Model, servers: Sequence[Server], now: datetime, limits: Limits) -> list[Finding]:
-    """What is wrong with servers of a model; that one lacks something for a moment is a warning."""
+    """The findings about servers of a model; a server that lacks something only for a moment is a warning."""
     return [finding for server in servers for finding in _of_server(model, server, now, limits)]
 
 

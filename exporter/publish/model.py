@@ -44,7 +44,7 @@ _MOST_COMMITS = 20_000
 
 
 class PublicationKind(StrEnum):
-    """What an event is; a `version` takes no deltas, a `rebase` is a base in the middle of its log."""
+    """The kind of an event; a `version` takes no deltas, a `rebase` is a base in the middle of its log."""
 
     VERSION = "version"
     BASE = "base"
@@ -193,7 +193,7 @@ class Log(Struct, frozen=True, dict=True):
 
     @property
     def waiting(self) -> int:
-        """How many publications lie beyond that; a merged delta is none of its own."""
+        """The number of publications beyond `released`; a merged delta is none of its own."""
         return len({span.end for span in self.beyond(self.released)})
 
     def created(self, spans: Iterable[Span]) -> list[datetime]:
@@ -207,7 +207,7 @@ class Log(Struct, frozen=True, dict=True):
 
 
 class _Known(Struct):
-    """What was read of the manifests of one model, kept from one reading to the next.
+    """The manifests of one model, kept from one reading to the next.
 
     Another model may take its place: a base counts as long as its manifest is the same file.
     """
@@ -289,11 +289,11 @@ class _Known(Struct):
 
 
 class _Lost(ManifestError):
-    """What was read before is not there any more, as if its volume were not mounted."""
+    """A log that was read before has vanished, as if its volume were not mounted."""
 
 
 class Model(Struct, frozen=True, dict=True):
-    """What is published for a model at one time: `logs` by lineage, the newest first.
+    """A published model at one time: its `logs` by lineage, the newest first.
 
     `problem` says why it cannot be read; there are no logs then. `hold` is the position that servers do not
     pass by themselves, None without a hold or if it cannot be read. `versions` are as `version_dirs` lists
@@ -311,7 +311,7 @@ class Model(Struct, frozen=True, dict=True):
 
     @classmethod
     def read(cls, path: Path, before: Model | None = None) -> Model:
-        """What is published under a model base path now; what was read `before` is not read again.
+        """Read the model under a base path; manifests that were read `before` are not read again.
 
         Raises:
             NotUpdatable: nothing is published.

@@ -41,7 +41,7 @@ class KeptVersion(Struct, frozen=True):
 
 
 class Retired(Struct, frozen=True):
-    """What retention did. `trash` is out of every reader's sight and only needs to be deleted."""
+    """The versions that retention removed and kept; `trash` is out of readers' sight, to be deleted."""
 
     removed: tuple[int, ...] = ()
     kept: tuple[KeptVersion, ...] = ()
@@ -198,7 +198,7 @@ def _created(delta: LogDelta) -> float:
 
 
 def _in_grace(successor: VersionDir, now: float, grace_seconds: float) -> str:
-    """Why a version whose successor is this one must stay for now, or nothing."""
+    """The reason to keep the version before `successor` for now; empty if there is none."""
     if grace_seconds <= 0:
         return ""
     try:

@@ -44,7 +44,7 @@ def nothing_published(model: Path) -> NotUpdatable:
 
 
 def likely_model(model: Path) -> Path | None:
-    """The model base path that is nearest to one under which nothing is published."""
+    """The published model whose path is nearest to `model`, which has no version; None if there is none."""
     place = model if model.exists() else nearest(model)
     if place is None:
         return None
@@ -226,7 +226,7 @@ class AbandonedNumbers(Struct, frozen=True):
 
 
 def taken(model: Path) -> AbandonedNumbers:
-    """The numbers that nothing may be published under."""
+    """The greatest abandoned version and position, as the store's list has them."""
     names = [PurePosixPath(path).name for path in _taken_paths(model)]
     ends = [int(match[2]) for name in names if (match := _DELTA.fullmatch(name))]
     numbers = [number for name in names if (number := served_version(name)) is not None]
@@ -234,7 +234,7 @@ def taken(model: Path) -> AbandonedNumbers:
 
 
 def is_taken(model: Path, path: Path) -> bool:
-    """True if nothing may be published at a path of the model."""
+    """True if a path of the model is in the store's list of abandoned ones."""
     return path.relative_to(model).as_posix() in _taken_paths(model)
 
 

@@ -371,7 +371,7 @@ class Canaries:
         self.of: dict[str, Canary] = {}
 
     def allowed(self, model: str, address: str, published: Model) -> Model:
-        """What a replica may take: all if the model has no canary, nothing before its canary has started."""
+        """The part that a replica may take: all without a canary, none before the canary has started."""
         if model not in self._rules:
             return published
         canary = self.of.get(model)

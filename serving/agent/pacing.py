@@ -34,7 +34,7 @@ _NOISE_S = 0.001
 
 
 class PacePolicy(Struct, frozen=True):
-    """How much slower predictions may become, how long a delta may wait for that, and how often to probe."""
+    """The limits of pacing: the slowdown of predictions, the wait of a delta, the period of probes."""
 
     factor: float
     longest_delay_s: float = 5.0
@@ -77,7 +77,7 @@ def next_pause(pause_s: float, found: Latencies, policy: PacePolicy) -> float:
 
 
 class Waiting:
-    """How long deltas have waited that a version may take; deltas beyond the hold do not wait yet."""
+    """Measures how long deltas have waited for a version; deltas beyond the hold do not wait yet."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[int, int], float] = {}

@@ -69,7 +69,7 @@ def _went_back(before: Served | None, now: Served) -> bool:
 
 
 def _reach(version: Served, observed: Observed, published: Model) -> tuple[int, int]:
-    """How far all visible deltas lead a version, and how far those that it has not refused do."""
+    """The positions to which all visible deltas lead a version, and to which those not refused do."""
     log, at = published.logs.get(version.lineage), version.position or 0
     if log is None:
         return at, at

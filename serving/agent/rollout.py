@@ -59,7 +59,7 @@ class Refusal(Struct, frozen=True):
 
 
 class Observed(Struct, frozen=True):
-    """What is known of a replica. Times are seconds of a monotonic clock.
+    """The last observation of a replica. Times are seconds of a monotonic clock.
 
     `seen_at` is None before the first response, and after a call without a response. `was_away` is True if
     the first of the failed calls since then was never sent, because nothing accepted a connection.
@@ -185,7 +185,7 @@ Action = Wait | Observe | Apply | Audit
 
 
 class RolloutPolicy(Struct, frozen=True):
-    """How often a replica is observed and audited, and how fast it takes deltas; times in seconds.
+    """The pace of observing, auditing and updating a replica; times in seconds.
 
     `refresh_s`: between two observations without changes. `step_s`: at least between two deltas (None: all at
     once). `audit_s`: between two audits (None: never). `longest_delay_s`: how long a paced delta may wait

@@ -70,7 +70,7 @@ class ModelStanding(Struct, frozen=True):
 
     @property
     def fresh(self) -> int:
-        """How many replicas answer from the newest publication."""
+        """The number of replicas that answer from the newest publication."""
         return sum(row.standing.code is Code.FRESH for row in self.rows)
 
 
@@ -192,7 +192,7 @@ def _findings(model: ModelView, rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _of_publications(model: ModelView) -> Iterator[Finding]:
-    """What is wrong with what is published, or with taking it."""
+    """Findings about the published model, and about replicas that cannot take it."""
     waits = "nothing waits yet" if not model.waiting else _waits(model)
     if model.rollback is not None:
         yield Finding(
