@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from exporter.delta.format import span_name
+from exporter.publish.delta_log import log_path
 from exporter.publish.judge import Level, Limits, Server, judge
 from exporter.publish.model import Model
 from exporter.publish.served import Served
+from exporter.storage.layout import MANIFEST_FILE
 from exporter.wire.version_state import VersionState
 from serving.cli import app as serve_model
 from serving.server import ModelServer
@@ -156,3 +159,14 @@ def test_a_hold_is_where_replicas_should_be(published: Path, tmp_path: Path) -> 
     beyond = judged(model, Served(10, AVAILABLE, 30, lineage=lineage_of(model)))
     assert beyond is not None
     assert (beyond[0], "beyond the hold at 20" in beyond[1]) == (Level.WARNING, True)
+
+
+def test_a_delta_whose_manifest_is_damaged_ends_no_judgement(published: Path, tmp_path: Path) -> None:
+    """Whether it fits a server in its middle stands in its manifest."""
+    path = tmp_path / "model"
+    shutil.copytree(published, path)
+    (log_path(path, 10) / span_name(10, 20) / MANIFEST_FILE).write_text("{")
+    model = Model.read(path)
+    found = judged(model, Served(10, AVAILABLE, 15, lineage=lineage_of(model)))
+    assert found is not None
+    assert (found[0], "stands at 15, from where no delta leads on" in found[1]) == (Level.WRONG, True)
