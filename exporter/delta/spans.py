@@ -139,14 +139,20 @@ def plan_chain(spans: Iterable[SpanT], start: int, target: int | None = None) ->
         raise StaleDelta(f"the state is at {start}, beyond {target}")
     known = [span for span in spans if span.end > start and (target is None or span.end <= target)]
     goal = max([start, *(span.end for span in known)]) if target is None else target
+    chain = furthest(known, start)
+    position = chain[-1].end if chain else start
+    if position < goal:
+        ahead = sorted(_text(span) for span in known if span.start > position)
+        found = f"the next delta is {ahead[0]}" if ahead else "no delta begins there or before"
+        raise DeltaGap(f"no delta leads on from {position} to {goal}", cause=found)
+    return chain
+
+
+def furthest(spans: Collection[SpanT], start: int) -> tuple[SpanT, ...]:
+    """The deltas that lead a state at `start` as far as any do, in order; none if none fits it."""
     chain: list[SpanT] = []
     position = start
-    while position < goal:
-        fitting = [span for span in known if span.accepts(position)]
-        if not fitting:
-            ahead = sorted(_text(span) for span in known if span.start > position)
-            found = f"the next delta is {ahead[0]}" if ahead else "no delta begins there or before"
-            raise DeltaGap(f"no delta leads on from {position} to {goal}", cause=found)
+    while fitting := [span for span in spans if span.accepts(position)]:
         chain.append(max(fitting, key=lambda span: (span.end, span.start)))
         position = chain[-1].end
     return tuple(chain)

@@ -98,7 +98,6 @@ from exporter.publish.commit import (
 )
 from exporter.publish.delta_log import LogBase, log_path
 from exporter.publish.finite import require_base_finite
-from exporter.publish.made_from import PublishedAlready, newest_made_from
 from exporter.publish.manifest import (
     BaseEntry,
     ManifestDraft,
@@ -108,6 +107,7 @@ from exporter.publish.manifest import (
     UnmappedTable,
     tensor_entries,
 )
+from exporter.publish.model import PublishedAlready, newest_made_from
 from exporter.publish.permission import Permission
 from exporter.publish.versions import newest_version, read_manifest, require_base_path
 from exporter.storage import mirror

@@ -122,7 +122,7 @@ def as_base(request: ExportRequest) -> ExportRequest:
 
 
 class IncrementalPlan(Struct, frozen=True):
-    """What an incremental export will do; `position` is where the log will stand.
+    """What an incremental export will do; `position` is where the log stands after it.
 
     `remembered` are rows that were left out so far: what is published and they are what the trainer had.
     `lookups` are the contents of lookup tables that the increments do not tell of.
@@ -211,9 +211,9 @@ def plan_incremental(
     # A watch goes on while the next model is being prepared; only a delta must be of the same graph.
     is_idle = is_watching and trainer.plan.is_nothing and not lookups
     graph = SameGraph() if is_idle else check_same_graph(log, request, trainer.catalog)
-    last = log.at.position
     step = None if trainer.catalog.step is None else trainer.plan.step
-    position = next_delta_position(request.out, step, last)
+    is_nothing = trainer.plan.is_nothing and not lookups  # then no other log has to be listed
+    position = log.at.position if is_nothing else next_delta_position(log, step)
     return IncrementalPlan(request, log, trainer, position, remembered, graph, lookups)
 
 
@@ -316,7 +316,7 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         packing = planned.request.delta_dtype
         what = Publication(span, plan.step, made, trained, rounded=found.rounded, packing=packing)
         check = _verify_bytes if planned.request.verify is Verify.BYTES else None
-        published = publish_changes(log, staging, found.changes, what, last=log.at.position, check=check)
+        published = publish_changes(log, staging, found.changes, what, last=log.last, check=check)
         _keep_for_next_time(planned, found, overlaid, published.manifest.state_id)
     rows = count_rows(without_index(found.changes, log.base.entry.mapping_spec))
     variables = len(found.changes)

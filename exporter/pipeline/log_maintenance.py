@@ -489,8 +489,7 @@ def _require_no_canary_at_work(model: Path) -> None:
 
 def position_of_merger(log: DeltaLog, path: Path) -> int:
     """Where a merger of the whole log stands that would lie at a path."""
-    last = log.at.position
-    return next_delta_position(log.model, None, last) if is_taken(log.model, path) else last
+    return next_delta_position(log, None) if is_taken(log.model, path) else log.at.position
 
 
 def past_given_up(log: DeltaLog, path: Path) -> DeltaLog:
@@ -507,7 +506,7 @@ def past_given_up(log: DeltaLog, path: Path) -> DeltaLog:
         state=log.newest.manifest.state_id,
     )
     with Staging(log.model) as staging:
-        return publish_changes(log, staging, {}, what, last=last.position).log
+        return publish_changes(log, staging, {}, what, last=log.last).log
 
 
 def runner_for(jobs: Jobs, model: Path, tasks: int) -> Runner:

@@ -36,6 +36,7 @@ from exporter.publish.versions import (
     newest_of,
     nothing_published,
     read_manifest,
+    unread_positions,
     version_dirs,
 )
 from exporter.storage.layout import DELTA_NAME, DELTAS_DIRECTORY, MANIFEST_FILE, VARIABLES_PREFIX
@@ -116,7 +117,7 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
 
     @property
     def merged_count(self) -> int:
-        """How many publications it holds."""
+        """The number of publications merged in it; 1 if none are."""
         return self.entry.parts
 
 
@@ -150,7 +151,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @property
     def schema(self) -> Schema:
-        """What its deltas hold."""
+        """The schema of the variables that its deltas hold."""
         return self.base.entry.schema
 
     @cached_property
@@ -170,7 +171,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @cached_property
     def newest(self) -> LogBase | LogDelta:
-        """What leads to, or is, the newest position."""
+        """The delta that leads to the newest position, or the base that stands there."""
         last = max(self.deltas, key=lambda delta: (delta.end, delta.start), default=None)
         return last if last is not None and last.end > self.base.at.position else self.base
 
@@ -184,10 +185,12 @@ class DeltaLog(Struct, frozen=True, dict=True):
         """The trainer's state at the newest position."""
         return self.newest.entry.trained
 
+    @cached_property
     def last(self) -> int:
-        """The greatest position published for the model, in this log as it was listed or in others."""
+        """The greatest position in use of the model, in this log as it was listed or elsewhere."""
         ends = [delta.end for delta in self.deltas]
-        return max([self.base.at.position, *ends, *delta_positions(self.model, but=self.path)])
+        others = [*unread_positions(self.versions), *delta_positions(self.model, but=self.path)]
+        return max([self.base.at.position, *ends, *others])
 
     def followed_by(self, delta: LogDelta) -> DeltaLog:
         """The log with a delta that was published since it was read."""
@@ -198,10 +201,6 @@ class DeltaLog(Struct, frozen=True, dict=True):
     def chain(self, start: int, target: int | None = None) -> tuple[LogDelta, ...]:
         """The deltas that lead from `start` to `target`, or to the newest position."""
         return plan_chain(self.deltas, start, target)
-
-    def ahead_of(self, position: int, hold: int | None) -> tuple[LogDelta, ...]:
-        """The deltas that a server at `position` takes by itself: as far as they lead, never past a hold."""
-        return plan_chain([delta for delta in self.deltas if hold is None or delta.end <= hold], position)
 
     def open(self, delta: LogDelta, *, only: Collection[str] | None = None) -> Delta:
         """The delta's changes as memory maps, every checksum compared; of variables `only`."""
@@ -258,7 +257,11 @@ class DeltaLog(Struct, frozen=True, dict=True):
         return self.hold.approved()
 
     def standing(self, position: int) -> LogBase | LogDelta:
-        """What leads to, or is, a position."""
+        """The delta that leads to a position, or the base that stands there.
+
+        Raises:
+            PositionUnknown: there is neither.
+        """
         for base in self.bases:
             if base.at.position == position:
                 return base

@@ -95,7 +95,7 @@ def publish_written(
     last: int | None,
     under_lock: UnderLock,
 ) -> PublishedDelta:
-    """Publish the delta of so many rows that lies in a staging directory, with `header_of` as its header.
+    """Publish the staged delta, which holds `rows` rows and has `header_of` as its header.
 
     Where the log's model wants finite values, the caller has checked them (`exporter.publish.finite`).
 

@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from exporter.errors import ManifestError
 from exporter.publish.mapped_state import read_ahead
+from exporter.publish.model import Model
 from exporter.publish.versions import read_manifest
-from serving.agent.directory import ModelDirectory
 from serving.agent.journal import AgentEvent, EventKind, Journal
 
 
@@ -31,7 +31,6 @@ class Publications:
         self, model: FollowedModel, journal: Journal, poll_s: float, *, reads_ahead: bool = True
     ) -> None:
         self.model = model
-        self.directory = ModelDirectory(model.path)
         self._journal = journal
         self._poll_s = poll_s
         self._reads_ahead = reads_ahead
@@ -39,7 +38,7 @@ class Publications:
         self._looking = threading.Lock()
         self._reported = ""
         self._count = 0
-        self.current = self.directory.read()
+        self.current = Model.look(model.path)
         if self.current.problem:
             self._report(EventKind.UNSEEN, self.current.problem)
 
@@ -60,11 +59,11 @@ class Publications:
     def follow(self, stop: threading.Event) -> None:
         """List the directory whenever something appears in it, and every `poll_s`, until `stop`."""
         while not stop.is_set():
-            places = self.directory.places()
+            places = self.current.places()
             try:
                 for _ in changes(places, stop, self._poll_s):
                     self.look()
-                    if self.directory.places() != places or stop.is_set():
+                    if self.current.places() != places or stop.is_set():
                         break
             except Exception as error:  # noqa: BLE001 - the kernel's limit of watches, for example: poll instead
                 self._report_once(
@@ -76,7 +75,8 @@ class Publications:
     def look(self) -> None:
         """List the directory now."""
         with self._looking:
-            before, found = self.current, self.directory.read()
+            before = self.current
+            found = Model.look(self.model.path, before)
             self.current = found
         if found == before:
             return

@@ -8,10 +8,9 @@ from typing import Literal
 from msgspec import Struct
 
 from exporter.cli.documents import Status
-from exporter.cli.examination import Finding
 from exporter.pipeline.comparison import TableDifference, VariableDifference
+from exporter.publish.model import Event
 from exporter.publish.retention import KeptVersion
-from exporter.publish.timeline import Event
 
 
 class Push(Struct, frozen=True, kw_only=True):
@@ -214,6 +213,23 @@ class Target(Struct, frozen=True):
     """The state of each version."""
     positions: Mapping[str, int | None]
     """The position of each version; null if it takes no deltas."""
+
+
+class Finding(Struct, frozen=True):
+    """Something that is wrong, or will be."""
+
+    check: str
+    """What was looked at: `files`, `ways`, `hold`, `replicas`, ..."""
+    level: Literal["wrong", "warning"]
+    """`wrong`: something is not served as it should be. `warning`: it works, and costs or will end."""
+    message: str
+    """What was found."""
+    command: str
+    """The next command."""
+    cause: str | None
+    """Why, or since when."""
+    code: str
+    """What it is, in a word; [what each means](findings.md)."""
 
 
 class Diagnosis(Struct, frozen=True):
