@@ -49,12 +49,10 @@ class SliceSpec(Struct, frozen=True):
 
     @property
     def restore_spec(self) -> str:
-        """The box as RestoreV2's `shape_and_slices` wants it: `"6 4 0,3:0,4"`.
-
-        Source: tensorflow/core/framework/tensor_slice.h. A dimension taken whole could be written `-`, but
-        Savers store numbers, and only a spec equal to the stored one is read without joining and cutting
-        (which float16, the larger unsigned types and float8 do not have).
-        """
+        """The box as RestoreV2's `shape_and_slices` wants it: `"6 4 0,3:0,4"`."""
+        # Source: tensorflow/core/framework/tensor_slice.h. A dimension taken whole could be written `-`, but
+        # Savers store numbers, and only a spec equal to the stored one is read without joining and cutting
+        # (which float16, the larger unsigned types and float8 do not have).
         boxes = (f"{start},{length}" for start, length in zip(self.starts, self.lengths, strict=True))
         return " ".join([*map(str, self.full_shape), ":".join(boxes)])
 
@@ -63,14 +61,11 @@ class Content(Protocol):
     """Values in a file of another kind than a tensor bundle: without a checksum, perhaps compressed."""
 
     def blocks(self) -> Iterator[Any]:
-        """The values in C order and little endian, as flat numpy arrays of bounded size."""
+        """Yield the values in C order and little endian, as flat numpy arrays of bounded size."""
 
 
 class SliceRef(Struct, frozen=True):
-    """One stored slice of a partitioned tensor, in a bundle (`extent`) or in another file (`content`).
-
-    Both are None if the checkpoint declares but lacks it.
-    """
+    """One slice of a partitioned tensor, in a bundle (`extent`), in a file (`content`), or absent."""
 
     spec: SliceSpec
     extent: Extent | None
@@ -78,10 +73,10 @@ class SliceRef(Struct, frozen=True):
 
 
 class Naming(Enum):
-    """What a checkpoint's tensor names tell of variables.
+    """The meaning of a checkpoint's tensor names.
 
-    `NAMES`: they are variables' names. `LAYERS`: the class and number of a layer and the number of its
-    value, as in Keras 3's `layers/dense_1/vars/0`. `ORDER`: nothing but a position in a list.
+    `NAMES`: they are variables' names. `LAYERS`: the class and number of a layer and the number of its value,
+    as in Keras 3's `layers/dense_1/vars/0`. `ORDER`: nothing but a position in a list.
     """
 
     NAMES = "names"
@@ -90,10 +85,7 @@ class Naming(Enum):
 
 
 class TensorRef(Struct, frozen=True):
-    """A named tensor: stored whole (`extent`), as `slices`, or in a file that is no bundle (`content`).
-
-    `owner` is the layer path by the trainer's own names (`tower/hidden`) where `name` does not tell it.
-    """
+    """A named tensor: whole (`extent`), in `slices`, or in a file (`content`); `owner` is its layer."""
 
     name: str
     dtype: DType
@@ -105,7 +97,7 @@ class TensorRef(Struct, frozen=True):
 
     @property
     def extents(self) -> tuple[Extent, ...]:
-        """Every run of bytes that belongs to the tensor and is there."""
+        """The stored runs of the tensor's bytes, one for each slice."""
         if self.extent is not None:
             return (self.extent,)
         return tuple(part.extent for part in self.slices if part.extent is not None)
@@ -118,7 +110,7 @@ class TensorRef(Struct, frozen=True):
 
     @property
     def bytes_(self) -> int:
-        """Bytes on disk; of a tensor that is not in a bundle, those of its numbers once they are."""
+        """Bytes on disk; of a tensor that is in no bundle, those of its numbers once it is."""
         if self.content is not None:
             return self.elements * (self.dtype.itemsize or 0)
         return sum(extent.size for extent in self.extents)
@@ -162,5 +154,5 @@ class Catalog(Struct, frozen=True):
         return sum(ref.bytes_ for ref in self.tensors.values())
 
     def path_of(self, extent: Extent) -> Path:
-        """The file that an extent lies in."""
+        """The path of the shard that an extent lies in."""
         return self.shards[extent.shard]

@@ -266,7 +266,7 @@ class TimeFlags(Struct, frozen=True):
     ] = 10.0
 
 
-_LIBRARIES = ("h11", "jinja2", "prometheus_client", "watchfiles")
+_LIBRARIES = ("h11", "jinja2", "prometheus_client")
 
 
 def agent(

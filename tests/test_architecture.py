@@ -49,6 +49,7 @@ SERVING_SHARES = {
     "exporter.delta.spans",
     "exporter.options",  # how an option is declared
     "exporter.verify.golden",
+    "exporter.storage.arrivals",
     "exporter.storage.files",
     "exporter.storage.layout",
     "exporter.storage.local_paths",

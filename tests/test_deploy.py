@@ -17,6 +17,7 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -57,14 +58,64 @@ def test_the_kustomization_names_every_manifest() -> None:
     ]
 
 
-@pytest.mark.parametrize("document", documents(DEPLOY / "kserve/ranker.yaml"), ids=lambda each: each["kind"])
-def test_the_manifests_of_kserve_fit_its_schemas(document: dict[str, Any]) -> None:
-    """Those of its custom resources, as far as the manifests use them; no field that they do not have."""
-    schema = json.loads((FIXTURES / "kserve/schemas.json").read_text())["schemas"][document["kind"]]
+CUSTOM_RESOURCES = [
+    document
+    for name in (
+        "kserve/ranker.yaml",
+        "kubernetes/monitoring/agents.yaml",
+        "kubernetes/monitoring/alerts.yaml",
+    )
+    for document in documents(DEPLOY / name)
+]
+
+
+@pytest.mark.parametrize("document", CUSTOM_RESOURCES, ids=lambda each: each["kind"])
+def test_custom_resources_fit_their_schemas(document: dict[str, Any]) -> None:
+    """KServe's and the Prometheus operator's, as far as the manifests use them."""
+    schema = json.loads((FIXTURES / "custom_resources/schemas.json").read_text())[document["kind"]]
     jsonschema.validate(document, schema)
-    mistyped = json.loads(json.dumps(document).replace('"volumeMounts"', '"volumeMount"'))
+    mistyped = json.loads(json.dumps(document).replace('"spec": {', '"spec": {"volumeMount": 1, ', 1))
     with pytest.raises(jsonschema.ValidationError, match="volumeMount"):
         jsonschema.validate(mistyped, schema)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kustomize_builds_the_base_and_its_component(tmp_path: Path) -> None:
+    base = shutil.copytree(DEPLOY / "kubernetes", tmp_path / "kubernetes")
+    kustomization = base / "kustomization.yaml"
+    kustomization.write_text(kustomization.read_text().replace("# components:", "components:"))
+    done = subprocess.run(["kubectl", "kustomize", base], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    built = [document for document in yaml.safe_load_all(done.stdout) if document["kind"] != "Namespace"]
+    assert {document["metadata"]["namespace"] for document in built} == {"ranker"}
+    assert {"PodMonitor", "PrometheusRule", "PodDisruptionBudget", "NetworkPolicy"} <= {
+        document["kind"] for document in built
+    }
+
+
+def test_every_container_is_one_that_the_restricted_standard_admits() -> None:
+    """Kubernetes' pod security standard: https://kubernetes.io/docs/concepts/security/pod-security-standards/."""
+    found = 0
+    for pod in pods():
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            merged = {**pod.get("securityContext", {}), **container["securityContext"]}
+            assert merged["runAsNonRoot"] and merged["runAsUser"] > 0
+            assert merged["seccompProfile"] == {"type": "RuntimeDefault"}
+            assert merged["capabilities"] == {"drop": ["ALL"]}
+            assert merged["allowPrivilegeEscalation"] is False
+            found += 1
+    assert found == 8
+
+
+def test_every_server_is_given_the_time_that_it_needs() -> None:
+    """To load a base before it is asked, and to answer who has asked before it ends."""
+    for pod in pods():
+        for server in pod["containers"]:
+            if server["command"] == ["tensorflow_model_server"]:
+                startup = server["startupProbe"]
+                assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
+                waits = int(server["lifecycle"]["preStop"]["exec"]["command"][1])
+                assert waits < pod.get("terminationGracePeriodSeconds", 30)
 
 
 def test_kserve_admits_the_service() -> None:
@@ -177,7 +228,13 @@ def workflow_steps() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("schema", "file"), [("github-workflows", "ci/export.yaml"), ("compose-spec", "compose.yaml")]
+    ("schema", "file"),
+    [
+        ("github-workflows", "ci/export.yaml"),
+        ("github-workflows", "../.github/workflows/ci.yml"),
+        ("github-workflows", "../.github/workflows/nightly.yml"),
+        ("compose-spec", "compose.yaml"),
+    ],
 )
 def test_files_fit_the_schema_of_who_reads_them(schema: str, file: str) -> None:
     checker = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"]
@@ -264,35 +321,153 @@ def test_prometheus_takes_the_rules() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-SERIES = """
-rule_files: [{rules}]
-tests:
-  - interval: 1m
-    input_series:
-      - {{series: 'export_model_agent_replica_fresh{{model="late", replica="r1"}}', values: '0x30'}}
-      - {{series: 'export_model_agent_replica_up{{model="late", replica="r1"}}', values: '1x30'}}
-      - {{series: 'export_model_agent_waiting_publications{{model="late"}}', values: '0x30'}}
-      - {{series: 'export_model_agent_replica_fresh{{model="held", replica="r1"}}', values: '0x30'}}
-      - {{series: 'export_model_agent_replica_up{{model="held", replica="r1"}}', values: '1x30'}}
-      - {{series: 'export_model_agent_waiting_publications{{model="held"}}', values: '3x30'}}
-      - {{series: 'export_model_agent_replica_fresh{{model="down", replica="r1"}}', values: '0x30'}}
-      - {{series: 'export_model_agent_replica_up{{model="down", replica="r1"}}', values: '0x30'}}
-    promql_expr_test:
-      - expr: count by (alertname, model) (ALERTS{{alertstate="firing"}})
-        eval_time: 20m
-        exp_samples:
-          - {{labels: '{{alertname="ReplicaNotUpdatable", model="late"}}', value: 1}}
-          - {{labels: '{{alertname="PublicationsWait", model="held"}}', value: 1}}
-          - {{labels: '{{alertname="ReplicaDown", model="down"}}', value: 1}}
-"""
+AGENT = 'job="export-model-agent", instance="{pod}:8600", namespace="ml", pod="{pod}"'
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_each_incident_has_one_alert(tmp_path: Path) -> None:
-    """A replica that is held back or down is not also called one that cannot be updated."""
-    series = tmp_path / "series.yaml"
-    series.write_text(SERIES.format(rules=DEPLOY / "prometheus/alerts.yaml"))
-    done = subprocess.run(["promtool", "test", "rules", series], capture_output=True, text=True, timeout=60)
+def series(name: str, values: str, pod: str = "a", **labels: str) -> str:
+    """A line of a rule test: a metric of the agent in one pod."""
+    more = "".join(f', {key}="{value}"' for key, value in labels.items())
+    return f"{{series: '{name}{{{AGENT.format(pod=pod)}{more}}}', values: '{values}'}}"
+
+
+def metric(name: str, values: str, pod: str = "a") -> str:
+    """The same for a metric of a model, and of the pod's own server, as every agent of a sidecar calls it."""
+    return series(f"{PREFIX}_{name}", values, pod, model="ranker", replica="127.0.0.1:8500")
+
+
+UP = series("up", "1x60")
+FIRES = {
+    "AgentDown": [series("up", "0x60")],
+    "NoAgent": ["{series: 'up{job=\"other\"}', values: '1x60'}"],
+    "ReplicaNotFresh": [UP, metric("stale_seconds", "61x60")],
+    "ReplicaNotUpdatable": [
+        UP,
+        metric("replica_fresh", "0x60"),
+        metric("replica_up", "1x60"),
+        metric("waiting_publications", "0x60"),
+        metric("waiting_publications", "3x60", pod="b"),
+    ],
+    "NewBaseNotServed": [UP, metric("superseded_seconds", "901x60")],
+    "ReplicaDown": [UP, metric("replica_up", "0x60")],
+    "ReplicaDiffers": [UP, metric("replica_right", "0x60")],
+    "BaseWanted": [UP, metric("base_wanted", "1x60"), metric("base_wanted", "1x60", pod="b")],
+    "PublicationsWait": [UP, metric("waiting_publications", "1x60")],
+    "RolledBack": [UP, metric("rolled_back", "1x60")],
+    "GoldenRequestsFail": [UP, metric("golden_failing", "1x60")],
+    "CanaryWaits": [UP, metric("canary_waiting_seconds", "301x60")],
+    "OverlayFills": [UP, metric("overlay_ratio", "0.81x60")],
+    "NothingPublished": [UP, metric("worst_served_age_seconds", "3601x60")],
+    "TrainingEventsOld": [UP, metric("worst_event_age_seconds", "3601x60")],
+    "CopyOld": [UP, metric("copy_age_seconds", "301x60")],
+    "PublicationsWithheld": [UP, metric("withheld_publications", "1x60")],
+    "ModelDirectoryUnseen": [UP, metric("published_visible", "0x60")],
+}
+SILENT = {
+    "all is well": [
+        UP,
+        *(
+            metric(name, values)
+            for name, values in {
+                "stale_seconds": "59x60",
+                "replica_fresh": "1x60",
+                "replica_up": "1x60",
+                "replica_right": "1x60",
+                "superseded_seconds": "900x60",
+                "base_wanted": "0x60",
+                "waiting_publications": "0x60",
+                "rolled_back": "0x60",
+                "golden_failing": "0x60",
+                "canary_waiting_seconds": "300x60",
+                "overlay_ratio": "0.8x60",
+                "worst_served_age_seconds": "3600x60",
+                "worst_event_age_seconds": "3600x60",
+                "copy_age_seconds": "300x60",
+                "withheld_publications": "0x60",
+                "published_visible": "1x60",
+            }.items()
+        ),
+    ],
+    "an agent restarts": [series("up", "1x10 0x4 1x46")],
+    "a server restarts": [UP, metric("replica_up", "1x10 0x1 1x49")],
+}
+PROMTOOL = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+
+
+def firing(directory: Path, inputs: list[str], expected: list[dict[str, str]]) -> None:
+    """Fail unless exactly these alerts fire after 40 minutes of such metrics."""
+    samples = [
+        {"labels": "{" + ", ".join(f'{key}="{value}"' for key, value in labels.items()) + "}", "value": 1}
+        for labels in expected
+    ]
+    by = "count by (alertname, pod) (ALERTS{alertstate='firing'})"
+    test = {
+        "interval": "1m",
+        "input_series": [yaml.safe_load(line) for line in inputs],
+        "promql_expr_test": [{"expr": by, "eval_time": "40m", "exp_samples": samples}],
+    }
+    file = directory / "test.yaml"
+    rules = [str(DEPLOY / "prometheus/alerts.yaml")]
+    file.write_text(yaml.safe_dump({"rule_files": rules, "tests": [test]}))
+    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_has_its_test() -> None:
+    (rules,) = documents(DEPLOY / "prometheus/alerts.yaml")
+    assert [rule["alert"] for group in rules["groups"] for rule in group["rules"]] == list(FIRES)
+
+
+def test_every_alert_has_a_runbook() -> None:
+    (rules,) = documents(DEPLOY / "prometheus/alerts.yaml")
+    page = (DEPLOY.parent / "docs/runbooks.md").read_text()
+    titles = re.findall(r"^## (\w+)$", page, re.MULTILINE)
+    found = [rule for group in rules["groups"] for rule in group["rules"]]
+    assert titles == [rule["alert"] for rule in found]
+    assert [rule["annotations"]["runbook_url"] for rule in found] == [
+        f"runbooks.html#{title.lower()}" for title in titles
+    ]
+
+
+ONCE_A_MODEL = re.compile(r"max by \(namespace, model\)|absent")
+
+
+@PROMTOOL
+@pytest.mark.parametrize("alert", FIRES)
+def test_an_alert_fires_when_it_must_and_alone(alert: str, tmp_path: Path) -> None:
+    """Of a server or an agent it names the pod, though all have the same address; of a model it is one."""
+    (rules,) = documents(DEPLOY / "prometheus/alerts.yaml")
+    (rule,) = (rule for group in rules["groups"] for rule in group["rules"] if rule["alert"] == alert)
+    pod = {} if ONCE_A_MODEL.match(rule["expr"]) else {"pod": "a"}
+    also = [{"alertname": "PublicationsWait"}] if alert == "ReplicaNotUpdatable" else []
+    firing(tmp_path, FIRES[alert], [{"alertname": alert, **pod}, *also])
+
+
+@PROMTOOL
+@pytest.mark.parametrize("world", SILENT)
+def test_no_alert_fires_when_none_must(world: str, tmp_path: Path) -> None:
+    firing(tmp_path, SILENT[world], [])
+
+
+@PROMTOOL
+def test_a_pod_that_is_down_is_not_also_called_late(tmp_path: Path) -> None:
+    """Another pod's server that is up has the same address."""
+    down = [metric("replica_fresh", "0x60"), metric("replica_up", "0x60")]
+    up = [metric("replica_fresh", "1x60", pod="b"), metric("replica_up", "1x60", pod="b")]
+    firing(tmp_path, [UP, *down, *up], [{"alertname": "ReplicaDown", "pod": "a"}])
+
+
+@PROMTOOL
+def test_prometheus_takes_the_scrape_configuration(tmp_path: Path) -> None:
+    """Without the discovery of pods, which not every build of promtool knows."""
+    (configuration,) = documents(DEPLOY / "prometheus/prometheus.yaml")
+    (job,) = configuration["scrape_configs"]
+    assert job["job_name"] == "export-model-agent", "the name by which alerts know agents"
+    assert job.pop("kubernetes_sd_configs") == [{"role": "pod"}]
+    job["static_configs"] = [{"targets": ["127.0.0.1:8600"]}]
+    file = tmp_path / "prometheus.yaml"
+    file.write_text(yaml.safe_dump(configuration))
+    shutil.copy(DEPLOY / "prometheus/alerts.yaml", tmp_path)
+    done = subprocess.run(["promtool", "check", "config", file], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -1,7 +1,6 @@
 """Hard-link a trainer's shard into a bundle, or copy byte ranges of it where a link is impossible.
 
-`link_shard` returns the reason why it did not link. `copy_ranges` copies inside the kernel, in bounded pieces
-and in parallel; ranges of an object store are fetched.
+Ranges are copied inside the kernel, in bounded pieces and in parallel; those of an object store are fetched.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from exporter.storage.files import FileIdentity
 from exporter.storage.open_files import write_at
 from exporter.terminal.progress import Progress
 
+# Bytes that one task copies: large enough to amortise the task, small enough to be interrupted soon.
 BATCH_BYTES = 16 << 20
-"""What one task copies: large enough to amortise the task, small enough to be interrupted soon."""
 
+# Errors of copy_file_range across file systems, on special ones, on old kernels, under a seccomp filter.
 _NOT_HERE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
-"""copy_file_range across file systems, on special ones, on old kernels, under a seccomp filter."""
 _BUFFER_BYTES = 256 << 10  # stays in a core's cache between the read and the write
 
 
@@ -41,13 +40,7 @@ class ByteRange(Struct, frozen=True):
 
 
 def copy_ranges(
-    source: Path,
-    target: Path,
-    ranges: Sequence[ByteRange],
-    *,
-    size: int,
-    pool: Executor,
-    progress: Progress,
+    source: Path, target: Path, ranges: Sequence[ByteRange], *, size: int, pool: Executor, progress: Progress
 ) -> None:
     """Copy `ranges` of `source`, which has `size` bytes in its catalog, into the new file `target`."""
     if mirror.is_remote(source):
@@ -89,6 +82,7 @@ def coalesce(extents: Iterable[tuple[int, int]]) -> list[ByteRange]:
 @contextmanager
 def _target(path: Path) -> Iterator[int]:
     try:
+        # exclusively: nothing else may write into what is staged
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
     except OSError as exc:
         raise os_error(exc, path) from exc
@@ -99,7 +93,7 @@ def _target(path: Path) -> Iterator[int]:
 
 
 def _batches(ranges: Iterable[ByteRange]) -> Iterator[list[ByteRange]]:
-    """Ranges in groups of about BATCH_BYTES, long ones in pieces: many small tensors make few tasks."""
+    """Yield the ranges in groups of about BATCH_BYTES, long ones in pieces."""
     batch: list[ByteRange] = []
     room = BATCH_BYTES
     for whole in ranges:
@@ -128,7 +122,7 @@ def _copy_batch(reader: int, writer: int, batch: Iterable[ByteRange]) -> int:
 
 
 def _copy_in_kernel(reader: int, writer: int, piece: ByteRange) -> int:
-    """Bytes copied; 0 where the kernel does not copy between these files, or at the end of the source."""
+    """Copy once inside the kernel; returns the bytes copied, 0 if it cannot, or at the end of the source."""
     try:
         return os.copy_file_range(reader, writer, piece.size, piece.source, piece.target)
     except OSError as exc:
@@ -138,7 +132,7 @@ def _copy_in_kernel(reader: int, writer: int, piece: ByteRange) -> int:
 
 
 def _copy_through_memory(reader: int, writer: int, piece: ByteRange) -> int:
-    """Bytes copied, at least one."""
+    """Copy a whole piece; returns its bytes, EOFError at the end of the source."""
     done = 0
     while done < piece.size:
         data = os.pread(reader, min(_BUFFER_BYTES, piece.size - done), piece.source + done)
@@ -156,8 +150,8 @@ def drain(tasks: Iterable[Future[Any]]) -> None:
         task.exception()
 
 
+# Other file system or mount; not ours under `protected_hardlinks`; too many links; no links at all.
 _IMPOSSIBLE = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
-"""Other file system or mount; not ours under `protected_hardlinks`; too many links; no links at all."""
 
 
 class NewFile(Struct, frozen=True):
@@ -169,7 +163,8 @@ class NewFile(Struct, frozen=True):
 
     @classmethod
     def in_directory(cls, directory: Path) -> NewFile:
-        """Create a file to see its mode: the umask cannot be read without changing it for other threads."""
+        """The mode and owners of a new file in a directory; one is made there and removed again."""
+        # the umask cannot be read without changing it for other threads
         probe = directory / f".probe-{os.getpid()}"
         descriptor = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
@@ -192,9 +187,7 @@ class NewFile(Struct, frozen=True):
 
 
 def link_shard(source: Path, target: Path, *, size: int, new_file: NewFile) -> str:
-    """Hard-link `source`, which a catalog knows to have `size` bytes; "" if done, else why it cannot be.
-
-    A symbolic link is followed: what is linked is the file.
+    """Hard-link `source`, of `size` bytes by its catalog; returns "" if done, else why it cannot be.
 
     Raises:
         CheckpointChanged: the shard vanished, or is not the one that the catalog describes.

@@ -16,7 +16,7 @@ is not certain (vocabularies, loops, unknown operations) get no request.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,9 +32,12 @@ from exporter.tables.geometry import INDEX_ROWS, PARTS
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
-_MAX_TRIAL_BYTES = 256 << 20
-"""More of dense variables than this, and a trial is not worth its memory."""
+_MAX_TRIAL_BYTES = 256 << 20  # more of dense variables than this, and a trial is not worth its memory
 
+# Operations that fail on no values of their inputs, given that the shapes fit. Bitcast, as rows in 8 bits
+# have it: any bits are a number. Shifts, as lookups by keys have them: the kernels limit how far
+# (tensorflow/core/kernels/cwise_ops.h, `right_shift_op`). Integer divisions are not here: by zero they
+# fail.
 _ANY_VALUE = """
     Abs Add AddN AddV2 AvgPool BatchMatMul BatchMatMulV2 BatchMatMulV3 BiasAdd Bitcast BitwiseAnd
     BitwiseOr BitwiseXor Cast Conv2D DepthwiseConv2dNative DivNoNan Einsum Elu Equal Erf Exp Expm1
@@ -44,27 +47,21 @@ _ANY_VALUE = """
     Selu Sigmoid Sign Snapshot Softmax Softplus Softsign Sqrt Square SquaredDifference StopGradient Sub
     Tanh Unpack ZerosLike
 """
-"""Operations that fail on no values of their inputs, given that the shapes fit.
 
-Bitcast, as rows in 8 bits have it: any bits are a number. Shifts, as lookups by keys have them: the kernels
-limit how far (tensorflow/core/kernels/cwise_ops.h, `right_shift_op`). Integer divisions are not here: by zero
-they fail.
-"""
-
+# Operations that fail on no values of their first input; the others say what to do with it.
 _FIRST_VALUE = """
     All Any ArgMax ArgMin AsString BroadcastTo Cumsum EnsureShape ExpandDims Gather GatherNd GatherV2
     Max Mean Min MirrorPad Pad PlaceholderWithDefault Prod Reshape ReverseV2 SegmentMax SegmentMean
     SegmentSum Slice SparseSegmentMean SparseSegmentSqrtN SparseSegmentSum SplitV Squeeze StridedSlice
     Sum Tile TopKV2 Transpose UnsortedSegmentSum
 """
-"""Operations that fail on no values of their first input; the others say what to do with it."""
 
-_SHAPE_OF = frozenset({"Rank", "Shape", "ShapeN", "Size"})
-"""Operations whose result depends on no value."""
+_SHAPE_OF = frozenset({"Rank", "Shape", "ShapeN", "Size"})  # operations whose result depends on no value
 
+# Operations whose shapes depend on values, but not of a single number: that is unique, at place 0.
 _UNIQUE = frozenset({"Unique", "UniqueV2", "UniqueWithCounts"})
-"""Operations whose shapes depend on values, but not of a single number: that is unique, at place 0."""
 
+# Further operations that give the same for the same inputs and touch nothing else.
 _OF_REQUEST = """
     Assert BroadcastArgs Bucketize Ceil ConcatV2 Const DecodeBase64 DecodeCSV DecodeRaw Div
     DynamicPartition DynamicStitch Fill Floor FloorDiv FloorMod InvertPermutation ListDiff LogicalXor Mod
@@ -75,14 +72,13 @@ _OF_REQUEST = """
     StringToHashBucket StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper Substr
     TruncateDiv UnsortedSegmentMax UnsortedSegmentMin Where
 """
-"""Further operations that give the same for the same inputs and touch nothing else."""
 
 _CERTAIN_ANY, _CERTAIN_FIRST = frozenset(_ANY_VALUE.split()), frozenset(_FIRST_VALUE.split())
 _CERTAIN = _CERTAIN_ANY | _CERTAIN_FIRST | _SHAPE_OF | _UNIQUE | frozenset(_OF_REQUEST.split())
 _GATHERS = frozenset({"ResourceGather", "ResourceGatherNd"})
 _READS = _GATHERS | {"ReadVariableOp", "StatefulPartitionedCall"}
+# Operations whose first output has the numbers of their first input, and no others.
 _SAME_NUMBERS = frozenset({"ExpandDims", "Identity", "Reshape", "Squeeze"}) | _UNIQUE
-"""Operations whose first output has the numbers of their first input, and no others."""
 
 
 class _Uncertain(Exception):
@@ -90,11 +86,14 @@ class _Uncertain(Exception):
 
 
 def made_up_requests(graph: InferenceGraph) -> tuple[WarmupRequest, ...]:
-    """One request for each signature that certainly answers it, which is tried out by running it once."""
+    """One request for each signature that certainly answers it; TensorFlow runs each once."""
     graph_def = message_class("GraphDef")()
     graph_def.CopyFrom(graph.meta_graph.graph_def)
     signatures = graph.meta_graph.signature_def
-    fetched = {t.name.partition(":")[0] for s in signatures.values() for t in _tensors(s)}
+    tensors = (
+        tensor for s in signatures.values() for ends in (s.inputs, s.outputs) for tensor in tensors_of(ends)
+    )
+    fetched = {tensor.name.partition(":")[0] for tensor in tensors}
     try:
         graph_def = _without_calls(graph_def, fetched)
     except Exception:  # noqa: BLE001 - grappler's errors are of no one class; warm-up is a courtesy
@@ -109,13 +108,8 @@ def made_up_requests(graph: InferenceGraph) -> tuple[WarmupRequest, ...]:
     return tuple(found)
 
 
-def _tensors(signature: Proto) -> Iterator[Any]:
-    yield from tensors_of(signature.inputs)
-    yield from tensors_of(signature.outputs)
-
-
 def _request(name: str, signature: Proto) -> WarmupRequest | None:
-    """The request, if the signature's inputs are plain tensors."""
+    """A request of zeros or empty texts; None if the signature's inputs are no plain tensors."""
     if takes_examples(signature):
         return examples_request(name, signature, {"examples": [{}]})
     inputs: dict[str, NDArray[Any]] = {}
@@ -134,7 +128,7 @@ def _request(name: str, signature: Proto) -> WarmupRequest | None:
 
 
 def _without_calls(graph_def: Proto, fetched: Iterable[str]) -> Proto:
-    """The graph with the functions that it calls written out."""
+    """The graph with the functions that it calls written out by grappler."""
     if not graph_def.library.function:
         return graph_def
     from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
@@ -152,12 +146,11 @@ def _without_calls(graph_def: Proto, fetched: Iterable[str]) -> Proto:
 
 
 def _keep_reads(graph_def: Proto) -> None:
-    """Make reads of variables control outputs of the functions that they are in.
-
-    Grappler writes a function out only if every stateful node is one, or leads to one; a gather that the
-    graph stage made of a read is none (inline_function_utils.cc, `Can't guarantee execution`).
-    """
+    """Make reads of variables control outputs of the functions that they are in."""
     for function in graph_def.library.function:
+        # Grappler writes a function out only if every stateful node is a control output, or leads to one; a
+        # gather that the graph stage made of a read is none (inline_function_utils.cc, `Can't guarantee
+        # execution`).
         kept = {*function.control_ret.values()}
         for node in function.node_def:
             if node.op in _READS and node.name not in kept:
@@ -183,7 +176,7 @@ def _is_certain(
 
 
 def _in_order(nodes: Mapping[str, Proto], fetches: Iterable[str], fed: set[str]) -> list[Proto]:
-    """What computes `fetches`, inputs first."""
+    """The nodes that compute `fetches`, inputs first; _Uncertain for a loop or an absent node."""
     done: dict[str, Proto] = {}
     under_way: set[str] = set()
     pending = [fetch.partition(":")[0] for fetch in fetches]
@@ -207,26 +200,22 @@ def _in_order(nodes: Mapping[str, Proto], fetches: Iterable[str], fed: set[str])
 
 
 class _Needs(Struct):
-    """What the trial has to show besides that it ends.
-
-    The numbers of the tensors in `rows` are at least 0 and below these limits; those in `single` have one
-    element at most.
-    """
+    """The numbers that a trial has to show: tensors with row numbers below limits, and single ones."""
 
     rows: dict[str, int] = {}
     single: set[str] = set()
 
     def limit(self, tensor: str, rows: int) -> None:
-        """Note a limit; the lowest of several counts."""
+        """Note a limit of a tensor; the lowest of several counts."""
         self.rows[tensor] = min(rows, self.rows.get(tensor, rows))
 
 
 class _Certainty:
-    """Whether values of variables could make nodes fail, which are given inputs first.
+    """Finds out whether values of variables could make nodes fail, which are given inputs first.
 
-    Row numbers that depend on values are bounded in these ways, which are those of lookups by keys
-    (`exporter.tables.lookup`): by a mask, by a choice between numbers that are, or because a table's own
-    index holds them, in which there are rows of the table alone.
+    Row numbers that depend on values are bounded as those of lookups by keys are (`exporter.tables.lookup`):
+    by a mask, by a choice between numbers that are, or because a table's own index holds them, in which there
+    are rows of the table alone.
     """
 
     def __init__(self, order: Iterable[Proto], fed: set[str], graph: InferenceGraph) -> None:
@@ -239,7 +228,7 @@ class _Certainty:
         self._needs = _Needs()
 
     def needs(self) -> _Needs:
-        """What is left to be shown by a trial."""
+        """The numbers that are left for a trial to show; _Uncertain if a value could make a node fail."""
         for node in self._order:
             if node.name not in self._fed and node.op != "VarHandleOp":
                 self._meet(node)
@@ -268,7 +257,7 @@ class _Certainty:
         return endpoint(reference).node in self._valued and canonical(reference) not in self._steady
 
     def _bound_rows(self, gather: Proto) -> None:
-        """Note what bounds the row numbers of a gather by the rows of its table."""
+        """Note the limits from which follows that a gather's row numbers are rows of its table."""
         handle = through_identities(self._nodes, endpoint(gather.input[0]).node)
         is_plain = gather.op == "ResourceGather" and not attr(gather, "batch_dims").i
         if not is_plain or not self._shape(handle):
@@ -288,7 +277,7 @@ class _Certainty:
         return self._variables[handle].shape if handle in self._variables else ()
 
     def _is_of_index(self, reference: str, handle: str) -> bool:
-        """True for what a table's index holds: row numbers of its own variables that have a row for each."""
+        """True for numbers that a table's index holds: rows of its own variables."""
         node, table = self._nodes[endpoint(reference).node], self._tables.get(handle)
         if node.op != "ResourceGather" or table is None:
             return False
@@ -323,7 +312,7 @@ class _Certainty:
 
 
 def _free_inputs(node: Proto, count: int) -> range:
-    """The inputs that may have any value."""
+    """The numbers of the inputs that may have any value."""
     if node.op in _CERTAIN_ANY:
         return range(count)
     if node.op in _CERTAIN_FIRST:
@@ -377,7 +366,7 @@ class _Trial(Struct, frozen=True):
         return cls(graph_def, shapes)
 
     def run(self, fetches: list[str], feeds: Mapping[str, NDArray[Any]], needs: _Needs) -> None:
-        """Run it over variables that are zero."""
+        """Run it over variables that are zero; _Uncertain if it fails or leaves the limits."""
         import tensorflow as tf
 
         if sum(math.prod(s) * (d.itemsize or 1) for d, s in self.shapes.values()) > _MAX_TRIAL_BYTES:

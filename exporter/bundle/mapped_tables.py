@@ -14,15 +14,13 @@ bundle that holds nothing else, from offset 0, so that it can be restored, too.
   it: a dataset of that file, filtered by the id, mapped to the table, its errors ignored, and behind it the
   table restored; the first element is taken. So a directory that was moved or copied is restored, and one in
   which a file is missing, too short or may not be read.
-- *Constant folding* evaluates ImmutableConst and copies the table, in functions and datasets, too, with the
-  default options of a session (tensorflow/core/common_runtime/constant_folding.cc). It leaves nodes alone
-  that have the attribute `_scoped_allocator`; an empty list means nothing to the executor.
 - *A published file never changes.* One that is unlinked is served on; one that was truncated in place would
   kill its readers (SIGBUS).
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
@@ -40,19 +38,17 @@ from exporter.graph.inference_graph import GraphVariable, InferenceGraph
 from exporter.graph.nodes import Body, bodies, called, constant, free_name, new_node, shape_proto
 from exporter.graph.overlaid_reads import SCATTERED, OverlaidReads, overlay_reads
 from exporter.graph.signatures import signature_nodes
-from exporter.graph.variable_uses import Use, read_rows_only, readings
+from exporter.graph.variable_uses import Reading, Use, read_rows_only, readings
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.storage.layout import MAPPED_ID_FILE, VARIABLES_DIRECTORY
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
-LEAST_BYTES = 1 << 20
-"""A smaller variable is read in less time than a file of its own is opened in."""
+LEAST_BYTES = 1 << 20  # a smaller variable is read in less time than a file of its own is opened in
 
 _FLAG = (DType.BOOL, ())
 _NAME = ((DType.STRING, ()),)
-_IN_NAMES = 16
-"""So much of an id is part of the names of functions."""
+_IN_NAMES = 16  # so much of an id is part of the names of functions
 _GLOB = re.compile(rb"[*?\[\\]")
 
 
@@ -65,7 +61,7 @@ class Unmapped(Struct, frozen=True):
 
 
 class MappedChoice(Struct, frozen=True):
-    """Which variables are mapped: the graph that reads them by rows, and the mapping that says so."""
+    """A graph that reads tables by rows, a mapping that marks those mapped, and large ones that are not."""
 
     graph: InferenceGraph
     mapping: VariableMapping
@@ -85,13 +81,13 @@ def choose_mapped(
     variables that lead to the rows of dynamic tables, stay in memory: any update may change much of them.
     """
     meta_graph = deepcopy(graph.meta_graph)
+    # a gather after a cast, or a read of the shape, is no reason to read a table whole
     read_rows_only(meta_graph.graph_def, signature_nodes(meta_graph))
     read = readings(meta_graph.graph_def)
     large = [source for source in mapping.sources if _smallest(source) >= LEAST_BYTES]
     against: dict[str, str] = {}
     for source in large:
-        takers = (each.taken_by for v in source.variables if Use.WHOLE in (each := read[v.node]).use)
-        against[source.key] = next(takers, "") or why_not_mapped(source)
+        against[source.key] = taken_whole(source, read) or why_not_mapped(source)
     if takes_deltas:
         left = [source for source in large if not against[source.key]]
         against |= dict.fromkeys((source.key for source in left if source.key in indexes), _INDEX)
@@ -112,8 +108,13 @@ _INDEX = "it is the index of a table by keys"
 _INT32_MAX = (1 << 31) - 1
 
 
+def taken_whole(source: TensorSource, read: Mapping[str, Reading]) -> str:
+    """The node that reads a variable of the source whole, or might change it, in words; "" if none does."""
+    return next((each.taken_by for v in source.variables if Use.WHOLE in (each := read[v.node]).use), "")
+
+
 def _without_overlay(graph_def: Proto, sources: Sequence[TensorSource]) -> dict[str, str]:
-    """Which sources have a variable whose reads cannot be changed, by key, and why."""
+    """The sources, by key, with a variable whose reads cannot be changed, and why."""
     if not sources or _why_no_overlay(graph_def, sources) == "":  # all at once: a graph may be large
         return {}
     found = ((source.key, _why_no_overlay(graph_def, [source])) for source in sources)
@@ -121,7 +122,7 @@ def _without_overlay(graph_def: Proto, sources: Sequence[TensorSource]) -> dict[
 
 
 def _why_no_overlay(graph_def: Proto, sources: Iterable[TensorSource]) -> str:
-    """Why the reads of some variable cannot be changed, in words; "" if all can be."""
+    """The reason why the reads of some variable cannot be changed; "" if all can be."""
     variables = [variable for source in sources for variable in source.variables]
     tried = {
         v.node: OverlaidReads(v.node, v.dtype, v.shape[1:], f"{v.node}/slots", f"{v.node}/overlay")
@@ -139,19 +140,15 @@ def _why_no_overlay(graph_def: Proto, sources: Iterable[TensorSource]) -> str:
 
 
 def _smallest(source: TensorSource) -> int:
-    return min((_bytes(source, variable) for variable in source.variables), default=0)
-
-
-def _bytes(source: TensorSource, variable: GraphVariable) -> int:
-    shape = source.as_stored(variable).shape
-    return int(np.prod(shape, dtype=np.int64)) * (source.dtype.itemsize or 0)
+    """Bytes of the source's smallest variable; 0 without variables."""
+    elements = (math.prod(source.as_stored(variable).shape) for variable in source.variables)
+    return min(elements, default=0) * (source.dtype.itemsize or 0)
 
 
 class MappedTables(Struct, frozen=True):
-    """Where the tables of a version lie: `directory` is the version as servers see it.
+    """The tables of a version: its `directory` as servers see it, `files` by the variables' nodes.
 
-    `files` are the names in `variables/` by the nodes of the variables. `counter` is the node of the
-    variable that gets how many tables are mapped, int64 []; empty if the graph has none.
+    `counter` is the node of the variable that gets how many tables are mapped, int64 []; "" if there is none.
     """
 
     directory: Path
@@ -161,15 +158,15 @@ class MappedTables(Struct, frozen=True):
 
     @classmethod
     def of(cls, directory: Path, files: Mapping[str, str], counter: str = "") -> MappedTables:
-        """With an id that no other version has."""
+        """The tables of a version, with an id that no other version has."""
         return cls(directory, secrets.token_hex(16), files, counter)
 
     def write_id(self, version: Path) -> None:
-        """Write the file that says that the tables beside it are those that the graph means."""
+        """Write the file beside the tables that says that they are those that the graph means."""
         (version / MAPPED_ID_FILE).write_text(self.id)
 
     def path(self, node: str) -> bytes:
-        """The file of a variable, as servers see it."""
+        """The path of a variable's file, as servers see it."""
         return os.fsencode(self.directory / VARIABLES_DIRECTORY / self.files[node])
 
 
@@ -177,7 +174,7 @@ NOTHING_MAPPED = MappedTables(Path(), "", {})
 
 
 class TriedTable(Struct, frozen=True):
-    """A variable whose file is tried, and what RestoreV2 reads if that fails."""
+    """A variable whose file is tried, and the tensor that RestoreV2 reads if that fails."""
 
     variable: GraphVariable
     dtype: DType
@@ -186,7 +183,7 @@ class TriedTable(Struct, frozen=True):
 
 
 class Tries(Struct, frozen=True):
-    """Each variable's values, by its node, and the node that counts those that are mapped, if it is asked."""
+    """The tensor of each variable's values, by its node, and the node that counts the mapped ones."""
 
     values: Mapping[str, str]
     counts: tuple[str, ...] = ()
@@ -195,10 +192,7 @@ class Tries(Struct, frozen=True):
 def add_tries(
     graph_def: Proto, scope: str, prefix: str, tried: Iterable[TriedTable], tables: MappedTables
 ) -> Tries:
-    """Add nodes that give each variable's values, mapped or restored.
-
-    `prefix` is the tensor that holds the bundle's prefix while a model loads.
-    """
+    """Add nodes that map each variable's file, or restore it from the bundle at `prefix`; their tensors."""
     tried = [*tried]
     if not tried:
         return Tries({})
@@ -249,10 +243,7 @@ def _add_count(body: Body, place: str, is_mapped: Sequence[str], counter: str) -
 
 
 def move_tries(graph_def: Proto, version: int, ids: tuple[str, str], files: Mapping[str, str]) -> None:
-    """Let a graph of `add_tries` try the files of another version of its model.
-
-    `ids` are the id of the tables before and now, `files` the names of their files now by those before.
-    """
+    """Change a graph of `add_tries`, in place, to try the files of another version; `ids`: before and now."""
     before, now = ids
     renamed = {
         function.signature.name: function.signature.name.replace(before[:_IN_NAMES], now[:_IN_NAMES])
@@ -289,10 +280,7 @@ def _dataset(
     does: Proto | None = None,
     is_first: bool = False,
 ) -> str:
-    """Add a node of a dataset, or over one, with elements of these dtypes and shapes; its name.
-
-    `does` is the function of a map or filter; `is_first` says that its input is no dataset.
-    """
+    """Add a dataset's node that `does` a function; returns its name. `is_first`: its input is no dataset."""
     node = body.put(new_node(name, op, inputs))
     for dtype, shape in kind:
         node.attr["Toutput_types" if is_first else "output_types"].list.type.append(int(dtype))
@@ -304,7 +292,7 @@ def _dataset(
 
 
 def _same_id(name: str, tables: MappedTables) -> Proto:
-    """True if the file of this name holds the id of the tables."""
+    """A function that is true if the file of the name given holds the id of the tables."""
     function = _function(name, DType.BOOL)
     body = Body.of(function)
     there = body.put(new_node("there", "ReadFile", ["given"]))
@@ -316,19 +304,22 @@ def _same_id(name: str, tables: MappedTables) -> Proto:
 
 
 def _mapping(name: str, table: TriedTable, tables: MappedTables) -> Proto:
-    """The table as its file is mapped."""
+    """A function that gives the table as its file is mapped, and true."""
     function = _function(name, table.dtype)
     body = Body.of(function)
     path = tables.path(table.variable.node)
     shape = table.variable.shape
     values = new_node("values", "ImmutableConst", dtype=table.dtype, shape=shape, memory_region_name=path)
-    values.attr["_scoped_allocator"].list.SetInParent()  # keeps constant folding from copying it
+    # Constant folding evaluates ImmutableConst and copies the table, in functions and datasets, too, with the
+    # default options of a session (tensorflow/core/common_runtime/constant_folding.cc). It leaves nodes alone
+    # that have this attribute; an empty list means nothing to the executor.
+    values.attr["_scoped_allocator"].list.SetInParent()
     function.ret["result"] = body.single(body.put(values), "tensor")
     return _flagged(function, body, is_mapped=True)
 
 
 def _restoring(name: str, table: TriedTable) -> Proto:
-    """The table as RestoreV2 reads it from the bundle of this prefix."""
+    """A function that gives the table as RestoreV2 reads it from the bundle of a prefix, and false."""
     function = _function(name, table.dtype)
     body = Body.of(function)
     names = body.put(_text("names", table.key.encode(), shape=(1,)))
@@ -340,7 +331,7 @@ def _restoring(name: str, table: TriedTable) -> Proto:
 
 
 def _flagged(function: Proto, body: Body, *, is_mapped: bool) -> Proto:
-    """With a second result: whether the table is mapped."""
+    """The function with a second result: whether the table is mapped."""
     flag = body.put(constant("flag", np.array(is_mapped), DType.BOOL))
     function.signature.output_arg.add(name="is_mapped", type=int(DType.BOOL))
     function.ret["is_mapped"] = body.single(flag, "output")
@@ -348,7 +339,7 @@ def _flagged(function: Proto, body: Body, *, is_mapped: bool) -> Proto:
 
 
 def _function(name: str, dtype: DType) -> Proto:
-    """A function of one text, without nodes."""
+    """A function that takes one text and has no nodes yet."""
     function = message_class("FunctionDef")()
     function.signature.name = name
     function.signature.is_stateful = True  # it reads files
@@ -358,7 +349,7 @@ def _function(name: str, dtype: DType) -> Proto:
 
 
 def _text(name: str, text: bytes, shape: tuple[int, ...] = ()) -> Proto:
-    """A constant of one text, of any bytes: a path need not be UTF-8."""
+    """A Const of one text, of any bytes: a path need not be UTF-8."""
     tensor = message_class("TensorProto")(dtype=int(DType.STRING), string_val=[text])
     tensor.tensor_shape.CopyFrom(shape_proto(shape))
     return new_node(name, "Const", dtype=DType.STRING, value=tensor)

@@ -26,9 +26,10 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.message import EncodeError
 from msgspec import Struct
@@ -71,8 +72,8 @@ def place_assets(
 ) -> None:
     """Copy each asset's file into `directory/assets` and name it in `meta_graph`.
 
-    Two files of one name are told apart by a number; one file that two nodes read is stored once. `names`
-    has the files that were placed there already; new ones are added.
+    Two files of one name are told apart by a number; one file that two nodes read is stored once. Files that
+    are placed are added to `names`, and those in it are not placed again.
     """
     names = {} if names is None else names
     nodes = {node.name: node for node in meta_graph.graph_def.node}
@@ -126,8 +127,8 @@ def _set_constant(node: Proto, value: str) -> None:
     tensor.CopyFrom(replacement)
 
 
+# Global variables: what makes `tf.saved_model.load` own them as Python objects.
 VARIABLES_COLLECTION = "variables"
-"""Global variables: what makes `tf.saved_model.load` own them as Python objects."""
 
 _SAVER_V2 = 2  # SaverDef.CheckpointFormatVersion.V2
 
@@ -141,13 +142,13 @@ class RestoredVariable(Struct, frozen=True):
 
     @property
     def slice_spec(self) -> str:
-        """RestoreV2's slice: empty for a whole tensor, which also joins stored slices."""
+        """RestoreV2's slice: "" for a whole tensor, which also joins stored slices."""
         part = self.variable.part
         return part.restore_spec if part and not part.is_full else ""
 
 
 def served_variables(sources: Iterable[TensorSource]) -> tuple[RestoredVariable, ...]:
-    """Every variable of every source, in the order of the sources."""
+    """Every variable of every source as it is stored, in the order of the sources."""
     return tuple(
         RestoredVariable(source.as_stored(variable), source.key, source.dtype)
         for source in sources
@@ -162,11 +163,8 @@ def add_restore(
     state: KeptState = NO_STATE,
     mapped: MappedTables = NOTHING_MAPPED,
 ) -> None:
-    """Add restore and save nodes, the `SaverDef` and the collection of variables to `meta_graph`.
-
-    A graph without variables, tables and other state gets none of them, as with the stock builder.
-    """
-    if not served and not tables and not state.importing:
+    """Add restore and save nodes, `SaverDef` and variables' collection to a graph, unless it has no state."""
+    if not served and not tables and not state.importing:  # as with the stock builder
         return
     graph_def = meta_graph.graph_def
     scope = _free_scope(graph_def)
@@ -175,11 +173,13 @@ def add_restore(
     read = [entry for entry in served if entry.variable.node not in mapped.files]
     names = _add_names(graph_def, scope, served, tables)
     if tried:
-        _add_reads(graph_def, scope, read, tables, _add_names(graph_def, f"{scope}/restored", read, tables))
-    else:
-        _add_reads(graph_def, scope, read, tables, names)
+        names = _add_names(graph_def, f"{scope}/restored", read, tables)
+    if names:
+        inputs = [f"{scope}/Const", *names]
+        _add_node(graph_def, f"{scope}/RestoreV2", "RestoreV2", inputs, dtypes=_dtypes(read, tables))
     values = {entry.variable.node: _restored(scope, index) for index, entry in enumerate(read)}
-    tries = add_tries(graph_def, scope, f"{scope}/Const", map(_tried, tried), mapped)
+    tables_tried = (TriedTable(each.variable, each.dtype, each.key, each.slice_spec) for each in tried)
+    tries = add_tries(graph_def, scope, f"{scope}/Const", tables_tried, mapped)
     values |= tries.values
     _add_save(graph_def, scope, served, tables)
     contents = [_restored(scope, len(read) + index) for index in range(2 * len(tables))]
@@ -202,21 +202,8 @@ def add_restore(
     collection.extend(_variable_def(scope, index, entry) for index, entry in enumerate(served))
 
 
-def _tried(entry: RestoredVariable) -> TriedTable:
-    return TriedTable(entry.variable, entry.dtype, entry.key, entry.slice_spec)
-
-
-def add_node(graph_def: Proto, name: str, op: str, inputs: Sequence[str] = (), **attrs: Proto) -> None:
-    """Append a node; `attrs` are AttrValue messages."""
-    node = graph_def.node.add(name=name, op=op, input=inputs)
-    for key, value in attrs.items():
-        node.attr[key].CopyFrom(value)
-
-
-@cache
-def type_attr(dtype: DType) -> Proto:
-    """An attribute that holds a dtype."""
-    return message_class("AttrValue")(type=int(dtype))
+def _add_node(graph_def: Proto, name: str, op: str, inputs: Sequence[str] = (), **attrs: Any) -> None:
+    graph_def.node.append(new_node(name, op, inputs, **attrs))
 
 
 def _free_scope(graph_def: Proto) -> str:
@@ -228,19 +215,15 @@ def _free_scope(graph_def: Proto) -> str:
 def _add_file_name(graph_def: Proto, scope: str) -> None:
     default = message_class("TensorProto")(dtype=int(DType.STRING), string_val=[b"model"])
     default.tensor_shape.SetInParent()
-    scalar = message_class("AttrValue")()
-    scalar.shape.SetInParent()
-    value = message_class("AttrValue")(tensor=default)
-    string = type_attr(DType.STRING)
-    add_node(graph_def, f"{scope}/filename/input", "Const", dtype=string, value=value)
+    _add_node(graph_def, f"{scope}/filename/input", "Const", dtype=DType.STRING, value=default)
     inputs = [f"{scope}/filename/input"]
-    add_node(graph_def, f"{scope}/Const", "PlaceholderWithDefault", inputs, dtype=string, shape=scalar)
+    _add_node(graph_def, f"{scope}/Const", "PlaceholderWithDefault", inputs, dtype=DType.STRING, shape=())
 
 
 def _add_names(
     graph_def: Proto, scope: str, served: Sequence[RestoredVariable], tables: Sequence[GraphTable]
 ) -> list[str]:
-    """Add what RestoreV2 and SaveV2 take: the names in the bundle, and slices."""
+    """Add the inputs of RestoreV2 and SaveV2, names in the bundle and slices; returns the nodes' names."""
     contents = [name for table in tables for name in (table.keys, table.values)]
     if not served and not contents:
         return []
@@ -249,40 +232,32 @@ def _add_names(
         f"{scope}/shape_and_slices": [*(entry.slice_spec for entry in served), *("" for _ in contents)],
     }
     for name, values in texts.items():
-        add_node(graph_def, name, "Const", dtype=type_attr(DType.STRING), value=_string_vector(values))
+        tensor = message_class("TensorProto")(dtype=int(DType.STRING))
+        tensor.string_val.extend(value.encode() for value in values)
+        tensor.tensor_shape.dim.add(size=len(values))
+        _add_node(graph_def, name, "Const", dtype=DType.STRING, value=tensor)
     return [*texts]
-
-
-def _add_reads(
-    graph_def: Proto,
-    scope: str,
-    served: Sequence[RestoredVariable],
-    tables: Sequence[GraphTable],
-    names: Sequence[str],
-) -> None:
-    if names:
-        inputs = [f"{scope}/Const", *names]
-        add_node(graph_def, f"{scope}/RestoreV2", "RestoreV2", inputs, dtypes=_dtypes(served, tables))
 
 
 def _add_save(
     graph_def: Proto, scope: str, served: Sequence[RestoredVariable], tables: Sequence[GraphTable]
 ) -> None:
     for index, entry in enumerate(served):
-        name = _read_name(scope, index)
-        add_node(graph_def, name, "ReadVariableOp", [entry.variable.node], dtype=type_attr(entry.dtype))
+        _add_node(
+            graph_def, _read_name(scope, index), "ReadVariableOp", [entry.variable.node], dtype=entry.dtype
+        )
     inputs = [f"{scope}/Const", f"{scope}/tensor_names", f"{scope}/shape_and_slices"]
     inputs.extend(_read_name(scope, index) for index in range(len(served)))
     for index, table in enumerate(tables):
         name = f"{scope}/LookupTableExportV2_{index}"
-        types = {"Tkeys": type_attr(table.key_dtype), "Tvalues": type_attr(table.value_dtype)}
-        add_node(graph_def, name, "LookupTableExportV2", [table.node], **types)
+        types = {"Tkeys": table.key_dtype, "Tvalues": table.value_dtype}
+        _add_node(graph_def, name, "LookupTableExportV2", [table.node], **types)
         inputs += [name, f"{name}:1"]
     after = [f"{scope}/Const"]
     if served or tables:
-        add_node(graph_def, f"{scope}/SaveV2", "SaveV2", inputs, dtypes=_dtypes(served, tables))
+        _add_node(graph_def, f"{scope}/SaveV2", "SaveV2", inputs, dtypes=_dtypes(served, tables))
         after.append(f"^{scope}/SaveV2")
-    add_node(graph_def, f"{scope}/control_dependency", "Identity", after, T=type_attr(DType.STRING))
+    _add_node(graph_def, f"{scope}/control_dependency", "Identity", after, T=DType.STRING)
 
 
 def _add_assignments(
@@ -297,22 +272,20 @@ def _add_assignments(
     """Assign `values`, by the variables' nodes, and import `contents`: keys and values of each table."""
     for index, entry in enumerate(served):
         inputs = [entry.variable.node, values[entry.variable.node]]
-        dtype = type_attr(entry.dtype)
-        name = _assign_name(scope, index)
-        add_node(graph_def, name, "AssignVariableOp", inputs, dtype=dtype)
+        _add_node(graph_def, _assign_name(scope, index), "AssignVariableOp", inputs, dtype=entry.dtype)
     everything = [f"^{_assign_name(scope, index)}" for index in range(len(served))]
     for index, table in enumerate(tables):
         name = f"{scope}/LookupTableImportV2_{index}"
         inputs = [table.node, *contents[2 * index : 2 * index + 2]]
-        types = {"Tin": type_attr(table.key_dtype), "Tout": type_attr(table.value_dtype)}
-        add_node(graph_def, name, "LookupTableImportV2", inputs, **types)
+        types = {"Tin": table.key_dtype, "Tout": table.value_dtype}
+        _add_node(graph_def, name, "LookupTableImportV2", inputs, **types)
         everything.append(f"^{name}")
     everything += [f"^{name}" for name in importing]
-    add_node(graph_def, f"{scope}/restore_all", "NoOp", everything)
+    _add_node(graph_def, f"{scope}/restore_all", "NoOp", everything)
 
 
 def _restored(scope: str, output: int) -> str:
-    return f"{scope}/RestoreV2:{output}" if output else f"{scope}/RestoreV2"
+    return f"{scope}/RestoreV2:{output}" if output else f"{scope}/RestoreV2"  # as TensorFlow names output 0
 
 
 def _read_name(scope: str, index: int) -> str:
@@ -323,19 +296,9 @@ def _assign_name(scope: str, index: int) -> str:
     return f"{scope}/AssignVariableOp_{index}"
 
 
-def _dtypes(served: Sequence[RestoredVariable], tables: Sequence[GraphTable]) -> Proto:
-    attr = message_class("AttrValue")()
-    attr.list.type.extend(int(entry.dtype) for entry in served)
-    for table in tables:
-        attr.list.type.extend((int(table.key_dtype), int(table.value_dtype)))
-    return attr
-
-
-def _string_vector(values: Iterable[str]) -> Proto:
-    tensor = message_class("TensorProto")(dtype=int(DType.STRING))
-    tensor.string_val.extend(value.encode() for value in values)
-    tensor.tensor_shape.dim.add(size=len(tensor.string_val))
-    return message_class("AttrValue")(tensor=tensor)
+def _dtypes(served: Sequence[RestoredVariable], tables: Sequence[GraphTable]) -> tuple[DType, ...]:
+    contents = (dtype for table in tables for dtype in (table.key_dtype, table.value_dtype))
+    return (*(entry.dtype for entry in served), *contents)
 
 
 def _variable_def(scope: str, index: int, entry: RestoredVariable) -> bytes:
@@ -422,7 +385,7 @@ def _add_training(
 
 
 def _make_readable(info: Proto) -> None:
-    """Let Python's loaders parse the trainer's version; the whole of a fork's is kept as the Git version."""
+    """Give `info` a version that Python's loaders parse; the whole of a fork's is kept as the Git version."""
     known = readable_version(info.tensorflow_version)
     if known != info.tensorflow_version:
         info.tensorflow_git_version = info.tensorflow_git_version or info.tensorflow_version
@@ -431,7 +394,9 @@ def _make_readable(info: Proto) -> None:
 
 def _describe(info: Proto, tags: str) -> None:
     info.tags[:] = tags.split(",")
-    info.tensorflow_version = info.tensorflow_version or _tensorflow_version()
+    for distribution in ("tensorflow", "tensorflow-cpu"):
+        with suppress(PackageNotFoundError):
+            info.tensorflow_version = info.tensorflow_version or version(distribution)
 
 
 def _serialise(saved_model: Proto) -> bytes:
@@ -452,20 +417,11 @@ def _serialise(saved_model: Proto) -> bytes:
     )
 
 
-def _tensorflow_version() -> str:
-    for distribution in ("tensorflow", "tensorflow-cpu"):
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return ""
-
-
 _INIT_COLLECTION = "serving_init_op"  # tensorflow/contrib/session_bundle/constants.py
 
 
 def write_pair(graph: InferenceGraph, mapping: VariableMapping, directory: Path) -> None:
-    """Write the pair into `directory` beside `variables/`, whose shards it shares by links.
+    """Write Cloud ML's pair into `directory` beside `variables/`, whose shards it shares by links.
 
     Raises:
         NotServable: the graph has no default signature, or one of sparse tensors, or reads files.

@@ -7,11 +7,11 @@ from copy import deepcopy
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.bundle.mapped_tables import SEVERAL_HANDLES
+from exporter.bundle.mapped_tables import SEVERAL_HANDLES, taken_whole
 from exporter.bundle.variables import why_not_by_rows
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.signatures import signature_nodes
-from exporter.graph.variable_uses import Use, read_rows_only, readings
+from exporter.graph.variable_uses import read_rows_only, readings
 from exporter.mapping.build import TensorSource, VariableMapping
 from exporter.wire.int8_codes import SCALE_BYTES
 
@@ -26,10 +26,7 @@ class ChosenFor8Bits(Struct, frozen=True):
 
 
 def choose_for_8_bits(graph: InferenceGraph, mapping: VariableMapping) -> ChosenFor8Bits:
-    """Leave out of `--cast int8` what is read whole, or is no table; a note of the mapping names it.
-
-    Nothing changes without such casts.
-    """
+    """Drop casts to int8 of variables that are read whole, or no tables; a note names them."""
     if not any(source.is_in_8_bits for source in mapping.sources):
         return ChosenFor8Bits(graph, mapping)
     meta_graph = deepcopy(graph.meta_graph)
@@ -39,8 +36,7 @@ def choose_for_8_bits(graph: InferenceGraph, mapping: VariableMapping) -> Chosen
     left = []
     for source in mapping.sources:
         if source.is_in_8_bits:
-            takers = (each.taken_by for v in source.variables if Use.WHOLE in (each := read[v.node]).use)
-            why = next(takers, "") or _why_no_table(source) or why_not_by_rows(source)
+            why = taken_whole(source, read) or _why_no_table(source) or why_not_by_rows(source)
             if not why and any(read[variable.node].handles > 1 for variable in source.variables):
                 why = SEVERAL_HANDLES
             if why:

@@ -1,10 +1,11 @@
 """Write `variables/`: a new index under the served names, over shards that are hard links where possible.
 
-Each shard that holds a served tensor becomes one shard of the bundle: linked, copied or compacted. Their
-checksums come from the source's index. Tensors whose bytes change (casts, and rows that move between layouts
-of partitions) are written by the tasks of a `ShardJob`; so is everything in an object store. A large table is
-divided into ranges of rows, which become slices that RestoreV2 joins. A table that servers are to map has a
-shard of its own for each of its variables: what one file cannot be is a range of another.
+Each shard that holds a served tensor becomes one shard of the bundle: linked, copied or compacted; where less
+than an eighth of it is kept, compacted. Checksums come from the source's index. Tensors whose bytes change
+(casts, and rows that move between layouts of partitions) are written by the tasks of a `ShardJob`; so is
+everything in an object store. A large table is divided into ranges of rows, which become slices that
+RestoreV2 joins. A table that servers are to map has a shard of its own for each of its variables: what one
+file cannot be is a range of another.
 """
 
 from __future__ import annotations
@@ -43,6 +44,14 @@ _COPIES = 4  # at a time: they wait for disks more than for processors
 _WHY = "cast, or rows in another layout"
 _OWN_FILE = "tables to be mapped have files of their own"
 _IN_STORE = "the model is in an object store"
+_LEAST_SHARE = 8
+"""A shard is linked if an eighth of it is kept, or more.
+
+A link holds the rest on disk after the trainer has pruned it, and every copy of the version carries it. Adam
+and an average leave a quarter to what is served, AMSGrad beside them a fifth: such shards are linked. Below
+an eighth a copy writes less than an eighth of what the trainer wrote a moment ago to save the shard.
+"""
+LITTLE_KEPT = f"less than 1/{_LEAST_SHARE} is kept"
 
 
 class ShardOrigin(Enum):
@@ -54,18 +63,27 @@ class ShardOrigin(Enum):
     REWRITTEN = "rewritten"
 
 
-class ShardReport(Struct, frozen=True):
-    """One shard of the bundle: what it was made from (None: several), how, why not by a link, its bytes."""
+class ShardPlan(Struct, frozen=True):
+    """How a shard of the bundle is made: its source, the way, why not a link, its bytes and the source's.
 
-    path: Path
+    A shard that is made of several, by tasks, has no source.
+    """
+
     source: Path | None
     how: ShardOrigin
     why: str
     bytes_: int
+    source_bytes: int = 0
+
+
+class ShardReport(ShardPlan, frozen=True, kw_only=True):
+    """A shard of the bundle."""
+
+    path: Path
 
 
 class Rounding(Struct, frozen=True):
-    """By how much the values of a table that was stored in 8 bits differ from the checkpoint's."""
+    """The differences between the values of a table that was stored in 8 bits and the checkpoint's."""
 
     largest: float
     """The largest difference of a value."""
@@ -74,7 +92,7 @@ class Rounding(Struct, frozen=True):
 
 
 class VariablesReport(Struct, frozen=True):
-    """What `variables/` holds now, and how each shard got there. `catalog` is the bundle's own."""
+    """The contents of a written `variables/`, and how each shard got there. `catalog` is the bundle's own."""
 
     catalog: Catalog
     shards: tuple[ShardReport, ...]
@@ -106,7 +124,7 @@ class VariablesReport(Struct, frozen=True):
 
 
 def as_rewritten(report: VariablesReport, source: Path, why: str) -> VariablesReport:
-    """The report for bytes that were first written into a bundle of our own before they were moved here."""
+    """The report with all shards as rewritten from `source`, by way of a bundle of our own."""
     shards = (replace(shard, source=source, how=ShardOrigin.REWRITTEN, why=why) for shard in report.shards)
     return replace(report, shards=tuple(shards))
 
@@ -143,7 +161,7 @@ def write_variables(
 
 
 def size_of_work(mapping: VariableMapping, model: Path, task_bytes: int) -> tuple[int, int]:
-    """How many tasks an export of the mapping to a model has, and how many bytes they read.
+    """The number of tasks in which the mapping is exported to a model, and the bytes that they read.
 
     Raises:
         MappingError: values would have to move out of, or into, parts that are not ranges of whole rows.
@@ -162,7 +180,7 @@ def _job(catalog: Catalog, moved: Iterable[TensorSource], task_bytes: int) -> Sh
 
 
 def _require_few(shards: int, task_bytes: int) -> None:
-    """Refuse before the work what no reader would take after it."""
+    """Refuse, by a UsageError before the work, more shards than a bundle may have."""
     if shards > MAX_SHARDS:
         raise UsageError(
             f"the values would lie in {shards:,} shards, and a bundle has at most {MAX_SHARDS:,}",
@@ -177,7 +195,7 @@ def _divided(mapping: VariableMapping, target: Path) -> tuple[list[TensorSource]
     moved: list[TensorSource] = []
     for source in mapping.sources:
         is_joined = source.is_mapped and not _is_stored_as_served(source)
-        (moved if is_in_store or is_joined or is_needed(source) else verbatim).append(source)
+        (moved if is_in_store or is_joined or needs_rewrite(source) else verbatim).append(source)
     return verbatim, moved
 
 
@@ -185,19 +203,18 @@ _FAMILY = "TensorFlow V2, name-based"
 
 
 class _Origin(NamedTuple):
-    """What a shard of the bundle is made of: a source shard, or of a mapped table one run of its bytes."""
+    """The source of a bundle's shard: a source shard, or of a mapped table one run of its bytes."""
 
     shard: int
     run: Extent | None = None
 
     @classmethod
     def of(cls, source: TensorSource, extent: Extent) -> _Origin:
-        """The origin of a run of a source's bytes."""
         return cls(extent.shard, extent if source.is_mapped else None)
 
 
 class _Placed(Struct, frozen=True):
-    """A source shard in the bundle: its report, and where its bytes went."""
+    """A source shard in the bundle: its report, and the function from an extent to its new place."""
 
     report: ShardReport
     moved: Callable[[Extent], Extent]
@@ -223,8 +240,7 @@ class _Writer:
         self._made = made
         self._progress = progress
         self._kept = _extents_by_origin(self._verbatim)
-        mapped = (source for source in mapping.sources if source.is_mapped)
-        self._split = {extent.shard for source in mapped for extent in source.tensor.extents}
+        self._plans = list(_plans(mapping, self._kept, data))
         self._moves = _job(mapping.catalog, moved, runner.task_bytes)
         self._num_shards = len(self._kept) + self._moves.tasks
         _require_few(self._num_shards, runner.task_bytes)
@@ -255,33 +271,26 @@ class _Writer:
         return VariablesReport(catalog, tuple(reports), work, self._moves.job, self._rounded)
 
     def _place(self, origin: _Origin, new: int) -> _Placed:
-        old, run = origin
-        source, size = self._catalog.shards[old], self._catalog.shard_sizes[old]
+        plan = self._plans[new]
+        source, size, how, why = self._catalog.shards[origin.shard], plan.source_bytes, plan.how, plan.why
         target = shard_path(self._prefix, new, self._num_shards)
-        why = f"--data {self._data.value}"
-        is_part = old in self._split and (run is None or run.size != size)
-        if is_part:  # a link would hold the tables' bytes a second time
-            why = _OWN_FILE
-        elif self._data in (DataMode.AUTO, DataMode.LINK):
+        if how is ShardOrigin.LINKED:
             why = link_shard(source, target, size=size, new_file=self._new_file)
-            if not why:
-                self._progress.advance(size)
-                return _Placed(ShardReport(target, source, ShardOrigin.LINKED, "", size), _renumber(new))
-            if self._data is DataMode.LINK:
+            if why and self._data is DataMode.LINK:
                 raise LinkRefused(f"{source} cannot be linked to {target.parent}", cause=why)
-        if self._data is DataMode.COPY and not is_part:
-            self._copy(source, target, [ByteRange(0, 0, size)], size)
-            return _Placed(ShardReport(target, source, ShardOrigin.COPIED, why, size), _renumber(new))
-        ranges = link.coalesce((extent.offset, extent.size) for extent in self._kept[origin])
-        self._copy(source, target, ranges, size)
-        kept = sum(piece.size for piece in ranges)
-        return _Placed(ShardReport(target, source, ShardOrigin.COMPACTED, why, kept), _relocate(new, ranges))
-
-    def _copy(self, source: Path, target: Path, ranges: Sequence[ByteRange], size: int) -> None:
-        link.copy_ranges(source, target, ranges, size=size, pool=self._pool, progress=self._progress)
+            how = ShardOrigin.COMPACTED if why else how
+        ranges = [ByteRange(0, 0, size)]
+        if how is ShardOrigin.COMPACTED:
+            ranges = link.coalesce((extent.offset, extent.size) for extent in self._kept[origin])
+        if how is ShardOrigin.LINKED:
+            self._progress.advance(size)
+        else:
+            link.copy_ranges(source, target, ranges, size=size, pool=self._pool, progress=self._progress)
+        bytes_ = sum(piece.size for piece in ranges)
+        return _Placed(ShardReport(source, how, why, bytes_, size, path=target), _relocate(new, ranges))
 
     def _move(self, stack: ExitStack) -> tuple[list[TensorRef], list[ShardReport]]:
-        """Run the tasks that write the last shards; an error on the stack ends their job."""
+        """Run the tasks that write the last shards: their tensors and reports. An error ends the job."""
         before, runner, made = len(self._kept), self._runner, self._made
         shards = self._moves.run(
             stack, runner, self._prefix, before=before, made=made, progress=self._progress
@@ -292,10 +301,41 @@ class _Writer:
             is_verbatim = all(place.section.is_verbatim for place in places)
             is_copied = is_verbatim and mirror.is_remote(target)
             how, why = (ShardOrigin.COMPACTED, _IN_STORE) if is_copied else (ShardOrigin.REWRITTEN, _WHY)
-            reports.append(ShardReport(target, None, how, why, receipt.written))
+            reports.append(ShardReport(None, how, why, receipt.written, path=target))
         self._rounded = _rounded(shards.placed)
         boxes = (box for placed in shards.placed for box in boxes_written(placed))
         return list(tensors_of(boxes)), reports
+
+
+def plan_shards(mapping: VariableMapping, target: Path, data: DataMode) -> list[ShardPlan]:
+    """The source shards that an export to `target` links or copies, in the order of the bundle's shards.
+
+    A link that the file system turns out not to allow becomes a compacted copy; with `data` LINK, an error.
+    """
+    verbatim, _ = _divided(mapping, target)
+    return list(_plans(mapping, _extents_by_origin(verbatim), data))
+
+
+def _plans(
+    mapping: VariableMapping, kept_extents: Mapping[_Origin, Sequence[Extent]], data: DataMode
+) -> Iterator[ShardPlan]:
+    mapped = (source for source in mapping.sources if source.is_mapped)
+    split = {extent.shard for source in mapped for extent in source.tensor.extents}
+    catalog = mapping.catalog
+    for (shard, run), extents in kept_extents.items():
+        size = catalog.shard_sizes[shard]
+        kept = sum({extent.offset: extent.size for extent in extents if extent.size}.values())
+        if shard in split and (run is None or run.size != size):
+            how, why = ShardOrigin.COMPACTED, _OWN_FILE  # a link would hold the tables' bytes a second time
+        elif data in (DataMode.COPY, DataMode.COMPACT):
+            how = ShardOrigin.COPIED if data is DataMode.COPY else ShardOrigin.COMPACTED
+            why = f"--data {data.value}"
+        elif data is DataMode.AUTO and kept * _LEAST_SHARE < size:
+            how, why = ShardOrigin.COMPACTED, LITTLE_KEPT
+        else:
+            how, why = ShardOrigin.LINKED, ""
+        bytes_ = kept if how is ShardOrigin.COMPACTED else size
+        yield ShardPlan(catalog.shards[shard], how, why, bytes_, size)
 
 
 def _extents_by_origin(sources: Iterable[TensorSource]) -> dict[_Origin, list[Extent]]:
@@ -315,11 +355,10 @@ def _moved(source: TensorSource, placed: dict[_Origin, _Placed]) -> TensorRef:
     return TensorRef(source.key, tensor.dtype, tensor.shape, move(tensor.extent), slices)
 
 
-def _renumber(shard: int) -> Callable[[Extent], Extent]:
-    return lambda extent: Extent(shard, extent.offset, extent.size, extent.crc32c)
-
-
 def _relocate(shard: int, ranges: Sequence[ByteRange]) -> Callable[[Extent], Extent]:
+    if len(ranges) == 1:  # as in every shard that is linked: 10,000 searches for it would take 10 ms
+        shift = ranges[0].target - ranges[0].source
+        return lambda extent: Extent(shard, extent.offset + shift, extent.size, extent.crc32c)
     starts = [piece.source for piece in ranges]
 
     def move(extent: Extent) -> Extent:
@@ -330,10 +369,7 @@ def _relocate(shard: int, ranges: Sequence[ByteRange]) -> Callable[[Extent], Ext
     return move
 
 
-# --- tensors whose bytes change ----------------------------------------------------------------------------
-
-
-def is_needed(source: TensorSource) -> bool:
+def needs_rewrite(source: TensorSource) -> bool:
     """True if the source's bytes cannot be served as they are stored."""
     if source.is_verbatim:
         return source.tensor.dtype not in JOINABLE and not _is_stored_as_served(source)
@@ -341,7 +377,7 @@ def is_needed(source: TensorSource) -> bool:
 
 
 class Move(WriteShard, frozen=True, kw_only=True):
-    """Write a shard of rows that move, are cast or are copied."""
+    """Writes a shard of rows that move, are cast or are copied."""
 
     operation: ClassVar[str] = "move"
 
@@ -349,14 +385,14 @@ class Move(WriteShard, frozen=True, kw_only=True):
 
 
 class Moved(Struct, frozen=True):
-    """What a section writes: the boxes of a source that its runs are."""
+    """The boxes of a source that the runs of a section are."""
 
     source: TensorSource
     boxes: tuple[SliceSpec, ...]
 
 
 def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: int) -> Iterator[Place[Moved]]:
-    """What is to be written of a source: in one piece, or a large table in several.
+    """Yield the places that are written of a source: one, or of a large table several.
 
     Moved rows are written in the boxes that the graph restores; a cast alone keeps those that are stored.
     Each box of a mapped table is one place, however large: a variable is mapped from one file.
@@ -375,7 +411,9 @@ def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: i
     count = tensor.shape[0] if tensor.shape else 1
     step = max(1, count)
     most = piece_bytes(tensor.bytes_, task_bytes)
+    # pieces become slices, which RestoreV2 joins of these types alone
     if source.dtype in JOINABLE and tensor.shape and most is not None:
+        # each piece begins a turn, on both sides: see `_Boxes.shares`
         turn = math.lcm(source.gather_parts or 1, source.scatter_parts or 1)
         row_bytes = max(1, tensor.bytes_ // max(1, count))
         step = max(1, most // row_bytes // turn) * turn
@@ -389,7 +427,7 @@ def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: i
 
 
 def boxes_written(written: Placed[Moved]) -> Iterator[tuple[str, DType, SliceRef]]:
-    """What was written, by key, dtype and box; boxes without rows only of tensors without any."""
+    """Yield key, dtype and box of each run written; boxes without rows only of tensors without any."""
     moved, section = written.place.what, written.place.section
     assert isinstance(section, MovedRows)
     for box, count, extent in zip(moved.boxes, section.counts, written.extents, strict=True):
@@ -398,7 +436,7 @@ def boxes_written(written: Placed[Moved]) -> Iterator[tuple[str, DType, SliceRef
 
 
 def _rounded(written: Iterable[Placed[Moved]]) -> dict[str, Rounding]:
-    """How much each table in 8 bits differs, by what its tasks counted."""
+    """The rounding of each table in 8 bits, by key, from the counts of its tasks."""
     errors: dict[str, RowErrors] = defaultdict(RowErrors)
     for each in written:
         if isinstance(each.place.section, QuantisedRows):
@@ -407,7 +445,7 @@ def _rounded(written: Iterable[Placed[Moved]]) -> dict[str, Rounding]:
 
 
 def _as_stored(source: TensorSource, box: SliceSpec, whole: Range, run: Stored) -> Place[Moved]:
-    """A stored run as it is, or cast."""
+    """The place of a stored run as it is, or cast."""
     what = Moved(source, (box,))
     if source.tensor.dtype.itemsize is None:
         return Place(MovedRows.copied(source.key, whole), what, run)
@@ -419,10 +457,7 @@ def _as_stored(source: TensorSource, box: SliceSpec, whole: Range, run: Stored) 
 def _rows(
     source: TensorSource, reads: _Boxes, ranges: Sequence[Range], writes: _Boxes, start: int, stop: int
 ) -> Place[Moved]:
-    """Rows `start` to `stop`, in their natural order, of a tensor that lies in ranges of whole rows.
-
-    `ranges` are those of the boxes that are read.
-    """
+    """The place of rows `start` to `stop` of a tensor; `ranges` are those of the boxes that are read."""
     tensor = source.tensor
     width = math.prod(tensor.shape[1:])
     row_bytes = width * (tensor.dtype.itemsize or 0)
@@ -456,7 +491,7 @@ class _Boxes:
         self._stops = [_rows_of(box).stop for box in self.boxes]
 
     def shares(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The number of each box that has some of the natural rows `start` to `stop`, and which of its rows.
+        """Yield the number of each box with some of the rows `start` to `stop`, its first and its last.
 
         Boxes that take turns all have some, and `start` begins a turn; so does a table without rows.
         """
@@ -475,14 +510,14 @@ class _Boxes:
 
 
 def _rows_of(box: SliceSpec) -> range:
-    """Which rows a box is; a scalar is one row."""
+    """The range of rows of a box; a scalar is one row."""
     if not box.full_shape:
         return range(1)
     return range(box.starts[0], box.starts[0] + box.lengths[0])
 
 
 def _cut(box: SliceSpec, first: int, last: int) -> SliceSpec:
-    """Rows `first` to `last` of a box."""
+    """The box of rows `first` to `last` of a box."""
     if not box.full_shape:
         return box
     starts = (box.starts[0] + first, *box.starts[1:])
@@ -525,14 +560,14 @@ def _boxes_served(source: TensorSource) -> list[SliceSpec]:
 
 
 def why_not_by_rows(source: TensorSource) -> str:
-    """Why the values of a source are not rows that can be written one by one, in words; "" if they are."""
+    """The reason why a source's values are no rows that can be written one by one; "" if they are."""
     if source.tensor.dtype.itemsize is None or not source.tensor.shape:
         return "it is not an array of rows"
     return "" if _has_whole_rows(source) else "its parts are not ranges of whole rows"
 
 
 def why_not_mapped(source: TensorSource) -> str:
-    """Why the variables of a source cannot each have a file of their own, in words; "" if they can."""
+    """The reason why the variables of a source cannot each have a file of their own; "" if they can."""
     if why := why_not_by_rows(source):
         return why
     if source.scatter_parts or (source.gather_parts and len(_boxes_served(source)) > 1):
@@ -540,17 +575,8 @@ def why_not_mapped(source: TensorSource) -> str:
     return ""
 
 
-def over_bundle(mapping: VariableMapping, bundle: Catalog) -> VariableMapping:
-    """The mapping with the values of a bundle that holds its variables as they are served already."""
-    sources = (
-        replace(source, tensor=bundle.tensors[source.key], cast=None, gather_parts=0, scatter_parts=0)
-        for source in mapping.sources
-    )
-    return replace(mapping, catalog=bundle, sources=tuple(sources))
-
-
 def mapped_files(mapping: VariableMapping, written: Catalog) -> dict[str, str]:
-    """The file that is each mapped variable (by node), as it lies in `variables/`."""
+    """The file name in `variables/` of each mapped variable, by node."""
     found = {}
     for source in mapping.sources:
         if not source.is_mapped:

@@ -24,11 +24,11 @@ from exporter.wire import rest_json, tensor_proto
 from exporter.wire.protos import Proto, message_class
 from exporter.wire.tfrecord import encode_records
 
-MAX_RECORDS = 1000
-"""More than this and TF Serving refuses the version."""
+MAX_RECORDS = 1000  # more than this and TF Serving refuses the version
 
 DEFAULT_SIGNATURE = "serving_default"
 
+_MAX_FILE_BYTES = 1 << 30
 _EXAMPLE_METHODS = {"tensorflow/serving/classify", "tensorflow/serving/regress"}
 
 
@@ -42,7 +42,7 @@ class WarmupRequest(Struct, frozen=True):
 
 
 def read_requests(path: Path, meta_graph: Proto) -> tuple[WarmupRequest, ...]:
-    """The requests in a file, one a line, for the signatures of `meta_graph`. Blank lines are skipped.
+    """The requests in a file, one a line, for the signatures of `meta_graph`; blank lines are skipped.
 
     Raises:
         UsageError: the file cannot be read, holds no requests or too many; or a line is not a request that
@@ -69,7 +69,7 @@ def read_requests(path: Path, meta_graph: Proto) -> tuple[WarmupRequest, ...]:
 
 
 def parse_request(text: str, signatures: Mapping[str, Proto], line: int = 1) -> WarmupRequest:
-    """One request as TF Serving's REST takes it.
+    """One request as TF Serving's REST takes it, checked against its signature.
 
     Raises:
         ValueError: it is not JSON, not a request, or not one that its signature takes.
@@ -109,7 +109,7 @@ def tensors_request(name: str, inputs: Mapping[str, NDArray[Any]], line: int = 1
 def examples_request(
     name: str, signature: Proto, document: Mapping[str, Any], line: int = 1
 ) -> WarmupRequest:
-    """A Classify or Regress request of the examples in a document."""
+    """A Classify or Regress request of the examples in a document; ValueError if it has none."""
     method = signature.method_name.rpartition("/")[2]
     if "examples" not in document:
         raise ValueError(f"signature {name!r} is for {method}: expected the key 'examples'")
@@ -123,7 +123,7 @@ def examples_request(
 
 
 def write_warmup(requests: Iterable[WarmupRequest], directory: Path) -> Path:
-    """Write the requests' records under the SavedModel `directory`; the file.
+    """Write the requests' records under the SavedModel `directory`; returns the file's path.
 
     Raises:
         PublishError: it cannot be written.
@@ -145,6 +145,3 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             f"cannot read warm-up requests from {path}", cause=str(exc), hint="name a text file with --warmup"
         ) from exc
     return ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
-
-
-_MAX_FILE_BYTES = 1 << 30

@@ -1,7 +1,7 @@
-"""Which keys of an embedding variable are served: those seen often enough, and not too long ago.
+"""Admission of keys: an embedding variable serves those seen often enough, and not too long ago.
 
-What the trainer recorded decides: `-freqs` how often a key was seen, `-versions` the step of its last update.
-A table of which nothing was recorded is not filtered.
+The trainer's records decide: `-freqs` how often a key was seen, `-versions` the step of its last update. A
+table without such records is not filtered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Admission(Struct, frozen=True):
-    """Serve keys that were seen `min_freq` times, and updated within `max_age_steps`; None: of any age."""
+    """Keys that are served: seen `min_freq` times, updated within `max_age_steps`; None: of any age."""
 
     min_freq: int = 0
     max_age_steps: int | None = None
@@ -30,17 +30,17 @@ class Admission(Struct, frozen=True):
         return self.min_freq <= 0 and self.max_age_steps is None
 
     def enough(self, freqs: Array | None) -> Array | bool:
-        """Which keys were seen often enough; True if it was not recorded."""
+        """A mask of the keys seen `min_freq` times; True, for all, without recorded counts."""
         return True if freqs is None else np.asarray(freqs >= self.min_freq)
 
     def recent(self, versions: Array | None, step: int | None) -> Array | bool:
-        """Which keys were updated recently enough, seen from a step; True if it was not recorded."""
+        """A mask of the keys updated within `max_age_steps` before `step`; True, for all, if unknown."""
         if versions is None or step is None or self.max_age_steps is None:
             return True
         return np.asarray(versions >= step - self.max_age_steps)
 
     def require_recorded(self, catalog: Catalog, variables: tuple[EmbeddingVariable, ...]) -> None:
-        """Refuse a filter that no table of a checkpoint has numbers for."""
+        """Refuse, by a UsageError, a filter whose numbers no table of the checkpoint has."""
         if self.max_age_steps is not None and catalog.step is None:
             raise UsageError(
                 f"--max-age-steps counts back from the training step, and {catalog.prefix.name} tells none",
@@ -49,7 +49,7 @@ class Admission(Struct, frozen=True):
         asked = {"--min-freq": ("freqs", self.min_freq > 0)}
         asked["--max-age-steps"] = ("versions", self.max_age_steps is not None)
         for option, (what, is_asked) in asked.items():
-            if is_asked and not any(_has(variable, what) for variable in variables):
+            if is_asked and all(v.rows and count_blocks(catalog, v, what) is None for v in variables):
                 raise UsageError(
                     f"{option} filters keys, and no table of {catalog.prefix.name} has their {what}",
                     hint=f"leave {option} out, or let the trainer record them "
@@ -64,7 +64,7 @@ EVERYONE = Admission()
 def admitted(
     catalog: Catalog, variable: EmbeddingVariable, admission: Admission, step: int | None
 ) -> Array | None:
-    """Which rows of a full checkpoint's table are served, as a mask in stored order; None if all are.
+    """A mask, in stored order, of the rows of a table that are served; None if all are.
 
     Raises:
         CorruptFile: a checksum is wrong.
@@ -80,8 +80,3 @@ def admitted(
         for first, versions in count_blocks(catalog, variable, "versions") or ():
             mask[first : first + len(versions)] &= admission.recent(versions, step)
     return None if mask.all() else mask
-
-
-def _has(variable: EmbeddingVariable, what: str) -> bool:
-    found = [part.freqs if what == "freqs" else part.versions for part in variable.parts]
-    return variable.rows == 0 or None not in found

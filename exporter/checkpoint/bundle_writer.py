@@ -1,12 +1,12 @@
-"""Writing tensor bundles: an index over shards that exist already, or a new shard with its index.
+"""Write tensor bundles: an index over shards that exist already, or a new shard with its index.
 
-TensorFlow reads what is written here, and an index has the very bytes that TensorFlow would have written. In
-an index the key of a slice of a partitioned tensor is TensorFlow's ordered code of its name and box:
+TensorFlow reads these files, and an index has the very bytes that TensorFlow would have written. The key of a
+slice of a partitioned tensor is TensorFlow's ordered code of its name and box:
 
     key = number(0) string(name) number(rank) (signed(start) signed(length))*
 
-A dimension taken whole may be start 0, length -1 there.
-Sources: tensorflow/core/util/saved_tensor_slice_util.cc, tensorflow/core/lib/strings/ordered_code.cc.
+A dimension taken whole may be start 0, length -1 there. Sources:
+tensorflow/core/util/saved_tensor_slice_util.cc, tensorflow/core/lib/strings/ordered_code.cc.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ Array = np.ndarray[Any, Any]
 Buffer = bytes | bytearray | memoryview | Array
 
 _VERSION = 1  # kTensorBundleVersion, the producer that TensorFlow writes
-MAX_SHARDS = 100_000
-"""Of a bundle: their names have five digits."""
-WHOLE = (0, -1)
-"""Start and length of a dimension that the writer left open (`-` in a slice spec)."""
+MAX_SHARDS = 100_000  # of a bundle: their names have five digits
+WHOLE = (0, -1)  # start and length of a dimension that the writer left open (`-` in a slice spec)
 
 
 def index_path(prefix: Path) -> Path:
@@ -55,7 +53,7 @@ def shard_path(prefix: Path, shard: int, num_shards: int) -> Path:
 
 
 def encode_index(tensors: Iterable[TensorRef], num_shards: int) -> bytes:
-    """An index over `num_shards` shards as bytes; of a tensor only name, dtype, shape and extents count."""
+    """The bytes of an index over `num_shards` shards; of a tensor name, dtype, shape and extents count."""
     header = protos.BundleHeaderProto(num_shards=num_shards)
     header.version.producer = _VERSION
     encoder = _EntryEncoder()
@@ -67,9 +65,10 @@ def encode_index(tensors: Iterable[TensorRef], num_shards: int) -> bytes:
 
 
 class _EntryEncoder:
-    """Tensors -> table entries; one message for each dtype and shape is filled again and again."""
+    """Encodes tensors as table entries."""
 
     def __init__(self) -> None:
+        # filled again for each tensor: a model has far fewer kinds
         self._messages: dict[tuple[DType, tuple[int, ...]], protos.Proto] = {}
 
     def entries(self, ref: TensorRef) -> Iterator[tuple[bytes, bytes]]:
@@ -124,16 +123,16 @@ class BundleWriter:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The shard and the index, once finished."""
+        """The paths of shard and index, which are there once the bundle is finished."""
         return (self._shard, index_path(self._prefix))
 
     @property
     def tensors(self) -> tuple[TensorRef, ...]:
-        """What was added so far, in order."""
+        """The tensors added so far, in order."""
         return tuple(self._tensors.values())
 
     def add(self, name: str, array: Array, part: SliceSpec | None = None) -> Extent:
-        """Write an array, or slice `part` of a partitioned tensor; strings are `bytes` in an object array."""
+        """Write an array, or slice `part` of a tensor; returns where. Strings are `bytes` objects."""
         array = np.asarray(array)
         if array.dtype.kind not in "OSU":
             dtype = DType.of(array.dtype.name)
@@ -151,7 +150,7 @@ class BundleWriter:
         chunks: Iterable[Buffer],
         part: SliceSpec | None = None,
     ) -> Extent:
-        """Write a numeric tensor of `shape` (of the slice if there is a `part`) from pieces of its bytes."""
+        """Write a numeric tensor of `shape`, or such a slice, from pieces of its bytes; returns where."""
         if dtype.itemsize is None:
             raise ValueError(f"{name!r}: {dtype.label} tensors cannot be added as bytes")
         ref = self._announce(name, dtype, shape, part)
@@ -161,7 +160,7 @@ class BundleWriter:
         return self._record(ref, replace(extent, crc32c=mask(crc)), part)
 
     def finish(self) -> tuple[TensorRef, ...]:
-        """Write the index, give both files their names, data first; what the bundle holds."""
+        """Write the index and give both files their names; returns the bundle's tensors."""
         index = self._temporary.with_name(f"{self._temporary.name}.index")
         index.write_bytes(encode_index(self.tensors, 1))
         self._file.close()
@@ -171,7 +170,7 @@ class BundleWriter:
         return self.tensors
 
     def abandon(self) -> None:
-        """Remove what was written."""
+        """Remove the files that were not finished."""
         with suppress(OSError):  # a full disk fails once more as the buffer is flushed
             self._file.close()
         for path in (self._temporary, self._temporary.with_name(f"{self._temporary.name}.index")):
@@ -191,7 +190,7 @@ class BundleWriter:
             self.abandon()
 
     def _announce(self, name: str, dtype: DType, shape: tuple[int, ...], part: SliceSpec | None) -> TensorRef:
-        """The tensor as known before its values are written: a new one, or one that gets another slice."""
+        """The tensor, new or known with other slices, before values; ValueError if it is complete."""
         if part is not None and shape != part.lengths:
             raise ValueError(f"{name!r}: shape {shape} for a slice of {part.lengths}")
         known = self._tensors.get(name)
@@ -209,7 +208,7 @@ class BundleWriter:
         return extent
 
     def _write(self, chunks: Iterable[Buffer]) -> tuple[Extent, int]:
-        """Append bytes: where they lie, without a checksum, and their plain crc."""
+        """Append bytes; returns their extent, without a checksum, and their plain crc."""
         start, crc = self._offset, 0
         for chunk in chunks:
             flat = _flat_bytes(chunk)
@@ -236,10 +235,11 @@ def _flat_bytes(chunk: Buffer) -> Array:
 
 
 def _blocks(array: Array, dtype: DType) -> Iterator[Array]:
-    """The array's bytes in C order and little endian, whatever its layout, without a copy of the whole."""
+    """Yield the array's bytes in C order and little endian, whatever its layout, in blocks."""
     if array.flags.c_contiguous and array.dtype == dtype.numpy:
         yield array.reshape(-1).view(np.uint8)
         return
+    # by blocks: a copy of the whole could double what a table takes
     rows = max(1, CHUNK * len(array) // max(1, array.nbytes)) if array.ndim else 1
     for start in range(0, len(array) if array.ndim else 1, rows):
         block = array[start : start + rows] if array.ndim else array
@@ -247,7 +247,7 @@ def _blocks(array: Array, dtype: DType) -> Iterator[Array]:
 
 
 def slice_key(name: bytes, boxes: Iterable[tuple[int, int]]) -> bytes:
-    """The table key of the slice with (start, length) for each dimension."""
+    """The table key of the slice with these (start, length), one for each dimension."""
     boxes = tuple(boxes)
     numbers = (_signed(number) for box in boxes for number in box)
     return b"".join([_number(0), _string(name), _number(len(boxes)), *numbers])
@@ -259,23 +259,21 @@ def _number(value: int) -> bytes:
 
 
 def _string(value: bytes) -> bytes:
-    """Bytes 0x00 and 0xff are escaped by their opposite, so that 0x00 0x01 can only be the end."""
+    """The ordered code of a text. 0x00 and 0xff are escaped, so that 0x00 0x01 can only be the end."""
     return re.sub(b"[\x00\xff]", lambda byte: byte[0] + bytes([byte[0][0] ^ 0xFF]), value) + b"\x00\x01"
 
 
 def _signed(value: int) -> bytes:
-    """`length` bytes whose first `length` bits are ones, or zeros for negative values."""
+    """The ordered code of a number: in its first `length` bits, ones or zeros say how many bytes it has."""
     length = (value if value >= 0 else ~value).bit_length() // 7 + 1
     header = ((1 << length) - 1) << 7 * length
     return ((value & (1 << 8 * length) - 1) ^ header).to_bytes(length, "big")
 
 
 def overlap(specs: Sequence[SliceSpec], cuts: int = 8) -> str:
-    """Which boxes overlap, as text for an error; empty if none do.
-
-    Boxes are separated along one dimension after the other, up to `cuts` times: every partitioner makes such
-    boxes (grids of grids), and a hostile index cannot make this slow.
-    """
+    """Two boxes that overlap, as text for an error; "" if none do."""
+    # Every partitioner makes grids of grids, which one cut after another along the dimensions separates; that
+    # there are few cuts keeps a hostile index from making this slow.
     if len(specs) < 2:
         return ""
     for axis in range(len(specs[0].full_shape)):
@@ -286,7 +284,7 @@ def overlap(specs: Sequence[SliceSpec], cuts: int = 8) -> str:
 
 
 def _separate(specs: Sequence[SliceSpec], axis: int) -> list[list[SliceSpec]]:
-    """Groups of boxes whose ranges along `axis` touch no other group's."""
+    """Groups of boxes; along `axis` the boxes of one group overlap none of another's."""
     groups: list[list[SliceSpec]] = []
     end = -1
     for spec in sorted(specs, key=lambda spec: (spec.starts[axis], spec.lengths[axis])):

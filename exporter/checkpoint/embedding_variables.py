@@ -35,34 +35,35 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog, TensorRef
-from exporter.checkpoint.recommenders_addons import AddonsTable, addons_tables
+from exporter.checkpoint.recommenders_addons import (
+    KEY_DTYPES,
+    VALUE_DTYPES,
+    AddonsTable,
+    addons_tables,
+)
 from exporter.checkpoint.tensor_values import read_array, read_blocks
 from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 
-BUCKETS = 1000
-"""DeepRec's kSavedPartitionNum: rows are grouped by the remainder of their key."""
+BUCKETS = 1000  # DeepRec's kSavedPartitionNum: rows are grouped by the remainder of their key
 
-KEYS, VALUES, VERSIONS, FREQS = "-keys", "-values", "-versions", "-freqs"
-ROWS = "-rows"
+KEYS, VALUES, VERSIONS, FREQS, ROWS = "-keys", "-values", "-versions", "-freqs", "-rows"
 OFFSETS, FILTERED_OFFSETS, FILTERED = "-partition_offset", "-partition_filter_offset", "_filtered"
 _SUFFIXES = (
     *(KEYS, VALUES, VERSIONS, FREQS, ROWS, OFFSETS, FILTERED_OFFSETS),
     *(suffix + FILTERED for suffix in (KEYS, VERSIONS, FREQS)),
 )
 
-_BLOCK = 1 << 20
+_BLOCK = 1 << 20  # keys in memory at a time: 8 MiB
 OBJECT_ATTRIBUTES = "/.ATTRIBUTES/"
 _MOST_ROWS = (1 << 31) - 1  # offsets, and row numbers in a served index, are int32
 _PART = re.compile(r"(.+)/part_([0-9]{1,6})((?:/.+)?)", re.ASCII)
-_KEY_DTYPES = (DType.INT64, DType.INT32)
-_VALUE_DTYPES = (DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)
 
 
 class FilteredKeys(Struct, frozen=True):
-    """Keys that were seen, but too seldom to get a row."""
+    """The keys of a part that were seen too seldom to get a row."""
 
     keys: TensorRef
     versions: TensorRef | None = None
@@ -71,10 +72,7 @@ class FilteredKeys(Struct, frozen=True):
 
 
 class EmbeddingPart(Struct, frozen=True):
-    """One part of an embedding variable: row i of `values` is that of key i of `keys`.
-
-    `versions` and `freqs` are None if the trainer did not record them, `offsets` if the file has none.
-    """
+    """One part: row i of `values` is that of key i of `keys`; None for tensors that were not recorded."""
 
     number: int
     keys: TensorRef
@@ -91,16 +89,13 @@ class EmbeddingPart(Struct, frozen=True):
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Every name that a tensor of the part may have."""
+        """Every name that a tensor of the part may have, whether the checkpoint has it or not."""
         stem = self.keys.name.removesuffix(KEYS)
         return tuple(stem + suffix for suffix in _SUFFIXES)
 
 
 class EmbeddingVariable(Struct, frozen=True):
-    """A table by keys, its parts in their order; `slot_of` names the variable whose optimizer slot it is.
-
-    `also` are other names by which a person may mean it, see `meant`.
-    """
+    """A table by keys; `slot_of` names its owner if it is a slot, `also` are other names of it."""
 
     name: str
     key_dtype: DType
@@ -127,7 +122,7 @@ class EmbeddingVariable(Struct, frozen=True):
 
 
 def embedding_variables(catalog: Catalog) -> Mapping[str, EmbeddingVariable]:
-    """A checkpoint's embedding variables, slots among them, by name; nothing is read but the index.
+    """A checkpoint's embedding variables, optimizer slots among them, by name; only the index is read.
 
     Raises:
         CorruptFile: tensors of one have other lengths, ranks or types than they should, or a part is missing.
@@ -145,7 +140,7 @@ def embedding_variables(catalog: Catalog) -> Mapping[str, EmbeddingVariable]:
     return dict(sorted(found.items()))
 
 
-def meant(known: Mapping[str, EmbeddingVariable], name: str) -> EmbeddingVariable | None:
+def find_variable(known: Mapping[str, EmbeddingVariable], name: str) -> EmbeddingVariable | None:
     """The variable that is called so, or the only one that a person may mean by it."""
     if name in known:
         return known[name]
@@ -163,7 +158,7 @@ def _of_addons(catalog: Catalog, table: AddonsTable) -> EmbeddingVariable:
 
 
 def _stems(catalog: Catalog) -> Iterator[str]:
-    """What the tensors of each part are called before the suffix."""
+    """Yield the name of each part before its tensors' suffixes."""
     for tensor in catalog.tensors:
         stem = tensor.removesuffix(VERSIONS)
         if stem == tensor:
@@ -171,19 +166,17 @@ def _stems(catalog: Catalog) -> Iterator[str]:
         missing = [stem + suffix for suffix in (KEYS, VALUES) if stem + suffix not in catalog.tensors]
         if not missing:
             yield stem
-        elif len(missing) == 1 and stem + OFFSETS in catalog.tensors:  # nothing else has such a tensor
+        # else it is another variable whose name ends so
+        elif len(missing) == 1 and stem + OFFSETS in catalog.tensors:
             raise CorruptFile(f"{catalog.prefix}: {tensor!r} has no {missing[0]!r} beside it")
 
 
 def part_of(stem: str) -> tuple[str, int | None]:
-    """An embedding variable's name and the number of its part, None if it is stored as a whole.
-
-    A slot of a part, `emb/part_1/Adagrad`, is part 1 of `emb/Adagrad`.
-    """
+    """An embedding variable's name and the number of its part, None if it is stored as a whole."""
     _, attributes, name = stem.rpartition(OBJECT_ATTRIBUTES)
     if attributes:
         return unquote(name), None
-    match = _PART.fullmatch(stem)
+    match = _PART.fullmatch(stem)  # a slot of a part, `emb/part_1/Adagrad`, is part 1 of `emb/Adagrad`
     return (stem, None) if match is None else (match[1] + match[3], int(match[2]))
 
 
@@ -193,7 +186,7 @@ def name_in_object(name: str) -> str:
 
 
 def table_tensor(stored: str) -> str | None:
-    """The name of a table's tensor that an object stored, see `name_in_object`; None for other tensors."""
+    """The tensor name of a table for the key under which an object stored it; None for other tensors."""
     for suffix in (KEYS, VALUES, VERSIONS, ROWS):
         if stored.endswith(suffix):
             return unquote(stored.removesuffix(suffix)) + suffix
@@ -201,7 +194,7 @@ def table_tensor(stored: str) -> str | None:
 
 
 def read_keys(catalog: Catalog, variable: EmbeddingVariable) -> Array:
-    """The admitted keys, int64 [rows], in stored order, part by part; row i of all values is that of key i.
+    """The admitted keys, int64 [rows], part by part in stored order: row i of all values is that of key i.
 
     Raises:
         CorruptFile: a checksum is wrong, the offsets do not fit the keys, or a key is there twice.
@@ -218,10 +211,7 @@ def read_keys(catalog: Catalog, variable: EmbeddingVariable) -> Array:
 
 
 def key_blocks(catalog: Catalog, variable: EmbeddingVariable) -> Iterator[tuple[int, Array]]:
-    """The admitted keys in blocks, int64, as `read_keys` has them, with the row of the first.
-
-    The caller sees that no key is there twice.
-    """
+    """Yield the row of each block's first key and the admitted keys, int64, unchecked for doubles."""
     begin = 0
     for part in variable.parts:
         offsets = None if part.offsets is None else read_offsets(catalog, part.keys, part.offsets)
@@ -236,7 +226,7 @@ def key_blocks(catalog: Catalog, variable: EmbeddingVariable) -> Iterator[tuple[
 
 
 def key_twice(catalog: Catalog, variable: EmbeddingVariable, key: int) -> CorruptFile:
-    """The error for a key that is there twice: where it is."""
+    """The error for a key that is there twice; the keys are read again to say in which tensors."""
     rows = [first + np.flatnonzero(keys == key) for first, keys in key_blocks(catalog, variable)]
     bounds = np.cumsum([part.rows for part in variable.parts])
     places = np.searchsorted(bounds, np.concatenate(rows)[:2], side="right")
@@ -246,7 +236,7 @@ def key_twice(catalog: Catalog, variable: EmbeddingVariable, key: int) -> Corrup
 
 
 def bucket_sizes(catalog: Catalog, variable: EmbeddingVariable) -> Array:
-    """int64 [1000]: how many admitted keys have each remainder; the keys are read only if offsets lack.
+    """int64 [1000]: how many admitted keys have each remainder; reads the keys of parts without offsets.
 
     Raises:
         CorruptFile: a checksum is wrong.
@@ -265,10 +255,7 @@ def bucket_sizes(catalog: Catalog, variable: EmbeddingVariable) -> Array:
 def count_blocks(
     catalog: Catalog, variable: EmbeddingVariable, what: str
 ) -> Iterator[tuple[int, Array]] | None:
-    """`versions` or `freqs` of the admitted keys in blocks, as `key_blocks` has the keys.
-
-    None if some part has none, as when the trainer does not record them.
-    """
+    """Blocks of `versions` or `freqs`, with each one's first row; None if some part recorded none."""
     refs = [part.versions if what == "versions" else part.freqs for part in variable.parts]
     known = [ref for ref in refs if ref is not None]
     return _joined_blocks(catalog, known) if len(known) == len(refs) else None
@@ -283,7 +270,7 @@ def _joined_blocks(catalog: Catalog, refs: Iterable[TensorRef]) -> Iterator[tupl
 
 
 class _Part:
-    """The tensors of one part, each checked against the keys."""
+    """Reads the tensors of one part, each checked against the keys."""
 
     def __init__(self, catalog: Catalog, stem: str) -> None:
         self._catalog, self._stem = catalog, stem
@@ -291,12 +278,12 @@ class _Part:
     def read(self, number: int) -> EmbeddingPart:
         keys, values = self._find(KEYS), self._find(VALUES)
         assert keys is not None and values is not None  # the caller looked
-        if keys.dtype not in _KEY_DTYPES or len(keys.shape) != 1:
+        if keys.dtype not in KEY_DTYPES or len(keys.shape) != 1:
             raise self._corrupt(keys, "int64 or int32 keys, one dimension")
         rows = keys.shape[0]
         if rows > _MOST_ROWS:
             raise self._corrupt(keys, f"{_MOST_ROWS} keys at most")
-        if values.dtype not in _VALUE_DTYPES or len(values.shape) != 2 or values.shape[0] != rows:
+        if values.dtype not in VALUE_DTYPES or len(values.shape) != 2 or values.shape[0] != rows:
             raise self._corrupt(values, f"a row of numbers for each of {rows} keys")
         return EmbeddingPart(
             number,
@@ -319,7 +306,7 @@ class _Part:
         return FilteredKeys(keys, versions, freqs, self._offsets(FILTERED_OFFSETS))
 
     def _counts(self, suffix: str, rows: int) -> TensorRef | None:
-        """Numbers beside the keys; None if they are absent, or none were recorded."""
+        """The tensor of numbers beside the keys; None if it is absent, or none were recorded."""
         ref = self._find(suffix)
         if ref is None or (ref.shape == (0,) and rows):
             return None
@@ -349,7 +336,7 @@ class _Part:
 def _joined(
     catalog: Catalog, name: str, parts: Mapping[int | None, EmbeddingPart], count: int = 0
 ) -> EmbeddingVariable:
-    """The variable of these parts, of which there are at least `count`."""
+    """The variable of these parts; CorruptFile unless numbers 0 to `count` - 1 or more are all there."""
     numbers = [number for number in parts if number is not None]
     if None in parts and numbers:
         raise CorruptFile(f"{catalog.prefix}: {name!r} is stored as a whole and in parts")
@@ -366,7 +353,7 @@ def _joined(
 
 
 def _with_owner(variable: EmbeddingVariable, known: Mapping[str, EmbeddingVariable]) -> EmbeddingVariable:
-    """The variable, marked as a slot if it lies below another one."""
+    """The variable, marked as a slot if its name lies below another variable's."""
     owner = variable.name.rpartition("/")[0]
     while owner and owner not in known:
         owner = owner.rpartition("/")[0]
@@ -374,7 +361,7 @@ def _with_owner(variable: EmbeddingVariable, known: Mapping[str, EmbeddingVariab
 
 
 def check_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef, keys: Array) -> None:
-    """See that the keys of each bucket, read from `ref`, lie where the offsets say.
+    """Require that the keys of each bucket, read from `ref`, lie where the offsets say.
 
     Raises:
         CorruptFile: they do not, or the checksum of the offsets is wrong.
@@ -383,7 +370,7 @@ def check_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef, keys
 
 
 def check_buckets(catalog: Catalog, offsets_ref: TensorRef, offsets: Array, keys: Array) -> None:
-    """See that a run of keys is in its buckets; `offsets` count from the first key of the run.
+    """Require that each key of a run is in its bucket; `offsets` count from the run's first key.
 
     Raises:
         CorruptFile: one is not.
@@ -413,7 +400,8 @@ def read_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef) -> Ar
 
 
 def _buckets_of(keys: Array) -> Array:
-    """The remainder of each key, as int16: of unsigned numbers it is found in half the time."""
+    """The bucket of each key, int16: its remainder by `BUCKETS`."""
+    # as unsigned numbers in half the time; negative keys follow
     found = (keys.view(np.uint64) % np.uint64(BUCKETS)).astype(np.int16)
     negative = np.flatnonzero(keys < 0)
     found[negative] = keys[negative] % BUCKETS

@@ -25,41 +25,38 @@ from exporter.storage.layout import (
     is_saved_model,
 )
 
+# Behind a prefix: which shard of how many, or, in a pattern, each of them.
 V1_SHARD = re.compile(r"-([0-9]{5}|\?{5})-of-[0-9]{5}$")
-"""Behind a prefix: which shard of how many, or, in a pattern, each of them."""
 
 
 class Family(Protocol):
     """One family of checkpoints. A path is that of a file, or what the names of several begin with."""
 
     def matches(self, path: Path) -> bool:
-        """True if `path` is a checkpoint of this family, by its name and by what is there."""
+        """True if `path` is a checkpoint of this family, by its name and by the files there."""
 
     def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
-        """The checkpoints of this family that a directory with these names may mean, in no order."""
+        """The checkpoints of this family among a directory's names, in no order."""
 
     def files(self, path: Path, names: Collection[str]) -> list[str]:
-        """The names, of those beside a checkpoint, that are its files."""
+        """Those of the names beside a checkpoint that are its files."""
 
     def read(self, path: Path) -> Catalog:
-        """The checkpoint."""
+        """The checkpoint's catalog."""
 
 
-class TensorBundle:
+class _TensorBundle:
     """TensorFlow's format V2: an index, shards, and often the trainer's graph beside them."""
 
     def matches(self, path: Path) -> bool:
-        """See `Family`."""
         with suppress(OSError, ValueError):
             return index_path(path).exists()
         return False
 
     def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
-        """See `Family`."""
         return [directory / name.removesuffix(".index") for name in names if name.endswith(".index")]
 
     def files(self, path: Path, names: Collection[str]) -> list[str]:
-        """See `Family`."""
         found = [name for name in names if name.startswith(path.name) and self._is_of(path, name)]
         return [name for name in found if name != path.name] if index_path(path).name in found else found
 
@@ -68,63 +65,55 @@ class TensorBundle:
         return rest in ("", ".index", ".meta") or rest.startswith(".data-")
 
     def read(self, path: Path) -> Catalog:
-        """See `Family`."""
         return recognise(read_catalog(path))
 
 
-class FormatV1:
+class _FormatV1:
     """TensorFlow's format V1: one file, or shards that a glob pattern names."""
 
     def matches(self, path: Path) -> bool:
-        """See `Family`."""
         return not BUNDLE.matches(path) and bool(v1_files(path))
 
     def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
-        """See `Family`; a file counts if its graph is beside it: nothing else identifies one."""
+        # A file counts if its graph is beside it: nothing else identifies one.
         found = {v1_pattern(name) for name in names if f"{V1_SHARD.sub('', name)}.meta" in names}
         return [directory / name for name in found]
 
     def files(self, path: Path, names: Collection[str]) -> list[str]:
-        """See `Family`."""
         graph = f"{V1_SHARD.sub('', path.name)}.meta"
         return [name for name in names if name == graph or _is_v1(path, name)]
 
     def read(self, path: Path) -> Catalog:
-        """See `Family`."""
         from exporter.checkpoint.v1 import read_v1
 
         files = v1_files(path)
         return read_v1(path.with_name(v1_pattern(files[0].name)), files)
 
 
-class SavedModelAlone:
-    """Where the variables of a SavedModel would be that has none."""
+class _SavedModelAlone:
+    """The place of a SavedModel's variables, if it has none."""
 
     def matches(self, path: Path) -> bool:
-        """See `Family`."""
         return saved_model_without_variables(path) is not None
 
     def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
-        """See `Family`."""
         places = (directory / VARIABLES_PREFIX, directory / VARIABLES_NAME)
         return [prefix for prefix in places if self.matches(prefix)][:1]
 
     def files(self, path: Path, names: Collection[str]) -> list[str]:
-        """See `Family`."""
         return []
 
     def read(self, path: Path) -> Catalog:
-        """See `Family`."""
         model = saved_model_without_variables(path)
         assert model is not None
         return Catalog("SavedModel without variables", path, {}, (model,), (model.stat().st_size,))
 
 
-class Archives(Struct, frozen=True):
+class _Archives(Struct, frozen=True):
     """Files that hold a whole checkpoint each, recognised by how their names end.
 
-    `shards` matches the name of one file of several; `listed_by` expands that match to their list's name.
-    `latest` is the name that a framework keeps for the newest of a directory.
+    `shards` matches one file of several, from which `listed_by` makes their list's name; `latest` names the
+    newest.
     """
 
     suffixes: tuple[str, ...]
@@ -134,13 +123,12 @@ class Archives(Struct, frozen=True):
     latest: str = ""
 
     def matches(self, path: Path) -> bool:
-        """See `Family`."""
         with suppress(OSError, ValueError):
             return path.name.endswith(self.suffixes) and path.is_file()
         return False
 
     def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
-        """See `Family`: of a sharded one only its list counts."""
+        # Of a sharded checkpoint only its list counts.
         found = [name for name in names if name.endswith(self.suffixes) and not name.startswith(".")]
         return [directory / name for name in found if self._list(name) not in names]
 
@@ -149,11 +137,9 @@ class Archives(Struct, frozen=True):
         return shard.expand(self.listed_by) if shard else None
 
     def files(self, path: Path, names: Collection[str]) -> list[str]:
-        """See `Family`."""
         return [name for name in names if name == path.name]
 
     def read(self, path: Path) -> Catalog:
-        """See `Family`."""
         return self.reader(path)
 
 
@@ -175,34 +161,34 @@ def _read_safetensors(path: Path) -> Catalog:
     return read_safetensors(path)
 
 
-BUNDLE = TensorBundle()
-V1 = FormatV1()
-SAVED_MODEL = SavedModelAlone()
-KERAS = Archives(
+BUNDLE = _TensorBundle()
+V1 = _FormatV1()
+SAVED_MODEL = _SavedModelAlone()
+KERAS = _Archives(
     (".keras", ".weights.json", ".h5", ".hdf5"),
     _read_keras,
     shards=re.compile(r"(.+)_[0-9]{5}\.weights\.h5"),
     listed_by=r"\1.weights.json",
     latest="latest.weights.h5",  # what `keras.callbacks.BackupAndRestore` keeps up to date
 )
-NPZ = Archives((".npz",), _read_npz)
-SAFETENSORS = Archives(
+NPZ = _Archives((".npz",), _read_npz)
+SAFETENSORS = _Archives(
     (".safetensors", ".safetensors.index.json"),
     _read_safetensors,
     shards=re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors"),
     listed_by=r"\1.safetensors.index.json",
 )
-ARCHIVES: tuple[Archives, ...] = (KERAS, NPZ, SAFETENSORS)
+ARCHIVES: tuple[_Archives, ...] = (KERAS, NPZ, SAFETENSORS)
 FAMILIES: tuple[Family, ...] = (*ARCHIVES, V1, SAVED_MODEL, BUNDLE)
 
 
 def family_of(path: Path) -> Family:
-    """The family that a path is of; a tensor bundle's if it is of none."""
+    """The first family that matches a path; the tensor bundle's if none does."""
     return next((family for family in FAMILIES if family.matches(path)), BUNDLE)
 
 
 def read_family(path: Path) -> Catalog:
-    """The checkpoint that a prefix or an archive's path names."""
+    """The catalog of the checkpoint that a prefix or an archive's path names."""
     return family_of(path).read(path)
 
 
@@ -212,7 +198,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def archives(directory: Path, names: Collection[str]) -> list[Path]:
-    """The archives that a directory with these names may mean; the one called latest before all."""
+    """The archives among a directory's names; if a framework keeps one as its latest, that one alone."""
     latest = [directory / family.latest for family in ARCHIVES if family.latest in names]
     return latest or [path for family in ARCHIVES for path in family.candidates(directory, names)]
 
@@ -223,7 +209,7 @@ def is_archive(path: Path) -> bool:
 
 
 def describes_model(path: Path) -> bool:
-    """True for an archive that holds a model's config beside the weights.
+    """True for an archive that holds a model's config beside the weights; it is opened to see.
 
     Raises:
         CheckpointError: it is damaged or hostile.
@@ -236,7 +222,7 @@ def describes_model(path: Path) -> bool:
 
 
 def model_beside(checkpoint: Path) -> str | None:
-    """What a checkpoint itself brings along to serve: `.meta`, SavedModel, or an archive's own config."""
+    """The path of a graph beside a checkpoint: `.meta`, SavedModel, or the archive itself; or None."""
     for path in (meta_beside(checkpoint), saved_model_around(checkpoint)):
         if path is not None and path.exists():
             return str(path)
@@ -244,12 +230,12 @@ def model_beside(checkpoint: Path) -> str | None:
 
 
 def meta_beside(checkpoint: Path) -> Path:
-    """Where a Saver writes the graph of a checkpoint."""
-    return checkpoint.with_name(f"{V1_SHARD.sub('', checkpoint.name)}.meta")  # V1's shards share one
+    """The path where a Saver writes the graph of a checkpoint."""
+    return checkpoint.with_name(f"{V1_SHARD.sub('', checkpoint.name)}.meta")  # V1's shards share one graph
 
 
 def saved_model_around(checkpoint: Path) -> Path | None:
-    """The SavedModel whose `variables/` the checkpoint is."""
+    """The SavedModel whose `variables/` holds the checkpoint; None for a checkpoint elsewhere."""
     directory = checkpoint.parent.parent
     return directory if checkpoint.parent.name == VARIABLES_DIRECTORY and is_saved_model(directory) else None
 
@@ -260,7 +246,7 @@ def is_series(names: Collection[str]) -> bool:
 
 
 def saved_model_without_variables(prefix: Path) -> Path | None:
-    """The SavedModel's file if `prefix` is where its variables would be, and there is none of their files."""
+    """The SavedModel's file if `prefix` is where its variables would be and none of their files is there."""
     directory = prefix.parent
     if Path(directory.name, prefix.name) != VARIABLES_PREFIX or (
         directory.is_dir() and any(directory.iterdir())
@@ -271,12 +257,12 @@ def saved_model_without_variables(prefix: Path) -> Path | None:
 
 
 def v1_pattern(name: str) -> str:
-    """What TensorFlow calls a checkpoint of format V1 by one of its files: the file, or a pattern."""
+    """The checkpoint of format V1 that a file is of: its name, or a pattern of all shards' names."""
     return V1_SHARD.sub(lambda shard: f"-?????{shard.group()[6:]}", name)
 
 
 def v1_files(prefix: Path) -> list[Path]:
-    """Files of a checkpoint of format V1: one named as the prefix, or shards that a glob pattern names."""
+    """The files of a checkpoint of format V1, whose prefix is a file's name or a glob pattern of shards."""
     with suppress(OSError):
         return sorted(
             path for path in prefix.parent.iterdir() if _is_v1(prefix, path.name) and path.is_file()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -33,10 +33,7 @@ from exporter.wire.dtypes import DType
 
 
 class FileRange(Struct, frozen=True):
-    """`size` bytes from `offset` of the file that had this `identity` when it was looked at.
-
-    `crc32` is zip's checksum of the bytes, None where there is none.
-    """
+    """`size` bytes from `offset` of the file with this `identity`; `crc32` is zip's checksum, or None."""
 
     path: Path
     offset: int
@@ -46,7 +43,7 @@ class FileRange(Struct, frozen=True):
 
     @classmethod
     def whole(cls, path: Path) -> FileRange:
-        """All of a regular file."""
+        """The range of all bytes of a regular file."""
         try:
             found = path.stat()
         except FileNotFoundError:
@@ -58,7 +55,7 @@ class FileRange(Struct, frozen=True):
         return cls(path, 0, found.st_size, FileIdentity.of(found))
 
     def part(self, offset: int, size: int, crc32: int | None = None) -> FileRange:
-        """`size` bytes from `offset` of this range."""
+        """The range of `size` bytes from `offset` of this one; TruncatedFile if it is shorter."""
         if offset < 0 or size < 0 or offset + size > self.size:
             raise TruncatedFile(
                 f"{self.path} is shorter than it says",
@@ -68,7 +65,7 @@ class FileRange(Struct, frozen=True):
 
     @contextmanager
     def open(self) -> Iterator[int]:
-        """A descriptor of the file (not of the range alone)."""
+        """A descriptor of the file (not of the range alone); CheckpointChanged if it was replaced."""
         try:
             descriptor = open_regular(self.path)
         except FileNotFoundError:
@@ -84,12 +81,12 @@ class FileRange(Struct, frozen=True):
 
     @contextmanager
     def opened(self) -> Iterator[Window]:
-        """The range as a binary file."""
+        """The range as a binary file of its own."""
         with self.open() as descriptor:
             yield Window(descriptor, self.offset, self.size)
 
     def chunks(self) -> Iterator[bytes]:
-        """The bytes, a little at a time."""
+        """Yield the bytes in chunks of bounded size; CheckpointChanged if the file became shorter."""
         with self.open() as descriptor:
             done = 0
             for chunk in chunks_of(descriptor, self.offset, self.size):
@@ -99,7 +96,7 @@ class FileRange(Struct, frozen=True):
                 raise CheckpointChanged(f"{self.path} became shorter after it was read")
 
     def read(self) -> bytes:
-        """The bytes at once: for small ranges."""
+        """All bytes at once: for small ranges."""
         return b"".join(self.chunks())
 
 
@@ -119,7 +116,7 @@ def verify(source: FileRange) -> None:
 
 
 def listed_shard(path: Path, name: object) -> Path:
-    """The file that the list at `path` names, which has to lie beside it."""
+    """The path of a shard that the list at `path` names; it has to lie beside the list, and be there."""
     shard = below(path.parent, str(name), f"{path}: the shard", UnsafeArchive)
     if not isinstance(name, str) or "/" in name:
         raise UnsafeArchive(f"{path} names the shard {name!r:.99}, which is not beside it")
@@ -129,7 +126,7 @@ def listed_shard(path: Path, name: object) -> Path:
 
 
 class PlainValues(Struct, frozen=True):
-    """The run of bytes `source` as numbers; `archive` is what it lies in, and may have a checksum."""
+    """The run of bytes `source` as numbers; `archive`, in which it lies, may have a checksum."""
 
     source: FileRange
     archive: FileRange
@@ -138,10 +135,16 @@ class PlainValues(Struct, frozen=True):
     def blocks(self) -> Iterator[np.ndarray[Any, Any]]:
         """See `Content.blocks`."""
         verify(self.archive)
-        itemsize = self.dtype.numpy.itemsize
-        rest = b""
-        for chunk in self.source.chunks():
-            data = rest + chunk if rest else chunk
-            whole = len(data) - len(data) % itemsize
-            rest = data[whole:]
-            yield np.frombuffer(data[:whole] if rest else data, self.dtype.numpy)
+        for data in whole_items(self.source.chunks(), self.dtype.numpy.itemsize):
+            yield np.frombuffer(data, self.dtype.numpy)
+
+
+def whole_items(chunks: Iterable[bytes], itemsize: int) -> Iterator[bytes]:
+    """Yield the same bytes in chunks that end where an item does."""
+    rest = b""
+    for chunk in chunks:
+        data = rest + chunk if rest else chunk
+        whole = len(data) - len(data) % itemsize
+        rest = data[whole:]
+        if whole:
+            yield data[:whole] if rest else data

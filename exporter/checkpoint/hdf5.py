@@ -52,12 +52,12 @@ _IDLE_SECONDS = 5.0  # then a process that is asked nothing ends by itself
 _BLOCK_BYTES = 4 << 20  # a multiple of every item's size
 _MAX_LIST_BYTES = 256 << 20
 _SETTINGS = {"OPENBLAS_NUM_THREADS": "1", "HDF5_PLUGIN_PRELOAD": "::"}  # no threads, and no plug-ins
+# The process whose file is likely to be asked for again. Threads read, too: it is taken in one step.
 _idle: deque[_Library] = deque()
-"""The process whose file is likely to be asked for again. Threads read, too: it is taken in one step."""
 
 
 class Dataset(Struct, frozen=True):
-    """A numeric dataset: its path in the file, what it holds, and how to get at it."""
+    """A numeric dataset: its path in the file, its type and shape, and its values."""
 
     path: str
     dtype: DType
@@ -66,11 +66,7 @@ class Dataset(Struct, frozen=True):
 
 
 class FileContents(Struct, frozen=True):
-    """What a file holds.
-
-    `attributes` has the texts asked for: by group (`""` is the root) and name. `skipped` are datasets of
-    strings and the like, which are no variables.
-    """
+    """The datasets of a file, texts by group ("" is the root) and name, and paths of those of texts."""
 
     datasets: tuple[Dataset, ...]
     attributes: Mapping[str, Mapping[str, tuple[str, ...]]]
@@ -96,16 +92,15 @@ class Packed(Struct, frozen=True):
                 yield np.frombuffer(data, self.dtype.numpy)
 
 
+# Keras splits a list of names that is too long for one attribute into `weight_names0`, `weight_names1`, ...
 def read_hdf5(source: FileRange, attributes: Mapping[str, bool]) -> FileContents:
-    """Every dataset of a file, and of every group the attributes named (True: a list that may be continued).
-
-    Keras splits a list of names that is too long for one attribute into `weight_names0`, `weight_names1`, ...
-    """
+    """Every dataset of a file, and every group's texts of these attributes (True: it may be continued)."""
     if source.size < len(MAGIC) or source.part(0, len(MAGIC)).read() != MAGIC:
         raise CorruptFile(f"{source.path} is not an HDF5 file", cause="it does not begin as one does")
     limits = {
         "objects": _MAX_OBJECTS,
         "depth": _MAX_DEPTH,
+        # no file can hold more text than it has bytes
         "attribute_bytes": min(_MAX_ATTRIBUTE_BYTES, source.size),
         "chunk_bytes": _MAX_CHUNK_BYTES,
         "ratio_floor_bytes": _RATIO_FLOOR_BYTES,
@@ -140,12 +135,9 @@ def _dataset(source: FileRange, found: Mapping[str, Any]) -> Dataset | None:
     return Dataset(path, dtype, shape, content)
 
 
-# --- the process -------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _library(source: FileRange) -> Iterator[_Library]:
-    """A process with `source` open: one that is idle, or else a new one. It ends if the block fails."""
+    """A process with `source` open: an idle one, or else a new one. It is ended if the block fails."""
     with source.open() as descriptor:
         library = _take(source) or _Library(source, descriptor)
     try:
@@ -153,13 +145,14 @@ def _library(source: FileRange) -> Iterator[_Library]:
     except BaseException:
         library.end()  # the rest of an answer is still in its pipe
         raise
+    # kept: starting one takes 0.2 s, and a file may have hundreds of packed datasets
     library.idle_since = time.monotonic()
     _end_idle()
-    _idle.append(library)  # starting one takes 0.2 s, and a file may have hundreds of packed datasets
+    _idle.append(library)
 
 
 def _take(source: FileRange) -> _Library | None:
-    """The idle process, if it has `source` open; another one stays idle."""
+    """The idle process, if it has `source` open; None, and another one stays idle."""
     with suppress(IndexError):
         if (library := _idle.popleft()).is_for(source):
             return library
@@ -212,7 +205,7 @@ class _Library:
         return is_fresh and is_ours and self._source == source
 
     def contents(self, wanted: Mapping[str, Any]) -> Any:
-        """What `hdf5_process.Walk` finds."""
+        """The document that `hdf5_process.Walk` makes; waits for it."""
         self._ask({"list": wanted})
         assert self._process.stdout is not None
         line = self._process.stdout.readline(_MAX_LIST_BYTES)
@@ -225,7 +218,7 @@ class _Library:
         return json.loads(line)
 
     def values(self, path: str, size: int) -> Iterator[bytes]:
-        """The `size` bytes of a dataset."""
+        """Yield the `size` bytes of a dataset."""
         self._ask({"values": path})
         assert self._process.stdout is not None
         for start in range(0, size, _BLOCK_BYTES):
@@ -235,7 +228,7 @@ class _Library:
             yield block
 
     def end(self) -> None:
-        """Kill it: the library may be where no request reaches it."""
+        """Kill the process: the library may be where no request reaches it."""
         if self._owner == os.getpid():
             self._process.kill()
             with suppress(BrokenPipeError):
@@ -248,7 +241,7 @@ class _Library:
             self._process.stdin.flush()
 
     def _ending(self) -> CheckpointError:
-        """Why it ended without an answer."""
+        """Wait for the process to end; the error that says why it did."""
         assert self._process.stderr is not None
         said, code = self._process.stderr.read(), self._process.wait()
         path = self._source.path

@@ -27,19 +27,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-REFUSED = 3
-"""The exit code of a process that said why it cannot answer."""
+REFUSED = 3  # the exit code of a process that said why it cannot answer
 
 _LIBRARY_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError, AttributeError)
 _BLOCK_BYTES = 4 << 20
 _CACHE_BYTES = 64 << 20
 _UNKNOWN_SIZE = 4 << 30  # of what is mapped already, where there is no /proc
+# Filters that the library brings along; others would be loaded from plug-in directories.
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 32000: "lzf"}
-"""Filters that the library brings along; others would be loaded from plug-in directories."""
 
 
 class Refused(Exception):
-    """What the parent raises: the name of an error class, and its message after the file's name."""
+    """An error that the parent is to raise: the name of its class, and its message after the file's name."""
 
     def __init__(self, kind: str, message: str, cause: str = "", hint: str = "") -> None:
         super().__init__(message)
@@ -58,7 +57,7 @@ class Deadline:
         signal.setitimer(signal.ITIMER_REAL, self._seconds)  # a library that waits for ever computes nothing
 
     def stop(self) -> None:
-        """Wait for the parent for as long as it takes: it may do much with each block."""
+        """Stop the clock while the parent works: it may do much with each block."""
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
@@ -76,7 +75,7 @@ class Walk:
         self.skipped: list[str] = []
 
     def group(self, group: Any, path: str, depth: int) -> None:
-        """A group and everything below it."""
+        """Note a group and everything below it."""
         import h5py
 
         if depth > self._limits["depth"]:
@@ -194,22 +193,20 @@ def _link_text(link: Any) -> str:
 
 
 def _dtype(dataset: Any) -> str | None:
-    """The element type by numpy's name; None for texts, references and records.
-
-    bfloat16 is opaque to HDF5. Keras 3 marks it by an attribute; Keras 2 does not (and cannot read it back),
-    but no other type of two bytes is written so.
-    """
+    """The element type by numpy's name; None for texts, references and records."""
     import h5py
 
     stored = dataset.dtype
     is_opaque = isinstance(dataset.id.get_type(), h5py.h5t.TypeOpaqueID)
+    # bfloat16 is opaque to HDF5. Keras 3 marks it by an attribute; Keras 2 does not (and cannot read it
+    # back), but no other type of two bytes is written so.
     if is_opaque and stored.itemsize == 2 and dataset.attrs.get("dtype", "bfloat16") == "bfloat16":
         return "bfloat16"
     return str(stored.name) if stored.kind in "biufc" else None
 
 
 def _blocks(dataset: Any) -> Iterator[memoryview]:
-    """A dataset's bytes in C order and little endian."""
+    """Yield a dataset's bytes in C order and little endian."""
     import numpy as np
 
     for box in _boxes(dataset.shape, dataset.dtype.itemsize):
@@ -219,7 +216,7 @@ def _blocks(dataset: Any) -> Iterator[memoryview]:
 
 
 def _boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int | slice, ...]]:
-    """A tensor cut into runs of at most a block, in the order of its elements."""
+    """Yield the boxes of a tensor, each a run of at most a block, in the order of its elements."""
     if not shape or not math.prod(shape):
         yield from [()] if not shape else []
         return
@@ -265,7 +262,7 @@ def _serve(config: Mapping[str, Any], answers: int) -> None:
 
 
 def _require_library() -> None:
-    """Import the library, so that what is wrong with it is not taken for damage of the file."""
+    """Import the library, so that a broken one is not taken for damage of the file."""
     try:
         import h5py  # noqa: F401
     except (Exception, SystemExit) as error:  # a module that is broken raises what it likes
@@ -275,7 +272,7 @@ def _require_library() -> None:
 
 
 def _reason(error: BaseException, memory_bytes: int) -> Refused:
-    """What an error of the library is to the parent."""
+    """The error that the parent raises for one of the library."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, MemoryError):
@@ -288,7 +285,7 @@ def _reason(error: BaseException, memory_bytes: int) -> Refused:
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Let the process grow by so much beyond what its libraries have mapped already."""
+    """Let the process grow by `more_bytes` beyond what its libraries have mapped already."""
     try:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
@@ -298,15 +295,16 @@ def _limit_memory(more_bytes: int) -> None:
 
 
 def _limit(what: int, most: int) -> None:
-    """Lower the limit of a resource; it may be raised again later, up to the limit that we began with."""
+    """Lower the soft limit of a resource; it may be raised again, up to the limit that we began with."""
     _, hard = resource.getrlimit(what)
     resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def main() -> None:
-    """Answer requests until stdin ends or stays silent."""
+    """Answer requests until stdin ends or stays silent; exits with REFUSED after an error."""
     config = json.loads(sys.argv[1])
     sys.path[:] = config["path"]
+    # a damaged file may crash the library: no core file of it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers, reasons, nowhere = os.dup(1), os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)  # a library may print, and that is not an answer

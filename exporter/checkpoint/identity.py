@@ -20,16 +20,16 @@ from exporter.errors import CheckpointChanged, CheckpointNotFound
 from exporter.storage import mirror
 from exporter.storage.files import read_regular
 
+# Names, sizes in bytes, modification times in nanoseconds and inodes of files, by name.
 Looks: TypeAlias = tuple[tuple[str, int, int, int], ...]
-"""Names, sizes in bytes, modification times in nanoseconds and inodes of files, by name."""
 
 
 class Identity(Struct, frozen=True):
-    """A checkpoint, and what its files looked like when it was identified.
+    """A checkpoint, and the looks of its files when it was identified.
 
     `digest` is a lower-case SHA-256: of a tensor bundle's index, which has every tensor's checksum; of other
-    families, that have none, of their files' names, sizes and modification times. `paths` are the prefix
-    and, of other families, these files.
+    families, that have none, of their files' names, sizes and modification times. `paths` are the prefix and,
+    of other families, these files.
     """
 
     prefix: Path
@@ -39,7 +39,7 @@ class Identity(Struct, frozen=True):
 
     @classmethod
     def of(cls, catalog: Catalog) -> Identity:
-        """The identity of the checkpoint that a catalog was just read from."""
+        """The identity of a checkpoint whose catalog was just read; CheckpointChanged if it changed since."""
         if catalog.index_digest is not None:
             files = look(catalog.prefix)
             try:
@@ -61,7 +61,7 @@ class Identity(Struct, frozen=True):
         return _look_at(self.paths) == self.files
 
     def require_same_files(self) -> None:
-        """Refuse files that were replaced; that some are gone (pruned), or new, does no harm."""
+        """Refuse, by CheckpointChanged, files that were replaced; pruned or new ones do no harm."""
         now = {entry[0]: entry for entry in _look_at(self.paths)}
         replaced = [entry[0] for entry in self.files if now.get(entry[0], entry) != entry]
         if replaced:
@@ -72,7 +72,7 @@ class Identity(Struct, frozen=True):
 
 
 def index_digest(prefix: Path) -> str:
-    """The digest of a tensor bundle's index.
+    """The lower-case SHA-256 of a tensor bundle's index.
 
     Raises:
         CheckpointNotFound: its index cannot be read.
@@ -84,13 +84,11 @@ def index_digest(prefix: Path) -> str:
 
 
 def look(prefix: Path) -> Looks:
-    """What the files of a checkpoint, or one file, look like; nothing if it is gone, or vanishing.
-
-    What others put beside them (checksums, what is being downloaded) is not the checkpoint.
-    """
+    """The looks of a checkpoint's files, or of one file; empty if it is gone, or vanishing."""
     mirror.refresh(prefix)
     with suppress(OSError):
         names = [path.name for path in prefix.parent.iterdir()]
+        # not what others put beside them: checksums, downloads that are under way
         found = sorted(family_of(prefix).files(prefix, names))
         looks = [(name, prefix.with_name(name).stat()) for name in found]
         return tuple((name, now.st_size, now.st_mtime_ns, now.st_ino) for name, now in looks)
@@ -98,5 +96,5 @@ def look(prefix: Path) -> Looks:
 
 
 def _look_at(paths: tuple[Path, ...]) -> Looks:
-    """What the files of several paths, all in one directory, look like."""
+    """The looks of the files of several paths, all in one directory."""
     return tuple(sorted({entry for path in paths for entry in look(path)}))

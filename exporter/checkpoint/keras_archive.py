@@ -16,6 +16,7 @@ tensors, by the variables' names, in `weight_names`; optimizer slots are in `opt
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,10 @@ from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.embedding_variables import table_tensor
 from exporter.checkpoint.file_range import FileRange, listed_shard
 from exporter.checkpoint.hdf5 import MAGIC, Dataset, FileContents, read_hdf5
+from exporter.checkpoint.tensor_values import read_step
 from exporter.checkpoint.zip_members import Member, read_members
 from exporter.errors import CheckpointError, CorruptFile, UnsafeArchive, UnsupportedFormat
 from exporter.storage.files import below
-from exporter.wire.dtypes import DType
 
 _CONFIG = "config.json"
 _WEIGHTS = "model.weights.h5"
@@ -38,8 +39,8 @@ _ASSETS = "assets"
 _MAX_JSON_BYTES = 256 << 20
 _MAX_ASSET_BYTES = 1 << 30
 _VARS = "vars"
+# Where an optimizer keeps the number of its steps: Keras 3, its legacy files, Keras 2.
 _OPTIMIZER_STEP = ("optimizer/vars/0", "adam/iteration", "Adam/iter", "iteration", "iter")
-"""Where an optimizer keeps the number of its steps: Keras 3, its legacy files, Keras 2."""
 
 _LAYER_ATTRIBUTES = {"name": False}
 _LEGACY_ATTRIBUTES = {
@@ -59,7 +60,7 @@ class ModelConfig(Struct, frozen=True):
 
 
 def read_keras(path: Path) -> Catalog:
-    """The tensors of a Keras file, whichever of its formats it is of.
+    """The catalog of a Keras file's tensors, whichever of its formats it is of.
 
     Raises:
         CheckpointNotFound: it is not there.
@@ -80,7 +81,7 @@ def read_keras(path: Path) -> Catalog:
 
 
 def read_config(path: Path) -> ModelConfig | None:
-    """The model that an archive describes, None for weights alone. Nothing in it is executed.
+    """The model that an archive describes, None for weights alone; nothing in it is executed.
 
     Raises:
         CheckpointError: see `read_keras`.
@@ -150,11 +151,8 @@ def _json(path: Path, member: Member) -> Any:
     return found
 
 
-# --- Keras 3 -----------------------------------------------------------------------------------------------
-
-
 def _layers(*files: FileContents) -> Iterator[TensorRef]:
-    """Tensors under Keras' own paths, with the names of the layers that own them."""
+    """Yield tensors under Keras' own paths, with the names of the layers that own them."""
     names = {
         path: "".join(texts["name"])
         for contents in files
@@ -167,11 +165,9 @@ def _layers(*files: FileContents) -> Iterator[TensorRef]:
 
 
 def _owner(path: str, names: Mapping[str, str]) -> str:
-    """The names of the objects that a tensor's path leads through, without the model's own.
-
-    Empty where Keras wrote no name: for groups that it divided between shards.
-    """
+    """The names of the objects on a tensor's path, without the model's own; "" where Keras wrote none."""
     group, _, _ = path.rpartition("/")
+    # groups that Keras divided between shards have no name
     if not group.endswith(f"/{_VARS}") or group not in names:
         return ""
     parts = group.removesuffix(f"/{_VARS}").split("/")
@@ -180,7 +176,7 @@ def _owner(path: str, names: Mapping[str, str]) -> str:
 
 
 def _sharded(path: Path) -> Catalog:
-    """A `.weights.json` with the shards that it names, each a file beside it."""
+    """The catalog of a `.weights.json` and the shards that it names, each a file beside it."""
     source = FileRange.whole(path)
     if source.size > _MAX_JSON_BYTES:
         raise UnsafeArchive(f"{path} has {source.size} bytes, expected {_MAX_JSON_BYTES} at most")
@@ -196,11 +192,8 @@ def _sharded(path: Path) -> Catalog:
     return _catalog(path, "Keras weights, sharded", tensors, shards)
 
 
-# --- legacy ------------------------------------------------------------------------------------------------
-
-
 def _by_names(path: Path, contents: FileContents) -> Iterator[TensorRef]:
-    """Tensors under the variables' names; two variables of one name get their layer's name in front."""
+    """Yield tensors under the variables' names; two of one name get their layer's name in front."""
     datasets = {dataset.path: dataset for dataset in contents.datasets}
     found: list[tuple[str, Dataset]] = []
     owners: dict[str, str] = {}
@@ -212,42 +205,28 @@ def _by_names(path: Path, contents: FileContents) -> Iterator[TensorRef]:
             found.append((name.partition(":")[0], datasets[place]))
             if "optimizer_weights" not in group:
                 owners[place] = group.rpartition("/")[2]
-    counts: dict[str, int] = {}
-    for name, _ in found:
-        counts[name] = counts.get(name, 0) + 1
+    counts = Counter(name for name, _ in found)
     for name, dataset in found:
         unique = name if counts[name] == 1 else dataset.path.partition(":")[0]
         yield replace(_tensor(dataset), name=unique, owner=owners.get(dataset.path, ""))
 
 
 def _version(contents: FileContents) -> str:
-    for texts in contents.attributes.values():
-        for text in texts.get("keras_version", ()):
-            return text
-    return ""
-
-
-# --- both --------------------------------------------------------------------------------------------------
+    texts = (text for texts in contents.attributes.values() for text in texts.get("keras_version", ()))
+    return next(texts, "")
 
 
 def _tensor(dataset: Dataset) -> TensorRef:
     return TensorRef(dataset.path, dataset.dtype, dataset.shape, content=dataset.content)
 
 
-def _named_by_table(ref: TensorRef) -> TensorRef:
-    name = table_tensor(ref.name.rpartition(f"/{_VARS}/")[2])
-    return ref if name is None else replace(ref, name=name)
-
-
 def _catalog(
-    path: Path,
-    family: str,
-    tensors: Iterator[TensorRef],
-    files: list[Path],
-    naming: Naming = Naming.LAYERS,
+    path: Path, family: str, tensors: Iterator[TensorRef], files: list[Path], naming: Naming = Naming.LAYERS
 ) -> Catalog:
     found = {}
-    for ref in map(_named_by_table, tensors):
+    for ref in tensors:
+        if (table := table_tensor(ref.name.rpartition(f"/{_VARS}/")[2])) is not None:
+            ref = replace(ref, name=table)
         if ref.name in found:
             raise CorruptFile(f"{path} holds two tensors named {ref.name!r}")
         found[ref.name] = ref
@@ -255,20 +234,12 @@ def _catalog(
         raise CorruptFile(f"{path} holds no weights, and no model that could do without")
     sizes = tuple(FileRange.whole(file).size for file in files)
     notes = tuple(_backup_notes(path))
-    return Catalog(family, path, found, tuple(files), sizes, _step(found), notes, naming)
-
-
-def _step(tensors: Mapping[str, TensorRef]) -> int | None:
-    for name in _OPTIMIZER_STEP:
-        ref = tensors.get(name)
-        if ref is not None and ref.content is not None and ref.shape == () and ref.dtype is DType.INT64:
-            step = int(next(ref.content.blocks())[0])
-            return step if step >= 0 else None
-    return None
+    catalog = Catalog(family, path, found, tuple(files), sizes, notes=notes, naming=naming)
+    return replace(catalog, step=read_step(catalog, *_OPTIMIZER_STEP))
 
 
 def _backup_notes(path: Path) -> Iterator[str]:
-    """What `keras.callbacks.BackupAndRestore` says beside its weights: the epoch that it would go on with."""
+    """Yield the epoch that `keras.callbacks.BackupAndRestore` would go on with, as a note."""
     metadata = path.with_name("training_metadata.json")
     if path.name != "latest.weights.h5" or not metadata.is_file():
         return

@@ -51,14 +51,14 @@ from exporter.storage.layout import (
 )
 from exporter.storage.local_paths import quoted
 
+# A worker saves the checkpoints that only the chief keeps into a directory whose name begins so.
 WORKER_PREFIX = "workertemp_"
-"""Begins the name of a directory into which a worker saves what only the chief keeps, in that directory."""
 
 _STATE_PATH = re.compile(
     r"""(?<!\w)model_checkpoint_path\s*:\s*(?:"((?:[^"\\\n]|\\.)*)"|'((?:[^'\\\n]|\\.)*)')"""
 )
+# A file and the directory beside it with the tensor bundle: Keras' backups, SavedModels.
 _NESTED = (("chief", "chief"), *((name, VARIABLES_NAME) for name in SAVED_MODEL_FILES))
-"""A file and the directory beside it with the tensor bundle: Keras' backups, SavedModels."""
 
 _MAX_STATE_BYTES = 1 << 24
 _MAX_NAME = 250  # of a file, with `.index` behind it
@@ -69,9 +69,9 @@ _LOOKS = 3  # listings of a directory whose checkpoints all vanish while they ar
 def open_checkpoint(path: Path) -> Catalog:
     """The catalog of the checkpoint that `path` means; see `candidates` for which one that is.
 
-    In a directory, a checkpoint that is incomplete, or changes while it is read, is passed over for the next
-    newest, and a note in the catalog says so. Damage that stays is an error, never a reason to take an older
-    checkpoint. A prefix is taken or refused.
+    Waits a moment for files that are being written. In a directory, a checkpoint that is incomplete, or
+    changes while it is read, is passed over for the next newest, and a note in the catalog says so. Damage
+    that stays is an error, never a reason to take an older checkpoint. A prefix is taken or refused.
     """
     path = mirror.local(path)
     if _directory(path) is None:
@@ -98,8 +98,8 @@ def open_checkpoint(path: Path) -> Catalog:
 def candidates(path: Path) -> list[Path]:
     """The prefixes that `path` may mean, best first; at least one, and one only if `path` is itself a prefix.
 
-    A directory's first is what its state file names, even if that is gone; a state file that was moved with
-    its directory still names its neighbours. The others follow from the highest step down.
+    A directory's first is the one that its state file names, even if that is gone; a state file that was
+    moved with its directory still names its neighbours. The others follow from the highest step down.
 
     Raises:
         CheckpointNotFound: there are none.
@@ -119,7 +119,7 @@ def candidates(path: Path) -> list[Path]:
 
 
 def _directory(path: Path) -> Path | None:
-    """The directory that is meant, unless `path` is a prefix; a state file means its own."""
+    """The directory that `path` means, itself or that of a state file; None for a prefix."""
     if (mode := _mode(path)) and stat.S_ISDIR(mode):
         return path
     is_state = path.name == CHECKPOINT_STATE_FILE and _exists(path) and not _exists(index_path(path))
@@ -143,7 +143,7 @@ def _in_directory(directory: Path) -> list[Path]:
 
 
 def _without_index(directory: Path, names: list[str], named: Path | None) -> list[Path]:
-    """What a directory without a tensor bundle may mean: one below, format V1, one archive, a series."""
+    """The candidates of a directory without a tensor bundle: one below, V1, one archive, a series."""
     if alone := SAVED_MODEL.candidates(directory, names):
         return alone
     nested = next((below for mark, below in _NESTED if mark in names and below in names), None)
@@ -161,14 +161,14 @@ def _without_index(directory: Path, names: list[str], named: Path | None) -> lis
 
 
 def _order(path: Path) -> tuple[int, list[str | int]]:
-    """By step; names without one by the numbers in them (`cp-9.ckpt` before `cp-10.ckpt`), and first."""
+    """A key that sorts names by step, and before them those without one by their numbers."""
     parts = re.split(r"([0-9]+)", path.name)
     step = step_in_name(path.name)
     return -1 if step is None else step, [int(part) if at % 2 else part for at, part in enumerate(parts)]
 
 
 def _named_by_state(directory: Path) -> Path | None:
-    """What the state file says; None without a usable one."""
+    """The path that a directory's state file names as newest; None without a usable one."""
     try:
         content = read_regular(directory / CHECKPOINT_STATE_FILE, _MAX_STATE_BYTES)
         text = content.decode(errors="surrogateescape")
@@ -181,11 +181,9 @@ def _named_by_state(directory: Path) -> Path | None:
 
 
 def _beside(named: Path, directory: Path) -> Path:
-    """The prefix that a state file in `directory` means, wherever the directory was moved or copied to.
-
-    One in a store means no file of this machine, whatever path its trainer had.
-    """
+    """The prefix that a state file in `directory` means, wherever the directory was moved or copied to."""
     neighbour = directory / named.name
+    # a path in a store's state file is of the trainer's machine, not of this one
     if mirror.is_remote(directory) and (named.is_absolute() or ".." in named.parts):
         return neighbour
     places = [neighbour, named] if named.is_absolute() else [directory / named, neighbour]
@@ -193,7 +191,7 @@ def _beside(named: Path, directory: Path) -> Path:
 
 
 def _read_settled(prefix: Path) -> Catalog:
-    """The catalog of `prefix`; a failure counts once the files hold still."""
+    """The catalog of `prefix`, read again after a failure; CheckpointChanged if its files change then."""
     try:
         return read_family(prefix)
     except (CheckpointNotFound, UnsupportedFormat, UnsafeArchive):
@@ -215,7 +213,7 @@ def _exists(path: Path) -> bool:
 
 
 def _mode(path: Path) -> int | None:
-    """What kind of file a path is; None for nothing, or nothing that we may see."""
+    """The mode bits of a path; None for nothing, or nothing that we may see."""
     try:
         return path.stat().st_mode
     except (OSError, ValueError):  # ValueError: a NUL in the name
@@ -224,7 +222,7 @@ def _mode(path: Path) -> int | None:
 
 def _no_index(prefix: Path) -> CheckpointError:
     if not _exists(prefix.parent):
-        return CheckpointNotFound(f"there is no directory {prefix.parent}", hint=_meant(prefix))
+        return CheckpointNotFound(f"there is no directory {prefix.parent}", hint=_suggestion(prefix))
     if _exists(prefix.with_name(f"{prefix.name}.meta")):
         return CheckpointNotFound(
             f"there is no {index_path(prefix)}",
@@ -246,14 +244,14 @@ def _no_index(prefix: Path) -> CheckpointError:
 
 
 def _nearest_step(name: str, there: list[str]) -> str:
-    """The checkpoint of the nearest step; empty if a name has no step, or is of another model."""
+    """The name of the checkpoint of the nearest step; "" if `name` has no step, or is of another model."""
     step, stem = step_in_name(name), name.rpartition("-")[0]
     alike = [other for other in there if other.rpartition("-")[0] == stem]
     steps = {found: other for other in alike if (found := step_in_name(other)) is not None}
     return "" if step is None or not steps else steps[min(steps, key=lambda found: abs(found - step))]
 
 
-def _meant(prefix: Path) -> str:
+def _suggestion(prefix: Path) -> str:
     """The question whether a near path was meant, whose directory is there; "" if none comes near."""
     close = nearest(prefix.parent)
     if close is None:
@@ -270,17 +268,18 @@ def _names(directory: Path) -> list[str]:
 
 
 def _is_published(directory: Path) -> bool:
-    """True if versions lie in a directory."""
+    """True if versions of a SavedModel lie in a directory."""
     return any((child / file).exists() for child in directory.glob("[0-9]*") for file in SAVED_MODEL_FILES)
 
 
 def _nothing_in(directory: Path, names: list[str], named: Path | None) -> CheckpointError:
-    """Why no checkpoint was found, from what is there instead."""
+    """The error that no checkpoint was found, with its reason: the files that are there instead."""
     state = f"its state file names {named}, which is not there" if named else ""
     metas = sum(name.endswith(".meta") for name in names)
     shards = sum(".data-" in name for name in names)
     kinds = [f"{count} {kind} files" for count, kind in ((metas, ".meta"), (shards, ".data-*")) if count]
     found = f"found: {' and '.join(kinds)} but no .index" if kinds else "" if names else "it is empty"
+    # left-overs of writers: unfinished shards, and what workers save beside the chief
     kept = [name for name in names if "_temp_" not in name and not name.startswith(WORKER_PREFIX)]
     below = [name for name in kept if any((directory / name).glob("*.index"))]
     hint = f"there are checkpoints in {quoted(directory / below[0])}" if below else ""

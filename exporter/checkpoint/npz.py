@@ -22,20 +22,19 @@ from msgspec import Struct
 from numpy.lib import format as npy
 
 from exporter.catalog import Catalog, Naming, TensorRef
-from exporter.checkpoint.file_range import FileRange
+from exporter.checkpoint.file_range import FileRange, whole_items
 from exporter.checkpoint.zip_members import Member, read_members
 from exporter.errors import CorruptFile, TruncatedFile, UnsafeArchive, UnsupportedFormat
 from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 
-
 _MAX_HEADER_BYTES = 1 << 16
-_MAX_TRANSPOSED_BYTES = 256 << 20
-_MAX_LISTED = 100_000
+_MAX_TRANSPOSED_BYTES = 256 << 20  # columns in sequence are turned in memory, twice the size of the array
+_MAX_LISTED = 100_000  # each element of a stacked list becomes a tensor
 _LIST = "params"
+# Errors of numpy's reader of headers, all of them for headers that no numpy wrote.
 _BAD_HEADER = (ValueError, SyntaxError, TokenError, TypeError, KeyError, MemoryError, RecursionError)
-"""What numpy's reader of headers ends in, all of them for headers that no numpy wrote."""
 _NUMBERED = re.compile(r"(arr_)?(0|[1-9][0-9]*)")
 
 
@@ -58,34 +57,29 @@ class NpyValues(Struct, frozen=True):
     count: int
 
     def blocks(self) -> Iterator[Array]:
-        """See `Content.blocks`; the member's checksum is compared by reading it to its end."""
+        """See `Content.blocks`."""
         if self.header.is_fortran:
-            yield self._transposed()
+            data = b"".join(self.member.stream())[self.header.size :]
+            values = self._numbers(data).reshape(self.header.shape, order="F")
+            yield np.ascontiguousarray(values).reshape(-1)
             return
         itemsize = self.header.stored.itemsize
         begin = self.header.size + self.start * itemsize
         end = begin + self.count * itemsize
-        position, rest = 0, b""
-        for chunk in self.member.stream():
-            piece = chunk[max(0, begin - position) : max(0, end - position)]
-            position += len(chunk)
-            data = rest + piece if rest else piece
-            whole = len(data) - len(data) % itemsize
-            rest = data[whole:]
-            if whole:
-                yield self._numbers(data[:whole] if rest else data)
+        yield from map(self._numbers, whole_items(self._bytes(begin, end), itemsize))
 
-    def _transposed(self) -> Array:
-        data = b"".join(self.member.stream())[self.header.size :]
-        values = self._numbers(data).reshape(self.header.shape, order="F")
-        return np.ascontiguousarray(values).reshape(-1)
+    def _bytes(self, begin: int, end: int) -> Iterator[bytes]:
+        position = 0
+        for chunk in self.member.stream():  # to its end, where the member's checksum is compared
+            yield chunk[max(0, begin - position) : max(0, end - position)]
+            position += len(chunk)
 
     def _numbers(self, data: bytes) -> Array:
         return np.frombuffer(data, self.header.stored).astype(self.header.dtype.numpy, copy=False)
 
 
 def read_npz(path: Path) -> Catalog:
-    """The arrays of an archive, by name or as a list."""
+    """The catalog of an archive's arrays, by name or as a list; arrays of texts are left out with a note."""
     members = read_members(path)
     found: dict[str, TensorRef] = {}
     skipped = []
@@ -116,7 +110,7 @@ def read_npz(path: Path) -> Catalog:
 
 
 def _as_list(found: dict[str, TensorRef]) -> dict[str, TensorRef] | None:
-    """The arrays in the order of their list, None if they have names."""
+    """The arrays in the order of their list; None if they have names."""
     if found.keys() == {_LIST}:
         return _unstacked(found[_LIST])
     matches = {name: match for name in found if (match := _NUMBERED.fullmatch(name))}
@@ -128,7 +122,7 @@ def _as_list(found: dict[str, TensorRef]) -> dict[str, TensorRef] | None:
 
 
 def _unstacked(ref: TensorRef) -> dict[str, TensorRef] | None:
-    """The elements of a list of equal shapes, which numpy stored as one array."""
+    """The elements of a list of equal shapes, which numpy stored as one array; None if there are none."""
     assert isinstance(ref.content, NpyValues)
     if not ref.shape or ref.content.header.is_fortran or ref.shape[0] > _MAX_LISTED:
         return None
@@ -142,7 +136,7 @@ def _unstacked(ref: TensorRef) -> dict[str, TensorRef] | None:
 
 
 def _read_header(path: Path, member: Member) -> _Header | None:
-    """The header of a member, None for an array of texts."""
+    """The header of a member, checked against its size; None for an array of texts."""
     data = _begin(path, member)
     where = f"{path}: {member.name!r}"
     file = io.BytesIO(data)
@@ -183,12 +177,10 @@ def _read_header(path: Path, member: Member) -> _Header | None:
 def _begin(path: Path, member: Member) -> bytes:
     """The first bytes of a member, enough for a header."""
     data = b""
-    stream = member.stream()
-    try:
-        while len(data) < min(member.size, _MAX_HEADER_BYTES + 12):
-            data += next(stream)
-    except StopIteration:
-        pass
+    for chunk in member.stream():
+        data += chunk
+        if len(data) >= min(member.size, _MAX_HEADER_BYTES + 12):
+            break
     return data
 
 

@@ -26,8 +26,8 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 VARIABLE_VALUE = "VARIABLE_VALUE"
+# The end of a variable's tensor name, behind the path of its object.
 SUFFIX = f"/.ATTRIBUTES/{VARIABLE_VALUE}"
-"""What TensorFlow puts behind the path of a variable's object to name its tensor."""
 
 ROOT = 0
 
@@ -36,20 +36,14 @@ _OPTIMIZER_EDGES = frozenset({"_iterations", "iter", "_index_dict", "_trainable_
 
 
 class TrackedVariable(Struct, frozen=True):
-    """A variable: its name as the program gave it, and where its values are.
-
-    `tensor` is the tensor's name in a checkpoint; in a graph that is to be served it is the variable's node.
-    """
+    """A variable's name in the program; and its tensor in a checkpoint, or its node in a served graph."""
 
     name: str
     tensor: str
 
 
 class TrackedObject(Struct, frozen=True):
-    """An object: its edges by name, its own value if it is a variable, and its optimizer slots' objects.
-
-    `table` is what the tensors of a hash table are called before `-keys` and `-values`; "" for others.
-    """
+    """An object: edges by name, its value if a variable's, slots; `table` is a hash table's name, or ""."""
 
     children: Mapping[str, int]
     variable: TrackedVariable | None = None
@@ -63,13 +57,12 @@ class ObjectGraph(Struct, frozen=True, dict=True):
     objects: tuple[TrackedObject, ...]
 
     def at(self, path: str, start: int = ROOT) -> int | None:
-        """The object that a path such as `model/layers/0` leads to; "" and "." are `start` itself.
-
-        In an edge's name `/` is written `.S` and `.` is written `..`, as in tensors' names.
-        """
+        """The number of the object at a path such as `model/layers/0`, "" or "."; None if none is."""
         found = start
         for name in path.split("/") if path not in ("", ".") else ():
-            following = self.objects[found].children.get(_ESCAPE.sub(_unescaped, name))
+            # as in tensors' names: `/` is written `.S`, and `.` is written `..`
+            edge = _ESCAPE.sub(lambda escape: "/" if escape.group() == ".S" else ".", name)
+            following = self.objects[found].children.get(edge)
             if following is None:
                 return None
             found = following
@@ -77,7 +70,7 @@ class ObjectGraph(Struct, frozen=True, dict=True):
 
     @cached_property
     def optimizers(self) -> frozenset[int]:
-        """The objects that are optimizers, of either Keras."""
+        """The numbers of the objects that are optimizers, of either Keras."""
         return frozenset(
             number
             for number, item in enumerate(self.objects)
@@ -86,11 +79,11 @@ class ObjectGraph(Struct, frozen=True, dict=True):
 
     @cached_property
     def paths(self) -> Mapping[int, str]:
-        """A shortest path to each object that the root leads to; "" is the root's own."""
+        """A shortest path to each object that the root leads to, by number."""
         return self.paths_from(ROOT)
 
     def paths_from(self, start: int) -> dict[int, str]:
-        """A shortest path to each object that `start` leads to."""
+        """A shortest path to each object that `start` leads to, by number; its own is ""."""
         found, pending = {start: ""}, deque([start])
         while pending:
             number = pending.popleft()
@@ -102,12 +95,8 @@ class ObjectGraph(Struct, frozen=True, dict=True):
         return found
 
 
-def _unescaped(match: re.Match[str]) -> str:
-    return "/" if match.group() == ".S" else "."
-
-
 def read_object_graph(catalog: Catalog) -> ObjectGraph | None:
-    """The object graph of a checkpoint; None for one by names.
+    """The object graph of a checkpoint; None for a checkpoint by names.
 
     Raises:
         CorruptFile: it cannot be decoded, or an edge leads nowhere.
@@ -122,7 +111,7 @@ def read_object_graph(catalog: Catalog) -> ObjectGraph | None:
 
 
 def parse_object_graph(data: bytes, where: str) -> ObjectGraph:
-    """A serialised `TrackableObjectGraph`; `where` is for error texts."""
+    """The object graph that a serialised `TrackableObjectGraph` holds; CorruptFile names it `where`."""
     try:
         message = protos.TrackableObjectGraph.FromString(data)
     except DecodeError as error:

@@ -36,21 +36,19 @@ from exporter.wire.dtypes import DType
 _SHARD = re.compile(r"((?:.+/)?([^/]+))_mht_([0-9]{1,6})of([0-9]{1,6})", re.ASCII)
 _NUMBER = re.compile(r"[0-9]{1,6}")
 _NUMBERED = re.compile(r"_[0-9]+$")
+# Names of slots, by optimizers of TensorFlow and of both Keras.
 _SLOTS = re.compile(r"m|v|u|vhat|rms|mg|momentum|velocity(_hat)?|average_gradient|accum\w*|linear")
-"""What optimizers of TensorFlow and of both Keras call their slots."""
 
 _KEYS, _VALUES = "-keys", "-values"
 _LIST, _LAYER = "tables_of_", "-parameter"
-_NUMBERS = (DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)
+KEY_DTYPES = (DType.INT64, DType.INT32)
+VALUE_DTYPES = (DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)
+# The end of the tensor that a FileSystemSaver stores in the place of a shard's keys and values.
 _ROWS_IN_FILES = "-shard_upsert_restore"
-"""What a FileSystemSaver stores in the place of a shard's keys and values."""
 
 
 class AddonsTable(Struct, frozen=True):
-    """A table, the stems of its tensors by the number of the shard, from 0, and how many shards it has.
-
-    `path` is where the checkpoint has it; `also` are other names by which a person may mean it.
-    """
+    """A table: the stems of its tensors by shard, its place in the checkpoint, and other names of it."""
 
     name: str
     path: str
@@ -66,7 +64,7 @@ class AddonsTable(Struct, frozen=True):
 
 
 def addons_tables(catalog: Catalog) -> list[AddonsTable]:
-    """The tables of TFRA that lead from integers to rows of numbers; each has a name of its own."""
+    """The tables of TFRA that lead from integers to rows of numbers, each under a name of its own."""
     found = [*_by_objects(catalog), *_by_names(catalog)]
     twice = Counter(table.name for table in found)
     found = [replace(table, name=table.path) if twice[table.name] > 1 else table for table in found]
@@ -102,7 +100,7 @@ def _by_objects(catalog: Catalog) -> Iterator[AddonsTable]:
 
 
 def _listed(catalog: Catalog, objects: ObjectGraph, name: str, number: int) -> Iterator[AddonsTable]:
-    """The table whose shards this list has, unless it is of integers."""
+    """Yield the table whose shards a list has, unless its values are integers."""
     edges = objects.objects[number].children
     stems = {int(edge): objects.objects[edges[edge]].table for edge in edges if _NUMBER.fullmatch(edge)}
     for stem in stems.values():
@@ -125,7 +123,7 @@ def _is_embedding(catalog: Catalog, stem: str) -> bool:
     keys, values = catalog.tensors.get(stem + _KEYS), catalog.tensors.get(stem + _VALUES)
     if keys is None or values is None or len(values.shape) != 2:
         return False
-    return keys.dtype in (DType.INT64, DType.INT32) and values.dtype in _NUMBERS
+    return keys.dtype in KEY_DTYPES and values.dtype in VALUE_DTYPES
 
 
 def _check_is_here(catalog: Catalog, tensor: str) -> None:
@@ -140,18 +138,16 @@ def _check_is_here(catalog: Catalog, tensor: str) -> None:
 
 
 def table_in_graph(node: str) -> str:
-    """The name of the variable of which a node of a graph is a shard; "" if it is none."""
+    """The name of the variable of which a node of a graph is a shard; "" for other nodes."""
     match = _SHARD.fullmatch(node)
     return "" if match is None else _name_in_graph(match[1])
 
 
 def _name_in_graph(path: str) -> str:
-    """A variable's name, of the scopes in which it was made and its name with underscores for slashes.
-
-    As many scopes as the name repeats are its own; numbers behind them distinguish equal scopes.
-    """
+    """A variable's name by its node's path: scopes, and the name with underscores for slashes."""
     *scopes, flat = path.split("/")
     name = flat
+    # As many scopes as the name repeats are its own; numbers behind them distinguish equal scopes.
     for first in range(len(scopes)):
         for parts in (scopes[first:], [_NUMBERED.sub("", part) for part in scopes[first:]]):
             end = "_".join(parts)
@@ -162,7 +158,7 @@ def _name_in_graph(path: str) -> str:
 
 
 def _with_owner(table: AddonsTable, tables: Iterable[AddonsTable]) -> AddonsTable:
-    """The table, with the one whose optimizer's slot it is, and a name below that one's."""
+    """The table as its owner's optimizer slot, with a name below the owner's; unchanged if it is none."""
     head, _, slot = table.name.rpartition("/")
     if not _SLOTS.fullmatch(slot):
         return table

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.file_range import FileRange, PlainValues, listed_shard
 from exporter.checkpoint.tensor_bundle import GLOBAL_STEP, step_in_name
+from exporter.checkpoint.tensor_values import read_step
 from exporter.errors import CorruptFile, MissingShard, TruncatedFile, UnsafeArchive, UnsupportedFormat
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import Count, DocumentError, Text, decode
@@ -52,7 +54,6 @@ _DTYPES = {
     "F8_E4M3": DType.FLOAT8_E4M3FN,
     "F8_E5M2": DType.FLOAT8_E5M2,
 }
-_STEP_DTYPES = (DType.INT32, DType.INT64)
 
 
 class _Entry(Struct, frozen=True):
@@ -68,7 +69,7 @@ class _List(Struct, frozen=True):
 
 
 def read_safetensors(path: Path) -> Catalog:
-    """The tensors of a file, or of all files that a list names."""
+    """The catalog of a file's tensors, or of all files that a list names."""
     if path.name.endswith(LIST):
         return _catalog(path, "safetensors, sharded", *_sharded(path))
     shard = _SHARD.fullmatch(path.name)
@@ -81,12 +82,7 @@ def read_safetensors(path: Path) -> Catalog:
     return _catalog(path, "safetensors", _tensors(whole), [whole])
 
 
-def _catalog(
-    path: Path,
-    family: str,
-    tensors: Mapping[str, TensorRef],
-    files: list[FileRange],
-) -> Catalog:
+def _catalog(path: Path, family: str, tensors: Mapping[str, TensorRef], files: list[FileRange]) -> Catalog:
     if not tensors:
         raise CorruptFile(f"{path} holds no tensors")
     found: dict[str, TensorRef] = {}
@@ -96,36 +92,25 @@ def _catalog(
             raise CorruptFile(f"{path} holds {'two tensors' if name else 'a tensor'} named {name!r:.99}")
         found[name] = TensorRef(name, ref.dtype, ref.shape, content=ref.content)
     paths, sizes = tuple(file.path for file in files), tuple(file.size for file in files)
-    return Catalog(family, path, found, paths, sizes, _step(path, found))
-
-
-def _step(path: Path, tensors: Mapping[str, TensorRef]) -> int | None:
-    """What a tensor says, or else the file's name: 1200 of `model-1200.safetensors`."""
-    ref = tensors.get(GLOBAL_STEP)
-    if ref is not None and ref.content is not None and ref.shape == () and ref.dtype in _STEP_DTYPES:
-        step = int(next(ref.content.blocks())[0])
-        if step >= 0:
-            return step
-    return step_in_name(path.name.removesuffix(LIST).removesuffix(_SUFFIX))
+    catalog = Catalog(family, path, found, paths, sizes)
+    step = read_step(catalog, GLOBAL_STEP)
+    in_name = step_in_name(path.name.removesuffix(LIST).removesuffix(_SUFFIX))
+    return replace(catalog, step=in_name if step is None else step)
 
 
 def _sharded(path: Path) -> tuple[dict[str, TensorRef], list[FileRange]]:
-    """The tensors that a list names, each out of the file that it names for it; and these files."""
+    """The tensors that a list names, each out of its file; and the list with these files."""
     source = FileRange.whole(path)
-    places = _weight_map(path, source)
+    if source.size > _MAX_HEADER_BYTES:
+        raise UnsafeArchive(f"{path} has {source.size} bytes, expected {_MAX_HEADER_BYTES} at most")
+    listed: _List = _decoded(source.read(), _List, path, "list of safetensors shards")
+    places = listed.weight_map
     shards = {name: _shard(path, name) for name in dict.fromkeys(places.values())}
     held = {name: _tensors(shard) for name, shard in shards.items()}
     for name, file in places.items():
         if name not in held[file]:
             raise CorruptFile(f"{path} places {name!r:.99} in {file!r}, which does not hold it")
     return {name: held[file][name] for name, file in places.items()}, [source, *shards.values()]
-
-
-def _weight_map(path: Path, source: FileRange) -> dict[str, str]:
-    if source.size > _MAX_HEADER_BYTES:
-        raise UnsafeArchive(f"{path} has {source.size} bytes, expected {_MAX_HEADER_BYTES} at most")
-    listed: _List = _decoded(source.read(), _List, path, "list of safetensors shards")
-    return listed.weight_map
 
 
 def _shard(path: Path, name: str) -> FileRange:
@@ -135,7 +120,7 @@ def _shard(path: Path, name: str) -> FileRange:
 
 
 def _tensors(whole: FileRange) -> dict[str, TensorRef]:
-    """The tensors of one file by their names; their bytes fill it without a gap."""
+    """The tensors of one file by their names; CorruptFile unless their bytes fill it without a gap."""
     entries, start = _header(whole)
     values = whole.part(start, whole.size - start)
     found = {name: _tensor(name, entry, values) for name, entry in entries.items()}
@@ -151,7 +136,7 @@ def _tensors(whole: FileRange) -> dict[str, TensorRef]:
 
 
 def _header(whole: FileRange) -> tuple[dict[str, _Entry], int]:
-    """The header's entry of each tensor, and where the header ends."""
+    """The header's entry of each tensor, and the offset where the header ends."""
     if whole.size < _SIZE_BYTES:
         raise TruncatedFile(f"{whole.path} has {whole.size} bytes: it is not a safetensors file")
     (size,) = struct.unpack("<Q", whole.part(0, _SIZE_BYTES).read())

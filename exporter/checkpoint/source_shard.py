@@ -15,7 +15,7 @@ from exporter.storage.files import open_regular
 
 @contextmanager
 def open_shard(path: Path, *extents: Extent) -> Iterator[int]:
-    """A descriptor to read extents of the shard with.
+    """A descriptor to read extents of a shard with, which are fetched first if it is in a store.
 
     Raises:
         CheckpointChanged: it is no longer there.
@@ -31,7 +31,7 @@ def open_shard(path: Path, *extents: Extent) -> Iterator[int]:
 
 
 def fetch_tensors(catalog: Catalog, tensors: Iterable[TensorRef]) -> None:
-    """Have the bytes of tensors where another program reads the shards: of a checkpoint in an object store.
+    """Fetch the bytes of tensors of a checkpoint in a store, for a program that reads the shards by itself.
 
     Raises:
         CheckpointError: they cannot be fetched.
@@ -44,7 +44,7 @@ def fetch_tensors(catalog: Catalog, tensors: Iterable[TensorRef]) -> None:
 
 
 def shard_status(path: Path) -> os.stat_result:
-    """The shard's file status, symbolic links followed.
+    """The file status of a shard, symbolic links followed.
 
     Raises:
         CheckpointChanged: it is no longer there.
@@ -65,7 +65,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def check_size(path: Path, found: int, expected: int) -> None:
-    """Compare a shard's size with the catalog's.
+    """Require that a shard has the size that the catalog has for it.
 
     Raises:
         CheckpointChanged: they differ.

@@ -24,15 +24,15 @@ from pathlib import Path
 
 from exporter.errors import CheckpointError, CorruptFile, TruncatedFile, UnsupportedFormat
 from exporter.wire.crc32c import masked_crc
+from exporter.wire.protos import varint
 
 Entry = tuple[bytes, bytes]
 
-_MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
+MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
 _FOOTER_BYTES = 48  # two handles, padded to 40 bytes, and the magic number
 _TRAILER_BYTES = 5  # of each block: how it is compressed, and its checksum
-_BLOCK_BYTES = (
-    262_144  # this and the next one as in TensorFlow's table_options.h: an index has the same bytes
-)
+# These two as in TensorFlow's table_options.h, so that an index has the same bytes.
+_BLOCK_BYTES = 262_144
 _RESTART_INTERVAL = 16
 _LONGEST_VARINT = 10
 _PLAIN, _SNAPPY = 0, 1
@@ -41,10 +41,7 @@ _MAX_SNAPPY_RATIO = 22  # three bytes copy 64 at most; a library need not alloca
 
 
 def read_table(data: bytes, path: Path) -> list[Entry]:
-    """All pairs of a table in key order; `path` is for error texts.
-
-    Time and memory are proportional to `len(data)`, whatever the bytes say.
-    """
+    """All pairs of a table in key order, each block's checksum verified; errors name `path`."""
     metaindex, index = _read_footer(data, path)
     entries: list[Entry] = []
     end = 0
@@ -74,7 +71,7 @@ def read_first_block(data: bytes, path: Path) -> list[Entry]:
 def _read_footer(data: bytes, path: Path) -> tuple[tuple[int, int], tuple[int, int]]:
     if len(data) < _FOOTER_BYTES:
         raise TruncatedFile(f"{path} has {len(data)} bytes, an index has at least {_FOOTER_BYTES}")
-    if data[-8:] != _MAGIC:
+    if data[-8:] != MAGIC:
         raise _wrong_magic(data, path)
     footer = data[-_FOOTER_BYTES:-8]
     metaindex, position = _read_handle(footer, 0, path)
@@ -85,22 +82,22 @@ def _read_footer(data: bytes, path: Path) -> tuple[tuple[int, int], tuple[int, i
 
 
 def _wrong_magic(data: bytes, path: Path) -> CheckpointError:
-    equal = sum(found == expected for found, expected in zip(data[-8:], _MAGIC, strict=True))
+    equal = sum(found == expected for found, expected in zip(data[-8:], MAGIC, strict=True))
     if equal >= 6:  # a cut file ends in something else altogether
         return CorruptFile(
-            f"{path} is damaged: its magic number is {data[-8:].hex()}, expected {_MAGIC.hex()}"
+            f"{path} is damaged: its magic number is {data[-8:].hex()}, expected {MAGIC.hex()}"
         )
-    at = data.rfind(_MAGIC)
+    at = data.rfind(MAGIC)
     if at > 0:
         return CorruptFile(f"{path} has {len(data) - at - 8} bytes after its end")
     return TruncatedFile(
         f"{path} does not end as an index does: it is cut short, or it is something else",
-        cause=f"its last 8 bytes are {data[-8:].hex()}, expected {_MAGIC.hex()}",
+        cause=f"its last 8 bytes are {data[-8:].hex()}, expected {MAGIC.hex()}",
     )
 
 
 def _follow(end: int, handle: tuple[int, int], path: Path, what: str) -> int:
-    """Where the block ends, its trailer included, if it begins where the one before ended."""
+    """The end of a block with its trailer; CorruptFile unless it begins at `end`."""
     offset, size = handle
     if offset != end:
         raise CorruptFile(f"{path} is damaged: {what} begins at byte {offset}, expected {end}")
@@ -162,7 +159,8 @@ def _parse_block(block: bytes, path: Path, what: str) -> list[Entry]:
         raise CorruptFile(f"{path} is damaged: the {what} claims {restarts} restarts")
     entries: list[Entry] = []
     key, position = b"", 0
-    key_bytes_left = _RESTART_INTERVAL * len(block)  # prefix compression must not make a small block large
+    # time and memory stay proportional to the file, whatever its bytes say
+    key_bytes_left = _RESTART_INTERVAL * len(block)
     while position < end:
         head = block[position : position + 3]
         if max(head) < 0x80 and len(head) == 3:  # nearly all: three lengths of one byte each
@@ -190,7 +188,7 @@ def _parse_block(block: bytes, path: Path, what: str) -> list[Entry]:
 
 
 def write_table(entries: Iterable[Entry]) -> bytes:
-    """The table of pairs in strictly increasing key order, byte for byte as TensorFlow writes it."""
+    """The bytes of a table of pairs in strictly increasing key order, exactly as TensorFlow writes it."""
     table = bytearray()
     index = _BlockBuilder(restart_interval=1)
     block = _BlockBuilder(_RESTART_INTERVAL)
@@ -213,7 +211,7 @@ def write_table(entries: Iterable[Entry]) -> bytes:
     if handle and last is not None:
         index.add(_successor(last), handle)
     footer = metaindex_handle + _append_block(table, index)
-    table += footer.ljust(_FOOTER_BYTES - 8, b"\0") + _MAGIC
+    table += footer.ljust(_FOOTER_BYTES - 8, b"\0") + MAGIC
     return bytes(table)
 
 
@@ -251,24 +249,12 @@ class _BlockBuilder:
 
 
 def _append_block(table: bytearray, block: _BlockBuilder) -> bytes:
-    """Append block, type and checksum; the encoded handle."""
+    """Append a block, its type and its checksum to the table; returns its encoded handle."""
     contents = block.finish()
     handle = varint(len(table)) + varint(len(contents))
     typed = contents + b"\0"
     table += typed + struct.pack("<I", masked_crc(typed))
     return handle
-
-
-def varint(value: int) -> bytes:
-    """A non-negative number, seven bits a byte, lowest first (protocol buffers' varint64)."""
-    if value < 0x80:
-        return value.to_bytes(1, "little")
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
 
 
 def _common_prefix(one: bytes, other: bytes) -> int:
@@ -280,7 +266,7 @@ def _common_prefix(one: bytes, other: bytes) -> int:
 
 
 def _separator(last: bytes, next_: bytes) -> bytes:
-    """A short key in [last, next_): what the index stores between two blocks."""
+    """A short key in [last, next_), which the index stores between two blocks."""
     at = _common_prefix(last, next_)
     if at < min(len(last), len(next_)) and last[at] < 0xFF and last[at] + 1 < next_[at]:
         return last[:at] + bytes([last[at] + 1])
@@ -288,7 +274,7 @@ def _separator(last: bytes, next_: bytes) -> bytes:
 
 
 def _successor(last: bytes) -> bytes:
-    """A short key >= last: what the index stores for the last block."""
+    """A short key >= last, which the index stores for the last block."""
     for at, byte in enumerate(last):
         if byte < 0xFF:
             return last[:at] + bytes([byte + 1])

@@ -15,14 +15,16 @@ import math
 import os
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 from google.protobuf.message import DecodeError
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
+from exporter.catalog import Catalog, Content, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.bundle_writer import (
     MAX_SHARDS,
     WHOLE,
@@ -34,7 +36,7 @@ from exporter.checkpoint.bundle_writer import (
     slice_key,
 )
 from exporter.checkpoint.sstable import Entry, read_table
-from exporter.checkpoint.tensor_values import check_tensor, check_values, memory_map, read_array
+from exporter.checkpoint.tensor_values import check_tensor, check_values, memory_map, read_array, read_step
 from exporter.errors import (
     CheckpointChanged,
     CheckpointError,
@@ -43,8 +45,10 @@ from exporter.errors import (
     MissingShard,
     TruncatedFile,
     UnsupportedFormat,
+    os_error,
 )
 from exporter.storage.files import FileIdentity, open_regular, read_regular
+from exporter.terminal.progress import NoProgress, Progress
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 
@@ -62,6 +66,7 @@ __all__ = [
     "read_catalog",
     "shard_path",
     "step_in_name",
+    "write_bundle",
 ]
 
 GLOBAL_STEP = "global_step"
@@ -71,15 +76,13 @@ _VERSION = 1  # kTensorBundleVersion: what this reader understands
 MAX_INDEX_BYTES = 1 << 30
 _STEP_LIMIT = 1 << 63  # a training step is an int64
 _MAX_RANK = 254  # TensorShape::MaxDimensions
-_MAX_ELEMENTS = 1 << 63
+_MAX_ELEMENTS = 1 << 63  # TensorFlow counts them in an int64
 _MAX_BYTES = 1 << 63
 _LEAST_STRING_BYTES = 4  # the checksum of the lengths; each length has a byte or more
 
 
 def read_catalog(prefix: Path) -> Catalog:
-    """The bundle whose index is `<prefix>.index`; only shards that some tensor refers to need to exist.
-
-    The size of a shard that nothing refers to is given as 0.
+    """The catalog of the bundle with the index `<prefix>.index`; a shard that is not used has size 0.
 
     Raises:
         CheckpointNotFound: there is no such index.
@@ -99,11 +102,12 @@ def read_catalog(prefix: Path) -> Catalog:
     family = "TensorFlow V2, object-based" if OBJECT_GRAPH in index.tensors else "TensorFlow V2, name-based"
     digest = hashlib.sha256(data).hexdigest()
     catalog = Catalog(family, prefix, index.tensors, shards, sizes, index_digest=digest)
-    return replace(catalog, step=_step(catalog))
+    step = read_step(catalog, GLOBAL_STEP)
+    return replace(catalog, step=step_in_name(prefix.name) if step is None else step)
 
 
 class Index(Struct, frozen=True):
-    """An index's contents; `reach` has for each shard in use where its last tensor ends, and its name."""
+    """An index's contents; `reach` has, of each shard in use, its last tensor's end and name."""
 
     num_shards: int
     tensors: dict[str, TensorRef]
@@ -111,7 +115,7 @@ class Index(Struct, frozen=True):
 
 
 def parse_index(data: bytes, path: Path) -> Index:
-    """An index's bytes, checked as far as that goes without its shards; `path` is for error texts.
+    """The contents of an index's bytes, checked as far as that goes without the shards; errors name `path`.
 
     Raises:
         TruncatedFile, CorruptFile, UnsupportedFormat: see errors.py.
@@ -128,7 +132,7 @@ def parse_index(data: bytes, path: Path) -> Index:
 
 
 def step_in_name(name: str) -> int | None:
-    """The step that a trainer puts behind a prefix: 1200 of `model.ckpt-1200`."""
+    """The step that a trainer puts behind a prefix, 1200 of `model.ckpt-1200`; None if there is none."""
     found = re.search(r"-([0-9]+)$", name)
     return int(found[1]) if found and int(found[1]) < _STEP_LIMIT else None
 
@@ -155,7 +159,7 @@ def _identity(path: Path) -> FileIdentity:
 
 
 def _check_header(table: list[Entry], path: Path) -> int:
-    """The number of shards, if the header is one that this reader understands."""
+    """The number of shards; UnsupportedFormat if this reader does not understand the header."""
     if not table or table[0][0] != b"":
         raise CorruptFile(f"{path} is a table, but not an index: it has no header")
     try:
@@ -174,7 +178,7 @@ def _check_header(table: list[Entry], path: Path) -> int:
 
 
 class _Layout(Struct, frozen=True):
-    """What an entry's dtype and shape say: between how many bytes its values take."""
+    """An entry's dtype and shape, and between how many bytes its values take."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -183,7 +187,7 @@ class _Layout(Struct, frozen=True):
 
 
 class _Parser:
-    """Table entries -> tensors, with everything checked that can be checked without the shards."""
+    """Parses table entries as tensors, and checks all that can be checked without the shards."""
 
     def __init__(self, path: Path, num_shards: int) -> None:
         self._path = path
@@ -316,11 +320,42 @@ def _shard_size(path: Path, reach: tuple[int, str], index: Path) -> int:
     return found.st_size
 
 
-def _step(catalog: Catalog) -> int | None:
-    """The global step: what the checkpoint says itself goes before what its name says."""
-    ref = catalog.tensors.get(GLOBAL_STEP)
-    if ref is not None and ref.shape == () and ref.dtype in (DType.INT32, DType.INT64) and ref.extent:
-        step = int(read_array(catalog, ref))
-        if step >= 0:
-            return step
-    return step_in_name(catalog.prefix.name)
+def write_bundle(
+    catalog: Catalog, tensors: Iterable[TensorRef], prefix: Path, progress: Progress | None = None
+) -> Catalog:
+    """Write tensors of `catalog` into a new bundle at `prefix`, in blocks; returns that one's catalog.
+
+    Raises:
+        CheckpointError: a source is damaged, or changed since the catalog was read.
+        PublishError: the target cannot be written; DiskFull if there is no space.
+    """
+    progress = progress or NoProgress()
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        with BundleWriter(prefix) as writer:
+            for ref in tensors:
+                if ref.content is None:
+                    raise ValueError(f"{ref.name!r} is in a bundle already")
+                if not ref.slices:
+                    _add(writer, ref, ref.content, ref.shape)
+                for part in ref.slices:
+                    assert part.content is not None
+                    _add(writer, ref, part.content, part.spec.lengths, part.spec)
+                progress.advance(ref.bytes_)
+    except OSError as error:
+        raise os_error(error, prefix) from error
+    return replace(read_catalog(prefix), family=catalog.family, step=catalog.step)
+
+
+def _add(
+    writer: BundleWriter,
+    ref: TensorRef,
+    content: Content,
+    shape: tuple[int, ...],
+    part: SliceSpec | None = None,
+) -> None:
+    if ref.dtype is DType.STRING:
+        texts = [text for block in content.blocks() for text in block.tolist()]
+        writer.add(ref.name, np.array(texts, object).reshape(shape), part)
+        return
+    writer.add_chunks(ref.name, ref.dtype, shape, content.blocks(), part)

@@ -9,9 +9,6 @@ packed). A string tensor is the strings' lengths (varint64 each), a masked crc32
 A variant tensor is, for each element, length (varint64), bytes, and a masked crc32c of all before; its crc
 covers lengths as 8 bytes. Source: WriteStringTensor, ReadStringTensor and WriteVariantTensor in
 tensorflow/core/util/tensor_bundle/tensor_bundle.cc.
-
-Maps are made by the C library's `mmap`: each map of Python's keeps a descriptor open, of which a process may
-have 1,024, and a checkpoint has more tensors.
 """
 
 from __future__ import annotations
@@ -27,16 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
 
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.source_shard import open_shard
-from exporter.checkpoint.sstable import varint
 from exporter.errors import CheckpointChanged, CorruptFile, MappingError, NotFinite, UnsupportedFormat
 from exporter.storage import mirror
 from exporter.wire.crc32c import CHUNK, crc_of, extend, mask, read_into
 from exporter.wire.dtypes import DType
 from exporter.wire.int8_codes import beside_codes, to_codes
+from exporter.wire.protos import varint
 
 Array = np.ndarray[Any, Any]
 
@@ -45,9 +41,7 @@ _LONGEST_VARINT = 10
 
 
 def memory_map(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -> Array:
-    """A numeric tensor, or one stored slice of it, as a read-only map of its shard: nothing is checked.
-
-    The map may be unaligned, which numpy copes with; it keeps the shard's data alive after an unlink.
+    """A numeric tensor, or a stored slice of it, as a read-only map; its checksum is not read.
 
     Raises:
         ValueError: the tensor is partitioned and no `part` was given, or the part is not stored.
@@ -59,13 +53,12 @@ def memory_map(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -
         raise UnsupportedFormat(f"{ref.name!r} is a {ref.dtype.label} tensor: it cannot be mapped")
     with _open_extent(catalog, extent) as fd:
         raw = map_bytes(fd, extent)
+    # perhaps unaligned, with which numpy copes; it keeps the shard's data alive after an unlink
     return raw.view(ref.dtype.numpy).reshape(shape)
 
 
 def checked_map(catalog: Catalog, ref: TensorRef) -> Array:
-    """As `memory_map`, of a tensor that is stored as a whole, its checksum verified.
-
-    Of one in a store it is a map of a copy, which goes with the array.
+    """A whole tensor as a read-only map, its checksum verified; of one in a store it maps a private copy.
 
     Raises:
         CorruptFile: the checksum is wrong.
@@ -113,10 +106,7 @@ def _dtype(ref: TensorRef) -> Any:
 
 
 def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]:
-    """The elements of a numeric tensor that is stored as a whole, `count` at a time, checksum verified first.
-
-    What is in no tensor bundle has no checksum, and comes in blocks of other sizes.
-    """
+    """Yield a tensor stored as a whole, `count` elements at a time, after its checksum was verified."""
     if ref.content is not None:
         yield from ref.content.blocks()
         return
@@ -130,32 +120,39 @@ def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]
             yield block
 
 
+def read_step(catalog: Catalog, *names: str) -> int | None:
+    """The training step in the first of these tensors that is one integer; None without one from 0 up."""
+    for name in names:
+        ref = catalog.tensors.get(name)
+        if ref is not None and ref.shape == () and ref.dtype in (DType.INT32, DType.INT64) and not ref.slices:
+            step = int(read_array(catalog, ref))
+            return step if step >= 0 else None
+    return None
+
+
 def check_values(
     catalog: Catalog, ref: TensorRef, part: SliceRef | None = None, *, keep: bool = True
 ) -> None:
-    """Read one extent in bounded chunks and compare its checksum with the index's; the crc releases the GIL.
-
-    Without `keep`, bytes of a store that are not going to be read again are not kept.
-    """
+    """Read one extent and require the index's checksum; bytes of a store are kept for others if `keep`."""
     extent, shape = stored_extent(ref, part)
-    place = _Place(catalog.path_of(extent), ref.name)
+    path, where = catalog.path_of(extent), _damaged(catalog, ref, extent)
     if not keep and ref.dtype.itemsize is not None:
-        crc = mirror.checksum(place.path, extent.offset, extent.offset + extent.size)
+        crc = mirror.checksum(path, extent.offset, extent.offset + extent.size)
         if crc is not None:
-            compare_checksum(place.path, place.name, extent, mask(crc))
+            compare_checksum(path, ref.name, extent, mask(crc))
             return
     with _open_extent(catalog, extent) as fd:
         if ref.dtype is DType.STRING:
-            found = _string_crc(map_bytes(fd, extent), math.prod(shape), place)
+            found = _string_crc(map_bytes(fd, extent), math.prod(shape), where)
         elif ref.dtype is DType.VARIANT:
-            found = _variant_crc(map_bytes(fd, extent), math.prod(shape), place)
+            found = _variant_crc(map_bytes(fd, extent), math.prod(shape), where)
         else:
             found = mask(crc_of(fd, extent.offset, extent.size))
-    compare_checksum(place.path, place.name, extent, found)
+    compare_checksum(path, ref.name, extent, found)
 
 
 def compare_checksum(path: Path, name: str, extent: Extent, found: int, *, hint: str = "") -> None:
-    """Compare the masked crc32c of what is stored of a tensor in a file with the index's.
+    """Require that `found`, the masked crc32c of the stored bytes of a tensor, is the index's.
 
     Raises:
         CorruptFile: they differ.
@@ -168,14 +165,14 @@ def compare_checksum(path: Path, name: str, extent: Extent, found: int, *, hint:
 
 
 def check_tensor(catalog: Catalog, ref: TensorRef) -> None:
-    """As `check_values`, of everything that is stored of a tensor."""
+    """`check_values` of each stored slice of a tensor."""
     for part in ref.slices or (None,):
         if part is None or part.extent is not None:
             check_values(catalog, ref, part)
 
 
 def encode_strings(strings: Iterable[bytes]) -> tuple[bytes, int]:
-    """The bytes on disk of a string tensor and its masked crc."""
+    """The bytes on disk of a string tensor, and its masked crc."""
     strings = list(strings)
     lengths = list(map(len, strings))
     crc = extend(0, _crc_form(np.array(lengths, np.uint64)))
@@ -186,7 +183,7 @@ def encode_strings(strings: Iterable[bytes]) -> tuple[bytes, int]:
 
 @contextmanager
 def _open_extent(catalog: Catalog, extent: Extent) -> Iterator[int]:
-    """The descriptor of a shard that is still long enough for an extent."""
+    """A descriptor of a shard; CheckpointChanged if it has become too short for the extent."""
     path = catalog.path_of(extent)
     with open_shard(path, extent) as fd:
         if os.fstat(fd).st_size < extent.offset + extent.size:
@@ -195,7 +192,7 @@ def _open_extent(catalog: Catalog, extent: Extent) -> Iterator[int]:
 
 
 def stored_extent(ref: TensorRef, part: SliceRef | None) -> tuple[Extent, tuple[int, ...]]:
-    """Where a tensor or a slice of it lies, and its shape.
+    """The extent and the shape of a tensor or of a slice of it.
 
     Raises:
         ValueError: it is not stored in one piece.
@@ -215,7 +212,9 @@ def _read_extent(catalog: Catalog, ref: TensorRef, extent: Extent, shape: tuple[
     path = catalog.path_of(extent)
     with _open_extent(catalog, extent) as fd:
         if ref.dtype is DType.STRING:
-            return _read_strings(map_bytes(fd, extent), extent, shape, _Place(path, ref.name))
+            raw, where = map_bytes(fd, extent), _damaged(catalog, ref, extent)
+            compare_checksum(path, ref.name, extent, _string_crc(raw, math.prod(shape), where))
+            return _read_strings(raw, shape, where)
         if ref.dtype.itemsize is None:
             raise UnsupportedFormat(f"{path}: {ref.name!r} is a {ref.dtype.label} tensor: it cannot be read")
         data = np.empty(extent.size, np.uint8)
@@ -224,20 +223,14 @@ def _read_extent(catalog: Catalog, ref: TensorRef, extent: Extent, shape: tuple[
     return data.view(ref.dtype.numpy).reshape(shape)
 
 
-class _Place(Struct, frozen=True):
-    """Where an error happened."""
-
-    path: Path
-    name: str
-
-    def corrupt(self, what: str) -> CorruptFile:
-        return CorruptFile(f"{self.path} is damaged at {self.name!r}: {what}")
+def _damaged(catalog: Catalog, ref: TensorRef, extent: Extent) -> str:
+    """The beginning of an error's message."""
+    return f"{catalog.path_of(extent)} is damaged at {ref.name!r}"
 
 
-def _read_strings(raw: Array, extent: Extent, shape: tuple[int, ...], place: _Place) -> Array:
+def _read_strings(raw: Array, shape: tuple[int, ...], where: str) -> Array:
     count = math.prod(shape)
-    compare_checksum(place.path, place.name, extent, _string_crc(raw, count, place))
-    lengths, position = _decode_lengths(raw, count, place)
+    lengths, position = _decode_lengths(raw, count, where)
     data = raw[position + _CHECKSUM_BYTES :].tobytes()
     ends = np.cumsum(lengths).tolist()
     strings = np.empty(count, object)
@@ -245,41 +238,41 @@ def _read_strings(raw: Array, extent: Extent, shape: tuple[int, ...], place: _Pl
     return strings.reshape(shape)
 
 
-def _string_crc(raw: Array, count: int, place: _Place) -> int:
-    """The masked crc of a string tensor's bytes, whose structure is checked on the way."""
-    lengths, position = _decode_lengths(raw, count, place)
+def _string_crc(raw: Array, count: int, where: str) -> int:
+    """The masked crc of a string tensor's bytes; CorruptFile if they are no strings."""
+    lengths, position = _decode_lengths(raw, count, where)
     crc = extend(0, _crc_form(lengths))
     checksum = raw[position : position + _CHECKSUM_BYTES].tobytes()
     if int.from_bytes(checksum, "little") != mask(crc):
-        raise place.corrupt("the checksum of its strings' lengths is wrong")
+        raise CorruptFile(f"{where}: the checksum of its strings' lengths is wrong")
     position += _CHECKSUM_BYTES
     total = sum(lengths.tolist())  # of Python numbers: uint64 would wrap around
     if position + total != raw.size:
-        raise place.corrupt(f"its strings have {total} bytes, {raw.size - position} are there")
+        raise CorruptFile(f"{where}: its strings have {total} bytes, {raw.size - position} are there")
     crc = extend(crc, checksum)
     for start in range(position, raw.size, CHUNK):
         crc = extend(crc, raw[start : start + CHUNK].tobytes())
     return mask(crc)
 
 
-def _variant_crc(raw: Array, count: int, place: _Place) -> int:
-    """The masked crc of a variant tensor's bytes, whose structure is checked on the way."""
+def _variant_crc(raw: Array, count: int, where: str) -> int:
+    """The masked crc of a variant tensor's bytes; CorruptFile if they are no variants."""
     crc = position = 0
     for _ in range(count):
-        lengths, start = _decode_lengths(raw[position:], 1, place)
+        lengths, start = _decode_lengths(raw[position:], 1, where)
         start += position
         position = start + int(lengths[0]) + _CHECKSUM_BYTES
         if position > raw.size:
-            raise place.corrupt("a variant is longer than the tensor")
+            raise CorruptFile(f"{where}: a variant is longer than the tensor")
         crc = extend(crc, lengths.astype("<u8").tobytes())
         crc = extend(crc, raw[start : position - _CHECKSUM_BYTES].tobytes())
         crc = extend(crc, raw[position - _CHECKSUM_BYTES : position].tobytes())
     if position != raw.size:
-        raise place.corrupt(f"its variants have {position} bytes, {raw.size} are there")
+        raise CorruptFile(f"{where}: its variants have {position} bytes, {raw.size} are there")
     return mask(crc)
 
 
-def _decode_lengths(raw: Array, count: int, place: _Place) -> tuple[Array, int]:
+def _decode_lengths(raw: Array, count: int, where: str) -> tuple[Array, int]:
     """The first `count` varints, uint64, and the position behind them."""
     batches, position = [np.empty(0, np.uint64)], 0
     while count:
@@ -287,7 +280,7 @@ def _decode_lengths(raw: Array, count: int, place: _Place) -> tuple[Array, int]:
         ends = np.flatnonzero(chunk < 0x80)[:count] + 1
         starts = np.concatenate([[0], ends[:-1]])
         if not ends.size or (ends - starts).max() > _LONGEST_VARINT:
-            raise place.corrupt("the lengths of its strings do not end")
+            raise CorruptFile(f"{where}: the lengths of its strings do not end")
         septets = (chunk[: ends[-1]] & 0x7F).astype(np.uint64)
         shifts = 7 * (np.arange(septets.size) - np.repeat(starts, ends - starts))
         batches.append(np.bitwise_or.reduceat(septets << shifts.astype(np.uint64), starts))
@@ -297,13 +290,10 @@ def _decode_lengths(raw: Array, count: int, place: _Place) -> tuple[Array, int]:
 
 
 def _crc_form(lengths: Array) -> bytes:
-    """What the crc covers of lengths: 4 bytes each, 8 if it needs them."""
+    """The form in which a crc covers lengths: 4 bytes each, 8 if it needs them."""
     if not lengths.size or lengths.max() < 1 << 32:
         return lengths.astype("<u4").tobytes()
     return b"".join(length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths.tolist())
-
-
-# --- maps --------------------------------------------------------------------------------------------------
 
 
 _FAILED = ctypes.c_void_p(-1).value
@@ -343,15 +333,14 @@ class _Pages:
 
 @cache
 def _libc() -> ctypes.CDLL:
+    # not Python's mmap: each of its maps keeps a descriptor open, of which a process may have 1,024, and a
+    # checkpoint has more tensors
     library = ctypes.CDLL(None, use_errno=True)
     pages, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     library.mmap.argtypes = [pages, size, number, number, number, ctypes.c_int64]
     library.mmap.restype = pages
     library.munmap.argtypes = [pages, size]
     return library
-
-
-# --- dtypes ------------------------------------------------------------------------------------------------
 
 
 def not_in_8_bits(name: str, row: Array) -> NotFinite:
@@ -365,9 +354,7 @@ def not_in_8_bits(name: str, row: Array) -> NotFinite:
 
 
 def cast_values(values: Array, dtype: DType, name: str) -> Array:
-    """The values of variable `name` in `dtype`; the array itself if it has the dtype already.
-
-    Rows [n, dim] in int8 are `exporter.wire.int8_codes`: [n, dim + 4].
+    """The values of variable `name` in `dtype`; in int8, rows [n, dim + 4] of `exporter.wire.int8_codes`.
 
     Raises:
         MappingError: a finite value is too large for `dtype`.

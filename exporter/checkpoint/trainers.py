@@ -12,10 +12,9 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.object_graph import ROOT, ObjectGraph, read_object_graph
-from exporter.checkpoint.tensor_values import read_array
+from exporter.checkpoint.tensor_values import read_step
 from exporter.storage.files import open_regular
 from exporter.storage.layout import CHECKPOINT_STATE_FILE, SAVED_MODEL_FILE, SAVED_MODEL_FILES
-from exporter.wire.dtypes import DType
 
 _KERAS_3 = {"_operations", "_functional", "_trainable_variables_indices"}
 _KERAS_2 = {"layer-0", "layer_with_weights-0", "keras_api", "_index_dict"}
@@ -24,18 +23,16 @@ _ITERATIONS = ("_iterations", "iterations", "iter")
 _MANAGER_STATE = b"last_preserved_timestamp"  # in the state file of a CheckpointManager alone
 _MAX_STATE_BYTES = 1 << 16
 
+# Begins the names in a graph that AutoDist has copied for each replica (source: autodist/const.py).
 AUTODIST_SCOPE = "AutoDist-Replica-"
-"""Begins the names in a graph that AutoDist has copied for each replica (source: autodist/const.py)."""
 
 
 def recognise(catalog: Catalog) -> Catalog:
-    """The catalog with the trainer's family in words, and its step if a tensor holds it."""
+    """The catalog with the trainer's family in words, and the step that its objects lead to."""
     objects = read_object_graph(catalog)
     if objects is None:
-        step = _scalar(catalog, "global_step") if catalog.step is None else catalog.step
-        return replace(catalog, family=_family_by_name(catalog), step=step)
-    parts = [*_family(catalog, objects)]
-    return replace(catalog, family=", ".join(parts), step=_step(catalog, objects))
+        return replace(catalog, family=_family_by_name(catalog))
+    return replace(catalog, family=", ".join(_family(catalog, objects)), step=_step(catalog, objects))
 
 
 def _family_by_name(catalog: Catalog) -> str:
@@ -44,19 +41,15 @@ def _family_by_name(catalog: Catalog) -> str:
         return "SavedModel's variables, name-based"
     if _holds(catalog.prefix.with_name(f"{catalog.prefix.name}.meta"), AUTODIST_SCOPE.encode()):
         return "AutoDist, name-based"
-    if (directory / "graph.pbtxt").is_file() and _is_model_dir(directory):
+    # As `train_and_evaluate` leaves them: evaluations or exports beside the checkpoints.
+    marks = ("eval*/events.out.tfevents.*", f"export/*/*/{SAVED_MODEL_FILE}")
+    if (directory / "graph.pbtxt").is_file() and any(any(directory.glob(mark)) for mark in marks):
         return "Estimator, name-based"
     return catalog.family
 
 
 def _is_in_saved_model(catalog: Catalog) -> bool:
     return any((catalog.prefix.parent.parent / name).is_file() for name in SAVED_MODEL_FILES)
-
-
-def _is_model_dir(directory: Path) -> bool:
-    """True if evaluations or exports lie beside the checkpoints, as `train_and_evaluate` leaves them."""
-    marks = ("eval*/events.out.tfevents.*", f"export/*/*/{SAVED_MODEL_FILE}")
-    return any(any(directory.glob(mark)) for mark in marks)
 
 
 def _holds(path: Path, text: bytes) -> bool:
@@ -109,15 +102,7 @@ def _step(catalog: Catalog, objects: ObjectGraph) -> int | None:
     ]
     for variables in (own, counted):
         names = (variable.tensor for variable in variables if variable is not None)
-        steps = {step for name in names if (step := _scalar(catalog, name)) is not None}
+        steps = {step for name in names if (step := read_step(catalog, name)) is not None}
         if len(steps) == 1:
             return steps.pop()
     return catalog.step
-
-
-def _scalar(catalog: Catalog, name: str) -> int | None:
-    ref = catalog.tensors.get(name)
-    if ref is None or ref.shape != () or ref.dtype not in (DType.INT32, DType.INT64) or ref.extent is None:
-        return None
-    value = int(read_array(catalog, ref))
-    return value if value >= 0 else None

@@ -21,14 +21,14 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.file_range import FileRange
-from exporter.checkpoint.sstable import read_first_block
+from exporter.checkpoint.sstable import MAGIC, read_first_block
 from exporter.checkpoint.tensor_bundle import GLOBAL_STEP, step_in_name
+from exporter.checkpoint.tensor_values import read_step
 from exporter.errors import CorruptFile, MissingShard
 from exporter.storage.local_paths import quoted
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
-_TABLE_MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 FAMILY = "TensorFlow V1"
 
 
@@ -49,24 +49,21 @@ class V1Values(Struct, frozen=True):
         yield _restored(self.pattern, self.name, self.dtype, self.part).reshape(-1)
 
 
-def _what_else(path: Path) -> str:
-    """The hint for a file that is not a checkpoint."""
-    if path.suffix == ".py":
-        return f"a file with a builder goes behind --model: --model {quoted(path)}:FUNCTION"
-    return "name a directory of checkpoints, a checkpoint's prefix, or an archive; or copy the file again"
-
-
 def read_v1(pattern: Path, files: list[Path]) -> Catalog:
-    """The tensors of the checkpoint whose files are `files`; `pattern` is what TensorFlow calls it."""
+    """The catalog of the checkpoint in these files, which TensorFlow calls `pattern`; imports TensorFlow."""
     ranges = tuple(FileRange.whole(file) for file in files)
-    if len(ranges) != (expected := _number_of_shards(files[0].name)):
+    said = re.search(r"-of-([0-9]{5})$", files[0].name)
+    if len(ranges) != (expected := int(said[1]) if said else 1):
         raise MissingShard(f"there are {len(ranges)} of {expected} shards of {pattern}")
     for file in ranges:
-        if file.size < len(_TABLE_MAGIC) or file.part(file.size - 8, 8).read() != _TABLE_MAGIC:
+        if file.size < len(MAGIC) or file.part(file.size - 8, 8).read() != MAGIC:
             raise CorruptFile(
                 f"{file.path} is not a checkpoint",
                 cause="its end is not that of format V1",
-                hint=_what_else(file.path),
+                hint="name a directory of checkpoints, a checkpoint's prefix, or an archive; or copy the "
+                "file again"
+                if file.path.suffix != ".py"
+                else f"a file with a builder goes behind --model: --model {quoted(file.path)}:FUNCTION",
             )
     tensors = {}
     parts = _parts(ranges)
@@ -77,11 +74,13 @@ def read_v1(pattern: Path, files: list[Path]) -> Catalog:
         )
         tensors[name] = TensorRef(name, dtype, shape, slices=slices, content=content)
     sizes = tuple(file.size for file in ranges)
-    return Catalog(FAMILY, pattern, tensors, tuple(files), sizes, step=_step(pattern, tensors))
+    catalog = Catalog(FAMILY, pattern, tensors, tuple(files), sizes)
+    step = read_step(catalog, GLOBAL_STEP)
+    return replace(catalog, step=step_in_name(pattern.name.partition("-?")[0]) if step is None else step)
 
 
 def _parts(files: Iterable[FileRange]) -> dict[str, list[SliceSpec]]:
-    """The parts of tensors that are stored in several."""
+    """The boxes of the tensors that are stored in several."""
     found: dict[str, list[SliceSpec]] = {}
     for file in files:
         for listed in _meta(file).tensor:
@@ -102,7 +101,7 @@ def _meta(file: FileRange) -> Proto:
 
 
 def _spec(path: Path, shape: tuple[int, ...], part: Proto) -> SliceSpec:
-    """A box; a dimension that is taken whole has no length. (Source: tensor_slice.proto.)"""
+    """The box of a part; a dimension that is taken whole has no length. (Source: tensor_slice.proto.)"""
     starts = tuple(box.start for box in part.extent)
     ends = tuple(
         box.start + box.length if box.HasField("length") else size
@@ -115,18 +114,6 @@ def _spec(path: Path, shape: tuple[int, ...], part: Proto) -> SliceSpec:
             f"{path} is damaged: a part of a tensor of shape {list(shape[:8])} lies outside of it"
         )
     return SliceSpec(shape, starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
-
-
-def _number_of_shards(name: str) -> int:
-    found = re.search(r"-of-([0-9]{5})$", name)
-    return int(found[1]) if found else 1
-
-
-def _step(pattern: Path, tensors: dict[str, TensorRef]) -> int | None:
-    ref = tensors.get(GLOBAL_STEP)
-    if ref is not None and ref.content is not None and ref.shape == ():
-        return int(next(ref.content.blocks())[0])
-    return step_in_name(pattern.name.partition("-?")[0])
 
 
 def _listed(pattern: str) -> dict[str, tuple[DType, tuple[int, ...]]]:
@@ -142,7 +129,7 @@ def _listed(pattern: str) -> dict[str, tuple[DType, tuple[int, ...]]]:
 
 
 def _restored(pattern: str, name: str, dtype: DType, part: str) -> np.ndarray[Any, Any]:
-    """A tensor by the operation that restores it, which joins parts, as the reader does not."""
+    """A tensor as RestoreV2 reads it, which joins parts; the reader of checkpoints does not."""
     import tensorflow as tf
 
     try:

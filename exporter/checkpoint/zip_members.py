@@ -24,13 +24,13 @@ from exporter.wire.crc32c import CHUNK
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _LOCAL_MAGIC = b"PK\x03\x04"
 _ENCRYPTED = 0x1
-_MAX_MEMBERS = 200_000
+_MAX_MEMBERS = 200_000  # an npz has one for each tensor
 _MAX_DEFLATE_RATIO = 1032  # deflate reaches no more: 258 bytes from two bits
 _RATIO_FLOOR_BYTES = 1 << 16  # below it nothing is worth calling a bomb
 
 
 class Member(Struct, frozen=True):
-    """A member: its bytes as stored, how many they are unpacked, and whether they are deflated."""
+    """A member: its bytes as stored, their number once unpacked, and whether they are deflated."""
 
     name: str
     stored: FileRange
@@ -39,7 +39,7 @@ class Member(Struct, frozen=True):
     crc32: int
 
     def stream(self) -> Iterator[bytes]:
-        """The unpacked bytes in chunks of bounded size; their checksum is compared at the end."""
+        """Yield the unpacked bytes in chunks of bounded size; their checksum is compared at the end."""
         crc = done = 0
         for chunk in self._inflated() if self.is_deflated else self.stored.chunks():
             done += len(chunk)
@@ -60,7 +60,7 @@ class Member(Struct, frozen=True):
             )
 
     def read(self, limit: int) -> bytes:
-        """The whole member, if it has at most `limit` bytes."""
+        """The whole member; UnsafeArchive if it has more than `limit` bytes."""
         if self.size > limit:
             raise UnsafeArchive(
                 f"{self.stored.path}: {self.name!r} has {self.size} bytes, expected {limit} at most"
@@ -84,7 +84,7 @@ class Member(Struct, frozen=True):
 
 
 def read_members(path: Path) -> dict[str, Member]:
-    """The members of an archive by name; directories are left out."""
+    """The members of an archive by name, without directories."""
     whole = FileRange.whole(path)
     with whole.opened() as file:
         try:
@@ -113,7 +113,8 @@ def _unreadable(whole: FileRange, error: Exception) -> CorruptFile | TruncatedFi
 
 
 def _check_name(path: Path, info: zipfile.ZipInfo) -> None:
-    """A directory's name ends in a slash; other systems write `\\` for one, and begin with a drive."""
+    """Refuse a member whose name leads out of the archive, and a link."""
+    # a directory's name ends in a slash; other systems write `\` for one, and begin with a drive
     name = info.filename.replace("\\", "/").removesuffix("/")
     below(path.parent, name, f"{path}: member", UnsafeArchive)
     if name.partition("/")[0].endswith(":"):
@@ -142,7 +143,7 @@ def _member(whole: FileRange, info: zipfile.ZipInfo) -> Member:
 
 
 def _data_offset(whole: FileRange, info: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin: behind its own header, whose length is not in the directory."""
+    """The offset of a member's bytes: behind its own header, whose length is not in the directory."""
     header = whole.part(info.header_offset, _LOCAL_HEADER.size).read()
     magic, *_, name_size, extra_size = _LOCAL_HEADER.unpack(header)
     if magic != _LOCAL_MAGIC:

@@ -27,7 +27,7 @@ from exporter.options import ExportRequest
 from exporter.pipeline import incremental
 from exporter.pipeline.incremental import ExportedDelta, Incremental, IncrementalPlan, plan_incremental
 from exporter.pipeline.trainer_state import MARKER_SECONDS
-from exporter.pipeline.watch_loop import Arrivals, Poll, Watching, follow, is_for_a_person
+from exporter.pipeline.watch_loop import Poll, Watching, follow, is_for_a_person
 from exporter.publish.permission import Permission, hold_in_force
 from exporter.storage.local_paths import quoted
 from exporter.terminal.edge import outlived, until_interrupted, watch_ended
@@ -136,6 +136,7 @@ def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dr
         _once(request, sink, how)
     else:
         from exporter.graph.origin import check_named
+        from exporter.storage.arrivals import Arrivals
 
         check_named(request.model)
         tell, ended = partial(outlived, sink), partial(watch_ended, sink)

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec.structs import asdict
 
 from exporter.bundle.mapped_tables import LEAST_BYTES
-from exporter.bundle.variables import ShardOrigin
+from exporter.bundle.variables import LITTLE_KEPT, ShardOrigin, ShardPlan
 from exporter.catalog import Catalog, TensorRef
 from exporter.cli.documents import Checkpoint, Status, TensorGroup
 from exporter.cli.documents import exported as documents
@@ -21,7 +21,8 @@ from exporter.cli.documents.exported import Export, ExportPlan, Variable
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import Extra, ExtraKind, TensorSource
 from exporter.options import Verify
-from exporter.pipeline.full import Exported, Plan, served_at
+from exporter.pipeline.full import Exported, Plan
+from exporter.pipeline.full_plan import served_at
 from exporter.pipeline.inspection import signatures_of
 from exporter.storage import mirror
 from exporter.storage.local_paths import quoted
@@ -100,20 +101,21 @@ def plan(planned: Plan, sink: Output) -> None:
     lines = [
         *_plan_lines(planned),
         line("would write", f"{human_bytes(planned.mapping.bytes_)} under {planned.request.out}, {how}"),
+        *(line("data", text) for text in ["; ".join(_data(planned.shards))] if text),
     ]
     tasks, read = planned.work
     if tasks and (engine := planned.request.jobs.engine):
         what = f"{count(tasks, 'task')} on {engine}, reading {human_bytes(read)}"
         lines.append(line("would run", what))
     _warn(planned, sink)
-    sink.result(_plan(planned, Status.PLANNED, planned.work), lines)
+    sink.result(_plan(planned, Status.PLANNED, planned.work, planned.shards), lines)
 
 
 def exported(done: Exported, sink: Output) -> None:
     """What an export prints when it is done."""
     variables, published = done.variables, done.published
     document = Export(
-        **asdict(_plan(done.plan, Status.PUBLISHED, variables.work)),
+        **asdict(_plan(done.plan, Status.PUBLISHED, variables.work, variables.shards)),
         path=str(published.path),
         version=published.version,
         position=published.position,
@@ -130,7 +132,7 @@ def exported(done: Exported, sink: Output) -> None:
     )
     lines = [
         *_plan_lines(done.plan),
-        line("data", "; ".join(_data(done)) or "no variables"),
+        line("data", "; ".join(_data(variables.shards)) or "no variables"),
         *(
             line("rounded", f"{key} to 8 bits: largest error {found.largest:.3g}, mean {found.mean:.3g}")
             for key, found in variables.rounded.items()
@@ -155,7 +157,7 @@ def _next(model: Path) -> str:
     return f"serve-model run {quoted(model)}"
 
 
-def _plan(planned: Plan, status: Status, work: tuple[int, int]) -> ExportPlan:
+def _plan(planned: Plan, status: Status, work: tuple[int, int], shards: Iterable[ShardPlan]) -> ExportPlan:
     unmapped = {each.key: each.why for each in planned.unmapped}
     return ExportPlan(
         dry_run=status is Status.PLANNED,
@@ -167,6 +169,7 @@ def _plan(planned: Plan, status: Status, work: tuple[int, int]) -> ExportPlan:
         bytes=planned.mapping.bytes_,
         tasks=work[0],
         task_bytes=work[1],
+        shards=list(_shards(planned, shards)),
         ignored=tensor_groups(planned.ignored),
         training=_training(planned.training),
         bytes_mapped=sum(source.bytes_ for source in planned.mapping.sources if source.is_mapped),
@@ -227,13 +230,29 @@ def _rewrite_text(source: TensorSource) -> str:
     return ", ".join(texts)
 
 
-def _data(done: Exported) -> Iterator[str]:
+def _shards(planned: Plan, shards: Iterable[ShardPlan]) -> Iterator[documents.Shard]:
+    """The shards that hold bytes of the checkpoint's files as they are."""
+    own = set(planned.catalog.shards)
+    for shard in shards:
+        if shard.source in own and shard.how is not ShardOrigin.REWRITTEN:
+            yield documents.Shard(
+                str(shard.source), shard.how.value, shard.why or None, shard.bytes_, shard.source_bytes
+            )
+
+
+def _data(shards: Iterable[ShardPlan]) -> Iterator[str]:
+    """Number and bytes of shards by how they are made; those of which little is kept are a group apart."""
+    groups: dict[tuple[ShardOrigin, bool], list[ShardPlan]] = defaultdict(list)
+    for shard in shards:
+        groups[shard.how, shard.why == LITTLE_KEPT].append(shard)
     for how in ShardOrigin:
-        shards = [shard for shard in done.variables.shards if shard.how is how]
-        if shards:
-            why = next((f" ({shard.why})" for shard in shards if shard.why), "")
-            size = human_bytes(sum(shard.bytes_ for shard in shards))
-            yield f"{len(shards)} shard{'s' * (len(shards) > 1)} {how.value}, {size}{why}"
+        for is_little in (False, True):
+            if found := groups.get((how, is_little)):
+                why = next((f" ({shard.why})" for shard in found if shard.why), "")
+                size = human_bytes(sum(shard.bytes_ for shard in found))
+                whole = human_bytes(sum(shard.source_bytes for shard in found))
+                size = f"{size} of {whole}" if is_little else size
+                yield f"{count(len(found), 'shard')} {how.value}, {size}{why}"
 
 
 def _verified(done: Exported) -> str:

@@ -1,7 +1,7 @@
 """Judge what a Keras archive's config names, before Keras makes and calls it.
 
-Everything that is allowed is listed in `archive_names`, or was named by the user (`--custom-objects`) or by
-the running program (what it registered with Keras). The rest is refused.
+Everything that is allowed is listed in `harmless_names.txt`, or was named by the user (`--custom-objects`) or
+by the running program (what it registered with Keras). The rest is refused.
 
 Keras looks names up in several ways: below the module that an entry says, in its public API, in tables of its
 own, in the module that reads the entry. All of them stay within Keras, once an entry has no module but
@@ -11,6 +11,7 @@ Source: `_retrieve_class_or_fn` in saving/serialization_lib.py, and saving/legac
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,29 @@ from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 
 from exporter.errors import CodeRefused
-from exporter.graph.archive_names import (
-    CLASSES,
-    FUNCTIONS,
-    GRAPH_FUNCTIONS,
-    PLAIN_VALUES,
-    RAGGED_MAKERS,
-    TENSOR_MEMBERS,
-    TYPE_SPECS,
-)
 from exporter.graph.outside import effect_of
 from exporter.wire import protos
 
+
+def _sections() -> dict[str, frozenset[str]]:
+    """{section of `harmless_names.txt`: its names}."""
+    found, section = defaultdict[str, frozenset[str]](frozenset), ""
+    for line in Path(__file__).with_name("harmless_names.txt").read_text().splitlines():
+        if line.startswith("["):
+            section = line.strip("[]")
+        elif not line.startswith("#"):
+            found[section] |= {*line.split()}
+    return {**found}
+
+
+_NAMES = _sections()
+CLASSES, FUNCTIONS = _NAMES["classes"], _NAMES["functions"]
+RAGGED_MAKERS, TENSOR_MEMBERS = _NAMES["ragged makers"], _NAMES["tensor members"]
+GRAPH_FUNCTIONS = frozenset(
+    f"{space}.{name}".removeprefix("tf.")
+    for space, names in _NAMES.items()
+    for name in (names if space == "tf" or space.startswith("tf.") else ())
+)
 KERASES = frozenset({"keras", "tf_keras"})
 _CARRIES_CODE = {
     "Lambda": "byte code in the archive",
@@ -41,24 +53,26 @@ _CARRIES_CODE = {
     "TFSMLayer": "a SavedModel in another place",
 }
 _DEFINE_IT = "name what defines it: --custom-objects pkg.mod, or path/file.py"
-_MAX_DEPTH = 200
+_MAX_DEPTH = 200  # Python's stack ends at 1,000 calls
 
 Entry = dict[str, Any]
 
 
 def refuse_code(path: Path, config: Any, known: Mapping[str, Any], keras: Any) -> None:
-    """Refuse a config that names what is neither listed nor known."""
+    """Raise CodeRefused for a config that names a class or function that is neither listed nor known."""
     for place, entry in entries(config):
         if not is_known(entry, known, keras):
             _require_listed(path, place or "/", entry)
 
 
 def _require_listed(path: Path, place: str, entry: Entry) -> None:
+    """Raise CodeRefused for an entry that is not listed, or whose layer calls what is not."""
     name = str(entry["class_name"])
     if name in _CARRIES_CODE:
         raise CodeRefused(f"{path} asks to run {_CARRIES_CODE[name]}: {name} at {place}")
     if name in _CALLS:
-        if (called := _CALLS[name](_arguments(entry))) is not None:
+        config = entry.get("config")
+        if (called := _CALLS[name](config if isinstance(config, dict) else {})) is not None:
             raise CodeRefused(
                 f"{path} asks to call {called} at {place}, which may do more than add nodes to a graph"
             )
@@ -77,10 +91,7 @@ def _require_listed(path: Path, place: str, entry: Entry) -> None:
 
 
 def is_known(entry: Entry, known: Mapping[str, Any], keras: Any) -> bool:
-    """True if Keras finds what an entry asks for among what the user or the program named.
-
-    A registered name counts if it is of the class that the entry says: legacy files are read by the latter.
-    """
+    """True if Keras finds an entry's class or function among those that the user or the program named."""
     kind = entry["class_name"]
     name = entry.get("config") if kind == "function" else entry.get("registered_name", kind)
     if not isinstance(name, str):
@@ -89,11 +100,12 @@ def is_known(entry: Entry, known: Mapping[str, Any], keras: Any) -> bool:
     if str(getattr(found, "__module__", "")).partition(".")[0] in KERASES:  # imported by the user's module
         found = None
     found = found or keras.saving.get_registered_object(name)
+    # A registered name counts if it is of the class that the entry says, by which legacy files are read.
     return found is not None and kind in (name, "function", getattr(found, "__name__", None))
 
 
 def entries(value: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, Entry]]:
-    """Every object in a config that names a class, with its place."""
+    """(place, object) for every object in a config that names a class, outer ones first."""
     if depth > _MAX_DEPTH:
         raise CodeRefused(f"the config is nested more than {_MAX_DEPTH} deep at {place[:99]}")
     if isinstance(value, dict):
@@ -109,11 +121,11 @@ def entries(value: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, 
 def _is_listed(entry: Entry) -> bool:
     name = entry["class_name"]
     if name == "TypeSpec":  # of a legacy file
-        return str(entry.get("type_spec")).removeprefix("tf.") in TYPE_SPECS
+        return str(entry.get("type_spec")).removeprefix("tf.") in _NAMES["type specs"]
     if name == "__typespec__":
         top = str(entry.get("module")).partition(".")[0]
-        return entry.get("spec_name") in TYPE_SPECS and top == "tensorflow"
-    if isinstance(name, str) and name in PLAIN_VALUES:
+        return entry.get("spec_name") in _NAMES["type specs"] and top == "tensorflow"
+    if isinstance(name, str) and name in _NAMES["plain values"]:
         return True
     if not _is_of_keras(entry):
         return False
@@ -139,16 +151,8 @@ def _full_name(entry: Entry) -> str:
 # --- what Keras 2 applies to tensors -----------------------------------------------------------------------
 
 
-def _arguments(entry: Entry) -> Entry:
-    config = entry.get("config")
-    return config if isinstance(config, dict) else {}
-
-
 def _function(config: Entry) -> str | None:
-    """The symbol that a layer calls, None if it is listed.
-
-    An older Keras may have written another name of a function: then the one that today's would write counts.
-    """
+    """The symbol that a layer calls, None if it is listed."""
     name = config.get("function")
     if isinstance(name, str) and (name in GRAPH_FUNCTIONS or _name_of_today(name) in GRAPH_FUNCTIONS):
         return None
@@ -156,6 +160,7 @@ def _function(config: Entry) -> str | None:
 
 
 def _name_of_today(name: str) -> str | None:
+    """The name that today's Keras writes for a function of which an older one may have written another."""
     from tensorflow.python.util import tf_export
 
     if (symbol := tf_export.get_symbol_from_name(name)) is None:
@@ -168,18 +173,20 @@ def _name_of_today(name: str) -> str | None:
 
 
 def _class_method(config: Entry) -> str | None:
+    """The class method that a layer calls, None if it is listed."""
     owner, name = config.get("cls_symbol"), config.get("method_name")
     is_listed = owner == "RaggedTensor" and name in RAGGED_MAKERS
     return None if is_listed else f"tf.{owner}.{name}"
 
 
 def _member(config: Entry) -> str | None:
+    """The property or method of a tensor that a layer calls, None if it is listed."""
     name = config.get("attr_name")
     return None if name in TENSOR_MEMBERS else f"{name} of a tensor"
 
 
 def _operation(config: Entry) -> str | None:
-    """The operation of a NodeDef, None if it is harmless; it may call no function."""
+    """The operation of a NodeDef, in words; None if it is harmless and calls no function."""
     text = config.get("node_def")
     try:
         if isinstance(text, dict):
@@ -192,6 +199,7 @@ def _operation(config: Entry) -> str | None:
     return f"the operation {node.op}" if calls or effect_of(node.op) is not None else None
 
 
+# Layers that call what their config names, each with a function to name it; None if it is listed.
 _CALLS: dict[str, Callable[[Entry], str | None]] = {
     "TFOpLambda": _function,
     "SlicingOpLambda": _function,
@@ -200,4 +208,3 @@ _CALLS: dict[str, Callable[[Entry], str | None]] = {
     "InstanceMethod": _member,
     "TensorFlowOpLayer": _operation,
 }
-"""Layers that call what their config names, each with a function that returns what, or None if it may."""

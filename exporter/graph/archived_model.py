@@ -43,12 +43,10 @@ from exporter.wire.dtypes import DType
 
 
 def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dict[str, tuple[TensorRef, ...]]:
-    """The tensors that a weights file has for each variable, by the variable's node.
+    """{variable's node: the tensors that a weights file has for it}; empty for what is no Keras model.
 
-    A file has several of a variable that several layers hold, as a wrapper may hold the kernel of the layer
-    inside. Keras loads them in this order, so that the last one counts. `node_of` names the TensorFlow
-    variables of a model that was built outside of a graph. The result is empty for an object that is not a
-    Keras model, and for a model that computes the values that it saves.
+    A file has several of a variable that several layers hold. Keras loads them in this order, so that the
+    last one counts. `node_of` names the variables of a model that was built outside of a graph.
     """
     import tensorflow as tf
 
@@ -70,24 +68,13 @@ def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dic
 
 
 def _walk(model: Any) -> Iterator[tuple[str, str, Any]]:
-    """(path in a weights file, names of the layers on the way, the value); nothing for other objects."""
-    keras, tf_keras = sys.modules.get("keras"), sys.modules.get("tf_keras")
+    """(path in a weights file, names of the layers on the way, value) for each variable of a Keras model."""
     store = _Recorder()
-    if keras is not None and isinstance(model, keras.Model) and not hasattr(keras, "Variable"):
-        from keras.src.saving import saving_lib  # Keras 2, beside TensorFlow 2.15
-
+    if (keras := keras_of(model)) is not None:
+        saving_lib = importlib.import_module(f"{keras.__name__}.src.saving.saving_lib")
+        if hasattr(keras, "Variable"):  # Keras 3, whose walk asks for its own class
+            store = type("Recorder", (_Recorder, saving_lib.H5IOStore), {})()
         with _symbols_saved(keras)():
-            saving_lib._save_state(model, store, None, "", set())
-    elif keras is not None and isinstance(model, keras.Model):
-        from keras.src.saving import saving_lib
-
-        store_class = type("Recorder", (_Recorder, saving_lib.H5IOStore), {})  # it asks for its own class
-        with _symbols_saved(keras)():
-            saving_lib._save_state(model, store := store_class(), None, "", set())
-    elif tf_keras is not None and isinstance(model, tf_keras.Model):
-        from tf_keras.src.saving import saving_lib
-
-        with _symbols_saved(tf_keras)():
             saving_lib._save_state(model, store, None, "", set())
     for path, key, value in store.values:
         yield (f"{path}/vars/{key}" if path else f"vars/{key}"), store.owner(path), value
@@ -105,7 +92,7 @@ class _Recorder:
         return True
 
     def make(self, path: str, metadata: Any = None) -> Any:
-        """Begin the values of one object."""
+        """Begin the values of the object at `path`; returns the store, as Keras' own does."""
         self._path = path
         if path and metadata:
             self._names[path] = metadata["name"]
@@ -124,10 +111,7 @@ class _Recorder:
 
 @cache
 def _symbols_saved(keras: Any) -> WhileNeeded:
-    """Let layers store themselves or their variables in a `_Recorder` instead of values, which a graph lacks.
-
-    Those are layers of Keras 2, and lookups that weigh their tokens.
-    """
+    """Let layers of Keras 2, and lookups that weigh tokens, give a `_Recorder` variables, not values."""
 
     def save_variables(layer: Any, store: Any) -> None:
         for number, variable in enumerate(layer._trainable_weights + layer._non_trainable_weights):
@@ -157,7 +141,7 @@ def _symbols_saved(keras: Any) -> WhileNeeded:
 
 
 def _in_recorders(save: Callable[[Any, Any], None], before: Callable[[Any, Any], None]) -> Any:
-    """The method `save` for recorders, and `before` for the stores of other threads, which save models."""
+    """A method that does `save` for recorders, and `before` for other stores, as of a thread that saves."""
 
     def save_own_variables(self: Any, store: Any) -> None:
         (save if isinstance(store, _Recorder) else before)(self, store)
@@ -165,14 +149,14 @@ def _in_recorders(save: Callable[[Any, Any], None], before: Callable[[Any, Any],
     return save_own_variables
 
 
+# A lookup's attribute, and its name in a weights file, by which `output_mode="tf_idf"` multiplies.
 _WEIGHTS = "idf_weights"
-"""The attribute, and the name in a weights file, by which a lookup with `output_mode="tf_idf"` multiplies."""
 
+# The registered name of `exporter.tables.trainable_embedding`, and of the layer that serves it.
 _TRAINED_TABLE, _SERVED_TABLE = "exporter>TrainableEmbedding", "exporter>ServedEmbedding"
-"""The registered name of `exporter.tables.trainable_embedding`, and of the layer that serves it."""
 
+# Keys of a config whose value is a file if it is a string: lookups, columns, KerasHub's tokenizers.
 _FILES = ("vocabulary", "vocabulary_file", "ckpt_to_load_from", "merges", "proto")
-"""Keys of a config whose value is a file if it is a string: lookups, columns, KerasHub's tokenizers."""
 
 _MAKER = "give the function that makes it: model=make_model, which takes no arguments"
 _CUSTOM_OBJECTS = "--custom-objects pkg.mod, or path/file.py"
@@ -183,7 +167,7 @@ Builder = Callable[[], Any]
 def archive_builder(
     path: Path, *, allow_code: bool = False, custom_objects: Iterable[str] = (), trust: Trust = ANY_FILES
 ) -> Builder:
-    """A function that makes the archive's model in the graph it is called in."""
+    """A function that makes an archive's model in the default graph; refuses code that is not trusted."""
     described = read_config(path)
     if described is None:
         raise UsageError(f"{path} holds weights and no model", hint="name the model too: --model pkg.mod:fn")
@@ -191,7 +175,12 @@ def archive_builder(
     known = {_SERVED_TABLE: ServedEmbedding} | dict(_public_objects(custom_objects))
     config = _parsed(path, described)
     for file in _named_files(config):
-        _require_local(path, file, trust)
+        if trust.is_found and "://" in file:  # TensorFlow would fetch it from another machine
+            raise AccessRefused(
+                f"{path} asks for a file that lies elsewhere: {file!r}",
+                cause="the request does not name the archive, which therefore may only read files beside it",
+                hint=f"if it may have it, name the archive: --model {quoted(path)}",
+            )
         trust.require_file(Path(file), path.parent)
     _serve_tables(config)
     _forget_training(config)
@@ -224,20 +213,12 @@ def archive_builder(
 
 
 def model_builder(model: Any) -> Builder:
-    """A function that makes a Keras model of this program once more, in the graph it is called in.
-
-    Its config says how, as in an archive; its classes and functions are the program's own. Weights are left
-    behind, vocabularies are taken along.
-    """
+    """A function that makes a Keras model of this program once more, without weights, in any graph."""
     keras, label = keras_of(model), f"the Keras model {model.name!r}"
     try:
         config = keras.saving.serialize_keras_object(model)
     except Exception as error:
-        raise BuilderError(
-            f"Keras cannot describe {label}",
-            cause=error_line(error),
-            hint=_MAKER,
-        ) from error
+        raise BuilderError(f"Keras cannot describe {label}", cause=error_line(error), hint=_MAKER) from error
     _forget_training(config)
     _serve_tables(config)
     layers = {type(layer).__name__: type(layer) for layer in (model, *model._flatten_layers())}
@@ -253,9 +234,7 @@ def model_builder(model: Any) -> Builder:
                 made = keras.saving.deserialize_keras_object(config, safe_mode=False)
         except Exception as error:
             raise BuilderError(
-                f"Keras cannot make {label} once more",
-                cause=error_line(error),
-                hint=_MAKER,
+                f"Keras cannot make {label} once more", cause=error_line(error), hint=_MAKER
             ) from error
         _shape_weights(made, shapes)
         _load_vocabularies(label, made, keras, Path(store.working_dir))
@@ -266,20 +245,20 @@ def model_builder(model: Any) -> Builder:
 
 
 def _serve_tables(config: Any) -> None:
-    """Have a config's tables by keys made as they are served."""
+    """Let a config make its tables by keys as they are served, in place."""
     for _, entry in entries(config):
         if entry.get("registered_name") == _TRAINED_TABLE:  # by its name, as what is registered comes first
             entry |= {"registered_name": _SERVED_TABLE, "class_name": ServedEmbedding.__name__}
 
 
 def _forget_training(config: Any) -> None:
-    """Leave out of a config, in place, how its models were trained: losses, metrics and optimizers."""
+    """Remove losses, metrics and optimizers from a config, in place."""
     for _, entry in entries(config):
         entry.pop("compile_config", None)
 
 
 def _load_assets(path: Path, model: Any, keras: Any) -> None:
-    """Load the vocabularies that layers keep beside their weights, by Keras' own walk."""
+    """Load the vocabularies that an archive's layers keep beside their weights into a model."""
     with tempfile.TemporaryDirectory() as scratch:
         if unpack_assets(path, Path(scratch)):
             _shape_weights(model, {name: ref.shape for name, ref in read_keras(path).tensors.items()})
@@ -287,32 +266,29 @@ def _load_assets(path: Path, model: Any, keras: Any) -> None:
 
 
 def _shape_weights(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Give lookups with `output_mode="tf_idf"` weights of the stored shapes, whose values are restored later.
-
-    Keras 3 makes the variable while it loads a vocabulary, from values that it would have loaded before.
-    Keras 2 makes one without a shape.
-    """
+    """Give lookups with `output_mode="tf_idf"` zeros of these shapes, by place; weights come later."""
     import tensorflow as tf
 
     for name, lookup in _weighing_lookups(model).items():
         if name not in shapes:
             continue
         zeros = np.zeros(shapes[name], np.float32)
-        if not hasattr(lookup, _WEIGHTS):
+        if not hasattr(lookup, _WEIGHTS):  # Keras 3 makes the variable of this when it loads a vocabulary
             lookup.idf_weights_const = SimpleNamespace(numpy=lambda zeros=zeros: zeros)
-        elif lookup.idf_weights.shape.rank is None or None in lookup.idf_weights.shape:
+        elif lookup.idf_weights.shape.rank is None or None in lookup.idf_weights.shape:  # Keras 2's
             lookup.idf_weights = tf.Variable(zeros, trainable=False, dtype=lookup.idf_weights.dtype)
             lookup.idf_weights_const = lookup.idf_weights.value()
 
 
 def _weighing_lookups(model: Any) -> dict[str, Any]:
-    """Lookups with `output_mode="tf_idf"`, by the places of their weights in a weights file."""
+    """{place of its weights in a weights file: lookup}, for lookups with `output_mode="tf_idf"`."""
     if all(getattr(layer, "output_mode", None) != "tf_idf" for layer in model._flatten_layers()):
         return {}
     return {name: value for name, _, value in _walk(model) if name.endswith(f"/{_WEIGHTS}")}
 
 
 def _load_vocabularies(label: str, model: Any, keras: Any, directory: Path) -> None:
+    """Load the vocabularies in a directory into a model's layers, by Keras' own walk, or BuilderError."""
     saving_lib = importlib.import_module(f"{keras.__name__}.src.saving.saving_lib")
     store = saving_lib.DiskIOStore(str(directory), mode="r")
     inner = (getattr(layer, "_lookup_layer", None) for layer in model._flatten_layers())
@@ -328,7 +304,7 @@ def _load_vocabularies(label: str, model: Any, keras: Any, directory: Path) -> N
 
 
 def _keras(described: ModelConfig) -> Any:
-    """The Keras that a config was written by; tf-keras is Keras 2."""
+    """The Keras that wrote a config, imported: tf-keras for Keras 2; BuilderError if it is not installed."""
     name = "tf_keras" if described.keras_version.startswith("2.") else "keras"
     try:
         return importlib.import_module(name)
@@ -350,6 +326,7 @@ def _read_legacy(keras: Any, text: str, known: Mapping[str, Any]) -> Any:
 
 
 def _parsed(path: Path, described: ModelConfig) -> Any:
+    """An archive's config as a new value, or BuilderError."""
     try:
         return json.loads(described.text)
     except (ValueError, RecursionError) as error:
@@ -357,25 +334,15 @@ def _parsed(path: Path, described: ModelConfig) -> Any:
 
 
 def _named_files(config: Any) -> Iterator[str]:
-    """Files that layers would read while they are made: vocabularies, and models of tokenizers."""
+    """Yield the files that layers would read while they are made: vocabularies, and models of tokenizers."""
     for _, entry in entries(config):
         given = entry.get("config")
         if isinstance(given, dict):
             yield from (value for name in _FILES if isinstance(value := given.get(name), str))
 
 
-def _require_local(path: Path, file: str, trust: Trust) -> None:
-    """Refuse a file that TensorFlow would fetch from another machine for an archive that was found."""
-    if trust.is_found and "://" in file:
-        raise AccessRefused(
-            f"{path} asks for a file that lies elsewhere: {file!r}",
-            cause="the request does not name the archive, which therefore may only read files beside it",
-            hint=f"if it may have it, name the archive: --model {quoted(path)}",
-        )
-
-
 def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """The public classes and functions of modules; importing a module may also register some with Keras."""
+    """Yield (name, class or function) of modules, which are imported, and may register some with Keras."""
     for name in modules:
         try:
             module = import_code(name)
@@ -390,13 +357,10 @@ def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _named_modules(config: Any) -> list[str]:
-    """Modules outside Keras that a config names."""
-    found = (entry.get("module") for _, entry in entries(config))
-    return [
-        *dict.fromkeys(
-            m for m in found if isinstance(m, str) and m.partition(".")[0] not in KERASES | {"builtins"}
-        )
-    ]
+    """The modules outside of Keras that a config names, each once."""
+    named = dict.fromkeys(entry.get("module") for _, entry in entries(config))
+    foreign = (name for name in named if isinstance(name, str))
+    return [name for name in foreign if name.partition(".")[0] not in KERASES | {"builtins"}]
 
 
 def _require_one_keras(
@@ -419,7 +383,7 @@ def _require_one_keras(
 
 
 def _foreign(config: Any, known: Mapping[str, Any], keras: Any) -> tuple[str, str] | None:
-    """The first class or function, with its place, that is neither Keras' own nor in `known`."""
+    """(name, place) of the first class or function in a config that is neither Keras' own nor in `known`."""
     loaded = [module for name, module in sys.modules.items() if name.startswith(f"{keras.__name__}.")]
     for place, entry in entries(config):
         is_function = entry["class_name"] == "function"

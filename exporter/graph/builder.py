@@ -28,6 +28,7 @@ from exporter.catalog import TensorRef
 from exporter.errors import BuilderError, UsageError
 from exporter.graph.archived_model import keras_places
 from exporter.graph.init_scopes import InitScopes
+from exporter.graph.lookup_tables import table_keys
 from exporter.graph.metagraph import with_signatures
 from exporter.graph.nodes import GraphIndex
 from exporter.graph.object_models import (
@@ -41,7 +42,6 @@ from exporter.graph.object_models import (
 from exporter.graph.signatures import DEFAULT_SIGNATURE, METHODS, check_method
 from exporter.graph.source_graph import GraphRequest, SourceGraph, TableKey, VariableKey
 from exporter.graph.sources import code_behind, import_code, importable, no_function
-from exporter.graph.tables import table_keys
 from exporter.graph.user_errors import error_line, failures, way_out
 from exporter.storage.files import nearest
 from exporter.storage.local_paths import quoted
@@ -49,13 +49,13 @@ from exporter.while_needed import WhileNeeded
 from exporter.wire import protos
 from exporter.wire.protos import Proto
 
+# The graphs that builders run in: tables of others, as of a training in another thread, are left alone.
 _GRAPHS: WeakSet[Any] = WeakSet()
-"""The graphs that builders run in: tables of others, as of a training in another thread, are left alone."""
 
 
 @contextlib.contextmanager
 def _known() -> Iterator[None]:
-    """Have `size` and `export` of builders' static tables give values, as in eager execution."""
+    """Let `size` and `export` of builders' static tables give values, as in eager execution."""
     from tensorflow.python.ops.lookup_ops import StaticHashTable
 
     size, export = StaticHashTable.size, StaticHashTable.export
@@ -79,7 +79,7 @@ known_contents = WhileNeeded(_known)
 
 
 def _read(table: Any, method: Callable[[Any], Any]) -> Any:
-    """The result of a table's method after filling it; None outside of a builder's graph, or on failure."""
+    """The values of a table's method once it is filled; None outside of builders' graphs, or on failure."""
     import tensorflow as tf
 
     graph = getattr(table.resource_handle, "graph", None)
@@ -89,14 +89,14 @@ def _read(table: Any, method: Callable[[Any], Any]) -> Any:
         with graph.as_default(), graph.control_dependencies(None):
             wanted = method(table)
         with tf.compat.v1.Session(graph=graph) as session:
-            if table._init_op is not None:  # of a lookup layer without a vocabulary
+            if table._init_op is not None:  # a lookup layer without a vocabulary has none
                 session.run(table._init_op)
             return session.run(wanted)
     return None
 
 
 def _eager(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Tensors with values, made by a thread that has no default graph."""
+    """Eager tensors of these values, made by a thread that has no default graph."""
     import tensorflow as tf
 
     with ThreadPoolExecutor(1) as outside:
@@ -118,7 +118,7 @@ _INSISTS = (
 
 
 def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
-    """The graph that a builder makes, with the signatures that it returns; `label` names it in messages."""
+    """The graph that the request's builder makes, with the signatures that it returns."""
     if request.inputs or request.outputs or request.signatures:
         raise UsageError(
             "--input, --output and --signatures name tensors of a .meta file or a SavedModel",
@@ -147,7 +147,7 @@ def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
 
 
 def resolve(model: str | Builder | None) -> tuple[Builder, str]:
-    """The function that `pkg.mod:fn` or `path/file.py:fn` names, and its name for messages."""
+    """The function that `pkg.mod:fn` or `path/file.py:fn` names, imported, and its name for messages."""
     if callable(model):
         return model, f"{getattr(model, '__module__', '?')}:{getattr(model, '__qualname__', repr(model))}"
     where, _, name = str(model).rpartition(":")
@@ -175,10 +175,7 @@ def resolve(model: str | Builder | None) -> tuple[Builder, str]:
 
 
 def keyword_arguments(builder: Builder, given: Mapping[str, str], label: str) -> dict[str, Any]:
-    """`--model-arg` texts converted to the types of the builder's annotations or defaults.
-
-    A flag `training` or `is_training` is False unless given.
-    """
+    """A builder's arguments: `--model-arg` texts by its annotations or defaults; training flags are off."""
     parameters = _parameters(builder)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -199,7 +196,7 @@ def keyword_arguments(builder: Builder, given: Mapping[str, str], label: str) ->
 
 
 def _parameters(builder: Builder) -> Mapping[str, inspect.Parameter]:
-    """The parameters, with annotations as types if they can be resolved; none for some builtins."""
+    """A builder's parameters, with annotations as types if they can be resolved; none for some builtins."""
     for eval_str in (True, False):
         with contextlib.suppress(NameError, AttributeError, SyntaxError, ValueError, TypeError):
             return inspect.signature(builder, eval_str=eval_str).parameters
@@ -207,6 +204,7 @@ def _parameters(builder: Builder) -> Mapping[str, inspect.Parameter]:
 
 
 def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any:
+    """A `--model-arg` as the parameter's bool, int, float or str, or UsageError."""
     wanted = parameter.annotation if parameter is not None else str
     if wanted not in (bool, int, float, str):
         wanted = type(parameter.default) if parameter is not None else str
@@ -230,7 +228,7 @@ class _Built(Struct, frozen=True):
 
 
 def _run(builder: Builder, kwargs: Mapping[str, Any], label: str) -> _Built:
-    """Run the builder in a fresh graph; once more if it failed where TensorFlow 2 may be asked for."""
+    """The result of a builder in a fresh graph; it runs once more if it failed and asked for TensorFlow 2."""
     import tensorflow as tf
 
     try:
@@ -248,6 +246,7 @@ def _run(builder: Builder, kwargs: Mapping[str, Any], label: str) -> _Built:
 
 
 def _build(builder: Builder, kwargs: Mapping[str, Any], label: str, scopes: InitScopes) -> _Built:
+    """The result of a builder in the scopes' graph, or BuilderError."""
     import tensorflow as tf
 
     graph = scopes.graph
@@ -276,7 +275,7 @@ def _build(builder: Builder, kwargs: Mapping[str, Any], label: str, scopes: Init
 
 
 def _stored_tables(graph: Any) -> Iterator[tuple[str, TableKey]]:
-    """The tables that a Saver of this graph would store: their names there, by node."""
+    """Yield (node, names in a checkpoint) for each table that a Saver of this graph would store."""
     import tensorflow as tf
 
     for saveable in graph.get_collection(tf.compat.v1.GraphKeys.SAVEABLE_OBJECTS):
@@ -287,7 +286,7 @@ def _stored_tables(graph: Any) -> Iterator[tuple[str, TableKey]]:
 
 
 def _signatures(result: Any, graph: Any, label: str) -> dict[str, Proto]:
-    """SignatureDefs from the tensors that the builder returned."""
+    """{name: SignatureDef} of the tensors that a builder returned, or BuilderError."""
     named = {DEFAULT_SIGNATURE: result} if isinstance(result, tuple) else result
     if not isinstance(named, Mapping) or not named:
         raise BuilderError(f"builder {label} returned {_described(result)}", cause=_EXPECTED)
@@ -319,21 +318,19 @@ def _signature(entry: Any, graph: Any, where: str) -> Proto:
 
 
 def _components(alias: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors that an output is served as: a sparse or ragged one as its components `ids`, `ids_1` ...
-
-    `tf.saved_model.save` gives them these names; TensorFlow Serving cannot answer with composite tensors.
-    """
+    """Yield (alias, tensor), or for a sparse or ragged one each component: `ids`, `ids_1` ..."""
     import tensorflow as tf
 
-    if not isinstance(tensor, tf.SparseTensor | tf.RaggedTensor):
-        yield alias, tensor
-        return
-    for number, part in enumerate(tf.nest.flatten(tensor, expand_composites=True)):
+    # `tf.saved_model.save` gives them these names; TensorFlow Serving cannot answer with composite tensors.
+    is_composite = isinstance(tensor, tf.SparseTensor | tf.RaggedTensor)
+    for number, part in enumerate(
+        tf.nest.flatten(tensor, expand_composites=True) if is_composite else [tensor]
+    ):
         yield (f"{alias}_{number}" if number else alias), part
 
 
 def _tensor_info(tensor: Any, graph: Any, where: str) -> Proto:
-    """The TensorInfo of a dense tensor, or of a variable's value."""
+    """The TensorInfo of a dense tensor, or of a variable's value, in the builder's graph; or BuilderError."""
     import tensorflow as tf
 
     try:
@@ -355,7 +352,7 @@ def _tensor_info(tensor: Any, graph: Any, where: str) -> Proto:
 
 
 def _described(value: Any) -> str:
-    """A value in a few words: its type, and its length if it has elements."""
+    """A value in a few words: a scalar itself, else its type, and the length of a collection."""
     kind = type(value).__name__
     if value is None or isinstance(value, str | int | float | bool):
         return repr(value)

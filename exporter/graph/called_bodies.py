@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from msgspec import Struct, field
 
 from exporter.graph.constant_values import compute, is_computed
 from exporter.graph.nodes import (
+    LOOPS,
     MERGES,
     NEXT_ITERATIONS,
     SWITCHES,
@@ -26,43 +27,36 @@ from exporter.graph.nodes import (
     closure,
     const_value,
     input_names,
+    node_of,
+    readers_of,
+    through_identities,
 )
 from exporter.graph.servable import called_functions
 from exporter.wire.protos import Proto
 
 Array = np.ndarray[Any, Any]
-Scalar = Any
-"""A constant of one element as Python has it."""
-
 _FUSED = re.compile(r"_?FusedBatchNorm(Ex|V\d+)?")
 _CONDITIONALS = frozenset({"If", "StatelessIf"})
-_LOOPS = frozenset({"While", "StatelessWhile"})
 _PLAIN_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _PASSED_ON = SWITCHES | NEXT_ITERATIONS | {"Identity"}
-_REPEATED = {
-    "Fill": 1,
-    "BroadcastTo": 0,
-    "Tile": 0,
-    "Reshape": 0,
-    "ExpandDims": 0,
-    "Squeeze": 0,
-    "Identity": 0,
-}
-"""Operations that repeat or arrange the values of one of their inputs, and which one that is."""
+# Operations that repeat or arrange the values of one of their inputs, and which one that is.
+_REPEATED = {"Fill": 1} | dict.fromkeys(
+    ["BroadcastTo", "Tile", "Reshape", "ExpandDims", "Squeeze", "Identity"], 0
+)
 _OF_SHAPE = {"ZerosLike": 0, "OnesLike": 1}
 _MOST_BYTES = 1 << 15  # of a value that is followed: rates and flags are small, weights are not
-_MAX_DEPTH = 48
+_MAX_DEPTH = 48  # of calls: each takes several frames of Python's stack
 _MOST_CALLS = 256  # of one function that differ; what further ones pass is not followed
-_MAX_STEPS = 8
-_MOST_STEPS = 64
-_ROUNDS = 4
-"""Nested conditionals whose inner flag is computed by the outer one."""
+_MAX_STEPS = 8  # from the end of a loop's turn back to its Merge
+_MOST_STEPS = 64  # values that are being computed at a time, each in frames of Python's stack
+_ROUNDS = 4  # of nested conditionals whose inner flag the outer one computes
 
 
 class _Shared(Struct):
-    """What the bodies of one graph share: those that were made, and how many values are being computed."""
+    """State that all bodies of one graph share: the bodies by function and call, and the depth of `value`."""
 
+    # Of all callers together: with two different constants at each of n calls, 2**n bodies would be made.
     made: dict[str, dict[tuple[object, ...], CalledBody]] = field(default_factory=dict)
     steps: int = 0
 
@@ -101,7 +95,7 @@ class CalledBody:
         self._dead = self._find_dead()
 
     def value(self, tensor: str) -> Array | None:
-        """The value of a tensor that is always the same, and small; None for any other tensor."""
+        """The value of a tensor that is always the same, and at most 32 KiB; None for any other tensor."""
         if tensor not in self._values:
             self._values[tensor] = None  # a value that a loop passes back to itself is not constant
             if self._shared.steps < _MOST_STEPS:  # flags are computed in fewer steps, through all calls
@@ -111,13 +105,13 @@ class CalledBody:
                 self._shared.steps -= 1
         return self._values[tensor]
 
-    def number(self, tensor: str) -> Scalar:
-        """The value of a tensor that is always the same scalar; None for any other tensor."""
-        value = self.each(tensor)
+    def number(self, tensor: str) -> Any:
+        """The scalar that a tensor, or the constant that it repeats, always is; None if it may vary."""
+        value = self.repeated_value(tensor)
         return None if value is None or value.size != 1 else value.item()
 
-    def each(self, tensor: str) -> Array | None:
-        """The values that a tensor's elements always have, of a shape that may be unknown."""
+    def repeated_value(self, tensor: str) -> Array | None:
+        """The value of a tensor, or of the constant that it repeats or rearranges; None if it may vary."""
         for _ in range(_MOST_STEPS):
             if (value := self.value(tensor)) is not None:
                 return value
@@ -132,17 +126,17 @@ class CalledBody:
             tensor = source[0]
         return None
 
-    def depends(self, tensor: str) -> bool:
+    def is_of_request(self, tensor: str) -> bool:
         """True if a tensor's values, not its shape alone, may depend on the request."""
         return node_of(tensor) in self._of_request
 
     def chosen(self, name: str) -> bool:
-        """True if the request decides whether a node runs."""
+        """True if the request decides whether this node runs."""
         return self._is_chosen or name in self._chosen
 
     @cached_property
     def live(self) -> frozenset[str]:
-        """The nodes that run, and the arguments that are used, by name."""
+        """The names of the nodes that run and the arguments that are used; finds the calls on the way."""
         found, pending = set[str](), [*self._roots]
         while pending:
             name = node_of(pending.pop())
@@ -155,35 +149,25 @@ class CalledBody:
 
     def bodies(self) -> Iterable[CalledBody]:
         """The body itself, and those of all calls that run, each once."""
-        return closure([self], CalledBody._running)
+        return closure([self], lambda body: body._called if body.live else ())
 
-    def _running(self) -> Iterable[CalledBody]:
-        _ = self.live  # calls are found on the way
-        return self._called
-
-    def after(self, names: Iterable[str]) -> Collection[str]:
-        """These nodes, and those that are computed from their values."""
-
-        def readers(name: str) -> Iterator[str]:
-            for node in self._readers.get(name, ()):
-                if node.op not in _SHAPES:
-                    yield node.name
-
-        return closure(names, readers)
+    def computed_from(self, names: Iterable[str]) -> Collection[str]:
+        """The nodes `names`, and those computed from their values; shapes are not values."""
+        return closure(names, lambda n: (r.name for r in self._readers.get(n, ()) if r.op not in _SHAPES))
 
     @cached_property
     def _of_request(self) -> Collection[str]:
-        return self.after([*self._fed, *self._asked])
+        return self.computed_from([*self._fed, *self._asked])
 
     @cached_property
     def _chosen(self) -> Collection[str]:
-        """The nodes in branches between which the request chooses; how often a loop turns is no choice."""
+        """The nodes in branches between which the request chooses; turning a loop again is no choice."""
         found = set[str]()
         for predicate, switches in self._switches.items():
             node = self.nodes.get(node_of(predicate))
             if node is None or node.op == "LoopCond":
                 continue
-            if self.number(predicate) is None and self.depends(predicate):
+            if self.number(predicate) is None and self.is_of_request(predicate):
                 for side in (0, 1):
                     found |= self._spread({f"{switch}:{side}" for switch in switches})
         return found
@@ -199,7 +183,8 @@ class CalledBody:
         if node.op in SWITCHES:
             return self.value(inputs[0])
         if node.op in MERGES:
-            running = [text for text in inputs if not self._is_dead(text) and not self._returns(text, name)]
+            alive = [text for text in inputs if not self._is_among(text, self._dead)]
+            running = [text for text in alive if not self._returns(text, name)]
             return self.value(running[0]) if len(running) == 1 else None
         if is_computed(node.op):
             values = [self.value(text) for text in inputs]
@@ -208,7 +193,7 @@ class CalledBody:
         return self._result(node, tensor)
 
     def _result(self, node: Proto, tensor: str) -> Array | None:
-        """What a call returns, if it is always the same."""
+        """The value of a call's result, if it is always the same."""
         called = self._one_function(node)
         if called is None:
             return None
@@ -218,7 +203,7 @@ class CalledBody:
         return None if body is None else body.value(function.ret.get(results[_position(tensor)], ""))
 
     def _returns(self, tensor: str, merge: str) -> bool:
-        """True if a loop hands a value on as it was from one turn to the next."""
+        """True if a loop hands `tensor` on unchanged, from its `merge` back to it."""
         for _ in range(_MAX_STEPS):
             node = self.nodes.get(node_of(tensor))
             if node is None or node.op not in _PASSED_ON:
@@ -228,7 +213,7 @@ class CalledBody:
 
     @cached_property
     def _switches(self) -> dict[str, list[str]]:
-        """The Switch nodes by the tensor that decides."""
+        """The names of the Switch nodes by the tensor that decides."""
         found: dict[str, list[str]] = {}
         for node in self.nodes.values():
             if node.op in SWITCHES and len(inputs := input_names(node)) == 2:
@@ -236,9 +221,9 @@ class CalledBody:
         return found
 
     def _find_dead(self) -> frozenset[str]:
-        """Tensors that are never computed, by node, and by output for a Switch."""
+        """The nodes, and the outputs (`switch:1`) of Switch nodes, that are never computed."""
         self._dead = frozenset[str]()
-        for _ in range(_ROUNDS if self._switches else 0):
+        for _ in range(_ROUNDS if self._switches else 0):  # a branch that is off may settle another flag
             self._values.clear()
             found = set[str]()
             for predicate, switches in self._switches.items():
@@ -252,37 +237,31 @@ class CalledBody:
         return self._dead
 
     def _spread(self, dead: set[str]) -> set[str]:
-        """Add the nodes that read one of these tensors; a Merge if it reads no other."""
+        """Add to `dead`, and return it, the nodes that read one of these; a Merge if it reads no other."""
         pending = [*dead]
         while pending:
             for node in self._readers.get(node_of(pending.pop()), ()):
                 if node.name in dead:
                     continue
                 inputs = input_names(node) if node.op in MERGES else [*node.input]
-                is_gone = [node_of(text) in dead or _output(self.nodes, text) in dead for text in inputs]
-                if (all if node.op in MERGES else any)(is_gone):
+                if (all if node.op in MERGES else any)(self._is_among(text, dead) for text in inputs):
                     dead.add(node.name)
                     pending.append(node.name)
         return dead
 
     @cached_property
     def _readers(self) -> dict[str, list[Proto]]:
-        readers: dict[str, list[Proto]] = {}
-        for node in self.nodes.values():
-            for text in node.input:
-                readers.setdefault(node_of(text), []).append(node)
-        return readers
+        return readers_of(self.nodes.values(), waiting=True)
 
-    def _is_dead(self, tensor: str) -> bool:
-        return bool(self._dead) and (
-            node_of(tensor) in self._dead or _output(self.nodes, tensor) in self._dead
-        )
+    def _is_among(self, tensor: str, dead: Collection[str]) -> bool:
+        """True if a tensor, or its node, is among the dead."""
+        return bool(dead) and (node_of(tensor) in dead or _output(self.nodes, tensor) in dead)
 
     def _needed(self, node: Proto) -> list[str]:
-        """The inputs that a running node waits for; for a call those that its function uses."""
+        """The inputs that a running node needs, for a call those that its function uses; notes the call."""
         inputs = input_names(node)
         if node.op in MERGES:
-            return [text for text in inputs if not self._is_dead(text)]
+            return [text for text in inputs if not self._is_among(text, self._dead)]
         if is_by_batch(node):  # moving statistics are its inputs to be moved, not to normalise by
             return inputs[:3]
         names = [name for name in called_functions(node) if name in self._library]
@@ -290,15 +269,18 @@ class CalledBody:
             return [text.removeprefix("^") for text in node.input]
         if (called := self._one_function(node)) is not None:
             name, arguments = called
-            return [*inputs[: len(inputs) - len(arguments)], *self._used(name, arguments)]
-        is_chosen = node.op in _CONDITIONALS and any(map(self.depends, inputs[:1]))
-        is_asked = any(map(self.depends, inputs))
+            body, parameters = self._run(name, arguments), self._library[name].signature.input_arg
+            given = zip(parameters, arguments, strict=False)
+            used = [text for parameter, text in given if body is None or parameter.name in body.live]
+            return [*inputs[: len(inputs) - len(arguments)], *used]
+        is_chosen = node.op in _CONDITIONALS and any(map(self.is_of_request, inputs[:1]))
+        is_asked = any(map(self.is_of_request, inputs))
         for name in names:
             self._run(name, self._handed_on(node, inputs), is_asked=is_asked, is_chosen=is_chosen)
         return inputs
 
     def _one_function(self, node: Proto) -> tuple[str, list[str]] | None:
-        """The function that a call runs, and its arguments; None if that is one of several, or in a loop."""
+        """The function that a call certainly runs, once, and its arguments; None for any other node."""
         inputs = input_names(node)
         if node.op in _CONDITIONALS and inputs and (taken := self.number(inputs[0])) is not None:
             name, inputs = attr(node, "then_branch" if taken else "else_branch").func.name, inputs[1:]
@@ -309,47 +291,33 @@ class CalledBody:
         return (name, inputs) if name in self._library else None
 
     def _handed_on(self, node: Proto, inputs: list[str]) -> list[str]:
-        """The arguments that each of a node's functions gets; "" for those that may be another value."""
+        """The tensor that each argument of a node's functions always gets, "" where the value may differ."""
         if node.op in _CONDITIONALS:
             return inputs[1:]
-        if node.op not in _LOOPS:
-            return [""] * len(inputs)
-        body = self._library.get(attr(node, "body").func.name)
+        body = self._library.get(attr(node, "body").func.name) if node.op in LOOPS else None
         if body is None:
             return [""] * len(inputs)
         nodes = {each.name: each for each in body.node_def}
         names = zip(body.signature.input_arg, body.signature.output_arg, strict=False)
-        same = [_behind(nodes, body.ret.get(result.name, "")) == argument.name for argument, result in names]
+        same = [through_identities(nodes, body.ret.get(r.name, "")) == argument.name for argument, r in names]
         return [text if is_same else "" for text, is_same in zip(inputs, same, strict=False)]
-
-    def _used(self, name: str, inputs: list[str]) -> list[str]:
-        called = self._run(name, inputs)
-        parameters = [argument.name for argument in self._library[name].signature.input_arg]
-        return [
-            text
-            for parameter, text in zip(parameters, inputs, strict=False)
-            if called is None or parameter in called.live
-        ]
 
     def _run(
         self, name: str, inputs: list[str], *, is_asked: bool = False, is_chosen: bool = False
     ) -> CalledBody | None:
-        """The body of a function that runs with these tensors as arguments.
-
-        Those that are not known, "", depend on the request if `is_asked`.
-        """
+        """The body of a call that runs, which is noted; None if it is too deep; `is_asked`: see `_passed`."""
         body = self._body(name, self._passed(name, inputs, is_asked=is_asked), is_chosen=is_chosen)
         if body is not None:
             self._called[body] = None
         return body
 
     def _passed(self, name: str, inputs: list[str], *, is_asked: bool = False) -> dict[str, Array | bool]:
-        """For each argument its constant, or whether it depends on the request."""
+        """{argument: its constant, or whether it depends on the request, as "" does if `is_asked`}."""
         parameters = (argument.name for argument in self._library[name].signature.input_arg)
         passed: dict[str, Array | bool] = {}
         for parameter, text in zip(parameters, inputs, strict=False):
             value = self.value(text) if text else None
-            passed[parameter] = value if value is not None else self.depends(text) if text else is_asked
+            passed[parameter] = value if value is not None else self.is_of_request(text) if text else is_asked
         return passed
 
     def _body(
@@ -357,6 +325,7 @@ class CalledBody:
     ) -> CalledBody | None:
         if self._depth >= _MAX_DEPTH:
             return None
+        # Equal calls share a body. The depth is part of the key, so that a recursion ends at `_MAX_DEPTH`.
         made = self._shared.made.setdefault(name, {})
         if len(made) >= _MOST_CALLS:
             passed = dict.fromkeys(passed, True)
@@ -379,30 +348,15 @@ class CalledBody:
         return made[key]
 
 
-def node_of(tensor: str) -> str:
-    """The node (or argument) that an input names, in a graph or in a function."""
-    return tensor.removeprefix("^").partition(":")[0]
-
-
 def is_by_batch(node: Proto) -> bool:
-    """True for a FusedBatchNorm that normalises by the batch, which is the default of `is_training`."""
+    """True for a FusedBatchNorm that normalises by the batch, the default where `is_training` is absent."""
     if _FUSED.fullmatch(node.op) is None:
         return False
     return "is_training" not in node.attr or bool(node.attr["is_training"].b)
 
 
-def _behind(nodes: Mapping[str, Proto], tensor: str) -> str:
-    """The argument or node whose value a tensor is, behind Identity nodes."""
-    name = node_of(tensor)
-    for _ in range(_MAX_STEPS):
-        if name not in nodes or nodes[name].op != "Identity" or not nodes[name].input:
-            break
-        name = node_of(nodes[name].input[0])
-    return name
-
-
 def _position(tensor: str) -> int:
-    """Which of its node's outputs a tensor is; of a list of outputs, in a function."""
+    """The number at a tensor's end: of its node's output or, in a function, within the named output."""
     last = tensor.rpartition(":")[2]
     return int(last) if ":" in tensor and last.isdecimal() else 0
 
@@ -418,7 +372,7 @@ def _output(nodes: Mapping[str, Proto], tensor: str) -> str:
 
 def _small_constant(node: Proto) -> Array | None:
     shape = attr(node, "value").tensor.tensor_shape
-    if math.prod(dim.size for dim in shape.dim) > _MOST_BYTES:
+    if math.prod(dim.size for dim in shape.dim) > _MOST_BYTES:  # before it is filled
         return None
     value = const_value(node)
     return None if value is None or value.dtype == object or value.nbytes > _MOST_BYTES else value

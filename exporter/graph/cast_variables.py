@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import count
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -26,21 +27,21 @@ _READS = {"ReadVariableOp": "value", "ResourceGather": "output", "ResourceGather
 
 
 class _Cast(Struct, frozen=True):
-    """The change of a variable: its node (for messages), the dtype the graph wants, the dtype stored."""
+    """A variable's change: its node (for messages), the dtype that the graph wants, and the one stored."""
 
     variable: str
     wanted: DType
     stored: DType
     shape: tuple[int, ...] = ()
-    beside: tuple[str, ...] = ()
+    extra_handles: tuple[str, ...] = ()
 
     @property
     def is_in_8_bits(self) -> bool:
         """True if it is stored as codes and scales, in another shape than the graph's."""
         return self.stored is DType.INT8
 
-    def apply(self, body: Body, node: Proto, beside: Sequence[str]) -> None:
-        """Change a node that takes the handle."""
+    def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
+        """Let a node that takes the handle yield what it did before."""
         if self.is_in_8_bits and node.op == "VariableShape":
             _become_shape(body, node, self.shape)
         elif node.op in INDIFFERENT:
@@ -71,9 +72,7 @@ class _Cast(Struct, frozen=True):
 
 
 def cast_variables(graph_def: Proto, stored: Mapping[str, DType]) -> None:
-    """Change `graph_def` so that the variables in `stored` (VarHandleOp name -> dtype) have that dtype.
-
-    Variables that have it already stay as they are.
+    """Store the variables `stored` ({VarHandleOp: dtype}) in these dtypes, in place, and cast what is read.
 
     Raises:
         MappingError: a handle reaches a node that cannot be served in another dtype, such as an assignment.
@@ -93,9 +92,7 @@ def cast_variables(graph_def: Proto, stored: Mapping[str, DType]) -> None:
 def _cast_read(body: Body, node: Proto, cast: _Cast) -> None:
     """Let `node` yield the stored dtype under a new name, and give its old name to a Cast."""
     output_name, output = node.name, _READS[node.op]
-    del body.by_name[output_name]
-    node.name = next(new for n in count() if (new := f"{output_name}/stored_{n}") not in body.by_name)
-    body.by_name[node.name] = node
+    body.rename(node, next(new for n in count() if (new := f"{output_name}/stored_{n}") not in body.by_name))
     node.attr["dtype"].type = int(cast.stored)
     stored = body.single(node, output)
     body.add(output_name, "Cast", stored, device=node.device, SrcT=cast.stored, DstT=cast.wanted)
@@ -104,7 +101,7 @@ def _cast_read(body: Body, node: Proto, cast: _Cast) -> None:
 
 
 def _become_shape(body: Body, node: Proto, shape: tuple[int, ...]) -> None:
-    """Turn a read of the shape into the shape that the graph knows; its only output has the same name."""
+    """Turn a VariableShape into a constant of the shape that the graph knows, not that of the codes."""
     handle = body.producer(node.input[0])
     out_type = attr_dtype(node, "out_type") or DType.INT32
     known = constant(node.name, np.array(shape, out_type.numpy), out_type)
@@ -119,41 +116,29 @@ def _multiply_rows(body: Body, node: Proto, cast: _Cast) -> None:
     """Let a gather yield codes and scales under a new name; their product takes its old name."""
     if node.op != "ResourceGather" or attr(node, "batch_dims").i or len(cast.shape) != 2:
         raise cast.refusal(node)
-    name, output, device = node.name, _READS[node.op], node.device
-    del body.by_name[name]
-    node.name = free_name(body.by_name, f"{name}/stored")
-    body.by_name[node.name] = node
+    name, output = node.name, _READS[node.op]
+    body.rename(node, free_name(body.by_name, f"{name}/stored"))
     node.attr["dtype"].type = int(DType.INT8)
     node.attr.pop("_output_shapes", None)
-    sizes, axis = (
-        body.put(constant(free_name(body.by_name, f"{name}/{what}"), np.array(value, np.int32), DType.INT32))
-        for what, value in (("sizes", [cast.shape[-1], SCALE_BYTES]), ("axis", -1))
-    )
-    for known in (sizes, axis):  # in the frame of the gather, if it is in a loop of Enter and Exit
-        known.input.append(f"^{node.name}")
-    inputs = [body.single(node, output), body.single(sizes, "output"), body.single(axis, "output")]
-    parts = body.add(
-        f"{name}/parts", "SplitV", *inputs, device=device, T=DType.INT8, Tlen=DType.INT32, num_split=2
-    )
+
+    def add(name: str, op: str, *inputs: str, **attrs: Any) -> Proto:
+        return body.add(name, op, *inputs, device=node.device, **attrs)
+
+    stored = body.single(node, output)
+    sizes = body.constant_beside(node, f"{name}/sizes", [cast.shape[-1], SCALE_BYTES])
+    axis = body.constant_beside(node, f"{name}/axis", -1)
+    parts = add(f"{name}/parts", "SplitV", stored, sizes, axis, T=DType.INT8, Tlen=DType.INT32, num_split=2)
     codes, bits = (body.output(parts, number) for number in range(2))
-    scale = body.add(f"{name}/scale", "Bitcast", bits, device=device, T=DType.INT8, type=DType.FLOAT)
-    column = body.add(
-        f"{name}/column",
-        "ExpandDims",
-        body.single(scale, "output"),
-        body.single(axis, "output"),
-        device=device,
-        T=DType.FLOAT,
-        Tdim=DType.INT32,
-    )
-    values = body.add(f"{name}/codes", "Cast", codes, device=device, SrcT=DType.INT8, DstT=DType.FLOAT)
+    scale = body.single(add(f"{name}/scale", "Bitcast", bits, T=DType.INT8, type=DType.FLOAT), "output")
+    column = add(f"{name}/column", "ExpandDims", scale, axis, T=DType.FLOAT, Tdim=DType.INT32)
+    values = add(f"{name}/codes", "Cast", codes, SrcT=DType.INT8, DstT=DType.FLOAT)
     factors = body.single(values, "y"), body.single(column, "output")
     if cast.wanted is DType.FLOAT:
-        body.add(name, "Mul", *factors, device=device, T=DType.FLOAT)
+        add(name, "Mul", *factors, T=DType.FLOAT)
         last = "z"
     else:
-        product = body.add(f"{name}/rows", "Mul", *factors, device=device, T=DType.FLOAT)
-        body.add(name, "Cast", body.single(product, "z"), device=device, SrcT=DType.FLOAT, DstT=cast.wanted)
+        product = add(f"{name}/rows", "Mul", *factors, T=DType.FLOAT)
+        add(name, "Cast", body.single(product, "z"), SrcT=DType.FLOAT, DstT=cast.wanted)
         last = "y"
-    if body.function is not None:
+    if body.function is not None:  # whose readers name the output, as the OpDef of the last operation does
         rename_output(body.function, f"{name}:{output}:", f"{name}:{last}:")

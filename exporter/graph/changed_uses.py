@@ -19,18 +19,19 @@ from exporter.wire.protos import Proto, message_class
 INDIFFERENT = frozenset({"VariableShape", "VarIsInitializedOp", "DisableCopyOnRead"})
 """Operations that take a handle, and do not read the values."""
 
+# Operations that hand a handle on, with the number of outputs.
 _FORWARDS = {"Identity": 1, "Enter": 1, "Switch": 2}
 
 
 class UseChange(Protocol):
-    """What becomes of the uses of one variable. Equal changes are made once; they are hashable."""
+    """A change of every use of one variable; hashable, as functions are copied once for equal changes."""
 
     @property
-    def beside(self) -> tuple[str, ...]:
-        """The nodes of further handles that the changed nodes take."""
+    def extra_handles(self) -> tuple[str, ...]:
+        """The VarHandleOps of further variables whose handles the changed nodes take."""
 
-    def apply(self, body: Body, node: Proto, beside: Sequence[str]) -> None:
-        """Change a node that takes the handle; `beside` are the further handles in its body."""
+    def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
+        """Change, in place, a node that takes the handle; `extra_handles` are the others in its body."""
 
     def refusal(self, node: Proto) -> ExportError:
         """The error for a node that takes the handle in a way that is not known."""
@@ -39,14 +40,14 @@ class UseChange(Protocol):
         """The error for a function that returns the handle."""
 
 
+# A change, and the tensors of its further handles where a handle is.
 _Here = tuple[UseChange, tuple[str, ...]]
-"""A change, and the tensors of its further handles where a handle is."""
 
 
 def change_uses(graph_def: Proto, changes: Mapping[str, UseChange]) -> None:
-    """Change the uses of the variables whose handles are these nodes (VarHandleOps)."""
+    """Change, in place, all uses of the variables of these VarHandleOps, also in (copies of) functions."""
     if changes:
-        handles = {f"{node}:0": (change, change.beside) for node, change in changes.items()}
+        handles = {f"{node}:0": (change, change.extra_handles) for node, change in changes.items()}
         _rewrite(Body(graph_def.node), handles, _Library(graph_def.library))
 
 
@@ -59,9 +60,9 @@ class _Library:
         self.functions = {function.signature.name: function for function in proto.function}
 
     def specialise(self, name: str, changes: Mapping[int, UseChange], *, passes_on: bool) -> str:
-        """A copy of a function for handles that are changed, by the numbers of its arguments.
+        """The name of a function's copy with `changes` made, by argument number; made once for equal changes.
 
-        The further handles are its last arguments; with `passes_on`, as a loop's body, its last results, too.
+        The further handles are its last arguments and, if it `passes_on` as a loop's body does, last results.
         """
         key = (name, tuple(changes.items()), passes_on)
         if key not in self._copies:
@@ -77,29 +78,30 @@ class _Library:
 
 
 def _arguments(function: Proto, changes: Mapping[int, UseChange], *, passes_on: bool) -> dict[str, _Here]:
-    """The changed handles among a function's arguments, to which the further handles are added."""
+    """The changed handles of a function, by argument; arguments for further handles are added, in place."""
     signature = function.signature
     owners = [argument.name for argument in signature.input_arg]
     results = {result.name for result in signature.output_arg}
     names = {*owners, *(node.name for node in function.node_def)}
     handles = {}
     for number, change in changes.items():
-        beside = []
-        for _ in change.beside:
+        extra = []
+        for _ in change.extra_handles:
             name = free_name(names, f"{owners[number]}_beside")
             names.add(name)
-            beside.append(name)
+            extra.append(name)
             signature.input_arg.add(name=name, type=int(DType.RESOURCE))
             if passes_on:
                 result = free_name(results, name)
                 results.add(result)
                 signature.output_arg.add(name=result, type=int(DType.RESOURCE))
                 function.ret[result] = name
-        handles[owners[number]] = (change, tuple(beside))
+        handles[owners[number]] = (change, tuple(extra))
     return handles
 
 
 def _rewrite(body: Body, handles: dict[str, _Here], library: _Library) -> None:
+    """Change every node of a body that takes one of the handles, or a tensor that hands one on."""
     _follow(body, handles)
     for node in list(body.nodes):
         inputs = map(body.canonical, input_names(node))
@@ -109,10 +111,10 @@ def _rewrite(body: Body, handles: dict[str, _Here], library: _Library) -> None:
         if node.op in CALLS:
             _change_call(body, node, here, library)
             continue
-        index, (change, beside) = next(iter(here.items()))
+        index, (change, extra) = next(iter(here.items()))
         if index:  # every operation that reads a variable takes its handle first
             raise change.refusal(node)
-        change.apply(body, node, beside)
+        change.apply(body, node, extra)
     if body.function is not None:
         _refuse_returned(body.function, handles)
 
@@ -126,14 +128,15 @@ def _follow(body: Body, handles: dict[str, _Here]) -> None:
             for output, source in _forwarded(body, node):
                 if source not in handles or output in handles:
                     continue
-                change, beside = handles[source]
-                if beside and node.op in LOOPS:
-                    if _is_taken(body, output):
+                change, extra = handles[source]
+                if extra and node.op in LOOPS:
+                    taken = (body.canonical(text) for other in body.nodes for text in input_names(other))
+                    if output in taken or output in body.results():
                         raise change.refusal(node)
                     continue  # nothing takes it
-                if beside:
+                if extra:
                     outputs = [body.output(node, index) for index in range(_FORWARDS[node.op])]
-                    twins = [_twin(body, node, handle) for handle in beside]
+                    twins = [_twin(body, node, handle) for handle in extra]
                     for index, each in enumerate(outputs):
                         handles[each] = change, tuple(body.output(twin, index) for twin in twins)
                 else:
@@ -142,7 +145,7 @@ def _follow(body: Body, handles: dict[str, _Here]) -> None:
 
 
 def _forwarded(body: Body, node: Proto) -> Iterator[tuple[str, str]]:
-    """Pairs (output, input) of tensors that are the same handle before and after `node`."""
+    """(output, input) for each output of a node that is the same handle as the input."""
     if node.op in _FORWARDS:
         for index in range(_FORWARDS[node.op]):
             yield body.output(node, index), body.canonical(node.input[0])
@@ -152,44 +155,35 @@ def _forwarded(body: Body, node: Proto) -> Iterator[tuple[str, str]]:
 
 
 def _twin(body: Body, node: Proto, handle: str) -> Proto:
-    """A node that forwards another handle as `node` does its own: into the same frame or branch."""
+    """Add a copy of `node` that forwards another handle, into the same frame or branch."""
     twin = deepcopy(node)
     twin.name = free_name(body.by_name, f"{node.name}_beside")
     twin.input[0] = handle
     return body.put(twin)
 
 
-def _is_taken(body: Body, tensor: str) -> bool:
-    taken = (body.canonical(reference) for node in body.nodes for reference in input_names(node))
-    return tensor in taken or tensor in body.results()
-
-
 def _change_call(body: Body, node: Proto, here: Mapping[int, _Here], library: _Library) -> None:
+    """Let a call take copies of its functions in which the handles' uses are changed, and further handles."""
     before = CALLS[node.op]
     changes = {index - before: change for index, (change, _) in here.items()}
     for function in called(node):
         if function.name not in library.functions:
             raise next(iter(changes.values())).refusal(node)
-        if any(change.beside for change in changes.values()) and _is_compiled(node, library, function.name):
+        # XLA has no kernel for what overlays need.
+        is_compiled = any(attr(n, "_XlaMustCompile").b for n in (node, library.functions[function.name]))
+        if is_compiled and any(change.extra_handles for change in changes.values()):
             raise next(iter(changes.values())).refusal(node)
         passes_on = node.op in LOOPS and function.name == node.attr["body"].func.name
         function.name = library.specialise(function.name, changes, passes_on=passes_on)
-    further = [handle for _, beside in here.values() for handle in beside]
+    further = [handle for _, extra in here.values() for handle in extra]
     if further:
         count = len(input_names(node))
-        inputs = [*node.input[:count], *further, *node.input[count:]]
-        del node.input[:]
-        node.input.extend(inputs)
+        node.input[:] = [*node.input[:count], *further, *node.input[count:]]
         types = node.attr["T" if node.op in LOOPS else "Tin"].list.type
         types.extend([int(DType.RESOURCE)] * len(further))
         shapes = node.attr["output_shapes"].list.shape if node.op in LOOPS else ()
         if shapes:
             shapes.extend(message_class("TensorShapeProto")() for _ in further)
-
-
-def _is_compiled(node: Proto, library: _Library, function: str) -> bool:
-    """True if XLA compiles the call, which has no kernel for what overlays need."""
-    return any(attr(each, "_XlaMustCompile").b for each in (node, library.functions[function]))
 
 
 def _refuse_returned(function: Proto, handles: Mapping[str, _Here]) -> None:

@@ -1,9 +1,8 @@
 """Reduce a graph to the nodes that its signatures need, so that a server can run it: `clean`.
 
 Kept are the nodes that the signatures' outputs are computed from, and the nodes that fill the tables among
-them. Everything else is dropped: training operations, queues, summaries, assertions, devices, colocation,
-containers, collections. Control edges are dropped, too, because they order side effects, and an inference
-graph has none; except those that bind a node to a branch or an iteration of TF1 control flow.
+them. Control edges are dropped, too, because they order side effects, and an inference graph has none; except
+those that bind a node to a branch or an iteration of TF1 control flow.
 
 *Assets that requests read.* A loader feeds an asset's path while it runs the init op, and never again. So the
 init op puts the path into a variable, and the nodes that run at a request read it there:
@@ -45,6 +44,16 @@ from exporter.graph.functions import (
 )
 from exporter.graph.inference_graph import Asset, InferenceGraph, KeptState, Outside
 from exporter.graph.keys import lookup_strategies
+from exporter.graph.lookup_tables import (
+    check_filled,
+    check_tables,
+    find_assets,
+    graph_tables,
+    initialisers,
+    read_assets_directly,
+    tables_among,
+    use_file_names,
+)
 from exporter.graph.nodes import (
     Endpoint,
     GraphIndex,
@@ -58,7 +67,9 @@ from exporter.graph.nodes import (
     data_inputs,
     endpoint,
     free_name,
+    input_names,
     new_node,
+    node_of,
     reach,
     shape_of,
     through_identities,
@@ -68,40 +79,29 @@ from exporter.graph.outside import outside_ops, require_inside
 from exporter.graph.servable import by_library, called_functions, check_reads, check_servable, foreign_ops
 from exporter.graph.signatures import SignatureEnds, rename_tensors, signature_tensors, tensor_names
 from exporter.graph.source_graph import SourceGraph
-from exporter.graph.tables import (
-    check_filled,
-    check_tables,
-    find_assets,
-    graph_tables,
-    init_node,
-    initialisers,
-    read_assets_directly,
-    tables_among,
-    use_file_names,
-)
 from exporter.graph.training_mode import training_mode
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 from exporter.wire.rest_json import REST_TYPES
 
+# Operations of stock TensorFlow that make state which only operations of their own restore.
 _STOCK_MAKERS = re.compile(r"BoostedTrees\w*(HandleOp|Resource)")
-"""Operations of stock TensorFlow that make state which only operations of their own restore."""
 
 _READS = "RestoreV2"
 _PREFIX = "kept_state/prefix"
 
-_DROPPED_ATTRS = (
+_DROPPED_ATTRS = [
     "_class",
     "_output_shapes",
     "_gradient_op_type",
     "container",
     "_has_manual_control_dependencies",
-)
+]
 
 
 def clean(source: SourceGraph) -> InferenceGraph:
-    """The inference graph of a source; `source` itself stays as it is."""
+    """The inference graph of a source, which stays as it is; GraphError if it cannot be served."""
     index = GraphIndex.of(source.meta_graph)
     signatures = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
     nodes = _with_constants(index, source, signatures.values())
@@ -121,20 +121,25 @@ def clean(source: SourceGraph) -> InferenceGraph:
     check_reads(nodes, needed.inputs, mutating(index.functions), where="")
 
     kept = _copies(nodes, needed)
-    _keep_order(nodes, kept, state.importing)
+    for name in state.importing:  # a library restores its state in an order: clear, then import
+        after = (other for other in control_inputs(nodes[name]) if other in state.importing)
+        kept[name].input.extend(f"^{other}" for other in after)
     if is_deeprecs(index.nodes.values()):
         drop_foreign_attributes(kept.values(), source.meta_graph.meta_info_def.stripped_op_list.op)
     reads = use_resource_variables(kept)
     gather_rows(kept)
-    moved = reads | {tensor: _moved(target, reads) for tensor, target in replaced.items()}
+    moved = reads | {tensor: reads.get(target, target) for tensor, target in replaced.items()}
     roots = _roots(signatures.values(), moved)
-    kept = _still_needed(kept, [*roots, *whole, *files])
+    reached = reach(kept, dict.fromkeys([*roots, *whole, *files])).inputs  # no reads of what is gathered now
+    kept = {name: node for name, node in kept.items() if name in reached}
     assets = find_assets(source, kept, filling)
     use_file_names(kept, assets)
     dynamic = tables_among(source.dynamic_tables, kept)
     variables = graph_variables(kept, source.keys, {node for table in dynamic for node in table.nodes})
     filling += remember_paths(kept, roots, filling, assets)
-    init_op = _add_init_op(kept, filling)
+    init_op = free_name(kept, "init_tables") if filling else None
+    if init_op is not None:
+        kept[init_op] = new_node(init_op, "NoOp", after=filling)
     size = _settled(index, kept, signatures.values(), moved)
 
     meta_graph = _meta_graph(
@@ -142,7 +147,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
     )
     unknown = foreign_ops(protos.all_nodes(meta_graph.graph_def), index.functions)
     check_filled(meta_graph, filling)
-    fed = {_moved(tensor, moved).node for ends in signatures.values() for tensor in ends.inputs}
+    fed = {moved.get(tensor, tensor).node for ends in signatures.values() for tensor in ends.inputs}
     outside = outside_ops(
         meta_graph.graph_def,
         files={asset.node for asset in assets},
@@ -183,7 +188,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
 def _with_constants(
     index: GraphIndex, source: SourceGraph, signatures: Iterable[SignatureEnds]
 ) -> dict[str, Proto]:
-    """The nodes, with constants for placeholders that `--feed` fixes and for the paths of assets."""
+    """The graph's nodes, with constants for placeholders that `--feed` fixes, and for the paths of assets."""
     both = source.feeds.keys() & {tensor.node for ends in signatures for tensor in ends.inputs}
     if both:
         raise UsageError(
@@ -198,11 +203,7 @@ def _with_constants(
 def _cut(
     index: GraphIndex, nodes: dict[str, Proto], signatures: Iterable[SignatureEnds], foreign: Collection[str]
 ) -> dict[Endpoint, Endpoint]:
-    """Check the nodes that a request to each signature runs, and put placeholders in the place of inputs.
-
-    A server accepts values for any tensor. So an input that another signature computes stays as it is.
-    Returns for each input that got a placeholder the placeholder's tensor.
-    """
+    """Check the nodes that each signature runs, and cut its inputs off; returns {input: its placeholder}."""
     computed: set[str] = set()
     given: dict[Endpoint, str] = {}
     for ends in signatures:
@@ -210,6 +211,7 @@ def _cut(
         reached = reach(nodes, ends.computed, given=ends.inputs)
         check_servable(nodes, reached, fed={tensor.node for tensor in ends.inputs}, foreign=foreign)
         computed |= reached.inputs.keys()
+    # A server accepts values for any tensor, so an input that another signature computes stays as it is.
     return cut_inputs(index, nodes, {t: alias for t, alias in given.items() if t.node not in computed})
 
 
@@ -219,7 +221,7 @@ def _settled(
     signatures: Iterable[SignatureEnds],
     moved: Mapping[Endpoint, Endpoint],
 ) -> BatchSize:
-    """The batch sizes that requests may have; nodes that fix training's batch size are changed, in place."""
+    """The batch sizes that requests may have; constants that fix training's are made dynamic, in place."""
     cut = [*dict.fromkeys(tensor for ends in signatures for tensor in ends.inputs)]
     traced = {
         shape[0] for tensor in cut if (shape := index.shape(tensor)) and served_shape(index, tensor) != shape
@@ -227,8 +229,8 @@ def _settled(
     sizes = traced or pipeline_batches(index)
     ends = [
         Ends(
-            {_moved(tensor, moved): served_shape(index, tensor) for tensor in one.inputs},
-            [_moved(tensor, moved) for tensor in one.outputs],
+            {moved.get(tensor, tensor): served_shape(index, tensor) for tensor in one.inputs},
+            [moved.get(tensor, tensor) for tensor in one.outputs],
         )
         for one in signatures
     ]
@@ -236,10 +238,10 @@ def _settled(
 
 
 def _roots(signatures: Iterable[SignatureEnds], moved: Mapping[Endpoint, Endpoint]) -> list[str]:
-    """The nodes that make the signatures' tensors, outputs first."""
+    """The nodes that make the signatures' tensors, after these `moved`: outputs' first."""
     outputs = [tensor for ends in signatures for tensor in ends.outputs]
     inputs = [tensor for ends in signatures for tensor in ends.inputs]
-    return [*dict.fromkeys(_moved(tensor, moved).node for tensor in [*outputs, *inputs])]
+    return [*dict.fromkeys(moved.get(tensor, tensor).node for tensor in [*outputs, *inputs])]
 
 
 def _needed(
@@ -249,26 +251,23 @@ def _needed(
     roots: list[str],
     init_op: str | None,
 ) -> tuple[Reached, list[str], StateMakers]:
-    """The nodes that outputs need, and the initialisers of tables among them, which may need more tables."""
+    """The nodes that outputs need, the initialisers of their tables and state, and that state's makers."""
     filling: list[str] = []
-    while True:
+    while True:  # initialisers may need more tables
         needed = reach(nodes, [*roots, *filling], replaced)
         check_acyclic(nodes, needed)
         check_tables(nodes, needed.inputs)
         makers = StateMakers.among(index, needed.inputs)
-        found = [*initialisers(index, needed.inputs, init_op), *makers.initialisers(init_op)]
-        found = [*dict.fromkeys(found)]
+        found = [
+            *dict.fromkeys([*initialisers(index, needed.inputs, init_op), *makers.initialisers(init_op)])
+        ]
         if found == filling:
             return needed, filling, makers
         filling = found
 
 
-def _moved(tensor: Endpoint, moves: Mapping[Endpoint, Endpoint]) -> Endpoint:
-    return moves.get(tensor, tensor)
-
-
 def _copies(nodes: Mapping[str, Proto], needed: Reached) -> dict[str, Proto]:
-    """Copies of the needed nodes in the graph's own order."""
+    """Copies of the needed nodes, in the graph's own order, with the inputs that they need."""
     kept = {}
     for name, node in nodes.items():
         if name in needed.inputs:
@@ -277,28 +276,15 @@ def _copies(nodes: Mapping[str, Proto], needed: Reached) -> dict[str, Proto]:
     return kept
 
 
-def _keep_order(nodes: Mapping[str, Proto], kept: Mapping[str, Proto], importing: Collection[str]) -> None:
-    """Keep the order in which a library restores its state (clear, then import), in place."""
-    for name in importing:
-        after = (other for other in control_inputs(nodes[name]) if other in importing)
-        kept[name].input.extend(f"^{other}" for other in after)
-
-
-def _still_needed(kept: dict[str, Proto], roots: Iterable[str]) -> dict[str, Proto]:
-    """The nodes that are still needed: reads of whole tables are not where they became gathers."""
-    reached = reach(kept, dict.fromkeys(roots))
-    return {name: node for name, node in kept.items() if name in reached.inputs}
-
-
 def _defaults(kept: Mapping[str, Proto], fed: Collection[str]) -> Iterator[str]:
-    """Notes on placeholders that keep a default value because no signature feeds them."""
+    """Yield notes on placeholders that keep a default value because no signature feeds them."""
     for name, node in kept.items():
         if node.op == "PlaceholderWithDefault" and name not in fed:
             yield f"placeholder {name!r} keeps its default value; fix another with --feed {name}=VALUE"
 
 
 def _beyond_rest(signatures: Mapping[str, Proto]) -> Iterator[str]:
-    """Notes on signatures with types that TensorFlow Serving's REST has no JSON for."""
+    """Yield notes on signatures with dtypes that TensorFlow Serving's REST has no JSON for."""
     for name, signature in sorted(signatures.items()):
         found = [
             f"{alias} is {DType(info.dtype).label}"
@@ -310,19 +296,11 @@ def _beyond_rest(signatures: Mapping[str, Proto]) -> Iterator[str]:
 
 
 def _needs(foreign: Collection[str], outside: Iterable[Outside]) -> Iterator[str]:
-    """Notes on what a server needs to run the graph, beyond stock TensorFlow and the version's own files."""
+    """Yield notes on what a server needs beyond stock TensorFlow and the version's own files."""
     for each in outside:
         yield f"when served, {each}"
     if foreign:
         yield f"the server must know operations that stock TensorFlow lacks: {by_library(foreign)}"
-
-
-def _add_init_op(kept: dict[str, Proto], filling: list[str]) -> str | None:
-    if not filling:
-        return None
-    name = free_name(kept, "init_tables")
-    kept[name] = init_node(name, filling)
-    return name
 
 
 def _meta_graph(
@@ -353,10 +331,7 @@ def _meta_graph(
 def _served_signature(
     index: GraphIndex, signature: Proto, moved: Mapping[Endpoint, Endpoint], size: BatchSize
 ) -> Proto:
-    """The signature with tensors of the served graph; the batch size becomes unknown.
-
-    If the graph answers one batch size only, the batched tensors declare it.
-    """
+    """The signature with tensors of the served graph, of any batch size, or of the only one it answers."""
     served = deepcopy(signature)
     batch_sizes = set()
     for role, _, info in signature_tensors(served):
@@ -371,25 +346,23 @@ def _served_signature(
                 info.tensor_shape.dim[0].size = -1
             if size.only is not None and info.tensor_shape.dim and info.tensor_shape.dim[0].size < 0:
                 info.tensor_shape.dim[0].size = size.only
-            rename_tensors(info, {str(tensor): str(_moved(tensor, moved))})
+            rename_tensors(info, {str(tensor): str(moved.get(tensor, tensor))})
     return served
 
 
 class StateMakers(Struct, frozen=True):
-    """The nodes of a graph that make the state of other libraries.
-
-    `identities` has their identity by name: nodes of one operation and shared name make one resource.
-    """
+    """The nodes of a graph that make the state of other libraries."""
 
     index: GraphIndex
-    identities: Mapping[str, str]
-    foreign: frozenset[str]
-    """Operations that stock TensorFlow lacks, and functions that run one, also through other functions."""
-    is_foreign_used: bool
+    identities: Mapping[str, str]  # the resource of each: those of one operation and shared name make one
+    foreign: frozenset[
+        str
+    ]  # operations that stock TensorFlow lacks, and functions that run one, directly or not
+    is_foreign_used: bool  # outputs need a foreign operation
 
     @classmethod
     def among(cls, index: GraphIndex, needed: Iterable[str]) -> StateMakers:
-        """The makers among the nodes that outputs need."""
+        """The makers among the `needed` nodes."""
         ops = foreign_ops(protos.all_nodes(index.graph_def), index.functions)
         own = [name for name, f in index.functions.items() if any(node.op in ops for node in f.node_def)]
         foreign = ops | callers(index.functions, own)
@@ -397,32 +370,28 @@ class StateMakers(Struct, frozen=True):
         identities = {node.name: _identity(node) for node in wanted if _makes_state(index, node, ops)}
         return cls(index, identities, foreign, any(called_functions(node) & foreign for node in wanted))
 
-    def are_taken_by(self, node: Proto) -> set[str]:
-        """The identities of the makers whose handles a node takes."""
-        taken = (
-            self.index.nodes.get(through_identities(self.index.nodes, s.node)) for s in data_inputs(node)
-        )
+    def taken_by(self, node: Proto) -> set[str]:
+        """The resources whose handles a node takes from makers."""
+        nodes = self.index.nodes
+        taken = (nodes.get(through_identities(nodes, text)) for text in input_names(node))
         return {_identity(source) for source in taken if source is not None} & {*self.identities.values()}
 
     def is_foreign(self, node: Proto) -> bool:
-        """True for a foreign operation, and for a call of a function that runs one."""
+        """True for a foreign operation, or a call of a function that runs one."""
         return not called_functions(node).isdisjoint(self.foreign)
 
     def initialisers(self, init_op: str | None) -> list[str]:
-        """The nodes under the init op that fill such state, in the graph's order.
-
-        If outputs need foreign operations, those under the init op count, too.
-        """
+        """The nodes under the init op that fill such state, or are foreign as outputs are, in graph order."""
         under = {*waited_for(self.index.nodes, [init_op] if init_op else [])}
         return [
             name
             for name, node in self.index.nodes.items()
-            if name in under and (self.are_taken_by(node) or (self.is_foreign_used and self.is_foreign(node)))
+            if name in under and (self.taken_by(node) or (self.is_foreign_used and self.is_foreign(node)))
         ]
 
     def require_filled(self, nodes: Mapping[str, Proto], filling: Iterable[str]) -> None:
-        """Refuse state that none of the nodes `filling` fills."""
-        filled = {identity for name in filling for identity in self.are_taken_by(nodes[name])}
+        """Refuse state that none of the nodes `filling` takes."""
+        filled = {identity for name in filling for identity in self.taken_by(nodes[name])}
         for name, identity in self.identities.items():
             if identity not in filled:
                 raise NotServable(
@@ -435,29 +404,27 @@ class StateMakers(Struct, frozen=True):
 def keep_restores(
     index: GraphIndex, nodes: dict[str, Proto], makers: StateMakers, saver_def: Proto
 ) -> KeptState:
-    """Put the operations that restore such state into `nodes`, in place; they read only what they import."""
+    """Let `nodes`, in place, restore such state, and read of the checkpoint only what is imported."""
     importing: list[str] = []
     restore = endpoint(saver_def.restore_op_name).node
     for name in waited_for(nodes, [restore]) if makers.identities else []:
         node = nodes[name]
-        if not makers.are_taken_by(node):
+        if not makers.taken_by(node):
             continue
         called = sorted(called_functions(node) & index.functions.keys())
         importing += _written_out(index, nodes, node, called[0], makers) if called else [name]
     if not importing:
         return KeptState()
     nodes[_PREFIX] = new_node(_PREFIX, "Placeholder", dtype=DType.STRING, shape=())
-    tensors = _Reads(nodes, importing, endpoint(saver_def.filename_tensor_name).node).narrow()
+    tensors = _narrow_reads(nodes, importing, endpoint(saver_def.filename_tensor_name).node)
     return KeptState(tuple(importing), _PREFIX, tensors)
 
 
 def _makes_state(index: GraphIndex, node: Proto, foreign: Collection[str]) -> bool:
-    if _STOCK_MAKERS.fullmatch(node.op):
-        return not data_inputs(node)
-    if node.op not in foreign or data_inputs(node):
-        return False
-    op_def = index.op_def(node.op)
-    return op_def is None or op_def.is_stateful
+    """True for a node without inputs whose operation makes state that only its own library restores."""
+    is_stock, op_def = _STOCK_MAKERS.fullmatch(node.op) is not None, index.op_def(node.op)
+    is_stateful = node.op in foreign and (op_def is None or op_def.is_stateful)
+    return (is_stock or is_stateful) and not data_inputs(node)
 
 
 def _identity(node: Proto) -> str:
@@ -467,103 +434,75 @@ def _identity(node: Proto) -> str:
 def _written_out(
     index: GraphIndex, nodes: dict[str, Proto], call: Proto, function: str, makers: StateMakers
 ) -> list[str]:
-    """Copy the nodes of a called function that take makers' handles into the graph; returns their names."""
+    """Copy the nodes of a called function that take makers' handles into `nodes`; returns their names."""
     body = {node.name: node for node in index.functions[function].node_def}
     arguments = [argument.name for argument in index.functions[function].signature.input_arg]
     given = dict(zip(arguments, (source.as_input for source in data_inputs(call)), strict=False))
-    handles = {name for name, text in given.items() if makers.are_taken_by(new_node("", "", [text]))}
-    taking = [name for name, node in body.items() if {*_kept_sources(node)} & handles]
-    kept = {*taking, *needed_by(body, (source for name in taking for source in _kept_sources(body[name])))}
+    handles = {name for name, text in given.items() if makers.taken_by(new_node("", "", [text]))}
+    taking = [name for name, node in body.items() if {*map(node_of, input_names(node))} & handles]
+    kept = {*taking, *needed_by(body, (text for name in taking for text in input_names(body[name])))}
     scope = free_name(nodes, f"kept_state/{call.name}")
+
+    def moved(text: str) -> str:
+        """An input in the body as the graph spells it."""
+        name, *output = text.removeprefix("^").split(":")
+        if text.startswith("^"):
+            return f"^{scope}/{name}"
+        if not output:
+            return str(given[name])
+        op_def = index.op_def(body[name].op)
+        if op_def is not None and len(op_def.output_arg) > 1:  # its outputs are not counted through
+            raise _unclear(body[name])
+        return Endpoint(f"{scope}/{name}", int(output[-1])).as_input
+
     for name in body:
-        if name not in kept:
-            continue
-        node = deepcopy(body[name])
-        node.name = f"{scope}/{name}"
-        node.device = ""
-        node.input[:] = [
-            moved
-            for text in body[name].input
-            if (moved := _state_moved(index, body, kept, given, scope, text)) is not None
-        ]
-        nodes[node.name] = node
+        if name in kept:
+            node = nodes[f"{scope}/{name}"] = deepcopy(body[name])
+            node.name, node.device = f"{scope}/{name}", ""
+            inputs = [text for text in node.input if not text.startswith("^") or text[1:] in kept]
+            node.input[:] = map(moved, inputs)
     return [f"{scope}/{name}" for name in taking]
 
 
-def _kept_sources(node: Proto) -> Iterator[str]:
-    return (text.partition(":")[0] for text in node.input if not text.startswith("^"))
+def _narrow_reads(nodes: dict[str, Proto], importing: Iterable[str], prefix: str) -> tuple[str, ...]:
+    """Let the RestoreV2 nodes before others read, in place, what these take; returns the tensors' names."""
 
-
-def _state_moved(
-    index: GraphIndex,
-    body: Mapping[str, Proto],
-    kept: Collection[str],
-    given: Mapping[str, str],
-    scope: str,
-    text: str,
-) -> str | None:
-    """An input of a function's body, as the graph spells it; None for an edge from a node that is dropped."""
-    name, *output = text.removeprefix("^").split(":")
-    if text.startswith("^"):
-        return f"^{scope}/{name}" if name in kept else None
-    if not output:
-        return given[name]
-    op_def = index.op_def(body[name].op)
-    if op_def is not None and len(op_def.output_arg) > 1:
-        raise _unclear(body[name])
-    return Endpoint(f"{scope}/{name}", int(output[-1])).as_input
-
-
-class _Reads:
-    """The RestoreV2 nodes before some nodes, to be narrowed to the tensors that these nodes take."""
-
-    def __init__(self, nodes: dict[str, Proto], importing: Iterable[str], prefix: str) -> None:
-        self._nodes = nodes
-        self._prefix = prefix
-        self._before = closure(importing, self._sources)
-
-    def _sources(self, name: str) -> list[str]:
-        if self._nodes[name].op == _READS:
+    def sources(name: str) -> list[str]:
+        if nodes[name].op == _READS:
             return []
-        return [source.node for source in data_inputs(self._nodes[name]) if source.node in self._nodes]
+        return [source.node for source in data_inputs(nodes[name]) if source.node in nodes]
 
-    def narrow(self) -> tuple[str, ...]:
-        """Replace the RestoreV2 nodes; returns the names of the tensors that they read now."""
-        if self._prefix in self._before:
-            readers = (name for name in self._before if self._prefix in self._sources(name))
-            raise _unclear(self._nodes[next(readers)])
-        reads = [name for name in self._before if self._nodes[name].op == _READS]
-        return tuple(dict.fromkeys(tensor for name in reads for tensor in self._narrow(name)))
-
-    def _narrow(self, name: str) -> list[str]:
-        node = self._nodes[name]
-        names, slices = (
-            const_texts(self._nodes.get(through_identities(self._nodes, source.node)))
-            for source in data_inputs(node)[1:3]
-        )
-        if names is None or slices is None or len(names) != len(slices):
-            raise _unclear(node)
-        users = [user for user in self._before if name in {s.node for s in data_inputs(self._nodes[user])}]
-        used = sorted({s.output for u in users for s in data_inputs(self._nodes[u]) if s.node == name})
-        for user in users:
-            copy = deepcopy(self._nodes[user])
-            copy.input[:] = [_renumbered(text, name, used) for text in copy.input]
-            self._nodes[user] = copy
-        types = node.attr["dtypes"].list.type
-        texts = {f"{name}/tensor_names": names, f"{name}/shape_and_slices": slices}
-        dtypes = tuple(DType(types[output]) for output in used)
-        self._nodes[name] = new_node(name, _READS, [_PREFIX, *texts], dtypes=dtypes)
-        for key, values in texts.items():
-            chosen = np.array([values[output].encode() for output in used], object)
-            self._nodes[key] = constant(key, chosen, DType.STRING)
-        return [names[output] for output in used]
+    before = closure(importing, sources)
+    if prefix in before:
+        raise _unclear(nodes[next(name for name in before if prefix in sources(name))])
+    reads = [name for name in before if nodes[name].op == _READS]
+    return tuple(dict.fromkeys(tensor for name in reads for tensor in _narrow_read(nodes, name, before)))
 
 
-def _renumbered(text: str, read: str, used: list[int]) -> str:
-    tensor = endpoint(text)
-    if text.startswith("^") or tensor.node != read:
-        return text
-    return tensor._replace(output=used.index(tensor.output)).as_input
+def _narrow_read(nodes: dict[str, Proto], name: str, before: Iterable[str]) -> list[str]:
+    """Let a RestoreV2 node read, in place, what the nodes `before` take of it; returns the tensors' names."""
+    node = nodes[name]
+    names, slices = (
+        const_texts(nodes.get(through_identities(nodes, text))) for text in input_names(node)[1:3]
+    )
+    if names is None or slices is None or len(names) != len(slices):
+        raise _unclear(node)
+    users = [user for user in before if name in {source.node for source in data_inputs(nodes[user])}]
+    used = sorted({s.output for user in users for s in data_inputs(nodes[user]) if s.node == name})
+    numbers = {Endpoint(name, output): Endpoint(name, at) for at, output in enumerate(used)}
+    for user in users:
+        nodes[user] = deepcopy(nodes[user])
+        for at, tensor in enumerate(data_inputs(nodes[user])):
+            if tensor in numbers:
+                nodes[user].input[at] = numbers[tensor].as_input
+    types = node.attr["dtypes"].list.type
+    texts = {f"{name}/tensor_names": names, f"{name}/shape_and_slices": slices}
+    dtypes = tuple(DType(types[output]) for output in used)
+    nodes[name] = new_node(name, _READS, [_PREFIX, *texts], dtypes=dtypes)
+    for key, values in texts.items():
+        chosen = np.array([values[output].encode() for output in used], object)
+        nodes[key] = constant(key, chosen, DType.STRING)
+    return [names[output] for output in used]
 
 
 def _unclear(node: Proto) -> NotServable:
@@ -577,10 +516,7 @@ def _unclear(node: Proto) -> NotServable:
 def remember_paths(
     nodes: dict[str, Proto], roots: Iterable[str], filling: Iterable[str], assets: Iterable[Asset]
 ) -> list[str]:
-    """Put the paths that outputs need into variables, in place; returns the assignments for the init op.
-
-    `roots` make the signatures' tensors. `filling` runs while a model loads and still reads the asset itself.
-    """
+    """Put assets' paths that `roots` need, not `filling`, into variables, in place; returns assignments."""
     served = reach(nodes, dict.fromkeys(roots)).inputs
     needed = [asset.node for asset in assets if asset.node in served]
     if not needed:
@@ -605,7 +541,7 @@ def remember_paths(
 def _part_from_loading(
     nodes: dict[str, Proto], served: Mapping[str, object], filling: list[str], paths: list[str]
 ) -> None:
-    """Give initialisers copies of the nodes between them and a path that requests use as well, in place."""
+    """Give the nodes `filling` copies, in place, of nodes behind a path that requests use as well."""
     loading = reach(nodes, filling).inputs
     changed = {*paths}
     copies: dict[str, str] = {}
@@ -613,7 +549,8 @@ def _part_from_loading(
     while pending:  # until no more nodes are found behind the paths
         pending = False
         for name in loading:
-            if name in served and name not in changed and _sources(nodes[name]) & changed:
+            is_behind = not changed.isdisjoint(map(node_of, input_names(nodes[name])))
+            if name in served and name not in changed and is_behind:
                 changed.add(name)
                 copies[name] = free_name(nodes, f"{name}/at_load")
                 nodes[copies[name]] = deepcopy(nodes[name])
@@ -624,11 +561,8 @@ def _part_from_loading(
             _replace_input(nodes[name], original, copy)
 
 
-def _sources(node: Proto) -> set[str]:
-    return {source.node for source in data_inputs(node)}
-
-
 def _replace_input(node: Proto, source: str, replacement: str) -> None:
+    """Let a node read the outputs of `replacement` instead of those of `source`, in place."""
     for position, text in enumerate(node.input):
         tensor = endpoint(text)
         if tensor.node == source and tensor.output >= 0:

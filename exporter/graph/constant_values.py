@@ -1,8 +1,4 @@
-"""Compute what stock operations make of constants, in numpy: a rate, a flag, an initial value.
-
-Results may be views of their inputs. What would be larger than a bound is not computed, whatever a graph
-says.
-"""
+"""Compute stock operations on constants, in numpy: a rate, a flag, an initial value."""
 
 from __future__ import annotations
 
@@ -20,16 +16,16 @@ _Computed = Callable[[Proto, list[Array]], Array]
 
 
 def is_computed(op: str) -> bool:
-    """True for the operations that `compute` knows."""
+    """True for an operation that `compute` knows."""
     return op in _COMPUTED or op in _OUTPUTS
 
 
 def compute(node: Proto, values: list[Array], output: int, most_bytes: int) -> Array:
-    """The value of one output of a node whose inputs have these values."""
-    with np.errstate(all="ignore"):
+    """One output of a node from its inputs' values, maybe a view of one; ValueError above `most_bytes`."""
+    with np.errstate(all="ignore"):  # kernels divide by 0 in silence
         if node.op in _OUTPUTS:
             return np.asarray(_OUTPUTS[node.op](node, values)[output])
-        if node.op in _GROWS:
+        if node.op in _GROWS:  # before numpy takes the memory
             _require_size(_GROWS[node.op](values), most_bytes)
         found = np.asarray(_COMPUTED[node.op](node, values))
     _require_size(extent(found.shape) * found.itemsize, most_bytes)
@@ -37,7 +33,8 @@ def compute(node: Proto, values: list[Array], output: int, most_bytes: int) -> A
 
 
 def extent(sizes: Iterable[float]) -> float:
-    """How many values a shape has; a size of 0 counts as 1: what is empty may have any other sizes."""
+    """The number of a shape's elements, in which a size of 0 counts as 1."""
+    # An empty tensor may have other sizes without bound, of which a later operation makes something.
     return math.prod(max(float(size), 1.0) for size in sizes)
 
 
@@ -135,16 +132,9 @@ def _broadcast_bytes(values: list[Array]) -> float:
     return extent(shape) * max(value.itemsize for value in values)
 
 
-_SAME = (
-    "EnsureShape",
-    "Enter",
-    "Identity",
-    "PlaceholderWithDefault",
-    "RefEnter",
-    "Snapshot",
-    "StopGradient",
-)
+_SAME = ["EnsureShape", "Enter", "Identity", "PlaceholderWithDefault", "RefEnter", "Snapshot", "StopGradient"]
 
+# Operations whose inputs are broadcast.
 _BINARY: Mapping[str, _Computed] = {
     "Add": _binary(np.add),
     "AddV2": _binary(np.add),
@@ -170,7 +160,6 @@ _BINARY: Mapping[str, _Computed] = {
     "SelectV2": _binary(np.where),
     "SquaredDifference": lambda _, values: np.square(values[0] - values[1]),
 }
-"""Operations whose inputs are broadcast."""
 
 _COMPUTED: Mapping[str, _Computed] = {
     **_BINARY,
@@ -243,14 +232,14 @@ _OUTPUTS: Mapping[str, Callable[[Proto, list[Array]], list[Array]]] = {
     "Unpack": lambda node, values: [*np.moveaxis(values[0], attr(node, "axis").i, 0)],
 }
 
+# Operations whose results may be much larger than their inputs, with a bound of the bytes.
 _GROWS: Mapping[str, Callable[[list[Array]], float]] = {
     **dict.fromkeys(_BINARY, _broadcast_bytes),
     **dict.fromkeys(("AddN", "ConcatV2", "Pack"), lambda values: sum(float(v.nbytes) for v in values)),
     "BroadcastTo": lambda values: extent(values[1].ravel()) * values[0].itemsize,
     "Fill": lambda values: extent(values[0].ravel()) * values[1].itemsize,
-    "GatherV2": lambda values: float(values[0].nbytes) * values[1].size,
-    "Gather": lambda values: float(values[0].nbytes) * values[1].size,
-    "GatherNd": lambda values: float(values[0].nbytes) * values[1].size,
+    **dict.fromkeys(
+        ("Gather", "GatherNd", "GatherV2"), lambda values: float(values[0].nbytes) * values[1].size
+    ),
     "Tile": lambda values: extent(values[1].ravel()) * values[0].nbytes,
 }
-"""Operations whose results may be much larger than their inputs, and the bytes that they may have."""

@@ -41,8 +41,8 @@ from exporter.graph.signatures import SignatureEnds
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
+# Operations whose ids are the values of sparse tensors, and whether their tables are embedding variables.
 _SPARSE = {"GroupEmbeddingVarLookup": True, "GroupVariableLookup": False}
-"""Operations whose ids are the values of sparse tensors, and whether their tables are embedding variables."""
 
 _DENSE = {"GroupEmbeddingVarLookupDense": True, "GroupVariableLookupDense": False}
 _KNOWN = _SPARSE | _DENSE
@@ -51,7 +51,7 @@ _KEYS = (DType.INT64, DType.INT32)
 
 
 def take_groups_apart(meta_graph: Proto, index: GraphIndex, needed: Collection[str]) -> GraphIndex:
-    """Rewrite, in place, the group lookups that outputs need; returns the index of the rewritten graph."""
+    """Split, in place, the group lookups among the nodes `needed`; returns the changed graph's index."""
     read = _outputs_read(index, meta_graph, needed)
     groups = {
         name: group
@@ -74,7 +74,7 @@ def take_groups_apart(meta_graph: Proto, index: GraphIndex, needed: Collection[s
 
 
 def group_handles(node: Proto) -> list[str]:
-    """The nodes of the embedding variables that a group lookup reads; none for any other node."""
+    """The handles' nodes of the embedding variables that a group lookup reads; none for any other node."""
     group = _Group.of(node)
     return [tensor.node for tensor in group.tables] if group is not None and group.is_keyed else []
 
@@ -85,7 +85,7 @@ def is_convertible_group(node: Proto) -> bool:
 
 
 class _Group(Struct, frozen=True):
-    """A lookup in `count` tables; lists have an element for each, `indices` is empty if ids are dense."""
+    """A lookup in `count` tables, with a list of each input; the last three are empty for dense ids."""
 
     node: Proto
     is_keyed: bool
@@ -101,7 +101,7 @@ class _Group(Struct, frozen=True):
 
     @classmethod
     def of(cls, node: Proto) -> _Group | None:
-        """The group lookup of a node; None if it is another operation, or cannot be split."""
+        """The group lookup that a node is; None if it is another operation, or cannot be split."""
         count, inputs = int(attr(node, "num_lookups").i), data_inputs(node)
         if node.op not in _KNOWN or count < 1:
             return None
@@ -128,7 +128,7 @@ class _Group(Struct, frozen=True):
 
 
 def _outputs_read(index: GraphIndex, meta_graph: Proto, needed: Collection[str]) -> Mapping[str, set[int]]:
-    """The outputs of known groups that other needed nodes or signatures use."""
+    """{group lookup: the numbers of its outputs that needed nodes or signatures use}."""
     read = [tensor for name in needed for tensor in data_inputs(index.nodes[name])]
     for signature in meta_graph.signature_def.values():
         ends = SignatureEnds.of(signature)
@@ -165,7 +165,7 @@ class _Parts:
         self._group, self._names, self._made = group, names, list[Proto]()
 
     def nodes(self) -> list[Proto]:
-        """The new nodes; the last has the group's name and outputs."""
+        """The nodes to put in the group's place; the last has its name and outputs."""
         group = self._group
         if group.shapes:
             self._zero = self._constant("zero", np.array(0, np.int32))
@@ -176,7 +176,7 @@ class _Parts:
         return [*self._made, new_node(group.node.name, "IdentityN", rows, after=after, T=types)]
 
     def _lookup(self, number: int) -> str:
-        """The rows of one table, combined where its ids are sparse."""
+        """Add the lookup in one table, combined where its ids are sparse; returns the result's name."""
         group = self._group
         rows = self._rows(number)
         if not group.shapes:
@@ -199,7 +199,7 @@ class _Parts:
         return self._add("combined", "DivNoNan", total, divisor, T=dtype)
 
     def _rows(self, number: int) -> str:
-        """The row of each id of one table."""
+        """Add the gather of each id's row in one table; returns its name."""
         group = self._group
         table, ids = group.tables[number].as_input, group.ids[number].as_input
         if group.is_keyed:
@@ -210,7 +210,7 @@ class _Parts:
         return self._add("rows", "GatherV2", table, ids, axis, **types)
 
     def _gather(self, name: str, params: str, axis: str, dtype: DType) -> str:
-        """Element 0 along an axis: a matrix's first column, or a vector's first element."""
+        """Add the gather of element 0 along an axis: a matrix's first column, or a vector's first element."""
         types = {"Tparams": dtype, "Tindices": DType.INT32, "Taxis": DType.INT32}
         return self._add(name, "GatherV2", params, self._zero, axis, **types)
 

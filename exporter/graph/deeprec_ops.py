@@ -17,9 +17,7 @@ from exporter.wire.stock_ops import stock_attributes
 HANDLE = "KvVarHandleOp"
 GATHERS = frozenset({"KvResourceGather", "KvResourceGatherV1"})
 INITIALISERS = frozenset({"InitializeKvVariableOp", "InitializeKvVariableV2Op"})
-_SAVES_KEYS = "has_ev"
-"""An attribute that every SaveV2 of DeepRec has."""
-
+_SAVES_KEYS = "has_ev"  # an attribute that every SaveV2 of DeepRec has
 _KNOWN = re.compile(
     r"""(_OPT_)?Kv\w+ | (Read|Initialize|Destroy)Kv\w+ | EVGet\w+ | MultiKv\w+
     | Group(EmbeddingVar|Variable)\w+ | \w*Fused\w*Embedding\w+ | PruneInvalid\w+ | TensorBuffer\w+
@@ -33,17 +31,17 @@ _FUSED = re.compile(
 
 @cache
 def is_deeprec(op: str) -> bool:
-    """True for an operation that is known as one of DeepRec's."""
+    """True for an operation whose name is known as DeepRec's."""
     return _KNOWN.fullmatch(op) is not None
 
 
 def is_convertible(op: str) -> bool:
-    """True for DeepRec's operations that are rewritten if outputs need them."""
+    """True for one of DeepRec's operations that `deeprec_conversion` rewrites where outputs need it."""
     return op == HANDLE or op in GATHERS
 
 
 def is_fused(op: str) -> bool:
-    """True for a lookup that DeepRec does in one operation, or for a group of tables at once."""
+    """True for one of DeepRec's operations that fuse a whole lookup, or those in a group of tables."""
     return _FUSED.fullmatch(op) is not None
 
 
@@ -53,10 +51,8 @@ def is_deeprecs(nodes: Iterable[Proto]) -> bool:
 
 
 def drop_foreign_attributes(nodes: Iterable[Proto], op_defs: Iterable[Proto]) -> None:
-    """Remove, in place, attributes that only DeepRec has on stock operations, if they have default values.
-
-    The graph's own descriptions of its operations give the defaults.
-    """
+    """Remove DeepRec's attributes of stock operations, in place; ForeignOperations if one has an effect."""
+    # One with the default value that the graph's own OpDefs give has none.
     defaults = {op.name: {a.name: a.default_value for a in op.attr} for op in op_defs}
     for node in nodes:
         for name in foreign_attributes(node):
@@ -69,7 +65,7 @@ def drop_foreign_attributes(nodes: Iterable[Proto], op_defs: Iterable[Proto]) ->
 
 
 def foreign_attributes(node: Proto) -> list[str]:
-    """The attributes that the stock operation lacks; those that begin with `_` are allowed on any node."""
+    """A node's attributes that its stock operation lacks, but for `_names`; none for a foreign operation."""
     known = stock_attributes(node.op)
     if known is None:
         return []

@@ -1,7 +1,7 @@
 """Edit a GraphDef: add nodes, variables, and functions written in TensorFlow's Python.
 
 A part is a Python function over tensors. It is traced in a graph of its own: neither the part nor the edited
-graph is executed or imported as a whole, and the graph keeps its nodes and names.
+graph is executed or imported as a whole.
 """
 
 from __future__ import annotations
@@ -26,20 +26,16 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.\\/>-]")
 
 
 class GraphEditor(Struct):
-    """Adds nodes, under a scope that the graph does not use, and functions to a GraphDef.
-
-    `owner` is part of the names of resources: TensorFlow 2's loader keeps those of all models in one place.
-    """
+    """Adds nodes, under a scope that the graph does not use, and functions to a GraphDef."""
 
     graph_def: Proto
     scope: str
-    owner: str
-    _spelled: dict[str, str] = field(default_factory=dict)
-    """Wanted names, and the valid names of nodes that stand for them; each valid name stands for one."""
+    owner: str  # part of resources' names: TensorFlow 2's loader keeps those of all models in one place
+    _spelled: dict[str, str] = field(default_factory=dict)  # {wanted name: valid name, of this one alone}
 
     @classmethod
     def onto(cls, graph_def: Proto, wanted: str, owner: str) -> GraphEditor:
-        """Adds nodes under `wanted`, or under `wanted_<n>` if the graph has names there."""
+        """An editor that adds nodes under `wanted`, or under `wanted_<n>` if the graph has names there."""
         taken = {node.name.partition("/")[0].lower() for node in graph_def.node}
         functions = [function.signature.name.lower() for function in graph_def.library.function]
         candidates = (f"{wanted}_{n}" if n else wanted for n in range(len(taken) + len(functions) + 1))
@@ -47,7 +43,7 @@ class GraphEditor(Struct):
         return cls(graph_def, next(free), owner)
 
     def _spell(self, name: str) -> str:
-        """A valid name for a node. Names of signatures become part of it, and may be like `default:None`."""
+        """A valid name for a node, of this one alone; a signature's may be `default:None`."""
         if name not in self._spelled:
             wanted = spelled = _NOT_IN_NAMES.sub("_", name)
             taken = {*self._spelled.values()} if wanted != name or wanted in self._spelled.values() else ()
@@ -73,26 +69,22 @@ class GraphEditor(Struct):
         return full
 
     def constant(self, name: str, value: Any, dtype: DType) -> str:
-        """Add a constant."""
+        """Add a constant on the CPU and return its name."""
         tensor = message_class("TensorProto")()
         fill(tensor, np.asarray(value, object if dtype is DType.STRING else dtype.numpy))
         return self.node(name, "Const", device=CPU, dtype=dtype, value=tensor)
 
     def resource(self, name: str, op: str, **attrs: Any) -> str:
-        """Add the handle of a new resource that lives on the CPU."""
-        shared = self.resource_name(name).encode()
+        """Add the handle of a new resource that lives on the CPU, and return its name."""
+        shared = f"{self.scope}/{name}/{self.owner}".encode()
         return self.node(name, op, device=CPU, shared_name=shared, container=b"", **attrs)
 
-    def resource_name(self, name: str) -> str:
-        """A name that no resource of another model has."""
-        return f"{self.scope}/{name}/{self.owner}"
-
     def variable(self, name: str, dtype: DType, shape: tuple[int, ...] = ()) -> str:
-        """Add the handle of a new variable."""
+        """Add the handle of a new variable and return its name."""
         return self.resource(name, "VarHandleOp", dtype=dtype, shape=shape)
 
     def placeholder(self, name: str, dtype: DType, shape: tuple[int | None, ...]) -> str:
-        """Add a placeholder."""
+        """Add a placeholder and return its name."""
         return self.node(name, "Placeholder", dtype=dtype, shape=shape)
 
     def call(
@@ -127,10 +119,9 @@ class GraphEditor(Struct):
         inline: bool = True,
         as_written: bool = False,
     ) -> PlacedFunction:
-        """Trace `part`, called with one tensor for each of `inputs` (dtype, static shape), as a function.
+        """Trace `part`, called with one tensor for each of `inputs` (dtype, static shape), and add it.
 
-        It returns tensors. Functions of the graph may be called in it by the names that
-        `privately_named` gives.
+        It returns tensors, and calls functions of the graph by the names that `privately_named` gives.
 
         With `as_written` TensorFlow's graph optimizers pass over it: optimizing a large function at its
         first call costs seconds, and gains nothing where the work is reading files and writing rows.
@@ -157,7 +148,7 @@ class GraphEditor(Struct):
 
 
 class TracedFunction(Struct, frozen=True):
-    """A function, first, and the functions that it calls, by names that mean nothing."""
+    """The FunctionDefs of a part (the first) and of the functions that it calls, under any names."""
 
     definitions: tuple[Proto, ...]
     as_written: bool
@@ -166,7 +157,7 @@ class TracedFunction(Struct, frozen=True):
 def trace(
     part: Callable[..., Any], inputs: Mapping[str, tuple[DType, Any]], *, as_written: bool = False
 ) -> TracedFunction:
-    """Trace a part, as `GraphEditor.function` has it."""
+    """The functions of a part, traced as `GraphEditor.function` says, to be added to any graph."""
     import tensorflow as tf
 
     specs = [
@@ -196,7 +187,7 @@ class PlacedFunction(Struct, frozen=True):
 
 
 def _merge_constants(function: Proto) -> None:
-    """Merge equal constants: tracing makes one for each use."""
+    """Merge a function's equal constants, in place: tracing makes one for each use."""
     kept: dict[bytes, str] = {}
     merged: dict[str, str] = {}
     nodes = []
@@ -217,14 +208,14 @@ def _merge_constants(function: Proto) -> None:
 
 
 def _with_producer(reference: str, renamed: Mapping[str, str]) -> str:
-    """A reference to a node's output, or to the node (`^node`), with the node's new name."""
+    """A reference to a node (`^node`) or its output, with the node's new name, if it has one."""
     control = "^" if reference.startswith("^") else ""
     node, colon, output = reference.removeprefix("^").partition(":")
     return control + renamed.get(node, node) + colon + output
 
 
 def _keep_as_written(function: Proto) -> None:
-    """Let graph optimizers pass over a function: when the model is loaded, and when the function is called.
+    """Let graph optimizers pass over a function, at loading and when it is called, in place.
 
     Source: tensorflow/core/grappler/optimizers/meta_optimizer.cc, which leaves functions of tf.data alone;
     the `config_proto` of a call decides how its function is optimized.
@@ -249,11 +240,11 @@ _BORROWED = re.compile("^borrowed_[0-9]+__")
 
 
 def privately_named(library: Proto, nodes: Iterable[Proto]) -> Proto:
-    """A GraphDef of `nodes` and the functions that they need, under other names, to import into a part.
+    """A GraphDef of `nodes` and the functions that they need, under private names, to import into a part.
 
-    In a process TensorFlow has one function of a name, and it numbers those that it makes itself. So
-    functions are imported under private names; `GraphEditor.function` gives them their own names back.
+    `GraphEditor.function` gives the functions their own names back.
     """
+    # In a process TensorFlow has one function of a name, and it numbers those that it makes itself.
     graph_def = message_class("GraphDef")()
     graph_def.node.extend(nodes)
     definitions = {function.signature.name: function for function in library.function}
@@ -271,7 +262,7 @@ def privately_named(library: Proto, nodes: Iterable[Proto]) -> Proto:
 
 
 def rename_functions(function: Proto, renames: Mapping[str, str]) -> None:
-    """Rename a function and the functions that it calls; a borrowed one gets its own name back."""
+    """Rename a function and those that it calls, in place; a borrowed one gets its own name back."""
     function.signature.name = _renamed(function.signature.name, renames)
     for node in function.node_def:
         _rename_called(node, renames)

@@ -28,25 +28,21 @@ from exporter.graph.nodes import Endpoint, GraphIndex, constant, endpoint, free_
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
+# The dtypes of a tf.Example (source: tensorflow/core/example/feature.proto).
 _STORED = (DType.FLOAT, DType.INT64, DType.STRING)
-"""The dtypes of a tf.Example (source: tensorflow/core/example/feature.proto)."""
 
 _FIELDS = {"tensor", "sparse", "dtype", "shape", "default"}
 _WANTED = 'expected "TENSOR", {"tensor": TENSOR, "shape": [...], "default": ...} or {"sparse": NODE}'
 
 
 class Feature(Struct, frozen=True):
-    """A feature of a tf.Example and the tensor that takes its values; three tensors if it is sparse.
-
-    `shape` is that of one Example, None to take the tensor's; `default` is None if every Example must have
-    the feature.
-    """
+    """A feature of a tf.Example and the tensor that takes its values; three tensors if it is sparse."""
 
     name: str
     tensors: tuple[str, ...]
     dtype: DType | None = None
-    shape: tuple[int, ...] | None = None
-    default: Any = None
+    shape: tuple[int, ...] | None = None  # of one Example, None to take the tensor's
+    default: Any = None  # None if every Example must have the feature
 
     @property
     def is_sparse(self) -> bool:
@@ -55,7 +51,7 @@ class Feature(Struct, frozen=True):
 
 
 def read_features(where: str, entry: Any) -> tuple[Feature, ...]:
-    """The features of a JSON object as the module's docstring describes it, in order of their names."""
+    """The features of a JSON object (see the module) in order of their names, or UsageError."""
     if not isinstance(entry, dict) or not entry:
         raise UsageError(f"{where}: 'examples' is not an object of features", cause=_WANTED)
     return tuple(_read_feature(where, name, entry[name]) for name in sorted(entry))
@@ -74,13 +70,12 @@ def _read_feature(where: str, name: str, entry: Any) -> Feature:
     shape = entry.get("shape")
     if not tensors or not all(isinstance(tensor, str) for tensor in tensors) or not _is_shape(shape):
         raise UsageError(f"{where}: feature {name!r} is not a feature", cause=_WANTED)
-    return Feature(
-        name, tuple(tensors), _stored_dtype(where, name, entry), _tuple(shape), entry.get("default")
-    )
+    shape = None if shape is None else tuple(shape)
+    return Feature(name, tuple(tensors), _stored_dtype(where, name, entry), shape, entry.get("default"))
 
 
 def _triple(sparse: Any) -> list[Any]:
-    """Indices, values and dense shape; a node's name stands for its first three outputs."""
+    """The names of indices, values and dense shape: a list of three, or a node's first three outputs."""
     if isinstance(sparse, list):
         return sparse if len(sparse) == 3 else []
     return [f"{sparse}:{output}" for output in range(3)] if isinstance(sparse, str) else []
@@ -91,10 +86,6 @@ def _is_shape(shape: Any) -> bool:
         return True
     sizes = isinstance(shape, list) and all(type(size) is int for size in shape)
     return sizes and all(size >= (0 if at else -1) for at, size in enumerate(shape))
-
-
-def _tuple(shape: list[int] | None) -> tuple[int, ...] | None:
-    return None if shape is None else tuple(shape)
 
 
 def _stored_dtype(where: str, name: str, entry: Mapping[str, Any]) -> DType | None:
@@ -117,18 +108,16 @@ class ExampleParser(Struct, frozen=True):
 
 
 def add_parser(meta_graph: Proto, index: GraphIndex, features: Iterable[Feature]) -> ExampleParser:
-    """Let the readers of the features' tensors read tensors parsed from a placeholder, in place."""
+    """Let the readers of the features' tensors read, in place, tensors parsed from a new placeholder."""
     resolved = [_Resolved.of(index, feature) for feature in features]
     taken: dict[Endpoint, str] = {}
     for item in resolved:
         for tensor in item.tensors:
             if taken.setdefault(tensor, item.feature.name) != item.feature.name:
                 raise UsageError(f"features {taken[tensor]!r} and {item.feature.name!r} are both {tensor}")
-    nodes = _Nodes(meta_graph.graph_def, index)
-    parser = nodes.add_parsing(
-        [item for item in resolved if item.feature.is_sparse],
-        [item for item in resolved if not item.feature.is_sparse],
-    )
+    sparse = [item for item in resolved if item.feature.is_sparse]
+    dense = [item for item in resolved if not item.feature.is_sparse]
+    parser = _Nodes(meta_graph.graph_def, index).add_parsing(sparse, dense)
     for node in index.nodes.values():  # those from before: the parser's own are not among them
         for at, text in enumerate(node.input):
             if not text.startswith("^") and (moved := parser.parsed.get(endpoint(text))):
@@ -162,7 +151,7 @@ class _Resolved(Struct, frozen=True):
 
     @property
     def default(self) -> np.ndarray[Any, Any]:
-        """The values for an Example without the feature, or the padding; empty if the feature is required."""
+        """The values for an Example without the feature, or the padding; empty for a required feature."""
         given, varies = self.feature.default, self.shape[:1] == (-1,)
         kind = object if self.dtype is DType.STRING else self.dtype.numpy
         if given is None and varies:
@@ -184,7 +173,7 @@ class _Resolved(Struct, frozen=True):
 
 
 def _natural(dtype: DType) -> DType | None:
-    """The dtype in which a tf.Example holds values of a type."""
+    """The dtype in which a tf.Example holds values of a dtype, None for handles."""
     if dtype is DType.STRING:
         return dtype
     if dtype in (DType.RESOURCE, DType.VARIANT):
@@ -193,6 +182,7 @@ def _natural(dtype: DType) -> DType | None:
 
 
 def _check_sparse(index: GraphIndex, feature: Feature, tensors: tuple[Endpoint, ...]) -> None:
+    """Refuse tensors whose dtypes are not those of indices, values and dense shape."""
     found = [index.dtype(tensor) for tensor in tensors]
     if found[0] is not DType.INT64 or found[2] is not DType.INT64:
         raise UsageError(
@@ -203,6 +193,7 @@ def _check_sparse(index: GraphIndex, feature: Feature, tensors: tuple[Endpoint, 
 
 
 def _shape(index: GraphIndex, feature: Feature, tensor: Endpoint) -> tuple[int, ...]:
+    """The shape of a dense feature in one Example: as it says, else the tensor's without the batch."""
     known = index.shape(tensor)
     shape = feature.shape
     if shape is None:
@@ -233,9 +224,14 @@ class _Nodes:
         self._scope = free_name(self._names, "parse_examples")
 
     def add_parsing(self, sparse: list[_Resolved], dense: list[_Resolved]) -> ExampleParser:
+        """Add the placeholder, the parsing node and a tensor for each old one."""
         name = free_name(self._names, "examples")
         examples = self._put(new_node(name, "Placeholder", dtype=DType.STRING, shape=(-1,)))
-        inputs = [examples.name, *(self._strings(*one) for one in _keys(sparse, dense))]
+        keys = [("names", []), ("sparse_keys", sparse), ("dense_keys", dense), ("ragged_keys", [])]
+        inputs = [examples.name]  # then lists of names and the defaults, in the order of the operation
+        for label, items in keys:
+            texts = np.array([item.feature.name.encode() for item in items], object)
+            inputs.append(self._constant(label, texts, DType.STRING))
         inputs += [self._constant("default", item.default, item.dtype) for item in dense]
         node = self._put(new_node(f"{self._scope}/ParseExampleV2", "ParseExampleV2", inputs))
         _describe_outputs(node, sparse, dense)
@@ -265,10 +261,6 @@ class _Nodes:
         node.attr["_output_shapes"].list.shape.append(shape_proto(shape))
         return Endpoint(node.name, 0)
 
-    def _strings(self, role: str, values: list[str]) -> str:
-        texts = np.array([value.encode() for value in values], object)
-        return self._constant(role, texts, DType.STRING)
-
     def _constant(self, role: str, value: np.ndarray[Any, Any], dtype: DType) -> str:
         name = free_name(self._names, f"{self._scope}/{role}")
         return str(self._put(constant(name, value, dtype)).name)
@@ -280,7 +272,7 @@ class _Nodes:
 
 
 def _describe_outputs(node: Proto, sparse: list[_Resolved], dense: list[_Resolved]) -> None:
-    """The parsing node's attributes; empty lists are written, too, because they have no default."""
+    """Set the parsing node's attributes, also empty lists, which have no default."""
     node.attr["num_sparse"].i = len(sparse)
     for name, items in (("sparse_types", sparse), ("Tdense", dense)):
         node.attr[name].list.SetInParent()
@@ -289,13 +281,3 @@ def _describe_outputs(node: Proto, sparse: list[_Resolved], dense: list[_Resolve
     node.attr["dense_shapes"].list.shape.extend(shape_proto(item.shape) for item in dense)
     for name in ("ragged_value_types", "ragged_split_types"):
         node.attr[name].list.SetInParent()
-
-
-def _keys(sparse: list[_Resolved], dense: list[_Resolved]) -> list[tuple[str, list[str]]]:
-    """The parsing node's inputs of names, in its order."""
-    return [
-        ("names", []),
-        ("sparse_keys", [item.feature.name for item in sparse]),
-        ("dense_keys", [item.feature.name for item in dense]),
-        ("ragged_keys", []),
-    ]

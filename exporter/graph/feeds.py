@@ -18,16 +18,11 @@ from exporter.wire.protos import Proto
 PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2", "PlaceholderWithDefault"})
 _WORDS = {"true": True, "false": False, "yes": True, "no": False}
 _BATCHED = re.compile(r"TensorBufferTake|\w*Dequeue(Many|UpTo)?\w*|\w*IteratorGetNext\w*|\w*Unstage\w*")
-_SPARSE = "DeserializeSparse"
-"""The operation after an iterator that gives a sparse tensor as one variant."""
+_SPARSE = "DeserializeSparse"  # the operation after an iterator that gives a sparse tensor as one variant
 
 
 def parse_feeds(index: GraphIndex, feeds: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Constants by placeholder from `--feed NAME=VALUE`, in the placeholder's own type.
-
-    A value is a number, `true` or `false`, a string, or a JSON list of such. A single value for a tensor of
-    known shape fills it.
-    """
+    """{placeholder: constant in its dtype} from `--feed NAME=VALUE`; a single value fills a known shape."""
     return dict(_feed(index, name, text) for name, text in feeds.items())
 
 
@@ -89,7 +84,7 @@ def _scalar(text: str, dtype: DType) -> Any:
 
 
 def _listed(value: np.ndarray, shape: tuple[int, ...]) -> str:
-    """What is typed for a tensor that holds one value: `[1.0]`, with as many brackets as dimensions."""
+    """The text to type for a tensor of one value: `[1.0]`, with a pair of brackets for each dimension."""
     item = value.item()
     text = json.dumps(item.decode() if isinstance(item, bytes) else item, default=str)
     return "[" * len(shape) + text + "]" * len(shape)
@@ -106,7 +101,7 @@ def _shown(shape: tuple[int, ...] | None) -> str:
 
 
 def fix_constants(index: GraphIndex, nodes: dict[str, Proto], feeds: Mapping[str, np.ndarray]) -> None:
-    """Replace placeholders by constants, in place."""
+    """Replace the nodes that `feeds` name by constants, in place."""
     for name, value in feeds.items():
         nodes[name] = constant(name, value, index.dtype(Endpoint(name, 0)))
 
@@ -114,11 +109,7 @@ def fix_constants(index: GraphIndex, nodes: dict[str, Proto], feeds: Mapping[str
 def cut_inputs(
     index: GraphIndex, nodes: dict[str, Proto], inputs: Mapping[Endpoint, str]
 ) -> dict[Endpoint, Endpoint]:
-    """Put a placeholder before each input (with its alias) that the graph itself computes, in place.
-
-    The placeholder gets the input's alias as its name if that is free. A tensor that a queue or an iterator
-    gives in batches of a fixed size accepts any batch size when served.
-    """
+    """Add a placeholder, named as its alias, for each input that the graph computes; returns {input: it}."""
     replaced: dict[Endpoint, Endpoint] = {}
     for tensor, alias in inputs.items():
         if nodes[tensor.node].op in PLACEHOLDERS:
@@ -133,12 +124,12 @@ def cut_inputs(
 
 
 def hands_over_batches(op: str) -> bool:
-    """True for operations by which an input pipeline passes batches to a training graph."""
+    """True for an operation by which an input pipeline passes batches to a training graph."""
     return op == _SPARSE or _BATCHED.fullmatch(op) is not None
 
 
 def served_shape(index: GraphIndex, tensor: Endpoint) -> tuple[int, ...] | None:
-    """A tensor's shape; a training batch's fixed size becomes -1."""
+    """A tensor's shape, in which the fixed size of an input pipeline's batch becomes -1."""
     shape = index.shape(tensor)
     if shape and _BATCHED.fullmatch(index.nodes[tensor.node].op):
         return (-1, *shape[1:])
@@ -146,7 +137,7 @@ def served_shape(index: GraphIndex, tensor: Endpoint) -> tuple[int, ...] | None:
 
 
 def pipeline_batches(index: GraphIndex) -> set[int]:
-    """The sizes of the batches that a training graph's input pipeline gives, where they are fixed."""
+    """The fixed sizes of the batches that a training graph's input pipeline gives."""
     sizes = set()
     for name, node in index.nodes.items():
         if _BATCHED.fullmatch(node.op):
@@ -156,10 +147,7 @@ def pipeline_batches(index: GraphIndex) -> set[int]:
 
 
 def mode_switches(graph_def: Proto, feeds: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """The placeholders that may switch a graph between training and inference, with the value for inference.
-
-    These are booleans that keep their default value, and those that `--feed` made true.
-    """
+    """{placeholder: "false"} for booleans that may switch training on: with defaults, or fed with true."""
     defaults = (node for node in graph_def.node if node.op == "PlaceholderWithDefault")
     found = {node.name: "false" for node in defaults if attr_dtype(node, "dtype") is DType.BOOL}
     return found | {

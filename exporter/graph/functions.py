@@ -9,9 +9,8 @@ columns make a table in a function and fill it with constants on each call:
 Such fills are kept, although they return nothing. Every call fills in the same entries, which a static table
 accepts.
 
-*Variables.* Reference variables become resource variables, which the incremental subgraph can update. Gathers
-from a variable that is read whole become ResourceGather: once a row was scattered into the variable, its
-ReadVariableOp would copy the whole table at each request (copy-on-read).
+*Variables.* Reference variables become resource variables, which the incremental subgraph can update, and
+gathers from whole variables ResourceGather: `exporter.graph.variable_uses` says why.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 
 from msgspec.structs import replace
@@ -40,10 +40,13 @@ from exporter.graph.nodes import (
     closure,
     const_value,
     data_inputs,
+    drop_from_function,
     endpoint,
     free_name,
+    has_control_flow,
+    input_names,
     new_node,
-    put_nodes,
+    node_of,
     through_identities,
     waited_for,
 )
@@ -61,12 +64,10 @@ _REF_FORMS = {
 _GATHERS = frozenset({"Gather", "GatherV2"})
 _MAX_STEPS = 32
 _SHOWN = 4
-_MOST_LEVELS = 128
+_MOST_LEVELS = 128  # of calls: some walks here, and TensorFlow's own, recurse into each level
 _MOST_EXPANDED = 1 << 22  # nodes; graphs that are served have some ten thousand, and 2 GB hold not many more
 _FILLS = frozenset({"InitializeTable", "InitializeTableV2", "LookupTableImport", "LookupTableImportV2"})
 _STATIC = frozenset({"HashTable", "HashTableV2"})
-_CONST = re.compile("Const")
-_MAX_IDENTITIES = 32
 _TABLES = re.compile(r"(Anonymous|Mutable)*(Dense)?HashTable(OfTensors)?(V2)?")
 _ASSIGNS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 _CALLEES = ("f", "then_branch", "else_branch", "cond", "body")
@@ -79,14 +80,11 @@ def served_library(
     *,
     allow_foreign: bool = False,
 ) -> Proto:
-    """The FunctionDefLibrary that the graph needs; initialisers' functions lose only assignments."""
-    if not library:
-        return protos.FunctionDefLibrary()
+    """The functions that a graph calls, pruned; those that initialisers call lose assignments alone."""
     for_init = reachable(initialisers, library)
     served = protos.FunctionDefLibrary()
-    changing = mutating(library)
     stock = None if allow_foreign else library.keys()
-    for_inference = _prune_reachable(inference, library, changing, for_init, stock)
+    for_inference = _prune_reachable(inference, library, mutating(library), for_init, stock)
     for name in library:
         if name in for_inference:
             served.function.append(for_inference[name])
@@ -104,13 +102,10 @@ def _prune_reachable(
     keep_whole: set[str],
     stock: Collection[str] | None,
 ) -> dict[str, Proto]:
-    """Prune the functions that nodes call. A pruned body calls fewer functions, so prune while walking.
-
-    `stock` are the functions that bodies may call besides stock operations; None allows others, too.
-    """
+    """Pruned copies of the functions that nodes call, by name; `stock` None allows foreign operations."""
     found: dict[str, Proto] = {}
     pending = [*nodes]
-    while pending:
+    while pending:  # a pruned body calls fewer functions, so they are pruned while they are found
         for name in _callees([pending.pop()], library):
             if name not in found:
                 body = without_placement(library[name])
@@ -124,16 +119,10 @@ def _prune_reachable(
 
 
 def pruned_body(function: Proto, changing: set[str], stock: Collection[str] | None = None) -> Proto:
-    """Reduce a function, in place, to the nodes that its results need; returned for convenience.
-
-    With `stock`, it may need only these functions and stock operations.
-
-    In a body an input is `argument`, `node:output name:index` or `^node` (source:
-    tensorflow/core/framework/function.proto).
-    """
+    """Reduce a function, in place, to the nodes that its results need; with `stock`, these must be known."""
     nodes = {node.name: node for node in function.node_def}
-    if any(node.op in SWITCHES or node.op in ENTERS for node in nodes.values()):
-        return function  # control edges bind nodes to branches here, see control_flow
+    if has_control_flow(nodes):
+        return function  # control edges bind nodes to branches here, see `Pivots`
     gather_rows(nodes)
     fills = constant_fills(nodes)
     kept = needed_by(nodes, function.ret.values())
@@ -145,45 +134,28 @@ def pruned_body(function: Proto, changing: set[str], stock: Collection[str] | No
     check_reads(nodes, read, changing, where=f" in function {name!r}", allowed=fills)
     check_body((nodes[n] for n in kept if n not in fills), name)
     fill_before_use(nodes, fills)
-    arguments = {argument.name for argument in function.signature.input_arg}
+    there = kept | {argument.name for argument in function.signature.input_arg}
     for node in (nodes[n] for n in kept):
-        inputs = [text for text in node.input if not text.startswith("^") or text[1:] in kept]
-        _check_inputs(node, inputs, kept, arguments, name)
-        node.input[:] = inputs
-    put_nodes(function.node_def, [node for n, node in nodes.items() if n in kept])
-    _keep_control_outputs(function, kept)
+        for text in input_names(node):
+            if node_of(text) not in there:
+                raise GraphError(
+                    f"{node.op} {node.name!r} of function {name!r} reads {text!r}, which is not there"
+                )
+    drop_from_function(function, {node.name for node in function.node_def} - kept)
     return function
 
 
-def _keep_control_outputs(function: Proto, kept: set[str]) -> None:
-    for output, node_name in [*function.control_ret.items()]:
-        if node_name not in kept:
-            del function.control_ret[output]
-    function.signature.control_output[:] = [
-        output for output in function.signature.control_output if output in function.control_ret
-    ]
-
-
 def needed_by(nodes: Mapping[str, Proto], results: Iterable[str]) -> set[str]:
-    """The nodes of a body that results are computed from."""
+    """The nodes of a function's body that results are computed from, without those only waited for."""
 
     def makers(texts: Iterable[str]) -> Iterator[str]:
-        return (name for text in texts if (name := text.partition(":")[0]) in nodes)
+        return (name for text in texts if (name := text.partition(":")[0]) in nodes)  # `^name` is no node
 
     return {*closure(makers(results), lambda name: makers(nodes[name].input))}
 
 
-def _check_inputs(node: Proto, inputs: list[str], kept: set[str], arguments: set[str], function: str) -> None:
-    for text in inputs:
-        source = text.removeprefix("^").partition(":")[0]
-        if source not in kept and source not in arguments:
-            raise GraphError(
-                f"{node.op} {node.name!r} of function {function!r} reads {text!r}, which is not there"
-            )
-
-
 def without_placement(function: Proto) -> Proto:
-    """A copy of a function without devices and colocation."""
+    """A copy of a function without devices and colocation, which name the trainer's machines."""
     copy = deepcopy(function)
     for node in copy.node_def:
         node.device = ""
@@ -192,25 +164,18 @@ def without_placement(function: Proto) -> Proto:
 
 
 def _without_assignments(function: Proto) -> Proto:
-    """Remove assignments of variables from a function, in place: their values come from the checkpoint."""
-    assigning = {node.name for node in function.node_def if node.op in _ASSIGNS}
-    if not assigning:
-        return function
-    kept = [node for node in function.node_def if node.name not in assigning]
-    for node in kept:
-        node.input[:] = [text for text in node.input if text.removeprefix("^") not in assigning]
-    put_nodes(function.node_def, kept)
-    _keep_control_outputs(function, {node.name for node in kept})
+    """Remove assignments of variables from a function, in place, and return it."""
+    drop_from_function(function, {node.name for node in function.node_def if node.op in _ASSIGNS})
     return function
 
 
 def reachable(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> set[str]:
-    """The functions that `nodes` call, directly or through others."""
+    """The names of the functions that `nodes` call, directly or through others."""
     return {*closure(_callees(nodes, library), lambda name: _callees(library[name].node_def, library))}
 
 
 def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[str]:
-    """The functions that `nodes` call, directly or through others, each after those that it calls itself."""
+    """The functions that `nodes` call, directly or not, each after those that it calls; refuses recursion."""
     nodes = [*nodes]
     calls = {name: [*_callees(library[name].node_def, library)] for name in sorted(reachable(nodes, library))}
     try:
@@ -230,7 +195,7 @@ def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[
 def _require_expandable(
     ordered: Iterable[str], calls: Mapping[str, Iterable[str]], library: Mapping[str, Proto]
 ) -> None:
-    """Refuse functions whose calls are too deep, or would become too many nodes; callees come first."""
+    """Refuse functions (`ordered`: callees first) that nest too deeply, or expand to too many nodes."""
     sizes, levels = dict[str, int](), dict[str, int]()
     for name in ordered:
         sizes[name] = len(library[name].node_def) + sum(sizes[callee] for callee in calls[name])
@@ -249,27 +214,20 @@ def _require_expandable(
 
 
 def _callees(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> Iterator[str]:
-    """The functions of the library that nodes call directly."""
+    """The functions of the library that nodes call directly; GraphError for a call of a function it lacks."""
     for node in nodes:
-        _check_callees(node, library)
+        for key in _CALLEES if node.op in CALLS else ():
+            name = attr(node, key).func.name
+            if name and name not in library:
+                raise GraphError(
+                    f"{node.op} {node.name!r} calls function {name!r}, which the graph does not have",
+                    cause="the graph is damaged, or was cut by hand",
+                )
         yield from (name for name in called_functions(node) if name in library)
 
 
-def _check_callees(node: Proto, library: Mapping[str, Proto]) -> None:
-    for key in _CALLEES if node.op in CALLS else ():
-        name = node.attr[key].func.name if key in node.attr else ""
-        if name and name not in library:
-            raise GraphError(
-                f"{node.op} {node.name!r} calls function {name!r}, which the graph does not have",
-                cause="the graph is damaged, or was cut by hand",
-            )
-
-
 def mutating(library: Mapping[str, Proto]) -> set[str]:
-    """The functions that write a variable or a table, themselves or through others.
-
-    Filling a table of the function's own with constants does not count.
-    """
+    """The functions that write a variable or a table, directly or not; filling own tables does not count."""
     found = set[str]()
     for name, function in library.items():
         changing = [node.name for node in function.node_def if changes_state(node.op)]
@@ -279,9 +237,9 @@ def mutating(library: Mapping[str, Proto]) -> set[str]:
 
 
 def callers(library: Mapping[str, Proto], called: Iterable[str]) -> set[str]:
-    """These functions, and those that call one of them, directly or through others."""
+    """The functions `called`, and those that call one of them, directly or through others."""
     found = {*called}
-    if not found:
+    if not found:  # a walk over a large library is not free
         return found
     calling: dict[str, set[str]] = {name: set() for name in library}
     for name, function in library.items():
@@ -291,11 +249,11 @@ def callers(library: Mapping[str, Proto], called: Iterable[str]) -> set[str]:
     return {*closure(found, calling.__getitem__)}
 
 
-def ending(library: Mapping[str, Proto]) -> list[str]:
-    """The functions that do not reach one that calls itself, each after those that it calls."""
+def terminating(library: Mapping[str, Proto]) -> list[str]:
+    """The functions whose calls come to an end, without any recursion, each after those that it calls."""
     calls = {name: {*_callees(function.node_def, library)} for name, function in library.items()}
     order = TopologicalSorter(calls)
-    with suppress(CycleError):
+    with suppress(CycleError):  # what lies in no circle is still given out
         order.prepare()
     found = list[str]()
     while ready := order.get_ready():
@@ -305,50 +263,30 @@ def ending(library: Mapping[str, Proto]) -> list[str]:
 
 
 def constant_fills(nodes: Mapping[str, Proto]) -> dict[str, str]:
-    """The nodes that fill a table of their function's body with constants, each with the table's node."""
+    """{filling node: table's node} for the fills of a body's own tables with constants."""
     found = {}
     for node in nodes.values():
         if node.op not in _FILLS:
             continue
-        table, *contents = (_producer(nodes, text) for text in node.input if not text.startswith("^"))
-        if _is_op(nodes, table, _TABLES) and all(_is_op(nodes, name, _CONST) for name in contents):
-            found[node.name] = table
+        table, *contents = (nodes.get(through_identities(nodes, text)) for text in input_names(node))
+        is_constant = all(each is not None and each.op == "Const" for each in contents)
+        if table is not None and _TABLES.fullmatch(table.op) and is_constant:
+            found[node.name] = table.name
     return found
 
 
 def fill_before_use(nodes: Mapping[str, Proto], fills: Mapping[str, str]) -> None:
-    """Make every user of a table wait for the node that fills it, in place.
-
-    The original control edge may have led through nodes that are dropped.
-    """
-    if not fills:
-        return
-    for node in nodes.values():
-        if node.name in fills:
-            continue
-        taken = {_producer(nodes, text) for text in node.input if not text.startswith("^")}
-        waits = [f"^{fill}" for fill, table in fills.items() if table in taken]
-        if node.op != "Identity":
+    """Make every user of a table wait for the node that fills it, in place."""
+    # The control edge that the program made may have led through nodes that are dropped.
+    for node in nodes.values() if fills else ():
+        if node.name not in fills and node.op != "Identity":
+            taken = {through_identities(nodes, text) for text in input_names(node)}
+            waits = [f"^{fill}" for fill, table in fills.items() if table in taken]
             node.input.extend(text for text in waits if text not in node.input)
 
 
-def _producer(nodes: Mapping[str, Proto], text: str) -> str:
-    """The node of the body that makes a value, behind Identity nodes."""
-    name = text.partition(":")[0]
-    for _ in range(_MAX_IDENTITIES):
-        node = nodes.get(name)
-        if node is None or node.op != "Identity" or not node.input:
-            break
-        name = node.input[0].partition(":")[0]
-    return name
-
-
-def _is_op(nodes: Mapping[str, Proto], name: str, ops: re.Pattern[str]) -> bool:
-    return name in nodes and ops.fullmatch(nodes[name].op) is not None
-
-
 def drop_refills(meta_graph: Proto, init_op: str | None) -> None:
-    """Remove, in place, fills of static tables that the init op has filled before: those do nothing.
+    """Remove, in place, fills of static tables in functions, where the init op has filled the table before.
 
     Keras' feature columns of TensorFlow 2.0 to 2.2 fill their tables in each call of a signature. A static
     table takes its contents once; filling it again is ignored with equal contents, and an error with others
@@ -366,19 +304,13 @@ def drop_refills(meta_graph: Proto, init_op: str | None) -> None:
     }
     if not filled:
         return
-    at_load = _called_from(loading, library)
+    at_load = reachable(loading, library)
     served = [node for node in graph.values() if node not in loading]
     known = _arguments_that_are(filled, graph, served, library)
     for name, function in library.items():
-        if name not in at_load and known.get(name):
-            _remove(function, known[name])
-
-
-def _called_from(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> set[str]:
-    def callees(body: Iterable[Proto]) -> Iterator[str]:
-        return (name for node in body for name in called_functions(node) if name in library)
-
-    return {*closure(callees(nodes), lambda name: callees(library[name].node_def))}
+        if name not in at_load:
+            fills = (node for node in function.node_def if node.op in _FILLS and node.input)
+            drop_from_function(function, {node.name for node in fills if node.input[0] in known[name]})
 
 
 def _arguments_that_are(
@@ -388,55 +320,32 @@ def _arguments_that_are(
     library: Mapping[str, Proto],
 ) -> dict[str, set[str]]:
     """The arguments of each function to which every call of it passes one of these tables."""
+    behind = partial(through_identities, graph)
     arguments = {name: [a.name for a in f.signature.input_arg] for name, f in library.items()}
     found = {name: {*names} for name, names in arguments.items()}
     calls = [("", node) for node in served]
     calls += [(name, node) for name, function in library.items() for node in function.node_def]
     calls = [(where, node) for where, node in calls if called_functions(node) & library.keys()]
     is_changing = True
-    while is_changing:
+    while is_changing:  # what a function gets depends on what its callers get: until none loses any more
         is_changing = False
         for where, node in calls:
-            inputs = [text for text in node.input if not text.startswith("^")]
+            inputs = input_names(node)
             for callee in called_functions(node) & library.keys():
                 shift = CALLS.get(node.op, 0 if node.op == callee else len(inputs))
                 given = dict(zip(arguments[callee], inputs[shift:], strict=False))
                 kept = {
                     name
                     for name in found[callee] & given.keys()
-                    if (given[name] in found[where] if where else _table(graph, given[name]) in tables)
+                    if (given[name] in found[where] if where else behind(given[name]) in tables)
                 }
                 is_changing |= kept != found[callee]
                 found[callee] = kept
     return found
 
 
-def _table(graph: Mapping[str, Proto], text: str) -> str:
-    return through_identities(graph, text.partition(":")[0])
-
-
-def _remove(function: Proto, tables: Collection[str]) -> None:
-    """Remove the fills of tables that the function gets as `tables`, and edges from them, in place."""
-    gone = {n.name for n in function.node_def if n.op in _FILLS and n.input and n.input[0] in tables}
-    if not gone:
-        return
-    kept = [node for node in function.node_def if node.name not in gone]
-    for node in kept:
-        node.input[:] = [text for text in node.input if text.removeprefix("^") not in gone]
-    put_nodes(function.node_def, kept)
-    for output, name in [*function.control_ret.items()]:
-        if name in gone:
-            del function.control_ret[output]
-    outputs = [output for output in function.signature.control_output if output in function.control_ret]
-    function.signature.control_output[:] = outputs
-
-
 def use_resource_variables(nodes: dict[str, Proto]) -> dict[Endpoint, Endpoint]:
-    """Turn every variable node into a VarHandleOp of the same name, and its readers into reads, in place.
-
-    An Identity on a reference variable becomes the ReadVariableOp, under its own name. Returns for each
-    variable's own tensor the tensor that now holds its value.
-    """
+    """Make every variable a VarHandleOp read by handle, in place; returns {reference variable: its value}."""
     references = {name for name, node in nodes.items() if node.op in ("Variable", "VariableV2")}
     reads: dict[Endpoint, Endpoint] = {}
     for node in list(nodes.values()):
@@ -455,7 +364,7 @@ def use_resource_variables(nodes: dict[str, Proto]) -> dict[Endpoint, Endpoint]:
 def _read_by_value(
     nodes: dict[str, Proto], node: Proto, references: set[str], reads: dict[Endpoint, Endpoint]
 ) -> None:
-    if node.op in ("Identity", "RefIdentity"):
+    if node.op in ("Identity", "RefIdentity"):  # it becomes the read itself, under the name that others use
         node.op = "ReadVariableOp"
         if "T" in node.attr:
             node.attr["dtype"].CopyFrom(node.attr["T"])
@@ -481,16 +390,13 @@ def _add_read(nodes: dict[str, Proto], variable: Proto) -> str:
 
 
 def _make_handle(node: Proto, shared_name: str) -> None:
-    """Make a node a VarHandleOp. Nodes of one container and shared name are one variable, under one name.
-
-    The attributes `allowed_devices` and `debug_name` are dropped: a server has no use for them, and older
-    servers do not know them.
-    """
+    """Make a variable's node a VarHandleOp of this shared name, in place."""
+    # `allowed_devices` and `debug_name` go: a server has no use for them, and older servers do not know them.
     kept = {name: node.attr[name] for name in ("shape", "_output_shapes") if name in node.attr}
     dtype = attr_dtype(node, "dtype") or DType.FLOAT
     handle = new_node(node.name, "VarHandleOp", dtype=dtype, shared_name=shared_name.encode())
     for name, value in kept.items():
-        if not (name == "_output_shapes" and node.op != "VarHandleOp"):
+        if not (name == "_output_shapes" and node.op != "VarHandleOp"):  # a reference's is the value's shape
             handle.attr[name].CopyFrom(value)
     node.CopyFrom(handle)
 
@@ -498,11 +404,7 @@ def _make_handle(node: Proto, shared_name: str) -> None:
 def graph_variables(
     nodes: Mapping[str, Proto], keys: Mapping[str, VariableKey], without: Collection[str] = ()
 ) -> tuple[GraphVariable, ...]:
-    """The variables of the VarHandleOps, each once; `without` leaves out these nodes.
-
-    Several objects may have one name (`Variable`), which would give them one tensor. They get the names of
-    their nodes.
-    """
+    """The variables of a graph's VarHandleOps, each once, except the nodes `without`."""
     found = []
     for name, node in nodes.items():
         if node.op != "VarHandleOp" or attr_text(node, "shared_name") != name or name in without:
@@ -516,16 +418,13 @@ def graph_variables(
         key = keys.get(name, VariableKey(name))
         dtype = attr_dtype(node, "dtype") or DType.FLOAT
         found.append(GraphVariable(name, key.key, dtype, shape, key.part))
+    # Several objects may have one name (`Variable`), which would give them one tensor; nodes' names differ.
     uses = Counter(variable.key for variable in found if variable.part is None)
     return tuple(replace(v, key=v.node) if uses[v.key] > 1 else v for v in found)
 
 
 def gather_rows(nodes: dict[str, Proto]) -> None:
-    """Turn gathers from a variable that is read whole into ResourceGather, in place.
-
-    Takes a graph's nodes or a function's body: it uses only the part of an input before its first colon.
-    Reads behind Identity, Switch and Enter are found, too.
-    """
+    """Turn gathers from variables' whole values into ResourceGather, in place, in a graph or a function."""
     twins: dict[str, str] = {}
     for node in list(nodes.values()):
         if node.op in _GATHERS and _is_row_lookup(nodes, node):
@@ -535,23 +434,18 @@ def gather_rows(nodes: dict[str, Proto]) -> None:
 
 
 def _is_row_lookup(nodes: Mapping[str, Proto], node: Proto) -> bool:
-    if attr(node, "batch_dims").i:
-        return False
-    if attr_dtype(node, "Tindices") not in (DType.INT32, DType.INT64):
+    # ResourceGather gathers along dimension 0 alone, by int32 or int64.
+    if attr(node, "batch_dims").i or attr_dtype(node, "Tindices") not in (DType.INT32, DType.INT64):
         return False
     if node.op == "Gather":
         return len(node.input) >= 2
-    axis = nodes.get(_handle_producer(node.input[2])) if len(node.input) >= 3 else None
-    value = const_value(axis)
+    value = const_value(nodes.get(node_of(node.input[2])) if len(node.input) >= 3 else None)
     return value is not None and value.size == 1 and int(value.ravel()[0]) == 0
 
 
 def _handle_of(nodes: dict[str, Proto], twins: dict[str, str], text: str, steps_left: int) -> str | None:
-    """The input that is the handle of the variable whose whole value `text` is, None if `text` is not that.
-
-    A Switch or an Enter on the value gets a twin on the handle; `twins` remembers them.
-    """
-    name = _handle_producer(text)
+    """The handle of the variable whose whole value `text` is, behind Switch and Enter, too; or None."""
+    name = node_of(text)
     node = nodes.get(name)
     if node is None or not node.input or not steps_left:
         return None
@@ -561,25 +455,16 @@ def _handle_of(nodes: dict[str, Proto], twins: dict[str, str], text: str, steps_
         return _handle_of(nodes, twins, node.input[0], steps_left - 1)
     if node.op not in SWITCHES and node.op not in ENTERS:
         return None
-    if name not in twins:
+    if name not in twins:  # a Switch or an Enter on the value gets a twin on the handle
         handle = _handle_of(nodes, twins, node.input[0], steps_left - 1)
         if handle is None:
             return None
         twins[name] = free_name(nodes, f"{name}/handle")
-        nodes[twins[name]] = _on_handle(node, twins[name], handle)
-    return twins[name] + text[len(name) :]
-
-
-def _on_handle(node: Proto, name: str, handle: str) -> Proto:
-    twin = new_node(name, node.op, [handle, *node.input[1:]], T=DType.RESOURCE)
-    for key in ("frame_name", "is_constant", "parallel_iterations"):
-        if key in node.attr:
+        twin = new_node(twins[name], node.op, [handle, *node.input[1:]], T=DType.RESOURCE)
+        for key in {"frame_name", "is_constant", "parallel_iterations"} & node.attr.keys():
             twin.attr[key].CopyFrom(node.attr[key])
-    return twin
-
-
-def _handle_producer(text: str) -> str:
-    return text.partition(":")[0]
+        nodes[twin.name] = twin
+    return twins[name] + text[len(name) :]
 
 
 def _make_resource_gather(node: Proto, handle: str) -> None:

@@ -1,15 +1,14 @@
 """Digest an inference graph. Graphs that compute the same from the same variables are equal.
 
 Two runs of one builder, or two `.meta` files of one program, differ in details that do not count: the order
-of nodes and functions, names of functions (which are numbered), hints and names of shared resources,
-debugging information, the version of TensorFlow. Names of nodes count, because another name may be another
-variable. The sizes of dynamic tables, which the checkpoint gives, do not count.
+of nodes and functions, functions' numbers, hints, shared names, debugging information, the version of
+TensorFlow, sizes of dynamic tables. Names of nodes count, because another name may be another variable.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 
 from exporter.graph.inference_graph import InferenceGraph
@@ -21,7 +20,7 @@ _MEANINGLESS = ("shared_name", "container", "config_proto", "executor_type")
 
 
 def graph_digest(graph: InferenceGraph) -> str:
-    """The digest of a graph, without the files that its tables read."""
+    """The SHA-256 of what a graph computes, without the files that its tables read."""
     graph_def = graph.meta_graph.graph_def
     functions = {function.signature.name: function for function in graph_def.library.function}
     names = _FunctionNames(functions)
@@ -29,7 +28,7 @@ def graph_digest(graph: InferenceGraph) -> str:
     sized = {node for table in graph.dynamic_tables for node in table.nodes}
     sized |= {node.name for node in graph_def.node if SIZE in node.attr}
     for node in sorted(graph_def.node, key=lambda node: str(node.name)):
-        total.update(_node(_without_size(node) if node.name in sized else node, names))
+        total.update(_node(node, names, but_for=("shape", "value") if node.name in sized else ()))
     for table in sorted(graph.dynamic_tables, key=lambda table: table.name):
         total.update(f"{table.name}\0{table.defaults.shape}\0".encode() + table.defaults.tobytes())
     for name, signature in sorted(graph.meta_graph.signature_def.items()):
@@ -38,15 +37,8 @@ def graph_digest(graph: InferenceGraph) -> str:
     return total.hexdigest()
 
 
-def _without_size(node: Proto) -> Proto:
-    copy = deepcopy(node)
-    for size in ("shape", "value"):
-        copy.attr.pop(size, None)
-    return copy
-
-
 class _FunctionNames:
-    """Names of functions that depend on their bodies alone: digests."""
+    """Maps functions' names to digests of their bodies; other names are as they are."""
 
     def __init__(self, functions: Mapping[str, Proto]) -> None:
         self._functions, self._known = functions, dict[str, str]()
@@ -70,12 +62,13 @@ class _FunctionNames:
         return hashlib.sha256(b"\0".join(own)).hexdigest()
 
 
-def _node(node: Proto, names: _FunctionNames) -> bytes:
+def _node(node: Proto, names: _FunctionNames, but_for: Collection[str] = ()) -> bytes:
+    """The bytes of a node, without attributes that do not count."""
     copy = deepcopy(node)
     copy.ClearField("experimental_debug_info")
     copy.op = names(copy.op)
     for name in [*copy.attr]:
-        if name.startswith("_") or name in _MEANINGLESS:
+        if name.startswith("_") or name in _MEANINGLESS or name in but_for:
             del copy.attr[name]
     for function in called(copy):
         function.name = names(function.name)

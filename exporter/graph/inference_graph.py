@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from msgspec import Struct, field
@@ -14,6 +15,7 @@ from exporter.checkpoint.object_graph import ObjectGraph
 from exporter.newer_python import StrEnum
 from exporter.tables.geometry import PARTS
 from exporter.wire.dtypes import DType
+from exporter.wire.json_documents import DtypeLabel, Shape, Text, doc
 from exporter.wire.protos import Proto
 
 
@@ -30,17 +32,13 @@ class PartitionStrategy(Enum):
 
 
 class GraphVariable(Struct, frozen=True):
-    """A variable of the inference graph.
+    """A variable of the inference graph."""
 
-    `node` is its VarHandleOp; `key` the name it is restored by (for a part: the whole variable's name);
-    `shape` its own shape; `part` says which box of the whole variable it is, None for an ordinary one.
-    """
-
-    node: str
-    key: str
+    node: str  # its VarHandleOp
+    key: str  # the name it is restored by; of a part, the whole variable's
     dtype: DType
     shape: tuple[int, ...]
-    part: SliceSpec | None = None
+    part: SliceSpec | None = None  # a part's box in the whole variable
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -49,47 +47,49 @@ class GraphVariable(Struct, frozen=True):
 
     @property
     def box(self) -> SliceSpec:
-        """Its box in the whole variable."""
+        """Its box in the whole variable; for an ordinary variable the whole."""
         return self.part or SliceSpec.whole(self.shape)
 
     @property
     def served_name(self) -> str:
-        """Its name in a delta: its key, followed by its slice if it is a part."""
+        """Its name in a delta: its key, and for a part the slice behind it."""
         part = self.part
         return self.key if part is None or part.is_full else f"{self.key}[{part.restore_spec}]"
 
 
-class GraphTable(Struct, frozen=True):
-    """A table whose contents are restored: its node, the names of its keys and values, their dtypes.
+class GraphTable(Struct, frozen=True, rename={"key_label": "key_dtype", "value_label": "value_dtype"}):
+    """A lookup table whose contents are served."""
 
-    `value_shape` is the shape of one value, `key_shape` that of one key as it is stored; None if the graph
-    does not say. With `has_all_buckets` the tensors have an entry for each bucket.
-    """
+    node: Annotated[Text, doc("its node")]
+    keys: Annotated[Text, doc("the name of its keys")]
+    values: Annotated[Text, doc("the name of its values")]
+    key_label: Annotated[DtypeLabel, doc("of its keys")]
+    value_label: Annotated[DtypeLabel, doc("of its values")]
+    # None where only the checkpoint tells it: a manifest always has both shapes.
+    key_shape: Annotated[Shape | None, doc("of one key, as it is stored")]
+    value_shape: Annotated[Shape | None, doc("of one value")]
+    has_all_buckets: Annotated[bool, doc("true: there is an entry for each bucket")] = False
 
-    node: str
-    keys: str
-    values: str
-    key_dtype: DType
-    value_dtype: DType
-    value_shape: tuple[int, ...] | None = ()
-    has_all_buckets: bool = False
-    key_shape: tuple[int, ...] | None = None
+    @property
+    def key_dtype(self) -> DType:
+        """The dtype of its keys."""
+        return DType.of(self.key_label)
+
+    @property
+    def value_dtype(self) -> DType:
+        """The dtype of its values."""
+        return DType.of(self.value_label)
 
 
 class GraphDynamicTable(Struct, frozen=True, eq=False):
-    """A table whose rows have arbitrary integers as keys; it is served from four ordinary variables.
+    """A table whose rows have arbitrary integers as keys; it is served from four ordinary variables."""
 
-    `name` is its name in a checkpoint, without a part's number. `nodes` are the VarHandleOps of its variables
-    in the order of `exporter.tables.geometry.PARTS`. A key that it does not hold reads row `key mod d` of
-    `defaults`, an array [d, dim] of `value_dtype`.
-    """
-
-    name: str
-    nodes: tuple[str, str, str, str]
+    name: str  # in a checkpoint, without a part's number
+    nodes: tuple[str, str, str, str]  # its VarHandleOps, in the order of `exporter.tables.geometry.PARTS`
     key_dtype: DType
     value_dtype: DType
     dim: int
-    defaults: np.ndarray
+    defaults: np.ndarray  # [d, dim], of `value_dtype`: an absent key reads row `key mod d`
 
     @property
     def variables(self) -> tuple[GraphVariable, ...]:
@@ -103,14 +103,11 @@ class GraphDynamicTable(Struct, frozen=True, eq=False):
 
 
 class Asset(Struct, frozen=True):
-    """A file that the graph reads while its tables initialise: `node` is the constant that holds its path.
-
-    `name` is given where two files of a graph have the same name.
-    """
+    """A file that the graph reads: `node` is the constant that holds its path."""
 
     node: str
     source: Path
-    name: str = ""
+    name: str = ""  # given where two files of a graph have the same name
 
     @property
     def file_name(self) -> str:
@@ -142,22 +139,16 @@ class Outside(Struct, frozen=True):
 
 
 class TrainingMode(Struct, frozen=True):
-    """The parts of a served graph that compute as in training.
+    """The operations of a served graph, in words, that compute as in training."""
 
-    All fields hold names of nodes. `batch_norms` normalise by the request's own batch, `dropouts` drop a
-    random part of their input (with that part, if it is a constant), `noises` add normal noise to it, or
-    multiply it by such noise; `random` draw other random numbers. `idle` are nodes of variables that are read
-    only in branches that never run.
-    """
-
-    batch_norms: tuple[str, ...] = ()
-    dropouts: tuple[tuple[str, float | None], ...] = ()
-    noises: tuple[str, ...] = ()
-    random: tuple[str, ...] = ()
-    idle: frozenset[str] = frozenset()
+    batch_norms: tuple[str, ...] = ()  # they normalise by the request's own batch
+    dropouts: tuple[tuple[str, float | None], ...] = ()  # they drop a random part, this one if it is constant
+    noises: tuple[str, ...] = ()  # they add normal noise to their input, or multiply it by such noise
+    random: tuple[str, ...] = ()  # they draw other random numbers
+    idle: frozenset[str] = frozenset()  # the nodes of variables that are read only in branches that never run
 
     def notes(self) -> Iterator[str]:
-        """Notes for the user, a line each."""
+        """Yield notes for the user, a line each."""
         for name in self.batch_norms:
             yield f"{name} normalises by the request's own batch, as in training"
         for said in self.dropping():
@@ -166,7 +157,7 @@ class TrainingMode(Struct, frozen=True):
             yield f"{name} draws random numbers at each request: is it dropout?"
 
     def dropping(self) -> Iterator[str]:
-        """Sentences on dropout and noise that are on, for the user."""
+        """Yield sentences for the user on dropout and noise that are on."""
         for name, rate in self.dropouts:
             part = "a random part" if rate is None else f"a random {rate:.3g}"
             yield f"{name} drops {part} of its input at each request, as dropout does in training"
@@ -175,51 +166,34 @@ class TrainingMode(Struct, frozen=True):
 
 
 class KeptState(Struct, frozen=True):
-    """State that is neither a variable nor a lookup table, and that operations of its own library restore.
+    """State that is neither a variable nor a lookup table, and that operations of its own library restore."""
 
-    `importing` are the nodes that restore it, `prefix` is the placeholder that gets the bundle's prefix, and
-    `tensors` are the names, in the checkpoint, of the tensors that they read.
-    """
-
-    importing: tuple[str, ...] = ()
-    prefix: str = ""
-    tensors: tuple[str, ...] = ()
+    importing: tuple[str, ...] = ()  # the nodes that restore it
+    prefix: str = ""  # the placeholder that gets the bundle's prefix
+    tensors: tuple[str, ...] = ()  # the names, in the checkpoint, of the tensors that these nodes read
 
 
 NO_STATE = KeptState()
 
 
 class InferenceGraph(Struct, frozen=True):
-    """The graph to serve, cleaned, without values of variables.
-
-    `meta_graph` is a `protos.MetaGraphDef` with a `graph_def` that holds exactly what the signatures need,
-    plus table initialisers; its `signature_def` is complete; it has no saver, devices or collections.
-    `init_op` names the node (NoOp) that initialises tables, None if there are none. `lookups` gives, for
-    each variable by its key, how ids find its rows (a whole one that rows are gathered from is `DIV` over one
-    part); a variable that is missing there is looked up in an unknown way. `objects` is the object graph of
-    the model, whose variables name nodes of the graph (some of which are gone). `layers` has, for each
-    variable of a Keras model by key (also for those that are not served), the places where Keras would look
-    for it (the last one counts): path, dtype, shape, and the layer's name. `tables` are those that are
-    restored; `dynamic_tables` are served from variables, which are among `variables` once their shapes are
-    known. `training` are the parts of the graph that compute as in training. `notes` are for the user who
-    exports. `traced_rows` is the number of rows that the source graph accepts, if it accepts only one
-    number. `foreign` are the operations that stock TensorFlow lacks; `state` is restored by operations of
-    their libraries; `outside` are the operations that reach out of the model.
-    """
+    """The graph to serve, cleaned, without values of variables."""
 
     source: str
-    meta_graph: Proto
+    meta_graph: Proto  # of the nodes that signatures need, initialisers and complete signatures alone
     variables: tuple[GraphVariable, ...]
     assets: tuple[Asset, ...] = ()
-    init_op: str | None = None
+    init_op: str | None = None  # the NoOp that waits for all initialisers
+    # {variable's key: how ids find its rows}; it is unknown for those that are missing.
     lookups: Mapping[str, PartitionStrategy] = field(default_factory=dict)
     tables: tuple[GraphTable, ...] = ()
     training: TrainingMode = field(default_factory=TrainingMode)
-    notes: tuple[str, ...] = ()
-    objects: ObjectGraph | None = None
+    notes: tuple[str, ...] = ()  # for the user who exports
+    objects: ObjectGraph | None = None  # their variables name nodes, some of which are gone
+    # {variable's key: where Keras looks for it in a weights file}; the last place counts.
     layers: Mapping[str, tuple[TensorRef, ...]] = field(default_factory=dict)
-    traced_rows: int | None = None
-    dynamic_tables: tuple[GraphDynamicTable, ...] = ()
-    foreign: tuple[str, ...] = ()
+    traced_rows: int | None = None  # the only number of rows that the source accepts; None if it takes any
+    dynamic_tables: tuple[GraphDynamicTable, ...] = ()  # `variables` has theirs once shapes are known
+    foreign: tuple[str, ...] = ()  # operations that stock TensorFlow lacks
     state: KeptState = NO_STATE
     outside: tuple[Outside, ...] = ()

@@ -20,6 +20,7 @@ from typing import Any
 from msgspec import Struct
 
 _FRAMEWORKS = {"tensorflow", "keras", "tf_keras"}
+# Modules between the scope and the code that opens it.
 _ON_THE_WAY = (
     __name__,
     "contextlib",
@@ -27,7 +28,6 @@ _ON_THE_WAY = (
     "tensorflow.python.util",
     "tensorflow.python.autograph",
 )
-"""Modules between the scope and the code that opens it."""
 
 
 class InitScopes(Struct):

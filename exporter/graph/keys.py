@@ -41,6 +41,8 @@ from exporter.graph.nodes import (
     control_inputs,
     data_inputs,
     endpoint,
+    tensor_behind,
+    through_identities,
 )
 from exporter.graph.servable import called_functions
 from exporter.graph.source_graph import VariableKey
@@ -48,23 +50,16 @@ from exporter.wire import protos
 from exporter.wire.protos import Proto
 
 _ASSIGNED_BY = {
-    "FloorMod": PartitionStrategy.MOD,
-    "Mod": PartitionStrategy.MOD,
-    "TruncateMod": PartitionStrategy.MOD,
+    **dict.fromkeys(("FloorMod", "Mod", "TruncateMod"), PartitionStrategy.MOD),
     "Maximum": PartitionStrategy.DIV,
 }
 _GATHERS = frozenset({"Gather", "GatherV2", "ResourceGather"})
 _SAME_VALUE = frozenset({"Identity", "ReadVariableOp", "RefIdentity"}) | SWITCHES | ENTERS
 _SAME_IDS = frozenset({"Identity", "Cast", "Reshape"}) | SWITCHES | ENTERS
-_MAX_STEPS = 64
 
 
 def lookup_strategies(graph_def: Proto, variables: Iterable[GraphVariable]) -> dict[str, PartitionStrategy]:
-    """The strategy of each variable by its key; unknown ones are left out.
-
-    A whole variable that rows are gathered from counts as `DIV` over one part. `graph_def` may be an
-    inference graph or a whole training graph, with reference or resource variables.
-    """
+    """{variable's key: how its rows are looked up}, without unknown ones; a whole gathered table is DIV."""
     parts: dict[str, list[str]] = {}
     whole: list[GraphVariable] = []
     for variable in variables:
@@ -82,7 +77,7 @@ def lookup_strategies(graph_def: Proto, variables: Iterable[GraphVariable]) -> d
 
 
 def trained_strategies(meta_graph: Proto) -> dict[str, PartitionStrategy]:
-    """The same for every partitioned variable of a MetaGraphDef as the trainer's Saver wrote it."""
+    """{variable's key: how its rows are looked up} for the partitioned variables of a trainer's graph."""
     index = GraphIndex.of(meta_graph)
     parts: dict[str, list[str]] = {}
     for node, key in variable_keys(meta_graph, index).items():
@@ -103,7 +98,7 @@ def _strategies(index: GraphIndex, parts: dict[str, list[str]]) -> dict[str, Par
 
 
 def _gathered_ids(index: GraphIndex, variable: str) -> list[Endpoint]:
-    """The ids by which rows of a part are gathered, one tensor for each gather."""
+    """The tensor of ids of each gather from a variable or a part, whose value other nodes may hand on."""
 
     def readers(name: str, ops: Collection[str]) -> Iterator[str]:
         consumers = index.consumers.get(name, ())
@@ -115,34 +110,22 @@ def _gathered_ids(index: GraphIndex, variable: str) -> list[Endpoint]:
 
 
 def _is_passed_on(index: GraphIndex, variable: str) -> bool:
-    """True if a function takes the variable: its uses there are not followed."""
+    """True if a function takes a variable: its uses there are not followed."""
     readers = {reader for reader, _ in index.consumers.get(variable, ())}
     return any(len(called_functions(index.nodes[reader])) > 1 for reader in readers)
 
 
 def _assignment(index: GraphIndex, ids: Endpoint) -> PartitionStrategy | None:
-    """The strategy by which ids were assigned to the part, None if it is neither of the two."""
-    partition = _origin(index, ids)
+    """The strategy by which a part's ids were assigned to it, None if it is neither of the two."""
+    partition = _origin(index, ids.node)
     if partition is None or partition.op != "DynamicPartition" or len(data_inputs(partition)) < 2:
         return None
-    assigned = _origin(index, data_inputs(partition)[1])
+    assigned = _origin(index, data_inputs(partition)[1].node)
     return _ASSIGNED_BY.get(assigned.op) if assigned is not None else None
 
 
-def _origin(index: GraphIndex, tensor: Endpoint) -> Proto | None:
-    for _ in range(_MAX_STEPS):
-        node = index.nodes.get(tensor.node)
-        if node is None or node.op not in _SAME_IDS or not data_inputs(node):
-            return node
-        tensor = data_inputs(node)[0]
-    return None
-
-
-def variable_names(meta_graph: Proto, index: GraphIndex) -> dict[str, str]:
-    """The name of each variable that the restore function restores, by its handle's node."""
-    objects = saved_objects(meta_graph, index).objects
-    variables = (item.variable for item in objects if item.variable)
-    return {variable.tensor: variable.name for variable in variables if variable.name}
+def _origin(index: GraphIndex, name: str) -> Proto | None:
+    return index.nodes.get(through_identities(index.nodes, name, _SAME_IDS))
 
 
 def saved_objects(meta_graph: Proto, index: GraphIndex) -> ObjectGraph:
@@ -171,7 +154,7 @@ def saved_objects(meta_graph: Proto, index: GraphIndex) -> ObjectGraph:
 
 
 def _captured(meta_graph: Proto, index: GraphIndex) -> dict[int, str]:
-    """The handle of each variable that functions take which the graph calls, by its object's number."""
+    """{variable's object number: its handle's node} for the variables that called functions capture."""
     objects = meta_graph.object_graph_def
     captures = {name: function.bound_inputs for name, function in objects.concrete_functions.items()}
     found = {}
@@ -187,7 +170,7 @@ def _captured(meta_graph: Proto, index: GraphIndex) -> dict[int, str]:
 def _restored_in_function(
     meta_graph: Proto, index: GraphIndex, ops: Collection[str], *, count: int
 ) -> Iterator[tuple[str, list[str]]]:
-    """(handle's node, `count` keys) for each node of these kinds in the restore function."""
+    """(handle's node, `count` keys) for each operation of `ops` in the function that the restore op calls."""
     call = index.nodes.get(endpoint(meta_graph.saver_def.restore_op_name).node)
     function = index.functions.get(attr(call, "f").func.name) if call is not None else None
     if call is None or function is None:
@@ -204,10 +187,7 @@ def _restored_in_function(
 
 
 def _key_of(nodes: dict[str, Proto], restored: dict[str, list[str]], text: str) -> str | None:
-    """The name that RestoreV2 reads for a value such as `Identity_3:output:0`.
-
-    `restored` caches the names by node: one node restores thousands.
-    """
+    """The name that RestoreV2 reads for a value such as `Identity_3:output:0`; None for any other value."""
     name, _, output = text.partition(":")
     node = nodes.get(name)
     if node is not None and node.op == "Identity" and node.input:
@@ -215,7 +195,7 @@ def _key_of(nodes: dict[str, Proto], restored: dict[str, list[str]], text: str) 
         node = nodes.get(name)
     if node is None or node.op != "RestoreV2" or len(node.input) < 2:
         return None
-    if name not in restored:
+    if name not in restored:  # one node restores thousands: its list is read once
         restored[name] = const_texts(nodes.get(node.input[1].partition(":")[0])) or []
     position = output.rpartition(":")[2]
     if not position.isdecimal() or int(position) >= len(restored[name]):
@@ -237,25 +217,25 @@ _PASS_THROUGH = frozenset({"Identity", "Reshape", "Cast"})
 
 
 def variable_keys(meta_graph: Proto, index: GraphIndex) -> dict[str, VariableKey]:
-    """The key of every variable, by its node's name.
-
-    In a graph made by sessions a checkpoint name is the node's name; in an object-based SavedModel the
-    object's, or the handle's `shared_name`.
-    """
+    """{variable's node: the name and box by which a checkpoint stores it}."""
+    # In a graph made by sessions a checkpoint name is the node's name; in an object-based SavedModel the
+    # object's, or the handle's `shared_name`.
     has_objects = meta_graph.HasField("object_graph_def")
-    own_names = variable_names(meta_graph, index) if has_objects else {}
+    objects = saved_objects(meta_graph, index).objects if has_objects else ()
+    own_names = {item.variable.tensor: item.variable.name for item in objects if item.variable}
     keys = {}
     for node in index.nodes.values():
         if node.op in VARIABLE_OPS:
             shared = attr_text(node, "shared_name") if has_objects else ""
             keys[node.name] = VariableKey(own_names.get(node.name) or shared or node.name)
     keys |= {node: key for node, key in _from_collections(meta_graph) if node in keys}
-    keys |= {node: key for node, key in _from_saver(meta_graph, index) if node in keys}
+    restored = _from_restore(meta_graph, index, _ASSIGNS, count=1)
+    keys |= {node: key for node, (key,) in restored if node in keys}
     return keys
 
 
 def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, VariableKey]]:
-    """Parts of partitioned variables (source: tensorflow/core/framework/variable.proto)."""
+    """(node, key with box) for each part of a variable (source: tensorflow/core/framework/variable.proto)."""
     for variable in collected_variables(meta_graph, _COLLECTIONS):
         info = variable.save_slice_info_def
         if info.full_name:
@@ -264,7 +244,7 @@ def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, VariableKey]]:
 
 
 def collected_variables(meta_graph: Proto, collections: Iterable[str]) -> Iterator[Proto]:
-    """The `VariableDef`s in these collections, some of which a graph may not have."""
+    """Yield the `VariableDef`s in those of these collections that a graph has."""
     for name in collections:
         if name not in meta_graph.collection_def:
             continue
@@ -273,16 +253,10 @@ def collected_variables(meta_graph: Proto, collections: Iterable[str]) -> Iterat
                 yield protos.VariableDef.FromString(serialized)
 
 
-def _from_saver(meta_graph: Proto, index: GraphIndex) -> Iterator[tuple[str, VariableKey]]:
-    """The key of each variable that the Saver's restore nodes assign."""
-    for node, (key,) in _from_restore(meta_graph, index, _ASSIGNS, count=1):
-        yield node, key
-
-
 def restored_names(
     meta_graph: Proto, index: GraphIndex, ops: Collection[str], *, count: int
 ) -> Iterator[tuple[str, list[str]]]:
-    """Each node that the Saver's nodes of these kinds restore, and the names of its `count` tensors."""
+    """(handle's node, names of its `count` tensors) for each operation of `ops` under the restore op."""
     for node, keys in _from_restore(meta_graph, index, ops, count=count):
         yield node, [key.key for key in keys]
     yield from _restored_in_function(meta_graph, index, ops, count=count)
@@ -291,51 +265,30 @@ def restored_names(
 def _from_restore(
     meta_graph: Proto, index: GraphIndex, ops: Collection[str], *, count: int
 ) -> Iterator[tuple[str, list[VariableKey]]]:
+    """(handle's node, its `count` keys) for each operation of `ops` that the restore op waits for."""
     restore = endpoint(meta_graph.saver_def.restore_op_name).node
     restored: dict[str, list[VariableKey]] = {}
-    for node in _restoring(index, restore, ops):
-        inputs = data_inputs(node)
-        sources = [_restored_from(index, tensor) for tensor in inputs[1 : count + 1]]
-        found = []
-        for source in sources:
-            if source is None:
-                break
-            if source.node not in restored:  # one node restores all that a server holds: read its lists once
-                restored[source.node] = _restored_by(index, source.node)
-            found += restored[source.node][source.output : source.output + 1]
-        if len(found) == count:
-            yield inputs[0].node, found
-
-
-def _restored_by(index: GraphIndex, node: str) -> list[VariableKey]:
-    """The names that a restore node reads, in the order of its outputs."""
-    names, boxes = (_strings(index, node, position) for position in (1, 2))
-    return [VariableKey(name, parse_slice_spec(box)) for name, box in zip(names, boxes, strict=False)]
-
-
-def _restoring(index: GraphIndex, restore: str, ops: Collection[str]) -> list[Proto]:
-    """The nodes of these kinds that a restore op waits for."""
 
     def before(name: str) -> list[str]:
         node = index.nodes.get(name)
         return control_inputs(node) if node is not None and node.op not in ops else []
 
-    nodes = (index.nodes.get(name) for name in closure([restore], before))
-    return [node for node in nodes if node is not None and node.op in ops]
+    def keys(source: Endpoint) -> list[VariableKey]:
+        if source.node not in index.nodes or index.nodes[source.node].op != "RestoreV2":
+            return []
+        if source.node not in restored:  # one node restores all that a server holds: its lists are read once
+            names, boxes = (_strings(index, source.node, position) for position in (1, 2))
+            pairs = zip(names, boxes, strict=False)
+            restored[source.node] = [VariableKey(name, parse_slice_spec(box)) for name, box in pairs]
+        return restored[source.node][source.output : source.output + 1]
 
-
-def _restored_from(index: GraphIndex, tensor: Endpoint) -> Endpoint | None:
-    for _ in range(8):
-        node = index.nodes.get(tensor.node)
-        if node is None:
-            return None
-        if node.op == "RestoreV2":
-            return tensor
-        inputs = data_inputs(node)
-        if node.op not in _PASS_THROUGH or not inputs:
-            return None
-        tensor = inputs[0]
-    return None
+    for node in (index.nodes.get(name) for name in closure([restore], before)):
+        if node is not None and node.op in ops:
+            inputs = data_inputs(node)
+            sources = (tensor_behind(index.nodes, tensor, _PASS_THROUGH) for tensor in inputs[1 : count + 1])
+            found = [key for source in sources for key in keys(source)]
+            if len(found) == count:
+                yield inputs[0].node, found
 
 
 def _strings(index: GraphIndex, node: str, position: int) -> list[str]:
@@ -345,7 +298,7 @@ def _strings(index: GraphIndex, node: str, position: int) -> list[str]:
 
 
 def parse_slice_spec(text: str) -> SliceSpec | None:
-    """RestoreV2's `"6 4 0,3:-"` as a box, None for a whole tensor or for anything else.
+    """RestoreV2's `"6 4 0,3:-"` as a box; None for "", a whole tensor, and for anything else.
 
     Source: tensorflow/core/framework/tensor_slice.h.
     """

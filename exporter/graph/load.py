@@ -96,10 +96,8 @@ def load_source(request: GraphRequest) -> SourceGraph:
 
 
 def run_builders_once() -> GraphSource:
-    """A source of graphs that runs a builder once, however often it is called.
-
-    A second run would be slow, and wrong: Keras numbers layers through the whole process.
-    """
+    """A `load_source` that runs a builder once for equal requests, and keeps its graph."""
+    # A second run would be slow, and wrong: Keras numbers layers through the whole process.
     built: list[tuple[GraphRequest, SourceGraph]] = []
 
     def load(request: GraphRequest) -> SourceGraph:
@@ -115,6 +113,7 @@ def run_builders_once() -> GraphSource:
 
 
 def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
+    """The graph of the model that a Keras archive describes."""
     from exporter.graph.archived_model import archive_builder
     from exporter.graph.builder import load_builder
     from exporter.graph.sources import importable
@@ -134,7 +133,7 @@ def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
 
 
 def _load_model(request: GraphRequest) -> SourceGraph:
-    """The graph of a Keras model of this program."""
+    """The graph of a Keras model of this program, built once more."""
     from exporter.graph.archived_model import model_builder
     from exporter.graph.builder import load_builder
 
@@ -145,6 +144,7 @@ def _load_model(request: GraphRequest) -> SourceGraph:
 
 
 def _load_path(path: Path, request: GraphRequest) -> SourceGraph:
+    """The graph of a `.meta` file or a SavedModel."""
     if not path.is_dir():
         return load_metagraph(path, request)
     if not is_saved_model(path):
@@ -157,7 +157,7 @@ def _load_path(path: Path, request: GraphRequest) -> SourceGraph:
 
 
 def _meant(path: Path) -> str:
-    """A hint with the model that the user probably meant; "" if it cannot be guessed."""
+    """A hint with the path that the user probably meant; "" if none is like it."""
     found = path if path.exists() else nearest(path)
     if found is None and path.name.isdecimal() and path.parent.is_dir():
         found = path.parent  # a version that is not there, or no longer

@@ -28,13 +28,12 @@ from exporter.graph.feeds import hands_over_batches, parse_feeds
 from exporter.graph.functions import callers
 from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.graph.keys import VARIABLE_OPS, variable_keys
+from exporter.graph.lookup_tables import add_init_op, table_keys, use_resource_tables
 from exporter.graph.nodes import Endpoint, GraphIndex, all_before, closure, data_inputs
-from exporter.graph.old_tables import use_resource_tables
 from exporter.graph.recording_nodes import without_recording
 from exporter.graph.servable import called_functions, changes_state, refusal
 from exporter.graph.signatures import (
     SignatureEnds,
-    SignatureSpec,
     check_signatures,
     collection_spec,
     drop_internal,
@@ -44,7 +43,6 @@ from exporter.graph.signatures import (
     set_signatures,
 )
 from exporter.graph.source_graph import GraphRequest, SourceGraph
-from exporter.graph.tables import add_init_op, table_keys
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import quoted
 from exporter.tables.geometry import PARTS
@@ -72,7 +70,7 @@ _NO_OUTPUT = re.compile(
 
 
 def load_metagraph(path: Path, request: GraphRequest) -> SourceGraph:
-    """The graph of a `.meta` file with the signatures asked for, else those in it."""
+    """The graph of a `.meta` file, with the request's signatures, else its own; refuses AutoDist's graphs."""
     meta_graph = read_metagraph(path)
     if is_autodist(meta_graph):
         raise NotServable(
@@ -84,7 +82,7 @@ def load_metagraph(path: Path, request: GraphRequest) -> SourceGraph:
 
 
 def is_autodist(meta_graph: Proto) -> bool:
-    """True for a graph that AutoDist has transformed, which no checkpoint fits."""
+    """True for a graph that AutoDist has transformed: no checkpoint fits it."""
     return any(node.name.startswith(AUTODIST_SCOPE) for node in meta_graph.graph_def.node)
 
 
@@ -104,7 +102,7 @@ def read_metagraph(path: Path) -> Proto:
 
 
 def read_graph_file(path: Path) -> bytes:
-    """The bytes of a graph's file."""
+    """The bytes of a graph's file; CorruptFile above 2 GiB, OSError if it cannot be read."""
     try:
         return read_regular(path, MAX_MESSAGE_BYTES)
     except OSError as error:
@@ -116,16 +114,13 @@ def read_graph_file(path: Path) -> bytes:
 
 
 def readable_version(text: str) -> str:
-    """A version of TensorFlow as `tf.saved_model.load` can parse it (PEP 440), without a fork's suffix.
-
-    `1.15.5-deeprec2402` gives `1.15.5`, `0.12.head` gives `0.12`; "" if nothing is left.
-    """
+    """A version that `tf.saved_model.load` can parse: `1.15.5` of `1.15.5-deeprec2402`; "" if none."""
     found = _VERSION.match(text)
     return "" if found is None else found[0] if found.end() == len(text) else found["release"]
 
 
 def parse_message(kind: str, data: bytes, path: Path, *, is_text: bool, nonempty: str) -> Proto:
-    """A protocol buffer of the private pool from a file's bytes; its field `nonempty` must be set."""
+    """A message of the private pool from a file's bytes; CorruptFile if its field `nonempty` is not set."""
     message = protos.message_class(kind)()
     try:
         if is_text:
@@ -134,20 +129,16 @@ def parse_message(kind: str, data: bytes, path: Path, *, is_text: bool, nonempty
             message.ParseFromString(data)
     except (DecodeError, text_format.ParseError, UnicodeDecodeError) as error:
         raise CorruptFile(f"{path} holds no {kind}", cause=str(error)) from error
-    if not _has(message, nonempty):
+    if not any(descriptor.name == nonempty for descriptor, _ in message.ListFields()):
         raise CorruptFile(f"{path} holds no {kind}", cause=f"it has no {nonempty}, or is cut off")
     return message
 
 
-def _has(message: Proto, field: str) -> bool:
-    return any(descriptor.name == field for descriptor, _ in message.ListFields())
-
-
 def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, directory: Path) -> SourceGraph:
-    """A source graph with the request's signatures, else those of the collections, else its own."""
+    """A source graph, made of `meta_graph` in place, with the request's signatures, else its own."""
     index = GraphIndex.of(meta_graph)
     drop_internal(meta_graph)
-    specs = requested_specs(request) or _own_specs(meta_graph)
+    specs = requested_specs(request) or [*filter(None, [collection_spec(meta_graph)])]
     notes: list[str] = []
     if specs:
         specs = parse_examples(meta_graph, index, specs)
@@ -177,11 +168,6 @@ def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, dir
     )
 
 
-def _own_specs(meta_graph: Proto) -> list[SignatureSpec]:
-    spec = collection_spec(meta_graph)
-    return [spec] if spec is not None else []
-
-
 def _nothing_to_serve(index: GraphIndex, label: str) -> UsageError:
     """The error for a graph without signatures; it suggests inputs and outputs."""
     placeholders = [node.name for node in input_placeholders(index)]
@@ -199,7 +185,7 @@ def _listed(names: list[str]) -> str:
 
 
 def check_addons(meta_graph: Proto, index: GraphIndex, label: str) -> None:
-    """Check that a signature, or the graph if it has none, does without TFRA's operations."""
+    """Refuse a graph all of whose signatures (if it has none: the graph itself) need TFRA's operations."""
     bodies = (name for name, body in index.functions.items() if any(map(_is_addons, body.node_def)))
     calling = callers(index.functions, bodies)
     own = {name for name, node in index.nodes.items() if _is_addons(node) or called_functions(node) & calling}
@@ -216,7 +202,7 @@ def _is_addons(node: Proto) -> bool:
 
 
 def marked_tables(graph_def: Proto) -> tuple[GraphDynamicTable, ...]:
-    """The dynamic tables that `exporter.tables` marked, by attributes of their variables' nodes."""
+    """The dynamic tables that `exporter.tables` marked by attributes of their variables' nodes."""
     found: dict[str, dict[str, Proto]] = {}
     for node in graph_def.node:
         if PART in node.attr and node.op == "VarHandleOp":
@@ -225,6 +211,7 @@ def marked_tables(graph_def: Proto) -> tuple[GraphDynamicTable, ...]:
 
 
 def _table(name: str, nodes: dict[str, Proto]) -> GraphDynamicTable:
+    """The dynamic table of these variables' nodes, by part."""
     if set(nodes) != set(PARTS) or DEFAULTS not in nodes[PARTS[-1]].attr:
         raise GraphError(
             f"dynamic table {name!r} has the variables {', '.join(sorted(nodes))}",
@@ -244,7 +231,7 @@ def _table(name: str, nodes: dict[str, Proto]) -> GraphDynamicTable:
 
 
 def input_placeholders(index: GraphIndex) -> list[Proto]:
-    """The placeholders that may be inputs, in the graph's order."""
+    """The placeholders that may be inputs, in the graph's order; those of a Saver's file name may not."""
     nodes = [node for node in index.nodes.values() if node.op.startswith("Placeholder")]
     return [node for node in nodes if not _is_a_savers(index, node.name)]
 
@@ -253,11 +240,8 @@ def likely_outputs(index: GraphIndex) -> list[Endpoint]:
     """Tensors that look like a model's outputs, the likeliest first; none if no variable is used."""
     forward = _computed_from_inputs(index)
     values = _variables_values(index)
-    using = {
-        name
-        for name in forward
-        if not values.isdisjoint(_sources(index, name)) and index.shape(Endpoint(name, 0)) != ()
-    }  # a scalar is a loss with its regularisation
+    reading = (name for name in forward if not values.isdisjoint(_sources(index, name)))
+    using = {name for name in reading if index.shape(Endpoint(name, 0)) != ()}  # () is a regularised loss
     followed = _before(index, using, forward)
     last = [name for name in using if name not in followed]
     after = _after(index, last, forward)
@@ -282,7 +266,7 @@ def _is_a_savers(index: GraphIndex, name: str) -> bool:
 
 
 def _computed_from_inputs(index: GraphIndex) -> set[str]:
-    """The nodes of the forward pass and of the losses after it."""
+    """The nodes computed from inputs, without training's: the forward pass, and losses after it."""
     reached = {
         name
         for name in _after(index, _inputs(index), index.nodes)
@@ -293,7 +277,7 @@ def _computed_from_inputs(index: GraphIndex) -> set[str]:
 
 
 def _updates(index: GraphIndex, nodes: set[str]) -> set[str]:
-    """The nodes that only compute new values of variables."""
+    """The names among `nodes` of those that are read only to compute new values of variables."""
     readers = {name: [reader for reader, _ in index.consumers[name]] for name in nodes}
     left = {name: sum(not changes_state(index.nodes[r].op) for r in found) for name, found in readers.items()}
     pending = [name for name, found in readers.items() if found and not left[name]]
@@ -307,7 +291,7 @@ def _updates(index: GraphIndex, nodes: set[str]) -> set[str]:
 
 
 def _variables_values(index: GraphIndex) -> set[str]:
-    """Variables, and the nodes that are computed from them alone: reads, and joined partitions."""
+    """The variables, and the nodes that are computed from them alone: reads, and joined partitions."""
     variables = [name for name, node in index.nodes.items() if node.op in VARIABLE_OPS or node.op == HANDLE]
     fed = {*_after(index, _inputs(index), index.nodes)}
     return {*_after(index, variables, index.nodes.keys() - fed)}
@@ -319,13 +303,13 @@ def _inputs(index: GraphIndex) -> list[str]:
 
 
 def _after(index: GraphIndex, start: Iterable[str], among: Iterable[str]) -> list[str]:
-    """The given nodes and all nodes that depend on them, nearest first."""
+    """The nodes `start`, and all `among` others that depend on them, nearest first."""
     among = {*among}
     return [*closure(start, lambda name: (reader for reader, _ in index.consumers[name] if reader in among))]
 
 
 def _before(index: GraphIndex, start: Iterable[str], among: set[str]) -> set[str]:
-    """All nodes that the given nodes are computed from, within `among`."""
+    """All nodes `among` others that the nodes `start` are computed from, through these alone."""
 
     def before(name: str) -> Iterator[str]:
         return (source for source in _sources(index, name) if source in among)

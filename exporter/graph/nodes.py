@@ -1,21 +1,11 @@
 """The nodes of a graph: read, walk, make and rename them, without TensorFlow (`exporter.wire.protos`).
 
-*Query* (`GraphIndex`): nodes by name, a tensor's dtype and shape, attributes. The dtypes of an operation's
-outputs come from the OpDefs that every MetaGraphDef has (`meta_info_def.stripped_op_list`), and from the
-signatures of the function library.
-
-*Walk* (`reach`): all nodes that a set of nodes depends on, and the way back for error messages.
-
 *Control edges* (`Pivots`). In a graph of Switch, Merge, Enter and Exit a node without data inputs (a
 constant, a random number) is bound to its branch or loop by a control edge alone; every other node by its
 inputs. So of all control edges just one for each node without data inputs matters, and it may come from any
 node of the same branch or iteration: its *pivot*. All others only order side effects, which an inference
 graph does not have. (Source: tensorflow/python/ops/control_flow_ops.py, `_AddOpInternal` of `CondContext` and
 of `WhileContext`.)
-
-*Make* (`new_node`): nodes with attributes from Python values, under free names.
-
-*Bodies* (`Body`): one view of the nodes of a graph and of a function.
 """
 
 from __future__ import annotations
@@ -35,15 +25,15 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 from exporter.wire.tensor_proto import fill, to_array
 
-_REF = 100
-"""DT_FLOAT_REF is DT_FLOAT + 100, and so on (source: tensorflow/core/framework/types.proto)."""
+_REF = 100  # DT_FLOAT_REF is DT_FLOAT + 100, and so on (source: tensorflow/core/framework/types.proto)
 
+# In the order in which they are asked: a Cast has SrcT and DstT, and gives DstT.
 _TYPE_ATTRS = ("dtype", "T", "Tparams", "out_type", "output_type", "DstT", "SrcT")
 _TYPE_LIST_ATTRS = ("Tout", "output_types", "component_types", "dtypes", "_output_types")
 
 
 class Endpoint(NamedTuple):
-    """One output of one node, written `node:output`; -1 stands for a control edge."""
+    """One output of one node, written `node:output`; output -1 is a control edge."""
 
     node: str
     output: int
@@ -53,13 +43,13 @@ class Endpoint(NamedTuple):
 
     @property
     def as_input(self) -> str:
-        """The text by which a NodeDef names it: output 0 is the bare node name."""
+        """Its text among a NodeDef's inputs: the bare node's name for output 0."""
         return str(self) if self.output else self.node
 
 
-@lru_cache(maxsize=1 << 17)
+@lru_cache(maxsize=1 << 17)  # walks parse the same inputs again; graphs have some ten thousand of them
 def endpoint(text: str) -> Endpoint:
-    """`conv/Relu:1`, `conv/Relu` or a control input `^conv/Relu` as a value."""
+    """Parse an input of a GraphDef's node: `conv/Relu:1`, `conv/Relu` or the control input `^conv/Relu`."""
     if text.startswith("^"):
         return Endpoint(text[1:], -1)
     name, colon, index = text.rpartition(":")
@@ -68,18 +58,37 @@ def endpoint(text: str) -> Endpoint:
     return Endpoint(text, 0)
 
 
+def node_of(text: str) -> str:
+    """The node (or a function's argument) that an input names, in a GraphDef or a FunctionDef."""
+    return text.removeprefix("^").partition(":")[0]
+
+
+def input_names(node: Proto) -> list[str]:
+    """The data inputs of a node as it spells them, in order; control inputs come after them."""
+    return [text for text in node.input if not text.startswith("^")]
+
+
 def data_inputs(node: Proto) -> list[Endpoint]:
-    """The tensors a node reads, in order."""
+    """The tensors that a node of a GraphDef reads, in order."""
     return [endpoint(text) for text in node.input if not text.startswith("^")]
 
 
 def control_inputs(node: Proto) -> list[str]:
-    """The nodes that a node waits for without reading them."""
+    """The nodes that a node waits for by control edges."""
     return [text[1:] for text in node.input if text.startswith("^")]
 
 
+def readers_of(nodes: Iterable[Proto], *, waiting: bool = False) -> dict[str, list[Proto]]:
+    """The readers of each node's outputs, by its name; with `waiting` also those bound by control edges."""
+    readers: dict[str, list[Proto]] = {}
+    for node in nodes:
+        for text in node.input if waiting else input_names(node):
+            readers.setdefault(node_of(text), []).append(node)
+    return readers
+
+
 def base_dtype(number: int) -> DType:
-    """The type of a tensor, also if a node outputs a reference to it."""
+    """The DType of an enum's number; a reference type (DT_FLOAT_REF) becomes its base type."""
     try:
         return DType(number - _REF if number > _REF else number)
     except ValueError:
@@ -92,12 +101,12 @@ def _absent() -> Proto:
 
 
 def attr(node: Proto, name: str) -> Proto:
-    """An attribute's AttrValue, for reading; an empty one if the node lacks the attribute."""
+    """An attribute's AttrValue, for reading alone; a shared empty one if the node lacks the attribute."""
     return node.attr.get(name) or _absent()  # reading a map field by [] would insert the key
 
 
 def attr_dtype(node: Proto, name: str) -> DType | None:
-    """A type attribute."""
+    """A type attribute's DType, None if absent."""
     number = attr(node, name).type
     return base_dtype(number) if number else None
 
@@ -108,13 +117,13 @@ def attr_text(node: Proto, name: str) -> str:
 
 
 def attr_shape(node: Proto, name: str = "shape") -> tuple[int, ...] | None:
-    """A shape attribute as `shape_of` gives it, None if absent."""
+    """A shape attribute as `shape_of` gives it; None if absent or of unknown rank."""
     value = attr(node, name)
     return shape_of(value.shape) if value.HasField("shape") else None
 
 
 def shape_of(shape: Proto) -> tuple[int, ...] | None:
-    """A TensorShapeProto as a tuple with -1 for unknown lengths, None for an unknown rank."""
+    """A TensorShapeProto as a tuple, with -1 for unknown lengths; None for an unknown rank."""
     return None if shape.unknown_rank else tuple(dim.size for dim in shape.dim)
 
 
@@ -127,7 +136,7 @@ def shape_proto(shape: tuple[int, ...] | None) -> Proto:
 
 
 def const_value(node: Proto | None) -> np.ndarray | None:
-    """The value of a Const; None for any other node, and if it is damaged or too large when filled."""
+    """The value of a Const; None for any other node, and for one that is damaged or fills above 8 MiB."""
     if node is None or node.op != "Const":
         return None
     try:
@@ -137,30 +146,46 @@ def const_value(node: Proto | None) -> np.ndarray | None:
 
 
 def const_texts(node: Proto | None) -> list[str] | None:
-    """The strings of a Const, None for anything else."""
+    """The strings of a Const of strings, flattened; None for any other node."""
     value = const_value(node)
     if value is None or value.dtype != object:
         return None
     return [text.decode("utf-8", "surrogateescape") for text in value.ravel()]
 
 
-def through_identities(nodes: Mapping[str, Proto], name: str) -> str:
-    """The node behind Identity nodes; a node that is not an Identity itself."""
-    for _ in range(_MAX_IDENTITIES):
+_PASSES_ON = frozenset({"Identity"})
+
+
+def through_identities(nodes: Mapping[str, Proto], text: str, ops: Collection[str] = _PASSES_ON) -> str:
+    """The node or argument whose value an input is: follow first inputs back through nodes of these `ops`."""
+    name = node_of(text)
+    for _ in range(_MAX_IDENTITIES):  # a damaged graph may have a circle of them
         node = nodes.get(name)
-        if node is None or node.op != "Identity" or not node.input:
+        if node is None or node.op not in ops or not node.input:
             break
-        name = endpoint(node.input[0]).node
+        name = node_of(node.input[0])
     return name
 
 
+def tensor_behind(
+    nodes: Mapping[str, Proto], tensor: Endpoint, ops: Collection[str] = _PASSES_ON
+) -> Endpoint:
+    """The tensor that a tensor of a GraphDef is handed on from by nodes of these `ops`, with its output."""
+    for _ in range(_MAX_IDENTITIES):
+        node = nodes.get(tensor.node)
+        if node is None or node.op not in ops or not data_inputs(node):
+            break
+        tensor = data_inputs(node)[0]
+    return tensor
+
+
 _MAX_IDENTITIES = 32
-_MAX_FILLED_BYTES = 8 << 20
-_MAX_OUTPUTS = 1 << 20
+_MAX_FILLED_BYTES = 8 << 20  # a few bytes of a Const may fill any shape: see `wire.tensor_proto`
+_MAX_OUTPUTS = 1 << 20  # an attribute of a damaged graph could claim as many as memory holds
 
 
 class GraphIndex:
-    """A GraphDef with its nodes by name; the answers are computed once.
+    """A GraphDef with its nodes by name, and the OpDefs that give outputs their dtypes.
 
     Raises:
         GraphError: two nodes of one name, or a node without a name or an operation.
@@ -187,7 +212,7 @@ class GraphIndex:
 
     @cached_property
     def consumers(self) -> dict[str, list[tuple[str, int]]]:
-        """For each node the readers of its outputs, as (consumer, position among the consumer's inputs)."""
+        """The (consumer, position among its data inputs) of each node's outputs, by the node's name."""
         readers: dict[str, list[tuple[str, int]]] = {name: [] for name in self.nodes}
         for node in self.nodes.values():
             for position, source in enumerate(data_inputs(node)):
@@ -196,7 +221,7 @@ class GraphIndex:
         return readers
 
     def resolve(self, text: str, role: str) -> Endpoint:
-        """The tensor that a user named; a bare operation name means its output 0."""
+        """The tensor that a user named (a node: its output 0), or UnknownTensor with the nearest names."""
         found = endpoint(text)
         node = self.nodes.get(found.node)
         if node is None or found.output < 0:
@@ -212,7 +237,7 @@ class GraphIndex:
         return found
 
     def nearest(self, text: str, count: int = 5) -> list[str]:
-        """Tensor names like `text`; names that contain its last component come first."""
+        """At most `count` tensor names like `text`: similar ones, then those with its last component."""
         import difflib
 
         name = endpoint(text).node
@@ -223,11 +248,11 @@ class GraphIndex:
         return [f"{known}:0" for known in [*dict.fromkeys([*similar, *holding])][:count]]
 
     def op_def(self, op: str) -> Proto | None:
-        """The graph's own description of an operation, or a function's signature."""
+        """The OpDef that the graph has for an operation, or a function's signature; None if it has none."""
         return self._op_defs.get(op)
 
     def output_dtypes(self, node: Proto) -> list[DType] | None:
-        """The types of a node's outputs, None if neither OpDefs nor attributes give them."""
+        """The dtypes of a node's outputs, None if neither OpDefs nor attributes give them."""
         op_def = self._op_defs.get(node.op)
         if op_def is None:
             return _guessed_dtypes(node)
@@ -237,7 +262,7 @@ class GraphIndex:
         return found
 
     def dtype(self, tensor: Endpoint) -> DType:
-        """A tensor's element type."""
+        """A tensor's dtype, or GraphError if the graph does not describe the operation."""
         dtypes = self.output_dtypes(self.nodes[tensor.node])
         if dtypes is None or tensor.output >= len(dtypes):
             op = self.nodes[tensor.node].op
@@ -248,7 +273,7 @@ class GraphIndex:
         return dtypes[tensor.output]
 
     def shape(self, tensor: Endpoint) -> tuple[int, ...] | None:
-        """A tensor's shape with -1 for unknown lengths; None if its rank is unknown."""
+        """A tensor's recorded shape, with -1 for unknown lengths; None if its rank is unknown."""
         node = self.nodes[tensor.node]
         recorded = attr(node, "_output_shapes" if "_output_shapes" in node.attr else "output_shapes")
         if tensor.output < len(recorded.list.shape):
@@ -257,7 +282,7 @@ class GraphIndex:
 
 
 def _argument_dtypes(node: Proto, op_def: Proto, argument: Proto) -> list[DType]:
-    """The types of one output argument: one, `number_attr` equal ones, or a list of them."""
+    """The dtypes of one output argument: one, `number_attr` equal ones, or a list of them."""
     if argument.type_list_attr:
         types = _attr_or_default(node, op_def, argument.type_list_attr)
         return [base_dtype(number) for number in types.list.type] if types is not None else []
@@ -274,7 +299,7 @@ def _argument_dtypes(node: Proto, op_def: Proto, argument: Proto) -> list[DType]
 
 
 def _attr_or_default(node: Proto, op_def: Proto, name: str) -> Proto | None:
-    """An attribute, or its default: a MetaGraph may be written without attributes of default values."""
+    """An attribute, or its OpDef's default, which MetaGraphs may leave out; None if there is neither."""
     if name in node.attr:
         return attr(node, name)
     return next((a.default_value for a in op_def.attr if a.name == name), None)
@@ -298,7 +323,7 @@ ItemT = TypeVar("ItemT", bound=Hashable)
 
 
 def closure(start: Iterable[ItemT], following: Callable[[ItemT], Iterable[ItemT]]) -> dict[ItemT, None]:
-    """The names `start` and all that are reached from them by `following`, nearest first."""
+    """The items `start` and all that `following` leads to from them, nearest first, each once."""
     found = dict.fromkeys(start)
     pending = deque(found)
     while pending:
@@ -310,13 +335,10 @@ def closure(start: Iterable[ItemT], following: Callable[[ItemT], Iterable[ItemT]
 
 
 class Reached(Struct, frozen=True):
-    """The needed nodes, nearest to the outputs first; `inputs` has theirs without needless control edges.
+    """The nodes that outputs need, nearest to the outputs first."""
 
-    `toward_output` leads from each node one step back to a node that needs it.
-    """
-
-    inputs: Mapping[str, tuple[str, ...]]
-    toward_output: Mapping[str, str | None]
+    inputs: Mapping[str, tuple[str, ...]]  # each node's inputs, without needless control edges
+    toward_output: Mapping[str, str | None]  # for each node one that needs it; None where the search began
 
     def path(self, name: str) -> str:
         """The path from an output to a node, for an error message; a long one is cut in the middle."""
@@ -337,10 +359,7 @@ def reach(
     replaced: Mapping[Endpoint, Endpoint] | None = None,
     given: Collection[Endpoint] = (),
 ) -> Reached:
-    """All nodes that the nodes `roots` need. `replaced` maps tensors to those to read instead.
-
-    The search stops at the tensors `given`.
-    """
+    """All nodes that `roots` need, with tensors `replaced` by others; the search stops at those `given`."""
     pivots = Pivots(nodes)
     replaced = replaced or {}
     inputs: dict[str, tuple[str, ...]] = {}
@@ -350,7 +369,7 @@ def reach(
         name = pending.popleft()
         needed = pivots.needed_inputs(nodes[name])
         if replaced:
-            needed = [_redirected(text, replaced) for text in needed]
+            needed = [replaced[t].as_input if (t := endpoint(text)) in replaced else text for text in needed]
         inputs[name] = tuple(needed)
         for text in needed:
             tensor = endpoint(text)
@@ -372,10 +391,7 @@ def reach(
 def all_before(
     nodes: Mapping[str, Proto], tensors: Iterable[Endpoint], given: Collection[Endpoint] = ()
 ) -> dict[str, None]:
-    """Every node that runs for some tensors, including those that are only waited for, nearest first.
-
-    The search stops at the tensors `given`; names that the graph lacks are skipped.
-    """
+    """Every node that runs for some tensors, also those only waited for, nearest first; stops at `given`."""
     found: dict[str, None] = {}
     pending = deque(tensors)
     while pending:
@@ -387,13 +403,8 @@ def all_before(
     return found
 
 
-def _redirected(text: str, replaced: Mapping[Endpoint, Endpoint]) -> str:
-    target = replaced.get(endpoint(text))
-    return text if target is None else target.as_input
-
-
 def check_acyclic(nodes: Mapping[str, Proto], reached: Reached) -> None:
-    """Refuse a graph whose data flow has a cycle outside of TF1 loops, which TensorFlow could not run."""
+    """Raise GraphError for a cycle outside of TF1 loops, which TensorFlow could not run."""
     waits_for = {name: forward_sources(nodes, name, texts) for name, texts in reached.inputs.items()}
     try:
         TopologicalSorter(waits_for).prepare()
@@ -407,7 +418,7 @@ def check_acyclic(nodes: Mapping[str, Proto], reached: Reached) -> None:
 
 
 def forward_sources(nodes: Mapping[str, Proto], name: str, inputs: Iterable[str]) -> set[str]:
-    """The nodes that a node waits for, without the edge from NextIteration to Merge that closes a loop."""
+    """The nodes of these inputs, without the edge from NextIteration to Merge that closes a loop."""
     sources = {endpoint(text).node for text in inputs}
     if nodes[name].op in MERGES:
         return {source for source in sources if nodes[source].op not in NEXT_ITERATIONS}
@@ -415,7 +426,7 @@ def forward_sources(nodes: Mapping[str, Proto], name: str, inputs: Iterable[str]
 
 
 def waited_for(nodes: Mapping[str, Proto], names: Iterable[str]) -> list[str]:
-    """These nodes, each NoOp (which groups others) replaced by the nodes that it waits for."""
+    """The nodes `names`, each NoOp (a group) replaced by those that it waits for, in no given order."""
     pending, found, seen = [*names], list[str](), set[str]()
     while pending:
         name = pending.pop()
@@ -434,8 +445,13 @@ MERGES = frozenset({"Merge", "RefMerge"})
 ENTERS = frozenset({"Enter", "RefEnter"})
 EXITS = frozenset({"Exit", "RefExit"})
 NEXT_ITERATIONS = frozenset({"NextIteration", "RefNextIteration"})
-_MAX_NESTED = 64
+_MAX_NESTED = 64  # conditionals that are followed by recursion: Python's stack ends at 1,000 calls
 _FRAME_BOUND = ENTERS | NEXT_ITERATIONS | {"LoopCond"}
+
+
+def has_control_flow(nodes: Mapping[str, Proto]) -> bool:
+    """True if a graph or function has Switch or Enter, where control edges bind nodes to branches."""
+    return any(node.op in SWITCHES or node.op in ENTERS for node in nodes.values())
 
 
 class Pivots:
@@ -444,11 +460,11 @@ class Pivots:
     def __init__(self, nodes: Mapping[str, Proto]) -> None:
         self._nodes = nodes
         self._outside: set[str] = set()
-        self._is_plain = not any(node.op in SWITCHES or node.op in ENTERS for node in nodes.values())
+        self._is_plain = not has_control_flow(nodes)
 
     def needed_inputs(self, node: Proto) -> list[str]:
-        """A node's inputs without the control edges that do not affect its outputs."""
-        data = [text for text in node.input if not text.startswith("^")]
+        """A node's data inputs; for one without any, the control edge from its pivot, if it has one."""
+        data = input_names(node)
         if data or self._is_plain:
             return data
         pivot = self._first_pivot(control_inputs(node))
@@ -479,7 +495,7 @@ class Pivots:
         return node.op not in SWITCHES and node.op not in EXITS and bool(ops & SWITCHES)
 
     def _same_context(self, node: Proto, depth: int) -> list[str]:
-        """Nodes that run exactly when and where `node` does."""
+        """The nodes before `node` that run exactly when and where it does, outside of what it ends."""
         if node.op in EXITS:
             return self._before_loop(node)
         if node.op in MERGES:
@@ -487,8 +503,8 @@ class Pivots:
         return [source.node for source in data_inputs(node)] or control_inputs(node)
 
     def _before_loop(self, node: Proto) -> list[str]:
-        """From an Exit through Switch and Merge to the nodes that the loop's Enter reads."""
-        for _ in range(4):
+        """The node that the loop's Enter reads, found from an Exit; none if the loop is damaged."""
+        for _ in range(4):  # Exit, Switch, Merge, Enter
             sources = data_inputs(node)
             if not sources or sources[0].node not in self._nodes:
                 return []
@@ -498,7 +514,7 @@ class Pivots:
         return []
 
     def _before_branch(self, merge: Proto, depth: int) -> list[str]:
-        """From the Merge that ends a conditional to the nodes that its Switch reads."""
+        """The nodes that a conditional's Switch reads, found from the Merge that ends it."""
         switch = next((s for s in data_inputs(merge) if self._op(s) in SWITCHES), None)
         if switch is None:
             branch_pivot = self._first_pivot([source.node for source in data_inputs(merge)], depth + 1)
@@ -522,7 +538,7 @@ def new_node(
     device: str = "",
     **attrs: Any,
 ) -> Proto:
-    """A NodeDef; `after` names nodes that it waits for.
+    """A new NodeDef that waits for the nodes `after`.
 
     An attribute is a `DType` or a tuple of them, a shape (a tuple of numbers, -1 or None where unknown), a
     bool, an int, bytes, a `TensorProto`, or the name of a function, as a str.
@@ -535,7 +551,7 @@ def new_node(
 
 
 def constant(name: str, value: np.ndarray[Any, Any], dtype: DType) -> Proto:
-    """A Const node."""
+    """A new Const of a value, as this dtype."""
     tensor = protos.TensorProto()
     fill(tensor, value)
     tensor.dtype = int(dtype)  # numpy knows no quantised types
@@ -543,7 +559,7 @@ def constant(name: str, value: np.ndarray[Any, Any], dtype: DType) -> Proto:
 
 
 def free_name(taken: Collection[str], wish: str) -> str:
-    """`wish`, with a number appended if a node has that name already."""
+    """`wish`, or `wish_1`, `wish_2` ...: the first that is not taken."""
     name, number = wish, 0
     while name in taken:
         number += 1
@@ -553,14 +569,34 @@ def free_name(taken: Collection[str], wish: str) -> str:
 
 def put_nodes(field: Any, nodes: Iterable[Proto]) -> None:
     """Replace all nodes of a graph (its `node`) or a function (its `node_def`); `nodes` may be its own."""
-    kept = [*nodes]
+    kept = [*nodes]  # before the field is emptied: they may be views of it
     del field[:]
     field.extend(kept)
 
 
+def drop_nodes(field: Any, gone: Collection[str]) -> None:
+    """Remove nodes, and the edges from them, from a graph (`node`) or a function (`node_def`), in place."""
+    for at in reversed(range(len(field))):  # nodes that were added last are cut off the end
+        if field[at].name in gone:
+            del field[at]
+    for node in field:
+        kept = [text for text in node.input if node_of(text) not in gone]
+        if len(kept) < len(node.input):
+            node.input[:] = kept
+
+
+def drop_from_function(function: Proto, gone: Collection[str]) -> None:
+    """Remove nodes, edges from them and control outputs that name them from a function, in place."""
+    drop_nodes(function.node_def, gone)
+    for output in [output for output, node in function.control_ret.items() if node in gone]:
+        del function.control_ret[output]
+    outputs = [output for output in function.signature.control_output if output in function.control_ret]
+    function.signature.control_output[:] = outputs
+
+
 def _set_attr(attr: Proto, value: Any) -> None:
     match value:
-        case DType():
+        case DType():  # before int, which an IntEnum is; and bool before int, for the same reason
             attr.type = int(value)
         case bool():
             attr.b = value
@@ -582,14 +618,8 @@ def _set_attr(attr: Proto, value: Any) -> None:
 
 LOOPS = {"While", "StatelessWhile"}
 CALLS = {
-    "PartitionedCall": 0,
-    "StatefulPartitionedCall": 0,
-    "While": 0,
-    "StatelessWhile": 0,
-    "If": 1,
-    "StatelessIf": 1,
-    "Case": 1,
-    "StatelessCase": 1,
+    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall", *LOOPS), 0),
+    **dict.fromkeys(("If", "StatelessIf", "Case", "StatelessCase"), 1),
 }
 """Ops that call functions, with the number of inputs before the functions' arguments."""
 
@@ -605,19 +635,23 @@ class Body:
         self.function = function
         self.by_name: dict[str, Proto] = {node.name: node for node in nodes}
 
+    @property
+    def name(self) -> str:
+        """The function's name, "" for a graph."""
+        return "" if self.function is None else str(self.function.signature.name)
+
     @classmethod
     def of(cls, function: Proto) -> Body:
-        """The body of a FunctionDef."""
+        """A FunctionDef's body; changes are made in the FunctionDef."""
         return cls(function.node_def, function)
 
     def producer(self, reference: str) -> Proto | None:
         """The node that makes a tensor; None for a function's argument."""
-        if self.function is not None and ":" not in reference:
-            return None
-        return self.by_name.get(reference.partition(":")[0])
+        is_argument = self.function is not None and ":" not in reference
+        return None if is_argument else self.by_name.get(node_of(reference))
 
     def results(self) -> Iterator[str]:
-        """Tensors that a function returns."""
+        """The tensors that a function returns; none for a graph."""
         return iter(self.function.ret.values() if self.function is not None else ())
 
     def canonical(self, reference: str) -> str:
@@ -625,7 +659,7 @@ class Body:
         return reference if self.function is not None or ":" in reference else f"{reference}:0"
 
     def output(self, node: Proto, index: int) -> str:
-        """The name of output `index` of a node that forwards a tensor or loops."""
+        """The name of output `index` of a node that forwards tensors (Identity, Switch) or loops."""
         if self.function is None:
             return f"{node.name}:{index}"
         if node.op == "Switch":
@@ -633,29 +667,37 @@ class Body:
         return f"{node.name}:output:{index}"
 
     def single(self, node: Proto, argument: str) -> str:
-        """The name of the only output of a node, called `argument` in its op's definition."""
+        """The name of a node's only output, which its OpDef calls `argument`."""
         return str(node.name) if self.function is None else f"{node.name}:{argument}:0"
 
     def add(self, name: str, op: str, *inputs: str, device: str = "", **attrs: Any) -> Proto:
-        """Add a new node under this name, or under a free one like it; attributes as for `new_node`."""
+        """Add a node under `name`, or a free name like it, and return it; attributes as for `new_node`."""
         return self.put(new_node(free_name(self.by_name, name), op, inputs, device=device, **attrs))
 
+    def rename(self, node: Proto, name: str) -> None:
+        """Give a node another name, which is free; its old one is free then."""
+        del self.by_name[node.name]
+        node.name = name
+        self.by_name[name] = node
+
+    def constant_beside(self, node: Proto, wish: str, value: int | list[int]) -> str:
+        """Add an int32 constant that waits for `node`, and return its output."""
+        name = free_name(self.by_name, wish)
+        made = self.put(constant(name, np.array(value, np.int32), DType.INT32))
+        made.input.append(f"^{node.name}")  # in a loop of Enter and Exit it then belongs to the node's frame
+        return self.single(made, "output")
+
     def put(self, node: Proto) -> Proto:
-        """Add a node whose name is free; returns the body's own copy."""
+        """Add a node whose name is free; returns the body's own copy, which alone may be changed further."""
         self.nodes.append(node)
         self.by_name[node.name] = self.nodes[-1]
         return self.nodes[-1]
 
 
 def bodies(graph_def: Proto) -> Iterator[Body]:
-    """The graph, then each of its functions."""
+    """The bodies of the graph, and of each of its functions."""
     yield Body(graph_def.node)
     yield from map(Body.of, graph_def.library.function)
-
-
-def input_names(node: Proto) -> list[str]:
-    """The tensors that a node takes, as it names them; control inputs come after them."""
-    return [reference for reference in node.input if not reference.startswith("^")]
 
 
 def called(node: Proto) -> Iterator[Proto]:

@@ -1,9 +1,8 @@
 """Builders that return an object: a Keras model, or a `tf.Module` with `signatures`.
 
 They run in a graph as other builders do: variables are symbols and initialisers are never run, so nothing is
-allocated. Then the object is called on placeholders of that graph, a Keras model in inference mode, which
-gives a graph like any other. The object graph is kept, too: by its edges an object-based checkpoint can be
-matched (`exporter.checkpoint.object_graph`).
+allocated. Then the object is called on placeholders of that graph. The object graph is kept, too: by its
+edges an object-based checkpoint can be matched (`exporter.checkpoint.object_graph`).
 
 Nothing here imports Keras: a model of Keras 3 or tf-keras exists only if the user's own code imported it.
 """
@@ -26,12 +25,11 @@ from exporter.while_needed import WhileNeeded
 
 Tensors = Mapping[str, Any]
 
+# Names that Keras 3 gives to unnamed inputs, with a number that counts all inputs of a process.
 _NUMBERED = re.compile(r"(keras_tensor(_\d+)?)?")
-"""Names that Keras 3 gives to unnamed inputs, with a number that counts all inputs of a process."""
 
 _LIST = "trainable_variables"
-_UNNAMED = "Variable"
-"""TensorFlow's name for a variable without a name."""
+_UNNAMED = "Variable"  # TensorFlow's name for a variable without a name
 
 
 def is_object(result: Any) -> bool:
@@ -42,17 +40,14 @@ def is_object(result: Any) -> bool:
 
 
 def signatures_of(model: Any, label: str) -> dict[str, tuple[Tensors, Tensors]]:
-    """Inputs and outputs by signature, made in the default graph.
-
-    A Keras model has one signature, its inputs and outputs by name; a module has those of its attribute
-    `signatures`: functions with an input signature, by name.
-    """
+    """{signature: (inputs, outputs)} of a model or module, called on placeholders in the default graph."""
     _refuse_foreign_variables(model, label)
     if _is_keras_model(model):
         inputs, arguments = _keras_inputs(model, label)
         with failures(f"calling the model of {label}"):
             result = model(arguments, training=False)
-        return {DEFAULT_SIGNATURE: (inputs, _outputs(result, _keras_output_names(model)))}
+        names = [*(_quietly(lambda: model.output_names) or ())]
+        return {DEFAULT_SIGNATURE: (inputs, _outputs(result, names))}
     functions = getattr(model, "signatures", None)
     if not isinstance(functions, Mapping) or not functions:
         raise BuilderError(
@@ -64,7 +59,7 @@ def signatures_of(model: Any, label: str) -> dict[str, tuple[Tensors, Tensors]]:
 
 
 def guessed_inputs(model: Any) -> tuple[str, ...]:
-    """Notes for the user on inputs that a subclassed Keras model does not declare."""
+    """A note for the user if a subclassed Keras model does not declare its inputs, served as floats."""
     if not _is_keras_model(model) or _declared_inputs(model) is not None:
         return ()
     spec = _built_shapes(model)
@@ -77,7 +72,7 @@ def guessed_inputs(model: Any) -> tuple[str, ...]:
 
 
 def _refuse_foreign_variables(model: Any, label: str) -> None:
-    """Refuse a model whose variables have values already, as those of a model that is kept in a global."""
+    """Refuse a model that was built before, as one in a global: its variables are no symbols of the graph."""
     import tensorflow as tf
 
     graph = tf.compat.v1.get_default_graph()
@@ -85,39 +80,31 @@ def _refuse_foreign_variables(model: Any, label: str) -> None:
         variable = _value_of(item)
         if variable is not None and getattr(variable.handle, "graph", None) is not graph:
             raise BuilderError(
-                f"what {label} returned was built before: its variable {variable.name!r} has a value",
+                f"{label} returned an already built model: its variable {variable.name!r} has a value",
                 cause="an export builds the model again, of symbols, and takes values from the checkpoint",
                 hint="make the model inside of the builder",
             )
 
 
 class ObjectView(Struct, frozen=True):
-    """The objects below a model or module, as TensorFlow would save them.
-
-    `names` gives each variable's name by its node: Keras' own path; its path among the objects where the
-    program gave it no name.
-    """
+    """The objects below a model or module, as TensorFlow would save them."""
 
     objects: ObjectGraph
+    # {variable's node: Keras' path of it, or its path among the objects if the program gave it no name}.
     names: Mapping[str, str]
 
 
 def view_objects(
     model: Any, variable_of: Callable[[Any], TrackedVariable | None] | None = None
 ) -> ObjectView:
-    """The objects below a model; their variables name nodes of the graph that the model was built in.
-
-    For a model that was built outside of a graph, `variable_of` gives the variable of an object.
-
-    A Keras model gets an additional edge, `trainable_variables`, to a list: optimizers keep that list, too.
-    """
+    """The objects below a model; variables name nodes of its graph, or are as `variable_of` gives them."""
     import tensorflow as tf
 
     view = tf.train.TrackableView(model)
     items = list(view.descendants())
     edges = [dict(view.children(item)) for item in items]
     for item, children in [*zip(items, edges, strict=True)]:
-        if _is_keras_model(item) and _LIST not in children:
+        if _is_keras_model(item) and _LIST not in children:  # optimizers keep that list, too
             children[_LIST] = _as_list(item.trainable_variables, items, edges)
     numbers = {id(item): number for number, item in enumerate(items)}
     objects = ObjectGraph(
@@ -133,7 +120,7 @@ def view_objects(
 
 
 def _as_list(variables: Sequence[Any], items: list[Any], edges: list[dict[str, Any]]) -> object:
-    """An object whose children are the variables; adds it, and untracked variables, to the items."""
+    """An object whose children are these variables; adds it, and untracked variables, to items and edges."""
     known = {id(item) for item in items}
     listed = object()
     new = [listed, *(variable for variable in variables if id(variable) not in known)]
@@ -150,8 +137,8 @@ def _names(objects: ObjectGraph) -> Iterator[tuple[str, str]]:
             yield entry.variable.tensor, objects.paths[number] if is_unnamed else name
 
 
+# The bases of tf-keras' classes, as they were before the first of the builders that run now.
 _BASES: dict[type, tuple[type, ...]] = {}
-"""The bases of tf-keras' classes, as they were before the first of the builders that run now."""
 
 
 @contextlib.contextmanager
@@ -163,9 +150,10 @@ def unchanged_classes() -> Iterator[None]:
     """
     loaded: list[Any] = [sys.modules.get(name) for name in ("keras", "tf_keras")]
     with _PUT_BACK():
-        for each in filter(_is_keras_2, loaded):
-            for known in _subclasses(each.layers.Layer):
-                _BASES.setdefault(known, known.__bases__)
+        for keras in loaded:
+            if hasattr(keras, "layers") and not hasattr(keras, "Variable"):  # Keras 2, or its name in 2.15
+                for known in _subclasses(keras.layers.Layer):
+                    _BASES.setdefault(known, known.__bases__)
         yield
 
 
@@ -183,12 +171,8 @@ def _put_back() -> Iterator[None]:
 _PUT_BACK = WhileNeeded(_put_back)
 
 
-def _is_keras_2(keras: Any) -> bool:
-    """True for tf-keras, and for what `keras` is beside TensorFlow 2.15."""
-    return keras is not None and not hasattr(keras, "Variable") and hasattr(keras, "layers")
-
-
 def _subclasses(root: type) -> Iterator[type]:
+    """Yield all classes derived from a class, directly or not."""
     children: list[type] = root.__subclasses__()
     for child in children:
         yield child
@@ -243,18 +227,16 @@ def _keras_inputs(model: Any, label: str) -> tuple[Tensors, Any]:
 
 
 def _declared_inputs(model: Any) -> Any:
-    """Inputs as the model itself declares them; None if it declares none.
-
-    A Sequential has no `input` until it is called.
-    """
+    """The inputs that a model itself declares; None if it declares none."""
     structure = _quietly(lambda: model.input)
     if structure is not None:
         return structure
-    inputs = _quietly(lambda: model.inputs) or []
+    inputs = _quietly(lambda: model.inputs) or []  # a Sequential has no `input` until it is called
     return inputs[0] if len(inputs) == 1 else None
 
 
 def _input_names(model: Any, structure: Any) -> list[str]:
+    """A name for each input: of a dict its key, else the program's own, else `inputs` or `input_<i>`."""
     import tensorflow as tf
 
     if isinstance(structure, Mapping):
@@ -268,7 +250,7 @@ def _input_names(model: Any, structure: Any) -> list[str]:
 
 
 def _built_shapes(model: Any) -> Any:
-    """Inputs of a subclassed model, from the shapes that it was built with."""
+    """The TensorSpec of a subclassed model's only input, from the shape that it was built with; or None."""
     import tensorflow as tf
 
     config = _quietly(model.get_build_config) or {}
@@ -283,11 +265,10 @@ def _built_shapes(model: Any) -> Any:
 
 
 def _placeholder(spec: Any, name: str) -> Any:
+    """A placeholder for an input of any batch size, declared by a TypeSpec or by Keras' own tensors."""
     import tensorflow as tf
 
-    if isinstance(
-        spec, tf.SparseTensor | tf.RaggedTensor
-    ):  # of Keras 2, which declares inputs by placeholders
+    if isinstance(spec, tf.SparseTensor | tf.RaggedTensor):  # Keras 2 declares inputs by placeholders
         spec = tf.type_spec_from_value(spec)
     if isinstance(spec, tf.SparseTensorSpec | tf.RaggedTensorSpec):
         return _composite(spec, name)
@@ -314,16 +295,12 @@ def _composite(spec: Any, name: str) -> Any:
 
 
 def _node_name(name: str) -> str:
-    """The same name if a graph allows it for a node."""
+    """`name` if a graph allows it for a node, else `input`."""
     return name if name and (name[0].isalnum() or name[0] == ".") and " " not in name else "input"
 
 
-def _keras_output_names(model: Any) -> list[str]:
-    return [*(_quietly(lambda: model.output_names) or ())]
-
-
 def _outputs(result: Any, names: list[str]) -> Tensors:
-    """The results of a call by name: a dict's keys, the names of output layers, or `output_<i>`."""
+    """{name: result of a call}, by a dict's keys, the names of output layers, or `output_<i>`."""
     import tensorflow as tf
 
     if isinstance(result, Mapping):
@@ -335,6 +312,7 @@ def _outputs(result: Any, names: list[str]) -> Tensors:
 
 
 def _call(function: Any, where: str) -> tuple[Tensors, Tensors]:
+    """The inputs and outputs of a tf.function, called on placeholders; BuilderError for any other value."""
     import tensorflow as tf
 
     if not hasattr(function, "get_concrete_function"):
@@ -353,7 +331,7 @@ def _call(function: Any, where: str) -> tuple[Tensors, Tensors]:
 
 
 def _argument_names(specs: Sequence[Any], keywords: Sequence[str]) -> list[str]:
-    """The names of a function's tensors; `keywords` has one for each component of a composite tensor."""
+    """A name for each of a function's tensors; `keywords` has one for each component of a composite one."""
     import tensorflow as tf
 
     names, place = [], 0
@@ -367,7 +345,7 @@ def _argument_names(specs: Sequence[Any], keywords: Sequence[str]) -> list[str]:
 
 
 def _quietly(read: Callable[[], Any]) -> Any:
-    """A property of a Keras model that raises when the model has no such thing."""
+    """The value of a Keras model's property; None if it raises, as for a model without such a thing."""
     try:
         return read()
     except (AttributeError, ValueError, RuntimeError, NotImplementedError):

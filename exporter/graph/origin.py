@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from msgspec.structs import replace
 from exporter.checkpoint.families import is_archive
 from exporter.errors import BuilderError, UsageError
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.graph.source_graph import GraphRequest
+from exporter.graph.source_graph import GraphRequest, read_signatures
 from exporter.graph.sources import (
     BuilderFile,
     SourceFile,
@@ -33,12 +32,10 @@ from exporter.graph.sources import (
     read_sources,
     require_function,
 )
-from exporter.storage.files import FileDigests, file_digest, read_regular, require_size
+from exporter.storage.files import FileDigests, file_digest, require_size
 from exporter.storage.layout import SAVED_MODEL_FILE, SAVED_MODEL_TEXT_FILE
 from exporter.wire.json_documents import Sha256, Text, doc
 from exporter.wire.protos import MAX_MESSAGE_BYTES
-
-_MAX_SIGNATURES_BYTES = 64 << 20
 
 
 class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
@@ -57,7 +54,7 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
 
     @classmethod
     def of(cls, request: GraphRequest, *, is_beside: bool = False) -> GraphOrigin:
-        """The sources that a request names, before it is loaded. A builder's files are known later."""
+        """The sources that a request names, before it is loaded; `pkg.mod:fn`'s files are known later."""
         if isinstance(request.model, str) and ":" in request.model and not Path(request.model).exists():
             return cls(request.model.rpartition(":")[2], is_beside, (), graph_options(request))
         function, builder, path = _named(request.model)
@@ -71,14 +68,14 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
         return cls(function, is_beside, files, graph_options(request))
 
     def with_graph(self, graph: InferenceGraph, assets: Mapping[str, Path]) -> GraphOrigin:
-        """The origin, completed by the graph made from it and by the files of its tables, by name."""
+        """The origin with the digests of the graph made from it, and of `assets`, the files of its tables."""
         from exporter.graph.graph_digest import graph_digest  # late: a delta reads origins and makes none
 
         digests = {name: file_digest(path) for name, path in assets.items()}
         return replace(self, graph=graph_digest(graph), assets=digests)
 
     def differences(self, request: GraphRequest) -> Iterator[str]:
-        """The differences of a later request's model and options, which it may leave out, as texts."""
+        """Yield how a later request's model and options differ, in words; it may leave them out."""
         given = graph_options(request)
         if given:
             for name in sorted(self.options.keys() | given.keys()):
@@ -94,7 +91,7 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
             yield from (f"{name} has changed" for name in changed_sources(self.files, builder.path))
 
     def finished_graph(self, request: GraphRequest, digests: FileDigests) -> str | None:
-        """The digest of the finished graph that a request names if this origin has one, too; else None."""
+        """The digest of the finished graph that a request names, if this origin is one, too; else None."""
         _, builder, path = _named(request.model)
         if self.function or builder is not None or path is None or not self.files:
             return None
@@ -102,7 +99,7 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
 
 
 def graph_options(request: GraphRequest) -> dict[str, Any]:
-    """The options about the graph that a request gives, by name; a file is represented by its contents."""
+    """{option: value} of the options about the graph that a request gives; of a file, its contents."""
     given: dict[str, Any] = {
         "--model-arg": dict(request.model_args),
         "--feed": dict(request.feeds),
@@ -110,7 +107,7 @@ def graph_options(request: GraphRequest) -> dict[str, Any]:
         "--input": dict(request.inputs),
         "--output": dict(request.outputs),
         "--tag": request.tag,
-        "--signatures": None if request.signatures is None else _signatures(request.signatures),
+        "--signatures": None if request.signatures is None else read_signatures(request.signatures),
         "--custom-objects": {Path(name).name: code_digest(name) for name in request.custom_objects},
     }
     return {name: value for name, value in given.items() if value}
@@ -119,22 +116,15 @@ def graph_options(request: GraphRequest) -> dict[str, Any]:
 def changed_assets(
     known: Mapping[str, str], places: Mapping[str, Path], digests: FileDigests
 ) -> Iterable[str]:
-    """The names of files whose contents changed; a file that is gone does not count."""
+    """Yield the names of `known` files whose digests changed; a file that is gone does not count."""
     for name, digest in known.items():
         with contextlib.suppress(OSError):
             if name in places and digests(places[name]) != digest:
                 yield name
 
 
-def _signatures(path: Path) -> Any:
-    try:
-        return json.loads(read_regular(path, _MAX_SIGNATURES_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"--signatures {path} cannot be read", cause=str(error)) from error
-
-
 def check_named(model: Any) -> None:
-    """Check that a named model exists, without running anything.
+    """Refuse a named model that does not exist, without running anything.
 
     Raises:
         BuilderError: the file, module or function does not exist.
@@ -144,7 +134,7 @@ def check_named(model: Any) -> None:
 
 
 def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
-    """The builder's function and file, or the file of a finished graph."""
+    """(builder's function, its file, None) or ("", None, finished graph's file); UsageError if not there."""
     if model is None:
         return "", None, None
     if callable(model):
@@ -167,7 +157,7 @@ def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
 
 
 def _function(model: Any) -> tuple[str, BuilderFile | None]:
-    """The name of a builder that was given as a function, and the file that defines it, if there is one."""
+    """The name of a builder given as a function, and the file that defines it; None for no file."""
     while isinstance(model, functools.partial):
         model = model.func
     model = model if hasattr(model, "__qualname__") else type(model)
@@ -182,7 +172,7 @@ def _function(model: Any) -> tuple[str, BuilderFile | None]:
 
 
 def _is_in(builder: Any, path: Path) -> bool:
-    """True if a builder that was given as a function equals its file's code, which may have been edited."""
+    """True if a builder given as a function is still what its file says: it may have been edited since."""
     while isinstance(builder, functools.partial):
         builder = builder.func
     code = getattr(inspect.unwrap(builder), "__code__", None)
@@ -198,7 +188,7 @@ def _is_in(builder: Any, path: Path) -> bool:
 
 
 def _graph_file_digest(path: Path) -> str:
-    """The digest of a file; of a Keras archive's config alone, because its weights are not the graph."""
+    """The digest of a graph's file; of an archive's config alone, because its weights are not the graph."""
     if not is_archive(path):
         require_size(path, path.stat().st_size, MAX_MESSAGE_BYTES)
         return file_digest(path)

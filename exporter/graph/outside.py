@@ -7,15 +7,14 @@ compares answers. `harmless_ops.txt` lists the operations that were judged not t
 `tests/graph/test_outside_ops.py` compares both with TensorFlow's own registry. Reading a file of the version
 itself (an asset) does not count: see `exporter.graph.own_files`.
 
-*Attributes.* Functions and tensors stand in a node's attributes, too. Functions that an attribute names are
-judged like the graph. What cannot be followed counts as an operation that may do anything: functions in the
-attributes of functions, and tensors that hold handles of resources or serialised objects.
+*Attributes.* Functions that an attribute names are judged like the graph. What cannot be followed counts as
+an operation that may do anything: functions in the attributes of functions, and tensors that hold handles of
+resources or serialised objects.
 
 *Running a source graph* (`runnable_graph`). Control edges may lead from an output to operations that only
 training can run: checks of a label that is not fed, reads of a queue that is not filled, updates of an
 average. They would fail, block for ever, or change the answers, so these edges are removed. Everything else
-stays, so that a comparison finds what cleaning did wrong; except for operations that stock TensorFlow lacks,
-and nodes that read from them, which cannot be imported.
+stays, so that a comparison finds what cleaning did wrong; except for what TensorFlow cannot import.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from exporter.graph.deeprec_ops import foreign_attributes, is_deeprecs
 from exporter.graph.functions import callees_first
 from exporter.graph.inference_graph import Effect, Outside
 from exporter.graph.nodes import (
+    Body,
     GraphIndex,
     Pivots,
     all_before,
@@ -39,11 +39,12 @@ from exporter.graph.nodes import (
     attr_text,
     closure,
     data_inputs,
+    drop_nodes,
     endpoint,
     input_names,
     put_nodes,
 )
-from exporter.graph.own_files import OwnFiles, Scope
+from exporter.graph.own_files import OwnFiles, unambiguous
 from exporter.graph.servable import called_functions, foreign_ops, is_refused
 from exporter.graph.source_graph import SourceGraph
 from exporter.graph.stablehlo import is_plain_module
@@ -81,9 +82,10 @@ _EFFECTS = {
 _PATTERNS = {effect: re.compile(pattern, re.VERBOSE) for effect, pattern in _EFFECTS.items()}
 
 _HARMLESS = Path(__file__).with_name("harmless_ops.txt")
+# Dtypes whose values name state of the process, or hold serialised objects.
 _OPAQUE = frozenset({DType.RESOURCE, DType.VARIANT})
-"""Types whose values name state of the process, or hold serialised objects."""
 
+# Tests of an operation's attributes that are true if it does not reach out after all.
 _UNLESS: dict[str, Callable[[Proto], bool]] = {
     "PrintV2": lambda node: not attr_text(node, "output_stream").startswith("file:"),
     "DecodeProtoV2": lambda node: _is_in_memory(attr_text(node, "descriptor_source")),
@@ -91,13 +93,11 @@ _UNLESS: dict[str, Callable[[Proto], bool]] = {
     "FixedUnigramCandidateSampler": lambda node: not attr_text(node, "vocab_file"),
     "ParseTensor": lambda node: attr_dtype(node, "out_type") not in _OPAQUE,
     "XlaCallModule": lambda node: is_plain_module(attr(node, "module").s),
-    "DebugIdentity": lambda node: _has_no_urls(node),
-    "DebugIdentityV2": lambda node: _has_no_urls(node),
-    "DebugIdentityV3": lambda node: _has_no_urls(node),
-    "DebugNanCount": lambda node: _has_no_urls(node),
-    "DebugNumericSummary": lambda node: _has_no_urls(node),
+    **dict.fromkeys(
+        ("DebugIdentity", "DebugIdentityV2", "DebugIdentityV3", "DebugNanCount", "DebugNumericSummary"),
+        lambda node: not attr(node, "debug_urls").list.s,
+    ),
 }
-"""Tests of an operation's attributes that are true if it does not reach out after all."""
 
 _ONLY_IF: dict[str, Callable[[Proto], bool]] = {
     "DeserializeManySparse": lambda node: attr_dtype(node, "dtype") not in _OPAQUE,
@@ -110,6 +110,7 @@ Sparse tensors come from texts, as in `ParseTensor`; and `Empty` without `init` 
 left, which may be by another model or a client of it.
 """
 
+# The inputs that name a file, for operations that read just the files that these inputs name.
 _FILE_INPUTS = {
     "ReadFile": (0,),
     "InitializeTableFromTextFile": (1,),
@@ -124,7 +125,6 @@ _FILE_INPUTS = {
     "ExperimentalCSVDataset": (0,),
     "GenerateVocabRemapping": (0, 1),
 }
-"""The inputs that name a file, for operations that read just the files that these inputs name."""
 
 _PYTHON = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless"})
 _SHOWN = 6
@@ -132,7 +132,8 @@ _SHOWN = 6
 
 @cache
 def effect_of(op: str) -> Effect | None:
-    """The effect that operations of this kind may have, whatever their attributes say; None if harmless."""
+    """The worst effect of an operation, whatever its attributes say; None if harmless."""
+    # `_EFFECTS` goes before the list, so that a name in both counts as what reaches out.
     known = next((effect for effect, pattern in _PATTERNS.items() if pattern.fullmatch(op)), None)
     return known if known or op in _harmless() else Effect.UNKNOWN
 
@@ -148,7 +149,7 @@ def outside_ops(
 ) -> list[Outside]:
     """Every operation of a served graph that reaches out, except reads of the version's own files.
 
-    `files` are nodes that hold the path of such a file; the nodes `own` are not judged; clients send values
+    `files` are nodes that hold the path of an own file; the nodes `own` are not judged; clients send values
     for the nodes `fed`.
     """
     return _Judge(graph_def, OwnFiles(graph_def, files, fed)).found(own)
@@ -157,44 +158,39 @@ def outside_ops(
 def running_outside(
     graph_def: Proto, names: Collection[str], is_stateful: Callable[[str], bool]
 ) -> list[Outside]:
-    """Operations that reach out and do more than read, when this process imports a graph and runs some nodes.
-
-    Besides the nodes `names`, and the functions that they call, operations without state count wherever they
-    stand: to know shapes, TensorFlow computes constants from them while it imports a graph.
+    """Operations that reach out, beyond reading, if this process imports a graph and runs the nodes `names`.
 
     Raises:
         NotServable: a function calls itself.
     """
     library = {function.signature.name: function for function in graph_def.library.function}
-    running = [node for node in graph_def.node if node.name in names]
-    called = {*callees_first(running, library)}
-    found = [*_judged(running, "", library)]
-    for name in sorted(called):
-        found += _judged(library[name].node_def, name, library)
-    idle = [*_judged((node for node in graph_def.node if node.name not in names), "", library)]
-    for name in sorted(library.keys() - called):
-        idle += _judged(library[name].node_def, name, library)
-    found += [each for each in idle if not is_stateful(each.op)]
+    called = {*callees_first((node for node in graph_def.node if node.name in names), library)}
+
+    def runs(each: Outside) -> bool:
+        return each.function in called if each.function else each.node in names
+
+    bodies = [("", graph_def.node), *((name, library[name].node_def) for name in sorted(library))]
+    found = [each for name, nodes in bodies for each in _judged(nodes, name, library)]
+    found.sort(key=lambda each: not runs(each))  # errors name the first: what runs for certain
+    # To know shapes, TensorFlow computes constants from operations without state while it imports a graph.
+    found = [each for each in found if runs(each) or not is_stateful(each.op)]
     return [each for each in found if each.effect is not Effect.READS]
 
 
 def keep_before(graph_def: Proto, names: Collection[str]) -> None:
-    """Reduce a graph, in place, to some nodes, all that they read or wait for, and functions called there.
-
-    What is not imported cannot be run. Colocation goes, too: it may name nodes that are dropped.
-    """
+    """Reduce a graph, in place, to the nodes `names`, all that run before them, and functions they call."""
     nodes = {node.name: node for node in graph_def.node}
     kept = all_before(nodes, [endpoint(name) for name in names])
     put_nodes(graph_def.node, [node for name, node in nodes.items() if name in kept])
     for node in graph_def.node:
-        node.attr.pop("_class", None)
+        node.attr.pop("_class", None)  # colocation may name nodes that are dropped
     library = {function.signature.name: function for function in graph_def.library.function}
     called = callees_first(graph_def.node, library)
     put_nodes(graph_def.library.function, [library[name] for name in called])
 
 
 def require_inside(found: Iterable[Outside], *, is_allowed: bool) -> None:
-    """Refuse to serve a graph that reaches out."""
+    """Refuse to serve a graph that reaches out, unless `is_allowed`; one that calls Python always."""
     found = [*found]
     python = [each for each in found if each.op in _PYTHON]
     if python:
@@ -212,7 +208,7 @@ def require_inside(found: Iterable[Outside], *, is_allowed: bool) -> None:
 
 
 def require_harmless(found: Iterable[Outside], what: str, *, is_allowed: bool) -> None:
-    """Refuse to run a graph here that writes, calls out or runs code; `what` would run it.
+    """Refuse to run here, for `what`, a graph with effects beyond reading, unless `is_allowed`.
 
     Raises:
         AccessRefused: it does, and that was not allowed; the error names the operations.
@@ -231,6 +227,7 @@ def _listed(found: list[Outside]) -> str:
 
 
 def _judged(nodes: Iterable[Proto], function: str, library: Collection[str]) -> Iterator[Outside]:
+    """The operations with an effect among the nodes of a function, or of the graph ("")."""
     for node in nodes:
         effect = effect_in(node, library)
         if effect is not None:
@@ -238,26 +235,24 @@ def _judged(nodes: Iterable[Proto], function: str, library: Collection[str]) -> 
 
 
 def effect_in(node: Proto, library: Collection[str]) -> Effect | None:
-    """The effect of a node; a function's call has none of its own, and `clean` judges foreign operations."""
+    """The effect of a node with its attributes; None if harmless, for calls and for foreign operations."""
     effect = effect_of(node.op)
-    is_fixed = _is_fixed(node) if effect else True
     if effect is Effect.UNKNOWN and (node.op in library or not is_stock(node.op)):
+        effect = None  # a function's body is judged itself, and `clean` judges foreign operations
+    if node.op in _UNLESS and _is_fixed(node) and _UNLESS[node.op](node):
         effect = None
-    if is_fixed and _UNLESS.get(node.op, lambda _: False)(node):
-        effect = None
-    is_harmless = _ONLY_IF.get(node.op)
-    if is_harmless and not (_is_fixed(node) and is_harmless(node)):
+    if node.op in _ONLY_IF and not (_is_fixed(node) and _ONLY_IF[node.op](node)):
         effect = Effect.UNKNOWN
     return effect or (Effect.UNKNOWN if _is_opaque(node, library) else None)
 
 
 def _is_fixed(node: Proto) -> bool:
-    """True unless a call of the function that the node is in gives one of its attributes."""
+    """True unless a call of the function that the node is in gives one of its attributes, to be anything."""
     return not any(value.placeholder for value in node.attr.values())
 
 
 def _is_opaque(node: Proto, library: Collection[str]) -> bool:
-    """True if an attribute holds what cannot be followed."""
+    """True if an attribute holds a handle, a serialised object, or a function that cannot be followed."""
     for value in node.attr.values():
         kind = value.WhichOneof("value")
         if kind == "tensor" and value.tensor.dtype in _OPAQUE:
@@ -273,7 +268,7 @@ def _is_opaque(node: Proto, library: Collection[str]) -> bool:
 
 
 def _can_be_followed(function: Proto, library: Collection[str]) -> bool:
-    """True for a function of the graph that gets no functions or tensors in attributes."""
+    """True for a function of the graph that gets no functions or tensors in attributes; True for none."""
     is_known = not function.name or function.name in library
     return is_known and not any(
         value.WhichOneof("value") in ("func", "tensor") or value.list.func or value.list.tensor
@@ -286,12 +281,8 @@ def _is_in_memory(source: str) -> bool:
     return source in ("", "local://") or source.startswith("bytes://")
 
 
-def _has_no_urls(node: Proto) -> bool:
-    return not attr(node, "debug_urls").list.s
-
-
 class _Judge:
-    """Judges a graph with its functions; an argument that names a file is judged at the function's calls."""
+    """Finds what reaches out in a graph and its functions; a file's name is judged where it is passed."""
 
     def __init__(self, graph_def: Proto, own: OwnFiles) -> None:
         self._nodes = graph_def.node
@@ -300,26 +291,27 @@ class _Judge:
         self._judged: dict[str, tuple[set[int], list[Outside]]] = {}
 
     def found(self, own: Collection[str]) -> list[Outside]:
-        """The operations that reach out, each once."""
+        """The operations that reach out, each once, without the nodes `own` of the graph."""
         inside: list[Outside] = []
         for name in callees_first(self._nodes, self._library):  # deep calls without deep recursion
             inside += self._function(name)[1]
-        found = self._body(Scope({node.name: node for node in self._nodes}))[1]
+        found = self._body(Body(self._nodes))[1]
         return [*dict.fromkeys([*(each for each in found if each.function or each.node not in own), *inside])]
 
     def _function(self, name: str) -> tuple[set[int], list[Outside]]:
-        """The arguments of a function that name files, and its operations that reach out in other ways."""
+        """The places of a function's arguments that name files, and its other operations that reach out."""
         if name not in self._judged:
             # Functions of one `api_implements` may call each other: for the meantime it has nothing.
             self._judged[name] = (set(), [])
-            self._judged[name] = self._body(Scope.of(self._library[name]))
+            self._judged[name] = self._body(unambiguous(self._library[name]))
         return self._judged[name]
 
-    def _body(self, scope: Scope) -> tuple[set[int], list[Outside]]:
+    def _body(self, scope: Body) -> tuple[set[int], list[Outside]]:
+        """As `_function`, for the graph or a function that is not judged yet."""
         found: list[Outside] = []
         arguments: set[int] = set()
-        for each in _judged(scope.nodes.values(), scope.name, self._library):
-            inputs = input_names(node := scope.nodes[each.node])
+        for each in _judged(scope.by_name.values(), scope.name, self._library):
+            inputs = input_names(node := scope.by_name[each.node])
             if self._own.is_memory_cache(node, scope):
                 continue
             places = _FILE_INPUTS.get(each.op, ())
@@ -327,26 +319,26 @@ class _Judge:
             needed = self._own.needs(scope, [inputs[place] for place in places]) if is_named else None
             arguments |= needed or set()
             found += [each] if needed is None else []
-        for node in scope.nodes.values():
+        for node in scope.by_name.values():
             for callee in sorted(called_functions(node) & self._library.keys()):
                 needed = self._needed(node, callee, scope)
                 arguments |= needed or set()
                 found += self._reads(node, callee, scope) if needed is None else []
         return arguments, found
 
-    def _needed(self, node: Proto, callee: str, scope: Scope) -> set[int] | None:
-        """The scope's arguments that must be own files so that a call reads no other; None if it does."""
+    def _needed(self, node: Proto, callee: str, scope: Body) -> set[int] | None:
+        """The scope's arguments that must be own files for a call to read no other; None if it reads one."""
         places = {place for name in self._alike(callee) for place in self._function(name)[0]}
         return self._own.needs_of_call(node, callee, places, scope) if places else set()
 
     def _alike(self, name: str) -> list[str]:
-        """A function, and those by which TensorFlow's optimizer may replace it: of one `api_implements`."""
+        """A function, and those of its `api_implements`, by which TensorFlow's optimizer may replace it."""
         interface = attr(self._library[name], "api_implements").s
         others = self._library.items() if interface else ()
         return [name, *(n for n, f in others if attr(f, "api_implements").s == interface and n != name)]
 
-    def _reads(self, node: Proto, callee: str, scope: Scope) -> list[Outside]:
-        """The reads in a function to which a call passes the name of a file outside of the version."""
+    def _reads(self, node: Proto, callee: str, scope: Body) -> list[Outside]:
+        """The operations that read, in a function to which a call passes the name of another file."""
         bodies = ((name, self._library[name].node_def) for name in self._alike(callee))
         judged = (each for name, body in bodies for each in _judged(body, name, self._library))
         readers = [each for each in judged if each.op in _FILE_INPUTS]
@@ -354,33 +346,25 @@ class _Judge:
 
 
 def runnable_graph(source: SourceGraph) -> Proto:
-    """A copy of the source's GraphDef without control edges from nodes that a server could not run.
-
-    A node that such an edge bound to its branch or iteration of control flow gets another edge from there.
-    """
+    """A copy of the source's GraphDef, to run here, without control edges from nodes that cannot be run."""
     index = GraphIndex.of(source.meta_graph)
-    unfit, pivots = _unfit(index), Pivots(index.nodes)
+    # Nodes behind a fed tensor, too: TensorFlow's optimizer turns a control edge from `Identity(fed)` into
+    # one from the node that computes `fed`, which then runs in spite of the feed.
+    unfit = _behind(
+        index, [n.name for n in index.nodes.values() if is_refused(n.op) or n.op == "Placeholder"]
+    )
+    pivots = Pivots(index.nodes)
     initialising = all_before(index.nodes, [endpoint(source.init_op)] if source.init_op else [])
     graph_def = deepcopy(source.meta_graph.graph_def)
     _drop_foreign(graph_def, index)
     for node in graph_def.node:
         kept = [text for text in node.input if not (text.startswith("^") and text[1:] in unfit)]
+        # A node that such an edge bound to its branch or iteration gets another edge from there.
         if len(kept) < len(node.input) and node.name not in initialising:
             node.input[:] = (
                 dict.fromkeys([*kept, *pivots.needed_inputs(node)]) if not data_inputs(node) else kept
             )
     return graph_def
-
-
-def _unfit(index: GraphIndex) -> set[str]:
-    """The nodes whose inputs need an unfed placeholder, a queue, a change of state or Python.
-
-    Nodes behind a fed tensor count, too: TensorFlow's optimizer turns a control edge from `Identity(fed)`
-    into one from the node that computes `fed`, which then runs in spite of the feed.
-    """
-    return _behind(
-        index, [name for name, node in index.nodes.items() if is_refused(node.op) or node.op == "Placeholder"]
-    )
 
 
 def _drop_foreign(graph_def: Proto, index: GraphIndex) -> None:
@@ -393,18 +377,9 @@ def _drop_foreign(graph_def: Proto, index: GraphIndex) -> None:
         if node.op in foreign or (has_attributes and foreign_attributes(node))
     ]
     if found:
-        _drop(graph_def, _behind(index, found))
-
-
-def _drop(graph_def: Proto, names: set[str]) -> None:
-    kept = []
-    for node in graph_def.node:
-        if node.name not in names:
-            node.input[:] = [text for text in node.input if endpoint(text).node not in names]
-            kept.append(node)
-    put_nodes(graph_def.node, kept)
+        drop_nodes(graph_def.node, _behind(index, found))
 
 
 def _behind(index: GraphIndex, start: list[str]) -> set[str]:
-    """These nodes, and all that read from them, directly or not."""
+    """The nodes `start`, and all that read from them, directly or not."""
     return {*closure(start, lambda name: (reader for reader, _ in index.consumers[name]))}

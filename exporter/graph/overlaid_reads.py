@@ -21,41 +21,26 @@ them: 1.04 / 1.10 / 1.35 / 1.45. `where` over both gathers takes 2.1 and 2.2 tim
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-import numpy as np
 from msgspec import Struct
 
 from exporter.errors import ExportError, NotServable
 from exporter.graph.changed_uses import INDIFFERENT, change_uses
-from exporter.graph.nodes import Body, attr, constant, free_name
+from exporter.graph.nodes import Body, attr, free_name
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 SCATTERED = {
-    DType.FLOAT,
-    DType.DOUBLE,
-    DType.HALF,
-    DType.BFLOAT16,
-    DType.BOOL,
-    DType.COMPLEX64,
-    DType.COMPLEX128,
-    DType.INT8,
-    DType.INT16,
-    DType.INT32,
-    DType.INT64,
-    DType.UINT8,
-    DType.UINT16,
-    DType.UINT32,
-    DType.UINT64,
+    *(DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16, DType.COMPLEX64, DType.COMPLEX128, DType.BOOL),
+    *(DType.INT8, DType.INT16, DType.INT32, DType.INT64),
+    *(DType.UINT8, DType.UINT16, DType.UINT32, DType.UINT64),
 }
 """The dtypes for which TensorFlow has scatter kernels, and whose rows a delta can therefore hold."""
 
 
 class OverlaidReads(Struct, frozen=True):
-    """The change of a table with an overlay: the node of its handle, its dtype and its row's shape.
-
-    `slots` and `overlay` are the nodes of the handles beside it.
-    """
+    """The change of a table with an overlay; three fields name the nodes of handles."""
 
     variable: str
     dtype: DType
@@ -64,17 +49,17 @@ class OverlaidReads(Struct, frozen=True):
     overlay: str
 
     @property
-    def beside(self) -> tuple[str, ...]:
-        """The nodes of the further handles."""
+    def extra_handles(self) -> tuple[str, ...]:
+        """The nodes of the slots' and the overlay's handles."""
         return self.slots, self.overlay
 
-    def apply(self, body: Body, node: Proto, beside: Sequence[str]) -> None:
-        """Change a node that takes the table's handle."""
+    def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
+        """Let a node that takes the table's handle read changed rows from the overlay."""
         if node.op in INDIFFERENT:
             return
         if node.op != "ResourceGather" or attr(node, "batch_dims").i:
             raise self.refusal(node)
-        _overlay_rows(body, node, self, beside)
+        _overlay_rows(body, node, self, extra_handles)
 
     def refusal(self, node: Proto) -> ExportError:
         """The error for a node that cannot be changed."""
@@ -94,68 +79,33 @@ def overlay_reads(graph_def: Proto, tables: Mapping[str, OverlaidReads]) -> None
     change_uses(graph_def, tables)
 
 
-def _overlay_rows(body: Body, node: Proto, table: OverlaidReads, beside: Sequence[str]) -> None:
-    """Let a gather yield the table's rows under a new name; the rows as they are now take its old name.
-
-    The only output of both is called `output` in a function, so that what takes it stays as it is.
-    """
-    name, device, dtype = node.name, node.device, table.dtype
-    indices = node.input[1]
-    index_type = DType(node.attr["Tindices"].type)
-    slots_handle, overlay_handle = beside
-    del body.by_name[name]
-    node.name = free_name(body.by_name, f"{name}/mapped")
-    body.by_name[node.name] = node
+def _overlay_rows(body: Body, node: Proto, table: OverlaidReads, extra_handles: Sequence[str]) -> None:
+    """Let a gather yield the table's rows under a new name; the rows as they are now take its old name."""
+    name, dtype, (slots_handle, overlay_handle) = node.name, table.dtype, extra_handles
+    indices, index_type = node.input[1], DType(node.attr["Tindices"].type)
+    body.rename(node, free_name(body.by_name, f"{name}/mapped"))
     node.attr.pop("_output_shapes", None)
     gathered = body.single(node, "output")
 
     def known(what: str, value: int | list[int]) -> str:
-        """A constant; in a loop of Enter and Exit it belongs to the frame of the gather."""
-        wish = free_name(body.by_name, f"{name}/{what}")
-        made = body.put(constant(wish, np.array(value, np.int32), DType.INT32))
-        made.input.append(f"^{node.name}")
-        return body.single(made, "output")
+        return body.constant_beside(node, f"{name}/{what}", value)
 
-    def gather(what: str, handle: str, rows: str, by: DType, of: DType) -> str:
-        made = body.add(
-            f"{name}/{what}", "ResourceGather", handle, rows, device=device, dtype=of, Tindices=by
-        )
-        return body.single(made, "output")
+    def add(what: str, op: str, *inputs: str, output: str = "output", **types: Any) -> str:
+        made = body.add(f"{name}/{what}" if what else name, op, *inputs, device=node.device, **types)
+        return body.single(made, output)
 
     def reshape(what: str, tensor: str, shape: str, of: DType) -> str:
-        made = body.add(f"{name}/{what}", "Reshape", tensor, shape, device=device, T=of, Tshape=DType.INT32)
-        return body.single(made, "output")
+        return add(what, "Reshape", tensor, shape, T=of, Tshape=DType.INT32)
 
     vector = known("vector", [-1])
-    slots = reshape(
-        "slots_in_line", gather("slots", slots_handle, indices, index_type, DType.INT32), vector, DType.INT32
-    )
-    where = body.add(f"{name}/where", "Where", slots, device=device, T=DType.INT32)
-    at = reshape("at", body.single(where, "index"), vector, DType.INT64)
-    changed = body.add(
-        f"{name}/changed",
-        "GatherV2",
-        slots,
-        at,
-        known("axis", 0),
-        device=device,
-        Tparams=DType.INT32,
-        Tindices=DType.INT64,
-        Taxis=DType.INT32,
-    )
-    rows = gather("rows", overlay_handle, body.single(changed, "output"), DType.INT32, dtype)
-    places = body.add(f"{name}/places", "Cast", at, device=device, SrcT=DType.INT64, DstT=DType.INT32)
+    slots = add("slots", "ResourceGather", slots_handle, indices, dtype=DType.INT32, Tindices=index_type)
+    slots = reshape("slots_in_line", slots, vector, DType.INT32)
+    at = reshape("at", add("where", "Where", slots, output="index", T=DType.INT32), vector, DType.INT64)
+    types: Any = {"Tparams": DType.INT32, "Tindices": DType.INT64, "Taxis": DType.INT32}
+    changed = add("changed", "GatherV2", slots, at, known("axis", 0), **types)
+    rows = add("rows", "ResourceGather", overlay_handle, changed, dtype=dtype, Tindices=DType.INT32)
+    places = add("places", "Cast", at, output="y", SrcT=DType.INT64, DstT=DType.INT32)
     in_line = reshape("in_line", gathered, known("row", [-1, *table.row_shape]), dtype)
-    newest = body.add(
-        f"{name}/newest", "InplaceUpdate", in_line, body.single(places, "y"), rows, device=device, T=dtype
-    )
-    shape = body.add(f"{name}/shape", "Shape", gathered, device=device, T=dtype, out_type=DType.INT32)
-    body.add(
-        name,
-        "Reshape",
-        body.single(newest, "y"),
-        body.single(shape, "output"),
-        device=device,
-        T=dtype,
-        Tshape=DType.INT32,
-    )
+    newest = add("newest", "InplaceUpdate", in_line, places, rows, output="y", T=dtype)
+    shape = add("shape", "Shape", gathered, T=dtype, out_type=DType.INT32)
+    reshape("", newest, shape, dtype)  # its output is called `output`, too: what takes it stays as it is

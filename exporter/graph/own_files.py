@@ -2,72 +2,52 @@
 
 The loader gives an asset's path to a constant. It stays the version's own where it is only handed on: by an
 operation that leaves it as it is, by a variable that gets nothing else, as an argument of a function. What
-computes a text may compute another path, so nothing else counts.
-
-*Variables.* All that is assigned to it counts, and another handle of the same name is the same variable.
-
-*Loops.* What a loop's body returns is what it takes in the next turn. So an argument of a loop is a file of
-the version only if the body returns such an argument in its place.
-
-*Feeds.* A client sends values for any tensor that is an input of a signature, also for one in the middle of
-the graph.
+computes a text may compute another path, so nothing else counts; nor does a tensor for which clients send
+values, which may be one in the middle of the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-
-from msgspec import Struct
+from collections.abc import Collection, Iterable
 
 from exporter.errors import GraphError
-from exporter.graph.nodes import CALLS, LOOPS, attr, attr_text, const_texts, input_names
+from exporter.graph.nodes import (
+    CALLS,
+    LOOPS,
+    Body,
+    attr,
+    attr_text,
+    called,
+    const_texts,
+    input_names,
+    node_of,
+)
 from exporter.wire.protos import Proto
 
+# Pack and ConcatV2 are followed, too; other operations on texts may compute another path.
 _HANDS_ON = frozenset({"Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient"})
 
 
-class Scope(Struct, frozen=True):
-    """The nodes of a graph, or of a function with its arguments' names."""
-
-    nodes: Mapping[str, Proto]
-    function: Proto | None = None
-
-    @classmethod
-    def of(cls, function: Proto) -> Scope:
-        """The scope of a function's body."""
-        nodes = {node.name: node for node in function.node_def}
-        if len(nodes) < len(function.node_def):
-            raise GraphError(f"function {function.signature.name!r} has two nodes of one name")
-        return cls(nodes, function)
-
-    @property
-    def name(self) -> str:
-        """The function's name, "" for the graph."""
-        return "" if self.function is None else str(self.function.signature.name)
-
-    def place(self, argument: str) -> int | None:
-        """The place of an argument among the function's inputs; None if it has none, or an unclear one."""
-        if self.function is None:
-            return None
-        names = [each.name for each in self.function.signature.input_arg]
-        return names.index(argument) if argument in names and not _has_lists(self.function) else None
+def unambiguous(function: Proto) -> Body:
+    """A function's body, or GraphError if two of its nodes have one name."""
+    body = Body.of(function)
+    if len(body.by_name) < len(function.node_def):
+        raise GraphError(f"function {body.name!r} has two nodes of one name")
+    return body
 
 
 class OwnFiles:
-    """Answers for one graph which tensors are paths of the version's own files.
-
-    `files` are nodes that hold such a path; the nodes `fed` get values from clients.
-    """
+    """Tells which tensors of a graph are paths of own files: `files` hold such a path, clients feed `fed`."""
 
     def __init__(self, graph_def: Proto, files: Collection[str], fed: Collection[str] = ()) -> None:
         self._graph_def = graph_def
-        self._scope = Scope({node.name: node for node in graph_def.node})
+        self._graph = Body(graph_def.node)
         self._library = {function.signature.name: function for function in graph_def.library.function}
         self._files = {*files}
         self._fed = {*fed}
 
-    def needs(self, scope: Scope, texts: Iterable[str]) -> set[int] | None:
-        """The scope's arguments that must be own files so that these tensors are; None if they are not."""
+    def needs(self, scope: Body, texts: Iterable[str]) -> set[int] | None:
+        """The places of arguments of the scope that must be own files for `texts` to be; None: one is not."""
         places: set[int] = set()
         pending, seen = [*texts], set[str]()
         while pending:
@@ -76,77 +56,79 @@ class OwnFiles:
                 continue
             seen.add(text)
             if scope.function is not None and ":" not in text:
-                place = scope.place(text)
-                if place is None:
+                arguments = [each.name for each in scope.function.signature.input_arg]
+                if text not in arguments or _has_lists(scope.function):
                     return None
-                places.add(place)
+                places.add(arguments.index(text))
             elif (sources := self._sources(text, scope)) is not None:
                 pending += sources
             else:
                 return None
         return places
 
-    def needs_of_call(self, node: Proto, callee: str, places: Iterable[int], scope: Scope) -> set[int] | None:
-        """As `needs`, for a call of a function whose arguments at `places` must be own files."""
+    def needs_of_call(self, node: Proto, callee: str, places: Iterable[int], scope: Body) -> set[int] | None:
+        """As `needs`, for what a call passes to `callee`, whose arguments at `places` must be own files."""
         inputs, before = input_names(node), CALLS.get(node.op, 0)
-        if node.op != callee and not (node.op in CALLS and callee in _direct_callees(node)):
-            return None
+        if node.op != callee and not (node.op in CALLS and callee in {each.name for each in called(node)}):
+            return None  # an operation that is not known to hand its inputs on as arguments
         needed = self._carried(node, {*places}) if node.op in LOOPS else {*places}
         if needed is None or any(place + before >= len(inputs) for place in needed):
             return None
         return self.needs(scope, [inputs[place + before] for place in needed])
 
-    def is_memory_cache(self, node: Proto, scope: Scope) -> bool:
-        """True for a dataset that is cached in memory, whose file name is empty."""
+    def is_memory_cache(self, node: Proto, scope: Body) -> bool:
+        """True for a CacheDataset with a constant empty file name, which caches in memory."""
         inputs = input_names(node)
         if node.op not in ("CacheDataset", "CacheDatasetV2") or len(inputs) < 2:
             return False
-        name = _node_of(inputs[1])
-        return not self._is_fed(name, scope) and const_texts(scope.nodes.get(name)) == [""]
+        name = node_of(inputs[1])
+        return not self._is_fed(name, scope) and const_texts(scope.by_name.get(name)) == [""]
 
     def _carried(self, node: Proto, places: set[int]) -> set[int] | None:
-        """The arguments of a loop that must be own files so that those at `places` are in every turn."""
+        """The places of a loop's arguments that must be own for `places` to be in each turn; or None."""
         body = self._library.get(attr(node, "body").func.name)
         if body is None or _has_lists(body):
             return None
         results = [body.ret.get(each.name, "") for each in body.signature.output_arg]
         pending = {*places}
-        while pending:
+        while pending:  # what a turn returns is what the next one takes
             place = pending.pop()
-            needed = self.needs(Scope.of(body), results[place : place + 1]) if place < len(results) else None
+            needed = (
+                self.needs(unambiguous(body), results[place : place + 1]) if place < len(results) else None
+            )
             if needed is None:
                 return None
             pending |= needed - places
             places |= needed
         return places
 
-    def _sources(self, text: str, scope: Scope) -> list[str] | None:
-        """The tensors that a tensor's paths come from, none for an own file; None if they may be others."""
-        name = _node_of(text)
-        node = scope.nodes.get(name)
+    def _sources(self, text: str, scope: Body) -> list[str] | None:
+        """The tensors that a path is handed on from, none for an own file; None if it may be another path."""
+        name = node_of(text)
+        node = scope.by_name.get(name)
         if node is None or self._is_fed(name, scope):
             return None
         inputs = input_names(node)
         if scope.function is None and name in self._files:
             return []
         if scope.function is None and node.op == "ReadVariableOp" and inputs:
-            return self._assigned(_node_of(inputs[0]))
+            return self._assigned(node_of(inputs[0]))
         if node.op == "ConcatV2":
             return inputs[:-1] or None
         return (inputs if node.op == "Pack" else inputs[:1] if node.op in _HANDS_ON else []) or None
 
-    def _is_fed(self, name: str, scope: Scope) -> bool:
+    def _is_fed(self, name: str, scope: Body) -> bool:
         return scope.function is None and name in self._fed
 
     def _assigned(self, handle: str) -> list[str] | None:
-        """All that a variable of the graph gets; None if something else may change it."""
-        node = self._scope.nodes.get(handle)
+        """The tensors assigned to a variable of the graph; None if something else may change it."""
+        node = self._graph.by_name.get(handle)
         if node is None or node.op != "VarHandleOp" or handle in self._fed or not self._is_only_handle(node):
             return None
         assigned = []
         for user in self._graph_def.node:
             inputs = input_names(user)
-            places = [at for at, text in enumerate(inputs) if _node_of(text) == handle]
+            places = [at for at, text in enumerate(inputs) if node_of(text) == handle]
             if places == [0] and user.op == "AssignVariableOp":
                 assigned += inputs[1:]
             elif places and user.op != "ReadVariableOp":
@@ -154,7 +136,7 @@ class OwnFiles:
         return assigned or None
 
     def _is_only_handle(self, node: Proto) -> bool:
-        """True if no other node makes a handle of the same variable."""
+        """True if no other node, in the graph or a function, makes a handle of the same named variable."""
         shared = attr_text(node, "shared_name")
         bodies = (each.node_def for each in self._graph_def.library.function)
         handles = [
@@ -167,17 +149,7 @@ class OwnFiles:
         return bool(shared) and len(handles) == 1
 
 
-def _direct_callees(node: Proto) -> set[str]:
-    return {value.func.name for value in node.attr.values()} | {
-        function.name for value in node.attr.values() for function in value.list.func
-    }
-
-
 def _has_lists(function: Proto) -> bool:
     """True if an argument or result stands for several tensors, so that places do not count them."""
     arguments = [*function.signature.input_arg, *function.signature.output_arg]
     return any(each.number_attr or each.type_list_attr for each in arguments)
-
-
-def _node_of(text: str) -> str:
-    return text.removeprefix("^").partition(":")[0]

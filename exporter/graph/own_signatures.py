@@ -2,11 +2,8 @@
 
 An inference graph has no side effects. A signature whose purpose is a side effect would answer as if it had
 trained or saved, and do nothing. If a signature computes an answer, and none depends on a change that it also
-makes, such as a count of requests or a line in a log, the change is dropped.
-
-So the variables and tables are found that a signature changes, and those that its outputs depend on, also in
-the functions that it calls: a `train_step` may have its gradients and assignments three calls deep. Besides,
-the operations are found that reach out of the model, and on which no output depends.
+makes, such as a count of requests or a line in a log, the change is dropped. Effects are followed into
+functions: a `train_step` may have its gradients and assignments three calls deep.
 """
 
 from __future__ import annotations
@@ -19,10 +16,19 @@ from msgspec.structs import replace
 
 from exporter.errors import GraphError
 from exporter.graph.clean import clean
-from exporter.graph.functions import callers, ending, needed_by, reachable
+from exporter.graph.functions import callers, needed_by, reachable, terminating
 from exporter.graph.inference_graph import Effect, Outside
 from exporter.graph.keys import VARIABLE_OPS
-from exporter.graph.nodes import CALLS, ENTERS, SWITCHES, GraphIndex, all_before, attr_dtype, reach
+from exporter.graph.nodes import (
+    CALLS,
+    GraphIndex,
+    all_before,
+    attr_dtype,
+    has_control_flow,
+    input_names,
+    node_of,
+    reach,
+)
 from exporter.graph.outside import effect_in, effect_of
 from exporter.graph.servable import called_functions, changes_state, foreign_ops, is_refused
 from exporter.graph.signatures import SignatureEnds, left_out, none_servable
@@ -37,19 +43,13 @@ _SAVES = frozenset({"Save", "SaveV2", "SaveSlices", "MergeV2Checkpoints"})
 
 
 class Effects(Struct, frozen=True):
-    """What runs for outputs, or for a function's results, besides computing them.
+    """The effects of computing outputs, or a function's results; variables and tables by node or argument."""
 
-    `reads` and `writes` are the variables and tables that are read for outputs, and changed: names of nodes,
-    or of a function's inputs. `outside` are the operations that reach out of the model and do more than read,
-    `dropped` those of them that an inference graph lacks, because no output needs them. If not `computes`,
-    the outputs are what was given: inputs and constants.
-    """
-
-    reads: frozenset[str] = frozenset()
-    writes: frozenset[str] = frozenset()
-    outside: frozenset[Outside] = frozenset()
-    dropped: frozenset[Outside] = frozenset()
-    computes: bool = False
+    reads: frozenset[str] = frozenset()  # variables and tables that are read for outputs
+    writes: frozenset[str] = frozenset()  # and those that are changed
+    outside: frozenset[Outside] = frozenset()  # operations that reach out of the model beyond reading
+    dropped: frozenset[Outside] = frozenset()  # those of them that no output needs: they are not served
+    computes: bool = False  # outputs are more than what was given, inputs and constants
 
     @property
     def is_purpose(self) -> bool:
@@ -59,7 +59,7 @@ class Effects(Struct, frozen=True):
 
 
 class _Body(Struct, frozen=True):
-    """What runs in a function, or in a graph (""); `computing` are the nodes that results need."""
+    """The nodes that run in a function, or in a graph (""); `computing` are those that results need."""
 
     function: str
     nodes: Mapping[str, Proto]
@@ -67,19 +67,18 @@ class _Body(Struct, frozen=True):
     handles: Collection[str]
 
     def handles_of(self, node: Proto) -> dict[int, str]:
-        """The handles that a node takes, by the position among its inputs."""
-        inputs = [text for text in node.input if not text.startswith("^")]
-        taken = {at: self._origin(text) for at, text in enumerate(inputs)}
+        """{position among a node's inputs: the handle that it takes there}."""
+        taken = {at: self._origin(text) for at, text in enumerate(input_names(node))}
         return {at: handle for at, handle in taken.items() if handle in self.handles}
 
     def _origin(self, text: str) -> str:
-        """The node or argument that a tensor comes from, handles handed on by Identity nodes."""
-        name = text.partition(":")[0]
+        """The node or argument that a tensor comes from, behind Identity nodes that hand a handle on."""
+        name = node_of(text)
         for _ in range(_MAX_IDENTITIES):
             node = self.nodes.get(name)
             if node is None or not _hands_on(node) or not node.input:
                 break
-            name = node.input[0].partition(":")[0]
+            name = node_of(node.input[0])
         return name
 
 
@@ -89,10 +88,10 @@ class EffectsOf:
     def __init__(self, index: GraphIndex) -> None:
         self._index = index
         self._known: dict[str, Effects] = {}
-        self._order = ending(index.functions)  # deep calls without deep recursion
+        self._order = terminating(index.functions)  # callees first: deep calls without deep recursion
 
     def signature(self, ends: SignatureEnds) -> Effects:
-        """The effects of the nodes that a session runs for it, including those that outputs only wait for."""
+        """The effects of all nodes that a session runs for a signature, also of those only waited for."""
         nodes = self._index.nodes
         runs = all_before(nodes, ends.outputs, ends.inputs)
         called = reachable((nodes[name] for name in runs), self._index.functions)
@@ -107,14 +106,14 @@ class EffectsOf:
             self._known[name] = Effects()  # of a function that calls itself
             function = self._index.functions[name]
             nodes = {node.name: node for node in function.node_def}
-            has_switches = any(node.op in SWITCHES or node.op in ENTERS for node in nodes.values())
-            computing = set(nodes) if has_switches else needed_by(nodes, function.ret.values())
+            # With control flow a body is served whole: see `functions.pruned_body`.
+            computing = set(nodes) if has_control_flow(nodes) else needed_by(nodes, function.ret.values())
             handles = {a.name for a in function.signature.input_arg if a.type == int(DType.RESOURCE)}
             self._known[name] = self._effects(_Body(name, nodes, computing, handles))
         return self._known[name]
 
     def _called(self, node: Proto) -> dict[str, Effects]:
-        """The effects of the functions that a node calls."""
+        """{function: its effects} for the functions that a node calls."""
         callees = sorted(called_functions(node) & self._index.functions.keys())
         return {callee: self._function(callee) for callee in callees}
 
@@ -144,7 +143,7 @@ class EffectsOf:
         return frozenset(reads), frozenset(writes)
 
     def _reaching_out(self, body: _Body) -> tuple[frozenset[Outside], frozenset[Outside]]:
-        """The operations that reach out and do more than read, and those of them that no result needs."""
+        """The operations that reach out beyond reading, and those of them that no result needs."""
         outside, dropped = set[Outside](), set[Outside]()
         for node in body.nodes.values():
             called, effect = self._called(node).values(), effect_of(node.op)
@@ -157,7 +156,7 @@ class EffectsOf:
         return frozenset(outside), frozenset(dropped)
 
     def _computes(self, body: _Body) -> bool:
-        """True if results are more than inputs and constants."""
+        """True if a result is more than inputs and constants handed on."""
         return any(
             any(inner.computes for inner in called)
             if (called := self._called(node).values())
@@ -168,7 +167,7 @@ class EffectsOf:
         )
 
     def _arguments(self, node: Proto, callee: str, taken: Mapping[int, str]) -> dict[str, str]:
-        """Which handle each argument of a called function gets."""
+        """{argument of a called function: the handle that it gets}."""
         arguments = [argument.name for argument in self._index.functions[callee].signature.input_arg]
         shift = CALLS.get(node.op, 0)
         return {arguments[at - shift]: h for at, h in taken.items() if 0 <= at - shift < len(arguments)}
@@ -180,15 +179,12 @@ def _hands_on(node: Proto) -> bool:
 
 
 def keep_servable(source: SourceGraph) -> SourceGraph:
-    """The source without the signatures that cannot be served, which its notes name.
-
-    If none can be served, the graph stays as it is, and `clean` reports why.
-    """
+    """The source without signatures that cannot be served, which its notes name; NotServable if none can."""
     index = GraphIndex.of(source.meta_graph)
     ends = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
     reasons = _failing(source, index, ends)
     if len(reasons) == len(ends):
-        return source
+        return source  # `clean` reports why
     find = EffectsOf(index)
     effects = {name: find.signature(one) for name, one in ends.items() if name not in reasons}
     reasons |= _training(source, effects)
@@ -217,7 +213,7 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
 
 
 def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, SignatureEnds]) -> dict[str, str]:
-    """The reasons why signatures cannot be cleaned, if at least one other signature can."""
+    """{signature: why it cannot be cleaned alone}; empty if there is one only."""
     if len(ends) == 1:
         return {}
     foreign = frozenset[str]()
@@ -229,12 +225,14 @@ def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, Signatur
         return not is_known or effect_in(node, index.functions) is not None
 
     own = [name for name, body in index.functions.items() if any(map(is_unfit, body.node_def))]
-    unfit, reasons = {*callers(index.functions, own), *index.functions.keys() - ending(index.functions)}, {}
+    endless = index.functions.keys() - terminating(index.functions)
+    unfit, reasons = {*callers(index.functions, own), *endless}, {}
     for name, one in ends.items():
         before = [index.nodes[node] for node in all_before(index.nodes, one.outputs, one.inputs)]
         fed = {tensor.node for tensor in one.inputs} | source.feeds.keys()
-        if any(is_unfit(n) or called_functions(n) & unfit or _is_unfed(n, fed) for n in before):
-            alone = deepcopy(source.meta_graph)
+        unfed = any(node.op.startswith("Placeholder") and node.name not in fed for node in before)
+        if unfed or any(is_unfit(node) or called_functions(node) & unfit for node in before):
+            alone = deepcopy(source.meta_graph)  # cleaning is the judge, and slow: for suspects alone
             for other in ends.keys() - {name}:
                 del alone.signature_def[other]
             try:
@@ -244,12 +242,8 @@ def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, Signatur
     return reasons
 
 
-def _is_unfed(node: Proto, fed: set[str]) -> bool:
-    return node.op.startswith("Placeholder") and node.name not in fed
-
-
 def _training(source: SourceGraph, effects: Mapping[str, Effects]) -> dict[str, str]:
-    """The reasons why signatures that change variables or tables which answers depend on cannot be served."""
+    """{signature: why it is training}, for those that change variables or tables that answers depend on."""
     readers = {handle: name for name, done in effects.items() for handle in done.reads}
     found = {}
     for name, done in effects.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from exporter.graph.nodes import closure, control_inputs, data_inputs
+from exporter.graph.nodes import closure, drop_nodes, input_names, node_of
 from exporter.graph.signatures import signature_tensors, tensor_names
 from exporter.wire.protos import Proto
 
@@ -23,38 +23,22 @@ _ADDED = re.compile(
 
 
 def without_recording(meta_graph: Proto) -> Proto:
-    """Remove the nodes that record increments, in place, and every wait for them; returned for convenience.
-
-    A node whose value the rest of the graph reads, or a signature names, is the program's own, whatever its
-    name.
-    """
+    """Remove, in place, the nodes that record increments and every wait for them; returns the graph."""
+    # A node whose value the rest of the graph reads, or a signature names, is the program's own.
     nodes = meta_graph.graph_def.node
     added = {node.name: node for node in nodes if _ADDED.fullmatch(node.name)}
     if not added:
         return meta_graph
-    read = {source for node in nodes if node.name not in added for source in _sources(node)}
+    read = {node_of(text) for node in nodes if node.name not in added for text in input_names(node)}
     read |= {
-        text.partition(":")[0]
+        node_of(text)
         for signature in meta_graph.signature_def.values()
         for _, _, info in signature_tensors(signature)
         for text in tensor_names(info)
     }
 
     def needed(name: str) -> Iterator[str]:
-        return (
-            source for source in (*_sources(added[name]), *control_inputs(added[name])) if source in added
-        )
+        return (source for source in map(node_of, added[name].input) if source in added)
 
-    gone = added.keys() - closure(read & added.keys(), needed).keys()
-    for at in reversed(range(len(nodes))):  # they are the last ones: the end of the list is cut
-        if nodes[at].name in gone:
-            del nodes[at]
-    for node in nodes:
-        waits = [text for text in node.input if not (text.startswith("^") and text[1:] in gone)]
-        if len(waits) < len(node.input):
-            node.input[:] = waits
+    drop_nodes(nodes, added.keys() - closure(read & added.keys(), needed).keys())
     return meta_graph
-
-
-def _sources(node: Proto) -> Iterator[str]:
-    return (source.node for source in data_inputs(node))

@@ -31,19 +31,11 @@ SERVE_TAG = "serve"
 _SCHEMA_VERSION = 1
 _INIT_SIGNATURE = "__saved_model_init_op"
 _INIT_COLLECTIONS = ("saved_model_main_op", "legacy_init_op")
-
-
-_UPDATE = "incremental_update"
-"""The signature that applies deltas, as the subgraph adds it."""
+_UPDATE = "incremental_update"  # the signature that applies deltas, as the subgraph adds it
 
 
 def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
-    """The graph tagged `serve` with its signatures (or those asked for), assets and initialiser.
-
-    Another graph is taken if the request names its tags, or if it is the only one. Its signatures for
-    training are removed, with a note. The object graph is removed from the message, because a bundle by names
-    cannot have one, and becomes `objects`.
-    """
+    """A SavedModel's graph for serving, or under the request's tag, without signatures for training."""
     meta_graph = choose_graph(read_saved_model(path), path, request.tag)
     if _UPDATE in meta_graph.signature_def:
         raise UsageError(
@@ -57,7 +49,7 @@ def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
     source = with_signatures(meta_graph, request, label=str(path), directory=path)
     has_objects = meta_graph.HasField("object_graph_def")
     objects = saved_objects(meta_graph, GraphIndex.of(meta_graph)) if has_objects else None
-    meta_graph.ClearField("object_graph_def")
+    meta_graph.ClearField("object_graph_def")  # a bundle by names cannot have one
     return replace(
         source,
         assets=assets,
@@ -116,8 +108,7 @@ def read_saved_model(path: Path) -> Proto:
 def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag") -> Proto:
     """The graph with exactly the tags that `tag` (the value of `option`) lists, or the only one with more.
 
-    Without `tag` it is the graph for serving, with the fewest other tags (`gpu`, `tpu`) if there are several;
-    or the only graph, whatever its tags.
+    Without `tag`: the only graph, else the one for serving with the fewest other tags (`gpu`, `tpu`).
     """
     graphs = [*model.meta_graphs]
     if tag is None and len(graphs) == 1:
@@ -142,7 +133,7 @@ def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag
 
 
 def _without_training(meta_graph: Proto, request: GraphRequest, path: Path) -> list[str]:
-    """Remove training signatures from `meta_graph` unless tensors are named; return notes."""
+    """Remove training signatures from `meta_graph` unless the request names tensors; returns notes."""
     drop_internal(meta_graph)
     if requested_specs(request) or not meta_graph.signature_def:
         return []
@@ -158,6 +149,7 @@ def _without_training(meta_graph: Proto, request: GraphRequest, path: Path) -> l
 
 
 def _init_op(meta_graph: Proto) -> str | None:
+    """The node that a SavedModel's loader runs: of the pseudo-signature, else of a collection."""
     if _INIT_SIGNATURE in meta_graph.signature_def:
         name = meta_graph.signature_def[_INIT_SIGNATURE].outputs[_INIT_SIGNATURE].name
         return endpoint(name).node or None
@@ -169,6 +161,7 @@ def _init_op(meta_graph: Proto) -> str | None:
 
 
 def _assets(meta_graph: Proto, path: Path, trust: Trust) -> dict[str, Path]:
+    """{node that gets the path: file} for the assets of a SavedModel, all of which exist and may be read."""
     said = f"{path} names an asset:"
     directory = path / ASSETS_DIRECTORY
     assets = {name: below(directory, file, said, CorruptFile) for name, file in _asset_files(meta_graph)}
@@ -183,7 +176,7 @@ def _assets(meta_graph: Proto, path: Path, trust: Trust) -> dict[str, Path]:
 
 
 def _asset_files(meta_graph: Proto) -> list[tuple[str, str]]:
-    """(node that gets the path, file name under assets/), from the field or the older collection."""
+    """(node that gets the path, file name under assets/) for each asset, in the field or older collection."""
     assets = [*meta_graph.asset_file_def]
     if "saved_model_assets" in meta_graph.collection_def:
         for item in meta_graph.collection_def["saved_model_assets"].any_list.value:

@@ -19,6 +19,7 @@ from exporter.wire.protos import Proto
 from exporter.wire.stock_ops import is_stock
 
 _RECOMMENDERS = "TensorFlow Recommenders Addons"
+# The names of each library's operations, from REGISTER_OP in its source, or from its registry.
 _LIBRARIES = (
     (r"TFRA>\w+|\w*CuckooHashTable\w*|\w*RedisTable\w*|\w*HkvHashTable\w*", _RECOMMENDERS),
     (r"SimpleML\w+", "TensorFlow Decision Forests"),
@@ -39,10 +40,9 @@ _LIBRARIES = (
     ),
     (r"TRTEngineOp|\w*TRTResource\w*", "TensorFlow with TensorRT"),
 )
-"""The names of each library's operations, from REGISTER_OP in its source, or from its registry."""
 
+# Linked into TensorFlow Serving's own binary: tensorflow_serving/model_servers/BUILD.
 _IN_STOCK_IMAGE = frozenset({"TensorFlow Decision Forests", "TensorFlow Text"})
-"""Linked into TensorFlow Serving's own binary: tensorflow_serving/model_servers/BUILD."""
 
 _SHOWN = 8
 _REBUILD = (
@@ -52,14 +52,14 @@ _REBUILD = (
 
 
 def foreign_ops(nodes: Iterable[Proto], functions: Collection[str]) -> frozenset[str]:
-    """The operations of nodes that are neither functions of the graph nor known to stock TensorFlow."""
+    """The operations of nodes that stock TensorFlow lacks; calls of the graph's functions are none."""
     used = {str(node.op) for node in nodes}
     return frozenset(op for op in used if op not in functions and (is_deeprec(op) or not is_stock(op)))
 
 
 @cache
 def library_of(op: str) -> str:
-    """The library of an operation, by its name; "" if that does not show it."""
+    """The library that an operation's name shows, or its namespace; "" if it shows none."""
     if is_deeprec(op):
         return "DeepRec"
     for pattern, library in _LIBRARIES:
@@ -69,7 +69,7 @@ def library_of(op: str) -> str:
 
 
 def by_library(ops: Collection[str]) -> str:
-    """Operations by name, with their libraries, for a note."""
+    """Operations by library, as a text for a note."""
     named: dict[str, list[str]] = {}
     for op in sorted(ops):
         named.setdefault(library_of(op) or "unknown origin", []).append(op)
@@ -77,7 +77,7 @@ def by_library(ops: Collection[str]) -> str:
 
 
 def refusal(found: Mapping[str, str], where: str, cause: str) -> ForeignOperations:
-    """The error for nodes (operations by name) that a server would not know; `where` says what needs them."""
+    """The error for nodes `found` ({name: foreign operation}) that `where` needs."""
     ops = {*found.values()}
     shown = _listed([f"{op} {name!r}" for name, op in found.items()])
     libraries = sorted({library for op in ops if (library := library_of(op))})
@@ -154,12 +154,12 @@ _REASONS = (
 
 @cache
 def changes_state(op: str) -> bool:
-    """True for operations that write variables or tables."""
+    """True for an operation that writes a variable or a table."""
     return _CHANGES_STATE.fullmatch(op) is not None
 
 
 def is_refused(op: str) -> bool:
-    """True for operations that a served output may not need."""
+    """True for an operation that a served output may not need: state, input pipelines, Python, DeepRec's."""
     return bool(_refusal(op))
 
 
@@ -170,15 +170,24 @@ def check_servable(
     allowed: Collection[str] = (),
     foreign: Collection[str] = (),
 ) -> None:
-    """Refuse the nearest operation that a server cannot or must not run.
+    """Refuse the reached node, nearest to an output, that a server cannot or must not run.
 
     `fed` are the placeholders that a request fills; `allowed` are nodes that run once, at load; `foreign` are
     operations that stock TensorFlow lacks.
     """
-    _check_foreign(nodes, reached, allowed, foreign)
+    found = {name: nodes[name].op for name in reached.inputs if name not in allowed}
+    found = {name: op for name, op in found.items() if op in foreign or is_deeprec(op)}
+    if found:
+        raise refusal(found, "an output", reached.path(next(iter(found))))
     unfed = [name for name in reached.inputs if nodes[name].op in _PLACEHOLDERS and name not in fed]
     if unfed:
-        raise _unfed(nodes, reached, unfed)
+        first, dtype = unfed[0], attr_dtype(nodes[unfed[0]], "dtype")
+        others = f"; so do {', '.join(map(repr, unfed[1:]))}" if len(unfed) > 1 else ""
+        raise NotServable(
+            f"placeholder {first!r} ({dtype.label if dtype else 'unknown type'}) gets no value{others}",
+            cause=reached.path(first),
+            hint=f"make it an input: --input NAME={first}, or fix it: --feed {first}=VALUE",
+        )
     for name in reached.inputs:
         node = nodes[name]
         reason = _refusal(node.op)
@@ -190,27 +199,7 @@ def check_servable(
             )
 
 
-def _check_foreign(
-    nodes: Mapping[str, Proto], reached: Reached, allowed: Collection[str], foreign: Collection[str]
-) -> None:
-    found = {name: nodes[name].op for name in reached.inputs if name not in allowed}
-    found = {name: op for name, op in found.items() if op in foreign or is_deeprec(op)}
-    if found:
-        raise refusal(found, "an output", reached.path(next(iter(found))))
-
-
 _PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2"})
-
-
-def _unfed(nodes: Mapping[str, Proto], reached: Reached, names: list[str]) -> NotServable:
-    first = names[0]
-    dtype = attr_dtype(nodes[first], "dtype")
-    others = f"; so do {', '.join(map(repr, names[1:]))}" if len(names) > 1 else ""
-    return NotServable(
-        f"placeholder {first!r} ({dtype.label if dtype else 'unknown type'}) gets no value{others}",
-        cause=reached.path(first),
-        hint=f"make it an input: --input NAME={first}, or fix it: --feed {first}=VALUE",
-    )
 
 
 @cache
@@ -222,7 +211,7 @@ def _refusal(op: str) -> str:
 
 
 def check_known(nodes: Iterable[Proto], function: str, library: Collection[str]) -> None:
-    """Refuse a function's body with operations that stock TensorFlow lacks."""
+    """Refuse a function whose body has operations that stock TensorFlow lacks."""
     nodes = [*nodes]
     if foreign := foreign_ops(nodes, library):
         found = {node.name: node.op for node in nodes if node.op in foreign}
@@ -230,7 +219,7 @@ def check_known(nodes: Iterable[Proto], function: str, library: Collection[str])
 
 
 def check_body(nodes: Iterable[Proto], function: str) -> None:
-    """As `check_servable`, for a function's body; datasets and iterators are allowed within one call."""
+    """Refuse a function with an operation that a server must not run; its own datasets are allowed."""
     for node in nodes:
         reason = _refusal(node.op)
         if reason and not _FEEDS_TRAINING.fullmatch(node.op):
@@ -244,11 +233,8 @@ def check_reads(
     where: str,
     allowed: Collection[str] = (),
 ) -> None:
-    """Refuse a read that must see a change made in the same call (as when `v.assign_add(1)` is an output).
-
-    Inference graphs lose their control edges, so such a read would silently see the value before the change.
-    Control edges from changes that are `allowed` are kept.
-    """
+    """Refuse a read that must see a change made in the same call (as when `v.assign_add(1)` is an output)."""
+    # Control edges but those from `allowed` are dropped, so that it would silently see the value before.
     for name in names:
         node = nodes[name]
         sources = [text for text in node.input if not text.startswith("^")]
@@ -266,5 +252,5 @@ def check_reads(
 
 
 def called_functions(node: Proto) -> set[str]:
-    """The library functions that a node's attributes or its operation name."""
+    """The names of a node's operation and of functions in its attributes; a library may have them all."""
     return {node.op, *(function.name for function in called(node))}

@@ -25,15 +25,14 @@ from msgspec.structs import replace
 
 from exporter.errors import GraphError, NotServable, UsageError
 from exporter.graph.examples import Feature, add_parser, read_features
-from exporter.graph.nodes import Endpoint, GraphIndex, base_dtype, endpoint, shape_proto
-from exporter.graph.source_graph import GraphRequest
-from exporter.storage.files import read_regular
+from exporter.graph.nodes import Endpoint, GraphIndex, base_dtype, endpoint, node_of, shape_proto
+from exporter.graph.source_graph import GraphRequest, read_signatures
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 StaticShape = tuple[int | None, ...] | None
-"""A static shape, with None for unknown lengths; None if the rank is unknown."""
+"""A static shape as TensorFlow's Python has it: None for unknown lengths, and for an unknown rank."""
 
 
 class SignatureTensor(Struct, frozen=True):
@@ -54,23 +53,23 @@ def tensors_of(infos: Mapping[str, Proto]) -> list[SignatureTensor]:
 
 
 def signature_nodes(meta_graph: Proto) -> set[str]:
-    """The nodes of all signatures' inputs and outputs."""
+    """The names of the nodes of all signatures' inputs and outputs."""
     return {
-        tensor.name.partition(":")[0]
+        node_of(tensor.name)
         for signature in meta_graph.signature_def.values()
         for tensor in (*tensors_of(signature.inputs), *tensors_of(signature.outputs))
     }
 
 
 class SignatureEnds(Struct, frozen=True):
-    """A signature's input tensors, each with its alias there, and its output tensors."""
+    """A signature's input tensors, each with an alias that it has there, and its output tensors."""
 
     inputs: dict[Endpoint, str]
     outputs: list[Endpoint]
 
     @classmethod
     def of(cls, signature: Proto) -> SignatureEnds:
-        """The ends of a SignatureDef."""
+        """The tensors of a SignatureDef, composite ones as their components."""
         inputs: dict[Endpoint, str] = {}
         outputs: list[Endpoint] = []
         for role, alias, info in signature_tensors(signature):
@@ -82,12 +81,12 @@ class SignatureEnds(Struct, frozen=True):
 
     @property
     def computed(self) -> list[str]:
-        """The nodes that make the outputs, without those that are inputs as well."""
+        """The nodes that make the outputs, each once, except for outputs that are inputs as well."""
         return [*dict.fromkeys(tensor.node for tensor in self.outputs if tensor not in self.inputs)]
 
 
 def signature_tensors(signature: Proto) -> Iterator[tuple[str, str, Proto]]:
-    """Each input and output as (role, alias, TensorInfo)."""
+    """Yield ("input" or "output", alias, TensorInfo) for each of a signature, by alias."""
     for alias, info in sorted(signature.inputs.items()):
         yield "input", alias, info
     for alias, info in sorted(signature.outputs.items()):
@@ -95,24 +94,24 @@ def signature_tensors(signature: Proto) -> Iterator[tuple[str, str, Proto]]:
 
 
 def tensor_names(info: Proto) -> list[str]:
-    """The tensors of a TensorInfo: one, a sparse tensor's three, or the components of a composite."""
+    """The names of a TensorInfo's tensors: one, a sparse tensor's three, or a composite's components'."""
     return [getattr(message, field) for message, field in _names(info)]
 
 
 def rename_tensors(info: Proto, names: Mapping[str, str]) -> None:
-    """Make a TensorInfo name other tensors, in place; names are canonical."""
+    """Rename a TensorInfo's tensors, in place, by {old canonical name: new name}."""
     for message, field in _names(info):
         name = canonical(getattr(message, field))
         setattr(message, field, canonical(names.get(name, name)))
 
 
 def canonical(name: str) -> str:
-    """`node:0` for `node`."""
+    """A tensor's name with its output: `node:0` for `node`."""
     return name if ":" in name else f"{name}:0"
 
 
 def _names(info: Proto) -> Iterator[tuple[Proto, str]]:
-    """The messages in a TensorInfo that name a tensor, each with the field that has the name."""
+    """Yield (message in a TensorInfo, field) for each field that names a tensor."""
     if info.HasField("coo_sparse"):
         for what in ("values", "indices", "dense_shape"):
             yield info.coo_sparse, f"{what}_tensor_name"
@@ -129,7 +128,6 @@ def _shape(shape: Proto) -> StaticShape:
     return tuple(dim.size if dim.size >= 0 else None for dim in shape.dim)
 
 
-_MAX_FILE_BYTES = 64 << 20
 DEFAULT_SIGNATURE = "serving_default"
 METHODS = {name: f"tensorflow/serving/{name}" for name in ("predict", "classify", "regress")}
 INTERNAL = ("__saved_model_init_op", "__saved_model_train_op")
@@ -140,20 +138,17 @@ _OUTPUTS_OF = {"classify": {"classes", "scores"}, "regress": {"outputs"}}
 
 
 class SignatureSpec(Struct, frozen=True):
-    """A signature by tensor names, without types and shapes.
-
-    With `examples`, features of serialized tf.Examples, there are no `inputs` yet: see `parse_examples`.
-    """
+    """A signature by tensor names, without types and shapes."""
 
     name: str
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
     method: str = "predict"
-    examples: tuple[Feature, ...] = ()
+    examples: tuple[Feature, ...] = ()  # with them there are no `inputs` yet: see `parse_examples`
 
 
 def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
-    """The signatures whose tensors the request names; none if it names none."""
+    """The signatures of `--signatures`, else of `--input` and `--output`; none if neither is given."""
     by_hand = bool(request.inputs or request.outputs)
     if request.signatures is not None:
         if by_hand:
@@ -167,17 +162,15 @@ def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
 
 
 def read_signatures_file(path: Path) -> list[SignatureSpec]:
-    """The signatures of a JSON file as the module's docstring describes it."""
-    try:
-        document = json.loads(read_regular(path, _MAX_FILE_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"--signatures {path} cannot be read", cause=str(error)) from error
+    """The signatures of a JSON file (see the module), or UsageError."""
+    document = read_signatures(path)
     if not isinstance(document, dict) or not document:
         raise UsageError(f"--signatures {path}: expected one object that maps names to signatures")
     return [_spec(str(path), name, entry, document) for name, entry in document.items()]
 
 
 def _spec(where: str, name: str, entry: Any, document: Mapping[str, Any]) -> SignatureSpec:
+    """The signature of one entry of a signatures file, or UsageError."""
     wanted = 'expected {"inputs": {NAME: TENSOR}, "outputs": {NAME: TENSOR}, "method": "predict"}'
     if not isinstance(entry, dict) or set(entry) - {"inputs", "examples", "outputs", "method"}:
         raise UsageError(f"{where}: signature {name!r} is not a signature", cause=wanted)
@@ -193,21 +186,14 @@ def _spec(where: str, name: str, entry: Any, document: Mapping[str, Any]) -> Sig
         return SignatureSpec(name, inputs, outputs, method)
     if inputs:
         raise UsageError(f"{where}: signature {name!r} has both inputs and examples")
-    features = read_features(f"{where}: signature {name!r}", _shared_examples(entry["examples"], document))
-    return SignatureSpec(name, {}, outputs, method, features)
-
-
-def _shared_examples(examples: Any, document: Mapping[str, Any]) -> Any:
-    """The features, looked up if they are given by the name of a signature that has them."""
-    other = document.get(examples) if isinstance(examples, str) else None
-    return other.get("examples") if isinstance(other, dict) else examples
+    examples = entry["examples"]
+    if isinstance(examples, str) and isinstance(other := document.get(examples), dict):
+        examples = other.get("examples")  # the name of a signature stands for its features
+    return SignatureSpec(name, {}, outputs, method, read_features(f"{where}: signature {name!r}", examples))
 
 
 def parse_examples(meta_graph: Proto, index: GraphIndex, specs: list[SignatureSpec]) -> list[SignatureSpec]:
-    """Replace Examples in the specs by tensors; adds a parsing node to `meta_graph`.
-
-    One parser serves all signatures: they all read from it the tensors that it feeds.
-    """
+    """The specs with tensors in the place of Examples, which one parser, added to the graph, feeds."""
     asking = [spec for spec in specs if spec.examples]
     if not asking:
         return specs
@@ -223,16 +209,12 @@ def parse_examples(meta_graph: Proto, index: GraphIndex, specs: list[SignatureSp
     def moved(names: Mapping[str, str]) -> dict[str, str]:
         return {alias: str(parser.parsed.get(endpoint(text), text)) for alias, text in names.items()}
 
-    return [
-        replace(
-            spec,
-            inputs={_EXAMPLES_INPUT.get(spec.method, "examples"): str(parser.examples)}
-            if spec.examples
-            else moved(spec.inputs),
-            outputs=moved(spec.outputs),
-        )
-        for spec in specs
-    ]
+    found = []
+    for spec in specs:
+        given = {_EXAMPLES_INPUT.get(spec.method, "examples"): str(parser.examples)}
+        inputs = given if spec.examples else moved(spec.inputs)
+        found.append(replace(spec, inputs=inputs, outputs=moved(spec.outputs)))
+    return found
 
 
 def _is_names(value: Any) -> bool:
@@ -240,10 +222,8 @@ def _is_names(value: Any) -> bool:
 
 
 def collection_spec(meta_graph: Proto) -> SignatureSpec | None:
-    """The signature in the collections `inputs` and `outputs`, each of which holds one JSON object.
-
-    Cloud ML's convention: `tf.add_to_collection("inputs", json.dumps({"image": x.name}))`.
-    """
+    """The signature in the collections `inputs` and `outputs`, of one JSON object each; None without them."""
+    # Cloud ML's convention: `tf.add_to_collection("inputs", json.dumps({"image": x.name}))`.
     if not {"inputs", "outputs"} <= set(meta_graph.collection_def):
         return None
     found = {}
@@ -262,40 +242,37 @@ def collection_spec(meta_graph: Proto) -> SignatureSpec | None:
 
 
 def set_signatures(meta_graph: Proto, index: GraphIndex, specs: Iterable[SignatureSpec]) -> None:
-    """Put complete SignatureDefs in place of those that `meta_graph` has."""
+    """Put complete SignatureDefs of the specs in the place of those that `meta_graph` has."""
     meta_graph.signature_def.clear()
     for spec in specs:
         signature = meta_graph.signature_def[spec.name]
         signature.method_name = METHODS[spec.method]
-        for role, names, infos in (
-            ("input", spec.inputs, signature.inputs),
-            ("output", spec.outputs, signature.outputs),
-        ):
-            for alias, text in names.items():
-                infos[alias].CopyFrom(_tensor_info(index, text, f"{role} {alias!r} of {spec.name!r}"))
+        for alias, text in spec.inputs.items():
+            info = _tensor_info(index, text, f"input {alias!r} of {spec.name!r}")
+            signature.inputs[alias].CopyFrom(info)
+        for alias, text in spec.outputs.items():
+            info = _tensor_info(index, text, f"output {alias!r} of {spec.name!r}")
+            signature.outputs[alias].CopyFrom(info)
         check_method(spec.name, signature)
 
 
 def _tensor_info(index: GraphIndex, text: str, role: str) -> Proto:
+    """The TensorInfo of a named tensor; UsageError for one without values."""
     tensor = index.resolve(text, role)
     if index.dtype(tensor) in (DType.RESOURCE, DType.VARIANT):
-        raise _no_values(index, tensor, role)
+        readers = (name for name, _ in index.consumers[tensor.node])
+        reader = next((name for name in readers if index.nodes[name].op == "ReadVariableOp"), None)
+        raise UsageError(
+            f"{role} names {str(tensor)!r}, a {index.dtype(tensor).label}",
+            cause="a request and a response hold values, not handles",
+            hint=f"its value is the tensor {reader}:0" if reader else "name a tensor with values",
+        )
     shape = shape_proto(index.shape(tensor))
     return protos.TensorInfo(name=str(tensor), dtype=int(index.dtype(tensor)), tensor_shape=shape)
 
 
-def _no_values(index: GraphIndex, tensor: Endpoint, role: str) -> UsageError:
-    readers = (name for name, _ in index.consumers[tensor.node] if index.nodes[name].op == "ReadVariableOp")
-    reader = next(readers, None)
-    return UsageError(
-        f"{role} names {str(tensor)!r}, a {index.dtype(tensor).label}",
-        cause="a request and a response hold values, not handles",
-        hint=f"its value is the tensor {reader}:0" if reader else "name a tensor with values",
-    )
-
-
 def check_method(name: str, signature: Proto) -> None:
-    """Check that classify and regress signatures have the tensors that TensorFlow Serving demands.
+    """Refuse a classify or regress signature without the tensors that TensorFlow Serving demands.
 
     Source: tensorflow_serving/servables/tensorflow/{classifier,regressor}.cc: one input `inputs` of
     serialised tf.Examples; outputs `classes` and/or `scores`, or `outputs`.
@@ -320,28 +297,26 @@ def check_method(name: str, signature: Proto) -> None:
 
 
 def drop_internal(meta_graph: Proto) -> None:
-    """Remove a SavedModel's pseudo-signatures, in place."""
+    """Remove the entries of a SavedModel's `signature_def` that are no signatures, in place."""
     for name in INTERNAL:
         meta_graph.signature_def.pop(name, None)
 
 
 def none_servable(label: str, reasons: Mapping[str, str], hint: str) -> NotServable:
-    """The error for a graph without a signature that can be served, with the reason for each by name."""
+    """The error for a graph without a signature that can be served, from {name: reason}."""
     listed = "; ".join(f"{name!r}: {reason}" for name, reason in reasons.items())
     return NotServable(f"no signature of {label} can be served", cause=listed, hint=hint)
 
 
 def left_out(reasons: Mapping[str, str]) -> list[str]:
-    """Notes on signatures that are left out, with the reason for each by name."""
+    """Notes on signatures that are left out, from {name: reason}."""
     return [f"signature {name!r} is left out: {reason}" for name, reason in sorted(reasons.items())]
 
 
 def keep_answering(meta_graph: Proto, label: str) -> list[str]:
-    """Keep the signatures that TensorFlow Serving can answer, with plain tensors, in place; returns notes.
-
-    A server fetches tensors by their names, and at least one. A sparse or ragged tensor has none, so it is
-    served as its components: `ids`, `ids_1` and so on.
-    """
+    """Keep the signatures that TensorFlow Serving can answer, in place; returns notes on those left out."""
+    # A server fetches tensors by their names, and at least one. A sparse or ragged tensor has none, so it is
+    # served as its components: `ids`, `ids_1` and so on.
     reasons = {}
     for name, signature in sorted(meta_graph.signature_def.items()):
         for infos in (signature.inputs, signature.outputs):
@@ -362,10 +337,7 @@ def keep_answering(meta_graph: Proto, label: str) -> list[str]:
 
 
 def _take_apart(infos: Any) -> str:
-    """Put a TensorInfo for each component in the place of composite ones, in place.
-
-    Returns why that cannot be served, "" if it can.
-    """
+    """Put a TensorInfo for each component in the place of composite ones; returns why not, "" if done."""
     given = sorted(infos)
     for alias in given:
         parts = [*_parts(infos[alias])]
@@ -383,7 +355,7 @@ def _take_apart(infos: Any) -> str:
 
 
 def _parts(info: Proto) -> Iterator[Proto]:
-    """The plain TensorInfos of a TensorInfo, in the order in which `tf.nest.flatten` has components."""
+    """Yield the plain TensorInfos of a TensorInfo, in the order of `tf.nest.flatten`."""
     if info.HasField("coo_sparse"):
         shape, sparse = _shape(info.tensor_shape), info.coo_sparse
         rank = None if shape is None else len(shape)
@@ -403,14 +375,14 @@ def _parts(info: Proto) -> Iterator[Proto]:
 
 
 def _kind(info: Proto) -> str:
-    """The kind of a tensor without values, as its author knows it."""
+    """The kind of a tensor without values, in its author's words."""
     if info.HasField("composite_tensor"):
         return f"a composite tensor with a handle ({info.composite_tensor.type_spec.type_spec_class_name})"
     return f"a {base_dtype(info.dtype).label}"
 
 
 def check_signatures(meta_graph: Proto, index: GraphIndex) -> None:
-    """Check that every tensor of `signature_def` exists, and write its name as `node:index`, in place."""
+    """Write every name in `signature_def` as `node:index`, in place; UnknownTensor if it is not there."""
     for name, signature in meta_graph.signature_def.items():
         for role, alias, info in signature_tensors(signature):
             for text in tensor_names(info):

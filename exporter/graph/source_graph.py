@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from msgspec import Struct, field
 
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph
-from exporter.errors import AccessRefused
+from exporter.errors import AccessRefused, UsageError
 from exporter.graph.inference_graph import GraphDynamicTable
 from exporter.graph.sources import SourceFile
 from exporter.options import ExportRequest, GraphOptions, Model
+from exporter.storage.files import read_regular
 from exporter.storage.local_paths import quoted
 from exporter.wire.protos import Proto
 
@@ -21,16 +24,11 @@ from exporter.wire.protos import Proto
 class Trust(Struct, frozen=True):
     """The permissions of a graph, which may be another author's."""
 
-    foreign_ops: bool = False
-    """Operations that stock TensorFlow lacks are allowed."""
-    file_ops: bool = False
-    """Operations that reach out of the model while it is served are allowed."""
-    code: bool = False
-    """Operations that write, call out or run code while this process runs the graph are allowed."""
-    files: tuple[Path, ...] = ()
-    """Directories besides its own that its files may come from."""
-    is_found: bool = False
-    """The request does not name the graph, which therefore gets files from these directories alone."""
+    foreign_ops: bool = False  # operations that stock TensorFlow lacks are allowed
+    file_ops: bool = False  # operations that reach out of the model while it is served are allowed
+    code: bool = False  # operations with effects beyond reading are allowed where this process runs the graph
+    files: tuple[Path, ...] = ()  # directories besides its own that its files may come from
+    is_found: bool = False  # the request does not name the graph, which gets files from `files` alone
 
     def require_file(self, path: Path, directory: Path) -> None:
         """Refuse a file that a found graph in `directory` may not read; a link counts as its target."""
@@ -55,12 +53,11 @@ class GraphRequest(GraphOptions, frozen=True):
     """
 
     model: Model = None
-    is_found: bool = False
-    """The request named no graph: it lay beside the checkpoint."""
+    is_found: bool = False  # the request named no graph: it lay beside the checkpoint
 
     @classmethod
     def of(cls, request: ExportRequest, beside: str | None = None) -> GraphRequest:
-        """The graph that a request names or, if it names none, the one that lies `beside` the checkpoint."""
+        """The graph that a request names, with its options, or that which lies `beside` the checkpoint."""
         options = {name: getattr(request, name) for name in GraphOptions.__struct_fields__}
         is_found = request.model is None
         return cls(beside if is_found else request.model, is_found, **options)
@@ -75,6 +72,14 @@ class GraphRequest(GraphOptions, frozen=True):
             files=self.allow_files,
             is_found=self.is_found,
         )
+
+
+def read_signatures(path: Path) -> Any:
+    """The JSON value in the file of `--signatures`, or UsageError."""
+    try:
+        return json.loads(read_regular(path, 64 << 20))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"--signatures {path} cannot be read", cause=str(error)) from error
 
 
 class VariableKey(Struct, frozen=True):
@@ -97,31 +102,20 @@ class TableKey(Struct, frozen=True):
 
 
 class SourceGraph(Struct, frozen=True):
-    """A graph before anything is removed from it; it can be restored and run as it was trained.
-
-    `meta_graph` is a `protos.MetaGraphDef` whose `signature_def` is complete and names the graph's own
-    tensors (not only placeholders: a session can feed any tensor). `feeds` has values by placeholder node, to
-    feed with every signature. `keys` has the name under which a checkpoint stores each variable, by its node,
-    `tables` the names for tables that training fills; `dynamic_tables` have been rewritten to variables.
-    `assets` maps a node that holds a file's path to that file; `init_op` is the node that initialises tables.
-    A relative path in the graph is looked up in `directory` if it does not exist in the working directory.
-    `objects` is the object graph, whose variables name nodes; None if the graph was made without objects.
-    `layers` has, for a Keras model, the places of each variable in a weights file (by node). `code` are the
-    files of a builder as they were when it was run. `notes` are for the user who exports. `trust` is that of
-    the request.
-    """
+    """A graph before anything is removed from it; it can be restored and run as it was trained."""
 
     label: str
-    meta_graph: Proto
-    keys: Mapping[str, VariableKey]
-    feeds: Mapping[str, np.ndarray] = field(default_factory=dict)
-    assets: Mapping[str, Path] = field(default_factory=dict)
-    init_op: str | None = None
-    directory: Path = Path()
-    objects: ObjectGraph | None = None
+    meta_graph: Proto  # with complete signatures, of any tensors: a session can feed all of them
+    keys: Mapping[str, VariableKey]  # {variable's node: how a checkpoint stores it}
+    feeds: Mapping[str, np.ndarray] = field(default_factory=dict)  # by placeholder, for every signature
+    assets: Mapping[str, Path] = field(default_factory=dict)  # {node that holds a file's path: the file}
+    init_op: str | None = None  # the node that initialises tables
+    directory: Path = Path()  # where relative paths are looked up after the working directory
+    objects: ObjectGraph | None = None  # their variables name nodes; None if it was made without objects
+    # {variable's node: its places in a weights file}, of a Keras model.
     layers: Mapping[str, tuple[TensorRef, ...]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    tables: Mapping[str, TableKey] = field(default_factory=dict)
-    code: tuple[SourceFile, ...] = ()
+    notes: tuple[str, ...] = ()  # for the user who exports
+    tables: Mapping[str, TableKey] = field(default_factory=dict)  # by node, of tables that training fills
+    code: tuple[SourceFile, ...] = ()  # the files of a builder as they were when it was run
     dynamic_tables: tuple[GraphDynamicTable, ...] = ()
     trust: Trust = Trust()

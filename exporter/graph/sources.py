@@ -7,9 +7,8 @@ elsewhere, or imported by a computed name, are not followed.
 Two files are the same code if they differ only in comments, docstrings and layout, or in statements that run
 only when the file is started as a program (`if __name__ == "__main__":`).
 
-*Importing.* A long-running process (a watch) may load a model again after its files were edited. Python would
-return the modules that it has loaded, so those of edited files are forgotten first, with all modules that
-import them.
+A long-running process (a watch) may load a model again after its files were edited. Python would return the
+modules that it has loaded, so a builder's are forgotten first.
 """
 
 from __future__ import annotations
@@ -38,31 +37,25 @@ from exporter.storage.local_paths import quoted
 from exporter.while_needed import WhileNeeded
 from exporter.wire.json_documents import Sha256, Text, doc
 
-_imported: dict[Path, str] = {}
-"""Digests of files as they were when this process imported them for a user."""
-
-_IMPORTING = threading.RLock()
-"""One builder is imported at a time: modules of two that have one name are not to be mixed up."""
-
-
-_PARSING = threading.Lock()
-"""Python 3.11 takes the depth of another thread's tree for its own, and raises SystemError."""
+_imported: dict[Path, str] = {}  # {file: its digest when this process imported it for a user}
+_IMPORTING = threading.RLock()  # one builder at a time: modules of two that have one name are not mixed up
+_PARSING = threading.Lock()  # Python 3.11 takes the depth of another thread's tree for its own
 
 
 def _in_child() -> None:
-    """A fork has none of the threads that import here."""
+    """Replace the locks: a fork has none of the threads that may hold them."""
     global _IMPORTING, _PARSING
     _IMPORTING, _PARSING = threading.RLock(), threading.Lock()
 
 
 os.register_at_fork(after_in_child=_in_child)
 
+# The places that this thread has put on the path, while it is in `importable`.
 _ADDED: ContextVar[list[str]] = ContextVar("added")
-"""What this thread has put on the path, while it is in `importable`."""
 
 
 def import_code(where: str) -> Any:
-    """The module `pkg.mod`, or the file `path/file.py` as a module."""
+    """The module `pkg.mod`, or the file `path/file.py` as one, imported anew if its files were edited."""
     with _IMPORTING:
         with contextlib.suppress(BuilderError):  # the import says what is wrong
             if (found := find_builder(where)) is not None:
@@ -73,7 +66,7 @@ def import_code(where: str) -> Any:
 
 
 def code_behind(model: object) -> tuple[SourceFile, ...]:
-    """The present files of `pkg.mod:fn` or `path/file.py:fn`; none for any other model."""
+    """The present files of the builder `pkg.mod:fn` or `path/file.py:fn`; none for any other model."""
     if not isinstance(model, str):
         return ()
     with contextlib.suppress(BuilderError):
@@ -83,33 +76,25 @@ def code_behind(model: object) -> tuple[SourceFile, ...]:
 
 
 def _forget_edited(files: dict[Path, str]) -> None:
-    """Forget the modules of these files if one of the files was edited since it was imported.
-
-    Modules that were imported before this process loaded a builder belong to the program, and stay.
-    """
+    """Forget the modules of `files` ({file: digest}) if one of them was edited since it was imported."""
+    # Modules that were imported before this process loaded a builder belong to the program, and stay.
     if any(_imported.get(path, digest) != digest for path, digest in files.items()):
-        _forget(files)
+        for name, module in [*sys.modules.items()]:
+            file = getattr(module, "__file__", None)
+            if name != "__main__" and file is not None and Path(file).resolve() in files:
+                _forget_module(name)
         importlib.invalidate_caches()
     _imported.update(files)
 
 
 def _forget_namesakes(root: Path, files: Iterable[Path]) -> None:
-    """Forget what another builder imported from its own directory, under the names of these files."""
+    """Forget modules that another builder imported from its own directory, under the names of these files."""
     for path in files:
         *packages, last = path.relative_to(root).with_suffix("").parts
         name = ".".join(packages if last == "__init__" else (*packages, last))
         found = getattr(sys.modules.get(name), "__file__", None)
         if found is not None and (own := Path(found).resolve()) != path and own in _imported:
             _forget_module(name)
-
-
-def _forget(files: Iterable[Path]) -> None:
-    gone = {*files}
-    for name, module in [*sys.modules.items()]:
-        file = getattr(module, "__file__", None)
-        if name == "__main__" or file is None or Path(file).resolve() not in gone:
-            continue
-        _forget_module(name)
 
 
 def _forget_module(name: str) -> None:
@@ -120,6 +105,7 @@ def _forget_module(name: str) -> None:
 
 
 def _import_file(path: Path) -> Any:
+    """A file as a module, with its directory first on the path."""
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     _put_first(path.parent.resolve())
@@ -134,10 +120,8 @@ def _import_file(path: Path) -> Any:
 
 _SAID = "a manifest names the builder's file:"
 _INSTALLED = {"site-packages", "dist-packages"}
+# Names by which code may give a module attributes that its text does not show.
 _MAY_BIND = {"globals", "exec", "eval", "setattr", "vars", "locals", "__getattr__", "__dict__", "modules"}
-"""Names by which code may give a module attributes that its text does not show."""
-
-
 _bound: Unchanged[tuple[set[str] | None, list[str]]] = Unchanged()
 
 
@@ -150,15 +134,11 @@ class SourceFile(Struct, frozen=True):
 
 
 class BuilderFile(Struct, frozen=True):
-    """The file of a builder's module.
-
-    Imports of its neighbours start from the directory `root`; `package` is the name of its top-level package,
-    empty for a file that is named by its path.
-    """
+    """The file of a builder's module."""
 
     path: Path
-    root: Path
-    package: str = ""
+    root: Path  # the directory that imports of its neighbours start from
+    package: str = ""  # its top-level package; empty for a file that is named by its path
 
     @classmethod
     def of_module(cls, path: Path, name: str) -> BuilderFile:
@@ -178,21 +158,19 @@ def importable() -> Iterator[None]:
         yield
     finally:
         _ADDED.reset(token)
-        for place in added:  # these alone: another thread may have added its own meanwhile
+        for place in added:  # not the path as it was: another thread may have added its own meanwhile
             with contextlib.suppress(ValueError):
                 sys.path.remove(place)
 
 
 def _put_first(directory: Path) -> None:
+    """Put a directory first on the path; the `importable` that this thread is in takes it away again."""
     _ADDED.get([]).append(str(directory))
     sys.path.insert(0, str(directory))
 
 
 def find_builder(where: str) -> BuilderFile | None:
-    """The file of `pkg.mod` or `path/file.py`; None if that cannot be found without running code.
-
-    Python's finders look up packages one level after the other, so that none of them is run. A submodule that
-    its package creates when it is run is not found.
+    """The file of `pkg.mod` or `path/file.py`; None if it cannot be found without running code.
 
     Raises:
         BuilderError: the file or top-level module does not exist.
@@ -207,7 +185,7 @@ def find_builder(where: str) -> BuilderFile | None:
     parts = where.split(".")
     spec: ModuleSpec | None = None
     with importable():
-        for end in range(1, len(parts) + 1):
+        for end in range(1, len(parts) + 1):  # level by level: `importlib.util.find_spec` would run packages
             places = None if spec is None else [*(spec.submodule_search_locations or ())]
             spec = _find_spec(".".join(parts[:end]), places)
             if spec is None and end == 1 and parts[0] not in sys.modules:
@@ -232,11 +210,7 @@ def _find_spec(name: str, places: list[str] | None) -> ModuleSpec | None:
 
 
 def require_function(found: BuilderFile, where: str, name: str) -> None:
-    """Refuse a function that the module certainly lacks.
-
-    Python decides about a name that a module imports, assigns, or may bind in a way that its text does not
-    show.
-    """
+    """Refuse a function that a builder's module certainly lacks; an import decides about doubtful names."""
     bound, functions = _bound.of(found.path, lambda path: _bound_names(_parse(path)))
     if bound is not None and name.split(".")[0] not in bound:
         raise no_function(where, name, functions)
@@ -255,7 +229,7 @@ def no_function(where: str, name: str, functions: list[str]) -> BuilderError:
 
 
 def read_sources(main: BuilderFile) -> tuple[SourceFile, ...]:
-    """The builder's own file, and then every file that it imports from beside it."""
+    """A builder's own file, then by path every file beside it that it imports, directly or not."""
     own = main.path.resolve()
     found = {own: _source(own, main.root, _parse(main.path))}
     pending = [own]
@@ -271,7 +245,7 @@ def read_sources(main: BuilderFile) -> tuple[SourceFile, ...]:
 
 
 def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
-    """The files whose code changed, or that are gone, relative to the builder's present file."""
+    """The paths of `known` files whose code changed, or that are gone; `main` is the present first one."""
     own, *others = known
     *packages, _ = own.path.split("/")
     present = main.resolve()
@@ -283,7 +257,7 @@ def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
 
 
 def code_digest(where: str) -> str | None:
-    """The digest of one module's code; None if its file is not found."""
+    """The digest of the code of `pkg.mod` or `path/file.py`; None if its file is not found."""
     with contextlib.suppress(BuilderError):
         found = find_builder(where)
         return None if found is None else _code(_parse(found.path))
@@ -309,7 +283,7 @@ _PARSINGS = 50
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Ignore warnings of what is parsed here: of nothing else, as other threads have the same filters."""
+    """Ignore warnings of the files that are parsed here; other threads have the same filters."""
     ours = ("ignore", None, Warning, re.compile(re.escape(_PARSED)), 0)
     warnings.filters.insert(0, ours)  # type: ignore[attr-defined]  # a list, says the documentation
     try:
@@ -323,6 +297,7 @@ _PARSED_IN_SILENCE = WhileNeeded(_silence)
 
 
 def _parse(path: Path) -> ast.Module:
+    """The syntax tree of a file, or BuilderError; nobody is warned of its syntax."""
     try:
         with _PARSED_IN_SILENCE(), _PARSING:
             return _parsed(path.read_bytes(), f"{_PARSED}{path.name}")
@@ -331,10 +306,9 @@ def _parse(path: Path) -> ast.Module:
 
 
 def _parsed(source: bytes, name: str) -> ast.Module:
-    """The syntax tree; once more if another thread parsed meanwhile, as TensorFlow's AutoGraph does unlocked.
-
-    Python 3.11 counts the depth of a tree for all threads together, and raises SystemError where that is off.
-    """
+    """The syntax tree of a file's bytes, parsed as often as other threads make Python 3.11 fail."""
+    # It counts the depth of a tree for all threads together, and raises SystemError where that is off.
+    # TensorFlow's AutoGraph parses without our lock.
     for _ in range(_PARSINGS):
         with contextlib.suppress(SystemError):
             return ast.parse(source, name)
@@ -342,16 +316,14 @@ def _parsed(source: bytes, name: str) -> ast.Module:
 
 
 def _code(tree: ast.Module) -> str:
-    """The digest of the code that runs when a module is imported; `tree` loses its docstrings.
-
-    The text of a tree depends on Python's version, so the version is part of the digest.
-    """
+    """The digest of the code that runs when a module is imported; `tree` loses its docstrings."""
     tree.body = [node for node in tree.body if not _runs_as_program_alone(node)]
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if ast.get_docstring(node, clean=False) is not None:
             del node.body[0]
+    # The text of a tree depends on Python's version, so the version is part of the digest.
     text = f"{sys.version_info[0]}.{sys.version_info[1]} {ast.dump(tree)}"
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -361,7 +333,7 @@ def _runs_as_program_alone(node: ast.stmt) -> bool:
 
 
 def _neighbours(path: Path, main: BuilderFile) -> Iterator[Path]:
-    """The files beside the builder that a module of it imports."""
+    """Yield the files beside the builder that a module of it, the file `path`, imports."""
     for node in ast.walk(_parse(path)):
         names: list[str] = []
         base = main.root
@@ -379,7 +351,7 @@ def _neighbours(path: Path, main: BuilderFile) -> Iterator[Path]:
 
 
 def _files(base: Path, name: str, root: Path) -> Iterator[Path]:
-    """The files of a module below `base`, its packages' first."""
+    """Yield the existing files of a module below `base`, its packages' first; none outside of `root`."""
     if not base.is_relative_to(root):
         return
     parts = [part for part in name.split(".") if part]
@@ -397,7 +369,7 @@ def _files(base: Path, name: str, root: Path) -> Iterator[Path]:
 
 
 def _bound_names(tree: ast.Module) -> tuple[set[str] | None, list[str]]:
-    """The names that a module has after its import (None: its text does not show them), and its functions."""
+    """The names that a module has after its import (None: its text does not show all), and its functions."""
     bound: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):

@@ -21,16 +21,16 @@ from msgspec import Struct
 
 _MAGIC = b"ML\xefR"
 _STRINGS, _DIALECTS, _ATTRIBUTES, _OFFSETS, _PROPERTIES = 0, 1, 2, 3, 8
-_OPERATION_COUNT = 4
-_REGISTERED_FLAG = 5
-"""The versions of the format since which dialects have their number of operations, and names a flag."""
+# The versions of the format since which dialects have their number of operations, and names a flag.
+_OPERATION_COUNT, _REGISTERED_FLAG = 4, 5
 _NEWEST = 6
+# The dialects and codes of attributes that are a text: StringAttr, StringV1Attr.
 _TEXTS = {("builtin", 2), ("vhlo", 14)}
-"""The dialects and codes of attributes that are a text: StringAttr, StringV1Attr."""
 _CUSTOM_CALL, _ITS_PROPERTIES, _TARGET = "vhlo.custom_call_v1", 8, "call_target_name"
+# What XLA reads at custom calls without running a function of that name.
 _NOTES = re.compile(r"|shape_assertion|Sharding|mhlo\.(acosh?|asinh?|atanh|cosh|erf|sinh|tan|topk)")
-"""What XLA reads at custom calls without running a function of that name."""
 
+# The operations that compute their results from their operands, by their full names.
 _COMPUTES = re.compile(
     r"""builtin\.module | func\.(func|call|return) | (vhlo|stablehlo|chlo)\.(
     abs | acos | acosh | add | after_all | and | asin | asinh | atan | atan2 | atanh
@@ -51,17 +51,13 @@ _COMPUTES = re.compile(
     )(_v\d+)?""",
     re.VERBOSE,
 )
-"""The operations that compute their results from their operands, by their full names."""
 
 
 class Program(Struct, frozen=True):
-    """The kinds of operations of a program by their full names, and the texts that its custom calls may have.
-
-    `texts` is None if they have none, or could have others.
-    """
+    """The kinds of operations of a program by their full names, and the texts of its custom calls."""
 
     operations: frozenset[str]
-    texts: frozenset[str] | None = None
+    texts: frozenset[str] | None = None  # None if there are none, or if there could be others
 
 
 def is_plain_module(module: bytes) -> bool:
@@ -76,7 +72,7 @@ def is_plain_module(module: bytes) -> bool:
 
 
 def read_program(module: bytes) -> Program:
-    """Read what a program in MLIR's bytecode may run."""
+    """The operations and texts of a program in MLIR's bytecode; ValueError or IndexError if it is none."""
     reader = _Reader(module)
     if reader.take(len(_MAGIC)) != _MAGIC:
         raise ValueError("no MLIR bytecode")
@@ -101,7 +97,7 @@ def read_program(module: bytes) -> Program:
 
 
 class _Reader:
-    """Reads bytes from the front."""
+    """Reads bytes from the front; IndexError at their end."""
 
     def __init__(self, content: bytes | memoryview) -> None:
         self._content = memoryview(content)
@@ -109,9 +105,11 @@ class _Reader:
 
     @property
     def is_at_end(self) -> bool:
+        """True if all bytes are read."""
         return self._at >= len(self._content)
 
     def take(self, count: int) -> memoryview:
+        """The next `count` bytes."""
         taken = self._content[self._at : self._at + count]
         if len(taken) < count:
             raise IndexError("the bytes end too early")
@@ -165,7 +163,7 @@ def _dialects(reader: _Reader, strings: list[str], version: int) -> tuple[list[s
 def _texts(
     sections: Mapping[int, memoryview], strings: list[str], dialects: list[str]
 ) -> frozenset[str] | None:
-    """The texts among as many properties as a custom call has; None if an attribute is not encoded."""
+    """The texts in sets of eight or more properties, as custom calls have; None if one is not encoded."""
     attributes = _attributes(_Reader(sections[_OFFSETS]), _Reader(sections[_ATTRIBUTES]), dialects)
     if attributes is None:
         return None
@@ -187,7 +185,7 @@ def _texts(
 def _attributes(
     offsets: _Reader, contents: _Reader, dialects: list[str]
 ) -> list[tuple[str, memoryview]] | None:
-    """Each attribute's dialect and encoded content; None if one is a text to be parsed."""
+    """The (dialect, encoded content) of each attribute; None if one is a text that MLIR would parse."""
     count, _ = offsets.number(), offsets.number()
     found: list[tuple[str, memoryview]] = []
     while len(found) < count:

@@ -32,10 +32,7 @@ from exporter.wire.protos import Proto
 
 
 def drop_training_signatures(meta_graph: Proto, fixed: Collection[str] = ()) -> list[str]:
-    """Remove, in place, signatures that a server cannot run; returns a note with the reason for each.
-
-    `fixed` are placeholders that get constants.
-    """
+    """Remove, in place, signatures that a server cannot run, given constants for `fixed`; returns notes."""
     index = GraphIndex.of(meta_graph)
     notes = []
     for name, signature in sorted(meta_graph.signature_def.items()):
@@ -48,7 +45,7 @@ def drop_training_signatures(meta_graph: Proto, fixed: Collection[str] = ()) -> 
 
 
 def _check_signature(index: GraphIndex, name: str, signature: Proto, fixed: Collection[str]) -> None:
-    """Refuse a signature that needs operations of training."""
+    """Raise GraphError for a signature that needs operations of training, or tensors that are not there."""
     for role, alias, info in signature_tensors(signature):
         for text in tensor_names(info):
             index.resolve(text, f"{role} {alias!r} of {name!r}")
@@ -67,21 +64,18 @@ def _check_signature(index: GraphIndex, name: str, signature: Proto, fixed: Coll
 
 
 class TrainingGraph(Struct, frozen=True):
-    """A training graph as its author saved it, to be published under `tag` beside the serving graph.
-
-    `tensors` are the names that it restores; `variables` those among its variables that have static shapes.
-    """
+    """A training graph as its author saved it, to be published under `tag` beside the serving graph."""
 
     source: str
     tag: str
     meta_graph: Proto
-    tensors: tuple[str, ...]
-    variables: tuple[GraphVariable, ...]
+    tensors: tuple[str, ...]  # the names that it restores
+    variables: tuple[GraphVariable, ...]  # those of them that are variables of static shapes
     assets: Mapping[str, Path] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: str, tag: str, meta_graph: Proto, assets: Mapping[str, Path]) -> TrainingGraph:
-        """The graph, with the tensors that it restores."""
+        """The graph, with the tensors that it restores; UnsupportedFormat if it is object-based."""
         if meta_graph.HasField("object_graph_def"):
             raise UnsupportedFormat(
                 f"the graph {tag!r} of {source} is object-based: nothing else can be saved beside such a one",
@@ -101,7 +95,7 @@ class TrainingGraph(Struct, frozen=True):
 
 
 def _restored_names(index: GraphIndex, restore_op: str) -> dict[str, None]:
-    """The names that the Saver's restore nodes read, without doubles; none if there is no Saver."""
+    """The names that the Saver's restore nodes read, each once; none if there is no Saver."""
     found: dict[str, None] = {}
     if not restore_op:
         return found

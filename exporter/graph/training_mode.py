@@ -3,8 +3,8 @@
 Only nodes that run during a request count, with the flags and rates that are constants there
 (`called_bodies.py`). Dropout multiplies by a mask of random numbers that were compared with a rate, or takes
 zeros in their place; noise adds normal numbers of a constant deviation, or multiplies by them. A rate that is
-not known counts as one that is on, unless the request gives it. Other random numbers are the model's own
-business, such as a sample from what it computed.
+not known counts as one that is on, unless the request gives it. Other random numbers are the model's own,
+such as a sample from what it computed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,24 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from msgspec import Struct
 
 from exporter.errors import TrainingModeServed
-from exporter.graph.called_bodies import CalledBody, is_by_batch, node_of
+from exporter.graph.called_bodies import CalledBody, is_by_batch
 from exporter.graph.constant_values import compute
 from exporter.graph.inference_graph import InferenceGraph, TrainingMode
-from exporter.graph.nodes import SWITCHES, attr_dtype, const_value, input_names
+from exporter.graph.nodes import (
+    SWITCHES,
+    attr_dtype,
+    const_value,
+    input_names,
+    node_of,
+    readers_of,
+    through_identities,
+)
 from exporter.graph.signatures import SignatureEnds
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, all_nodes
@@ -48,15 +55,18 @@ _MOVES = _ADDS | {"Mul", "RealDiv", "Div", "Neg"}
 _SELECTS = frozenset({"Select", "SelectV2"})
 _DECIDES = SWITCHES | {"If", "StatelessIf"}
 _SAME_MASK = frozenset({"Identity", "LogicalNot", "Reshape", "ExpandDims", "BroadcastTo", "StopGradient"})
-_MAX_STEPS = 8
-_MOST_FEEDS = 8
+_FLOATS = (None, DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)  # None: the graph does not say
+_MOST_PLACES = 64  # that random numbers are followed to, each; masks are made in fewer steps
+_MOST_FEEDS = 8  # that are tried, each by another walk through the graph
+_MOST_BYTES = 1 << 10  # of a span that was moved: two numbers, whatever a graph says
 
 
 def training_mode(meta_graph: Proto) -> TrainingMode:
-    """The signs of training in the nodes that signatures run."""
-    if not any(map(_is_suspicious, all_nodes(meta_graph.graph_def))):
-        return TrainingMode()
-    graphs = _graphs(meta_graph)
+    """The batch statistics, dropout, noise and other random numbers among the nodes that signatures run."""
+    nodes = all_nodes(meta_graph.graph_def)
+    if not any(n.op == "SquaredDifference" or _is_random(n.op) or is_by_batch(n) for n in nodes):
+        return TrainingMode()  # as of most graphs: to follow constants is not free
+    graphs = _graphs(meta_graph, {})
     bodies = [body for graph in graphs for body in graph.bodies()]
     drawn = [sign for body in bodies for sign in _drawn(body)]
     variables = {node.name for node in meta_graph.graph_def.node if node.op == "VarHandleOp"}
@@ -69,8 +79,8 @@ def training_mode(meta_graph: Proto) -> TrainingMode:
     )
 
 
-def _graphs(meta_graph: Proto, fixed: Mapping[str, Array] = MappingProxyType({})) -> list[CalledBody]:
-    """The graph as each signature runs it, if nodes had the values `fixed`."""
+def _graphs(meta_graph: Proto, fixed: Mapping[str, Array]) -> list[CalledBody]:
+    """The graph as each signature runs it, with the values `fixed` for some nodes."""
     nodes = {node.name: node for node in meta_graph.graph_def.node}
     library = {function.signature.name: function for function in meta_graph.graph_def.library.function}
     return [
@@ -86,9 +96,7 @@ def _graphs(meta_graph: Proto, fixed: Mapping[str, Array] = MappingProxyType({})
 
 
 def check_dropout(graph: InferenceGraph, feeds: Mapping[str, Array]) -> None:
-    """Refuse a graph that drops a random part of what it computes, or adds noise to it.
-
-    `feeds` are the placeholders that were fixed, with their values.
+    """Refuse a graph with dropout or noise that is on; `feeds` are the placeholders that were fixed.
 
     Raises:
         TrainingModeServed: names where, and the placeholders that turn it off, if any do.
@@ -107,14 +115,14 @@ def check_dropout(graph: InferenceGraph, feeds: Mapping[str, Array]) -> None:
 
 
 def _off(graph: InferenceGraph, feeds: Mapping[str, Array]) -> dict[str, str]:
-    """The fewest placeholders, with values as for inference, by which nothing is dropped; none if unknown."""
+    """{placeholder: value as text}, as few as turn dropout and noise off; empty if none do."""
     values = _switchable(graph.meta_graph, feeds)
 
     def drops(fixed: Mapping[str, Array]) -> bool:
         bodies = (body for graph_ in _graphs(graph.meta_graph, fixed) for body in graph_.bodies())
         return any(sign.kind in _TRAINS for body in bodies for sign in _drawn(body))
 
-    for number in (1, 0) if len(values) <= _MOST_FEEDS else ():
+    for number in (1, 0) if len(values) <= _MOST_FEEDS else ():  # a part to keep, or a rate to drop
         off = {name: np.full_like(value, value.dtype != bool and number) for name, value in values.items()}
         if off and not drops(off):
             for name in [*off]:
@@ -125,7 +133,7 @@ def _off(graph: InferenceGraph, feeds: Mapping[str, Array]) -> dict[str, str]:
 
 
 def _switchable(meta_graph: Proto, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """The values of the flags and numbers that `--feed` may fix."""
+    """{placeholder: present value} of the booleans and floats that `--feed` fixed or may fix."""
     nodes = {node.name: node for node in meta_graph.graph_def.node}
     values = dict(feeds)
     for node in nodes.values():
@@ -138,16 +146,13 @@ def _switchable(meta_graph: Proto, feeds: Mapping[str, Array]) -> dict[str, Arra
     return {name: value for name, value in values.items() if name not in given and value.dtype.kind in "bf"}
 
 
-def _is_suspicious(node: Proto) -> bool:
-    return node.op == "SquaredDifference" or _is_random(node.op) or is_by_batch(node)
-
-
 @cache
 def _is_random(op: str) -> bool:
     return _RANDOM.fullmatch(op) is not None and op not in _NOT_DRAWN and not _SEEDS.fullmatch(op)
 
 
 def _batch_norms(body: CalledBody) -> Iterator[str]:
+    """The operations, in words, that normalise by the request's own batch."""
     for name in sorted(body.live & body.nodes.keys()):
         node = body.nodes[name]
         fused = is_by_batch(node) and not _is_one_example(body, node)
@@ -168,7 +173,7 @@ def _is_one_example(body: CalledBody, node: Proto) -> bool:
 def _is_batch_variance(body: CalledBody, node: Proto) -> bool:
     """True for the distance of a tensor from its own mean over the batch, as `tf.nn.moments` takes it."""
     inputs = input_names(node)
-    mean = _origin(body, inputs[1]) if len(inputs) == 2 else None
+    mean = _node(body, through_identities(body.nodes, inputs[1], _SAME)) if len(inputs) == 2 else None
     if mean is None or mean.op != "Mean" or len(input_names(mean)) != 2 or input_names(mean)[0] != inputs[0]:
         return False
     value = const_value(_node(body, input_names(mean)[1]))
@@ -177,15 +182,6 @@ def _is_batch_variance(body: CalledBody, node: Proto) -> bool:
 
 def _node(body: CalledBody, tensor: str) -> Proto | None:
     return body.nodes.get(node_of(tensor))
-
-
-def _origin(body: CalledBody, tensor: str) -> Proto | None:
-    node = _node(body, tensor)
-    for _ in range(_MAX_STEPS):
-        if node is None or node.op not in _SAME:
-            break
-        node = _node(body, input_names(node)[0])
-    return node
 
 
 class _Kind(Enum):
@@ -200,48 +196,41 @@ _TRAINS = (_Kind.ALL, _Kind.DROPOUT, _Kind.NOISE)
 
 
 class _Drawn(Struct, frozen=True):
+    """One use of random numbers: the operation that draws them, in words, and the dropout's rate if known."""
+
     name: str
     kind: _Kind
     rate: float | None = None
 
 
 def _drawn(body: CalledBody) -> Iterator[_Drawn]:
-    """The uses of each random number that is drawn; numbers that cannot affect an output are left out."""
+    """The uses of each random operation that runs, at least one for each."""
     drawing = [name for name in sorted(body.live & body.nodes.keys()) if _is_random(body.nodes[name].op)]
     uses = _Uses(body, drawing) if drawing else None
     for node in (body.nodes[name] for name in drawing):
         found: list[tuple[_Kind, float | None]] = []
-        if uses is not None and _is_floating(node):
+        if uses is not None and attr_dtype(node, "dtype") in _FLOATS:
             found += uses.masks(node) if _UNIFORM.fullmatch(node.op) else []
             found += uses.noises(node) if _NORMAL.fullmatch(node.op) else []
         for kind, rate in found or [(_Kind.OTHER, None)]:
-            is_chosen = kind is not _Kind.OFF and body.chosen(node.name)
+            is_chosen = kind is not _Kind.OFF and body.chosen(node.name)  # the request asks for training
             yield _Drawn(f"{node.op} {node.name!r}", _Kind.OTHER if is_chosen else kind, rate)
 
 
-def _is_floating(node: Proto) -> bool:
-    return attr_dtype(node, "dtype") in (None, DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)
-
-
 class _Uses:
-    """What a body makes of the random numbers that it draws."""
+    """Follows the random numbers that a body draws to the masks and noise made of them."""
 
     def __init__(self, body: CalledBody, drawing: Collection[str]) -> None:
         self._body = body
-        self._random = body.after(drawing)
-        self._readers: dict[str, list[Proto]] = {}
-        for name in body.live & body.nodes.keys():
-            for text in input_names(body.nodes[name]):
-                self._readers.setdefault(node_of(text), []).append(body.nodes[name])
+        self._random = body.computed_from(drawing)
+        self._readers = readers_of(body.nodes[name] for name in body.live & body.nodes.keys())
 
     def masks(self, uniform: Proto) -> Iterator[tuple[_Kind, float | None]]:
-        """For each mask that is made of uniform numbers the part that it drops, None if that is unknown.
-
-        The numbers lie in a span from 0 to 1, which constants scale and shift. They are compared with a rate,
-        or, in old TensorFlow, shifted by the probability to keep and rounded down.
-        """
+        """Yield the kind of each mask made of uniform numbers, with the part that it drops, if known."""
+        # The numbers lie in a span from 0 to 1, which constants scale and shift. They are compared with a
+        # rate or, in old TensorFlow, shifted by the probability to keep and rounded down.
         pending: list[tuple[Proto, Array | None]] = [(uniform, np.array([0.0, 1.0]))]
-        for _ in range(_MAX_STEPS * _MAX_STEPS):
+        for _ in range(_MOST_PLACES):
             if not pending:
                 return
             source, span = pending.pop()
@@ -256,9 +245,9 @@ class _Uses:
                     pending.append((node, self._moved(node, source, span)))
 
     def noises(self, normal: Proto) -> Iterator[tuple[_Kind, float | None]]:
-        """For each use of normal numbers of a constant mean and deviation whether it puts noise on data."""
+        """Yield NOISE or OFF for each use of normal numbers, of a constant mean and deviation, with data."""
         pending: list[tuple[Proto, Array | None]] = [(normal, np.array([0.0, 1.0]))]  # mean, one deviation up
-        for _ in range(_MAX_STEPS * _MAX_STEPS):
+        for _ in range(_MOST_PLACES):
             if not pending:
                 return
             source, span = pending.pop()
@@ -266,7 +255,7 @@ class _Uses:
                 if node.op in _SAME:
                     pending.append((node, span))
                 elif node.op in _MOVES and self._varies(node, source):
-                    if span is not None and span[0] == span[1]:
+                    if span is not None and span[0] == span[1]:  # a deviation of 0
                         yield _Kind.OFF, None
                     elif span is not None and (node.op in _ADDS or span[0] != 0):
                         yield _Kind.NOISE, None
@@ -277,17 +266,15 @@ class _Uses:
         return [text for text in input_names(node) if node_of(text) != source.name]
 
     def _varies(self, node: Proto, source: Proto) -> bool:
-        """True if a node computes with something that the request gives, or that is random itself."""
+        """True if a node's inputs besides `source` may depend on the request, or are random themselves."""
         others = self._others(node, source)
         is_alone = node.op != "Neg" and not others
-        return is_alone or any(
-            self._body.each(text) is None and (self._body.depends(text) or node_of(text) in self._random)
-            for text in others
-        )
+        varying = (text for text in others if self._body.repeated_value(text) is None)
+        return is_alone or any(self._body.is_of_request(t) or node_of(t) in self._random for t in varying)
 
     def _moved(self, node: Proto, source: Proto, span: Array | None) -> Array | None:
-        """The span after a constant was added, or multiplied by; None if that is unknown."""
-        numbers = {text: _only(self._body.each(text)) for text in self._others(node, source)}
+        """The span after a node adds a constant or multiplies by it; None if that is unknown."""
+        numbers = {text: _only(self._body.repeated_value(text)) for text in self._others(node, source)}
         if span is None or None in numbers.values():
             return None
         values = [np.asarray(numbers.get(text, span)) for text in input_names(node)]
@@ -298,17 +285,14 @@ class _Uses:
         kept = None if self._varies(node, source) else self._kept_where(node)
         if kept is None:
             return _Kind.OTHER, None
-        bound = self._body.each(self._others(node, source)[0])
+        bound = self._body.repeated_value(self._others(node, source)[0])
         parts = _parts(node, source, span, bound)
         return _verdict(parts if kept or parts is None else 1 - parts)
 
     def _kept_where(self, comparison: Proto) -> bool | None:
-        """What a comparison gives where a mask that is made of it keeps something, as far as that shows.
-
-        None if it makes no mask, and only chooses: between branches, or between two tensors.
-        """
+        """The comparison's outcome where a mask made of it keeps its input; None if it makes no mask."""
         pending = [(comparison, True)]
-        for _ in range(_MAX_STEPS * _MAX_STEPS):
+        for _ in range(_MOST_PLACES):
             if not pending:
                 return None
             source, is_same = pending.pop()
@@ -316,15 +300,13 @@ class _Uses:
                 if node.op in _SAME_MASK:
                     pending.append((node, is_same != (node.op == "LogicalNot")))
                 elif node.op in _SELECTS:
-                    is_constant = [self._body.each(text) is not None for text in input_names(node)[1:]]
-                    if any(is_constant):
+                    sides = map(self._body.repeated_value, input_names(node)[1:])
+                    is_constant = [side is not None for side in sides]
+                    if any(is_constant):  # else it chooses between two tensors, as a branch would
                         return is_same != is_constant[0]
                 elif node.op not in _DECIDES and not (node.op == "Cast" and _is_integer(node)):
                     return is_same
         return True
-
-
-_MOST_BYTES = 1 << 10
 
 
 def _is_integer(node: Proto) -> bool:
@@ -333,21 +315,21 @@ def _is_integer(node: Proto) -> bool:
 
 
 def _only(value: Array | None) -> float | None:
-    """The number that all elements are; None if they differ."""
+    """The number that all elements equal; None if they differ, or there are none."""
     if value is None or not value.size or (value != value.ravel()[0]).any():
         return None
     return float(value.ravel()[0])
 
 
 def _verdict(parts: Array | None) -> tuple[_Kind, float | None]:
-    """What a mask does that drops these parts of something."""
+    """The kind of a mask that drops these `parts` (unknown: None), and the part, if it is one number."""
     if parts is None or ((parts > 0) & (parts < 1)).any():
         return _Kind.DROPOUT, _only(parts)
     return _Kind.ALL if parts.all() else _Kind.OFF, None
 
 
 def _parts(node: Proto, source: Proto, span: Array | None, bound: Array | None) -> Array | None:
-    """How often a comparison of a number in the span with each element of `bound` is false."""
+    """The probability that comparing a number in the span with `bound` is False, for each of its elements."""
     if span is None or bound is None or span[0] == span[1]:
         return None
     low, high = span.min(), span.max()
@@ -357,7 +339,7 @@ def _parts(node: Proto, source: Proto, span: Array | None, bound: Array | None) 
 
 
 def _dropped_by_floor(span: Array | None) -> Array | None:
-    """How often a number in the span rounded down is the smaller of the two that it can be."""
+    """The probability that a number in the span, rounded down, is the smallest that it can be."""
     if span is None or span[0] == span[1]:
         return None
     low, high = span.min(), span.max()

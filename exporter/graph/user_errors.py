@@ -25,12 +25,12 @@ _WRAPS = re.compile(
     r"|Error when deserializing class|<class [^>]*> could not be deserialized properly"
 )
 _TRACED = re.compile(r'^ *File "(?P<file>.+?)", line (?P<line>\d+), in (?P<function>\S+)', re.MULTILINE)
+# The text of TensorFlow and Keras around the error itself: nodes, stacks, long advice.
 _ABOUT = re.compile(
     r"Graph execution error:\s*(Detected at.*?\nNode: [^\n]*\n)?"
     r"|\s(You can attempt the following|You are likely doing|\[\[{{node|Original stack trace for).*",
     re.DOTALL,
 )
-"""The text of TensorFlow and Keras around the error itself: nodes, stacks, long advice."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _MAX_CHARACTERS = 500
 _USE_KERAS_2 = "run it with Keras 2: pip install tf-keras, then TF_USE_LEGACY_KERAS=1 export-model ..."
@@ -48,11 +48,11 @@ _KERAS_2_ALONE = re.compile(
     r"not (available|supported) (with|in) Keras 3|compat\.v1' has no attribute 'layers'"
 )
 _GONE = re.compile(r"module 'keras\._tf_keras\.(?P<module>keras[^']*)' has no attribute '(?P<name>\w+)'")
+# Keras 3's errors about code that Keras 2 accepts: operations of TensorFlow on inputs, `add_weight(name)`,
+# layers of tf-keras among its own.
 _STRICTER = re.compile(
     r"KerasTensor|multiple values for argument 'shape'|`name` must be passed as a keyword|\btf_keras\b"
 )
-"""Keras 3's errors about code that Keras 2 accepts: operations of TensorFlow on inputs, `add_weight(name)`,
-layers of tf-keras among its own."""
 _TF_KERAS = re.compile(r"\btf\.keras\b|\btensorflow\.keras\b|from tensorflow import .*\bkeras\b")
 _KERAS = re.compile(r"^\s*(import keras\b|from keras\b)", re.MULTILINE)
 
@@ -65,7 +65,7 @@ class _Place(NamedTuple):
 
 @contextlib.contextmanager
 def failures(what: str) -> Iterator[None]:
-    """Run a user's code."""
+    """Run a user's code; its errors become BuilderErrors that tell of `what`, the place, and a way out."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -78,14 +78,14 @@ def failures(what: str) -> Iterator[None]:
 
 
 def own_error(error: BaseException) -> BaseException:
-    """The user's own error, without the exceptions that wrap it."""
+    """The error that a user's code raised itself, without those that wrap it."""
     while (inner := error.__context__) is not None and _only_wraps(error, inner):
         error = inner
     return error
 
 
 def error_line(error: BaseException) -> str:
-    """The user's own error on one line, with the last line of the user's own code that led to it."""
+    """The user's own error on one line, with the file, line and function of their code that led to it."""
     own = own_error(error)
     place = _place(error)
     text = _text(own) or (place and linecache.getline(place.file, place.line).strip()) or ""
@@ -97,7 +97,7 @@ def error_line(error: BaseException) -> str:
 
 
 def way_out(error: BaseException) -> str:
-    """A hint for a user's error; "" if there is no general advice."""
+    """A hint for a user's error; "" if nothing general is known."""
     text = _text(own_error(error))
     if _wants_keras_2(error, text):
         return _USE_KERAS_2
@@ -112,7 +112,7 @@ def way_out(error: BaseException) -> str:
 
 
 def keras_choice(keras_2: bool, files: Iterable[str]) -> str:
-    """A hint how to choose the other Keras for files that use `tf.keras`; "" if they import one by name."""
+    """A hint to choose Keras 2 or 3 for files that use `tf.keras`; "" if it is, or they name one."""
     if keras_2 == _keras_2_is_chosen() or not _means_tf_keras(files):
         return ""
     return _USE_KERAS_2 if keras_2 else "run it with Keras 3: without TF_USE_LEGACY_KERAS in the environment"
@@ -124,6 +124,7 @@ def _keras_2_is_chosen() -> bool:
 
 
 def _only_wraps(error: BaseException, inner: BaseException) -> bool:
+    """True if an error says nothing but that `inner` was raised."""
     text = _text(error)
     return _WRAPS.match(text) is not None or text == f"{type(inner).__name__}: {inner}"
 
@@ -137,6 +138,7 @@ def _text(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> _Place | None:
+    """The innermost place in the user's files that an error came from; None if it came from none."""
     found = _user_places(_places(error))
     return found[-1] if found else None
 
@@ -159,7 +161,7 @@ def _frames(error: BaseException) -> Iterator[_Place]:
 
 
 def _user_places(places: Iterable[_Place]) -> list[_Place]:
-    """The places in the user's files; if all are in installed packages, those in the first one called."""
+    """The places in the user's files; if all are in installed packages, those in the outermost package."""
     others = [p for p in places if not p.file.startswith((_OURS, _STANDARD)) or _LIBRARY.search(p.file)]
     found = [p for p in others if not _LIBRARY.search(p.file)]
     return found or [p for p in others if _package(p) == _package(others[0]) not in _FRAMEWORKS]

@@ -1,10 +1,9 @@
 """Find how a graph reads its variables, and turn reads of whole tables into reads of rows.
 
 The first scatter into a variable puts it in copy-on-read mode: from then on each `ReadVariableOp` copies the
-whole table. A cleaned graph gathers by handle where it can (`graph.functions`). Here the other cases follow,
-in the graph and in its functions: gathers after a cast, as Keras' mixed precision exports them, gathers by
-several indices, sums over segments, as `embedding_lookup_sparse` makes them, and reads of the shape. The
-operations that still read a variable whole are found by following its handle, in whatever function makes it.
+whole table. A cleaned graph gathers by handle where it can (`graph.functions`). Here the other cases follow:
+gathers after a cast, as Keras' mixed precision exports them, gathers by several indices, sums over segments,
+as `embedding_lookup_sparse` makes them, and reads of the shape.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from enum import Flag, auto
 import numpy as np
 from msgspec import Struct
 
+from exporter.graph.changed_uses import INDIFFERENT
 from exporter.graph.nodes import (
     CALLS,
     LOOPS,
@@ -25,16 +25,19 @@ from exporter.graph.nodes import (
     bodies,
     called,
     constant,
+    drop_from_function,
+    drop_nodes,
     free_name,
     input_names,
+    node_of,
 )
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 from exporter.wire.tensor_proto import to_array
 
 _ROW_READS = {"ResourceGather", "ResourceGatherNd"}
-_INDIFFERENT = {"VariableShape", "VarIsInitializedOp", "DisableCopyOnRead"}
 _FORWARDS = {"Identity": 1, "Enter": 1, "RefEnter": 1, "Exit": 1, "Switch": 2, "Merge": 1, "NextIteration": 1}
+# The SparseSegment operations that `embedding_lookup_sparse` makes.
 _SEGMENTS = {
     f"SparseSegment{what}{more}" for what in ("Sum", "Mean", "SqrtN") for more in ("", "WithNumSegments")
 }
@@ -51,26 +54,21 @@ class Use(Flag):
 
 
 class Reading(Struct, frozen=True):
-    """How a graph uses a variable, and the first node that reads it whole or might change it, in words.
-
-    `handles` counts the nodes that lead to it: what is changed for one is not for the others.
-    """
+    """How a graph uses a variable, and the first node that reads it whole or might change it, in words."""
 
     use: Use = Use.NOTHING
     taken_by: str = ""
-    handles: int = 0
+    handles: int = 0  # VarHandleOps that lead to it: what is changed for one is not for the others
 
     def __or__(self, other: Reading) -> Reading:
-        """Both uses."""
+        """Both uses together, with the first `taken_by` and all handles."""
         handles = self.handles + other.handles
         return Reading(self.use | other.use, self.taken_by or other.taken_by, handles)
 
 
 def read_rows_only(graph_def: Proto, fetched: Iterable[str]) -> None:
-    """Make gathers, and reads of the shape, use the variable's handle; nodes in `fetched` are kept.
-
-    Results are the same bit for bit: a cast between is done on the gathered rows instead of the table.
-    """
+    """Make gathers, and reads of the shape, use the variable's handle, in place; nodes `fetched` are kept."""
+    # Results are the same bit for bit: a cast between is done on the gathered rows instead of the table.
     fetched = set(fetched)
     for body in bodies(graph_def):
         rewritten: set[str] = set()
@@ -80,7 +78,7 @@ def read_rows_only(graph_def: Proto, fetched: Iterable[str]) -> None:
 
 
 def uses(graph_def: Proto) -> dict[str, Use]:
-    """How the graph, with all its functions, uses each VarHandleOp (by node name)."""
+    """{VarHandleOp of the graph: how the graph, with its functions, uses that handle}."""
     tracker = _Tracker(graph_def)
     return {
         node.name: tracker.follow("", f"{node.name}:0").use
@@ -90,16 +88,12 @@ def uses(graph_def: Proto) -> dict[str, Use]:
 
 
 def readings(graph_def: Proto) -> dict[str, Reading]:
-    """As `uses`, with what takes it, over all handles of one variable.
-
-    A variable is known by its shared name: another VarHandleOp of that name, also one inside a function,
-    leads to the same memory.
-    """
-    tracker = _Tracker(graph_def)
+    """{VarHandleOp of the graph: the Reading of its variable, over all handles, also in functions}."""
+    tracker = _Tracker(graph_def)  # handles of one container and shared name lead to the same memory
     found: dict[tuple[str, str], Reading] = defaultdict(Reading)
     named: dict[str, tuple[str, str]] = {}
     for body in bodies(graph_def):
-        scope = "" if body.function is None else body.function.signature.name
+        scope = body.name
         for node in body.nodes:
             if node.op == "VarHandleOp":
                 name = attr_text(node, "container"), attr_text(node, "shared_name") or node.name
@@ -111,7 +105,7 @@ def readings(graph_def: Proto) -> dict[str, Reading]:
 
 
 def _rewrite(body: Body, node: Proto) -> set[str]:
-    """Make one node read by handle if that is possible; returns the nodes that it no longer reads from."""
+    """Make a node read by handle, in place, if it can; returns the nodes that it no longer reads from."""
     if node.op in _SEGMENTS:
         return _sum_gathered(body, node)
     if node.op not in ("Gather", "GatherV2", "GatherNd", "Shape") or not _takes_rows(body, node):
@@ -128,7 +122,7 @@ def _rewrite(body: Body, node: Proto) -> set[str]:
 
 
 def _sum_gathered(body: Body, node: Proto) -> set[str]:
-    """Make a node that sums rows of a variable sum gathered rows: the same ones in the same order."""
+    """Make a sum of a variable's rows one of gathered rows, in the same order; returns as `_rewrite`."""
     chain = _chain_to_read(body, node.input[0])
     if not chain:
         return set()
@@ -138,22 +132,21 @@ def _sum_gathered(body: Body, node: Proto) -> set[str]:
     _become_gather(body, gather, chain)
     size = body.add(f"{name}/size", "Size", indices, device=device, T=by, out_type=DType.INT32)
     places = body.add(f"{name}/places", "Range", device=device, Tidx=DType.INT32)
-    first, step = (_int32(body, f"{name}/{what}", value) for what, value in (("first", 0), ("step", 1)))
+    first, step = (
+        body.put(constant(free_name(body.by_name, f"{name}/{what}"), np.array(value, np.int32), DType.INT32))
+        for what, value in (("first", 0), ("step", 1))
+    )
     places.input.extend(body.single(made, "output") for made in (first, size, step))
     node.input[0], node.input[1] = body.single(gather, "output"), body.single(places, "output")
     node.attr["Tidx"].type = int(DType.INT32)
     return {link.name for link in chain}
 
 
-def _int32(body: Body, name: str, value: int) -> Proto:
-    return body.put(constant(free_name(body.by_name, name), np.array(value, np.int32), DType.INT32))
-
-
 def _takes_rows(body: Body, node: Proto) -> bool:
-    """False for gathers along another dimension, and for row numbers that ResourceGather does not accept."""
+    """True for a Shape, and for a gather along dimension 0 by row numbers that ResourceGather accepts."""
     if node.op == "Shape":
         return True
-    # Asked for first: to look an absent attribute up in a protobuf map is to add it.
+    # `in` goes first: to look an absent attribute up in a protobuf map is to add it.
     if "batch_dims" in node.attr and node.attr["batch_dims"].i:
         return False
     if node.attr["Tindices"].type not in _GATHER_INDICES:
@@ -165,7 +158,7 @@ def _takes_rows(body: Body, node: Proto) -> bool:
 
 
 def _chain_to_read(body: Body, reference: str) -> list[Proto]:
-    """The nodes from a tensor back to the ReadVariableOp whose value it is; empty if there is none."""
+    """The nodes from a tensor back to the ReadVariableOp whose value it is (the last one), or none."""
     chain: list[Proto] = []
     producer = body.producer(reference)
     while producer is not None and producer.op in _TRANSPARENT:
@@ -175,7 +168,7 @@ def _chain_to_read(body: Body, reference: str) -> list[Proto]:
 
 
 def _become_gather(body: Body, node: Proto, chain: list[Proto]) -> None:
-    """Turn `node` into a gather by handle, followed by the casts that were before it."""
+    """Turn `node` into a gather by handle, followed by the casts of `chain`, which were before it."""
     casts = [link for link in reversed(chain) if link.op == "Cast"]
     op = "ResourceGatherNd" if node.op == "GatherNd" else "ResourceGather"
     gather = node
@@ -191,9 +184,8 @@ def _become_gather(body: Body, node: Proto, chain: list[Proto]) -> None:
         last = body.single(copy, "y")
     if casts:  # an Identity under the old name: nothing that consumes it changes
         node.op = "Identity"
+        node.input[:] = [last]
         node.ClearField("attr")
-        node.ClearField("input")
-        node.input.append(last)
         node.attr["T"].type = casts[-1].attr["DstT"].type
 
 
@@ -209,39 +201,25 @@ def _become(
     """Make `node` an `op` on `handle`, with the control inputs of all nodes that it replaces."""
     controls = {ref for old in (node, *chain) for ref in old.input if ref.startswith("^")}
     dropped = {f"^{link.name}" for link in chain}
-    inputs = [handle, *inputs, *sorted(controls - dropped)]
     node.op = op
-    del node.input[:]
-    node.input.extend(inputs)
+    node.input[:] = [handle, *inputs, *sorted(controls - dropped)]
     for name in node.attr.keys() - set(keep):
         del node.attr[name]
 
 
 def _drop_unread(body: Body, candidates: set[str], fetched: set[str]) -> None:
-    """Remove reads whose values are no longer used, and control edges from them."""
-    kept = set(fetched) if body.function is None else set()
+    """Remove the `candidates` whose values nothing takes any more, and control edges from them."""
+    kept = {*map(node_of, body.results())} | (fetched if body.function is None else set())
     dead: set[str] = set()
-    while True:
-        taken = {ref.partition(":")[0] for n in body.nodes if n.name not in dead for ref in input_names(n)}
-        taken |= {reference.partition(":")[0] for reference in body.results()} | kept
-        found = candidates - dead - taken
-        if not found:
+    while True:  # a read may be taken by casts that are dead themselves
+        taken = {node_of(text) for node in body.nodes if node.name not in dead for text in input_names(node)}
+        if not (found := candidates - dead - taken - kept):
             break
         dead |= found
-    if not dead:
-        return
-    for index in reversed(range(len(body.nodes))):
-        node = body.nodes[index]
-        if node.name in dead:
-            del body.nodes[index]
-        elif any(ref.startswith("^") and ref[1:] in dead for ref in node.input):
-            inputs = [ref for ref in node.input if not (ref.startswith("^") and ref[1:] in dead)]
-            del node.input[:]
-            node.input.extend(inputs)
-    if body.function is not None:
-        for name in [name for name, node in body.function.control_ret.items() if node in dead]:
-            del body.function.control_ret[name]
-            body.function.signature.control_output.remove(name)
+    if dead and body.function is not None:
+        drop_from_function(body.function, dead)
+    elif dead:
+        drop_nodes(body.nodes, dead)
 
 
 class _Tracker:
@@ -253,7 +231,7 @@ class _Tracker:
         self._bodies: dict[str, _Consumers] = {}
 
     def follow(self, scope: str, handle: str) -> Reading:
-        """The uses of a handle, which is a tensor of the graph ("") or of a function."""
+        """All uses of a handle, a tensor of the graph ("") or of a function `scope`, wherever it leads."""
         found = Reading()
         seen = set()
         pending = [(scope, handle)]
@@ -278,10 +256,10 @@ class _Tracker:
         return self._bodies[scope]
 
     def _consume(self, body: Body, scope: str, node: Proto, index: int) -> tuple[Use, list[tuple[str, str]]]:
-        """How `node` uses the handle in input `index`, and the tensors that pass the handle on."""
+        """How `node` uses the handle in input `index`, and the (scope, tensor) places that get the handle."""
         if node.op in _ROW_READS:
             return Use.ROWS, []
-        if node.op in _INDIFFERENT:
+        if node.op in INDIFFERENT:
             return Use.NOTHING, []
         if node.op in _FORWARDS:
             return Use.NOTHING, [(scope, body.output(node, out)) for out in range(_FORWARDS[node.op])]
@@ -303,7 +281,7 @@ class _Tracker:
 
 
 def _taker(scope: str, node: Proto) -> str:
-    """What a node does with a whole variable, in words."""
+    """A sentence's end on a node that reads a variable whole, or takes its handle otherwise."""
     where = f" in function {scope!r}" if scope else ""
     if node.op != "ReadVariableOp":
         return f"{node.op} {node.name!r}{where} takes it"
@@ -311,7 +289,7 @@ def _taker(scope: str, node: Proto) -> str:
 
 
 class _Consumers:
-    """The consumers of each tensor of a body."""
+    """The consumers of each tensor of a body, by its canonical name."""
 
     def __init__(self, body: Body) -> None:
         self.body = body
@@ -321,5 +299,5 @@ class _Consumers:
                 self._found[body.canonical(reference)].append((node, index))
 
     def of(self, tensor: str) -> list[tuple[Proto, int]]:
-        """The nodes that take `tensor`, and as which input."""
+        """(node, which of its inputs) for each use of `tensor`."""
         return self._found.get(tensor, [])

@@ -46,7 +46,7 @@ from exporter.storage import mirror
 from exporter.storage.files import close_lock, open_lock, remove_tree, still_at, try_lock, writing
 from exporter.storage.layout import JOBS_DIRECTORY, LOCK_FILE, RECEIPTS_DIRECTORY
 from exporter.storage.objects import ObjectWriter
-from exporter.storage.output_directory import Directory, StoreDirectory, open_directory
+from exporter.storage.output_directory import Directory, open_directory
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
 from exporter.terminal.progress import NoProgress, Progress
@@ -180,7 +180,7 @@ class Job:
         """Leave the job's removal to the upload of `path`, if both are in stores."""
         # The upload reads what the job wrote: after one that was killed, the next command goes on with the
         # job.
-        if mirror.is_remote(path) and isinstance(self.directory, StoreDirectory):
+        if mirror.is_remote(path) and self.directory.is_in_store:
             self._read_until_stored = path
 
     def __enter__(self) -> Job:

@@ -46,18 +46,14 @@ _KERAS_2_NAME = re.compile(r"([^/]+/)?average/(?P<variable>.+)")
 
 
 def averages(trained: TrainedObjects, slot: str) -> dict[str, str]:
-    """The average's tensor by the variable's; `slot` is the averages' slot name, "ema" for the usual ones."""
-    found = dict(_by_slot(trained, TF_AVERAGE if slot == "ema" else slot))
-    if slot == "ema":
-        found |= dict(_of_keras(trained))
-    return found
-
-
-def _by_slot(trained: TrainedObjects, slot: str) -> Iterator[tuple[str, str]]:
+    """The tensor of each variable's average, by the variable's own; `slot` "ema" is the usual one."""
+    found = {}
+    suffix = TF_AVERAGE if slot == "ema" else slot
     for name, variables in trained.by_name.items():
-        shadows = trained.by_name.get(f"{name}/{slot}", ())
+        shadows = trained.by_name.get(f"{name}/{suffix}", ())
         if len(variables) == len(shadows) == 1:
-            yield variables[0].tensor, shadows[0].tensor
+            found[variables[0].tensor] = shadows[0].tensor
+    return found | dict(_of_keras(trained)) if slot == "ema" else found
 
 
 def _of_keras(trained: TrainedObjects) -> Iterator[tuple[str, str]]:
@@ -149,12 +145,12 @@ def _fits(shape: tuple[int, ...], table: GraphTable) -> bool:
     )
 
 
+# The slot name of `tf.train.ExponentialMovingAverage` unless the trainer chose another.
 TF_AVERAGE = "ExponentialMovingAverage"
-"""The slot name of `tf.train.ExponentialMovingAverage` unless the trainer chose another."""
 
 
 class ExtraKind(Enum):
-    """What an ignored tensor was for, in the report's words."""
+    """The purpose of an ignored tensor, in the report's words."""
 
     SLOT = "optimizer slot"
     GLOBAL_STEP = "global step"
@@ -175,14 +171,14 @@ class Extra(Struct, frozen=True):
 _SLOT_NAME = re.compile(
     r"(^|/)(Adam|Adagrad|AdagradDA|Adadelta|Momentum|RMSProp|Ftrl|Lamb|Nadam|Adamax|Proximal\w*)(_\d+)?(/|$)"
     r"|(^|/)(beta[12]_power|accumulator|momentum|velocity|learning_rate|linear)(_\d+)?$"
-    r"|\.OPTIMIZER_SLOT|^training/|(^|/)_?optimizer/(?!_trainable_variables/)",
+    r"|\.OPTIMIZER_SLOT|^training/|(^|/)_?optimizer/(?!_trainable_variables/)"
 )
 _COUNTERS = frozenset({"save_counter", "ckpt_saved_epoch", "ckpt_saved_batch"})
 _ITERATIONS = frozenset({"global_step", "_iterations", "iterations"})
 
 
 def classify_extras(catalog: Catalog, used: Collection[str] = ()) -> Iterator[Extra]:
-    """Every tensor that is not `used`, with what it was probably for."""
+    """Yield every tensor that is not `used`, with its probable purpose."""
     embedding = _embedding_kinds(catalog)
     for name, tensor in catalog.tensors.items():
         if name not in used:
@@ -190,7 +186,7 @@ def classify_extras(catalog: Catalog, used: Collection[str] = ()) -> Iterator[Ex
 
 
 def _embedding_kinds(catalog: Catalog) -> dict[str, ExtraKind]:
-    """What the tensors of embedding variables are for; those of damaged ones are judged by name."""
+    """The purposes of embedding variables' tensors, by name; those of damaged ones are judged by name."""
     try:
         variables = embedding_variables(catalog)
     except CheckpointError:
@@ -233,12 +229,12 @@ _ROWS = f"/{VALUES}"
 
 
 class TensorSource(Struct, frozen=True):
-    """Where the values of one served variable (whole, also if the graph partitions it) come from.
+    """The source of one served variable's values (of the whole, also if the graph partitions it).
 
     `key` is the name in the published bundle; `variables` the graph variables restored from it: one, or the
     parts of a partitioned one; none for a table's contents. `cast` is the dtype to store instead of the
-    tensor's. `gather_parts` > 0 says that the tensor's n slices hold rows in `mod` order (row i in slice
-    i % n) and must be put in order; `scatter_parts` > 0 that the graph looks its n parts up by `mod`, so rows
+    tensor's. `gather_parts` > 0 says that the tensor's n slices hold rows in `mod` order (row i in slice i %
+    n) and must be put in order; `scatter_parts` > 0 that the graph looks its n parts up by `mod`, so rows
     must be laid out so. `is_mapped` asks for a file of its own for each variable, from which servers map it.
     A table that is cast to int8 is stored as `exporter.wire.int8_codes` says.
     """
@@ -271,19 +267,17 @@ class TensorSource(Struct, frozen=True):
         return self.cast is DType.INT8
 
     def stored(self, box: SliceSpec) -> SliceSpec:
-        """A box of whole rows as it is stored."""
+        """A box of whole rows in the shape in which it is stored."""
         if not self.is_in_8_bits:
             return box
         full, lengths = ((*shape[:-1], shape[-1] + SCALE_BYTES) for shape in (box.full_shape, box.lengths))
         return SliceSpec(full, box.starts, lengths)
 
     def as_stored(self, variable: GraphVariable) -> GraphVariable:
-        """One of its variables with the shape in which it is stored.
-
-        One that has the dtype already has its own shape, too; its part is of the table as it was trained.
-        """
+        """One of its variables with the shape in which it is stored."""
         if not self.is_in_8_bits:
             return variable
+        # it has the stored shape already; its part is of the table as it was trained
         if variable.dtype is DType.INT8:
             return replace(variable, part=variable.part and self.stored(variable.part))
         box = self.stored(variable.box)
@@ -296,10 +290,7 @@ class TensorSource(Struct, frozen=True):
 
 
 class VariableMapping(Struct, frozen=True, dict=True):
-    """Every served variable's source, and the tensors that are not needed.
-
-    `tables` are those that are restored, under the names that their two tensors have in the bundle.
-    """
+    """Every served variable's source, and the tables that are restored, named as in the bundle."""
 
     catalog: Catalog
     sources: tuple[TensorSource, ...]
@@ -308,7 +299,7 @@ class VariableMapping(Struct, frozen=True, dict=True):
 
     @cached_property
     def extras(self) -> tuple[Extra, ...]:
-        """The tensors that are not needed, by kind; computed only when a report asks."""
+        """The tensors that are not needed, by kind; computed when a report asks."""
         return tuple(classify_extras(self.catalog, {source.tensor.name for source in self.sources}))
 
     @property
@@ -318,7 +309,7 @@ class VariableMapping(Struct, frozen=True, dict=True):
 
 
 def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> VariableMapping:
-    """Find each graph variable's tensor.
+    """The mapping of a graph's variables to a checkpoint's tensors; every variable has one, or it raises.
 
     Raises:
         MissingTensors: variables without a tensor, each with the nearest names and why they do not fit.
@@ -328,7 +319,8 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
         ObjectMismatch: the model's objects and those of an object-based checkpoint do not correspond.
         PartitionStrategyUnknown: the rows of a re-partitioned lookup table would be in an unknown order.
     """
-    wanted = _group_parts(graph.variables)
+    wanted = group_parts(graph.variables)
+    _refuse_shared_names(wanted)
     objects = read_object_graph(catalog)
     if objects is not None:
         matches = _find_objects(
@@ -348,8 +340,8 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
         tensor = catalog.tensors[match.name]
         check_fits(key, variables[0], tensor)
         trained = rules.strategies.get(key) or rules.trained.get(match.trained_name)
-        if objects is not None and tensor.slices:  # a ShardedVariable: TensorFlow 2 looks ids up by div
-            trained = trained or PartitionStrategy.DIV
+        if objects is not None and tensor.slices:
+            trained = trained or PartitionStrategy.DIV  # a ShardedVariable: TensorFlow 2 looks ids up by div
         order = row_order(key, variables, tensor, trained=trained, served=graph.lookups.get(key))
         cast = cast_for(key, tensor, rules.casts)
         sources.append(
@@ -365,7 +357,7 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
 
 
 def _state(graph: InferenceGraph, catalog: Catalog) -> list[TensorSource]:
-    """What operations of a graph's libraries restore by themselves, under the very names that they read."""
+    """The sources that operations of a graph's libraries restore by themselves, under these very names."""
     missing = [name for name in graph.state.tensors if name not in catalog.tensors]
     if missing:
         raise MissingTensors(
@@ -376,16 +368,23 @@ def _state(graph: InferenceGraph, catalog: Catalog) -> list[TensorSource]:
     return [TensorSource(name, (), catalog.tensors[name], "state") for name in graph.state.tensors]
 
 
-def _group_parts(variables: Iterable[GraphVariable]) -> dict[str, tuple[GraphVariable, ...]]:
+def group_parts(variables: Iterable[GraphVariable]) -> dict[str, tuple[GraphVariable, ...]]:
+    """The variables by key, the parts of a partitioned one in their order."""
     groups: dict[str, list[GraphVariable]] = {}
     for variable in variables:
         groups.setdefault(variable.key, []).append(variable)
+
+    def begins(member: GraphVariable) -> tuple[int, ...]:
+        return member.part.starts if member.part else ()
+
+    return {key: tuple(sorted(members, key=begins)) for key, members in groups.items()}
+
+
+def _refuse_shared_names(groups: MappingOf[str, tuple[GraphVariable, ...]]) -> None:
     for key, members in groups.items():
-        members.sort(key=lambda member: member.part.starts if member.part else ())
         if len(members) > 1 and any(member.part is None for member in members):
             nodes = ", ".join(member.node for member in members)
             raise AmbiguousRename(f"variables {nodes} all claim the checkpoint name {key!r}")
-    return {key: tuple(members) for key, members in groups.items()}
 
 
 class _Match(Struct, frozen=True):
@@ -450,7 +449,7 @@ def _refuse_shared_tensors(matches: MappingOf[str, _Match]) -> None:
 
 
 def check_fits(key: str, variable: GraphVariable, tensor: TensorRef) -> None:
-    """Compare a variable with the tensor that it is to be restored from."""
+    """Refuse, by ShapeMismatch, a tensor of another shape or dtype than the variable's."""
     if variable.full_shape != tensor.shape:
         raise ShapeMismatch(
             f"variable {key!r} has shape {list(variable.full_shape)} in the graph, "
@@ -466,7 +465,7 @@ def check_fits(key: str, variable: GraphVariable, tensor: TensorRef) -> None:
 
 
 def cast_for(key: str, tensor: TensorRef, casts: Iterable[CastRule]) -> DType | None:
-    """The dtype that the rules store a variable in, None for the tensor's own."""
+    """The dtype that the rules store a variable in; None for the tensor's own."""
     if tensor.dtype not in _CASTABLE:
         return None
     return next((rule.dtype for rule in casts if rule.pattern.fullmatch(key)), None)
@@ -516,7 +515,7 @@ def check_rules(
         if name not in keys:
             raise UsageError(
                 f"--partition-strategy {name}: no served variable is called so",
-                hint=_meant("--partition-strategy", name, keys),
+                hint=_suggestion("--partition-strategy", name, keys),
             )
     tables = [name for table in graph.tables for name in (table.keys, table.values)]
     renamed = [*keys, *tables, *(table.name for table in graph.dynamic_tables)]
@@ -526,11 +525,11 @@ def check_rules(
             raise UsageError(
                 f"--rename {text}: no served variable is called so",
                 cause="the pattern is for a whole name",
-                hint=_meant("--rename", rule.pattern.pattern, keys),
+                hint=_suggestion("--rename", rule.pattern.pattern, keys),
             )
 
 
-def _meant(option: str, name: str, keys: Sequence[str]) -> str:
+def _suggestion(option: str, name: str, keys: Sequence[str]) -> str:
     close = nearest(name, keys)
     named = f"{close}, for example" if close else ", ".join(keys[:5])
     return f"leave out {option} {name}, or name a variable: {named}"
@@ -593,7 +592,7 @@ def _notes(sources: Iterable[TensorSource], rules: MappingRules) -> Iterator[str
 
 
 def _twin_notes(sources: Iterable[TensorSource], catalog: Catalog) -> Iterator[str]:
-    """What may speak against names that a framework numbered; nothing is known where names are the user's."""
+    """Yield a note of a tensor left over that makes numbered names doubtful."""
     used = {source.tensor.name: (source.tensor.dtype, source.tensor.shape) for source in sources}
     left = {ref.name: (ref.dtype, ref.shape) for ref in catalog.tensors.values() if ref.name not in used}
     twins = [*left_over_twins(used, left)]

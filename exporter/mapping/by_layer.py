@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from msgspec import Struct
@@ -28,11 +28,11 @@ from exporter.graph.inference_graph import GraphVariable, InferenceGraph
 from exporter.wire.dtypes import DType
 
 _NUMBER = re.compile(r"_([0-9]+)$")
-_SAYS_NOTHING = re.compile(r"((Sharded)?Variable(_[0-9]+)?)?")
+SAYS_NOTHING = re.compile(r"((Sharded)?Variable(_[0-9]+)?)?")
 
 
 class NamedPair(Struct, frozen=True):
-    """A variable to serve and the trained one that shall give its values; `kind` is its dtype and shape."""
+    """A variable to serve and the trained one whose values it would get; `kind` is its dtype and shape."""
 
     served: str
     trained: str
@@ -40,10 +40,10 @@ class NamedPair(Struct, frozen=True):
 
 
 def conflicts(pairs: Iterable[NamedPair]) -> Iterator[str]:
-    """Each reason why the names speak against the pairs, for a person."""
+    """Yield each reason why the names speak against the pairs, for a person."""
     groups: dict[tuple[object, ...], list[NamedPair]] = {}
     for pair in pairs:
-        if _SAYS_NOTHING.fullmatch(pair.served) or _SAYS_NOTHING.fullmatch(pair.trained):
+        if SAYS_NOTHING.fullmatch(pair.served) or SAYS_NOTHING.fullmatch(pair.trained):
             continue
         served, trained = stems(pair.served), stems(pair.trained)
         if not _agree(served, trained):
@@ -61,10 +61,7 @@ def conflicts(pairs: Iterable[NamedPair]) -> Iterator[str]:
 
 
 def left_over_twins(used: Mapping[str, object], left: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Each (name left over, name in use) that differ in numbers alone; both map names to dtypes and shapes.
-
-    They are of one dtype and shape, too: a program with a layer less gives such names to other layers.
-    """
+    """Yield each (name left over, name in use) alike but for numbers; both map names to dtype and shape."""
     bare = {(_unnumbered(name), kind): name for name, kind in used.items()}
     for name, kind in left.items():
         if (twin := bare.get((_unnumbered(name), kind))) is not None:
@@ -81,7 +78,7 @@ def stems(name: str) -> tuple[str, ...]:
 
 
 def numbers(name: str) -> tuple[int, ...]:
-    """Those numbers, 0 where there is none: what tells names of equal stems apart."""
+    """The numbers that `stems` leaves out, 0 where there is none: they tell names of equal stems apart."""
     found = (_NUMBER.search(part) for part in name.split("/"))
     return tuple(int(number[1]) if number else 0 for number in found)
 
@@ -95,6 +92,7 @@ def _agree(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
 
 _NORMALISED = ("gamma", "beta", "moving_mean", "moving_variance")
 _RECURRENT = ("kernel", "recurrent_kernel", "bias")
+# The order in which Keras' layers keep values that may be of one shape, by the layer's class.
 _ORDERS = {
     "batch_normalization": _NORMALISED,
     "layer_normalization": _NORMALISED[:2],
@@ -103,29 +101,24 @@ _ORDERS = {
     "gru_cell": _RECURRENT,
     "simple_rnn_cell": _RECURRENT,
 }
-"""The order in which Keras' layers keep values that may be of one shape, by the layer's class."""
 
+# Names that are not values of a layer, or that files of some versions of Keras lack.
 _NO_LAYER = re.compile(r"^metrics/|(^|/)(optimizer|optimizer_weights|seed_generator(_[0-9]+)?)/")
-"""Names that are not values of a layer, or that files of some versions of Keras lack."""
 
+# Values of layers: tables by keys, which some layers store, have names of their own.
 _LAYERS_VALUE = re.compile(r"(^|/)vars/[^/]+$")
-"""What is a layer's value: tables by keys, which some layers store, have names of their own."""
 
 _DIRECTION = re.compile(r"(?:^|/)(forward|backward)_[^/]+/")
 _SHOWN = 6
 
 
 def match_unnamed(
-    graph: InferenceGraph,
-    catalog: Catalog,
-    named: Iterable[str] = (),
-    *,
-    by_order: bool = False,
+    graph: InferenceGraph, catalog: Catalog, named: Iterable[str] = (), *, by_order: bool = False
 ) -> dict[str, str]:
-    """The tensor of each variable (both by name) of a catalog whose tensors are not named by variables.
+    """The tensor of each variable, both by name, of a catalog whose tensors are not named by variables.
 
-    `named` are variables for which rules have spoken; what has the name of a variable is left to names.
-    `by_order` says that equal shapes in a list are in the order of the graph's variables.
+    `named` are variables for which rules have spoken; a variable whose very name a tensor has is left to
+    names. `by_order` says that equal shapes in a list are in the order of the graph's variables.
     """
     wanted = {variable.key: variable for variable in graph.variables}
     open_ = {key: v for key, v in wanted.items() if key not in catalog.tensors and key not in {*named}}
@@ -149,18 +142,15 @@ def match_unnamed(
     return found
 
 
-# --- names of layers ---------------------------------------------------------------------------------------
-
-
 def _by_owner(
     wanted: Mapping[str, GraphVariable], catalog: Catalog, places: Mapping[str, tuple[TensorRef, ...]]
 ) -> dict[str, str] | None:
-    """A legacy file's tensors by the layers that own them, where it has the model's very layers.
+    """A legacy file's tensors, by variable, by the layers that own them; None if layers differ.
 
     Keras named variables in its own ways over time: `conv2d_1_1/kernel` in the layer `conv2d_1`,
     `lstm_1/kernel` or `lstm_1/lstm_cell_4/kernel` in `lstm_1`, in Keras 3.0 `kernel` alone. The owner of what
-    an inner model holds is that model, as `places` say. None if layers differ, or a layer has several
-    tensors of one last name and shape (of which those of a Bidirectional layer say their direction).
+    an inner model holds is that model, as `places` say. None, too, if a layer has several tensors of one last
+    name and shape (those of a Bidirectional layer say their direction).
     """
     owners = {key: at[0].owner.partition("/")[0] for key, at in places.items() if at[0].owner}
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
@@ -186,7 +176,7 @@ def _by_owner(
 
 
 def _direction(name: str) -> str:
-    """`forward` or `backward` if a Bidirectional layer made a variable: it calls its two layers so."""
+    """`forward` or `backward`, as a Bidirectional layer calls its two layers; "" for other variables."""
     found = _DIRECTION.search(name)
     return found[1] if found else ""
 
@@ -195,18 +185,12 @@ def _last(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-# --- names but for their numbers ---------------------------------------------------------------------------
-
-
 def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str]:
-    """Layers that a framework named by class and number, which count what a process made before.
-
-    `dense_3/kernel` and `dense_4/kernel` are `dense/kernel` and `dense_1/kernel` of another process, if both
-    sides have as many of one shape. Only legacy files are so: their tensors have owners and names.
-    """
+    """The tensors of layers named by class and number, by variable, in the order of the numbers."""
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for ref in catalog.tensors.values():
         if ref.owner:
+            # only legacy files are so: their tensors have owners and names
             like = stems(ref.name), *_kind(ref)
             stored[like].append(ref.name)
     if not stored:
@@ -217,6 +201,8 @@ def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[st
         served[like].append(key)
     found: dict[str, str] = {}
     for group, keys in served.items():
+        # `dense_3/kernel` and `dense_4/kernel` are `dense/kernel` and `dense_1/kernel` of another process,
+        # which counts all that it made before, if both sides have as many of one shape.
         names = stored.get(group, [])
         if len(names) == len(keys):
             found |= zip(sorted(keys, key=numbers), sorted(names, key=numbers), strict=True)
@@ -229,13 +215,10 @@ def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[st
     return found
 
 
-# --- a Keras model in hand ---------------------------------------------------------------------------------
-
-
 def _by_path(
     open_: Mapping[str, GraphVariable], layers: Mapping[str, tuple[TensorRef, ...]], catalog: Catalog
 ) -> dict[str, str]:
-    """As Keras itself would load them; refused where the layers' names or their number contradict."""
+    """The tensors as Keras itself would load them; NoCertainMatch if the layers' names or number differ."""
     stored = {name: ref for name, ref in catalog.tensors.items() if not _NO_LAYER.search(name)}
     places = (place for several in layers.values() for place in several)
     expected = {place.name: place for place in places if not _NO_LAYER.search(place.name)}
@@ -246,7 +229,7 @@ def _by_path(
 
 
 def _refuse_other_structure(stored: Mapping[str, TensorRef], expected: Mapping[str, TensorRef]) -> None:
-    """The model must have the archive's layers, no more and no fewer: numbers shift otherwise."""
+    """Require that model and archive have the same layers: numbers shift otherwise."""
     more, fewer = stored.keys() - expected.keys(), expected.keys() - stored.keys()
     if not more and not fewer:
         return
@@ -265,7 +248,7 @@ def _refuse_other_structure(stored: Mapping[str, TensorRef], expected: Mapping[s
 
 
 def _refuse_other_names(pairs: Iterable[tuple[TensorRef, TensorRef]]) -> None:
-    """What the layers' names say of (the model's, the checkpoint's) layers that would belong together."""
+    """Require that the names of (the model's, the checkpoint's) layers let them belong together."""
     named = (
         NamedPair(own.owner, other.owner, str(_kind(own)))
         for own, other in pairs
@@ -280,11 +263,8 @@ def _refuse_other_names(pairs: Iterable[tuple[TensorRef, TensorRef]]) -> None:
         )
 
 
-# --- layers by name ----------------------------------------------------------------------------------------
-
-
 def _by_layer(open_: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str]:
-    """By the layers' names: `hidden/kernel` is one of the values of the one layer called `hidden`."""
+    """The tensors by layers' names: `hidden/kernel` is one of the values of the one layer called `hidden`."""
     groups: dict[str, list[TensorRef]] = defaultdict(list)
     for ref in catalog.tensors.values():
         if ref.owner and not _NO_LAYER.search(ref.name):
@@ -308,7 +288,7 @@ def _by_layer(open_: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str,
 
 
 def _refuse_left_over_twins(found: Mapping[str, str], catalog: Catalog) -> None:
-    """With a layer less, `dense` and `dense_1` of the graph may stand for other layers than in the file."""
+    """Refuse a checkpoint with one more layer of a kind: numbered names may stand for other layers then."""
     taken = {_group(name) for name in found.values()}
     used = {(stems(ref.owner), *_kind(ref)) for ref in catalog.tensors.values() if _group(ref.name) in taken}
     for ref in catalog.tensors.values():
@@ -321,9 +301,14 @@ def _refuse_left_over_twins(found: Mapping[str, str], catalog: Catalog) -> None:
 
 
 def _group_of(scope: str, groups: Mapping[str, Sequence[TensorRef]]) -> str | None:
-    """The only layer whose name, or the end of whose path of names, is the scope's, or the reverse."""
-    for fits in (_equal, _ends_with, _is_end_of):
-        found = [group for group, refs in groups.items() if fits(refs[0].owner, scope)]
+    """The only layer whose name, or path's end, is the scope's, or the reverse; None without one."""
+    fits_in: tuple[Callable[[str], bool], ...] = (
+        lambda owner: owner == scope,
+        lambda owner: bool(scope) and owner.endswith(f"/{scope}"),
+        lambda owner: scope.endswith(f"/{owner}"),
+    )
+    for fits in fits_in:
+        found = [group for group, refs in groups.items() if fits(refs[0].owner)]
         if len(found) > 1:
             names = ", ".join(f"{groups[group][0].owner!r} ({group})" for group in found)
             raise NoCertainMatch(f"the variables of {scope!r} could be those of several layers: {names}")
@@ -332,20 +317,8 @@ def _group_of(scope: str, groups: Mapping[str, Sequence[TensorRef]]) -> str | No
     return None
 
 
-def _equal(owner: str, scope: str) -> bool:
-    return owner == scope
-
-
-def _ends_with(owner: str, scope: str) -> bool:
-    return bool(scope) and owner.endswith(f"/{scope}")
-
-
-def _is_end_of(owner: str, scope: str) -> bool:
-    return scope.endswith(f"/{owner}")
-
-
 def _within(scope: str, variables: list[GraphVariable], refs: list[TensorRef]) -> dict[str, str]:
-    """The variables of one layer: by shape where no two are alike, else in the order of Keras' own layers."""
+    """The tensors of one layer: by shape where no two are alike, else in the order of Keras' layers."""
     if Counter(map(_kind, variables)) != Counter(map(_kind, refs)):
         raise NoCertainMatch(
             f"the layer {scope!r} has other values in the graph than in the checkpoint",
@@ -355,9 +328,8 @@ def _within(scope: str, variables: list[GraphVariable], refs: list[TensorRef]) -
         by_kind = {_kind(ref): ref.name for ref in refs}
         return {variable.key: by_kind[_kind(variable)] for variable in variables}
     refs = sorted(refs, key=_number)
-    leaves = {variable.key.rpartition("/")[2]: variable for variable in variables}
-    base = re.sub(r"_[0-9]+$", "", refs[0].owner.rpartition("/")[2])
-    group = re.sub(r"_[0-9]+$", "", _group(refs[0].name).rpartition("/")[2])
+    leaves = {_last(variable.key): variable for variable in variables}
+    base, group = (_NUMBER.sub("", _last(path)) for path in (refs[0].owner, _group(refs[0].name)))
     order = [leaf for leaf in _ORDERS.get(group) or _ORDERS.get(base) or () if leaf in leaves]
     ordered = [leaves[leaf] for leaf in order]
     if len(order) != len(refs) or list(map(_kind, ordered)) != list(map(_kind, refs)):
@@ -369,15 +341,12 @@ def _within(scope: str, variables: list[GraphVariable], refs: list[TensorRef]) -
 
 
 def _number(ref: TensorRef) -> tuple[int, str]:
-    leaf = ref.name.rpartition("/")[2]
+    leaf = _last(ref.name)
     return (int(leaf), "") if leaf.isdecimal() else (-1, leaf)
 
 
-# --- lists -------------------------------------------------------------------------------------------------
-
-
 def _by_order(variables: list[GraphVariable], refs: list[TensorRef], is_order_known: bool) -> dict[str, str]:
-    """A list against the graph's variables in their order."""
+    """The tensors of a list for the graph's variables, in their order."""
     if len(variables) != len(refs):
         raise NoCertainMatch(
             f"the list has {len(refs)} arrays and the graph {len(variables)} variables",
@@ -410,6 +379,11 @@ def _kind(value: GraphVariable | TensorRef) -> tuple[DType, tuple[int, ...]]:
 def _group(name: str) -> str:
     """`layers/dense_1` of `layers/dense_1/vars/0`."""
     return name.rpartition("/")[0].removesuffix("vars").rstrip("/")
+
+
+def name_in_layer(ref: TensorRef) -> str:
+    """`tower/hidden/0` of `layers/dense_1/vars/0`, which belongs to the layer `hidden` of `tower`."""
+    return f"{ref.owner}/{_last(ref.name)}" if ref.owner else ref.name
 
 
 def _described(ref: TensorRef) -> str:

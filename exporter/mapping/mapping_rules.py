@@ -1,10 +1,5 @@
-"""The rules that variables are mapped to tensors by: renames, a table of names, casts, and the row order of
-partitions.
-
-TF1's `embedding_lookup` on a partitioned variable defaults to `mod`: row i is row i // n of part i % n, while
-the parts lie on disk as contiguous boxes. Served with another number of parts, or whole, the table would give
-wrong rows without an error. Nothing in a checkpoint says which strategy training used; the trainer's graph
-does.
+"""The rules that variables are mapped to tensors by: renames, a table of names, casts, and the row order
+of partitions.
 
 A table of names (`--rename-file`) is written by hand, or begun by `inspect --unmatched`: two columns
 separated by blanks, `#` begins a comment at the beginning of a line or behind a blank.
@@ -17,23 +12,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from collections.abc import Mapping as MappingOf
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
 from msgspec import Struct, field
 
 from exporter.catalog import Catalog, SliceSpec, TensorRef
 from exporter.checkpoint.admission import Admission
-from exporter.checkpoint.embedding_variables import embedding_variables, meant
+from exporter.checkpoint.embedding_variables import embedding_variables, find_variable
 from exporter.errors import AmbiguousRename, PartitionStrategyUnknown, UsageError
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.options import ExportRequest
 from exporter.storage.files import read_regular
 from exporter.wire.dtypes import DType
+from exporter.wire.json_documents import DtypeLabel, Pattern, Text, doc
 
 
 class RowOrder(Struct, frozen=True):
-    """How rows must move: out of `gather_parts` mod parts, into `scatter_parts` mod parts; 0 for neither."""
+    """The moves of a table's rows, out of `gather_parts` and into `scatter_parts` mod parts; 0: none."""
 
     gather_parts: int = 0
     scatter_parts: int = 0
@@ -50,10 +46,11 @@ def row_order(
     trained: PartitionStrategy | None,
     served: PartitionStrategy | None,
 ) -> RowOrder:
-    """The moves between a table as it was trained and as it will be looked up.
-
-    `trained` and `served` are None where unknown; a table that no id looks up is `NONE`.
-    """
+    """The moves between a table as it was trained and as it is looked up; None is unknown, NONE never."""
+    # TF1's `embedding_lookup` on a partitioned variable defaults to `mod`: row i is row i // n of part i % n,
+    # while the parts lie on disk as contiguous boxes. Served with another number of parts, or whole, the
+    # table would give wrong rows without an error. Nothing in a checkpoint says which strategy training used;
+    # the trainer's graph does.
     stored_boxes = [part.spec for part in tensor.slices]
     served_boxes = [variable.part for variable in variables if variable.part is not None]
     if not stored_boxes and not served_boxes:  # most variables of most models
@@ -89,7 +86,7 @@ def row_order(
 
 
 def mod_lengths(rows: int, parts: int) -> list[int]:
-    """Rows of each part under `mod`: part p holds rows p, p + parts, p + 2 * parts, ..."""
+    """The number of rows of each part under `mod`: part p holds rows p, p + parts, p + 2 * parts, ..."""
     return [len(range(part, rows, parts)) for part in range(parts)]
 
 
@@ -113,7 +110,7 @@ _COMMENT = re.compile(r"(^|\s)#.*$")
 
 
 class Entry(Struct, frozen=True):
-    """One line of a table."""
+    """One line of a table of names."""
 
     line: int
     tensor: str
@@ -139,7 +136,7 @@ class RenameTable(Struct, frozen=True):
         tables = {table.name for table in graph.dynamic_tables}
         stored = embedding_variables(catalog) if tables & self.entries.keys() else {}
         for name, entry in self.entries.items():
-            if name in tables and meant(stored, entry.tensor) is not None:
+            if name in tables and find_variable(stored, entry.tensor) is not None:
                 continue
             if name not in variables | tables:
                 raise self._error(entry.line, f"the graph has no variable {name!r}")
@@ -154,7 +151,7 @@ class RenameTable(Struct, frozen=True):
 
 
 def read_renames(path: Path) -> RenameTable:
-    """The table in a file.
+    """The table of names in a file.
 
     Raises:
         UsageError: it cannot be read, or a line is not of the form; the message names the line.
@@ -167,7 +164,7 @@ def read_renames(path: Path) -> RenameTable:
 
 
 def parse_renames(text: str, path: Path) -> RenameTable:
-    """The table in a text."""
+    """The table of names in a text; UsageError names the line that is none."""
     entries: dict[str, Entry] = {}
     for number, line in enumerate(text.splitlines(), 1):
         columns = _COMMENT.sub("", line).split()
@@ -190,15 +187,15 @@ def parse_renames(text: str, path: Path) -> RenameTable:
 _RENAME_EXAMPLE = r"a regular expression and a tensor's name: --rename 'tower/(.*)=ranker/\1'"
 
 
-class RenameRule(Struct, frozen=True):
+class RenameRule(Struct, frozen=True, rename={"replacement": "name"}):
     r"""A regular expression for a whole variable name, and the tensor name it stands for (`\1`: a group)."""
 
-    pattern: re.Pattern[str]
-    replacement: str
+    pattern: Annotated[Pattern, doc("a regular expression of variables' names")]
+    replacement: Annotated[Text, doc("the tensor's name")]
 
     @classmethod
     def parse(cls, text: str) -> RenameRule:
-        r"""Read `pattern=replacement`, split at the last `=`."""
+        """The rule in `pattern=replacement`, split at the last `=`."""
         pattern, equals, replacement = text.rpartition("=")
         if not equals or not pattern or not replacement:
             raise UsageError(f"rename rule {text!r} is not of the form PATTERN=NAME", hint=_RENAME_EXAMPLE)
@@ -212,20 +209,25 @@ class RenameRule(Struct, frozen=True):
         return cls(compiled, replacement)
 
     def apply(self, name: str) -> str | None:
-        """The tensor name for a variable, None if the rule is not about it."""
+        """The tensor name for a variable; None if the rule is not about it."""
         match = self.pattern.fullmatch(name)
         return match.expand(self.replacement) if match else None
 
 
-class CastRule(Struct, frozen=True):
+class CastRule(Struct, frozen=True, rename={"label": "dtype"}):
     """Variables whose whole name matches are stored as `dtype`."""
 
-    pattern: re.Pattern[str]
-    dtype: DType
+    pattern: Annotated[Pattern, doc("a regular expression of variables' names")]
+    label: Annotated[DtypeLabel, doc("what they are stored as")]
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype that they are stored as."""
+        return DType.of(self.label)
 
     @classmethod
     def parse(cls, text: str) -> CastRule:
-        """Read `pattern=bfloat16`, or `bfloat16` for every floating variable; or float16, or int8."""
+        """The rule in `pattern=bfloat16` (or float16, int8); without a pattern for every float variable."""
         pattern, _, label = text.rpartition("=")
         if label not in ("bfloat16", "float16", "int8"):
             raise UsageError(
@@ -233,31 +235,36 @@ class CastRule(Struct, frozen=True):
                 hint="--cast 'embedding.*=bfloat16'",
             )
         try:
-            return cls(re.compile(pattern or ".*"), DType.of(label))
+            return cls(re.compile(pattern or ".*"), label)
         except re.error as error:
             raise UsageError(f"--cast {text!r}: not a regular expression", cause=str(error)) from error
 
 
+_Strategies: TypeAlias = Mapping[Text, PartitionStrategy]
+
+
 class MappingRules(Struct, frozen=True):
-    """What the user says about names and layouts.
+    """The rules that variables are mapped to tensors by; a base's manifest holds them.
 
     `average` is the slot name of moving averages to serve in place of raw weights, "ema" standing for
     TensorFlow's own. `by_order` says that a list of values without names is in the order of the graph's
-    variables. `strategies` says how tables were looked up in training where the user knows it;
-    `trained` what the trainer's own graph says. `object_path` leads to the served model in an object-based
-    checkpoint; `tensors` names the tensor of a variable by its key where that was found out before, among the
-    objects of another checkpoint of the same trainer. `admission` says which keys of tables are served.
+    variables. `strategies` has the lookups in training that the user names, `trained` those of the trainer's
+    graph. `object_path` leads to the served model in an object-based checkpoint. `tensors` has, by variable,
+    what was found among the objects of another checkpoint of the same trainer.
     """
 
-    renames: tuple[RenameRule, ...] = ()
-    average: str | None = None
-    casts: tuple[CastRule, ...] = ()
-    by_order: bool = False
-    strategies: MappingOf[str, PartitionStrategy] = field(default_factory=dict)
-    trained: MappingOf[str, PartitionStrategy] = field(default_factory=dict)
-    object_path: str | None = None
-    tensors: MappingOf[str, str] = field(default_factory=dict)
-    admission: Admission = Admission()
+    renames: Annotated[tuple[RenameRule, ...], doc("--rename")] = ()
+    average: Annotated[Text | None, doc("--average")] = None
+    casts: Annotated[tuple[CastRule, ...], doc("--cast")] = ()
+    by_order: Annotated[bool, doc("--by-order")] = False
+    strategies: Annotated[_Strategies, doc("--partition-strategy")] = field(default_factory=dict)
+    trained: Annotated[_Strategies, doc("how training looked tables up, as its graph says")] = field(
+        default_factory=dict
+    )
+    object_path: Annotated[Text | None, doc("--object-path")] = None
+    tensors: Annotated[Mapping[Text, Text], doc("the tensor that was found for each variable")] = field(
+        default_factory=dict
+    )
 
     def renamed(self, key: str) -> str | None:
         """The tensor name that the rename rules give a variable, None if none is about it."""
@@ -273,16 +280,13 @@ def parse_rules(request: ExportRequest) -> MappingRules:
     """The rules about names and layouts in a request.
 
     Raises:
-        UsageError: a rule does not parse, or a number is negative.
+        UsageError: a rule does not parse.
     """
     strategies = {}
     for name, text in request.partition_strategies.items():
         if text not in (PartitionStrategy.MOD.value, PartitionStrategy.DIV.value):
             raise UsageError(f"--partition-strategy {name}={text}: expected mod or div")
         strategies[name] = PartitionStrategy(text)
-    for option, count in (("--min-freq", request.min_freq), ("--max-age-steps", request.max_age_steps)):
-        if count is not None and count < 0:
-            raise UsageError(f"{option} {count}: expected 0 or more")
     return MappingRules(
         renames=tuple(map(RenameRule.parse, request.renames)),
         average=request.average,
@@ -290,5 +294,16 @@ def parse_rules(request: ExportRequest) -> MappingRules:
         casts=tuple(map(CastRule.parse, request.casts)),
         strategies=strategies,
         object_path=request.object_path,
-        admission=Admission(request.min_freq, request.max_age_steps),
     )
+
+
+def parse_admission(request: ExportRequest) -> Admission:
+    """The filter of keys in a request.
+
+    Raises:
+        UsageError: a number is negative.
+    """
+    for option, count in (("--min-freq", request.min_freq), ("--max-age-steps", request.max_age_steps)):
+        if count is not None and count < 0:
+            raise UsageError(f"{option} {count}: expected 0 or more")
+    return Admission(request.min_freq, request.max_age_steps)

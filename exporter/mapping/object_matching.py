@@ -24,7 +24,7 @@ from exporter.catalog import TensorRef
 from exporter.checkpoint.object_graph import ROOT, SUFFIX, ObjectGraph, TrackedObject, TrackedVariable
 from exporter.errors import AmbiguousRename, MissingTensors, ObjectMismatch, UsageError, lines_of
 from exporter.graph.inference_graph import GraphVariable
-from exporter.mapping.by_layer import NamedPair, conflicts
+from exporter.mapping.by_layer import NamedPair, conflicts, stems
 
 _SEARCH_DEPTH = 3  # edges between a checkpoint's root and the model in it
 _WRAPPER_DEPTH = 2  # edges between what a builder returned and the model in it
@@ -36,7 +36,7 @@ _SERVED_LIST = "trainable_variables"
 
 
 class TrainedObjects(Struct, frozen=True, dict=True):
-    """The checkpoint's side: its objects, its tensors, and where the user says the model is."""
+    """The checkpoint's side: its objects, its tensors, and the path to the model that the user gives."""
 
     objects: ObjectGraph
     tensors: Mapping[str, TensorRef]
@@ -44,7 +44,7 @@ class TrainedObjects(Struct, frozen=True, dict=True):
 
     @cached_property
     def start(self) -> int | None:
-        """The object that the user names."""
+        """The object that the user's path leads to; None without a path."""
         if self.object_path is None:
             return None
         found = self.objects.at(self.object_path)
@@ -115,7 +115,7 @@ def match_objects(
 def match_objects_partly(
     wanted: Mapping[str, GraphVariable], served: ObjectGraph, trained: TrainedObjects
 ) -> dict[str, str]:
-    """Tensors of the variables that one pair of objects leads to, if no other pair leads to as many."""
+    """The tensors that one pair of objects leads to; none if another pair leads to as many."""
     search = _Search(wanted, served, trained, {})
     starts = [(ours, theirs) for ours in search._served_starts() for theirs in search._trained_starts()]
     found = [tensors for pair in starts if (tensors := search._tensors(search._walk(*pair)))]
@@ -125,7 +125,7 @@ def match_objects_partly(
 
 
 def _spelt(name: str, trained: TrainedObjects) -> str | None:
-    """The tensor that a name given by a person means: a tensor's, a path's, a variable's if it is unique."""
+    """The tensor of a name that a person typed: a tensor's, a path's, a unique variable's; else None."""
     for tensor in (name, f"{name}{SUFFIX}"):
         if tensor in trained.tensors:
             return tensor
@@ -168,13 +168,13 @@ def _by_name(
 def _refuse_left_over_twins(
     found: Mapping[str, Matched], wanted: Mapping[str, GraphVariable], trained: TrainedObjects
 ) -> None:
-    """A model with a layer less would find `dense`, `dense_1` and leave `dense_2`: which one is too many?"""
+    """Refuse a checkpoint with one more variable of a kind: which one of `dense_1`, `dense_2` is too many?"""
     used = {match.tensor for match in found.values()}
-    stems = {(_stem(key), wanted[key].full_shape): key for key in found}
+    known = {(stems(key), wanted[key].full_shape): key for key in found}
     for name, variables in trained.by_name.items():
         for variable in variables:
             ref = trained.tensors.get(variable.tensor)
-            twin = stems.get((_stem(name), ref.shape)) if ref else None
+            twin = known.get((stems(name), ref.shape)) if ref else None
             if twin is not None and variable.tensor not in used:
                 raise ObjectMismatch(
                     f"the checkpoint has {name!r} beside what the model has, of the same shape as {twin!r}",
@@ -182,12 +182,8 @@ def _refuse_left_over_twins(
                 )
 
 
-def _stem(name: str) -> str:
-    return re.sub(r"_[0-9]+(?=/|$)", "", name)
-
-
 class _Walk(Struct, frozen=True):
-    """Two objects walked side by side: the trained objects that each served one met, and what is too many."""
+    """Two objects walked side by side: trained objects met, by served one, and trained edges in excess."""
 
     served_path: str
     trained_path: str
@@ -236,7 +232,7 @@ class _Search(Struct, frozen=True):
         raise _missing(missing, self.wanted, self.trained, at=walk.label)
 
     def _served_starts(self) -> Iterator[int]:
-        """The root, then objects inside it that hold all that is wanted."""
+        """Yield the root, then objects inside it that hold all that is wanted."""
         for number, path in self.served.paths.items():
             if path.count("/") + bool(path) > _WRAPPER_DEPTH:
                 return
@@ -283,12 +279,10 @@ class _Search(Struct, frozen=True):
         return self._with_optimizer_list(served, walk)
 
     def _with_optimizer_list(self, served: int, walk: _Walk) -> _Walk:
-        """The walk with what only an optimizer's list of variables leads to.
-
-        A subclassed model of Keras 3 does not track layers in lists and dicts for TensorFlow; its optimizer
-        keeps all trainable variables in the model's own order. That order is believed if every shape fits
-        and it says the same as the walk, wherever both say something.
-        """
+        """The walk with the variables that only an optimizer's list of variables leads to."""
+        # A subclassed model of Keras 3 does not track layers in lists and dicts for TensorFlow; its optimizer
+        # keeps all trainable variables in the model's own order. That order is believed if every shape fits
+        # and it says the same as the walk, wherever both say something.
         own = self.served.at(_SERVED_LIST, served)
         if own is None or not walk.met or len(self._tensors(walk)) == len(self.wanted):
             return walk
@@ -350,7 +344,7 @@ class _Search(Struct, frozen=True):
         return all(v.full_shape == ref.shape and v.dtype == ref.dtype for v, ref in refs)
 
     def _problems(self, walk: _Walk) -> Iterator[str]:
-        """Whatever speaks against a walk that found everything."""
+        """Yield whatever speaks against a walk that found everything."""
         objects = self.trained.objects.objects
         pairs = []
         for key, number in self.numbers.items():
@@ -370,11 +364,9 @@ class _Search(Struct, frozen=True):
 
 
 def _edges_to_follow(served: TrackedObject, trained: TrackedObject) -> Iterator[tuple[str, int]]:
-    """The trained object's edges, without those that count other layers than the served object's do.
-
-    Keras counts all layers of a functional model, and besides those that have weights. A table of TFRA has
-    weights and the `dynamic_embedding` in its place has none, which moves the second count alone.
-    """
+    """The trained object's edges, without those that count other layers than the served object's do."""
+    # Keras counts all layers of a functional model, and besides those that have weights. A table of TFRA has
+    # weights and the `dynamic_embedding` in its place has none, which moves the second count alone.
     layers = _beginning(served, _LAYERS)
     is_same = bool(layers) and layers == _beginning(trained, _LAYERS)
     counted = _beginning(trained, _WITH_WEIGHTS)

@@ -9,7 +9,6 @@ edges. The rest is left out, with the reason.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
@@ -19,12 +18,10 @@ from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph, read_object_graph
 from exporter.errors import MappingError, PartitionStrategyUnknown
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
-from exporter.mapping.build import ExtraKind, build_mapping, classify_extras
-from exporter.mapping.by_layer import numbers, stems
+from exporter.mapping.build import ExtraKind, build_mapping, classify_extras, group_parts
+from exporter.mapping.by_layer import SAYS_NOTHING, name_in_layer, numbers, stems
 from exporter.mapping.mapping_rules import MappingRules, row_order
 from exporter.mapping.object_matching import TrainedObjects, match_objects_partly
-
-_UNNAMED = re.compile(r"((Sharded)?Variable(_[0-9]+)?)?")
 
 Parts = tuple[GraphVariable, ...]
 
@@ -38,7 +35,7 @@ class Fit(Struct, frozen=True):
 
 
 class PartialMapping(Struct, frozen=True):
-    """What fits, by the variables' keys; why the others do not; and the tensors that are left over."""
+    """The fits by the variables' keys; why others do not fit; and the tensors that are left over."""
 
     fits: Mapping[str, Fit]
     misfits: Mapping[str, str]
@@ -48,9 +45,7 @@ class PartialMapping(Struct, frozen=True):
 def fit_partly(
     graph: InferenceGraph, catalog: Catalog, rules: MappingRules, counted: Collection[str] = ()
 ) -> PartialMapping:
-    """Match the variables that the checkpoint certainly has.
-
-    `counted` are names that a framework numbers by itself.
+    """The variables that the checkpoint certainly has; `counted` are names that a framework numbers.
 
     Raises:
         AmbiguousRename: two rename rules disagree on a variable.
@@ -74,7 +69,7 @@ def _unused(catalog: Catalog, fits: Collection[Fit]) -> tuple[TensorRef, ...]:
 
 
 class _Partial(Struct, frozen=True):
-    """Both sides by name. `served` has each variable's, `trained` the tensors of each."""
+    """Both sides by name: `served` has each variable's, `trained` the tensors of each."""
 
     graph: InferenceGraph
     catalog: Catalog
@@ -96,9 +91,7 @@ class _Partial(Struct, frozen=True):
         counted: frozenset[str],
         whole_error: str,
     ) -> _Partial:
-        wanted: dict[str, list[GraphVariable]] = defaultdict(list)
-        for variable in graph.variables:
-            wanted[variable.key].append(variable)
+        wanted = group_parts(graph.variables)
         objects = read_object_graph(catalog)
         served = {key: key for key in wanted}
         trained: dict[str, list[TensorRef]] = defaultdict(list)
@@ -108,13 +101,14 @@ class _Partial(Struct, frozen=True):
             ).by_name.items():
                 trained[name] = [catalog.tensors[v.tensor] for v in variables if v.tensor in catalog.tensors]
         elif catalog.naming is Naming.LAYERS:
-            served |= {key: _in_layer(places[-1]) for key, places in graph.layers.items() if key in wanted}
+            served |= {
+                key: name_in_layer(places[-1]) for key, places in graph.layers.items() if key in wanted
+            }
             for ref in catalog.tensors.values():
-                trained[_in_layer(ref)].append(ref)
+                trained[name_in_layer(ref)].append(ref)
         elif catalog.naming is Naming.NAMES:
             trained |= {name: [ref] for name, ref in catalog.tensors.items()}
-        parts = {key: tuple(variables) for key, variables in wanted.items()}
-        return cls(graph, catalog, objects, parts, served, trained, rules, counted, whole_error)
+        return cls(graph, catalog, objects, wanted, served, trained, rules, counted, whole_error)
 
     def mapping(self) -> PartialMapping:
         found: dict[str, tuple[TensorRef, str]] = {}
@@ -144,7 +138,7 @@ class _Partial(Struct, frozen=True):
             self.misfits[key] = f"the checkpoint has {len(refs)} variables called {name!r}"
 
     def _counted(self, found: Collection[str]) -> dict[str, tuple[TensorRef, str]]:
-        """Layers that a framework named by class and number, in the numbers' order."""
+        """The tensors of layers that a framework named by class and number, in the numbers' order."""
         stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
         for name, refs in self.trained.items():
             for ref in refs:
@@ -172,12 +166,12 @@ class _Partial(Struct, frozen=True):
         return taken
 
     def _by_objects(self, found: Mapping[str, object]) -> dict[str, tuple[TensorRef, str]]:
-        """Variables whose names say nothing, by the edges that lead to them on both sides."""
+        """The tensors of variables whose names say nothing, by the edges that lead to them on both sides."""
         if self.objects is None or self.graph.objects is None:
             return {}
         trained = TrainedObjects(self.objects, self.catalog.tensors, self.rules.object_path)
         unnamed = {
-            ref.name for name, refs in self.trained.items() if _UNNAMED.fullmatch(name) for ref in refs
+            r.name for name, refs in self.trained.items() if SAYS_NOTHING.fullmatch(name) for r in refs
         }
         heads = {key: parts[0] for key, parts in self.wanted.items()}
         walked = match_objects_partly(heads, self.graph.objects, trained)
@@ -205,8 +199,3 @@ class _Partial(Struct, frozen=True):
         if not self.trained:  # a list without names
             return self.whole_error
         return f"the checkpoint has no {self.rules.renamed(key) or self.served[key]!r}"
-
-
-def _in_layer(ref: TensorRef) -> str:
-    """`tower/hidden/0` of `layers/dense_1/vars/0`, which belongs to the layer `hidden` of `tower`."""
-    return f"{ref.owner}/{ref.name.rpartition('/')[2]}" if ref.owner else ref.name

@@ -1,5 +1,4 @@
-"""What training adds to an export: variables of a kept training graph, and the check for batch normalisation
-in training mode.
+"""Variables of a kept training graph, and the check for batch normalisation in training mode.
 
 A model in inference mode normalises by statistics that the trainer averaged over its batches. If those are in
 the checkpoint and gamma or beta beside them are served while they are not, the graph normalises each request
@@ -19,7 +18,7 @@ from exporter.checkpoint.object_graph import SUFFIX, read_object_graph
 from exporter.errors import MissingTensors, TrainingModeServed
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.training_graph import TrainingGraph
-from exporter.mapping.build import TensorSource, VariableMapping, check_fits
+from exporter.mapping.build import TF_AVERAGE, TensorSource, VariableMapping, check_fits
 
 _STATISTICS = frozenset(
     f"{kind}_{what}"
@@ -27,7 +26,6 @@ _STATISTICS = frozenset(
     for what in ("mean", "variance", "var")
 )
 _SERVED_BESIDE = ("gamma", "beta", "scale", "offset")
-_AVERAGE = "ExponentialMovingAverage"
 _STATISTICS_SHOWN = 3
 
 
@@ -41,9 +39,7 @@ class Unserved(Struct, frozen=True):
 def check_batch_statistics(
     graph: InferenceGraph, catalog: Catalog, sources: Iterable[TensorSource], switches: Mapping[str, str]
 ) -> None:
-    """Refuse a graph that normalises by the batch where the trainer kept moving statistics.
-
-    `switches` are the placeholders that may choose the mode, with the value that means inference.
+    """Refuse a graph that normalises by the batch; `switches`, with their values, would choose inference.
 
     Raises:
         TrainingModeServed: names the statistics, and what normalises.
@@ -65,7 +61,7 @@ def check_batch_statistics(
 def unserved_statistics(
     graph: InferenceGraph, catalog: Catalog, sources: Iterable[TensorSource]
 ) -> Iterator[Unserved]:
-    """The moving statistics of layers of which something else is served."""
+    """Yield the unserved moving statistics of served layers."""
     names = _names(catalog)
     served = set[str]()
     for source in sources:
@@ -87,24 +83,22 @@ def unserved_statistics(
     computed = {node.name for node in graph.meta_graph.graph_def.node} if graph.training.batch_norms else ()
     for name in known:  # an average of what the graph computes is stored under the node's name
         scope, _, leaf = name.rpartition("/")
-        if leaf == _AVERAGE and "moments" in scope.split("/") and scope in computed and name not in served:
+        if leaf == TF_AVERAGE and "moments" in scope.split("/") and scope in computed and name not in served:
             yield Unserved(name, scope)
 
 
 def _names(catalog: Catalog) -> dict[str, tuple[str, ...]]:
-    """What each tensor is called: its own name, and the name that the program gave its variable."""
+    """The names of each tensor: its own, and the one that the program gave its variable."""
     names: dict[str, tuple[str, ...]]
     names = {name: (name.removesuffix(SUFFIX),) for name in catalog.tensors}
-    if any(own[0].rpartition("/")[2] in _STATISTICS for own in names.values()) or _is_numbered(names):
+    if any(own[0].rpartition("/")[2] in _STATISTICS for own in names.values()) or any(
+        "_trainable_variables/" in name for name in names
+    ):
         objects = read_object_graph(catalog)
         for item in objects.objects if objects is not None else ():
             if item.variable is not None and item.variable.name and item.variable.tensor in names:
                 names[item.variable.tensor] = (*names[item.variable.tensor], item.variable.name)
     return names
-
-
-def _is_numbered(names: Mapping[str, tuple[str, ...]]) -> bool:
-    return any("_trainable_variables/" in name for name in names)
 
 
 _SHOWN = 10
@@ -135,17 +129,15 @@ def with_training(mapping: VariableMapping, training: TrainingGraph) -> Variable
         check_fits(f"{variable.key} of the training graph", variable, tensors[variable.key])
     taken = {*training.tensors, *(source.key for source in mapping.sources)}
     served = [
-        source if _is_shared(source) or source.key not in training.tensors else _renamed(source, taken)
+        source
+        if source.key not in training.tensors or (source.is_verbatim and source.key == source.tensor.name)
+        else _renamed(source, taken)
         for source in mapping.sources
     ]
     present = {source.key for source in served}
     kept = (name for name in training.tensors if name not in present)
     alone = [TensorSource(name, (), tensors[name], via="the training graph") for name in kept]
     return replace(mapping, sources=(*served, *alone))
-
-
-def _is_shared(source: TensorSource) -> bool:
-    return source.is_verbatim and source.key == source.tensor.name
 
 
 def _renamed(source: TensorSource, taken: Collection[str]) -> TensorSource:

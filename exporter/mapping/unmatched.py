@@ -1,4 +1,4 @@
-"""List variables and tensors that no rule matches, side by side, to begin a table of names."""
+"""The variables and tensors that no rule matches, side by side, to begin a table of names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from exporter.catalog import Catalog, TensorRef
 from exporter.errors import MappingError
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
 from exporter.mapping.build import ExtraKind, build_mapping, classify_extras
-from exporter.mapping.by_layer import match_unnamed
+from exporter.mapping.by_layer import match_unnamed, name_in_layer
 from exporter.mapping.mapping_rules import MappingRules
 
 _CANDIDATES = 5
@@ -26,7 +26,7 @@ class Leftover(Struct, frozen=True):
 
 
 class Unmatched(Struct, frozen=True):
-    """What is left on both sides; `reason` says why rules and names alone give no mapping, "" if they do."""
+    """The left-overs of both sides; `reason` says why rules and names give no mapping, "" if they do."""
 
     variables: tuple[Leftover, ...]
     tensors: tuple[TensorRef, ...]
@@ -47,7 +47,7 @@ class Unmatched(Struct, frozen=True):
 
 
 def find_unmatched(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Unmatched:
-    """Compare a graph with a checkpoint by rules and names; mismatches are not errors here."""
+    """The left-overs of a graph and a checkpoint, by rules and names; mismatches are not errors here."""
     try:
         mapping = build_mapping(graph, catalog, rules)
     except MappingError as error:
@@ -57,7 +57,7 @@ def find_unmatched(graph: InferenceGraph, catalog: Catalog, rules: MappingRules)
 
 
 def _by_name(graph: InferenceGraph, catalog: Catalog, rules: MappingRules, reason: str) -> Unmatched:
-    """What names of variables and of layers, with shapes and dtypes, leave over."""
+    """The left-overs by names of variables and of layers, with shapes and dtypes."""
     wanted = {variable.key: variable for variable in graph.variables}
     names = {key: key for key in wanted} | _by_layer(graph, catalog)
     names |= {key: new for rule in rules.renames for key in wanted if (new := rule.apply(key)) is not None}
@@ -76,7 +76,7 @@ def _by_name(graph: InferenceGraph, catalog: Catalog, rules: MappingRules, reaso
 
 
 def _by_layer(graph: InferenceGraph, catalog: Catalog) -> dict[str, str]:
-    """The matches by layers' names alone, if these contradict nothing."""
+    """The matches by layers' names alone; none if these contradict something."""
     try:
         return match_unnamed(replace(graph, layers={}), catalog)
     except MappingError:
@@ -91,7 +91,6 @@ def _ranked(key: str, refs: Iterable[TensorRef]) -> tuple[TensorRef, ...]:
     def likeness(ref: TensorRef) -> float:
         import difflib
 
-        name = f"{ref.owner}/{ref.name.rpartition('/')[2]}" if ref.owner else ref.name
-        return difflib.SequenceMatcher(None, key, name).ratio()
+        return difflib.SequenceMatcher(None, key, name_in_layer(ref)).ratio()
 
     return tuple(sorted(refs, key=likeness, reverse=True)[:_CANDIDATES])

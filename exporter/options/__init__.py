@@ -216,8 +216,9 @@ def _take(values: Struct, own: Iterable[str] = ()) -> None:
 class DataMode(StrEnum):
     """How the bytes of variables reach the bundle.
 
-    `AUTO` links shards and, where links are impossible or the server could not read them, compacts. `LINK`
-    links or fails. `COPY` copies whole shards. `COMPACT` copies the kept byte ranges alone.
+    `AUTO` links shards and, where links are impossible, the server could not read them, or less than an
+    eighth of them is kept, compacts. `LINK` links or fails. `COPY` copies whole shards. `COMPACT` copies the
+    kept byte ranges alone.
     """
 
     AUTO = "auto"

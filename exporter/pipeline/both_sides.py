@@ -28,7 +28,7 @@ from exporter.pipeline.trainer_graph import with_trained
 
 
 class Both(Struct, frozen=True):
-    """Both sides of a mapping, and the rules for it."""
+    """A checkpoint, a graph, and the rules by which the graph's variables get the checkpoint's values."""
 
     catalog: Catalog
     checkpoint: Identity
@@ -68,7 +68,7 @@ def read_both(
 
 @contextmanager
 def advised(request: ExportRequest, catalog: Catalog) -> Iterator[None]:
-    """Map; where a builder makes a model of Keras 3 for a checkpoint of Keras 2, an error says so."""
+    """Add a hint to mapping errors of a block, where a Keras 3 builder meets a checkpoint of Keras 2."""
     try:
         yield
     except (MissingTensors, ObjectMismatch) as error:
@@ -78,6 +78,7 @@ def advised(request: ExportRequest, catalog: Catalog) -> Iterator[None]:
 
 
 def _builder_files(request: ExportRequest) -> list[str]:
+    """Return the path of the builder's source file; [] if the model is no builder, or of a module."""
     model = request.model
     if callable(model):
         return [inspect.getsourcefile(inspect.unwrap(model)) or ""]
@@ -94,7 +95,7 @@ class Unmatchable(Struct, frozen=True):
 
 
 def compare_names(request: ExportRequest) -> Unmatchable:
-    """List what an export of this request would leave unmatched on both sides.
+    """Return the variables and tensors that an export of this request would leave unmatched.
 
     Raises:
         UsageError, CheckpointError, GraphError: see errors.py.

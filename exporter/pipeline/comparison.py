@@ -20,9 +20,8 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint import open_checkpoint
-from exporter.checkpoint.convert import write_bundle
-from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, meant
-from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, index_path, read_catalog
+from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, find_variable
+from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, index_path, read_catalog, write_bundle
 from exporter.delta.compare_rows import differing_rows
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
@@ -55,7 +54,7 @@ _Parts = Mapping[int, TensorRef]
 
 
 def side_by_side(catalog: Catalog, other: Catalog) -> dict[str, RowReader]:
-    """The tensors of `catalog` by name, laid out so that they compare with those of `other`."""
+    """Return readers of `catalog`'s tensors by name, with rows in the order in which `other` has them."""
     tensors = _joined(_compared(catalog), _compared(other))
     theirs = _joined(_compared(other), _compared(catalog))
     moved = {
@@ -73,6 +72,7 @@ def side_by_side(catalog: Catalog, other: Catalog) -> dict[str, RowReader]:
 
 
 def _compared(catalog: Catalog) -> dict[str, TensorRef]:
+    """Return the tensors that can be compared: whole ones with values."""
     return {
         name: ref
         for name, ref in catalog.tensors.items()
@@ -81,8 +81,8 @@ def _compared(catalog: Catalog) -> dict[str, TensorRef]:
 
 
 def _joined(tensors: Mapping[str, TensorRef], others: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
-    """The tensors, with `<table>/part_<n>` as one where the other side has the table in other parts."""
-    groups, other_groups = dict(_groups(tensors)), dict(_groups(others))
+    """Return the tensors, with `<table>/part_<n>` as one table if `others` have it in other parts."""
+    groups, other_groups = _groups(tensors), _groups(others)
     result = dict(tensors)
     for name, parts in groups.items():
         is_there = name in others or name in other_groups
@@ -95,12 +95,13 @@ def _joined(tensors: Mapping[str, TensorRef], others: Mapping[str, TensorRef]) -
     return result
 
 
-def _groups(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, _Parts]]:
+def _groups(tensors: Mapping[str, TensorRef]) -> dict[str, dict[int, TensorRef]]:
+    """Return the tensors called `<table>/part_<n>`, by the table's name and by n."""
     found: dict[str, dict[int, TensorRef]] = {}
     for ref in tensors.values():
         if match := _PART.fullmatch(ref.name):
             found.setdefault(f"{match[1]}{match[3] or ''}", {})[int(match[2])] = ref
-    yield from found.items()
+    return found
 
 
 def _shapes(parts: _Parts) -> dict[int, tuple[int, ...]]:
@@ -108,7 +109,7 @@ def _shapes(parts: _Parts) -> dict[int, tuple[int, ...]]:
 
 
 def _table(name: str, parts: _Parts) -> TensorRef | None:
-    """The table that the parts are of; None if they do not fit together."""
+    """Return the parts as slices of one table; None if they do not fit together."""
     ordered = [parts[number] for number in sorted(parts)]
     first = ordered[0]
     fits = all(
@@ -130,18 +131,19 @@ def _boxes(ref: TensorRef) -> frozenset[SliceSpec]:
 
 
 def _strategies(catalog: Catalog) -> Mapping[str, PartitionStrategy]:
-    """How the trainer looked its tables up, if its graph lies beside the checkpoint."""
+    """Read how the trainer looked its tables up from the graph beside the checkpoint; {} without one."""
     path = catalog.prefix.with_name(f"{catalog.prefix.name}.meta")
     return trained_strategies(read_metagraph(path)) if path.is_file() else {}
 
 
 def _strategy(strategies: Mapping[str, PartitionStrategy], name: str) -> PartitionStrategy | None:
-    """That of a table; that of a slot or an average is its table's, whose name its own begins with."""
+    """Return a table's strategy; a slot, or an average, has that of the table whose name begins its own."""
     owners = [owner for owner in strategies if name == owner or name.startswith(f"{owner}/")]
     return strategies[min(owners, key=len)] if owners else None
 
 
 def _is_mod(ref: TensorRef, strategy: PartitionStrategy | None) -> bool:
+    """True if the rows of a table take turns in its slices."""
     if strategy is not PartitionStrategy.MOD or len(ref.slices) < 2:
         return False
     boxes = sorted(_boxes(ref), key=lambda box: box.starts)
@@ -152,7 +154,7 @@ def _is_mod(ref: TensorRef, strategy: PartitionStrategy | None) -> bool:
 
 Array = np.ndarray[Any, Any]
 
-_ROWS_AT_ONCE = 1 << 16
+_ROWS_AT_ONCE = 1 << 16  # of rows of 1 KiB each side holds 64 MiB in memory
 
 
 class TableDifference(Struct, frozen=True):
@@ -188,7 +190,7 @@ class ServedKeys(Struct, frozen=True, eq=False):
 
     @classmethod
     def read(cls, table: ServedTable) -> ServedKeys:
-        """All keys, every checksum verified."""
+        """Read all keys; every checksum of the table is verified."""
         table.check()
         return cls(table, *table.live())
 
@@ -206,28 +208,31 @@ Keyed: TypeAlias = "ServedKeys | TrainedTable"
 
 
 def tables_of_log(log: DeltaLog, position: int) -> dict[str, Keyed]:
-    """The dynamic tables at a position."""
+    """Read the dynamic tables of a log at a position, by name."""
     spec, state = log.base.entry.mapping_spec, log.state(position)
     tables = (ServedTable.of(table, log.schema, state) for table in spec.dynamic)
     return {table.name: ServedKeys.read(table) for table in tables}
 
 
 def tables_as_served(catalog: Catalog, log: DeltaLog) -> dict[str, Keyed]:
-    """A checkpoint's embedding variables as a log would serve them."""
+    """Read a checkpoint's embedding variables as a log would serve them, by the tables' names."""
     spec: MappingSpec = log.base.entry.mapping_spec
     known = embedding_variables(catalog) if spec.dynamic else {}
     dtypes = {variable.name: variable.dtype for variable in log.schema.variables}
     found: dict[str, Keyed] = {}
     for table in spec.dynamic:
-        variable = meant(known, spec.trained_name(table))
+        variable = find_variable(known, spec.trained_name(table))
         if variable is not None and variable.dim == table.dim:
             dtype = dtypes[table.keys[3]]
-            found[table.name] = TrainedTable.read(catalog, variable, dtype, spec.rules.admission)
+            found[table.name] = TrainedTable.read(catalog, variable, dtype, spec.admission)
     return found
 
 
 def common_tables(a: Catalog, b: Catalog) -> tuple[dict[str, Keyed], dict[str, Keyed], set[str]]:
-    """Embedding variables that both checkpoints have with rows of one kind, and all their tensors' names."""
+    """Read the embedding variables that both checkpoints have with rows of one kind.
+
+    Returns those of each side by name, and the names of all tensors that they are made of.
+    """
     ours, theirs = embedding_variables(a), embedding_variables(b)
     names = [
         name
@@ -248,7 +253,7 @@ def common_tables(a: Catalog, b: Catalog) -> tuple[dict[str, Keyed], dict[str, K
 def compare_tables(
     a: Mapping[str, Keyed], b: Mapping[str, Keyed], in_8_bits: Collection[str] = ()
 ) -> Iterator[TableDifference]:
-    """The tables that both sides have with rows of one kind, in the order of the first.
+    """Yield how tables differ that both sides have with rows of one kind, in the order of the first side.
 
     Rows of the variables `in_8_bits` are codes with a scale.
     """
@@ -263,6 +268,7 @@ def _trained(catalog: Catalog, known: Mapping[str, EmbeddingVariable], names: li
 
 
 def _compare_keys(name: str, a: Keyed, b: Keyed, *, is_coded: bool) -> TableDifference:
+    """Compare two tables by their keys; rows of keys that both have by their bits."""
     ours, theirs = np.argsort(a.keys), np.argsort(b.keys)
     in_both, in_ours = among(a.keys[ours], b.keys[theirs]), among(b.keys[theirs], a.keys[ours])
     places_a, places_b = ours[in_both], theirs[in_ours]
@@ -286,12 +292,17 @@ _HASHER = BlockHasher(0)  # the hashes are not kept, and the tasks of one compar
 
 
 class ComparedState(Struct, frozen=True):
-    """One of two states. `log` is the one that it is a position of; `catalog` the checkpoint that it is."""
+    """One of two states: a position `at` of a `log`, or a checkpoint, `catalog`."""
 
     label: str
     at: Position | None
     log: DeltaLog | None = None
     catalog: Catalog | None = None
+
+    @property
+    def published(self) -> LayeredState | None:
+        """The values of a position; None of a checkpoint."""
+        return self.log.state(self.at.position) if self.log is not None and self.at is not None else None
 
 
 class VariableDifference(Struct, frozen=True):
@@ -310,8 +321,8 @@ class VariableDifference(Struct, frozen=True):
 
 
 class Differences(Struct, frozen=True):
-    """What differs between two states; `only_a` and `only_b` are variables that the other lacks or has
-    otherwise. `tables` are compared by their keys.
+    """The differences of two states. `only_a` and `only_b` are variables that the other side lacks, or has
+    with another type or shape. `tables` are compared by their keys.
     """
 
     a: ComparedState
@@ -329,7 +340,7 @@ class Differences(Struct, frozen=True):
 
 
 def parse_side(text: str) -> ComparedState:
-    """What an argument of `diff` names.
+    """Read the state that an argument of `diff` names.
 
     Raises:
         UsageError: the position is malformed.
@@ -364,7 +375,7 @@ def compare(a: ComparedState, b: ComparedState, runner: Runner | None = None) ->
 
 
 def _as_bundle(side: ComparedState, directory: Path) -> ComparedState:
-    """A side whose rows can be read where they lie: an archive is streamed into a tensor bundle first."""
+    """Return a side whose rows can be read where they lie: an archive is copied into a bundle first."""
     if side.catalog is None or side.catalog.is_bundle:
         return side
     catalog = write_bundle(side.catalog, side.catalog.tensors.values(), directory / "model.ckpt")
@@ -372,6 +383,7 @@ def _as_bundle(side: ComparedState, directory: Path) -> ComparedState:
 
 
 def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences:
+    """Compare two states whose rows can be read where they lie."""
     tables, apart = _compared_tables(a, b)
     old, new = _variables(a, b, apart), _variables(b, a, apart)
     contents = _lookups(a) | _lookups(b)
@@ -388,7 +400,7 @@ def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences
     schema = Schema.of(
         contents[name][name] if name in contents else _as_compared(old[name]) for name in common
     )
-    states = (_state(a, old), _state(b, new))
+    states = (a.published or LayeredState(old), b.published or LayeredState(new))
     found = diff(*states, schema, how)
     in_8_bits = _in_8_bits(a) | _in_8_bits(b)
     variables = tuple(
@@ -409,7 +421,7 @@ def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences
 
 
 def _compared_tables(a: ComparedState, b: ComparedState) -> tuple[tuple[TableDifference, ...], set[str]]:
-    """The tables that both sides have, compared by keys, and the variables that these are made of."""
+    """Compare the tables that both sides have; also return the variables that these are made of."""
     if a.log is None and b.log is None:
         assert a.catalog is not None
         assert b.catalog is not None
@@ -423,6 +435,7 @@ def _compared_tables(a: ComparedState, b: ComparedState) -> tuple[tuple[TableDif
 
 
 def _tables(side: ComparedState, other: ComparedState) -> dict[str, Keyed]:
+    """Read the tables of a side, one of which is a position of a log."""
     if side.log is not None and side.at is not None:
         return tables_of_log(side.log, side.at.position)
     assert side.catalog is not None
@@ -431,7 +444,7 @@ def _tables(side: ComparedState, other: ComparedState) -> dict[str, Keyed]:
 
 
 def _of_model(model: Path, position: int | None, label: str) -> ComparedState:
-    """What is published at a position, or the newest; of versions that take no deltas, one of them."""
+    """Read a position of a model's log, or one of its plain versions; the newest if none is named."""
     try:
         log = read_log(model)
     except NotUpdatable:
@@ -440,28 +453,22 @@ def _of_model(model: Path, position: int | None, label: str) -> ComparedState:
         if found is None:
             raise
         return _of_catalog(read_catalog(found.path / VARIABLES_PREFIX), label)
-    return _of_log(log, log.at.position if position is None else position, label)
-
-
-def _of_log(log: DeltaLog, position: int, label: str) -> ComparedState:
-    _, step = log.trained_at(position)
-    return ComparedState(label, Position(position, step), log=log)
+    at = log.at.position if position is None else position
+    return ComparedState(label, Position(at, log.trained_at(at)[1]), log=log)
 
 
 def _of_catalog(catalog: Catalog, label: str) -> ComparedState:
-    return ComparedState(
-        label, None if catalog.step is None else Position(catalog.step, catalog.step), catalog=catalog
-    )
+    at = None if catalog.step is None else Position(catalog.step, catalog.step)
+    return ComparedState(label, at, catalog=catalog)
 
 
 def _variables(side: ComparedState, other: ComparedState, apart: Collection[str]) -> dict[str, RowReader]:
-    """The variables of a side: as they are served if either is a position of a log, else by tensor.
+    """Return readers of a side's variables: as served if either side is a log's, else one for each tensor.
 
-    Those that are compared apart are left out.
+    Those of tables that are compared by keys, `apart`, are left out.
     """
-    if side.log is not None and side.at is not None:
-        stored = side.log.state(side.at.position).stored
-        return {name: reader for name, reader in stored.items() if name not in apart}
+    if (published := side.published) is not None:
+        return {name: reader for name, reader in published.stored.items() if name not in apart}
     assert side.catalog is not None
     if other.log is not None:
         mapping = other.log.base.entry.mapping_spec.mapping(side.catalog)
@@ -476,28 +483,23 @@ def _without(catalog: Catalog, names: Collection[str]) -> Catalog:
 
 
 def _lookups(side: ComparedState) -> dict[str, dict[str, ServedVariable]]:
-    """For the keys and for the values of each lookup table both, by their names.
+    """Return both halves (keys, values) of a lookup table by the name of either.
 
-    They are compared whole: they are as long as they are at a position, not as in the base.
+    They are compared whole: each position has as many entries as it has, whatever the base had.
     """
     pairs = side.log.schema.lookups if side.log is not None else ()
     return {half.name: {each.name: each for each in pair} for pair in pairs for half in pair}
 
 
-def _state(side: ComparedState, variables: dict[str, RowReader]) -> LayeredState:
-    if side.log is not None and side.at is not None:
-        return side.log.state(side.at.position)
-    return LayeredState(variables)
-
-
 def _as_compared(variable: RowReader) -> ServedVariable:
+    """Return the variable as one that is compared by rows, or whole if its rows cannot be read one by one."""
     by_rows = variable.is_row_addressable and math.prod(variable.shape) > 0
     kind = ChangeKind.TABLE if by_rows else ChangeKind.DENSE
     return ServedVariable(variable.name, variable.dtype, variable.shape, kind)
 
 
 def _in_8_bits(side: ComparedState) -> set[str]:
-    """The served tables whose rows are codes with a scale."""
+    """Return the names of a side's served tables whose rows are 8-bit codes with a scale."""
     sources = side.log.base.entry.mapping_spec.sources() if side.log is not None else ()
     return {part.served_name for source in sources if source.is_in_8_bits for part in source.variables}
 
@@ -505,6 +507,7 @@ def _in_8_bits(side: ComparedState) -> set[str]:
 def _difference(
     variable: ServedVariable, old: LayeredState, change: Change, *, is_coded: bool
 ) -> VariableDifference:
+    """Measure a change: how many rows it has, and how far they are from the old ones."""
     rows = variable.shape[0] if variable.kind is ChangeKind.TABLE else 1
     if isinstance(change, Rows):
         pairs: Iterable[tuple[Array, Array]] = (
@@ -522,12 +525,12 @@ def _difference(
 
 
 def _numbers(pairs: Iterable[tuple[Array, Array]], *, is_coded: bool) -> Iterable[tuple[Array, Array]]:
-    """Pairs of served rows as the numbers that they stand for."""
+    """Return pairs of served rows as numbers: codes are multiplied by their scale."""
     return ((values_of(old), values_of(new)) for old, new in pairs) if is_coded else pairs
 
 
 def _norms(pairs: Iterable[tuple[Array, Array]]) -> tuple[float | None, float | None]:
-    """The Euclidean norm and the largest element of a difference; None for values that are not numbers."""
+    """Return the Euclidean norm and the largest element of a difference; None if values are no numbers."""
     squares = largest = 0.0
     for before, after in pairs:
         if before.dtype == object or before.dtype.kind == "b":

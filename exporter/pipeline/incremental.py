@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -54,14 +54,13 @@ from exporter.errors import (
     TableFull,
 )
 from exporter.increments.trained import TrainerVersion
-from exporter.mapping.mapping_rules import MappingRules, parse_rules, read_renames
+from exporter.mapping.mapping_rules import MappingRules, parse_admission, parse_rules, read_renames
 from exporter.options import ExportRequest, Updates, Verify, require_local
 from exporter.pipeline.log_maintenance import tidy
 from exporter.pipeline.overlay_room import OverlaidRows, asked_room
 from exporter.pipeline.same_graph import SameGraph, check_same_graph
 from exporter.pipeline.table_deltas import has_room, ordinary, table_changes, without_index
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
-from exporter.pipeline.watch_loop import Arrivals
 from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
 from exporter.publish.delta_log import DeltaLog, log_of, read_log
 from exporter.publish.delta_publication import Publication, publish_changes
@@ -90,9 +89,9 @@ def export_base(
     beyond: int = 0,
     is_watching: bool = False,
 ) -> Exported:
-    """Begin a log by a full export; with the increments since, if the step `beyond` is later than it.
+    """Begin a log by a full export, which holds increments, too, if the checkpoint's step is before `beyond`.
 
-    A watch waits for the graph that a trainer writes last.
+    A watch gets CheckpointNotFound while the graph, which a trainer writes last, is not there.
     """
     # The stages of a full export take as long to import as a delta to make.
     from exporter.pipeline.full import export
@@ -104,9 +103,9 @@ def export_base(
 
 
 def as_base(request: ExportRequest) -> ExportRequest:
-    """The full export that begins a log; it takes deltas as the base before it did, unless options differ.
+    """Return the request of a base: it takes deltas as the base before did, unless its options say how.
 
-    Where the log broke, it is the checkpoint of the base before that is published again.
+    It publishes a checkpoint again, too: that of the base before, where the log broke.
     """
     request = replace(request, again=True)
     before, mapped = Updates(), None
@@ -124,8 +123,8 @@ def as_base(request: ExportRequest) -> ExportRequest:
 class IncrementalPlan(Struct, frozen=True):
     """What an incremental export will do; `position` is where the log stands after it.
 
-    `remembered` are rows that were left out so far: what is published and they are what the trainer had.
-    `lookups` are the contents of lookup tables that the increments do not tell of.
+    `remembered` are the rows that were left out so far: laid over what is published, they give the trainer's
+    state. `lookups` are the changed contents of lookup tables, of which increments say nothing.
     """
 
     request: ExportRequest
@@ -143,12 +142,12 @@ class IncrementalPlan(Struct, frozen=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know about the deltas of this log, and of this one."""
+        """Notes for people: on this log's deltas in general, and on what this one takes back."""
         return (*self.log.schema.notes, *self.setbacks)
 
     @property
     def setbacks(self) -> tuple[str, ...]:
-        """That the model goes back to an earlier step, and which increment the trainer abandoned, if so."""
+        """Notes that the model goes back to an earlier step, or that an abandoned increment is left out."""
         step, published = self.trainer.plan.step, self.log.at.step
         full, abandoned = self.trainer.catalog, self.trainer.abandoned
         is_back = not self.is_nothing and full.step is not None and step < (published or 0)
@@ -177,12 +176,11 @@ def plan_incremental(
     is_watching: bool = False,
     marker_seconds: float = 0.0,
 ) -> IncrementalPlan:
-    """Find the newest position under the target and what leads there from the trainer's files.
+    """Read the newest position of the target's log and the trainer's files, and plan the next delta.
 
-    The target's `versions` are listed unless they are given.
-
-    A watch waits for the increment after a full checkpoint, instead of comparing. For `marker_seconds` from
-    its first look at a full checkpoint the plan says if the trainer's hook may still mark it.
+    The target's `versions` are listed unless they are given. In a watch, a plan after a full checkpoint is to
+    do nothing while the next increment is due, instead of comparing. For `marker_seconds` from this process's
+    first look at a full checkpoint, the plan says if the trainer's hook may still mark it.
 
     Raises:
         NotUpdatable: nothing is published that takes deltas.
@@ -192,7 +190,7 @@ def plan_incremental(
     require_local(request)
     log = read_log(request.out) if versions is None else log_of(request.out, versions)
     entry = log.base.entry
-    entry.mapping_spec.check_rules(_rules(request))
+    entry.mapping_spec.check_rules(_rules(request), parse_admission(request))
     entry.check_updates(request.updates)
     bound = request.min_change
     published = log.trained.exact_but_for(request.delta_dtype)
@@ -217,21 +215,13 @@ def plan_incremental(
     return IncrementalPlan(request, log, trainer, position, remembered, graph, lookups)
 
 
-class StateKey(TypedDict):
-    """What caches of a log's newest state are found by."""
-
-    lineage: str
-    position: int
-    state: str
-
-
-def state_of(log: DeltaLog) -> StateKey:
-    """The key of a log's newest state."""
+def _state_key(log: DeltaLog) -> dict[str, Any]:
+    """Return the arguments by which caches of a log's newest state are found."""
     return {"lineage": log.lineage, "position": log.at.position, "state": log.newest.manifest.state_id}
 
 
 def _rules(request: ExportRequest) -> MappingRules:
-    """All rules that a request gives, as the base has them."""
+    """Return all rules that a request gives, those of its file of names among them."""
     rules = parse_rules(request)
     if request.rename_file is None:
         return rules
@@ -239,10 +229,10 @@ def _rules(request: ExportRequest) -> MappingRules:
 
 
 def _remembered(log: DeltaLog, published: TrainerVersion, bound: float) -> Changes:
-    """Rows that may stay behind further; none if some may not: then everything is compared."""
+    """Return the rows that were left out and may stay so; {} if some may not: then all is compared."""
     if published.left_out is None or not published.is_within(bound):
         return {}
-    return load_residual(log.path / CACHES_DIRECTORY, log.schema, **state_of(log)) or {}
+    return load_residual(log.path / CACHES_DIRECTORY, log.schema, **_state_key(log)) or {}
 
 
 _REMOVE_EVERY_S = 10  # however many deltas a watch publishes meanwhile
@@ -253,7 +243,7 @@ _ATTEMPTS = 3
 
 
 class ExportedDelta(Struct, frozen=True):
-    """What an incremental export did. `published` is None if there was nothing to do.
+    """What an incremental export did; `published` is None if there was nothing to do.
 
     `compared_bytes` counts the served bytes that were compared; 0 if increments list what changed.
     `warnings` are what went wrong after the delta was published, which therefore is no failure.
@@ -289,7 +279,7 @@ class ExportedDelta(Struct, frozen=True):
 
     @property
     def at(self) -> Position:
-        """The newest position now."""
+        """The log's newest position after the export."""
         if self.published is None:
             return self.plan.log.at
         return Position(self.published.manifest.position, self.published.manifest.step)
@@ -299,7 +289,7 @@ Incremental: TypeAlias = "Exported | ExportedDelta"
 
 
 def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no_progress) -> ExportedDelta:
-    """Publish the planned delta; rows that it leaves out or rounds may be sent exactly by a later one."""
+    """Publish the planned delta, and keep which rows it leaves out or rounds for a later one."""
     started = time.monotonic()
     if planned.is_nothing:
         return ExportedDelta(planned, None, 0, 0, 0, time.monotonic() - started)
@@ -317,6 +307,7 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         what = Publication(span, plan.step, made, trained, rounded=found.rounded, packing=packing)
         check = _verify_bytes if planned.request.verify is Verify.BYTES else None
         published = publish_changes(log, staging, found.changes, what, last=log.last, check=check)
+        # Inside the staging: changes may lie in its scratch files.
         _keep_for_next_time(planned, found, overlaid, published.manifest.state_id)
     rows = count_rows(without_index(found.changes, log.base.entry.mapping_spec))
     variables = len(found.changes)
@@ -338,7 +329,7 @@ def _verify_bytes(written: Catalog) -> None:
 
 
 def _overlaid(planned: IncrementalPlan, changes: Mapping[str, Change]) -> OverlaidRows:
-    """The rows of mapped tables that have changed once a delta is published."""
+    """Return the rows of mapped tables that a log with these changes has changed; OverlayFull if too many."""
     overlaid = OverlaidRows.of(planned.log)
     overlaid.add({name: change.ids for name, change in changes.items() if isinstance(change, Rows)})
     overlaid.require_room()
@@ -346,7 +337,7 @@ def _overlaid(planned: IncrementalPlan, changes: Mapping[str, Change]) -> Overla
 
 
 def _keep_for_next_time(planned: IncrementalPlan, found: _Found, overlaid: OverlaidRows, state: str) -> None:
-    """Write caches; the delta is published, so that what stands in their way is no failure of it."""
+    """Write the caches of the new state. Errors are passed over: the delta is published."""
     log = planned.log
     planned.graph.save(log.path)
     with suppress(OSError, PublishError):
@@ -368,9 +359,9 @@ def export_incremental(
     """Publish the next delta, or a base if nothing is published yet or a new log may begin.
 
     A trainer's hook marks each full checkpoint a moment after it was saved; without the marker all rows are
-    compared. It is waited for so many seconds at most, if a hook has written here: by a watch, which returns
-    with nothing published and looks again, or in this call. A process that trains, too, must not wait in the
-    thread that trains.
+    compared. If a hook has written here, the marker is waited for, up to `marker_seconds`: in this call, or
+    by a watch, which returns with nothing published and looks again. A process that trains, too, must not
+    wait in the thread that trains.
 
     A watch begins a new log by itself where a dynamic table has no room for new keys. A log that takes the
     place of another begins with the trainer's increments, so that no server goes back.
@@ -417,10 +408,12 @@ def _planned(
     is_watching: bool,
     marker_seconds: float,
 ) -> IncrementalPlan:
-    """The plan; unless the caller looks again by itself, one that does not await a marker any more."""
+    """Plan; unless the caller is a watch, which looks again, wait until no marker is awaited any more."""
     planned = plan_incremental(request, versions, is_watching=is_watching, marker_seconds=marker_seconds)
     if is_watching or not planned.trainer.awaits_marker:
         return planned
+    from exporter.storage.arrivals import Arrivals  # few deltas wait for anything
+
     arrivals = Arrivals.of_trainer(planned.trainer.catalog.prefix.parent)
     while planned.trainer.awaits_marker:
         arrivals.sleep(_MARKER_POLL_S)
@@ -436,7 +429,7 @@ def _new_log(
     is_watching: bool,
     beyond: int = 0,
 ) -> Exported:
-    """Publish a base in the place of a delta, at no earlier step than is served; its notes say why."""
+    """Publish a base instead of a delta, at no earlier step than is served; its notes say why."""
     beyond = max(beyond, _served_step(request.out))
     done = export_base(request, progress, beyond=beyond, is_watching=is_watching)
     said = f"a new base, not a delta: {why.message}" + (f" ({why.cause})" if why.cause else "")
@@ -444,16 +437,17 @@ def _new_log(
 
 
 def _served_step(model: Path) -> int:
+    """Return the training step of the log's newest position; 0 if there is no log, or it cannot be read."""
     with suppress(NotUpdatable, ManifestError, CheckpointError):
         return read_log(model).at.step or 0
     return 0
 
 
 def _tidied(log: DeltaLog, published: PublishedDelta) -> tuple[ExportError, ...]:
-    """What stood in the way of tidying a log, or keeps its servers where they are.
+    """Merge and remove deltas that are due; return the error that hindered it, or of the hold, as a warning.
 
-    The delta is published, and the next one tries again. What is not needed stays for minutes: of deltas that
-    follow each other quickly, few look for it.
+    The delta is published, and the next one tries again. Of deltas that follow each other quickly, few look
+    for spare files, which stay for minutes anyway.
     """
     try:
         with writing(log.path):
@@ -473,6 +467,8 @@ def _header(planned: IncrementalPlan) -> DeltaHeader:
 
 
 class _Found(Struct, frozen=True):
+    """The changes of a delta, and the caches and figures that come with them."""
+
     changes: dict[str, Change]
     compared_bytes: int = 0
     hashes: HashIndex | None = None
@@ -482,7 +478,7 @@ class _Found(Struct, frozen=True):
 
 
 def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory) -> _Found:
-    """What the delta will hold."""
+    """Find the delta's changes: all, or those that the request's tolerance does not hold back."""
     published = cache(planned.log.state)
     found = _all_changes(planned, published, scratch, progress)
     if planned.allowed.is_nothing:
@@ -505,7 +501,7 @@ def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory)
 
 
 def _rounded_so_far(planned: IncrementalPlan, found: _Found) -> Rounded | None:
-    """The rows that are served rounded; of those that increments say nothing of, what was known before."""
+    """Return which rows are served rounded: those of this delta, and with increments the earlier ones."""
     before = planned.log.trained.rounded
     if not planned.trainer.plan.is_known:
         return found.rounded
@@ -513,7 +509,7 @@ def _rounded_so_far(planned: IncrementalPlan, found: _Found) -> Rounded | None:
 
 
 def _of_published(index: HashIndex, stale: Mapping[str, Array], schema: Schema) -> HashIndex:
-    """The hashes of what is published, given those of the trainer's rows."""
+    """Return the hashes of the published rows: those of the trainer's, without rows that stay `stale`."""
     tables = dict(index.tables)
     for variable in schema.variables:
         if variable.name in stale and variable.name in tables:
@@ -525,6 +521,7 @@ def _of_published(index: HashIndex, stale: Mapping[str, Array], schema: Schema) 
 def _all_changes(
     planned: IncrementalPlan, published: Callable[[], LayeredState], scratch: Path, progress: ProgressFactory
 ) -> _Found:
+    """Find all changes since the newest position: from increments, else by comparing every row."""
     log, trainer = planned.log, planned.trainer
     if trainer.plan.is_known:
         layers = (planned.remembered, *trainer.layers()) if planned.remembered else trainer.layers()
@@ -537,7 +534,7 @@ def _all_changes(
     spec = log.base.entry.mapping_spec
     compared = ordinary(log.schema, spec)
     limit = most_bytes({each.name: _bytes_of(each) for each in compared.variables if each.is_table})
-    known = read_index(log.path / HASHES_DIRECTORY, **state_of(log), limit=limit)
+    known = read_index(log.path / HASHES_DIRECTORY, **_state_key(log), limit=limit)
     with progress("compare", trainer.mapping.bytes_) as bar:
         runner = _runner(planned.request)
         hasher = known.hasher if known else BlockHasher.fresh()
@@ -555,7 +552,7 @@ def _bytes_of(variable: ServedVariable) -> int:
 
 
 def _runner(request: ExportRequest) -> Runner | None:
-    """What compares by tasks, if an engine is named."""
+    """Return a runner whose tasks compare, if an engine is named."""
     if request.jobs.engine is None:
         return None
     from exporter.jobs.runner import Runner

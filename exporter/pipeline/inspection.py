@@ -72,7 +72,7 @@ class EmbeddingTable(Struct, frozen=True):
 
 
 def embedding_tables(catalog: Catalog) -> Iterator[EmbeddingTable]:
-    """The embedding variables of a checkpoint; slots are listed with the variable that they belong to."""
+    """Yield the embedding variables of a checkpoint, each with its slots."""
     variables = embedding_variables(catalog)
     for variable in variables.values():
         if variable.slot_of is None:
@@ -114,7 +114,7 @@ class ServedTableView(Struct, frozen=True):
 
 
 def tables_of_bundle(catalog: Catalog, graphs: Iterable[Proto]) -> Iterator[ServedTableView]:
-    """The tables of a SavedModel's graphs, as its variables hold them."""
+    """Yield the dynamic tables of a SavedModel's graphs, as its variables hold them."""
     firsts = {name: first for graph in graphs for name, first in first_defaults(graph.graph_def).items()}
     for name, first in sorted(firsts.items()):
         found = [catalog.tensors.get(f"{name}/{part}") for part in PARTS]
@@ -128,7 +128,7 @@ def tables_of_bundle(catalog: Catalog, graphs: Iterable[Proto]) -> Iterator[Serv
 
 
 def tables_of_log(log: DeltaLog) -> Iterator[ServedTableView]:
-    """The dynamic tables of a log at its newest position.
+    """Yield the dynamic tables of a log at its newest position.
 
     Raises:
         CheckpointError: they cannot be read.
@@ -145,6 +145,7 @@ def tables_of_log(log: DeltaLog) -> Iterator[ServedTableView]:
 def _geometry(
     name: str, seeds: Sequence[int], rows: Sequence[int], keys: Sequence[int], first_default: int
 ) -> TableGeometry:
+    """Return a table's geometry by the shapes of its variables; CorruptFile if they contradict each other."""
     try:
         return TableGeometry.of_shapes(seeds[0], rows[0], keys[0], keys[0] - first_default)
     except (ValueError, IndexError) as error:
@@ -152,7 +153,7 @@ def _geometry(
 
 
 def _view(name: str, dtype: DType, width: int, geometry: TableGeometry, state: TableState) -> ServedTableView:
-    """What people see of a table whose rows are stored as `width` numbers of `dtype`.
+    """Return what `inspect` shows of a table whose rows are stored as `width` numbers of `dtype`.
 
     Rows of int8 are codes with a scale behind them: trainers' tables of integers are not served by keys.
     """
@@ -283,7 +284,7 @@ Inspection: TypeAlias = CheckpointView | GraphView | BundleView | ModelView
 
 
 def inspect(path: Path) -> Inspection:
-    """Look at whatever `path` is, without importing TensorFlow.
+    """Read whatever `path` is, without importing TensorFlow.
 
     Raises:
         CheckpointError: nothing is there, or it is damaged.
@@ -302,7 +303,7 @@ def inspect(path: Path) -> Inspection:
 
 
 def _bundles(model: Path) -> tuple[BundleView, ...]:
-    """The versions of a model; what retention removes while they are read is passed over."""
+    """Read the versions of a model, newest first; those that retention removes meanwhile are left out."""
     versions = [child.path for child in version_dirs(model)] if model.is_dir() else []
     found = []
     for version in versions:
@@ -323,6 +324,7 @@ def _checkpoint(catalog: Catalog) -> CheckpointView:
 
 
 def _newest_position(model: Path, newest: BundleView) -> Position | None:
+    """Return the newest position of a log, or of plain versions; None if it cannot be read."""
     try:
         return read_log(model).at
     except ManifestError:
@@ -339,7 +341,7 @@ def _tables(model: Path) -> tuple[ServedTableView, ...]:
 
 
 def signatures_of(meta_graph: Proto) -> dict[str, Signature]:
-    """The signatures of a MetaGraphDef by name, without a SavedModel's pseudo-signatures."""
+    """Return the signatures of a MetaGraphDef by name, without a SavedModel's pseudo-signatures."""
     return {
         name: Signature(
             signature.method_name.rpartition("/")[2],
@@ -387,6 +389,7 @@ def _graph(path: Path) -> GraphView:
 
 
 def _outputs(index: GraphIndex, name: str) -> Iterator[TensorSpec]:
+    """Yield the outputs of a node."""
     for output, dtype in enumerate(index.output_dtypes(index.nodes[name]) or ()):
         tensor = Endpoint(name, output)
         yield TensorSpec(str(tensor), str(tensor), dtype.label, index.shape(tensor))
@@ -415,6 +418,7 @@ def _shape(shape: Proto) -> tuple[int, ...] | None:
 
 
 def _label(number: int) -> str:
+    """Return a dtype's label by its number; `type 99` if it has none."""
     try:
         return DType(number).label
     except ValueError:

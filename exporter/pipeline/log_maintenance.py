@@ -4,7 +4,7 @@ Each has a plan that reads and checks what it would read, and writes nothing. Ho
 and what servers see of it, is in `exporter.pipeline.restoration`.
 
 Other processes publish to a log meanwhile, and tidy it. `undisturbed` does a command's work again if they
-removed what it was reading. `past_given_up` leads past an abandoned upload to a store: nothing else may ever
+removed what it was reading. `skip_abandoned` leads past an abandoned upload to a store: nothing else may ever
 be published at its path, because its process may only be slow, and still write there (see
 `exporter.transfer.head`). Exports take another number. A merged delta has its place: so the log goes on by a
 delta without changes, and the merged delta ends behind that.
@@ -72,22 +72,19 @@ def delta_path(log: DeltaLog, span: Span) -> Path:
     return log.path / span_name(span.start, span.end)
 
 
-class Merged(Struct, frozen=True):
-    """A merger: the deltas that became one, and that one."""
+class Merging(Struct, frozen=True):
+    """A merger: the deltas that become one, its span and path, and how many tasks write it."""
 
     parts: tuple[LogDelta, ...]
-    published: PublishedDelta
+    span: Span
+    path: Path
     tasks: int
 
-    @property
-    def path(self) -> Path:
-        """The delta that holds them all."""
-        return self.published.path
 
-    @property
-    def span(self) -> Span:
-        """From where to where it leads."""
-        return merged(self.parts)
+class Merged(Merging, frozen=True):
+    """A merger that is published."""
+
+    published: PublishedDelta
 
 
 def merge(
@@ -99,7 +96,7 @@ def merge(
 ) -> Merged | None:
     """Merge the deltas that lead from `start` (by default the newest base) to `end` (by default the newest).
 
-    None if a single delta, or none, leads there.
+    Returns None, and publishes nothing, if a single delta or none leads there.
 
     Raises:
         DeltaGap, StaleDelta: no deltas lead so.
@@ -110,24 +107,15 @@ def merge(
     def merge_all(log: DeltaLog) -> Merged | None:
         run = _run(log, start, end)
         if len(run) > 1 and end is None:
-            log = past_given_up(log, delta_path(log, merged(run)))
+            log = skip_abandoned(log, delta_path(log, merged(run)))
             run = _run(log, start, end)
         return None if len(run) < 2 else merge_run(log, run, jobs, progress)
 
     return undisturbed(model, merge_all)
 
 
-class Merging(Struct, frozen=True):
-    """A merger as it is planned: the deltas that become one, its place, and how many tasks write it."""
-
-    parts: tuple[LogDelta, ...]
-    span: Span
-    path: Path
-    tasks: int
-
-
 def plan_merge(model: Path, start: int | None, end: int | None, jobs: Jobs) -> Merging | None:
-    """What `merge` would do now; the deltas are read and checked, and nothing is written.
+    """Return what `merge` would do now; the deltas are read and checked, and nothing is written.
 
     Raises:
         DeltaGap, StaleDelta, CheckpointError, ModelHeld: as `merge`.
@@ -154,7 +142,7 @@ def plan_merge(model: Path, start: int | None, end: int | None, jobs: Jobs) -> M
 
 
 def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, ...]:
-    """The deltas from `start` to `end`, where something published has to stand."""
+    """Return the deltas that lead from `start` to `end`; at both, something published has to stand."""
     for position in (start, end):
         if position is not None:
             log.standing(position)
@@ -169,7 +157,7 @@ def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, .
 def merge_run(
     log: DeltaLog, run: Sequence[LogDelta], jobs: Jobs = LOCALLY, progress: ProgressFactory = no_progress
 ) -> Merged | None:
-    """Merge neighbouring deltas; None if their merger is published already."""
+    """Publish neighbouring deltas as one; None if that one is published already."""
     _require_finite(log, run)
     with Staging(log.model) as staging, writing(staging.path), ExitStack() as stack:
         merger, what = _merger(log, run, staging.path, jobs)
@@ -178,15 +166,15 @@ def merge_run(
         how = UnderLock(permit=lambda now: require_on_way(now, what.span))
         try:
             published = publish_written(log, staging, rows, what, last=None, under_lock=how)
-        except PositionMoved:
+        except PositionMoved:  # another process tidied at the same time
             return None
-        return Merged(tuple(run), published, merger.tasks)
+        return Merged(tuple(run), what.span, published.path, merger.tasks, published)
 
 
 def _merger(
     log: DeltaLog, run: Sequence[LogDelta], directory: Path, jobs: Jobs
 ) -> tuple[DeltaMerger, Publication]:
-    """What writes the merged delta into a directory, and its header."""
+    """Return the writer of the merged delta, whose files go to `directory`, and the publication to be."""
     from exporter.delta.merge_deltas import DeltaMerger  # late: of the deltas that are tidied few are merged
 
     newest, parts = run[-1], [log.tensors(delta) for delta in run]
@@ -204,6 +192,7 @@ def _merger(
 
 
 def _require_finite(log: DeltaLog, run: Sequence[LogDelta]) -> None:
+    """Refuse a merger with NaN or infinities, where the model wants finite values."""
     hint = (
         "train on until these values are finite, and merge again; or take them back: "
         f"export-model rollback {quoted(log.model)} --to {quoted(str(run[0].start))}"
@@ -218,19 +207,17 @@ def tidy(
     removes: bool = True,
     clock: Callable[[], float] = time.time,
 ) -> tuple[tuple[Merged, ...], RetiredDeltas]:
-    """Merge what is due and, if it `removes`, remove what is not needed; neither while the log is held.
+    """Merge the deltas that are due and, if it `removes`, remove spare ones; neither while the log is held.
 
-    `log` is the model's as it was read last, under the lock.
+    Returns the mergers and what was removed. `log` is the model's as it was read last, under the lock. Under
+    a canary's hold, deltas behind the hold stay as they are: they may be reverted.
 
-    Under a canary's hold, what it has yet to approve stays as it is: it may be reverted, and servers that
-    start now go as far as the hold.
-
-    Where the model wants finite values, what an earlier release published unchecked is merged with what
-    follows, as soon as that is finite: so servers that refused a delta pass it.
+    Where the model wants finite values, deltas that an earlier release published unchecked are merged with
+    those that follow, as soon as these are finite: so servers that refused one pass it.
     """
     done: list[Merged] = []
     log = read_log(model) if log is None else log
-    if log.hold.binds:  # what is held may still be reverted, delta by delta
+    if log.hold.binds:  # it may still be reverted, delta by delta
         return (), RetiredDeltas()
     while run := merge_due(judged(log)):
         try:
@@ -260,7 +247,7 @@ def tidy(
 
 
 def _past_unchecked(log: DeltaLog) -> tuple[LogDelta, ...]:
-    """The deltas from the first one that was not checked for NaN to the newest position."""
+    """Return the deltas from the first that was not checked for NaN to the newest; () without one."""
     if not log.base.entry.updates.finite:
         return ()
     deltas = judged(log)
@@ -269,10 +256,10 @@ def _past_unchecked(log: DeltaLog) -> tuple[LogDelta, ...]:
 
 
 class RollbackPlan(Struct, frozen=True):
-    """A rollback or resumption as it is planned: where the model stands, whose values it gets, and how.
+    """A rollback or resumption: where the model stood, whose values it gets, and how.
 
     `path` is what is published at `position`, None if the values do not have to change. `is_canary`: the hold
-    is a canary's. `was_held` is False where there is no hold to lift: then there is nothing to do.
+    that is left is a canary's. `was_held` is False where there is no hold to lift: there is nothing to do.
     """
 
     before: Position
@@ -284,28 +271,10 @@ class RollbackPlan(Struct, frozen=True):
     was_held: bool = True
 
 
-class RollbackResult(Struct, frozen=True):
-    """A rollback or resumption: where the model stood, whose values it has now, and what did it.
+class RollbackResult(RollbackPlan, frozen=True):
+    """A rollback or resumption that is done; `published` is None if the values did not have to change."""
 
-    `published` is None if values did not have to change. `is_canary` and `was_held`: as in `RollbackPlan`.
-    """
-
-    before: Position
-    values_of: Position
-    published: PublishedDelta | PublishedVersion | None
-    hold: int | None
-    is_canary: bool = False
-    was_held: bool = True
-
-    @property
-    def path(self) -> Path | None:
-        """What was published."""
-        return None if self.published is None else self.published.path
-
-    @property
-    def position(self) -> int:
-        """Where the model stands now."""
-        return self.before.position if self.published is None else self.published.manifest.position
+    published: PublishedDelta | PublishedVersion | None = None
 
 
 def rollback(model: Path, to: int, *, reason: str | None = None, if_canary: bool = False) -> RollbackResult:
@@ -329,14 +298,14 @@ def rollback(model: Path, to: int, *, reason: str | None = None, if_canary: bool
     with _operating(model) as (restorer, staging):
         _require_canary(restorer.hold, to, if_canary)
         asked = replace(restorer.rollback_of(to), reason=reason, by_canary=if_canary)
-        with restorer.hold.put_back_on_failure(staging):
+        with restorer.hold.put_back_on_failure(staging):  # the hold comes before the values
             done = restorer.publish(asked, staging)
-        position = done.manifest.position
-        return RollbackResult(restorer.at, Position(to, done.manifest.step), done, position)
+        position, values = done.manifest.position, Position(to, done.manifest.step)
+        return RollbackResult(restorer.at, values, done.path, position, position, published=done)
 
 
 def plan_rollback(model: Path, to: int, *, if_canary: bool = False) -> RollbackPlan:
-    """What `rollback` would do now; what it would read is read and checked, and nothing is written.
+    """Return what `rollback` would do now; its input is read and checked, and nothing is written.
 
     Raises:
         PositionUnknown, UsageError, ModelHeld, PositionMoved, NotFinite, VerificationError,
@@ -348,6 +317,7 @@ def plan_rollback(model: Path, to: int, *, if_canary: bool = False) -> RollbackP
 
 
 def _require_canary(hold: Hold, to: int, if_canary: bool) -> None:
+    """Refuse, if a canary asks, unless its hold stands at `to`."""
     if if_canary and hold.approved() != to:
         raise PositionMoved(f"{hold.directory} is not held at {to} by a canary: others decided meanwhile")
 
@@ -388,12 +358,13 @@ def resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -
                 error.message = f"{done.path} is published, but may still be held back: {error.message}"
             error.advise("run the command again: it goes on from there")
             raise
+        path, position = (None, at.position) if done is None else (done.path, done.manifest.position)
         is_canary = approved is not None
-        return RollbackResult(restorer.at, at, done, approved, is_canary=is_canary, was_held=was_held)
+        return RollbackResult(restorer.at, at, path, position, approved, is_canary, was_held, done)
 
 
 def plan_resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -> RollbackPlan:
-    """What `resume` would do now; what it would read is read and checked, and nothing is written.
+    """Return what `resume` would do now; its input is read and checked, and nothing is written.
 
     Raises:
         UsageError, PositionUnknown, TargetBusy, VerificationError, CheckpointError: as `resume`.
@@ -408,7 +379,7 @@ def plan_resume(model: Path, *, lift_only: bool = False, lift_canary: bool = Fal
 def _rollback_plan(
     restorer: Restorer, asked: Restoration | None, approved: int | None = None, was_held: bool = True
 ) -> RollbackPlan:
-    """The plan of a restoration; `approved` is where a canary's hold stands then, if that is what is left."""
+    """Return the plan of a restoration; `approved` is where a canary's hold is left, None if none is."""
     at, is_canary = restorer.at, approved is not None
     if asked is None:
         return RollbackPlan(at, at, None, at.position, approved, is_canary, was_held)
@@ -420,9 +391,9 @@ def _rollback_plan(
 def _resumption(
     model: Path, restorer: Restorer, lift_only: bool, lift_canary: bool
 ) -> tuple[Restoration | None, int | None, bool]:
-    """What a resumption publishes, where a canary's hold stands after it, and whether it lifts any hold.
+    """Return what a resumption publishes, where a canary's hold is left, and whether it lifts any hold.
 
-    Nothing is published where the values stay: nothing is held, or they have come back already.
+    Nothing is published (None) where the values stay: nothing is held, or they have come back already.
     """
     if lift_canary and restorer.log is not None:
         _require_no_canary_at_work(model)
@@ -444,7 +415,7 @@ def _resumption(
 
 
 def restorer_of(model: Path) -> Restorer:
-    """What is published of a model now, and how earlier values of it come back."""
+    """Read what is published of a model: a log, or plain versions."""
     versions = version_dirs(model)
     try:
         return DeltaRestorer(log_of(model, versions))
@@ -455,7 +426,7 @@ def restorer_of(model: Path) -> Restorer:
 
 
 def _undisturbed(model: Path, first: Restorer, plan: Callable[[Restorer], T]) -> T:
-    """A plan of what is published, made again if other processes removed what was being read."""
+    """Return a plan of what is published; it is made again if other processes removed files meanwhile."""
     if not isinstance(first, DeltaRestorer):
         return plan(first)
     return undisturbed(model, lambda log: plan(DeltaRestorer(log)), first.published)
@@ -463,7 +434,7 @@ def _undisturbed(model: Path, first: Restorer, plan: Callable[[Restorer], T]) ->
 
 @contextmanager
 def _operating(model: Path) -> Iterator[tuple[Restorer, Staging]]:
-    """What is published, while no other process publishes, merges or tidies, until the block ends."""
+    """Read a model and keep its lock for a block: no other process publishes, merges or tidies."""
     if newest_version(model) is None:  # where nothing is published nothing is made, not even a lock
         raise nothing_published(model)
     with Staging(model) as staging, writing(staging.path), model_lock(model):
@@ -488,12 +459,12 @@ def _require_no_canary_at_work(model: Path) -> None:
 
 
 def position_of_merger(log: DeltaLog, path: Path) -> int:
-    """Where a merger of the whole log stands that would lie at a path."""
+    """Return where a merger of the whole log ends: at the newest position, or the next if `path` is lost."""
     return next_delta_position(log, None) if is_taken(log.model, path) else log.at.position
 
 
-def past_given_up(log: DeltaLog, path: Path) -> DeltaLog:
-    """The log, with a delta of no changes behind it if nothing may be published at a path."""
+def skip_abandoned(log: DeltaLog, path: Path) -> DeltaLog:
+    """Return the log; if nothing may be published at `path` any more, with a new delta without changes."""
     last = log.at
     end = position_of_merger(log, path)
     if end == last.position:
@@ -510,14 +481,18 @@ def past_given_up(log: DeltaLog, path: Path) -> DeltaLog:
 
 
 def runner_for(jobs: Jobs, model: Path, tasks: int) -> Runner:
-    """How a merger is run: what a single task does is not worth keeping, unless it is asked for."""
+    """Return the runner of a merger. The job of a single task is not kept, unless an engine is named."""
     return Runner.of(jobs, model if jobs.engine is not None or tasks > 1 else None)
 
 
 def undisturbed(model: Path, action: Callable[[DeltaLog], T], log: DeltaLog | None = None) -> T:
-    """What an operator's command does with a log, again if others removed what it was reading.
+    """Return `action` of the model's log; it is tried again if others removed what it was reading.
 
-    The log is read at first, too, unless it is given.
+    The log is read for each try; for the first, unless it is given.
+
+    Raises:
+        PositionMoved: that went on for `RACE_SECONDS`.
+        ExportError: of `action`, or the log cannot be read.
     """
     deadline = time.monotonic() + RACE_SECONDS
     while True:

@@ -1,4 +1,4 @@
-"""Make a base that takes deltas, and where needed begin its log at the newest of the trainer's increments.
+"""The steps of a base that takes deltas, which may begin its log at the newest of the trainer's increments.
 
 A base links the bytes of a full checkpoint, and its first delta brings the increments since. Servers answer
 by the base until they have applied that delta. Where they already serve more than the checkpoint holds, that
@@ -8,254 +8,188 @@ would be a step back: there the increments are applied on top of the staged vari
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Collection
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import numpy as np
-from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from exporter.bundle.made_up_requests import made_up_requests
-from exporter.bundle.variables import (
-    ShardOrigin,
-    ShardReport,
-    VariablesReport,
-    over_bundle,
-    write_variables,
-)
-from exporter.bundle.warmup import MAX_RECORDS, WarmupRequest, parse_request
+from exporter.bundle.variables import ShardOrigin, ShardReport
+from exporter.bundle.warmup import MAX_RECORDS, parse_request
 from exporter.catalog import Catalog
-from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
-from exporter.delta.format import ChangeKind, Schema, ServedVariable
+from exporter.checkpoint.tensor_bundle import read_catalog
+from exporter.delta.delta_files import read_tensors, write_delta
+from exporter.delta.format import DeltaHeader
 from exporter.delta.layered_state import LayeredState
+from exporter.delta.merge_base import BaseMerger
+from exporter.delta.newest_rows import fold_whole, merge_changes, needs_folding
 from exporter.delta.row_reader import served_in
-from exporter.errors import NotServable, UsageError
-from exporter.graph.cast_variables import cast_variables
-from exporter.graph.inference_graph import GraphVariable, InferenceGraph
+from exporter.errors import CheckpointError, UsageError
+from exporter.increments.history import read_history
+from exporter.increments.increment import CheckpointId
 from exporter.increments.trained import TrainerVersion
-from exporter.mapping.build import VariableMapping
+from exporter.jobs.runner import LOCAL
 from exporter.mapping.mapping_spec import MappingSpec
+from exporter.mapping.served_graph import as_served
 from exporter.options import Updates
-from exporter.pipeline.table_deltas import told_changes
+from exporter.pipeline.full_plan import Plan
+from exporter.pipeline.overlay_room import room_of_mapped
+from exporter.pipeline.same_graph import SourceFiles
+from exporter.pipeline.stage_graph import write_graph
+from exporter.pipeline.staged import Staged
+from exporter.pipeline.table_deltas import note_index_written, told_changes
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
-from exporter.publish.commit import ReservedPosition
+from exporter.publish.commit import PublishedVersion, reserve_position
+from exporter.publish.delta_log import LogBase, log_path
 from exporter.publish.manifest import BaseEntry
 from exporter.storage.files import writing
-from exporter.storage.layout import VARIABLES_DIRECTORY, VARIABLES_PREFIX
+from exporter.storage.layout import ASSETS_DIRECTORY, DELTA_NAME, VARIABLES_DIRECTORY, VARIABLES_PREFIX
 from exporter.subgraph.make_updatable import (
-    NO_OVERLAYS,
     IncrementalOptions,
     first_requests,
     make_updatable,
+    mapped_counter,
     schema_of,
 )
-from exporter.verify.version_files import verify_bytes
-from exporter.wire.dtypes import Array
 
 
-class UpdatableBase(Struct, frozen=True):
-    """What takes the place of the planned graph and mapping; `warmup` is all that servers play."""
+def make_base(staged: Staged, updates: Updates, beyond: int) -> None:
+    """Give the planned graph the incremental subgraph, at the position that the base will be published at.
 
-    graph: InferenceGraph
-    mapping: VariableMapping
-    lineage: str
-    entry: BaseEntry
-    place: ReservedPosition
-    warmup: tuple[WarmupRequest, ...]
-
-
-def make_base(
-    graph: InferenceGraph,
-    mapping: VariableMapping,
-    mapping_spec: MappingSpec,
-    trained: TrainerVersion,
-    step: int | None,
-    place: ReservedPosition,
-    updates: Updates,
-    scratch: Path,
-    warmup: tuple[WarmupRequest, ...] | None,
-    overlays: Mapping[str, int] = NO_OVERLAYS,
-) -> UpdatableBase:
-    """The base of a new log that begins at `place`.
-
-    Its warm-up catches up with the log before a server lets the version answer, first and last: the requests
-    between may take seconds in which more is published. They are those of the base's own signatures, and
-    `warmup`, or generated ones if that is None. `overlays` are the mapped tables, as `make_updatable` takes
-    them.
+    The base holds the trainer's increments, too, if its checkpoint is of an earlier step than `beyond`. Its
+    warm-up catches up with the log before a server lets the version answer, first and last: the requests
+    between may take seconds in which more is published. They are those of the base's own signatures, and the
+    given ones, or generated ones.
     """
-    graph, mapping = as_served(graph, mapping)
-    schema = schema_of(graph)
-    lineage = secrets.token_hex(16)
-    requests = made_up_requests(graph) if warmup is None else warmup
+    planned, request = staged.plan, staged.plan.request
+    trained = _find_state(staged, beyond)
+    # Now, as the graph holds the number; publishing fails if another takes it meanwhile.
+    place = staged.place = reserve_position(request.out, staged.step)
+    graph, staged.mapping = as_served(planned.graph, planned.mapping)
+    schema, staged.lineage = schema_of(graph), secrets.token_hex(16)
+    is_given = request.warmup or request.no_warmup
+    requests = planned.warmup if is_given else made_up_requests(graph)
     options = IncrementalOptions(
-        lineage=lineage,
+        lineage=staged.lineage,
         log=place.position,
         position=place.position,
-        step=step or 0,
+        step=staged.step or 0,
         **asdict(updates),
         warmed=frozenset(request.signature for request in requests),
     )
-    updatable = make_updatable(graph, options, scratch, overlays)
-    entry = BaseEntry.of(place.position, schema, mapping_spec, trained, updates)
-    signatures = updatable.meta_graph.signature_def
+    scratch = staged.scratch("scratch")
+    scratch.mkdir()
+    staged.graph = make_updatable(graph, options, scratch, room_of_mapped(planned.mapping, request))
+    staged.counter = mapped_counter(staged.graph)
+    spec = _spec(planned)
+    staged.entry = BaseEntry.of(place.position, schema, spec, trained, updates)
+    signatures = staged.graph.meta_graph.signature_def
     own = [parse_request(text, signatures) for text in first_requests(schema, signatures)]
-    records = (*own, *requests, own[0])
-    if len(records) > MAX_RECORDS:
+    staged.warmup = (*own, *requests, own[0])
+    if len(staged.warmup) > MAX_RECORDS:
         room = MAX_RECORDS - len(own) - 1
         raise UsageError(
             f"{len(requests)} warm-up requests; a base that takes deltas has room for {room}",
             hint="leave some out: one of a kind is enough",
         )
-    return UpdatableBase(updatable, mapping, lineage, entry, place, records)
 
 
-_LARGEST_TABLE_BYTES = 64 << 20
-
-
-def _refuse_large_tables(mapping: VariableMapping) -> None:
-    """Deltas hold the whole of a lookup table whenever it changed, and servers read all of it at once."""
-    sizes = {source.key: source.tensor.bytes_ for source in mapping.sources if not source.variables}
-    for table in mapping.tables:
-        size = sizes[table.keys] + sizes[table.values]
-        if size > _LARGEST_TABLE_BYTES:
-            raise NotServable(
-                f"lookup table {table.node!r} holds {size} bytes; deltas carry up to {_LARGEST_TABLE_BYTES}",
-                cause="each delta after a checkpoint in which it changed would hold all of them",
-                hint="publish full versions: leave --incr or --updatable out; or keep vectors in a variable "
-                "and only row numbers in the table",
-            )
-
-
-def update_notes(graph: InferenceGraph, mapping: VariableMapping) -> tuple[str, ...]:
-    """What a person should know, before the base is made, about the deltas that it will take."""
-    _refuse_large_tables(mapping)
-    return schema_of(as_served(graph, mapping)[0]).notes
-
-
-def as_served(graph: InferenceGraph, mapping: VariableMapping) -> tuple[InferenceGraph, VariableMapping]:
-    """The graph and mapping with the variables in the dtypes that they are stored in: casts come first.
-
-    The graph's lookup tables get the names and shapes that they are stored in.
-    """
-    graph = replace(graph, tables=mapping.tables)
-    stored = {
-        variable.node: source.dtype
-        for source in mapping.sources
-        for variable in source.variables
-        if source.dtype != variable.dtype
-    }
-    if not stored:
-        return graph, mapping
-
-    shapes = {
-        variable.node: source.as_stored(variable).shape
-        for source in mapping.sources
-        for variable in source.variables
-    }
-
-    def cast(variable: GraphVariable) -> GraphVariable:
-        node = variable.node
-        dtype, shape = stored.get(node, variable.dtype), shapes.get(node, variable.shape)
-        return replace(variable, dtype=dtype, shape=shape)
-
-    meta_graph = deepcopy(graph.meta_graph)
-    cast_variables(meta_graph.graph_def, stored)
-    sources = tuple(
-        replace(source, variables=tuple(map(cast, source.variables))) for source in mapping.sources
-    )
-    variables = tuple(map(cast, graph.variables))
-    return replace(graph, meta_graph=meta_graph, variables=variables), replace(mapping, sources=sources)
-
-
-_CHUNK_BYTES = 4 << 20
-
-
-def write_merged(mapping_spec: MappingSpec, schema: Schema, state: LayeredState, bundle: Path) -> None:
-    """Write `variables/` of a bundle with the values of a state, which the caller has checked."""
-    prefix = bundle / VARIABLES_PREFIX
-    prefix.parent.mkdir()
-    variables = {variable.name: variable for variable in schema.variables}
-    with BundleWriter(prefix) as writer:
-        for source in mapping_spec.sources():
-            if not source.variables:  # the keys or values of a lookup table
-                writer.add(source.key, state.whole(source.key))
-            for part in source.variables:
-                variable, box = variables[part.served_name], part.part and source.stored(part.part)
-                if variable.kind is ChangeKind.DENSE:
-                    writer.add(source.key, state.whole(variable.name), box)
-                else:
-                    rows = row_blocks(state, variable)
-                    writer.add_chunks(source.key, variable.dtype, variable.shape, rows, box)
-
-
-def row_blocks(state: LayeredState, variable: ServedVariable) -> Iterator[Array]:
-    """The rows of a table, a bounded number at a time."""
-    row_bytes = max(1, int(np.prod(variable.shape[1:])) * variable.dtype.numpy.itemsize)
-    step = max(1, _CHUNK_BYTES // row_bytes)
-    for start in range(0, variable.shape[0], step):
-        yield state.rows(variable.name, start, min(start + step, variable.shape[0]))
-
-
-class BaseState(Struct, frozen=True):
-    """The trainer's state that a base begins with; `increments` are not in its staged variables yet."""
-
-    trained: TrainerVersion
-    step: int | None
-    increments: TrainerState | None = None
-
-
-def newest_state(
-    full: BaseState,
-    prefix: Path,
-    graph: InferenceGraph,
-    mapping: VariableMapping,
-    mapping_spec: MappingSpec,
-    *,
-    beyond: int,
-) -> BaseState:
-    """The state of a checkpoint with the increments since, if the step `beyond` is later than it."""
-    if full.step is None or beyond <= full.step:
+def _find_state(staged: Staged, beyond: int) -> TrainerVersion:
+    """Return the trainer's state that the base will hold; set its step, and the increments to apply."""
+    planned = staged.plan
+    full, step = _trained(planned), planned.catalog.step
+    if step is None or beyond <= step or planned.training is not None:
         return full
-    schema = schema_of(as_served(graph, mapping)[0])
-    trainer = read_trainer(prefix, mapping_spec, schema, full.trained)
+    schema = schema_of(as_served(planned.graph, planned.mapping)[0])
+    trainer = read_trainer(planned.catalog.prefix, _spec(planned), schema, full)
     plan = trainer.plan
-    if not plan.is_known or not plan.increments or plan.target.checkpoint != full.trained.checkpoint:
+    if not plan.is_known or not plan.increments or plan.target.checkpoint != full.checkpoint:
         return full
-    return BaseState(plan.target, plan.step, trainer)
+    staged.step, staged.increments = plan.step, trainer
+    return plan.target
 
 
-def lay_increments_over(
-    entry: BaseEntry, trainer: TrainerState, mapping: VariableMapping, bundle: Path, scratch: Path
-) -> VariablesReport:
-    """Write the staged variables of a base once more, with the trainer's increments applied on top.
+def _spec(planned: Plan) -> MappingSpec:
+    return MappingSpec.of(planned.graph, planned.rules, planned.mapping, planned.admission)
 
-    Memory is bounded; what was staged goes to `scratch`. Tables that `mapping` maps get files of their own
-    again.
+
+def _trained(planned: Plan) -> TrainerVersion:
+    """The checkpoint's state; increments beside it may say how new its events are."""
+    prefix = planned.catalog.prefix
+    checkpoint = CheckpointId(prefix.name, planned.catalog.step or 0, planned.checkpoint.digest)
+    event_time = None
+    with suppress(CheckpointError):  # the stage that reads increments reports damage
+        event_time = read_history(prefix.parent).newest_event(checkpoint)
+    return TrainerVersion.of(checkpoint, None, event_time)
+
+
+def lay_increments_over(staged: Staged) -> None:
+    """Write the staged variables once more, with the trainer's increments on top; nothing without any.
+
+    Mapped tables get files of their own again, whose names the graph holds, so that it is written again, too.
+
+    Raises:
+        CorruptFile: a staged value, or an increment, is damaged.
     """
-    before = scratch / "full"
-    with writing(bundle):
-        before.mkdir()
-        (bundle / VARIABLES_DIRECTORY).rename(before / VARIABLES_DIRECTORY)
-    staged = read_catalog(before / VARIABLES_PREFIX)
-    verify_bytes(staged)
-    spec, schema = entry.mapping_spec, entry.schema
-    stored = {found.name: found for source in spec.sources() for found in served_in(staged, source)}
-    told = told_changes(spec, schema, LayeredState(stored), trainer, None)
-    state = LayeredState(stored, (*trainer.layers(), told))
-    is_mapped = any(source.is_mapped for source in mapping.sources)
-    merged = scratch / "merged" if is_mapped else bundle
-    with writing(merged):
-        merged.mkdir(exist_ok=True)
-        write_merged(spec, schema, state, merged)
-    written = read_catalog(merged / VARIABLES_PREFIX)
-    if is_mapped:
-        written = write_variables(over_bundle(mapping, written), bundle).catalog
-    return _report(written)
-
-
-def _report(written: Catalog) -> VariablesReport:
+    trainer, entry = staged.increments, staged.entry
+    if trainer is None or entry is None:
+        return
+    mapped = {v.served_name for each in staged.mapping.sources if each.is_mapped for v in each.variables}
+    written = merge_increments(entry, trainer, staged.bundle, staged.scratch("scratch"), mapped)
     why = "increments applied on top of the checkpoint"
     sizes = zip(written.shards, written.shard_sizes, strict=True)
-    shards = (ShardReport(path, None, ShardOrigin.REWRITTEN, why, size) for path, size in sizes)
-    return VariablesReport(written, tuple(shards))
+    shards = tuple(ShardReport(None, ShardOrigin.REWRITTEN, why, size, path=path) for path, size in sizes)
+    # `rounded` stays: it is of the checkpoint's rows, and increments hold few.
+    staged.variables = replace(staged.variables, catalog=written, shards=shards, work=(0, 0), job=None)
+    if staged.tables.files:
+        write_graph(staged)
+
+
+def merge_increments(
+    entry: BaseEntry, trainer: TrainerState, bundle: Path, scratch: Path, mapped: Collection[str] = ()
+) -> Catalog:
+    """Replace a bundle's variables by these with increments on top; return the catalog of the new ones.
+
+    The increments become one delta in `scratch`, where the old variables go, too. Memory is bounded.
+    """
+    before, prefix = scratch / "full", scratch / DELTA_NAME
+    with writing(bundle):  # a rename: nothing that is staged is copied
+        before.mkdir()
+        (bundle / VARIABLES_DIRECTORY).rename(before / VARIABLES_DIRECTORY)
+    spec, schema, catalog = entry.mapping_spec, entry.schema, read_catalog(before / VARIABLES_PREFIX)
+    stored = {found.name: found for each in spec.sources() for found in served_in(catalog, each)}
+    full = LayeredState(stored)
+    full.check(name for table in spec.dynamic for name in table.keys[:-1])  # rows are placed by the index
+    layers = (*trainer.layers(), told_changes(spec, schema, full, trainer, None))
+    state = LayeredState(stored, layers)
+    if needs_folding(layers, schema):
+        layers = fold_whole(layers, schema, full)
+    header = DeltaHeader(
+        "0" * 32, schema.digest, entry.log, entry.log + 1, trainer.plan.step
+    )  # no log reads it
+    with writing(scratch):
+        write_delta(prefix, schema, header, merge_changes(layers, schema, scratch))
+    deltas, task_bytes = [read_tensors(prefix, schema)], LOCAL.task_bytes
+    merger = BaseMerger(bundle, spec, schema, stored, deltas, task_bytes=task_bytes, mapped=mapped)
+    with writing(bundle), ExitStack() as stack:
+        # By threads of this process: workers elsewhere do not see what is staged here.
+        merger.write(stack, LOCAL, lambda: state)
+    return read_catalog(bundle / VARIABLES_PREFIX)
+
+
+def entry_with_origin(staged: Staged) -> BaseEntry | None:
+    """The base's entry with digests of what it was made from; of its tables' files, of the copies in it."""
+    entry, origin, bundle = staged.entry, staged.plan.origin, staged.bundle
+    if entry is None or origin is None:
+        return entry
+    assets = {each.file_name: bundle / ASSETS_DIRECTORY / each.file_name for each in staged.plan.graph.assets}
+    with writing(bundle):
+        return replace(entry, origin=origin.with_graph(staged.plan.graph, assets))
+
+
+def note_sources(planned: Plan, published: PublishedVersion, entry: BaseEntry) -> None:
+    """Keep beside the log where the graph's files lie, and that tables' indexes are checked."""
+    log = log_path(planned.request.out, entry.log)
+    SourceFiles({asset.file_name: asset.source for asset in planned.graph.assets}).save(log)
+    note_index_written(LogBase(published.path, published.manifest, entry), log)

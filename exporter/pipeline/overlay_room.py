@@ -21,6 +21,8 @@ from msgspec import Struct
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.delta.format import Schema
 from exporter.errors import CheckpointError, OverlayFull
+from exporter.mapping.build import VariableMapping
+from exporter.options import ExportRequest
 from exporter.publish.delta_log import DeltaLog
 from exporter.publish.manifest import MappedRecord
 from exporter.storage.files import make_directories
@@ -37,12 +39,24 @@ alone; with a quarter of the rows, lookups of many ids take 1.6 times as long.
 
 
 def room_for(rows: int, asked: int | None) -> int:
-    """For how many changed rows of a table there is room; `asked` is what `--overlay-rows` says."""
+    """Return for how many changed rows of a table there is room; `asked` is `--overlay-rows`."""
     return min(rows, math.ceil(rows * _USUAL_SHARE) if asked is None else asked, _MOST_PLACES)
 
 
+def room_of_mapped(mapping: VariableMapping, request: ExportRequest) -> dict[str, int]:
+    """Return the room for changed rows of each mapped table, by its node; {} for a plain version."""
+    if not request.updates:
+        return {}
+    mapped = (source for source in mapping.sources if source.is_mapped)
+    return {
+        variable.node: room_for(variable.shape[0], request.overlay_rows)
+        for source in mapped
+        for variable in source.variables
+    }
+
+
 def asked_room(schema: Schema, record: MappedRecord) -> int | None:
-    """What `--overlay-rows` said when a base was made."""
+    """Return the `--overlay-rows` that a base was made with; None if it was not given."""
     rows = {variable.name: variable.shape[0] for variable in schema.variables if variable.is_table}
     rooms = {table.name: table.overlay_rows for table in record.tables}
     if all(room == room_for(rows[name], None) for name, room in rooms.items()):
@@ -73,7 +87,7 @@ class OverlaidRows(Struct, frozen=True):
 
     @classmethod
     def of(cls, log: DeltaLog) -> OverlaidRows:
-        """Those of the deltas so far; nothing if the base maps no tables."""
+        """Read the rows that the log's deltas changed so far; none if the base maps no tables."""
         record = log.base.manifest.mapped
         room = {t.name: t.overlay_rows for t in record.tables if t.overlay_rows is not None} if record else {}
         rows = {each.name: each.shape[0] for each in log.schema.variables if each.name in room}
@@ -89,7 +103,7 @@ class OverlaidRows(Struct, frozen=True):
 
     @property
     def tables(self) -> tuple[OverlaidTable, ...]:
-        """How full the overlays of servers are at most."""
+        """The mapped tables, and how full a server's overlays of them are at most."""
         return tuple(OverlaidTable(name, _count(self.found[name]), room) for name, room in self.room.items())
 
     def add(self, changed: Mapping[str, Array]) -> None:
@@ -99,7 +113,7 @@ class OverlaidRows(Struct, frozen=True):
                 self.found[name] = _with(found, ids, self.rows[name])
 
     def require_room(self) -> None:
-        """Refuse a delta that servers would refuse."""
+        """Raise OverlayFull if servers would refuse the delta for want of room."""
         for table in self.tables:
             if table.rows > table.capacity:
                 raise OverlayFull(
@@ -108,7 +122,7 @@ class OverlaidRows(Struct, frozen=True):
                 )
 
     def save(self, log: DeltaLog, position: int, state: str) -> None:
-        """Keep the rows for the delta after the one that led to a position."""
+        """Keep the rows beside the log, for the delta that follows this position; remove older ones."""
         if not self.found:
             return
         prefix = _prefix(log, position, state)
@@ -122,12 +136,13 @@ class OverlaidRows(Struct, frozen=True):
 
 
 def _prefix(log: DeltaLog, position: int, state: str) -> Path:
+    """Return the prefix of the cache's bundle for a state."""
     base = log.base.at.position
     return log.path / CACHES_DIRECTORY / f"{OVERLAID_PREFIX}{base}-{position}-{state}"
 
 
 def _load(prefix: Path, rows: Mapping[str, int]) -> dict[str, Array] | None:
-    """The rows that `save` kept of tables of so many, None if they are not whole."""
+    """Read the rows that `save` kept; None if they are not whole. `rows` are the tables' sizes."""
     with suppress(CheckpointError):
         catalog, found = read_catalog(prefix), {}
         for name, count in rows.items():
@@ -144,12 +159,12 @@ _NONE = np.empty(0, np.int64)
 
 
 def _bytes(rows: int) -> int:
-    """How many bytes a bit for each row takes."""
+    """Return how many bytes a bit for each row takes."""
     return -(-rows // 8)
 
 
 def _with(found: Array, ids: Array, rows: int) -> Array:
-    """Rows of a table, and others, whose numbers increase. Bits may be set in place."""
+    """Return the found rows with more, `ids`, which increase; bits are set in place."""
     if found.dtype != np.uint8:
         new = ids[~among(ids, found)]
         if (len(found) + len(new)) * ids.itemsize <= _bytes(rows):
@@ -174,7 +189,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 def _count(found: Array) -> int:
-    """How many rows there are."""
+    """Count the rows."""
     if found.dtype != np.uint8:
         return len(found)
     blocks = (found[start : start + _BLOCK_BYTES] for start in range(0, len(found), _BLOCK_BYTES))

@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,24 +19,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.bundle.mapped_tables import move_tries
-from exporter.catalog import Catalog, SliceRef, SliceSpec
-from exporter.checkpoint.tensor_bundle import BundleWriter, encode_index, index_path, read_catalog, shard_path
-from exporter.delta.delta_files import DeltaTensors
-from exporter.delta.format import Schema, ServedVariable
-from exporter.delta.layered_state import LayeredState
-from exporter.delta.merge_deltas import copied_value, newest_value
-from exporter.delta.newest_rows import Merge, NewestRows, table_sections
-from exporter.delta.row_reader import RowReader, SliceOrder
-from exporter.delta.spans import Position, Span
+from exporter.catalog import Catalog, SliceSpec
+from exporter.checkpoint.tensor_bundle import read_catalog
+from exporter.delta.merge_base import BaseMerger
+from exporter.delta.spans import Position, merged
 from exporter.errors import CorruptFile, ManifestError
 from exporter.graph.saved_model import read_saved_model
-from exporter.jobs.runner import Runner
-from exporter.jobs.shard_job import Place, Placed, ShardJob, Sources, Stored, stored_runs, tensors_of
-from exporter.jobs.task import Range
-from exporter.mapping.mapping_spec import MappingSpec
+from exporter.jobs.shard_job import stored_runs
 from exporter.options import LOCALLY, Jobs
-from exporter.pipeline.log_maintenance import past_given_up, position_of_merger, runner_for, undisturbed
-from exporter.pipeline.newest_base import row_blocks
+from exporter.pipeline.log_maintenance import position_of_merger, runner_for, skip_abandoned, undisturbed
 from exporter.pipeline.restoration import approved_by_canary
 from exporter.publish.commit import PublishedVersion, ReservedPosition, Staging, publish_version
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogBase, LogDelta
@@ -56,177 +45,11 @@ from exporter.storage.layout import (
     VARIABLES_PREFIX,
 )
 from exporter.subgraph.make_updatable import UPDATE_SIGNATURE
-from exporter.terminal.progress import Progress, ProgressFactory, no_progress
+from exporter.terminal.progress import ProgressFactory, no_progress
 from exporter.verify.version_files import verify_bytes, verify_file, verify_files
 from exporter.version import __version__
 from exporter.wire import tensor_proto
-from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
-
-
-class BaseMerger:
-    """The variables of a base, `stored`, with `deltas` applied on top, oldest first.
-
-    Those that servers map, `mapped`, get files of their own.
-    """
-
-    def __init__(
-        self,
-        bundle: Path,
-        mapping_spec: MappingSpec,
-        schema: Schema,
-        stored: Mapping[str, RowReader],
-        deltas: Sequence[DeltaTensors],
-        *,
-        task_bytes: int,
-        mapped: Collection[str] = (),
-        hint: str = "",
-    ) -> None:
-        self._prefix = bundle / VARIABLES_PREFIX
-        self._sources = mapping_spec.sources()
-        self._variables = {variable.name: variable for variable in schema.variables}
-        self._stored, self._deltas = stored, deltas
-        self._mapped = mapped
-        self._files = Sources(hint)
-        self._left: list[tuple[str, SliceSpec | None, str]] = []
-        self._job = ShardJob(Merge, self._files, self._places(task_bytes), task_bytes)
-        self.tasks = self._job.tasks
-
-    @property
-    def bytes_(self) -> int:
-        """Bytes that tasks read."""
-        return self._job.bytes_
-
-    def write(
-        self,
-        stack: ExitStack,
-        runner: Runner,
-        state: Callable[[], LayeredState],
-        progress: Progress | None = None,
-    ) -> None:
-        """Write `variables/`. A job that is kept ends with the stack.
-
-        `state` has the values of what lies in the base in boxes that are no ranges of rows: no task's.
-        """
-        self._prefix.parent.mkdir()
-        others = bool(self._left) or not self.tasks
-        placed = self._job.run(stack, runner, self._prefix, behind=others, progress=progress).placed
-        left = self._write_left(state) if others else ()
-        tensors = list(tensors_of((*self._boxes(placed), *left)))
-        index_path(self._prefix).write_bytes(encode_index(tensors, self.tasks + others))
-
-    def _places(self, task_bytes: int) -> Iterator[Place[str]]:
-        """What tasks write, by the names of variables."""
-        for source in self._sources:
-            if not source.variables:  # the keys or values of a lookup table
-                yield from self._copied(source.key, source.key, None)
-            for part in source.variables:
-                variable = self._variables[part.served_name]
-                runs = self._runs(variable) if variable.is_table else []
-                if not runs:
-                    yield from self._copied(variable.name, source.key, part.part and source.stored(part.part))
-                    continue
-                is_mapped = variable.name in self._mapped  # from one file: one task writes all of it
-                sections = table_sections(
-                    variable,
-                    self._deltas,
-                    self._files,
-                    packing=None,
-                    task_bytes=sys.maxsize if is_mapped else task_bytes,
-                    base=runs,
-                )
-                yield from (Place(section, variable.name, alone=is_mapped) for section in sections)
-
-    def _copied(self, name: str, key: str, part: SliceSpec | None) -> Iterator[Place[str]]:
-        """What is served whole: as the newest delta has it, else the base."""
-        copied = newest_value(name, self._deltas) if not self._variables[name].is_table else None
-        reader = self._stored[name]
-        if copied is None and reader.extent is not None:
-            run = next((run.part for run in reader.runs if run.extent == reader.extent), None)
-            copied = Stored(reader.catalog, reader.tensor, run)
-        if copied is None:
-            self._left.append((key, part, name))
-        else:
-            yield copied_value(name, copied, self._files)
-
-    def _runs(self, variable: ServedVariable) -> list[tuple[int, Range]]:
-        """The rows of a table as runs of whole rows in the base; none if they do not lie so."""
-        reader = self._stored[variable.name]
-        tensor, box = reader.tensor, reader.box
-        if reader.order != SliceOrder() or reader.dtype is not tensor.dtype or not _has_whole_rows(box):
-            return []
-        runs: list[tuple[int, Range]] = []
-        at, end = box.starts[0], box.starts[0] + box.lengths[0]
-        for spec, stored in stored_runs(reader.catalog, tensor):
-            first, count = spec.starts[0], spec.lengths[0]
-            if not _has_whole_rows(spec):
-                return []
-            low, high = max(first, at), min(first + count, end)
-            if low >= high:
-                continue
-            if low != at:
-                return []
-            whole = self._files.range_of(stored)
-            row = whole.size // count
-            run = Range(whole.input, whole.offset + (low - first) * row, (high - low) * row)
-            runs.append((high - low, run))
-            at = high
-        return runs if at == end else []
-
-    def _write_left(self, state: Callable[[], LayeredState]) -> Iterator[tuple[str, DType, SliceRef]]:
-        """Write the shard of what no task writes; its tensors by key, dtype and box."""
-        aside = self._prefix.with_name("left")
-        values = state()
-        with BundleWriter(aside) as writer:
-            for key, part, name in self._left:
-                variable = self._variables[name]
-                if variable.is_table:
-                    values.stored[name].fetch()  # it is read twice: for its checksums, and to be written
-                    values.check([name])
-                    writer.add_chunks(key, variable.dtype, variable.shape, row_blocks(values, variable), part)
-                else:
-                    writer.add(key, values.whole(name), part)
-        shard_path(aside, 0, 1).rename(shard_path(self._prefix, self.tasks, self.tasks + 1))
-        index_path(aside).unlink()
-        for tensor in writer.tensors:
-            whole = [SliceRef(SliceSpec.whole(tensor.shape), tensor.extent)] if tensor.extent else []
-            for part_ in (*tensor.slices, *whole):
-                assert part_.extent is not None
-                extent = replace(part_.extent, shard=self.tasks)
-                yield tensor.name, tensor.dtype, SliceRef(part_.spec, extent)
-
-    def _boxes(self, placed: Sequence[Placed[str]]) -> Iterator[tuple[str, DType, SliceRef]]:
-        """What tasks wrote, by key, dtype and box."""
-        found: dict[str, list[Placed[str]]] = defaultdict(list)
-        for each in placed:
-            found[each.place.what].append(each)
-        for source in self._sources:
-            parts = [(v.served_name, v.part and source.stored(v.part)) for v in source.variables]
-            for name, part in parts or [(source.key, None)]:
-                for each in found.get(name, ()):
-                    box = part or SliceSpec.whole(self._shape(each, name))
-                    section = each.place.section
-                    if isinstance(section, NewestRows):
-                        box = _rows_of_box(box, section.low, section.high)
-                    yield source.key, self._variables[name].dtype, SliceRef(box, each.extents[0])
-
-    def _shape(self, each: Placed[str], name: str) -> tuple[int, ...]:
-        """The shape of a variable; of the contents of a lookup table that which they have now."""
-        variable, copied = self._variables[name], each.place.copied
-        if variable.contents is None or copied is None:
-            return variable.shape
-        is_of_base = copied.catalog is self._stored[name].catalog
-        return copied.tensor.shape[0 if is_of_base else 1 :]
-
-
-def _has_whole_rows(box: SliceSpec) -> bool:
-    return bool(box.full_shape) and box.lengths[1:] == box.full_shape[1:]
-
-
-def _rows_of_box(box: SliceSpec, low: int, high: int) -> SliceSpec:
-    starts = (box.starts[0] + low, *box.starts[1:])
-    return SliceSpec(box.full_shape, starts, (high - low, *box.lengths[1:]))
-
 
 FIRST_POSITION = "first_position"
 """The constant of the incremental subgraph that holds position and step of its base, and -1."""
@@ -250,7 +73,7 @@ class Rebasing(Struct, frozen=True):
 
 
 def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebasing | None:
-    """What `rebase` would do now; the deltas are read and checked, the base's values are not.
+    """Return what `rebase` would do now; the deltas are read and checked, the base's values are not.
 
     Raises:
         ModelHeld, CheckpointError, PositionMoved: as `rebase`.
@@ -264,7 +87,7 @@ def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebasing | No
             return None
         log.state(at.position)
         chain = log.chain(log.base.at.position, at.position)
-        _require_finite(log, chain)
+        require_merger_finite(log, chain, merged(chain))
         position = position_of_merger(log, model / str(at.position)) if at == log.at else at.position
         path, deltas = model / str(position), len(chain) + (position != at.position)
         tasks = _merger(log, chain, path, jobs).tasks
@@ -308,11 +131,11 @@ def _rebase(
     if base.at.position >= newest.at.position:
         return None
     if newest.at == log.at:
-        log = past_given_up(log, model / str(newest.at.position))
+        log = skip_abandoned(log, model / str(newest.at.position))
         newest = _newest_approved(log)
     at, trained = newest.at, newest.entry.trained
     chain = log.chain(base.at.position, at.position)
-    _require_finite(log, chain)
+    require_merger_finite(log, chain, merged(chain))
     with Staging(model) as staging, writing(staging.path), ExitStack() as stack:
         merger = _merger(log, chain, staging.path, jobs)
         with progress("merging", merger.bytes_) as bar:
@@ -342,13 +165,8 @@ def _rebase(
         return Rebased(published, len(chain), merger.tasks)
 
 
-def _require_finite(log: DeltaLog, chain: Sequence[LogDelta]) -> None:
-    """Refuse a base with values that servers of the base before have refused."""
-    require_merger_finite(log, chain, Span(chain[0].start, chain[-1].end))
-
-
 def _merger(log: DeltaLog, chain: Sequence[LogDelta], bundle: Path, jobs: Jobs) -> BaseMerger:
-    """What writes the variables of the log's base with deltas applied on top."""
+    """Return the writer of the base's variables with the deltas of `chain` applied on top."""
     return BaseMerger(
         bundle,
         log.base.entry.mapping_spec,
@@ -367,7 +185,7 @@ def _mapped_tables(base: LogBase) -> tuple[MappedTable, ...]:
 
 
 def _mapped_again(base: LogBase, written: Catalog, position: int) -> MappedRecord | None:
-    """What servers map of the new base: the same tables, from other files, under another id."""
+    """Return the record of the new base's mapped tables: the same ones, in other files, with another id."""
     record = base.manifest.mapped
     if record is None or not record.tables:
         return record
@@ -388,7 +206,7 @@ def _mapped_again(base: LogBase, written: Catalog, position: int) -> MappedRecor
 
 
 def _newest_approved(log: DeltaLog) -> LogBase | LogDelta:
-    """What leads to the newest position that no canary has yet to approve, nor has failed."""
+    """Return the base or delta that leads to the newest position; under a canary, to the newest approved."""
     approved = approved_by_canary(log)
     return log.newest if approved is None or approved >= log.at.position else log.standing(approved)
 
@@ -396,7 +214,7 @@ def _newest_approved(log: DeltaLog) -> LogBase | LogDelta:
 def _copy_graph(
     log_base: LogBase, bundle: Path, position: int, step: int, mapped: MappedRecord | None
 ) -> None:
-    """Copy everything of a base but its variables, at another position, with other files to map."""
+    """Copy a base without its variables, for another position, and other files to map."""
     base = log_base.path
     for file in log_base.manifest.files:  # the new manifest would vouch for what is damaged here
         if not file.path.startswith(f"{VARIABLES_DIRECTORY}/"):
@@ -425,7 +243,7 @@ def _copy_graph(
 
 
 def _first_position(saved_model: Proto) -> Proto | None:
-    """The node that holds the base's position: in the scope of the update signature, whatever that is called.
+    """Find the constant with the base's position, in the scope of the update signature; None without one.
 
     The subgraph gets another scope where the user's own model has one called `incremental`.
     """

@@ -93,7 +93,7 @@ class Restoration(Struct, frozen=True):
 
     @property
     def is_rollback(self) -> bool:
-        """True if the model is held where it leads."""
+        """True if the model is held at the position that is published."""
         return self.made is DeltaOrigin.ROLLBACK
 
 
@@ -118,7 +118,7 @@ class Restorer(ABC):
         self.at, self.log, self.hold = at, log, hold
 
     def rollback_of(self, to: int) -> Restoration:
-        """What leads to the values of `to` again."""
+        """Return the rollback that leads to the values of `to`; UsageError, or ModelHeld, if none may."""
         at = self.at.position
         if to == at:
             raise UsageError(
@@ -131,24 +131,24 @@ class Restorer(ABC):
         return Restoration(to, DeltaOrigin.ROLLBACK, earlier, is_canaried=is_canaried)
 
     def _require_judged(self, to: int) -> bool:
-        """Refuse values that a canary did not let pass; True if a canary decides at all."""
+        """Refuse values that a canary has failed; True if a canary decides about the model."""
         return False
 
     @abstractmethod
     def before_rollbacks(self) -> int | None:
-        """Where the model stood before the first rollback that nothing was published on; None without one."""
+        """Return where the model stood before the first rollback still in force; None without one."""
 
     @abstractmethod
     def leads_back_to(self, position: int) -> bool:
-        """True if the newest publication has restored the values of this position."""
+        """True if the newest publication restored the values of this position."""
 
     def approved_by_canary(self) -> int | None:
-        """How far a canary approved what is published, also where a rollback holds it there."""
+        """Return how far a canary approved the log, also if a rollback holds it there; None without one."""
         return None
 
     @abstractmethod
     def plan(self, restoration: Restoration) -> Planned:
-        """What `publish` would do; what it would read is read and checked, and nothing is written."""
+        """Return what `publish` would do; its input is read and checked, and nothing is written."""
 
     @abstractmethod
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta | PublishedVersion:
@@ -180,10 +180,7 @@ class DeltaRestorer(Restorer):
         return is_judged
 
     def before_rollbacks(self) -> int | None:
-        """As `Restorer.before_rollbacks`.
-
-        A rollback says it, or, of an earlier release, begins where the log stood before.
-        """
+        """As `Restorer.before_rollbacks`; those of earlier releases begin where the log stood before."""
         at: LogBase | LogDelta = self.published.newest
         before = None
         while isinstance(at, LogDelta) and at.entry.made is DeltaOrigin.ROLLBACK:
@@ -246,9 +243,9 @@ class DeltaRestorer(Restorer):
         return publish_changes(log, staging, changes, what, last=log.last, under_lock=how)
 
     def _require_room(self, restoration: Restoration) -> None:
-        """Refuse what servers have no room for: rows that changed before the base may come back now.
+        """Refuse rows that servers have no room for: those that changed before the base may come back now.
 
-        Only a base that maps tables costs anything here: for all others the hold comes first.
+        Nothing is read unless the base maps tables: the hold must not wait.
         """
         overlaid = OverlaidRows.of(self.published)
         for delta in self._since(restoration) if overlaid.room else ():
@@ -263,9 +260,9 @@ class DeltaRestorer(Restorer):
             raise
 
     def _span(self, restoration: Restoration) -> Span:
-        """The positions between which it leads.
+        """Return the span of the restoring delta.
 
-        A rollback's delta starts early enough that no server can take a merged delta past these values first.
+        A rollback's starts so early that no server can take a merged delta past these values first.
         """
         log, of = self.published, restoration.of
         start = log.at.position
@@ -274,14 +271,14 @@ class DeltaRestorer(Restorer):
         return Span(start, next_delta_position(log, None))
 
     def _since(self, restoration: Restoration) -> tuple[LogDelta, ...]:
-        """The deltas whose rows a restoration takes back."""
+        """Return the deltas whose rows a restoration takes back; PositionUnknown if none leads on."""
         chain = self.published.chain(min(restoration.of, self._span(restoration).start))
         if not chain:
             raise PositionUnknown(f"no delta leads on from position {restoration.of}")
         return chain
 
     def _stop_at(self, to: int, staging: Staging) -> None:
-        """Hold the log at `to`, if it is not held before that already."""
+        """Hold the log at `to`, unless it is held at an earlier position."""
         try:
             held = self.hold.read()
         except ManifestError:
@@ -290,7 +287,7 @@ class DeltaRestorer(Restorer):
             self.hold.put(to, staging)
 
     def _instead(self, restoration: Restoration) -> str:
-        """What helps where the values that are to come back are refused by the model."""
+        """Return the hint for values that the model, which wants finite ones, refuses."""
         model = self.published.model
         if restoration.is_rollback:
             return f"go back further: export-model history {quoted(model)} lists the positions"
@@ -298,7 +295,7 @@ class DeltaRestorer(Restorer):
 
 
 def is_canaried(log: DeltaLog) -> bool:
-    """True if a canary's hold stands, or stood when the log was rolled back to where it is held."""
+    """True if a canary's hold stands, or stood when the log was rolled back."""
     if log.hold.is_canary or not log.hold.binds:
         return log.hold.is_canary
     try:
@@ -309,12 +306,12 @@ def is_canaried(log: DeltaLog) -> bool:
 
 
 def approved_by_canary(log: DeltaLog) -> int | None:
-    """How far a canary approved the log, also where a rollback holds it there; None if there is no canary."""
+    """Return how far a canary approved the log, also where a rollback holds it there; None without one."""
     return log.hold.read() if is_canaried(log) else None
 
 
 def packing_of(headers: Iterable[DeltaHeader]) -> DeltaDtype | None:
-    """How the newest of these that is packed is: what is made of them holds rows that pack so, too."""
+    """Return the packing of the newest packed delta: what is made of these holds rows that pack so."""
     return next((header.packing for header in reversed(list(headers)) if header.packing), None)
 
 
@@ -376,13 +373,13 @@ class VersionRestorer(Restorer):
         return publish_version(staging, draft, permission=Permission(despite_hold=True), is_locked=True)
 
     def _next(self, manifest: Manifest) -> int:
-        """The number of the version that `publish_version` makes of this one."""
+        """Return the number that `publish_version` will give this one."""
         last = last_position(self._model, self._versions)
         newest = greatest(self._versions[0].version, taken(self._model).version)
         return VersionRule().choose(manifest.step, newest=newest, last=last, now=0)[0]
 
     def _whole(self, number: int) -> Manifest:
-        """The manifest of a version, all of whose bytes were compared with it."""
+        """Read a version's manifest, and compare all of the version's bytes with it."""
         ours = [child for child in self._versions if child.has_manifest]
         found = next((child for child in ours if child.version == number), None)
         if found is None:
@@ -411,6 +408,7 @@ class VersionRestorer(Restorer):
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
+    """Link a published file, or copy it where that is impossible; an object is fetched first."""
     mirror.fetch(source)  # a link to a file that stands for an object would be empty
     try:
         os.link(source, target, follow_symlinks=False)

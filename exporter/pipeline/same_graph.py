@@ -29,7 +29,7 @@ from exporter.storage.layout import ASSETS_DIRECTORY, CACHES_DIRECTORY, SOURCES_
 
 
 class SourceFiles(Struct):
-    """What is known of the files behind a log's graph; losing it costs time, or a note.
+    """Paths and digests of the files behind a log's graph; losing them costs time, or a note.
 
     `places` says where the file of each asset is. `graph` is the digest of a finished graph's file that
     differs from the base's, and was found to hold the same inference graph.
@@ -41,7 +41,7 @@ class SourceFiles(Struct):
 
     @classmethod
     def read(cls, log: Path) -> SourceFiles:
-        """What was kept beside a log."""
+        """Read what was kept beside a log; empty if there is nothing, or it is damaged."""
         with suppress(OSError, ValueError, KeyError, AttributeError, RecursionError):
             found = json.loads((log / SOURCES_FILE).read_bytes())
             places = {str(name): Path(str(path)) for name, path in found["places"].items()}
@@ -49,7 +49,7 @@ class SourceFiles(Struct):
         return cls()
 
     def save(self, log: Path) -> None:
-        """Keep it; what is published does not depend on it, so no failure here is its own."""
+        """Keep it beside a log. Errors are passed over: what is published does not depend on it."""
         document = {
             "places": {name: str(path.absolute()) for name, path in self.places.items()},
             "graph": self.graph,
@@ -63,19 +63,19 @@ class SourceFiles(Struct):
 
 
 class SameGraph(Struct, frozen=True):
-    """What a comparison found: `said` for a person; `files` are to be saved where a delta is published."""
+    """A comparison's result in words, `said`, and files to save once a delta is published."""
 
     said: str = ""
     files: SourceFiles | None = None
 
     def save(self, log: Path) -> None:
-        """Keep what was found, if it is new."""
+        """Keep the files beside a log, if they are new."""
         if self.files is not None:
             self.files.save(log)
 
 
 def check_same_graph(log: DeltaLog, request: ExportRequest, catalog: Catalog) -> SameGraph:
-    """Refuse a delta of another graph or vocabulary."""
+    """Compare graph and table files with the base's; SchemaChanged if they differ."""
     if request.verify is Verify.OUTPUTS:
         raise UsageError(
             "--verify outputs compares a whole model, a delta has no answers of its own",
@@ -108,7 +108,7 @@ def check_same_graph(log: DeltaLog, request: ExportRequest, catalog: Catalog) ->
 
 
 def _check_built(base: str, origin: GraphOrigin, asked: GraphRequest) -> SameGraph:
-    """Build the graph again, which runs a builder and imports TensorFlow, and compare all of it."""
+    """Build the graph again, by the builder and TensorFlow, and compare all of it with the base's."""
     if asked.model is None:
         raise UsageError("--check-graph: nothing says what to build", hint="name the model again: --model")
     _, differences = _compare_built(origin, asked, SourceFiles())
@@ -118,6 +118,7 @@ def _check_built(base: str, origin: GraphOrigin, asked: GraphRequest) -> SameGra
 
 
 def _mismatch(base: str, differences: list[str]) -> SchemaChanged:
+    """Return the error to raise."""
     return SchemaChanged(
         f"the graph or its files are not those {base}",
         cause="; ".join(dict.fromkeys(differences)),
@@ -128,7 +129,7 @@ def _mismatch(base: str, differences: list[str]) -> SchemaChanged:
 def _source_files(
     origin: GraphOrigin, asked: GraphRequest, before: SourceFiles
 ) -> tuple[SourceFiles, list[str]]:
-    """The files behind the graph that is asked for, and how a finished graph differs from the base's."""
+    """Return the files behind the requested graph, and how a finished one differs from the base's."""
     try:
         digest = origin.finished_graph(asked, before.digests)
     except OSError as error:
@@ -149,7 +150,7 @@ def _source_files(
 def _compare_finished(
     origin: GraphOrigin, asked: GraphRequest, files: SourceFiles
 ) -> tuple[SourceFiles, list[str]]:
-    """Other bytes may hold the same inference graph: read it, which needs no TensorFlow."""
+    """Compare a finished graph of other bytes, which may be the same inference graph; needs no TensorFlow."""
     if is_archive(Path(str(asked.model))):
         return files, [f"{asked.model} describes another model"]
     try:
@@ -163,7 +164,7 @@ def _compare_finished(
 def _compare_built(
     origin: GraphOrigin, asked: GraphRequest, files: SourceFiles
 ) -> tuple[SourceFiles, list[str]]:
-    """Compare the inference graph that is asked for, and its files, with the base's."""
+    """Load the requested inference graph; return its files, and how graph or files differ from the base's."""
     from exporter.graph.load import load_graph
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -176,7 +177,7 @@ def _compare_built(
 
 
 def _completed(asked: GraphRequest, options: Mapping[str, Any], scratch: Path) -> GraphRequest:
-    """The request with the base's options, which need not be given again."""
+    """Return the request with the base's options for those that are not given."""
     signatures = asked.signatures
     if signatures is None and "--signatures" in options:
         signatures = scratch / "signatures.json"

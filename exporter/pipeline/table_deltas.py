@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.catalog import Catalog
-from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, meant
+from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, find_variable
 from exporter.delta.format import Change, Schema
 from exporter.delta.layered_state import CheckedFiles, LayeredState
 from exporter.delta.table_changes import KeyedChange, ServedTable, compared, upserted
@@ -30,7 +30,7 @@ class TableChanges(Struct, frozen=True):
 
 
 def ordinary(schema: Schema, mapping_spec: MappingSpec) -> Schema:
-    """The variables of a schema that are not a dynamic table's."""
+    """Return the schema without the variables of dynamic tables."""
     if not mapping_spec.dynamic:
         return schema
     others = {key for table in mapping_spec.dynamic for key in table.keys}
@@ -38,16 +38,17 @@ def ordinary(schema: Schema, mapping_spec: MappingSpec) -> Schema:
 
 
 def without_index(changes: Mapping[str, Change], mapping_spec: MappingSpec) -> dict[str, Change]:
-    """The changes but for those of dynamic tables' indexes, which a person does not count as rows."""
+    """Return the changes without those of dynamic tables' indexes, which people do not count as rows."""
     index = {key for table in mapping_spec.dynamic for key in table.keys[:-1]}
     return {name: change for name, change in changes.items() if name not in index}
 
 
 def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChanges:
-    """What leads the log's dynamic tables to the trainer's state.
+    """Return the changes that lead the log's dynamic tables to the trainer's state.
 
-    DeepRec's increments do not report deletions: these come with a comparison, when there is another full
-    checkpoint. What is published is checked before anything is placed by it.
+    They are those that increments report, else the differences of keys and rows. DeepRec's increments report
+    no deletions: these come with the comparison, after the next full checkpoint. The published index is
+    checked before anything is placed by it.
     """
     if not log.base.entry.mapping_spec.dynamic:
         return TableChanges({})
@@ -57,9 +58,9 @@ def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableC
 
 
 def has_room(log: DeltaLog, trainer: TrainerState) -> bool:
-    """True if this log began with the trainer's full checkpoint, and with room for all increments since.
+    """True if the log began with the trainer's full checkpoint, and with room for all increments since.
 
-    Where such a log has a full table nevertheless, as keys crowd in its index, another base would have one.
+    If a table of such a log is full, because keys crowd in its index, it would be full in a new base, too.
     """
     if log.base.entry.trained.checkpoint != trainer.plan.target.checkpoint:
         return False
@@ -69,14 +70,14 @@ def has_room(log: DeltaLog, trainer: TrainerState) -> bool:
     for table in spec.dynamic:
         name = spec.trained_name(table)
         room = shapes[table.keys[2]][0] - table.defaults - 1
-        variable = meant(known, name)
+        variable = find_variable(known, name)
         if variable is not None and variable.rows + awaited[variable.name] > room:
             return False
     return True
 
 
 class _Table(Struct, frozen=True):
-    """A dynamic table: as the log has it, as the trainer's checkpoint has it, and its published variables."""
+    """A dynamic table: in the log's mapping, in the trainer's checkpoint, and as published."""
 
     table: DynamicTable
     variable: EmbeddingVariable
@@ -84,10 +85,11 @@ class _Table(Struct, frozen=True):
 
 
 def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: LayeredState) -> Iterator[_Table]:
+    """Yield the dynamic tables; SchemaChanged if the checkpoint lacks one or has rows of another kind."""
     known = embedding_variables(catalog)
     for table in spec.dynamic:
         name = spec.trained_name(table)
-        if (variable := meant(known, name)) is None:
+        if (variable := find_variable(known, name)) is None:
             raise SchemaChanged(f"{catalog.prefix.name} has no embedding variable {name!r}, which is served")
         if (variable.value_dtype, variable.dim) != (table.value_dtype, table.dim):
             raise SchemaChanged(
@@ -98,7 +100,7 @@ def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: Laye
 
 
 def _told(log: DeltaLog, trainer: TrainerState) -> dict[str, Change]:
-    """What increments change of the published tables, whose index is checked first."""
+    """Return the table changes that increments report; the published index is checked first."""
     spec = log.base.entry.mapping_spec
     published = log.state(only={key for table in spec.dynamic for key in table.keys})
     _check_index(log, published, spec)
@@ -108,9 +110,10 @@ def _told(log: DeltaLog, trainer: TrainerState) -> dict[str, Change]:
 def told_changes(
     spec: MappingSpec, schema: Schema, published: LayeredState, trainer: TrainerState, since: str | None
 ) -> dict[str, Change]:
-    """What increments report of the dynamic tables, but for rows that the one that `since` names held too.
+    """Return the table changes of increments after the increment `since` (None: of all).
 
-    `published` is read at any places, so it must have been checked.
+    Rows that `since` held with the same values are left out. `published` is read at any place, so it must
+    have been checked.
     """
     if not trainer.plan.increments or not spec.dynamic:
         return {}
@@ -121,7 +124,7 @@ def told_changes(
     for name, change in told.items():
         rows, served = change.rows, tables[name].served
         is_new = served.find(rows.keys) < 0
-        wanted = ~is_new | (is_new & spec.rules.admission.enough(rows.freqs))
+        wanted = ~is_new | (is_new & spec.admission.enough(rows.freqs))
         if name in before:
             wanted &= is_new | ~rows.same_as(before[name])
         if wanted.any() or len(change.removed):
@@ -131,7 +134,7 @@ def told_changes(
 
 
 def _told_of(trainer: TrainerState, tables: Iterable[_Table]) -> dict[str, KeyedChange]:
-    """What the trainer's increments report of tables, by the checkpoint's names."""
+    """Return what the trainer's increments report of tables, merged, by the checkpoint's names."""
     known = {each.variable.name: each.variable for each in tables}
     told = keyed_changes_of(trainer.plan.increments, known.keys())
     for name, change in told.items():
@@ -145,9 +148,9 @@ def _told_of(trainer: TrainerState, tables: Iterable[_Table]) -> dict[str, Keyed
 
 
 def note_index_written(base: LogBase, log: Path) -> None:
-    """Note that the index of a base's tables is as its checksums say, which were taken while it was written.
+    """Note that a base's table indexes are checked: their checksums were taken while they were written.
 
-    So the first delta need not read all of it, however small it is.
+    So the first delta need not read all of them, however small it is.
     """
     tables = base.entry.mapping_spec.dynamic
     with suppress(CheckpointError, OSError):
@@ -159,7 +162,7 @@ def note_index_written(base: LogBase, log: Path) -> None:
 
 
 def _check_index(log: DeltaLog, published: LayeredState, spec: MappingSpec) -> None:
-    """Verify what leads to the rows, unless it was verified before and its files are as they were."""
+    """Verify the checksums of the tables' indexes, unless that was done and their files are the same."""
     files = CheckedFiles.of(log.path / CHECKED_DIRECTORY, published.stored.values())
     published.trust(known := files.known(published.stored.values()))
     published.check(name for table in spec.dynamic for name in table.keys[:-1])
@@ -168,7 +171,7 @@ def _check_index(log: DeltaLog, published: LayeredState, spec: MappingSpec) -> N
 
 
 def _compared(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChanges:
-    """The differences between the trainer's keys and rows and those that are published."""
+    """Compare the trainer's keys and rows with those that are published."""
     spec, published = log.base.entry.mapping_spec, log.state()
     tables = [*_tables(spec, log.schema, trainer.catalog, published)]
     told = _told_of(trainer, tables)
@@ -178,7 +181,7 @@ def _compared(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChang
         each.served.check()
         over, dtype = told.get(each.variable.name), each.served.row_values.dtype
         layer = () if over is None else (over.rows, over.removed)
-        now = TrainedTable.read(trainer.catalog, each.variable, dtype, spec.rules.admission, *layer)
+        now = TrainedTable.read(trainer.catalog, each.variable, dtype, spec.admission, *layer)
         changes |= compared(each.served, now, scratch)
         size += len(now.keys) * each.served.row_bytes
     return TableChanges(changes, size)

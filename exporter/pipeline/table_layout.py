@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.admission import Admission
-from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, meant
+from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, find_variable
 from exporter.errors import CheckpointError, MissingTensors, ShapeMismatch, UsageError
 from exporter.graph.inference_graph import GraphDynamicTable, GraphVariable, InferenceGraph, PartitionStrategy
-from exporter.graph.tables import with_table_shapes
+from exporter.graph.lookup_tables import with_table_shapes
 from exporter.increments.keyed_changes import keys_to_come
 from exporter.jobs.runner import Job, Runner
 from exporter.mapping.build import VariableMapping, build_mapping
@@ -31,18 +31,22 @@ DEFAULT_HEAD_ROOM = 0.25
 
 
 class WrittenTables(Struct, frozen=True):
-    """A mapping to tensors that are there now, and the job that built indexes."""
+    """A mapping to tensors that are written, indexes of tables among them, and the job that built these."""
 
     mapping: VariableMapping
     job: Job
 
 
 def lay_out_tables(
-    graph: InferenceGraph, catalog: Catalog, rules: MappingRules, head_room: float | None
+    graph: InferenceGraph,
+    catalog: Catalog,
+    rules: MappingRules,
+    admission: Admission,
+    head_room: float | None,
 ) -> tuple[InferenceGraph, TableLayout | None]:
-    """The graph with the sizes of its dynamic tables, and the checkpoint laid out for them."""
+    """Size the graph's dynamic tables by the checkpoint; return the graph, and a layout if it has tables."""
     if not graph.dynamic_tables:
-        if not rules.admission.is_everyone:
+        if not admission.is_everyone:
             raise UsageError(
                 "--min-freq and --max-age-steps choose keys of dynamic tables, and the graph has none",
                 hint="leave them out",
@@ -59,7 +63,7 @@ def lay_out_tables(
     known = embedding_variables(catalog)
     awaited = _awaited_keys(catalog)
     plans = [_plan(table, known, catalog, rules, head_room, awaited) for table in graph.dynamic_tables]
-    rules.admission.require_recorded(catalog, tuple(plan.variable for plan in plans))
+    admission.require_recorded(catalog, tuple(plan.variable for plan in plans))
     layout = lay_out(catalog, plans)
     return with_table_shapes(graph, layout.shapes), layout
 
@@ -67,7 +71,7 @@ def lay_out_tables(
 def map_laid_out(
     graph: InferenceGraph, catalog: Catalog, layout: TableLayout | None, rules: MappingRules
 ) -> VariableMapping:
-    """The mapping of a graph's variables, those of its tables among them."""
+    """Map a graph's variables, those of its laid out tables among them."""
     if layout is None:
         return build_mapping(graph, catalog, rules)
     # A table's slices are in the order of its rows.
@@ -85,9 +89,9 @@ def write_tables(
     runner: Runner,
     progress: Progress,
 ) -> WrittenTables:
-    """Write what the tables of a mapping need beside the checkpoint's own tensors.
+    """Write the tables' indexes, and rows that cannot be linked; return the mapping with these tensors.
 
-    What is new is written under `directory`, which is made, or where the runner keeps jobs.
+    They are written under `directory`, which is made, or where the runner keeps jobs.
     """
     with writing(directory):
         directory.mkdir()
@@ -97,11 +101,11 @@ def write_tables(
 
 
 def unmatched_with(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Unmatched:
-    """What a graph and a checkpoint leave unmatched; a table stands for all tensors that it is made of."""
+    """Find unmatched variables and tensors; a table stands for all tensors that it is made of."""
     known = embedding_variables(catalog) if graph.dynamic_tables else {}
     lost, taken = [], set[str]()
     for table in graph.dynamic_tables:
-        found = meant(known, rules.renamed(table.name) or table.name)
+        found = find_variable(known, rules.renamed(table.name) or table.name)
         if found is not None and (found.dim, found.value_dtype) == (table.dim, table.value_dtype):
             own = [found, *(each for each in known.values() if each.slot_of == found.name)]
             taken |= {name for each in own for part in each.parts for name in part.tensor_names}
@@ -116,7 +120,7 @@ def unmatched_with(graph: InferenceGraph, catalog: Catalog, rules: MappingRules)
 
 
 def _leftover(table: GraphDynamicTable, known: Mapping[str, EmbeddingVariable]) -> Leftover:
-    """A table that the checkpoint lacks, and embedding variables of its kind."""
+    """Return a table that the checkpoint lacks, with the embedding variables of its kind."""
     like = [
         variable
         for variable in known.values()
@@ -138,8 +142,9 @@ def _plan(
     head_room: float,
     awaited: Mapping[str, int],
 ) -> TablePlan:
+    """Plan a table with room for more keys; MissingTensors, or ShapeMismatch, if none is its like."""
     name = rules.renamed(table.name) or table.name
-    found = meant(known, name)
+    found = find_variable(known, name)
     if found is None:
         near = get_close_matches(name, known, n=3, cutoff=0.4) or list(known)[:3]
         raise MissingTensors(
@@ -156,10 +161,9 @@ def _plan(
 
 
 def _awaited_keys(catalog: Catalog) -> Counter[str]:
-    """How many keys of each table the increments on top of a checkpoint hold.
+    """Count the keys of each table in the increments on top of a checkpoint; 0 if these are damaged.
 
-    Some may be new: without room for them a base could not take its first delta. A damaged increment is
-    no matter of this export.
+    Some may be new: without room for them a base could not take its first delta.
     """
     try:
         return keys_to_come(catalog)

@@ -24,9 +24,9 @@ from exporter.wire.protos import Proto
 
 
 def require_graph(request: ExportRequest, catalog: Catalog) -> None:
-    """Have a watch wait for the graph, which a Saver writes after all else, if nothing else is to be served.
+    """Raise CheckpointNotFound while a Saver's graph, which it writes last, is to be served and not there.
 
-    Beside archives and objects none comes: planning says that it is missing.
+    A watch goes on then. Beside archives and objects no graph comes: planning says that it is missing.
     """
     if request.model is not None or is_archive(catalog.prefix) or OBJECT_GRAPH in catalog.tensors:
         return
@@ -35,7 +35,7 @@ def require_graph(request: ExportRequest, catalog: Catalog) -> None:
 
 
 def with_trained(rules: MappingRules, catalog: Catalog, source: SourceGraph) -> MappingRules:
-    """The rules, with how the trainer's own graph (if it is beside the checkpoint) looks its tables up.
+    """Return the rules with the partition strategies of the trainer's graph, if it is beside the checkpoint.
 
     AutoDist cuts variables that its user's program has whole, and looks its cuts up by ranges of rows. What a
     SavedModel has whole lies in its own `variables/` by ranges of rows, too.
@@ -57,12 +57,13 @@ def with_trained(rules: MappingRules, catalog: Catalog, source: SourceGraph) -> 
 
 
 def _whole(meta_graph: Proto) -> set[str]:
+    """Return the keys of variables that a graph has whole."""
     keys = variable_keys(meta_graph, GraphIndex.of(meta_graph)).values()
     return {key.key for key in keys if key.part is None}
 
 
 def training_graph(request: ExportRequest, catalog: Catalog) -> TrainingGraph | None:
-    """The graph that `--train-tag` names, in the SavedModel that is the source; None if nothing is asked."""
+    """Read the graph that `--train-tag` names from the source SavedModel; None without the option."""
     if request.train_tag is None:
         return None
     if SERVE_TAG in request.train_tag.split(","):

@@ -1,4 +1,4 @@
-"""Read what a trainer has now, in served terms: its newest full checkpoint, and its increments since."""
+"""Read a trainer's newest state in served terms: its last full checkpoint, and the increments since."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TrainerState(Struct, frozen=True):
     abandoned: str = ""
 
     def layers(self) -> tuple[Changes, ...]:
-        """The plan's increments in served terms, oldest first, every checksum verified.
+        """Return the plan's increments as changes of served variables, oldest first, every checksum verified.
 
         Of a table in 8 bits each row is in the newest of them alone: NaN has no codes, and must not stand in
         the way once it is trained to a number.
@@ -62,10 +62,10 @@ class TrainerState(Struct, frozen=True):
         return LayeredState({variable.name: variable for variable in stored}, layers)
 
     def changed_lookups(self, log: DeltaLog) -> Changes:
-        """What changed of lookup tables where increments report everything else.
+        """Return the lookup tables that changed, where increments report everything else; else {}.
 
-        Increments say nothing of lookup tables: at each position they are as in the full checkpoint that was
-        published. They are compared where that is another one, and nothing else is read for it.
+        Increments say nothing of lookup tables: at each position they are as in the full checkpoint before.
+        They are compared, and nothing else is read, where the published one is another.
         """
         is_same = self.plan.target.checkpoint == log.trained.checkpoint
         if not self.schema.lookups or not self.plan.is_known or is_same:
@@ -78,7 +78,10 @@ class TrainerState(Struct, frozen=True):
     def _translated(
         self, stored: AnyIncrement, by_tensor: dict[str, TensorSource], newer: dict[str, Array]
     ) -> Changes:
-        """An increment's layer; `newer` are the rows in 8 bits that later ones hold, and it adds its own."""
+        """Return an increment as changes of served variables, without the rows in 8 bits that are in `newer`.
+
+        Its own rows in 8 bits are added to `newer`: increments are translated from the newest to the oldest.
+        """
         kinds = {variable.name: variable for variable in self.schema.variables}
         layer: Changes = {}
         for changed, change in stored.changes():
@@ -112,15 +115,17 @@ def read_trainer(
     is_watching: bool = False,
     marker_seconds: float = 0.0,
 ) -> TrainerState:
-    """What is in a checkpoint directory (or at a prefix), seen from the state that was published last, of
-    which rows may stay behind by less than `within`. After a new full checkpoint a watch waits for the next
-    increment, and up to `marker_seconds` for the marker that says which one that will be.
+    """Read a checkpoint directory or prefix, and plan what leads there from the `published` state.
+
+    Rows may stay behind by less than `within`. After a new full checkpoint a watch is told of no news while
+    the next increment is due, and for `marker_seconds` at most while a marker may say which one that is.
     """
     catalog = open_checkpoint(ckpt_dir)
     # Of the index that was read: the trainer may have put another in its place since.
     digest = catalog.index_digest or index_digest(catalog.prefix)
     full = CheckpointId(catalog.prefix.name, catalog.step or 0, digest)
     history = read_history(catalog.prefix.parent)
+    # A directory is DeepRec's where no hook of ours has written increments that concern this checkpoint.
     is_ours = history.leads_on_from(full) or bool(history.markers_of(full))
     deeprec = None if is_ours else read_increment(catalog)
     awaits_marker = False
@@ -139,10 +144,10 @@ def read_trainer(
 
 
 class _Known(Struct, frozen=True):
-    """A directory's newest full checkpoint; `since` when this process knows of it, by its own steady clock.
+    """A directory's newest full checkpoint, and since when this process knows it, by its own steady clock.
 
-    The trainer's clock, and a file server's, may be off by any time. `age_before` is how old it was then by
-    the clocks, if it was the first that this process met there.
+    The trainer's clock, and a file server's, may be off by any time. `age_before` is how old the checkpoint
+    was then by those clocks, if it is the first that this process met there, else 0.
     """
 
     full: CheckpointId
@@ -162,6 +167,7 @@ below a second where neither the graph nor the training step is large."""
 
 
 def _known(prefix: Path, full: CheckpointId) -> _Known:
+    """Return when this process met the directory's newest full checkpoint; remember it if it is new."""
     known = _KNOWN.get(prefix.parent)
     if known is None or known.full != full:
         age = 0.0
@@ -173,7 +179,7 @@ def _known(prefix: Path, full: CheckpointId) -> _Known:
 
 
 def _may_be_marked(prefix: Path, full: CheckpointId, published: TrainerVersion, history: History) -> bool:
-    """True if a hook may be about to mark a full checkpoint; it looks at the newest one alone."""
+    """True if a hook may be about to mark a full checkpoint; hooks mark the newest one alone."""
     return history.awaits_marker(full, published.state) and candidates(prefix.parent)[0] == prefix
 
 

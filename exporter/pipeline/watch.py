@@ -23,9 +23,10 @@ from exporter.graph.origin import check_named
 from exporter.options import ExportRequest, require_exact, require_local
 from exporter.pipeline.full import Exported, export
 from exporter.pipeline.trainer_graph import require_graph
-from exporter.pipeline.watch_loop import EVERY_SECOND, Arrivals, Poll, Watching, follow
+from exporter.pipeline.watch_loop import EVERY_SECOND, Poll, Watching, follow
 from exporter.publish.commit import model_lock
 from exporter.publish.model import PublishedAlready
+from exporter.storage.arrivals import Arrivals
 from exporter.storage.files import make_directories, writing
 from exporter.storage.layout import WATCH_LOCK_FILE
 from exporter.terminal.progress import ProgressFactory, no_progress
@@ -34,10 +35,10 @@ T = TypeVar("T")
 
 
 class Carry(Protocol):
-    """Does what publishes, and what else belongs to it: see `exporter.transfer.opened.OpenModel`."""
+    """Runs work that publishes; transfers around it are done, too: `exporter.transfer.opened.OpenModel`."""
 
     def __call__(self, work: Callable[[], T]) -> T:
-        """What `work` returns."""
+        """Return what `work` returns."""
 
 
 def watch(
@@ -48,7 +49,7 @@ def watch(
     ended: Callable[[str], None] = lambda why: None,
     carry: Carry = lambda work: work(),
 ) -> Iterator[Exported]:
-    """Export the newest complete checkpoint whenever there is another one; yields what was exported.
+    """Export the newest complete checkpoint whenever there is another one; yield each export.
 
     There may be no checkpoint and no directory yet. Of several that came since the last look only the newest
     is exported. A builder is run once. `tell` gets errors that the watch outlives (see `watch_loop`),
@@ -73,7 +74,7 @@ def watch(
 
 
 class _Newest(Struct):
-    """The newest checkpoint of a directory; what the last look saw is not read again."""
+    """Exports the newest checkpoint of a directory; files that are as at the last look are not read again."""
 
     request: ExportRequest
     progress: ProgressFactory
@@ -84,7 +85,7 @@ class _Newest(Struct):
     _step: int | None = None
 
     def export(self) -> Poll[Exported]:
-        """Export it, if it is not published."""
+        """Export the newest checkpoint, unless it is published."""
         first = look(candidates(self.request.ckpt_dir)[0])
         if first and first == self._seen:
             return Poll(None, self._step)
@@ -101,9 +102,9 @@ class _Newest(Struct):
         return Poll(done, catalog.step)
 
     def _export(self, checkpoint: Identity) -> tuple[Exported | None, str | None]:
-        """What was exported, and the digest of the checkpoint that is published then.
+        """Export a checkpoint; return the export and the digest of the checkpoint that is published then.
 
-        None and the digest if it is published already; neither if another watch is exporting.
+        The export is None if it is published already; both are None if another watch is exporting.
         """
         model = self.request.out
         with writing(model):
@@ -117,7 +118,7 @@ class _Newest(Struct):
         return None, checkpoint.digest
 
     def _export_unless_changed(self, checkpoint: Identity) -> Exported:
-        """Export it; what fails because the trainer prunes or replaces it is waited for."""
+        """Export a checkpoint; CheckpointChanged, which a watch outlives, if it was replaced meanwhile."""
         try:
             return export(replace(self.request, ckpt_dir=checkpoint.prefix), self.progress, self.graphs)
         except ExportError as error:
@@ -129,7 +130,7 @@ class _Newest(Struct):
 
 @contextmanager
 def _turn(model: Path) -> Iterator[bool]:
-    """Whether it is ours to export; another watch may be at it for longer than one waits for a lock."""
+    """Keep the watches' lock for a block; False, without waiting, if another watch has it and exports."""
     with ExitStack() as held:
         try:
             held.enter_context(model_lock(model, seconds=0, name=WATCH_LOCK_FILE))

@@ -9,14 +9,11 @@ lifting it needs no command to the watch.
 from __future__ import annotations
 
 import math
-import os
 import re
-import select
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 from msgspec import Struct
 
@@ -36,62 +33,7 @@ from exporter.errors import (
     VersionExists,
 )
 from exporter.options import FOLLOWING, Option, given
-from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY, INCREMENTS_DIRECTORY
 from exporter.terminal.progress import count
-
-_MOVED_TO = 0x80  # IN_MOVED_TO of <sys/inotify.h>
-_QUIET_S = 0.003
-"""A save renames several files; what comes within so short a time is one arrival."""
-_LONGEST_BURST_S = 0.05  # a trainer that never pauses must not keep the watch from looking
-_BUFFER_BYTES = 1 << 16
-
-
-class Arrivals:
-    """Sleeps beside some directories, which need not exist yet."""
-
-    def __init__(self, directories: Sequence[Path]) -> None:
-        self._directories = directories
-        self._libc, self._events = _inotify()
-
-    @classmethod
-    def of_trainer(cls, ckpt_dir: Path) -> Arrivals:
-        """Beside what a trainer writes into its checkpoint directory."""
-        increments = (INCREMENTS_DIRECTORY, DEEPREC_INCREMENTS_DIRECTORY)
-        return cls([ckpt_dir, *(ckpt_dir / name for name in increments)])
-
-    def sleep(self, seconds: float) -> None:
-        """Return when something has arrived, or when so many seconds are over."""
-        if self._libc is None:
-            time.sleep(seconds)
-            return
-        for directory in self._directories:  # asked again, one that is known costs a call to the system
-            self._libc.inotify_add_watch(self._events, os.fsencode(directory), _MOVED_TO)
-        if self._arrives(seconds):
-            until = time.monotonic() + _LONGEST_BURST_S
-            while self._arrives(_QUIET_S) and time.monotonic() < until:
-                pass
-
-    def _arrives(self, seconds: float) -> bool:
-        if not select.select([self._events], [], [], seconds)[0]:
-            return False
-        os.read(self._events, _BUFFER_BYTES)
-        return True
-
-    def __del__(self) -> None:
-        if self._events >= 0:
-            os.close(self._events)
-
-
-def _inotify() -> tuple[Any, int]:
-    """The C library and a descriptor to read events from; None and -1 if the kernel cannot be asked."""
-    import ctypes
-
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "inotify_init1"):
-        return None, -1
-    descriptor = int(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
-    return (libc, descriptor) if descriptor >= 0 else (None, -1)
-
 
 T = TypeVar("T")
 
@@ -107,13 +49,13 @@ _FOR_A_PERSON = (
     UnsafeArchive,
     UnsupportedFormat,
 )
-_LONGEST_PAUSE_SECONDS = 30.0
+_LONGEST_PAUSE_SECONDS = 30.0  # however often it failed: whoever mends the cause waits for the next look
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", re.ASCII)
 _UNIT_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class WatchProgress(Struct, frozen=True):
-    """Where a watch stands: what it has published, the step that is published, and the seconds it took.
+    """Where a watch stands: how many publications it made, the published step, and its seconds so far.
 
     `step` is None while nothing is known to be published; `idle_seconds` counts since the last publication,
     or since the watch began.
@@ -126,7 +68,7 @@ class WatchProgress(Struct, frozen=True):
 
 
 def parse_duration(option: str, text: str) -> float:
-    """Seconds from `90`, `90s`, `15m`, `2h` or `1d`."""
+    """Parse `90`, `90s`, `15m`, `2h` or `1d` into seconds."""
     match = _DURATION.fullmatch(text)
     if match is None:
         raise UsageError(f"{option} {text!r} is not a duration", hint="as in 90 (seconds), 15m, 2h, 1d")
@@ -182,7 +124,7 @@ class StopWhen(Struct, frozen=True, repr_omit_defaults=True):
         return progress.count >= self.count or is_at_step or self.seconds_left(progress) <= 0
 
     def why(self, progress: WatchProgress) -> str:
-        """What ended a watch, for people."""
+        """Return the sentence that says which limit ended a watch."""
         if progress.count >= self.count:
             return f"{count(progress.count, 'publication')}, as --stop-count says"
         if progress.step is not None and progress.step >= self.step:
@@ -192,7 +134,7 @@ class StopWhen(Struct, frozen=True, repr_omit_defaults=True):
         return f"{self.after_seconds:g} s are over, as --stop-after says"
 
     def seconds_left(self, progress: WatchProgress) -> float:
-        """Until the watch ends if nothing more is published; infinite without such a limit."""
+        """Return the seconds until the watch ends without another publication; inf without such a limit."""
         return min(self.after_seconds - progress.seconds, self.idle_seconds - progress.idle_seconds)
 
 
@@ -217,17 +159,17 @@ class Watching(Struct, frozen=True, repr_omit_defaults=True):
         given.take(self)
 
     def pause_seconds(self, progress: WatchProgress, failures: int) -> float:
-        """Until the next look; longer after each of several failures in a row, and never past the end."""
+        """Return the seconds until the next look: more after each failure in a row, never past the end."""
         slower = min(self.interval_seconds * 2.0 ** min(failures, 30), _LONGEST_PAUSE_SECONDS)
         return max(0.0, min(max(self.interval_seconds, slower), self.stop.seconds_left(progress)))
 
 
 EVERY_SECOND = Watching()
-"""Until something else ends it."""
+"""Look every second, until an error or an interrupt ends the watch."""
 
 
 class Poll(Struct, Generic[T], frozen=True):
-    """What one look led to: `done` is what was published, None if there was nothing new to publish.
+    """The result of one look: `done` is what was published, None if there was nothing new.
 
     `step` is the training step of what is published now.
     """
@@ -250,11 +192,10 @@ def follow(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[T]:
-    """What each look publishes, until the watch ends; `tell` gets errors that it outlives, each once.
+    """Look again and again until the watch ends, and yield what each look publishes.
 
-    `ended` gets the reason why the watch ends, unless an error ends it.
-
-    When the time is over, one last look is taken.
+    `tell` gets each error that the watch outlives, once; `ended` the reason why it ends, unless an error ends
+    it. When the time is over, one last look is taken.
 
     Raises:
         ExportError: one that needs a person; or, when the watch ends, the last look's failure.

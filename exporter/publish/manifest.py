@@ -38,7 +38,7 @@ from exporter.delta.tolerance import Rounded
 from exporter.errors import ManifestError, SchemaChanged
 from exporter.graph.origin import GraphOrigin
 from exporter.increments.trained import TrainerVersion
-from exporter.mapping.mapping_spec import MappingSpec, MappingSpecDocument
+from exporter.mapping.mapping_spec import MappingSpec
 from exporter.newer_python import StrEnum
 from exporter.options import Updates, option_of
 from exporter.publish.served_check import Stored, require_fitting
@@ -76,14 +76,14 @@ class BaseEntry(
     frozen=True,
     omit_defaults=True,
     dict=True,
-    rename={"schema_rows": "schema", "origin": "graph"},
+    rename={"schema_rows": "schema", "mapping_spec": "recipe", "origin": "graph"},
 ):
     """`incremental` in the manifest of a base that takes deltas."""
 
     log: Annotated[Count, doc("the position of the base that its log began with")]
     trained: Annotated[TrainerVersion, doc("the trainer's state that it serves")]
     schema_rows: Annotated[list[list[Any]], doc("name, dtype, shape and kind of each served variable")]
-    recipe: Annotated[MappingSpecDocument, doc("how the next delta is made of a checkpoint")]
+    mapping_spec: Annotated[MappingSpec, doc("how the next delta is made of a checkpoint")]
     updates: Annotated[Updates, doc("how its graph takes deltas")]
     state: Annotated[Id | None, doc("the state that it was merged from")] = None
     origin: Annotated[GraphOrigin | None, doc("what its graph was made from; absent: that was not kept")] = (
@@ -95,7 +95,7 @@ class BaseEntry(
         cls, log: int, schema: Schema, mapping_spec: MappingSpec, trained: TrainerVersion, updates: Updates
     ) -> BaseEntry:
         """The entry of a base that begins a log."""
-        return cls(log, trained, schema.to_json(), mapping_spec.document(), updates)
+        return cls(log, trained, schema.to_json(), mapping_spec, updates)
 
     @cached_property
     def schema(self) -> Schema:
@@ -104,11 +104,6 @@ class BaseEntry(
             return Schema.from_json(self.schema_rows)
         except ValueError as error:
             raise DocumentError(f"manifest.incremental.schema: {error}") from error
-
-    @cached_property
-    def mapping_spec(self) -> MappingSpec:
-        """How served variables come from a trainer's checkpoint."""
-        return MappingSpec.read(self.recipe)
 
     def check_updates(self, given: Updates | None) -> None:
         """Refuse a later command line whose update options, if it gives any, differ from the base's."""

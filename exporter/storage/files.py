@@ -24,15 +24,14 @@ from exporter.storage.layout import flaw_of
 T = TypeVar("T")
 
 _LOCK_POLL_SECONDS = 0.02
+# Age above which a file's times tell whether it was changed; clocks of file servers differ a little.
 SETTLED_NS = 2_000_000_000
-"""Age above which a file's times tell whether it was changed; clocks of file servers differ a little."""
-_MOST_KEPT_BYTES = 16 << 20
-"""Of files whose content is kept in memory: 5,000 manifests of deltas."""
+_MOST_KEPT_BYTES = 16 << 20  # of files whose content is kept in memory: 5,000 manifests of deltas
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an `OSError` of the block into its named error; the file is the error's own, else `path`.
+    """Raise the named error for an `OSError` of the block; it names the error's own file, or else `path`.
 
     Raises:
         TargetNotWritable: no permission, a read-only file system, something that is not a directory.
@@ -49,10 +48,9 @@ def writing(path: Path) -> Iterator[None]:
 def below(
     directory: Path, name: str, said: str, error: type[ExportError] = ManifestError, *, writes: bool = False
 ) -> Path:
-    """The path below a directory that a name out of a document means: every such name becomes a path here.
+    """The path below a directory for a name out of a document: every such name becomes a path here.
 
-    `said` begins the error's message: whose name it is. With `writes` no symbolic link may lie on the way,
-    which would lead elsewhere.
+    `said` begins the error's message: whose name it is. With `writes` no symbolic link may lie on the way.
 
     Raises:
         ExportError: an `error`; the name is absolute, leads out, or is no file's name: see `flaw_of`.
@@ -91,24 +89,21 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+# How a pointer of Git LFS begins, and how long one can be (docs/spec.md of git-lfs).
 _LFS, _LFS_BYTES = b"version https://git-lfs.github.com/spec/v1\n", 1024
-"""How a pointer of Git LFS begins, and how long one can be (docs/spec.md of git-lfs)."""
 
 
+# Errors of fsync on a directory whose file system has none: `vfs_fsync_range` in fs/sync.c.
 _NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
-"""What the kernel reports of a directory whose file system has no fsync: `vfs_fsync_range` in fs/sync.c."""
 
 
 def beside(path: Path) -> Path:
-    """A name for what is to replace a file, in its directory; no other thread or process writes it."""
+    """A name for a file's replacement, in its directory, that no other thread or process writes."""
     return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}")
 
 
 def sync(path: Path) -> bool:
-    """Wait until a file's bytes, or a directory's entries, are on disk.
-
-    False for a directory of a file system that cannot wait for its entries (CIFS, some of FUSE): the file
-    server decides when they are on disk. Readers do not depend on it.
+    """Wait until a file's bytes, or a directory's entries, are on disk; False where a directory cannot wait.
 
     Raises:
         DiskFull, PublishError: as `writing`.
@@ -118,6 +113,8 @@ def sync(path: Path) -> bool:
         try:
             os.fsync(descriptor)
         except OSError as error:
+            # CIFS, some of FUSE: the file server decides when entries are on disk; readers do not depend on
+            # it
             if error.errno not in _NO_SYNC or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
                 raise
             return False
@@ -127,15 +124,14 @@ def sync(path: Path) -> bool:
 
 
 def open_regular(path: Path, *, follow: bool = True, ranges: Iterable[tuple[int, int]] | None = None) -> int:
-    """A descriptor to read a regular file with: opening a pipe or a device may block for ever.
-
-    `ranges` (start, stop) are those to fetch of a file that stands for an object of a store; all by default.
+    """A descriptor to read a regular file with; of an object of a store, `ranges` are fetched, or all.
 
     Raises:
         CheckpointError: what the file stands for cannot be fetched, or Git LFS has not fetched it.
         OSError: as `os.open`; EISDIR for a directory, EINVAL for whatever else is no file.
     """
     kind = 0 if follow else os.O_NOFOLLOW
+    # without blocking: opening a pipe or a device may wait for ever
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | kind)
     try:
         found = os.fstat(descriptor)
@@ -178,20 +174,14 @@ def require_size(path: Path, size: int, limit: int) -> None:
 
 
 class Unchanged(Generic[T]):
-    """What was read of small files, kept while their identity is the same: for callers that read them again.
-
-    A file that was written a moment ago is read again: within one tick of the clock it may change unseen.
-    """
+    """The values that were read from small files, kept while a file's identity is the same."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[tuple[int, ...], T]] = {}
         self._bytes = 0
 
     def of(self, path: str | Path, read: Callable[[Path], T]) -> T:
-        """What `read` makes of a file, or made of it before: then the file is not even opened.
-
-        A symbolic link counts as the file that it leads to.
-        """
+        """The value that `read` makes of a file, or made of it before: then the file is not even opened."""
         try:
             found = os.stat(path)  # noqa: PTH116  a `Path` costs more than the call, and there are thousands
         except OSError:
@@ -202,6 +192,7 @@ class Unchanged(Generic[T]):
         if kept is not None and kept[0] == looks:
             return kept[1]
         value = read(Path(path))
+        # within one tick of the clock a file that was just written may change unseen
         is_settled = time.time_ns() - max(looks[-2:]) > SETTLED_NS
         if is_settled and found.st_size <= _MOST_KEPT_BYTES // 16:
             if self._bytes + found.st_size > _MOST_KEPT_BYTES:
@@ -212,7 +203,7 @@ class Unchanged(Generic[T]):
 
 
 def copy_file(source: Path | str, target: Path | str) -> None:
-    """Copy a file's content and mode; of one that stands for an object of a store, the object's.
+    """Copy a file's content and mode; of one that stands for an object of a store, the object's content.
 
     Raises:
         CheckpointError: it cannot be fetched.
@@ -232,19 +223,21 @@ def remove_tree(path: Path) -> None:
 
 
 def close_lock(descriptor: int) -> None:
-    """Give a lock back. The descriptor is gone whatever is reported (EIO, ESTALE): see close(2)."""
-    with suppress(OSError):
+    """Give a lock back; errors are ignored."""
+    with suppress(OSError):  # the descriptor is gone whatever is reported (EIO, ESTALE): see close(2)
         os.close(descriptor)
 
 
 def open_lock(path: Path, flags: int = os.O_CREAT) -> int:
-    """A descriptor to lock. It is writable because NFS grants exclusive locks to writers only."""
+    """A descriptor to lock."""
+    # writable, because NFS grants exclusive locks to writers only
     return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o666)
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Take the lock (flock) of an open file if it is free. It ends when the descriptor's last copy closes."""
+    """Take the lock (flock) of an open file; False if it is taken."""
     try:
+        # it ends when the descriptor's last copy closes
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
@@ -279,12 +272,12 @@ class FileIdentity(NamedTuple):
 
     @classmethod
     def of(cls, found: os.stat_result) -> FileIdentity:
-        """The identity of the file that was looked at."""
+        """The identity of a file by its status."""
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def identity_of(path: Path) -> FileIdentity | None:
-    """The identity of the file that has this name now, None if it cannot be reached."""
+    """The identity of the file that has this name now; None if it cannot be reached."""
     try:
         return FileIdentity.of(path.stat())
     except OSError:
@@ -292,13 +285,13 @@ def identity_of(path: Path) -> FileIdentity | None:
 
 
 def kept_identity(path: Path) -> list[int]:
-    """An identity to be kept on disk: with the time at which the inode changed, which cannot be set back.
+    """An identity to be kept on disk, with the time at which the inode changed.
 
     Raises:
         OSError: the file cannot be reached.
     """
     found = path.stat()
-    return [*FileIdentity.of(found), found.st_ctime_ns]
+    return [*FileIdentity.of(found), found.st_ctime_ns]  # which, unlike the others, cannot be set back
 
 
 def is_gone(path: Path) -> bool:
@@ -313,7 +306,7 @@ def is_gone(path: Path) -> bool:
 
 
 def file_digest(path: Path) -> str:
-    """The SHA-256 of a file's bytes.
+    """The lower-case SHA-256 of a file's bytes.
 
     Raises:
         OSError: it cannot be read, or is not a regular file.
@@ -323,14 +316,9 @@ def file_digest(path: Path) -> str:
 
 
 class FileDigests(Struct):
-    """Digests by path, each with its file's identity; `is_new` is true once there is one worth keeping.
+    """Digests by path, each with its file's identity; `is_new` is true once there is one worth keeping."""
 
-    A vocabulary may be large, and a delta is made every few seconds, so an unchanged file is not read again.
-    It is recognised by device, inode, size and the times of its last modification and change, as in Git's
-    index, and with the same care: a file that was changed just before it was read may change again within one
-    tick of the clock, so it is read once more.
-    """
-
+    # a vocabulary may be large, and a delta is made every few seconds
     known: dict[str, tuple[list[int], str]] = field(default_factory=dict)
     is_new: bool = False
 
@@ -341,6 +329,8 @@ class FileDigests(Struct):
         if was == looks:
             return digest
         digest = of(path)
+        # with the care of Git's index: what was changed just before may change again within one tick of the
+        # clock
         if time.time_ns() - max(looks[-2:]) > SETTLED_NS and kept_identity(path) == looks:
             self.known[name] = (looks, digest)
             self.is_new = True
@@ -358,10 +348,7 @@ class FileDigests(Struct):
 
 
 def nearest(path: Path) -> Path | None:
-    """What a path that is not there was probably meant to be: the nearest neighbour of each missing name.
-
-    None if nothing comes near, or if it is there.
-    """
+    """A path near one that is not there, by the nearest neighbour of each missing name; None without."""
     from difflib import get_close_matches
 
     found = Path(path.anchor)

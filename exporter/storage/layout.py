@@ -24,24 +24,23 @@ from pathlib import Path
 SAVED_MODEL_FILE = "saved_model.pb"
 SAVED_MODEL_TEXT_FILE = "saved_model.pbtxt"
 SAVED_MODEL_FILES = (SAVED_MODEL_FILE, SAVED_MODEL_TEXT_FILE)
+# A model of more than 2 GiB, in several protos; TensorFlow reads it, this program says that it does not.
 SAVED_MODEL_PARTS_FILE = "saved_model.cpb"
-"""A model of more than 2 GiB, in several protos; TensorFlow reads it, this program says that it does not."""
 
 VARIABLES_DIRECTORY = "variables"
 VARIABLES_NAME = "variables"
 VARIABLES_PREFIX = Path(VARIABLES_DIRECTORY, VARIABLES_NAME)
+# Beside tables that servers map: the id that the graph knows them by.
 MAPPED_ID_FILE = Path(VARIABLES_DIRECTORY, "mapped.id")
-"""Beside tables that servers map: the id that the graph knows them by."""
 
 ASSETS_DIRECTORY = "assets"
 EXTRA_DIRECTORY = "assets.extra"
 WARMUP_FILE = Path(EXTRA_DIRECTORY, "tf_serving_warmup_requests")
 UPDATABLE_NAME = "incremental.json"
+# An asset of a base that takes deltas: tells people what it is, and the graph where it lies.
 UPDATABLE_FILE = Path(ASSETS_DIRECTORY, UPDATABLE_NAME)
-"""An asset of a base that takes deltas: tells people what it is, and the graph where it lies."""
 
-PAIR_NAME = "export"
-"""Cloud ML's pair: `export.meta`, and a tensor bundle of this name."""
+PAIR_NAME = "export"  # Cloud ML's pair: `export.meta`, and a tensor bundle of this name
 
 MANIFEST_FILE = "manifest.json"
 DELTAS_DIRECTORY = "deltas"
@@ -56,19 +55,16 @@ OVERLAID_PREFIX = "overlaid-"
 LOCK_FILE = ".lock"
 WATCH_LOCK_FILE = ".watch"
 CANARY_LOCK_FILE = ".canary"
-PUSHED_FILE = ".pushed"
-"""The head of each store that a model was pushed to, or pulled from."""
+PUSHED_FILE = ".pushed"  # the head of each store that a model was pushed to, or pulled from
 
+# Paths in a store at which another machine began to publish and gave up; they are never used again.
 TAKEN_FILE = ".taken"
-"""Paths in a store at which another machine began to publish and gave up; they are never used again."""
 
-HEAD_FILE = "head.json"
-"""In a store: what is published next, or was last."""
+HEAD_FILE = "head.json"  # in a store: the next publication, or the last one
 
 JOBS_DIRECTORY = ".jobs"
 RECEIPTS_DIRECTORY = "receipts"
-INPUTS_DIRECTORY = "inputs"
-"""In a job: copies of what the command itself made for its tasks."""
+INPUTS_DIRECTORY = "inputs"  # in a job: copies of what the command itself made for its tasks
 
 STAGING_PREFIX = ".staging-"
 TRASH_PREFIX = ".trash-"
@@ -76,8 +72,8 @@ PULL_PREFIX = ".pull-"
 PULL_LOCK_FILE = ".pull"
 
 CHECKPOINT_STATE_FILE = "checkpoint"
+# The end of a checkpoint file's name, behind the prefix.
 CHECKPOINT_SUFFIX = re.compile(r"\.(index|meta|data-[0-9]{5,}-of-[0-9]{5,})$")
-"""What follows a checkpoint's prefix in the names of its files."""
 
 INCREMENTS_DIRECTORY = "increments"
 SESSION_FILE = ".session"
@@ -90,22 +86,19 @@ def is_saved_model(path: Path) -> bool:
     return any((path / name).is_file() for name in (*SAVED_MODEL_FILES, SAVED_MODEL_PARTS_FILE))
 
 
+# Bytes of a name and of a path that Linux takes: NAME_MAX, and PATH_MAX without the NUL.
 LONGEST_NAME, LONGEST_PATH = 255, 4095
-"""Bytes of a name and of a path that Linux takes: NAME_MAX, and PATH_MAX without the NUL."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def flaw_of(name: str) -> str:
-    """Why a name out of a document is not that of a file below a directory, in words; "" if it is.
-
-    It has to be relative, with `/` between plain parts. No `~` begins it, which shells take for a home.
-    """
+    """The reason why a name out of a document is not that of a file below a directory; "" if it is."""
     parts = name.split("/")
     try:
         sizes = [len(os.fsencode(part)) for part in parts]
     except UnicodeEncodeError:
         return "it is not text"
-    if name.startswith(("/", "~")):
+    if name.startswith(("/", "~")):  # shells take `~` for a home
         return "it is absolute"
     if not {"", ".", ".."}.isdisjoint(parts):
         return f"a part of it is {next(part for part in parts if part in ('', '.', '..'))!r}"

@@ -16,8 +16,8 @@ from exporter.storage.mirror import shown
 from exporter.storage.url import Url
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
+# The rest of a URL in a `Path`, which knows no doubled slash.
 _URL_AS_PATH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(.*)", re.DOTALL)
-"""What is left of a URL in a `Path`, which knows no doubled slash."""
 
 _PATTERN = re.compile(r"[*?\[\\]")
 
@@ -36,12 +36,12 @@ _PUT = {
     "viewfs": "hdfs dfs -put LOCAL/VERSION {url}/",
 }
 _HERE = "name a local directory; `export-model pull URL DIR` copies what is published in a store"
+# Names of the arguments for a published model.
 _MODELS = ("MODEL_BASE_PATH", "--model-base-path", "base_path")
-"""How arguments are called that name a published model."""
 _BUCKETS = {"s3": "BUCKET", "gs": "BUCKET", "az": "CONTAINER"}
 _SAME = {"s3a": "s3://{rest}", "s3n": "s3://{rest}", "gcs": "gs://{rest}"}
+# The text behind `abfss://` and `wasbs://`: container, account, path.
 _AZURE = re.compile(r"([^@/]+)@([^./]+)[^/]*/?(.*)", re.DOTALL)
-"""What follows `abfss://` and `wasbs://`: container, account, path."""
 
 
 def local_path(what: str, place: str | os.PathLike[str]) -> Path:
@@ -84,11 +84,10 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
 def require_no_pattern(what: str, place: Path) -> None:
     """Refuse a directory from which TensorFlow cannot serve a model, because it takes the path for a pattern.
 
-    It does so where it looks for variables and for deltas (`internal::GetMatchingPaths`).
-
     Raises:
         UsageError: one of its names has a character of a pattern.
     """
+    # where it looks for variables and for deltas (`internal::GetMatchingPaths`)
     if found := _PATTERN.search(path := str(place.absolute())):
         raise UsageError(
             f"{what} {path} cannot be served: TensorFlow takes a path with {found[0]} for a pattern",
@@ -98,11 +97,9 @@ def require_no_pattern(what: str, place: Path) -> None:
 
 
 def quoted(place: object) -> str:
-    r"""A path, URL or name as it is typed in a shell: what stands in a command that is proposed.
-
-    What cannot be seen is typed as bash, zsh and ksh take it, `$'a\x1b'`, byte by byte.
-    """
+    """A path, URL or name as it is typed in a shell: the form that it has in a command that is proposed."""
     text = shown(str(place))
+    # what cannot be seen is typed as bash, zsh and ksh take it, `$'a\x1b'`, byte by byte
     return shlex.quote(text) if text.isprintable() else f"$'{''.join(map(_in_dollar_quotes, text))}'"
 
 
@@ -119,8 +116,8 @@ def without_secrets(url: str) -> str:
     return re.sub(r"\?.*", "?...", re.sub(r"//[^/@]*:[^/@]*@", "//...@", url), flags=re.DOTALL)
 
 
-def in_store(text: str) -> str | None:
-    """Our URL of an object store that a URL of another spelling names; None for any other."""
+def store_url(text: str) -> str | None:
+    """Our URL of an object store for a URL of another spelling; None for any other text."""
     found = _URL.match(text)
     if found is None:
         return None
@@ -156,7 +153,7 @@ def checkpoint_path(what: str, place: str | os.PathLike[str]) -> Path:
     text = os.fspath(place)
     if Url.parse(text) is not None:
         return Path(place)
-    if (known := in_store(text)) is not None:
+    if (known := store_url(text)) is not None:
         raise UsageError(
             f"{what} {without_secrets(text)}: only local paths, s3://, gs:// and az:// are read and written",
             hint=f"write {without_secrets(known)}"
@@ -181,7 +178,7 @@ def trained_path(what: str, place: str | os.PathLike[str]) -> Path:
 
 
 def local_name(what: str, name: str) -> str:
-    """A name that may be a path or, as `pkg.mod:fn`, something else.
+    """The local path of a URL; any other name, as `pkg.mod:fn`, unchanged.
 
     Raises:
         UsageError: as `local_path`.
@@ -208,7 +205,7 @@ def path_parser(what: str) -> Callable[[str], Path]:
 
 
 def _of_file_url(what: str, text: str, rest: str, *, is_whole: bool) -> Path:
-    """`file:///a/b` and `file://localhost/a/b`; of a `Path`, whose slashes are gone, the first alone."""
+    """The path of `file:///a/b` or `file://localhost/a/b`; of a `Path`, of the first alone."""
     host, _, path = rest.partition("/") if is_whole else ("", "", rest)
     if host not in ("", "localhost") or not path:
         raise UsageError(

@@ -5,14 +5,9 @@ a shard the ranges that are needed (`exporter.storage.files.open_regular`). So t
 checkpoint in a store and a local one; of a terabyte only the index and what is exported crosses the network.
 A read is pinned to the object that was listed: an object that is replaced meanwhile is `CheckpointChanged`.
 
-A path below a mirror is a path like any other. Other rooms ask the functions at the end of this module what
-a path stands for (`is_remote`, `pinned`) and have its bytes fetched (`fetch`), copied (`copy_ranges`) or read
+A path below a mirror is a path like any other. Other rooms ask the functions at the end of this module what a
+path stands for (`is_remote`, `pinned`) and have its bytes fetched (`fetch`), copied (`copy_ranges`) or read
 without being kept (`read`, `checksum`, `copy`: for code that reads each byte of much data once).
-
-Small files are read ahead. Each delta of a log has a directory of its own, with files of the same names, and
-code that reads manifests one after another need not know that each is a request. With a file come as many of
-its next ones as were fetched already before it, in either direction: so a pass over all of them seldom waits,
-and a command that reads a few fetches few.
 
 A mirror's directory belongs to its process. It is removed when the process ends, or by a later process if
 this one was killed.
@@ -46,27 +41,23 @@ from exporter.storage.layout import (
     flaw_of,
 )
 from exporter.storage.objects import ObjectReader, RemoteObject
-from exporter.storage.requests import GAP_BYTES, near
+from exporter.storage.requests import GAP_BYTES, aligned
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
 
 T = TypeVar("T")
 
 _MOST_FILES = 100_000  # each becomes a sparse file here
-_NEIGHBOURS = 100
-"""Objects that are shown where a URL means none: an error names what is like it."""
+_NEIGHBOURS = 100  # objects that are shown where a URL means none: an error names what is like it
+# Files that mean the directory that they are in.
 _OF_A_DIRECTORY = (CHECKPOINT_STATE_FILE, *SAVED_MODEL_FILES)
-"""Files that mean the directory that they are in."""
 _MIRRORS: dict[str, Mirror] = {}  # by the path of their directory
 _CHECKPOINTS: dict[Url, Mirror] = {}
 _LOCK = threading.Lock()
 
 
 class Mirror:
-    """A local directory with the names, sizes and times of the objects below a URL.
-
-    `url` is a directory, one checkpoint's prefix, or a file: what is in the store, or will be, decides.
-    """
+    """A local directory with the names, sizes and times of the objects that a URL means."""
 
     def __init__(self, url: Url, *, is_directory: bool = False) -> None:
         self._asked, self._is_directory = url, is_directory or not url.path
@@ -88,7 +79,7 @@ class Mirror:
 
     @property
     def path(self) -> Path:
-        """What stands locally for the URL."""
+        """The local path that stands for the URL."""
         return self.root if self._is_directory else self.root / self._asked.name
 
     def refresh(self) -> None:
@@ -103,14 +94,12 @@ class Mirror:
         self.show(found)
 
     def show(self, found: Mapping[str, RemoteObject]) -> None:
-        """Make files for these objects, by their names, and remove all others.
-
-        An object under the name of a directory is not a file: consoles and TensorFlow mark directories so.
-        Nor is one whose key cannot be a path here: `a//b`, `..`, `a/`, a long name.
-        """
+        """Make files for these objects, by their names, and remove all others."""
+        # a key that cannot be a path here is no file: `a//b`, `..`, `a/`, a long name
         found = {name: each for name, each in found.items() if not flaw_of(name)}
         with self._lock:
             self._directories |= _directories(found)
+            # nor is an object under the name of a directory: consoles and TensorFlow mark directories so
             found = {name: each for name, each in found.items() if name not in self._directories}
             for name in self._found.keys() - found.keys():
                 (self.root / name).unlink(missing_ok=True)
@@ -122,18 +111,16 @@ class Mirror:
             self._ahead.show(self._found)
 
     def forget(self, name: str) -> None:
-        """Give back what a large file takes on disk; opening it fetches it again.
-
-        A map of it keeps its bytes, but no thread may open it at the same moment.
-        """
+        """Free the disk space of a large file; opening it fetches it again."""
         with self._lock:
             each = self._found.get(name)
+            # a map of it keeps its bytes, but no thread may open it at the same moment
             if each is not None and each.size > GAP_BYTES and not self.is_made_here(name):
                 self._place(name, each)
                 self._fetched[name] = Ranges()
 
     def listed(self, name: str) -> RemoteObject:
-        """The object that a file stands for."""
+        """The object that a file stands for; CheckpointChanged if there is none."""
         each = self._found.get(name) or self.standing_in(name)
         if each is None:
             raise CheckpointChanged(f"{self.url}/{name} vanished after it was listed")
@@ -186,10 +173,7 @@ class Mirror:
         return None
 
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]] | None = None) -> None:
-        """Fill ranges (start, stop) of a file, or all of it; what is there already is not fetched again.
-
-        With a small one, others of its kind may come too: see `exporter.storage.mirror`.
-        """
+        """Fetch ranges (start, stop) of a file, or all of it, as far as they are not here."""
         with self._asking(), self._lock:
             found = self._stand_in_of(name)
             if found is None and name in self._found:
@@ -197,7 +181,7 @@ class Mirror:
             if found is None:
                 return  # a file that is not there is its reader's to report
             each, fetched = found
-            wanted = [(0, each.size)] if ranges is None else [near(*asked, each.size) for asked in ranges]
+            wanted = [(0, each.size)] if ranges is None else [aligned(*asked, each.size) for asked in ranges]
             missing = Ranges()
             for start, stop in wanted:
                 for gap in fetched.gaps(start, stop):
@@ -207,12 +191,9 @@ class Mirror:
                     self._fill(name, each, fetched, missing)
 
     def ask_store(
-        self,
-        name: str,
-        ranges: Iterable[tuple[int, int]],
-        ask: Callable[[ObjectReader, RemoteObject], T],
+        self, name: str, ranges: Iterable[tuple[int, int]], ask: Callable[[ObjectReader, RemoteObject], T]
     ) -> T | None:
-        """What `ask` makes of the object itself; None if the file has all of these ranges (start, stop)."""
+        """The result of `ask` for the object itself; None if the file has all of these ranges."""
         with self._lock:
             found = self._stand_in_of(name)
             if found is None and name in self._found and not self.is_made_here(name):
@@ -223,7 +204,7 @@ class Mirror:
             return ask(self._reader, found[0])
 
     def _asking(self) -> AbstractContextManager[None]:
-        """Surrounds what asks the store for objects that were listed."""
+        """A context for requests to the store for objects that were listed."""
         return nullcontext()
 
     def _neighbours(self, name: str) -> Sequence[str]:
@@ -260,6 +241,7 @@ class Mirror:
             pieces = [(start, stop, start) for start, stop in missing]
             self._reader.copy(each, descriptor, pieces, path)
         finally:
+            # filling it is no change of the object
             os.utime(descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))
             os.close(descriptor)
         for start, stop in missing:
@@ -273,15 +255,12 @@ class Mirror:
         target: Path,
         advance: Callable[[int], None],
     ) -> None:
-        """Fetch pieces (start, stop, offset in the target) of an object into an open file; none is kept here.
-
-        `advance` is called with the number of bytes that have come, from several threads.
-        """
+        """Fetch pieces (start, stop, offset) of an object into an open file; none of them is kept here."""
         with self._asking():
             self._reader.copy(self.listed(name), descriptor, pieces, target, advance)
 
     def _list(self) -> Iterable[RemoteObject]:
-        """What is below the URL; else what it may mean of its neighbours."""
+        """The objects below the URL; without any, those of its neighbours that it may mean."""
         path = self._asked.path
         below = list(self._reader.below(path))
         if self._is_directory or any(each.key.startswith(f"{path}/") for each in below):
@@ -307,9 +286,7 @@ class Mirror:
 
 
 def local(path: Path) -> Path:
-    """The local path that stands for a URL of an object store; any other path is returned.
-
-    A URL is listed when it is first asked for, and by `refresh`.
+    """The local path that stands for a URL of an object store, which is listed; any other path itself.
 
     Raises:
         UsageError: the library that reads stores is not installed.
@@ -349,7 +326,7 @@ def is_remote(path: Path) -> bool:
 
 
 def pinned(path: Path) -> tuple[Url, RemoteObject] | None:
-    """The object that a file stands for, and its URL; None for a file of this machine.
+    """The URL and the object that a file stands for; None for a file of this machine.
 
     Raises:
         CheckpointChanged: it was listed, and is no longer there.
@@ -361,7 +338,7 @@ def pinned(path: Path) -> tuple[Url, RemoteObject] | None:
 
 
 def stand_in(path: Path, url: Url, each: RemoteObject) -> bool:
-    """Make a new file stand for an object; false if it would lie in no mirror of that object's bucket."""
+    """Make a new file stand for an object; False outside the mirror of that object's bucket."""
     found = _find(path)
     if found is None or found[0].url.bucket != url.bucket:
         return False
@@ -376,9 +353,9 @@ def written_by_tasks(path: Path) -> RemoteObject | None:
 
 
 def remove_after_upload(path: Path, job: str) -> None:
-    """Have a job's directory in a store removed once what is below a path was uploaded, which reads it."""
+    """Have a job's directory in a store removed once all below a path was uploaded."""
     if (found := _find(path)) is not None:
-        found[0].spent.add(job)
+        found[0].spent.add(job)  # the upload reads it
 
 
 def _find(path: Path) -> tuple[Mirror, str] | None:
@@ -403,6 +380,7 @@ def is_same_file(a: Path, b: Path) -> bool:
         with suppress(CheckpointChanged):
             objects = [mirror.listed(name) for mirror, name in (found[0], found[1])]
             places = [(mirror.url.scheme, mirror.url.bucket) for mirror, _ in (found[0], found[1])]
+            # without tags, equal sizes and times prove nothing
             return places[0] == places[1] and objects[0] == objects[1] and objects[0].tag is not None
     if found == (None, None):
         with suppress(OSError):
@@ -411,13 +389,13 @@ def is_same_file(a: Path, b: Path) -> bool:
 
 
 def refresh(path: Path) -> None:
-    """List again what a path stands for, if it is a mirror's."""
+    """List the objects again that a path stands for, if it is a mirror's."""
     if (found := _find(path)) is not None:
         found[0].refresh()
 
 
 def fetch(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> None:
-    """Fetch ranges (start, stop) of a mirror's file, or all of it; nothing for any other path."""
+    """Fetch ranges (start, stop) of a mirror's file, or all of it; does nothing for any other path."""
     if (found := _find(path)) is not None:
         found[0].fetch(found[1], ranges)
 
@@ -430,7 +408,7 @@ def fetch_below(directory: Path) -> None:
 
 
 def forget(path: Path) -> None:
-    """`Mirror.forget` of a mirror's file; nothing for any other path."""
+    """`Mirror.forget` of a mirror's file; does nothing for any other path."""
     if (found := _find(path)) is not None:
         found[0].forget(found[1])
 
@@ -444,9 +422,7 @@ def shown(text: str, write: Callable[[str], str] = str) -> str:
 
 
 def read(path: Path, pieces: Sequence[tuple[int, int, int]], buffer: memoryview) -> bool:
-    """Read pieces (start, stop, offset in the buffer) of the object that a mirror's file stands for.
-
-    Nothing of it is kept. False if there is no need: the file has them all, or stands for none.
+    """Read pieces (start, stop, offset) of a file's object into `buffer`; False if the file has them.
 
     Raises:
         CheckpointChanged, CheckpointError: as `Mirror.fetch`.
@@ -476,7 +452,7 @@ def copy_ranges(
 
 
 def checksum(path: Path, start: int, stop: int) -> int | None:
-    """The plain crc32c of a range, of which nothing is kept; None where `read` is false.
+    """The plain crc32c of a range, none of it kept; None where `read` is False.
 
     Raises:
         CheckpointChanged, CheckpointError: as `Mirror.fetch`.
@@ -489,7 +465,7 @@ def checksum(path: Path, start: int, stop: int) -> int | None:
 
 
 def copy(path: Path, start: int, stop: int) -> IO[bytes] | None:
-    """A nameless file of a range, which goes when nothing has it open or mapped; None where `read` is false.
+    """A nameless file of a range, gone when nothing has it open or mapped; None where `read` is False.
 
     Raises:
         CheckpointChanged, CheckpointError, DiskFull, PublishError: as `Mirror.fetch`.
@@ -518,9 +494,6 @@ def _ask(
     return None if found is None else found[0].ask_store(found[1], ranges, take)
 
 
-# --- what has been fetched ---------------------------------------------------------------------------------
-
-
 class Ranges:
     """Ranges that do not overlap, in order."""
 
@@ -529,11 +502,11 @@ class Ranges:
         self._stops: list[int] = []
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Each as (start, stop)."""
+        """Yield each as (start, stop)."""
         return zip(self._starts, self._stops, strict=True)
 
     def gaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """What is missing of a range."""
+        """Yield the missing parts of a range."""
         at = bisect_left(self._stops, start)
         while start < stop and at < len(self._starts) and self._starts[at] < stop:
             if start < self._starts[at]:
@@ -551,21 +524,17 @@ class Ranges:
         self._starts[first:last], self._stops[first:last] = [start], [stop]
 
 
-# --- reading ahead -----------------------------------------------------------------------------------------
-
-
-AT_ONCE = 16
-"""Files that are fetched together, each with a request of its own."""
+AT_ONCE = 16  # files that are fetched together, each with a request of its own
 
 
 class ReadAhead:
-    """Files by name and kind: of a kind are files of one name whose directories lie in one directory."""
+    """Chooses the files to fetch with one: of its kind, with one name in directories of one directory."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[str, str], list[str]] = {}
 
     def show(self, names: Iterable[str]) -> None:
-        """The files that there are now."""
+        """Replace the files that are known."""
         kinds = defaultdict(list)
         for name in sorted(names):
             kinds[_kind(name)].append(name)
@@ -574,10 +543,13 @@ class ReadAhead:
     def with_neighbours(
         self, name: str, is_there: Callable[[str], bool], is_wanted: Callable[[str], bool]
     ) -> list[str]:
-        """What to fetch together with a file: of its kind what is wanted, the next ones first."""
+        """The names to fetch together with a file: of its kind those wanted, the next ones first."""
         files = self._kinds.get(_kind(name), [])
         at = bisect_left(files, name)
         before, following = files[:at][::-1], files[at + 1 :]
+        # Code that reads the manifests of deltas one after another need not know that each is a request. As
+        # many of the next ones come as were fetched before, in either direction: a pass over all of them
+        # seldom waits, and a command that reads a few fetches few.
         for passed, coming in ((before, following), (following, before)):
             if count := len([*takewhile(is_there, passed[: AT_ONCE - 1])]):
                 return [*islice(filter(is_wanted, coming), count)]
@@ -589,17 +561,12 @@ def _kind(name: str) -> tuple[str, str]:
     return directory.rpartition("/")[0], file
 
 
-# --- directories that go with their process ----------------------------------------------------------------
-
-
 _PREFIX = "export-model-"
 _LOCKED_SECONDS = 60.0  # within which a directory that is made has its lock
 
 
 def private_directory() -> Path:
-    """A directory that is removed when the process ends, or by a later one if the process was killed."""
-    import tempfile
-
+    """A new directory that is removed when the process ends, or by a later one if the process was killed."""
     new, owner = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}")), os.getpid()
     lock = os.open(new / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)  # open as long as we live
     fcntl.flock(lock, fcntl.LOCK_EX)

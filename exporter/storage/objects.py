@@ -1,15 +1,12 @@
-"""Objects of a store: list them, read byte ranges of exactly what was listed, write under conditions.
+"""Objects of a store: list them, read byte ranges of exactly those listed, write under conditions.
 
 Credentials and endpoints come from the environment as each cloud's own tools take them (`AWS_*`, `GOOGLE_*`,
-`AZURE_*`). No error's text contains any of them: of what a store answers, only parts are kept that can hold
-no secret (a status, a code from a list, a kind of failure). obstore speaks to all three clouds; it is
-imported when a URL is opened, not before.
+`AZURE_*`). No error's text contains any of them: of a store's answer, only parts are kept that can hold no
+secret (a status, a code from a list, a kind of failure). obstore speaks to all three clouds; it is imported
+when a URL is opened, not before.
 
-Retries happen here alone: obstore repeats requests that were not answered (`_RETRIES`); `again`
-repeats reads whose answer breaks off. No other module repeats a request.
-
-Publishers on several machines rely on conditional writes; `require_conditions` refuses a store that ignores
-the conditions.
+Retries happen here alone: obstore repeats requests that were not answered (`_RETRIES`); `again` repeats reads
+whose answer breaks off. No other module repeats a request.
 """
 
 from __future__ import annotations
@@ -47,15 +44,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Name another server than the cloud's own; one with `http://` is asked without encryption.
 _ENDPOINTS = (
     *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
     *("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL"),
 )
-"""Name another server than the cloud's own; one with `http://` is asked without encryption."""
+# The time in which a store has to connect, to say something, and is asked again.
 _CONNECT, _REQUEST, _RETRY = timedelta(seconds=10), timedelta(seconds=30), timedelta(seconds=60)
-"""How long a store may take to connect, may say nothing, and is asked again."""
+# The longest time of a request that goes on; a part that is uploaded is answered at its end alone.
 _SLOW = timedelta(minutes=10)
-"""How long a request may take in all that goes on; a part that is uploaded is answered at its end alone."""
 _RETRIES = 5
 _CONNECTIONS = 16
 
@@ -94,7 +91,7 @@ class ObjectReader:
         self._store = _open(url)
 
     def below(self, path: str, *, after: str | None = None) -> Iterator[RemoteObject]:
-        """All objects below a directory, by key; with `after` those whose keys sort after it alone."""
+        """Yield all objects below a directory, by key; with `after` those whose keys sort after it alone."""
         import obstore
 
         def listed() -> list[RemoteObject]:
@@ -106,13 +103,13 @@ class ObjectReader:
             yield from again(listed)
 
     def contents(self, *, after: str | None = None) -> dict[str, RemoteObject]:
-        """All objects below the URL, by their names there; with `after` what sorts after that name alone."""
+        """All objects below the URL, by their names there; with `after` those sorted after that name."""
         base = self.url.key("")
         found = self.below(self.url.path, after=after and base + after)
         return {each.key.removeprefix(base): each for each in found}
 
     def beside(self, path: str) -> list[RemoteObject]:
-        """The objects of a directory alone."""
+        """The objects of a directory, without those in directories below."""
         return [_object(each) for each in self._level(path)["objects"]]
 
     def directories(self, path: str) -> list[str]:
@@ -126,7 +123,7 @@ class ObjectReader:
             return again(lambda: obstore.list_with_delimiter(self._store, path or None))
 
     def look(self, key: str) -> RemoteObject | None:
-        """The object of a key as it is now, None if there is none."""
+        """The object of a key as it is now; None if there is none."""
         import obstore
 
         with asking(self.url, key):
@@ -136,7 +133,7 @@ class ObjectReader:
                 return None
 
     def read(self, found: RemoteObject, start: int, stop: int) -> memoryview:
-        """Bytes `start` to `stop` of the object that was listed."""
+        """Bytes `start` to `stop` of the object that was listed; CheckpointChanged if it was replaced."""
         import obstore
 
         if start >= stop:
@@ -161,11 +158,7 @@ class ObjectReader:
         advance: Callable[[int], None] | None = None,
         note: Callable[[int, memoryview], None] | None = None,
     ) -> None:
-        """Fetch pieces (start, stop, offset in the target) into an open file, in parallel.
-
-        `advance` is called with the number of bytes that have come, and `note` is given their offsets in the
-        target and the bytes themselves, from several threads.
-        """
+        """Fetch pieces (start, stop, offset) into an open file; threads report parts to `advance`, `note`."""
 
         def write(offset: int, content: memoryview) -> None:
             try:
@@ -185,10 +178,7 @@ class ObjectReader:
         pieces: Iterable[tuple[int, int, int]],
         use: Callable[[int, memoryview], None],
     ) -> None:
-        """Fetch pieces (start, stop, offset), in parallel, and have them used from several threads.
-
-        `use` is given parts of a piece, each with the offset of its first byte.
-        """
+        """Fetch pieces (start, stop, offset); several threads `use` parts of them, offset and bytes."""
 
         def take(request: Request) -> None:
             content = self.read(found, request.start, request.stop)
@@ -236,10 +226,7 @@ class ObjectWriter(ObjectReader):
         return _open(self.url, _SLOW)
 
     def upload(self, key: str, file: Path, note: Callable[[int, memoryview], None] | None = None) -> str:
-        """Put a file under a key, in parts if it is large, and return its tag.
-
-        `note` is given the offsets of its parts and the bytes themselves, as they are sent.
-        """
+        """Put a file under a key; returns its tag. `note` gets each part's offset and bytes as it goes."""
         import obstore
 
         with writing_to(self.url, key), file.open("rb") as opened:
@@ -252,7 +239,7 @@ class ObjectWriter(ObjectReader):
             return awaited(lambda: obstore.put(self._patient, key, sent, **how))["e_tag"] or ""
 
     def duplicate(self, found: RemoteObject, key: str) -> None:
-        """Have the store copy an object of the bucket to another key."""
+        """Have the store copy an object to another key; CheckpointChanged if it was replaced meanwhile."""
         import obstore
 
         with writing_to(self.url, key):
@@ -273,11 +260,11 @@ class ObjectWriter(ObjectReader):
         return True
 
     def create(self, key: str, content: bytes) -> Tag | None:
-        """Put a new object; its tag, or None if the key is taken."""
+        """Put a new object; returns its tag, or None if the key is taken."""
         return self._put(key, content, "create")
 
     def replace(self, key: str, content: bytes, tag: Tag) -> Tag | None:
-        """Put an object in place of the one with this tag; its own tag, or None if another one is there."""
+        """Put an object in place of the one with this tag; its own tag, None if another is there."""
         told = {"e_tag": tag.e_tag, "version": tag.version}
         return self._put(key, content, {name: value for name, value in told.items() if value is not None})
 
@@ -313,7 +300,7 @@ class ObjectWriter(ObjectReader):
                 return None
 
     def delete(self, *keys: str) -> None:
-        """Remove objects, many at a time, in any order; an absent one is not a failure."""
+        """Remove objects, in any order; an absent one is not a failure."""
         import obstore
 
         def remove(key: str) -> None:
@@ -331,7 +318,7 @@ class ObjectWriter(ObjectReader):
 
 
 def _parts(file: BinaryIO, size: int, note: Callable[[int, memoryview], None]) -> Iterator[bytes]:
-    """The bytes of a file from its beginning, which are noted as they go."""
+    """Yield the bytes of a file from its beginning, each part noted as it goes."""
     offset = 0
     while part := file.read(size):
         note(offset, memoryview(part))
@@ -345,8 +332,7 @@ def _open(url: Url, silence: timedelta | None = None) -> ObjectStore:
         from obstore import store
     except ImportError:
         raise UsageError(
-            f"{url}: reading object stores needs a library that is not installed",
-            hint=to_install("stores"),
+            f"{url}: reading object stores needs a library that is not installed", hint=to_install("stores")
         ) from None
     plain = any(_endpoint(name).startswith("http://") for name in _ENDPOINTS)
     options: Any = {
@@ -369,8 +355,8 @@ def _open(url: Url, silence: timedelta | None = None) -> ObjectStore:
 
 
 def _endpoint(name: str) -> str:
-    """What a variable says; obstore panics at an address without a scheme."""
-    text = os.environ.get(name, "")
+    """The address in a variable, "" if it is not set; UsageError for one without a scheme."""
+    text = os.environ.get(name, "")  # obstore panics at an address without a scheme
     if text and re.fullmatch(r"https?://[^\s/?#@]+(/\S*)?", text) is None:
         raise UsageError(
             f"{name} is not the address of a store: expected https://HOST or http://HOST:PORT",
@@ -389,8 +375,9 @@ def require_conditions(store: ObjectWriter, path: str) -> None:
     Raises:
         PublishError: it does, or cannot be written or removed from.
     """
+    # publishers on several machines rely on conditional writes to keep out of each other's way
     key = f"{path}/.probe-{os.urandom(8).hex()}"
-    wrong = _wrong_of(store, key)
+    wrong = _ignored_condition(store, key)
     with suppress(PublishError) if wrong else nullcontext():
         store.delete(key)  # what a failure leaves goes with other old probes
     if wrong:
@@ -401,8 +388,8 @@ def require_conditions(store: ObjectWriter, path: str) -> None:
         )
 
 
-def _wrong_of(store: ObjectWriter, key: str) -> str:
-    """What a store does in place of honouring conditions; empty if it honours them."""
+def _ignored_condition(store: ObjectWriter, key: str) -> str:
+    """The store's fault in honouring conditions, found by writing a probe; "" if it honours them."""
     try:
         first = store.create(key, b"1") or _tag_of(store, key, b"1")
         second = store.create(key, b"2")
@@ -423,22 +410,19 @@ def _tag_of(store: ObjectWriter, key: str, content: bytes) -> Tag | None:
     return found[1] if found is not None and found[0] == content else None
 
 
-# --- asking: again where an answer breaks off, and failures as errors by name ------------------------------
-
-
 _PAUSES = (0.1, 0.5, 2.0)  # before a read is repeated whose answer broke off
-_AGAIN_SECONDS = 60.0
-"""An answer that breaks off later than this is not asked for again."""
+_AGAIN_SECONDS = 60.0  # an answer that breaks off later than this is not asked for again
 _LATER = "run the command again: the store is busy, or ill"
 _STATUS = re.compile(r"\b(?:status:? |HTTP error: )?([45][0-9]{2} [A-Z][A-Za-z ]+)")
+# The stores' own words for what is wrong with credentials; what else they say may repeat these.
 _CODE = re.compile(
     "<Code>(AccessDenied|AuthenticationFailed|AuthorizationFailure|AuthorizationHeaderMalformed|"
     "AuthorizationPermissionMismatch|ExpiredToken|InvalidAccessKeyId|InvalidToken|RequestTimeTooSkewed|"
     "SignatureDoesNotMatch)</Code>"
 )
-"""The stores' own words for what is wrong with credentials; what else they say may repeat these."""
 _MAY = "publishing needs to list, read, write and delete"
 NOT_IMPLEMENTED = "501"
+# Words of obstore's text that identify the kind of a failure.
 _KINDS = {
     "TimedOut": "no answer in time",
     "NotPartial": "it sends whole objects where it is asked for a range",
@@ -450,15 +434,14 @@ _KINDS = {
     "token file": "the file of its token cannot be read",
     "redirect without LOCATION": "the bucket is in another region than AWS_REGION says",
 }
-"""Words of obstore's text that identify the kind of a failure."""
 
 
 class BrokenOff(Exception):
-    """An answer that is not what was asked for; the text says how."""
+    """An answer that is not the one asked for; the text says how."""
 
 
 def again(ask: Callable[[], T]) -> T:
-    """Ask, and ask again if the answer breaks off: obstore repeats what was not answered at all."""
+    """The answer of `ask`, which is called again, after pauses, if the answer breaks off."""
     from obstore.exceptions import GenericError
 
     deadline = time.monotonic() + _AGAIN_SECONDS
@@ -475,7 +458,7 @@ def again(ask: Callable[[], T]) -> T:
 
 @contextmanager
 def asking(url: Url, key: str | None = None) -> Iterator[None]:
-    """Turn what a store answers to reading into errors by name."""
+    """Raise errors by name for a store's answers to reading."""
     from obstore import exceptions
 
     where = str(url) if key is None else f"{url.scheme}://{url.bucket}/{key}"
@@ -508,8 +491,8 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
     except BrokenOff as error:
         raise CheckpointError(f"{where}: the store cannot be read", cause=str(error), hint=_LATER) from None
     except exceptions.BaseError as error:
-        said = _said(error)
-        if why := not_given(url.scheme, str(error)):
+        said = _status_or_kind(error)
+        if why := missing_credentials(url.scheme, str(error)):
             raise CheckpointError(
                 f"{where}: there are no credentials", cause=f"{why}: {said}", hint=HINTS[url.scheme]
             ) from None
@@ -522,8 +505,8 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
         raise CheckpointError(f"{where}: the store cannot be read", cause=said, hint=hint) from None
 
 
-def _said(error: Exception) -> str:
-    """The status that a store answered with, or that it did not: its text may hold a signed URL."""
+def _status_or_kind(error: Exception) -> str:
+    """The status that a store answered with, or the kind of failure: its text may hold a signed URL."""
     text = str(error)
     if found := _STATUS.search(text):
         return found[1].strip()
@@ -533,7 +516,7 @@ def _said(error: Exception) -> str:
 
 @contextmanager
 def writing_to(url: Url, key: str) -> Iterator[None]:
-    """`asking`, for writes."""
+    """`asking`, for writes: the errors are PublishErrors."""
     try:
         with asking(url, key):
             yield
@@ -545,31 +528,28 @@ def writing_to(url: Url, key: str) -> Iterator[None]:
         ) from None
 
 
-# --- credentials -------------------------------------------------------------------------------------------
-
-
+# Variables that name credentials or their source: the first of these that are set together count.
 _AWS = (
     ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     ("AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE"),
     ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",),
     ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"),
 )
-"""Variables that name credentials or their source: the first of these that are set together count."""
+# Words of obstore's errors that come from asking for credentials, not from asking the store.
 _NOT_GIVEN = re.compile(
     r"token request|token file|performing POST REDACTED|/latest/(?:api/token|meta-data)\b"
 )
-"""Words of obstore's errors that come from asking for credentials, not from asking the store."""
 
+# Variables to set, by the scheme of a URL.
 HINTS = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, and AWS_ENDPOINT_URL for other clouds",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",
     "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or what else identifies you",
 }
-"""What to set, by the scheme of a URL."""
 
 
-def not_given(scheme: str, said: str) -> str:
-    """Which source gave no credentials, by an error's text; empty if that is not the error."""
+def missing_credentials(scheme: str, said: str) -> str:
+    """The source that gave no credentials, by an error's text; "" if that is not the error."""
     if "bulk delete" in said:  # a POST, too, and to the store itself
         return ""
     container = os.environ.get("AWS_CONTAINER_CREDENTIALS_FULL_URI") or "http://169.254.170.2/"

@@ -7,7 +7,7 @@ import os
 
 
 def write_at(descriptor: int, offset: int, data: bytes | bytearray | memoryview) -> None:
-    """Write bytes to an offset of a file."""
+    """Write all bytes to an offset of a file."""
     left = memoryview(data)
     while left:
         written = os.pwrite(descriptor, left, offset)
@@ -15,7 +15,7 @@ def write_at(descriptor: int, offset: int, data: bytes | bytearray | memoryview)
 
 
 def read_at(descriptor: int, offset: int, buffer: memoryview) -> int:
-    """Fill a buffer of bytes from an offset of a file; how many it got, fewer only where the file ends."""
+    """Fill a buffer from an offset of a file; returns the bytes read, fewer only where the file ends."""
     done = 0
     while done < len(buffer):
         got = os.preadv(descriptor, [buffer[done:]], offset + done)
@@ -33,21 +33,21 @@ class Window(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """Always."""
+        """True."""
         return True
 
     def seekable(self) -> bool:
-        """Always."""
+        """True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Move to a place in the range."""
+        """Move to a place in the range; returns it."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def readinto(self, buffer, /) -> int:  # type: ignore[no-untyped-def]  # the base class names no type either
-        """Fill a buffer as far as the range goes."""
+        """Fill a buffer as far as the range goes; returns the bytes read."""
         view = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
         done = read_at(self._descriptor, self._offset + self._position, view)
         self._position += done

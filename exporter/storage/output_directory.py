@@ -1,7 +1,7 @@
-"""A directory that holds what jobs write: on a file system that all workers see, or below a store's URL.
+"""A directory for the output of jobs: on a file system that all workers see, or below a store's URL.
 
-Objects appear whole: a file by rename, an object by its upload. Its tag
-differs from that of one that replaced it.
+Objects appear whole: a file by rename, an object by its upload. Its tag differs from that of one that
+replaced it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Directory(Protocol):
     """Objects by name; a name may contain slashes."""
 
     place: str
+    is_in_store: bool
     is_stood_for: bool
     """True once `show` made files that stand for its objects: these are needed until they are copied."""
 
@@ -37,7 +38,7 @@ class Directory(Protocol):
         """The directory for files that are then given to `put_file`."""
 
     def put_file(self, name: str, path: Path) -> str:
-        """Make a file of `scratch` the object of this name, and return its tag; the file may be gone then."""
+        """Make a file of `scratch` the object of this name; returns its tag. The file may be gone then."""
 
     def put_new(self, name: str, path: Path) -> None:
         """Make a file of `scratch` an object, unless there is one of this name, which keeps its tag."""
@@ -46,7 +47,7 @@ class Directory(Protocol):
         """Write a small object, whatever is there."""
 
     def read(self, name: str) -> bytes | None:
-        """A small object; None if it is not there."""
+        """The bytes of a small object; None if it is not there."""
 
     def look(self, name: str) -> tuple[int, str] | None:
         """Size in bytes and tag of an object; None if it is not there."""
@@ -58,10 +59,7 @@ class Directory(Protocol):
         """Make an object appear at a local path: by a link, or fetched now or when it is read."""
 
     def as_local(self) -> Path:
-        """A local directory with what is there now; objects of a store are fetched when they are read.
-
-        They are not pinned by their tags: tasks that are done again write the same.
-        """
+        """A local directory with the objects there now; those of a store are fetched when they are read."""
 
     def remove(self) -> None:
         """Remove everything in it, as far as that is possible."""
@@ -74,15 +72,15 @@ def open_directory(place: str) -> Directory:
         UsageError: the library that reads stores is not installed.
     """
     url = Url.parse(place)
-    return LocalDirectory(Path(place)) if url is None else StoreDirectory(url)
+    return _LocalDirectory(Path(place)) if url is None else _StoreDirectory(url)
 
 
-class LocalDirectory:
+class _LocalDirectory:
     """A directory of a file system; it is made when something is put into it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()
-        self.is_stood_for = False
+        self.is_in_store = self.is_stood_for = False
         self.place = os.fspath(self._path)
 
     @property
@@ -93,7 +91,6 @@ class LocalDirectory:
         return self._path
 
     def put_file(self, name: str, path: Path) -> str:
-        """See `Directory`."""
         target = self._path / name
         with _naming(target):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -101,57 +98,49 @@ class LocalDirectory:
             return str(target.stat().st_mtime_ns)
 
     def put_new(self, name: str, path: Path) -> None:
-        """See `Directory`."""
         with _naming(self._path / name), suppress(FileExistsError):
             (self._path / name).hardlink_to(path)
 
     def put(self, name: str, content: bytes) -> None:
-        """See `Directory`."""
         with _naming(self._path / name), new_file(self.scratch) as (descriptor, path):
             with os.fdopen(os.dup(descriptor), "wb") as file:
                 file.write(content)
             self.put_file(name, path)
 
     def read(self, name: str) -> bytes | None:
-        """See `Directory`."""
         with _naming(self._path / name), suppress(FileNotFoundError):
             return (self._path / name).read_bytes()
         return None
 
     def look(self, name: str) -> tuple[int, str] | None:
-        """See `Directory`."""
         with _naming(self._path / name), suppress(FileNotFoundError):
             found = (self._path / name).stat()
             return found.st_size, str(found.st_mtime_ns)
         return None
 
     def names(self, below: str) -> list[str]:
-        """See `Directory`."""
         with _naming(self._path), suppress(FileNotFoundError):
             names = (entry.name for entry in (self._path / below).iterdir())
             return sorted(f"{below}/{name}" for name in names if not name.startswith(_NEW))
         return []
 
     def show(self, name: str, path: Path, size: int, tag: str) -> None:
-        """See `Directory`."""
         with _naming(path):
             path.hardlink_to(self._path / name)
 
     def as_local(self) -> Path:
-        """See `Directory`."""
         return self._path
 
     def remove(self) -> None:
-        """See `Directory`."""
         shutil.rmtree(self._path, ignore_errors=True)
 
 
-class StoreDirectory:
+class _StoreDirectory:
     """The objects below a URL."""
 
     def __init__(self, url: Url) -> None:
         self.place = str(url)
-        self.is_stood_for = False
+        self.is_in_store, self.is_stood_for = True, False
         self._url = url
         self._store = ObjectWriter(url)
 
@@ -161,36 +150,29 @@ class StoreDirectory:
         return Path(tempfile.gettempdir())
 
     def put_file(self, name: str, path: Path) -> str:
-        """See `Directory`."""
         return self._store.upload(self._url.key(name), path)
 
     def put_new(self, name: str, path: Path) -> None:
-        """See `Directory`."""
         with _naming(path):
             content = path.read_bytes()
         self._store.create(self._url.key(name), content)
 
     def put(self, name: str, content: bytes) -> None:
-        """See `Directory`."""
         self._store.put(self._url.key(name), content)
 
     def read(self, name: str) -> bytes | None:
-        """See `Directory`."""
         found = self._store.fetch(self._url.key(name), _LONGEST)
         return None if found is None else found[0]
 
     def look(self, name: str) -> tuple[int, str] | None:
-        """See `Directory`."""
         found = self._store.look(self._url.key(name))
         return None if found is None else (found.size, found.tag or "")
 
     def names(self, below: str) -> list[str]:
-        """See `Directory`."""
         base = self._url.key("")
         return sorted(each.key.removeprefix(base) for each in self._store.below(self._url.key(below)))
 
     def show(self, name: str, path: Path, size: int, tag: str) -> None:
-        """See `Directory`."""
         found = RemoteObject(self._url.key(name), size, tag, 0.0)
         if mirror.stand_in(path, self._url, found):
             self.is_stood_for = True
@@ -199,21 +181,20 @@ class StoreDirectory:
             self._store.copy(found, file.fileno(), [(0, size, 0)], path)
 
     def as_local(self) -> Path:
-        """See `Directory`."""
         found = self._store.contents()
         shown = mirror.Mirror(self._url, is_directory=True)
+        # not pinned by their tags: tasks that are done again write the same
         shown.show({name: replace(each, tag=None) for name, each in found.items() if "/" not in name})
         mirror.register(shown)
         return shown.path
 
     def remove(self) -> None:
-        """See `Directory`."""
         self._store.delete(*(each.key for each in self._store.below(self._url.path)))
 
 
 @contextmanager
 def new_file(directory: Path) -> Iterator[tuple[int, Path]]:
-    """An empty file, open for reading and writing, and its path; what is left of it at the end is removed.
+    """An empty file, open to read and write, and its path; it is removed at the end, unless moved.
 
     Raises:
         DiskFull, PublishError: it cannot be made.
@@ -229,7 +210,7 @@ def new_file(directory: Path) -> Iterator[tuple[int, Path]]:
 
 @contextmanager
 def new_path(directory: Path) -> Iterator[Path]:
-    """A path where nothing is yet; what is there at the end is removed."""
+    """A path where nothing is yet; the file there at the end is removed."""
     path = directory / f"{_NEW}{os.urandom(8).hex()}"
     try:
         yield path

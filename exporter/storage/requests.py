@@ -1,7 +1,7 @@
-"""Cut what is wanted of an object, and what becomes one, into requests.
+"""Cut the wanted pieces of an object, and the parts of an upload, into requests.
 
 A request costs about as much time as a megabyte: large pieces are cut into parts that are fetched in
-parallel, and small ones that lie near each other come with one request, what lies between them too.
+parallel, and small ones that lie near each other come with one request, the bytes between them too.
 """
 
 from __future__ import annotations
@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+# The most that a request fetches: its first byte hardly counts then, and a retry costs little.
 PART_BYTES = 8 << 20
-"""The most that a request fetches: its first byte hardly counts then, and a retry costs little."""
-GAP_BYTES = 1 << 20
-"""What may lie unused between two pieces of one request."""
+GAP_BYTES = 1 << 20  # bytes that may lie unused between two pieces of one request
+# Of one upload: S3 and Google take no more. Azure takes 50,000.
 MOST_PARTS = 10_000
-"""Of one upload: S3 and Google take no more. Azure takes 50,000."""
-MOST_COPIED = 5 << 30
-"""Bytes of an object that S3 copies by one request."""
+MOST_COPIED = 5 << 30  # bytes of an object that S3 copies by one request
+# Bytes of one upload in memory, and its parts under way, at most.
 _UPLOADING_BYTES, _UPLOADS = 512 << 20, 16
-"""What may be in memory of one upload, and how many of its parts at most."""
 
 
 class Piece(NamedTuple):
-    """A range of an object, and where it goes in the target."""
+    """A range of an object, and its offset in the target."""
 
     start: int
     stop: int
@@ -43,7 +41,7 @@ class Request(NamedTuple):
 
 
 def requests(pieces: Iterable[tuple[int, int, int]]) -> Iterator[Request]:
-    """The requests for pieces (start, stop, offset in the target)."""
+    """Yield the requests for pieces (start, stop, offset in the target)."""
     request: Request | None = None
     for piece in sorted(part for whole in pieces for part in _parts(*whole)):
         if request is not None:
@@ -59,12 +57,12 @@ def requests(pieces: Iterable[tuple[int, int, int]]) -> Iterator[Request]:
 
 
 def upload_parts(size: int) -> tuple[int, int]:
-    """For an object of so many bytes: the size of its parts, and how many are uploaded at once."""
+    """The size of the parts of an upload of `size` bytes, and how many are uploaded at once."""
     part = max(PART_BYTES, -(-size // MOST_PARTS))
     return part, max(1, min(_UPLOADS, _UPLOADING_BYTES // part))
 
 
-def near(start: int, stop: int, size: int) -> tuple[int, int]:
+def aligned(start: int, stop: int, size: int) -> tuple[int, int]:
     """The range to fetch for one that is read from an object: neighbours are likely to be read next."""
     return start // GAP_BYTES * GAP_BYTES, min(-(-stop // GAP_BYTES) * GAP_BYTES, size)
 

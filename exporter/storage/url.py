@@ -13,7 +13,7 @@ _NO_NAME = re.compile(r"\.\.|.*[\x00-\x1f\x7f].*", re.DOTALL)
 
 
 class Url(Struct, frozen=True):
-    """Where objects are: `scheme://bucket/path`; of Azure the bucket is the container."""
+    """A place of objects: `scheme://bucket/path`; of Azure the bucket is the container."""
 
     scheme: str
     bucket: str
@@ -34,12 +34,12 @@ class Url(Struct, frozen=True):
 
     @property
     def parent(self) -> Url:
-        """The directory above, as if there were directories."""
+        """The URL of the directory above, as if there were directories."""
         return Url(self.scheme, self.bucket, self.path.rpartition("/")[0])
 
     @property
     def name(self) -> str:
-        """What follows the last slash."""
+        """The text behind the last slash."""
         return self.path.rpartition("/")[2]
 
     def key(self, name: str) -> str:

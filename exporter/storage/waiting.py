@@ -1,8 +1,8 @@
-"""Wait for a store's answer for as long as it is wanted: a silent store may take minutes.
+"""Waits for a store's answer that end with the wish for it: a silent store may take minutes.
 
 Requests of the main thread end with SIGINT and SIGTERM, those of `workers` when the block that set them to
-work is interrupted, and those of a thread in `until` once its event is set. The store may still do what it
-was asked for, as it may after the process was killed.
+work is interrupted, and those of a thread in `until` once its event is set. The store may still do it, as it
+may after the process was killed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class GivenUp(BaseException):
 
 
 class _Thread(threading.local):
-    """What ends the requests of a thread."""
+    """The events that end the requests of a thread."""
 
     ends: tuple[threading.Event, ...] = ()
 
@@ -44,7 +44,7 @@ def until(end: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Give the requests of a block so many seconds in all: what is not done then is left."""
+    """Give the requests of a block `seconds` in all; the block is left when they are over."""
     end = threading.Event()
     timer = threading.Timer(seconds, end.set)
     timer.daemon = True
@@ -71,8 +71,8 @@ def setting_if_interrupted(end: threading.Event) -> Iterator[None]:
 def workers(count: int, name: str) -> Iterator[Executor]:
     """Threads for tasks that ask a store; at the end of the block those under way are awaited.
 
-    After a failure what has not begun is dropped. If the block is interrupted, what is under way ends at its
-    next request, too: the process waits for these threads.
+    After a failure tasks that have not begun are dropped. If the block is interrupted, those under way end,
+    too.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -83,18 +83,16 @@ def workers(count: int, name: str) -> Iterator[Executor]:
             yield pool
             pool.shutdown()
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)  # the process waits for these threads
 
 
 def awaited(ask: Callable[[], T]) -> T:
-    """What `ask` returns or raises, unless it is abandoned.
-
-    Python cannot break off a request, and calls the handlers of signals once the main thread is back from the
-    library. So another thread asks, which the end of the process does not wait for.
-    """
+    """The result of `ask`, or its exception; GivenUp once the request is not wanted any more."""
     ends = _this.ends
     if not ends and threading.current_thread() is not threading.main_thread():
         return ask()
+    # Python cannot break off a request, and calls the handlers of signals once the main thread is back from
+    # the library. So another thread asks, which the end of the process does not wait for.
     answer = Future[T]()
 
     def take() -> None:

@@ -27,9 +27,9 @@ from exporter.delta.format import OPEN, ChangeKind, Schema, ServedVariable, Tabl
 from exporter.errors import NotServable
 from exporter.graph.editor import GraphEditor
 from exporter.graph.inference_graph import Asset, GraphTable, GraphVariable, InferenceGraph
+from exporter.graph.lookup_tables import makers
 from exporter.graph.overlaid_reads import SCATTERED, overlay_reads
 from exporter.graph.signatures import rename_tensors, signature_nodes, tensors_of
-from exporter.graph.tables import makers
 from exporter.graph.variable_uses import Use, read_rows_only, uses
 from exporter.options import Isolation, Updates
 from exporter.storage.layout import UPDATABLE_NAME

@@ -137,9 +137,16 @@ def attempt(
     argument: Tensor | tuple[Tensor, ...],
     action: Callable[..., tuple[Tensor, ...]],
     fallback: Sequence[Tensor],
+    *,
+    condition: Callable[..., Tensor] | None = None,
 ) -> Sequence[Tensor]:
-    """Add nodes that give the result of `action` on `argument`, or `fallback` if anything in it fails."""
-    tried = tf.data.Dataset.from_tensors(argument).map(action).ignore_errors()
+    """Add nodes that give the result of `action` on `argument`, or `fallback` if anything in it fails.
+
+    Where `condition`, if one is given, is false of the argument, the action is not tried.
+    """
+    arguments = tf.data.Dataset.from_tensors(argument)
+    chosen = arguments if condition is None else arguments.filter(condition)
+    tried = chosen.map(action).ignore_errors()
     either = tried.concatenate(tf.data.Dataset.from_tensors(tuple(fallback))).take(1)
     found: Sequence[Tensor] = either.get_single_element()
     return found

@@ -5,7 +5,8 @@
     since     float64 []  when the sequence became odd, in seconds since 1970
     base      string []   the model base path, taken from an asset's path while the model loads
     warm      bool []     true after the first update, even if that had nothing to do
-    turn      int64 [3]   zeros while no call has the turn (`update.one_at_a_time`)
+    turn      int64 [3]   zeros while no call takes the turn (`update.one_at_a_time`)
+    holder    string [1]  the name of the call that took the turn last, empty before the first one
     quiet     float64 []  until when readers ask that no update begins to write, in seconds since 1970
     unsettled int64 []    how many responses were given without a position
 
@@ -47,6 +48,7 @@ class State(Struct, Generic[T], frozen=True):
     base: T
     warm: T
     turn: T
+    holder: T
     quiet: T
     unsettled: T
 
@@ -70,6 +72,7 @@ _KINDS: dict[str, tuple[DType, tuple[int, ...]]] = {
     "base": (DType.STRING, ()),
     "warm": (DType.BOOL, ()),
     "turn": (DType.INT64, (3,)),
+    "holder": (DType.STRING, (1,)),
     "quiet": (DType.DOUBLE, ()),
     "unsettled": (DType.INT64, ()),
 }

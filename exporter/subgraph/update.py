@@ -11,7 +11,7 @@ nothing else), and the turns by which one call at a time updates.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -40,9 +40,6 @@ _NONE = -1
 _GLOB_CHARACTERS = r"([*?\[\\])"
 _STORE = "(?s)[a-z0-9]+://.*"
 _PHILOX = 1
-
-Dataset = Any
-"""A `tf.data.Dataset`."""
 
 
 class UpdateRules(Struct, frozen=True):
@@ -149,7 +146,7 @@ def _update_in_turn(
 
     def take_turn() -> tuple[Tensor, Tensor]:
         occupied = outlook.result(outlook.start)[0], tf.constant(_OCCUPIED)
-        numbers, status = one_at_a_time(state.turn, run, occupied)
+        numbers, status = one_at_a_time(state, run, occupied)
         return tf.ensure_shape(numbers, [5]), tf.ensure_shape(status, [])
 
     has_work = (outlook.start.choice >= 0) | tf.not_equal(outlook.start.position[2], SETTLED)
@@ -426,28 +423,28 @@ def _match(patterns: Tensor) -> Tensor:
 
 
 def one_at_a_time(
-    turn: Tensor, part: Callable[[], Sequence[Tensor]], occupied: Sequence[Tensor]
+    state: UpdateState, part: Callable[[], Sequence[Tensor]], occupied: Sequence[Tensor]
 ) -> Sequence[Tensor]:
     """The results of `part`; or `occupied`, of the same dtypes, while another call runs it.
 
-    `turn` is the handle of a variable, int64 [3], of zeros when the model is loaded. Whatever `part` reads,
-    it reads after it has taken the turn.
+    Whatever `part` reads, it reads after it has taken the turn.
 
     No call waits, since each waiting call would hold a thread of the server: the turn is free, or the call
     gets `occupied` at once. While nothing is updated, a turn costs nothing.
 
-    A turn is the life of an iterator over a `GeneratorDataset` (source: tensorflow/core/kernels/data/
-    generator_dataset_op.cc). `init_func` takes the turn if it is free. The iterator's destructor runs
-    `finalize_func`, which gives the turn back, if `init_func` succeeded, whatever happened in between, and
-    under a cancellation manager of its own. So a call that fails or is cancelled gives its turn back, too,
-    after the last operation that it started. `init_func` is a single operation: a call cannot be cancelled
-    between taking the turn and the success of `init_func`.
+    A turn is the life of an anonymous iterator, which nobody iterates: `holder` has its name, and a call that
+    finds an iterator of that name knows that another call has the turn. The iterator's deleter is a tensor of
+    the call's. When that tensor is freed, the iterator is gone (tensorflow/core/framework/resource_mgr.h,
+    `ResourceDeleter`). TensorFlow frees it when the last operation that the call started has ended, also if
+    the call failed or was cancelled. Names are not used twice, so an iterator that is gone stays gone.
 
-    Three other ways fall short. A cancelled waiter of a `MutexLock` unlocks it, whichever call holds it
+    Four other ways fall short. A cancelled waiter of a `MutexLock` unlocks it, whichever call holds it
     (mutex_ops.cc, `AcquireAsync`). A `BatchFunction` looks into its queue each millisecond, and each call
     that waits in it holds a thread (shared_batch_scheduler.h, `ThreadLogic`). With its adaptive scheduler it
     starts 128 threads, runs two batches at once if the clock is set back while one is added, and may use a
-    scheduler that was deleted with its model (adaptive_shared_batch_scheduler.h, `CallbackWrapper`).
+    scheduler that was deleted with its model (adaptive_shared_batch_scheduler.h, `CallbackWrapper`). The
+    constructor of a `GeneratorDataset`, whose last function could give the turn back, makes the C library map
+    each tensor of 128 KiB and more anew, for all models of the process (generator_dataset_op.cc, 2.21 on).
     """
     function = tf.compat.v1.wrap_function(part, [])
     dtypes = [output.dtype for output in function.outputs]
@@ -459,50 +456,61 @@ def one_at_a_time(
             tf.raw_ops.StatefulPartitionedCall(args=function.captured_inputs, Tout=dtypes, f=function)
         )
 
+    kind = {"output_types": [tf.int64], "output_shapes": [tf.TensorShape([])]}
+    iterator, deleter = tf.raw_ops.AnonymousIteratorV2(**kind)
+    name = tf.raw_ops.IteratorToStringHandle(resource_handle=iterator)
+    before = state.read("holder")[0]
+    (is_held,) = attempt(
+        before,
+        lambda other: (_exists(other, kind),),
+        (tf.constant(False),),
+        condition=lambda other: tf.not_equal(other, ""),
+    )
+    # All that may fail or be cancelled comes before or after the few operations that take the turn.
+    with tf.control_dependencies([name, is_held, *occupied]):
+        is_taken = _take(state, name, before, is_held)
     # A filter and a fallback element instead of `tf.cond`: servers with `enable_mlir_graph_optimization` fail
     # at what grappler makes of the branches.
-    own = _taken(turn).filter(_was_free).map(call)
+    own = tf.data.Dataset.from_tensors(is_taken).filter(tf.identity).map(call)
     either = own.concatenate(tf.data.Dataset.from_tensors(tuple(occupied))).take(1)
     found: Sequence[Tensor] = either.get_single_element()
-    return found
+    # Without a name the next call does not look for an iterator: a server logs each that it does not find.
+    with tf.control_dependencies(found):
+        nameless = _write_if(is_taken, state.holder, tf.constant(""))
+    with tf.control_dependencies([nameless]):
+        ended = tf.raw_ops.DeleteIterator(handle=iterator, deleter=deleter)
+    with tf.control_dependencies([ended]):
+        return [tf.identity(each) for each in found]
 
 
-def _was_free(before: Tensor) -> Tensor:
-    return tf.equal(before[0], 0)
+def _exists(name: Tensor, kind: Mapping[str, Any]) -> Tensor:
+    """True, bool []; the graph fails if there is no iterator of that name."""
+    found = tf.raw_ops.IteratorFromStringHandleV2(string_handle=name, **kind)
+    with tf.control_dependencies([found]):
+        return tf.constant(True)
 
 
-def _taken(turn: Tensor) -> Dataset:
-    """The value of `turn` before this call, int64 [3]: zeros if the call has the turn, as long as it runs."""
-    state = tf.TensorSpec([3], tf.int64)
+def _take(state: UpdateState, name: Tensor, before: Tensor, is_held: Tensor) -> Tensor:
+    """Make `name` the holder, if that is still `before` and nobody holds it; true, bool [], if it is now."""
+    # A call between the first operation and the last keeps all others out. These operations cannot be
+    # cancelled: they are a straight line of kernels that only compute.
+    # The first is a test-and-set: the one stock operation that changes a variable under a lock and returns
+    # what it was, with a shape that TensorFlow 2's loader can infer. Any delta but zero will do.
+    delta = tf.constant(1, tf.uint64)
+    was = tf.raw_ops.RngReadAndSkip(resource=state.turn, alg=tf.constant(_PHILOX), delta=delta)
+    is_alone = tf.equal(was[0], 0)
+    with tf.control_dependencies([was]):
+        is_free = tf.equal(state.read("holder")[0], before) & tf.logical_not(is_held) & is_alone
+    written = _write_if(is_free, state.holder, name)
+    with tf.control_dependencies([written]):
+        left = _write_if(is_alone, state.turn, tf.constant(0, tf.int64))
+    with tf.control_dependencies([left]):
+        return tf.identity(is_free)
 
-    def take() -> Tensor:
-        # A test-and-set: the one stock operation that changes a variable under a lock and returns what it
-        # was, with a shape that TensorFlow 2's loader can infer. Any delta but zero will do.
-        delta = tf.constant(1, tf.uint64)
-        return tf.raw_ops.RngReadAndSkip(resource=turn, alg=tf.constant(_PHILOX), delta=delta)
 
-    def give_back(before: Tensor) -> Tensor:
-        # The destructor runs this also where `take` found the turn taken by another call: then `first` is
-        # empty, and a scatter without indices writes nothing. No `tf.cond`, see `one_at_a_time`.
-        first = tf.range(tf.cast(_was_free(before), tf.int32))
-        zeros = tf.zeros_like(first, tf.int64)
-        with tf.control_dependencies(
-            [tf.raw_ops.ResourceScatterUpdate(resource=turn, indices=first, updates=zeros)]
-        ):
-            return tf.identity(before)
-
-    init, next_, finalize = (
-        tf.compat.v1.wrap_function(function, specs)
-        for function, specs in ((take, []), (tf.identity, [state]), (give_back, [state]))
-    )
-    element = tf.raw_ops.GeneratorDataset(
-        init_func=init,
-        init_func_other_args=init.captured_inputs,
-        next_func=next_,
-        next_func_other_args=next_.captured_inputs,
-        finalize_func=finalize,
-        finalize_func_other_args=finalize.captured_inputs,
-        output_types=[state.dtype],
-        output_shapes=[state.shape],
-    )
-    return tf.data.experimental.from_variant(element, state).take(1)
+def _write_if(condition: Tensor, variable: Tensor, value: Tensor) -> Tensor:
+    """The operation that sets the first element of a variable to `value`, or nothing unless `condition`."""
+    # A scatter without indices writes nothing. No `tf.cond`, see `one_at_a_time`.
+    first = tf.range(tf.cast(condition, tf.int32))
+    values = tf.fill(tf.shape(first), value)
+    return tf.raw_ops.ResourceScatterUpdate(resource=variable, indices=first, updates=values)

@@ -280,6 +280,7 @@ def add_init(
         state.sequence: (editor.constant("first_sequence", 0, DType.INT64), DType.INT64),
         state.position: (editor.constant("first_position", [*start, SETTLED], DType.INT64), DType.INT64),
         state.turn: (editor.constant("first_turn", [0, 0, 0], DType.INT64), DType.INT64),
+        state.holder: (editor.constant("first_holder", [b""], DType.STRING), DType.STRING),
         state.quiet: (editor.constant("first_quiet", 0.0, DType.DOUBLE), DType.DOUBLE),
         state.unsettled: (editor.constant("first_unsettled", 0, DType.INT64), DType.INT64),
         state.since: (editor.constant("first_since", 0.0, DType.DOUBLE), DType.DOUBLE),

@@ -39,7 +39,7 @@ from exporter.jobs.task import ZEROS, Input, RangeChecksums, Receipt, Task, batc
 from exporter.storage import mirror
 from exporter.storage.files import writing
 from exporter.storage.open_files import write_at
-from exporter.storage.output_directory import Directory, LocalDirectory, new_file, open_directory
+from exporter.storage.output_directory import Directory, new_file, open_directory
 from exporter.tables.geometry import (
     EMPTY_KEY,
     INDEX_ROWS,
@@ -474,7 +474,7 @@ class TableLayout(Struct, frozen=True, eq=False):
         with ExitStack() as stack:
             job = stack.enter_context(runner.job(index.plan, os.fspath(scratch / "job")))
             pieces = index.run(job, progress)
-            if isinstance(job.directory, LocalDirectory):
+            if not job.directory.is_in_store:
                 home = job.directory if job.is_kept else open_directory(os.fspath(scratch))
                 catalog = join_pieces(self.catalog, self.tables, pieces, job.directory, home)
             else:

@@ -36,7 +36,7 @@ from exporter.errors import (
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from exporter.publish.versions import require_base_path
 from exporter.storage.layout import MANIFEST_FILE
-from exporter.storage.local_paths import in_store, quoted, without_secrets
+from exporter.storage.local_paths import quoted, store_url, without_secrets
 from exporter.storage.objects import ObjectWriter
 from exporter.storage.url import Url
 from exporter.terminal.progress import ProgressFactory, no_progress
@@ -213,7 +213,7 @@ def parse(url: str) -> Url:
     found = Url.parse(url)
     if found is None:
         is_local = "://" in url or Path(url).exists()
-        known = in_store(url) or (None if is_local else f"s3://{url}")
+        known = store_url(url) or (None if is_local else f"s3://{url}")
         raise UsageError(
             f"{without_secrets(url)}: expected s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL",
             hint=f"write {without_secrets(known)}" if known else "name a bucket and a model in it",

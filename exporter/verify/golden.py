@@ -1,4 +1,5 @@
-"""Golden requests: what a model is asked, what it may answer, and how far from the answers before.
+"""Golden requests: a model's questions, the answers that it may give, and their distance from those
+before.
 
     {"requests": [{"name": "a known user",
                    "signature_name": "serving_default",
@@ -6,9 +7,9 @@
                    "expect": {"score": {"min": 0, "max": 1},
                               "logits": {"near": [[0.2, 1.4]], "tolerance": 0.5, "drift": 0.1}}}]}
 
-A request is what TF Serving's REST interface takes for Predict: `instances` or `inputs`. A delta is judged by
-the answers after it against the answers before it: a gate that failed before is not counted against the
-delta.
+A request is one that TF Serving's REST interface takes for Predict: `instances` or `inputs`. A delta is
+judged by the answers after it against the answers before it: a gate that failed before is not counted against
+the delta.
 """
 
 from __future__ import annotations
@@ -34,16 +35,13 @@ from exporter.wire.rest_json import predict_inputs
 
 _LONGEST = 16 << 20
 _LONGEST_MODEL = 1 << 31
-_SERVE = "serve"
-_DEFAULT_SIGNATURE = "serving_default"
 _SHOWN = 3
+_DEFAULT_SIGNATURE = "serving_default"
 Outputs = Mapping[str, NDArray[Any]]
 
 
 class Expectation(Struct, frozen=True, forbid_unknown_fields=True):
-    """What an output's values must be: not below `min`, not above `max`, not further than `tolerance` from
-    `near` (a number, or as many as there are values). `drift`: see `Gates`.
-    """
+    """The least and greatest value of an output, or its distance from `near`. `drift`: see `Gates`."""
 
     min: float | None = None
     max: float | None = None
@@ -53,7 +51,7 @@ class Expectation(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GoldenRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """A request, and what is expected of its outputs by name."""
+    """A request, and the bounds of its outputs by name."""
 
     name: str = ""
     signature_name: str = _DEFAULT_SIGNATURE
@@ -73,7 +71,7 @@ class _File(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Answer(Struct, frozen=True):
-    """What a server answered: outputs by name, or why it refused."""
+    """The answer of a server: outputs by name, or why it refused."""
 
     outputs: Outputs = field(default_factory=dict)
     refused: str = ""
@@ -89,7 +87,7 @@ class GateFailure(Struct, frozen=True):
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """What failed, whatever the values were."""
+        """The request, gate and output that failed, whatever the values were."""
         return self.request, self.gate, self.output
 
     def __str__(self) -> str:
@@ -98,7 +96,7 @@ class GateFailure(Struct, frozen=True):
 
 
 class Gates(Struct, frozen=True):
-    """What a canary's answers must pass. `drift`: how far scores may move, as a part of their size.
+    """The gates that a canary's answers must pass. `drift`: how far scores may move, as a part of their size.
 
     An output of floats drifts by the mean distance of its values from those before, over the mean of their
     absolute values. An output that was all zeros is not compared.
@@ -108,18 +106,18 @@ class Gates(Struct, frozen=True):
     drift: float | None = None
 
     def failures(self, answers: Sequence[Answer], before: Sequence[Answer] | None) -> tuple[GateFailure, ...]:
-        """What the answers do not pass that those before did; `before` is None if those are not known."""
+        """The gates that the answers fail and those before passed; `before` is None if unknown."""
         known = set() if before is None else {failure.kind for failure in self.wrong(before)}
         new = tuple(failure for failure in self.wrong(answers) if failure.kind not in known)
         return new if before is None else new + self.drifted(answers, before)
 
     def wrong(self, answers: Sequence[Answer]) -> tuple[GateFailure, ...]:
-        """What the answers do not pass by themselves."""
+        """The gates that the answers fail by themselves."""
         pairs = zip(self.requests, answers, strict=True)
         return tuple(failure for request, answer in pairs for failure in _wrong(request, answer))
 
     def drifted(self, answers: Sequence[Answer], before: Sequence[Answer]) -> tuple[GateFailure, ...]:
-        """How the answers moved further than they may."""
+        """The outputs that moved further than they may."""
         triples = zip(self.requests, answers, before, strict=True)
         return tuple(
             failure
@@ -128,8 +126,8 @@ class Gates(Struct, frozen=True):
         )
 
 
-def told(failures: Sequence[GateFailure]) -> str:
-    """The first of them, for people."""
+def summary(failures: Sequence[GateFailure]) -> str:
+    """The first of the failures, for people."""
     left = len(failures) - _SHOWN
     return "; ".join(map(str, failures[:_SHOWN])) + (f"; and {left} more" if left > 0 else "")
 
@@ -187,7 +185,7 @@ def _signatures(version: Path) -> Mapping[str, Proto]:
             f"{version} has no signatures to compare golden requests with", cause=str(error)
         ) from error
     for meta_graph in saved_model.meta_graphs:
-        if _SERVE in meta_graph.meta_info_def.tags:
+        if "serve" in meta_graph.meta_info_def.tags:
             return dict(meta_graph.signature_def)
     return {}
 
@@ -228,7 +226,7 @@ def _check(request: GoldenRequest) -> None:
 
 
 def _wrong(request: GoldenRequest, answer: Answer) -> Iterator[GateFailure]:
-    """What is wrong with an answer, whatever was answered before."""
+    """Yield the gates that one answer fails, whatever was answered before."""
 
     def failure(gate: str, output: str, text: str) -> GateFailure:
         return GateFailure(request.name, gate, output, text)

@@ -1,4 +1,6 @@
-"""Verify all that is published for a model: files are whole, and each base reaches the newest position."""
+"""Verification of all that is published for a model: files are whole, and each base reaches the newest
+position.
+"""
 
 from __future__ import annotations
 
@@ -44,25 +46,26 @@ from exporter.verify.version_files import verify_bytes, verify_files
 
 
 class Damage(Struct, frozen=True):
-    """What is wrong with a version, a delta or a hold."""
+    """A damaged version, delta or hold, and the error that says how."""
 
     path: Path
     error: ExportError
 
 
 def _problem(path: Path, error: ExportError | OSError) -> Damage:
-    """What is published is read as checkpoints are; its damage is not damage of a checkpoint."""
+    """The damage of a path; an error that is none, because something changed or is full, is raised."""
     if isinstance(error, CheckpointChanged | PositionMoved | DiskFull):
         raise error
     if isinstance(error, OSError):
         error = unreachable(error)
+    # what is published is read as checkpoints are, and its damage is not damage of a checkpoint
     if isinstance(error, CorruptFile | TruncatedFile | MissingShard | UnsupportedFormat):
         error = VerificationError(error.message, cause=error.cause, hint=error.hint)
     return Damage(path, error)
 
 
 class VerifiedModel(Struct, frozen=True):
-    """What was looked at. `log` is None if the newest version takes no deltas."""
+    """The result for a model. `log` is None if the newest version takes no deltas."""
 
     versions: int
     log: DeltaLog | None
@@ -71,12 +74,12 @@ class VerifiedModel(Struct, frozen=True):
 
     @property
     def problems(self) -> tuple[ExportError, ...]:
-        """The errors alone."""
+        """The errors of all damage."""
         return tuple(problem.error for problem in self.damage)
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Every position of the log at which something stands, by names alone."""
+        """Every position of the log that its names promise, ascending."""
         if self.log is None:
             return ()
         bases = {base.at.position for base in self.log.bases}
@@ -92,10 +95,7 @@ class VerifiedModel(Struct, frozen=True):
 
 
 def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -> VerifiedModel:
-    """Compare versions with their manifests, and every delta of the newest log with manifest, name and
-    checksums.
-
-    `bytes_` reads all values of the versions, too, by tasks of `runner`; those of deltas are always read.
+    """The damage of versions and of the newest log's deltas; with `bytes_` all values are read.
 
     Raises:
         NotUpdatable: nothing is published.
@@ -129,7 +129,14 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
     damage += _damaged_deltas(log)
     if any(is_gone(path) for path in (log.base.path, *(delta.path for delta in log.deltas))):
         log = read_log(model)  # what took the place of what retention removed was there before
-    damage += _gaps(log)
+    for base in log.bases:
+        try:
+            log.chain(base.at.position)
+        except DeltaGap as error:
+            gap = DeltaGap(error.message, cause=error.cause, hint=BROKEN_LOG_HINT)
+            damage.append(Damage(base.path, gap))
+        except ExportError as error:
+            damage.append(_problem(base.path, error))
     hold = _read_hold(log.hold, damage)
     return VerifiedModel(len(versions), log, hold, tuple(damage))
 
@@ -154,18 +161,8 @@ def _damaged_deltas(log: DeltaLog) -> Iterator[Damage]:
                 mirror.forget(path)
 
 
-def _gaps(log: DeltaLog) -> Iterator[Damage]:
-    for base in log.bases:
-        try:
-            log.chain(base.at.position)
-        except DeltaGap as error:
-            yield Damage(base.path, DeltaGap(error.message, cause=error.cause, hint=BROKEN_LOG_HINT))
-        except ExportError as error:
-            yield _problem(base.path, error)
-
-
 def _verify_delta(log: DeltaLog, delta: LogDelta) -> None:
-    """One delta against its manifest, its name and its log."""
+    """Compare one delta with its manifest, its name and its log."""
     try:
         verify_files(delta.path, delta.manifest.tensors, delta.manifest.files, prefix=Path(DELTA_NAME))
     except VerificationError as error:

@@ -1,12 +1,10 @@
-"""Compare the staged bundle's answers with the source graph's, on the same inputs; and ask golden requests.
+"""Compare the staged bundle's answers with the source graph's, on the same inputs; and ask golden
+requests.
 
 The baseline is the graph as its author left it, nothing pruned, its variables restored by TensorFlow's own
-RestoreV2 (what a stock Saver runs); the candidate is the staged SavedModel in TensorFlow's own loader.
-Nothing of this project computes a number here: also the reordering of `mod` tables is redone in plain numpy.
-Except for dynamic tables: both graphs read the staged index, which `exporter.verify.table_index` checks.
-
-Golden requests are asked of the staged version in the same loader. A version that does not pass is not
-published.
+RestoreV2 (as by a stock Saver); the candidate is the staged SavedModel in TensorFlow's own loader. Nothing of
+this project computes a number here: also the reordering of `mod` tables is redone in plain numpy. Except for
+dynamic tables: both graphs read the staged index, which `exporter.verify.table_index` checks.
 """
 
 from __future__ import annotations
@@ -23,18 +21,18 @@ from numpy.typing import NDArray
 
 from exporter.checkpoint.source_shard import fetch_tensors
 from exporter.errors import VerificationError
+from exporter.graph.lookup_tables import files_to_feed
 from exporter.graph.nodes import all_before, endpoint
 from exporter.graph.outside import keep_before, require_harmless, runnable_graph, running_outside
 from exporter.graph.signatures import SignatureEnds, tensor_names
 from exporter.graph.source_graph import SourceGraph
-from exporter.graph.tables import files_to_feed
 from exporter.mapping.build import TensorSource
 from exporter.mapping.build import VariableMapping as TensorMapping
 from exporter.storage import mirror
 from exporter.storage.layout import SAVED_MODEL_FILE, VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.tables.geometry import PARTS, TableGeometry
 from exporter.tables.lookup import set_sizes
-from exporter.verify.golden import Answer, Gates, GoldenRequest, told
+from exporter.verify.golden import Answer, Gates, GoldenRequest, summary
 from exporter.wire import protos
 from exporter.wire.dtypes import DType, is_floating
 from exporter.wire.protos import Proto
@@ -44,7 +42,7 @@ _LONGEST = 500
 
 
 def require_golden(bundle: Path, requests: Sequence[GoldenRequest]) -> None:
-    """Refuse a version whose answers to some requests do not pass by themselves.
+    """Refuse a version that does not pass the golden requests by itself; it is loaded in TensorFlow.
 
     Raises:
         VerificationError: which requests, and why; or the version cannot be loaded.
@@ -55,7 +53,7 @@ def require_golden(bundle: Path, requests: Sequence[GoldenRequest]) -> None:
     if failures:
         raise VerificationError(
             "the version does not pass the golden requests",
-            cause=told(failures),
+            cause=summary(failures),
             hint="mend the model or the file of --golden; nothing was published",
         )
 
@@ -97,8 +95,8 @@ def _text(error: Exception) -> str:
 
 Feeds = Mapping[str, NDArray[Any]]
 
+# Rows of generated requests: a graph that has its training's batch baked in takes one number alone.
 _BATCHES = (3, 5)
-"""Rows of generated requests: a graph that has its training's batch baked in takes one number alone."""
 _SEED = 20_240_501
 
 
@@ -130,19 +128,22 @@ def compare_outputs(
 ) -> tuple[Difference, ...]:
     """The difference of every output of every signature, the largest over the requests.
 
-    Signatures without a request get generated inputs (three rows and five of small numbers, empty strings).
-    A source that takes `traced_rows` rows and no other number is asked as often as it needs for a request.
+    Signatures without a request get generated inputs. A source that takes `traced_rows` rows and no other
+    number is asked as often as it needs for a request.
 
     Raises:
         VerificationError: a difference above `tolerance`, an answer that is not a number, or a graph that
             cannot be run.
     """
+    import tensorflow as tf
+
     requests = list(requests)
     signatures = source.meta_graph.signature_def
     asked = {request.signature for request in requests}
     mirror.fetch_below(bundle)
     with _reported("the staged bundle"):
-        served = _served_signatures(bundle)
+        content = (bundle / SAVED_MODEL_FILE).read_bytes()
+        served = protos.message_class("SavedModel").FromString(content).meta_graphs[0].signature_def
     for name in sorted(signatures):
         if name not in asked:
             signature = served[name] if traced_rows and name in served else signatures[name]
@@ -150,8 +151,9 @@ def compare_outputs(
             requests += [generated(name, signature, rows) for rows in batches]
     with _reported(f"the source graph ({source.label})"):
         expected = _run_source(source, mapping, requests, traced_rows, _Tables(tables or {}, bundle))
-    with _reported("the staged bundle"):
-        found = _run_bundle(bundle, requests)
+    with _reported("the staged bundle"), tf.compat.v1.Session(graph=tf.Graph()) as session:
+        loaded = tf.compat.v1.saved_model.load(session, ["serve"], str(bundle))
+        found = [_answer(session, loaded.signature_def, request, {}) for request in requests]
     differences: dict[tuple[str, str], float] = {}
     for request, left, right in zip(requests, expected, found, strict=True):
         for output, value in left.items():
@@ -195,13 +197,8 @@ def generated(name: str, signature: Proto, rows: int = _BATCHES[0]) -> Probe:
     return Probe(name, inputs, rows)
 
 
-def _served_signatures(bundle: Path) -> Mapping[str, Proto]:
-    saved_model = protos.message_class("SavedModel").FromString((bundle / SAVED_MODEL_FILE).read_bytes())
-    return dict(saved_model.meta_graphs[0].signature_def)
-
-
 class _Tables(Struct, frozen=True):
-    """The dynamic tables of a staged bundle: their sizes by their names, and where they are read from."""
+    """The dynamic tables of a staged bundle: their sizes by their names, and the bundle to read them from."""
 
     geometries: Mapping[str, TableGeometry]
     bundle: Path
@@ -258,7 +255,7 @@ def _run_source(
 def _keep_harmless(
     source: SourceGraph, mapping: TensorMapping, runnable: Proto, requests: list[Probe]
 ) -> None:
-    """Reduce the source graph, in place, to what is run, restored or fed, and refuse one that does more."""
+    """Reduce the source graph, in place, to nodes that are run, restored or fed; refuse harmful ones."""
     from tensorflow.python.framework import op_def_registry
 
     def is_stateful(op: str) -> bool:
@@ -279,7 +276,7 @@ def _keep_harmless(
 
 
 def _in_parts(session: Any, signatures: Any, request: Probe, fixed: Feeds, rows: int | None) -> Feeds:
-    """The answers to a request, of a graph that takes `rows` rows and no other number, if that is given."""
+    """The answers to a request, asked in parts of `rows` rows if the graph takes no other number."""
     parts = [*_parts(request, rows)]
     answers = [_answer(session, signatures, part, fixed) for part in parts]
     if parts[0] is request:
@@ -289,7 +286,7 @@ def _in_parts(session: Any, signatures: Any, request: Probe, fixed: Feeds, rows:
 
 
 def _parts(request: Probe, rows: int | None) -> Iterator[Probe]:
-    """A request as one, or in parts of so many rows, the last one filled up with the last row."""
+    """Yield a request in parts of `rows` rows, the last filled up; as one if `rows` is None or fits."""
     asked = _rows_of(request)
     if rows is None or not asked or asked == rows:
         yield request
@@ -300,7 +297,7 @@ def _parts(request: Probe, rows: int | None) -> Iterator[Probe]:
 
 
 def _rows_of(request: Probe) -> int:
-    """How many rows all inputs of a request have; 0 if they do not say."""
+    """The number of rows of all inputs of a request; 0 if they do not agree."""
     counts = {len(value) if np.ndim(value) else 0 for value in request.inputs.values()}
     return counts.pop() if len(counts) == 1 else 0
 
@@ -363,14 +360,6 @@ def _moved_rows(prefix: str, item: TensorSource) -> NDArray[Any]:
     return np.asarray(rows)
 
 
-def _run_bundle(bundle: Path, requests: list[Probe]) -> list[Feeds]:
-    import tensorflow as tf
-
-    with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
-        loaded = tf.compat.v1.saved_model.load(session, ["serve"], str(bundle))
-        return [_answer(session, loaded.signature_def, request, {}) for request in requests]
-
-
 def _answer(session: Any, signatures: Any, request: Probe, fixed: Feeds) -> Feeds:
     import tensorflow as tf
 
@@ -384,20 +373,15 @@ def _answer(session: Any, signatures: Any, request: Probe, fixed: Feeds) -> Feed
     try:
         answers: Feeds = session.run(fetches, {**feeds, **fixed})
     except tf.errors.InvalidArgumentError as error:
-        if not (request.rows and _is_about_sizes(error.message)):
+        if not request.rows or not any(word in error.message.lower() for word in ("shape", "dimension")):
             raise
         raise VerificationError(
             f"signature {request.signature!r} does not answer {request.rows} rows, though its inputs say [?]",
-            cause=error.message.strip().removeprefix("Graph execution error:").strip()[:500],
+            cause=_text(error),
             hint="the batch size of its input_fn is probably baked in: write the .meta of a graph of any "
             "batch, use a builder, or give requests of the one size with --verify-inputs FILE",
         ) from error
     return answers
-
-
-def _is_about_sizes(message: str) -> bool:
-    words = ("reshape", "incompatible shapes", "dimension", "shape")
-    return any(word in message.lower() for word in words)
 
 
 def _difference(expected: Any, found: Any, where: str) -> float:
@@ -423,7 +407,7 @@ def _difference(expected: Any, found: Any, where: str) -> float:
 
 @contextmanager
 def _reported(what: str) -> Iterator[None]:
-    """TensorFlow's own errors as a VerificationError that says which of the two graphs failed."""
+    """Raise TensorFlow's errors as a VerificationError that says which of the two graphs failed."""
     import tensorflow as tf
 
     try:
@@ -431,6 +415,6 @@ def _reported(what: str) -> Iterator[None]:
     except (tf.errors.OpError, ValueError, TypeError, KeyError) as error:
         raise VerificationError(
             f"{what} could not be run for --verify outputs",
-            cause=str(getattr(error, "message", error)).strip().removeprefix("Graph execution error:")[:500],
+            cause=_text(error),
             hint="give inputs that it accepts with --verify-inputs FILE, or use --verify bytes",
         ) from error

@@ -1,8 +1,4 @@
-"""Check the index of staged dynamic tables: keys of the checkpoint are looked up, and must find their rows.
-
-A thousand rows of each table are asked for, from everywhere in it. A key that a filter leaves out must not
-be found, or be found at its row.
-"""
+"""The check of the index of staged dynamic tables: keys of the checkpoint must lead to their rows."""
 
 from __future__ import annotations
 
@@ -21,12 +17,11 @@ from exporter.tables.lay_out import TableLayout
 
 Array = np.ndarray[Any, Any]
 
-_ASKED = 1024
-"""Keys of a table that are looked up: each takes four small reads."""
+_ASKED = 1024  # keys of a table that are looked up: each takes four small reads
 
 
 def verify_tables(layout: TableLayout, staged: Catalog, *, is_filtered: bool) -> None:
-    """Look keys of the checkpoint up in the staged tables, as the graph does.
+    """Look up about a thousand keys of each table of the checkpoint in the staged tables, as the graph does.
 
     Raises:
         VerificationError: one is not found, or at the row of another.
@@ -51,7 +46,7 @@ def _check(
     found = find_rows(table.geometry, state, keys)
     wrong = found != asked + first
     if is_filtered:
-        wrong &= found >= 0
+        wrong &= found >= 0  # a key that a filter left out is absent, which is as it should be
     if wrong.any():
         place = int(wrong.argmax())
         raise VerificationError(
@@ -61,10 +56,7 @@ def _check(
 
 
 class _Elements(Struct, frozen=True):
-    """The elements of a tensor of one dimension: where each of its slices begins, and where these lie.
-
-    They are read one by one: a map of a large file brings in far more around each.
-    """
+    """The elements of a tensor of one dimension: its slices' extents, and the number that each begins at."""
 
     catalog: Catalog
     dtype: np.dtype[Any]
@@ -88,6 +80,7 @@ class _Elements(Struct, frozen=True):
             ours = np.flatnonzero(owners == number)
             offsets = (extent.offset + (ids[ours] - self.starts[number]) * size).tolist()
             with open_shard(self.catalog.path_of(extent), extent) as descriptor:
+                # one by one: a map of a large file brings in far more around each
                 read = b"".join([os.pread(descriptor, size, offset) for offset in offsets])
             if len(read) < size * len(ours):
                 path = self.catalog.path_of(extent)
@@ -104,13 +97,10 @@ class _Staged(Struct, frozen=True):
     row_keys: _Elements
 
     def seeds(self, groups: Array) -> Array:
-        """Elements of `index_seeds`."""
         return self.index_seeds.at(groups)
 
     def rows(self, slots: Array) -> Array:
-        """Elements of `index_rows`."""
         return self.index_rows.at(slots)
 
     def keys(self, rows: Array) -> Array:
-        """Elements of `keys`."""
         return self.row_keys.at(rows)

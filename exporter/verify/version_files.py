@@ -34,12 +34,11 @@ from exporter.terminal.progress import NoProgress, Progress
 from exporter.wire.crc32c import combine, crc_of, extend, mask
 from exporter.wire.dtypes import DType
 
-_Piece = tuple[Stored, Range]
-"""A range of a stored run; its input is the number of the catalog's shard."""
+_Piece = tuple[Stored, Range]  # a range of a stored run; its input is the number of the catalog's shard
 
 
 class Checksum(Task, frozen=True, kw_only=True):
-    """Read ranges; the receipt has the checksum of each, of less where a file ends. There is no output."""
+    """Reads ranges; the receipt has the checksum of each, of less where a file ends. There is no output."""
 
     operation: ClassVar[str] = "checksum"
 
@@ -60,7 +59,7 @@ _DAMAGED_HINT = "publish it again from the checkpoint; if the source is damaged,
 
 
 class FilesReport(Struct, frozen=True):
-    """What `verify_files` compared; `unlisted` are unexpected files, which do no harm."""
+    """The number and bytes of the files compared, and of tensors; `unlisted` files do no harm."""
 
     files: int
     tensors: int
@@ -69,7 +68,7 @@ class FilesReport(Struct, frozen=True):
 
 
 class BytesReport(Struct, frozen=True):
-    """What `verify_bytes` read; `unchecked` are tensors of dtypes whose checksums have no known form."""
+    """The tensors and bytes that were read; the checksums of `unchecked` dtypes have no known form."""
 
     tensors: int
     bytes_: int
@@ -97,9 +96,8 @@ def verify_files(
 ) -> FilesReport:
     """Compare a SavedModel directory with the tensors and, once they are known, the files it should hold.
 
-    Reads the index, whose blocks have checksums, and the files that have one in the manifest and have not
-    `passed`; of data shards only the sizes, so that the cost is O(number of tensors). With `prefix` it is no
-    SavedModel, but a directory with a bundle of this prefix, as a delta is.
+    Reads the index and the files that have a checksum in the manifest and have not `passed`; of data shards
+    only the sizes. With `prefix` the directory has a bundle of this prefix and no SavedModel, as a delta's.
 
     Raises:
         VerificationError: a file is missing, no regular file, or of another size or checksum; the index is
@@ -114,7 +112,7 @@ def verify_files(
         verify_file(bundle, entry, passed)
     prefix = prefix or _prefix_of_saved_model(bundle, found)
     if expected or f"{prefix}.index" in found:
-        _verify_index(bundle, prefix, expected)
+        _verify_index(bundle, prefix, expected)  # blocks of the index have checksums; O(number of tensors)
     unlisted = () if files is None else tuple(sorted(found.keys() - listed.keys() - {MANIFEST_FILE}))
     return FilesReport(len(found), len(expected), sum(found.values()), unlisted)
 
@@ -126,10 +124,7 @@ def verify_bytes(
     progress: Progress | None = None,
     passed: Passed | None = None,
 ) -> BytesReport:
-    """Read every stored byte of a bundle's tensors once, in parallel, and compare the index's checksums.
-
-    What has `passed` is not read again. Large tensors are divided among workers too. `progress` advances by
-    bytes.
+    """Read the bundle's bytes that have not `passed`, in parallel, and compare the index's checksums.
 
     Raises:
         VerificationError: the first tensor, in the files' order, whose bytes differ or are not there.
@@ -145,8 +140,12 @@ def verify_bytes(
             _compare(zip(batches, job.receipts(progress), strict=True))
     except CheckpointError as error:
         raise VerificationError(error.message, cause=error.cause, hint=_DAMAGED_HINT) from error
-    for text in strings:
-        _check_strings(text, progress)
+    for run in strings:
+        try:
+            check_values(run.catalog, run.tensor, run.part)
+        except CheckpointError as error:
+            raise _damage(run, "is damaged", cause=error.message) from error
+        progress.advance(run.extent.size)
     checked = {run.tensor.name for run in numeric + strings}
     unchecked = {run.tensor.name for run in runs} - checked
     return BytesReport(
@@ -154,21 +153,15 @@ def verify_bytes(
     )
 
 
-# --- what has passed ---------------------------------------------------------------------------------------
-
-
 class Passed:
-    """The checksums of files' ranges, taken while their bytes went by, in any order and in several threads.
-
-    `cuts` are the offsets at which runs of a file begin or end whose checksums are asked for.
-    """
+    """The checksums of files' ranges, taken while their bytes went by, in any order, by any thread."""
 
     def __init__(self) -> None:
         self._checksums: RangeChecksums[Path] = RangeChecksums()
         self._lock = threading.Lock()
 
     def noting(self, path: Path, cuts: Iterable[int] = ()) -> Callable[[int, memoryview], None]:
-        """What is to be called with each part of a file: its offset, and its bytes."""
+        """A function to call with each offset and part of a file; runs asked for have bounds in `cuts`."""
         known = sorted(set(cuts))
 
         def note(offset: int, content: memoryview) -> None:
@@ -188,7 +181,7 @@ class Passed:
 
 
 def cuts_of(index: Index, prefix: Path) -> dict[Path, set[int]]:
-    """Where the stored runs of a bundle's tensors begin and end, by its shards, which need not be there."""
+    """The offsets at which stored runs of tensors begin and end, by shard; no shard need be there."""
     cuts: dict[Path, set[int]] = {}
     for extent in (extent for ref in index.tensors.values() for extent in ref.extents):
         begin, end = extent.offset, extent.offset + extent.size
@@ -202,9 +195,6 @@ def _has_passed(run: Stored, passed: Passed) -> bool:
     if crc is not None:
         _check(run, crc)
     return crc is not None
-
-
-# --- files -------------------------------------------------------------------------------------------------
 
 
 def _found_files(bundle: Path) -> dict[str, int]:
@@ -240,7 +230,10 @@ def verify_file(bundle: Path, entry: FileEntry, passed: Passed | None = None) ->
     if entry.crc32c is None:
         return
     plain = None if passed is None else passed.of(path, 0, size)
-    crc = f"{mask(_file_crc(path, size) if plain is None else plain):08x}"
+    if plain is None:
+        with os.fdopen(open_regular(path), "rb") as file:
+            plain = crc_of(file.fileno(), 0, size)
+    crc = f"{mask(plain):08x}"
     if crc != entry.crc32c:
         raise VerificationError(f"{path} has checksum {crc}, expected {entry.crc32c}", hint=_DAMAGED_HINT)
 
@@ -277,9 +270,6 @@ def _described(entry: TensorEntry) -> str:
     return f"{entry.dtype}{list(entry.shape)}, {entry.bytes_} bytes, crc32c {crcs}"
 
 
-# --- bytes -------------------------------------------------------------------------------------------------
-
-
 def _runs(catalog: Catalog) -> list[Stored]:
     """Every stored run once, in the files' order."""
     runs: dict[Extent, Stored] = {}
@@ -290,7 +280,7 @@ def _runs(catalog: Catalog) -> list[Stored]:
 
 
 def _batches(runs: Iterable[Stored], most: int) -> Iterator[list[_Piece]]:
-    """Pieces in the files' order, in lists of about `most` bytes."""
+    """Yield pieces in the files' order, in lists of about `most` bytes."""
     batch: list[_Piece] = []
     room = most
     for run in runs:
@@ -299,6 +289,7 @@ def _batches(runs: Iterable[Stored], most: int) -> Iterator[list[_Piece]]:
             size = min(most, extent.size - start)
             batch.append((run, Range(extent.shard, extent.offset + start, size)))
             room -= size
+            # of small tensors a task gets a thousand, whatever their bytes
             if room <= 0 or len(batch) == 1000:
                 yield batch
                 batch, room = [], most
@@ -319,17 +310,8 @@ def _tasks(catalog: Catalog, batches: Iterable[list[_Piece]]) -> list[Checksum]:
     return tasks
 
 
-def _file_crc(path: Path, size: int) -> int:
-    """The plain crc32c of so many bytes of a file; of fewer where the file ends earlier."""
-    descriptor = open_regular(path)
-    try:
-        return crc_of(descriptor, 0, size)
-    finally:
-        os.close(descriptor)
-
-
 def _compare(jobs: Iterable[tuple[list[_Piece], Receipt]]) -> None:
-    """Join the pieces' checksums, which come in the files' order, into those of the runs."""
+    """Join the pieces' checksums, in the files' order, into those of the runs, and compare them."""
     crc = 0
     for batch, receipt in jobs:
         for (run, piece), piece_crc in zip(batch, receipt.read, strict=True):
@@ -342,14 +324,6 @@ def _compare(jobs: Iterable[tuple[list[_Piece], Receipt]]) -> None:
 def _check(run: Stored, crc: int) -> None:
     if mask(crc) != run.extent.crc32c:
         raise _damage(run, f"has checksum {mask(crc):08x}, expected {run.extent.crc32c:08x}")
-
-
-def _check_strings(run: Stored, progress: Progress) -> None:
-    try:
-        check_values(run.catalog, run.tensor, run.part)
-    except CheckpointError as exc:
-        raise _damage(run, "is damaged", cause=exc.message) from exc
-    progress.advance(run.extent.size)
 
 
 def _damage(run: Stored, what: str, *, cause: str = "") -> VerificationError:

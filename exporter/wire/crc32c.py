@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 
-CHUNK = 1 << 20
-"""Bytes read at a time: fits a core's cache and keeps memory flat whatever the tensor's size."""
+CHUNK = 1 << 20  # bytes read at a time: fits a core's cache and keeps memory flat whatever the tensor's size
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, bit-reversed: the most significant bit is the coefficient of x^0
 _ONE = 1 << 31
@@ -25,21 +24,19 @@ _WORD = 0xFFFFFFFF
 
 
 def extend(crc: int, data: bytes | Bytes) -> int:
-    """The plain crc32c of what `crc` covers followed by `data`; start with 0. Releases the GIL."""
+    """The plain crc32c of the bytes that `crc` covers followed by `data`; begin with 0. Releases the GIL."""
     return int(google_crc32c.extend(crc, data))
 
 
 def combine(first: int, second: int, second_size: int) -> int:
-    """The plain crc32c of two runs of bytes in a row, from the crc of each and the size of the second.
-
-    A crc is a polynomial over GF(2), the rest of the data's; n bytes more multiply it by x^8n. Source:
-    crc32_combine in zlib; the conditioning with ones cancels out.
-    """
+    """The plain crc32c of two runs of bytes in a row, from the crc of each and the size of the second."""
+    # A crc is a polynomial over GF(2), the rest of the data's; n bytes more multiply it by x^8n. Source:
+    # crc32_combine in zlib; the conditioning with ones cancels out.
     return _multiply(_power_of_x(8 * second_size), first) ^ second
 
 
 def zeros_crc(size: int) -> int:
-    """The plain crc32c of `size` zeros; none of them is read."""
+    """The plain crc32c of `size` zeros, computed in steps of log(size)."""
     crc, done = 0, 0
     block_crc, block = extend(0, b"\0"), 1
     while size:
@@ -61,7 +58,7 @@ def masked_crc(data: bytes) -> int:
 
 
 def chunks_of(fd: int, offset: int, size: int) -> Iterator[bytes]:
-    """`size` bytes of an open file from `offset` in chunks; ends early where the file does."""
+    """Yield `size` bytes of an open file from `offset` in chunks; ends early where the file does."""
     end = offset + size
     while offset < end:
         chunk = os.pread(fd, min(CHUNK, end - offset), offset)
@@ -72,10 +69,8 @@ def chunks_of(fd: int, offset: int, size: int) -> Iterator[bytes]:
 
 
 def crc_of(fd: int, offset: int, size: int) -> int:
-    """The plain crc32c of `size` bytes of an open file from `offset`; of less where the file ends.
-
-    One buffer serves all chunks, since the pages of a new one have to be made first.
-    """
+    """The plain crc32c of `size` bytes of an open file from `offset`; of fewer where the file ends."""
+    # one buffer for all chunks: the pages of a new one have to be made first
     buffer, crc, end = np.empty(min(CHUNK, size), np.uint8), 0, offset + size
     while offset < end:
         count = os.preadv(fd, [buffer.data[: end - offset]], offset)
@@ -87,16 +82,13 @@ def crc_of(fd: int, offset: int, size: int) -> int:
 
 
 def read_into(fd: int, offset: int, buffer: Bytes) -> int:
-    """Fill a buffer from an open file from `offset`; ends early where the file does.
-
-    The plain crc32c of what was read, taken while it is in a core's cache.
-    """
+    """Fill a buffer from an open file, as far as it goes; returns the plain crc32c of the bytes read."""
     position = crc = 0
     while position < len(buffer):
         count = os.preadv(fd, [buffer.data[position : position + CHUNK]], offset + position)
         if not count:
             break
-        crc = extend(crc, buffer[position : position + count])
+        crc = extend(crc, buffer[position : position + count])  # while the bytes are in a core's cache
         position += count
     return crc
 

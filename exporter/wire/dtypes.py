@@ -13,7 +13,7 @@ Array = np.ndarray[Any, Any]
 
 
 class DType(IntEnum):
-    """A tensor's element type; the value is what TensorFlow stores."""
+    """The type of a tensor's elements; its value is TensorFlow's number."""
 
     FLOAT = 1
     DOUBLE = 2
@@ -76,13 +76,13 @@ class DType(IntEnum):
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The least and the greatest value of an integer type. (numpy does not know them below 8 bits.)"""
-        kind, _, bits = self.name.partition("INT")
+        """The least and the greatest value of an integer type."""
+        kind, _, bits = self.name.partition("INT")  # numpy does not know them below 8 bits
         return (0, (1 << int(bits)) - 1) if "U" in kind else (-1 << int(bits) - 1, (1 << int(bits) - 1) - 1)
 
     @classmethod
     def of(cls, label: str) -> DType:
-        """The type with a user's name for it."""
+        """The type with a user's name for it; KeyError for other names."""
         return _BY_LABEL[label.lower()]
 
 
@@ -117,21 +117,8 @@ def is_floating(values: np.ndarray[Any, Any]) -> bool:
 
 # RestoreV2 joins and cuts slices of these types alone; of others it reads a slice only as it is stored
 # (HANDLE_COPY in BundleReader::GetSliceValue, tensorflow/core/util/tensor_bundle/tensor_bundle.cc).
-JOINABLE = {
-    DType.FLOAT,
-    DType.DOUBLE,
-    DType.BFLOAT16,
-    DType.INT8,
-    DType.INT16,
-    DType.INT32,
-    DType.INT64,
-    DType.UINT8,
-    DType.BOOL,
-    DType.COMPLEX64,
-    DType.COMPLEX128,
-    DType.QINT8,
-    DType.QUINT8,
-    DType.QINT32,
-    DType.INT4,
-    DType.UINT4,
-}
+_JOINABLE = """
+    FLOAT DOUBLE BFLOAT16 COMPLEX64 COMPLEX128
+    BOOL INT8 INT16 INT32 INT64 UINT8 INT4 UINT4 QINT8 QUINT8 QINT32
+"""
+JOINABLE = {DType[name] for name in _JOINABLE.split()}

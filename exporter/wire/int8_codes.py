@@ -18,8 +18,8 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
+# Times any code of eight bits but 0 they give float32 values that are normal and finite.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**120
-"""Times any code of eight bits but 0 they give float32 values that are normal and finite."""
 
 SCALE_BYTES = 4
 _LARGEST_CODE = 127
@@ -27,15 +27,13 @@ _SPARE_BITS = 7  # of a float32's 24: what a code of seven bits takes up in a pr
 
 
 def to_codes(rows: Array) -> tuple[Array, Array, Array]:
-    """The nearest codes int8 [n, ...] of rows in float32 or float64, scales float32 [n], and which rows fit.
-
-    A row fits if all its values are finite, and not too large for a scale.
-    """
+    """The nearest codes int8 [n, ...], scales float32 [n], and which rows fit: finite, not too large."""
     flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(np.float64)
     largest = np.abs(flat).max(axis=1, initial=0)
     with np.errstate(over="ignore", invalid="ignore"):
         scales = _rounded_up((largest / _LARGEST_CODE).astype(np.float32))
         fits = np.asarray(np.isfinite(largest) & (scales <= LARGEST_SCALE))
+        # nothing subnormal: TensorFlow's kernels take it for zero
         scales[~fits | (scales < SMALLEST_SCALE)] = 0
         is_zero = scales == 0
         codes = np.rint(flat / np.where(is_zero, 1, scales)[:, np.newaxis])

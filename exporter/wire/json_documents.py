@@ -1,7 +1,8 @@
-"""JSON documents on disk: each field declared once, as a `msgspec.Struct`, with its type, range and meaning.
+"""JSON documents on disk: each field declared once, as a `msgspec.Struct`, with its type, range and
+meaning.
 
-What a file says is checked against the declaration as it is decoded, and whatever differs is named with its
-path; unknown fields are ignored. Documents are written in ASCII. Nothing here does I/O.
+A file's text is checked against the declaration as it is decoded, and an error names the path of the field;
+unknown fields are ignored. Documents are written in ASCII. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import json
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -27,6 +29,7 @@ Id = Annotated[str, Meta(pattern=r"^[0-9a-f]{16,64}$(?!\n)")]
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$(?!\n)")]
 Crc = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}$(?!\n)")]
 Shape = tuple[Count, ...]
+Pattern = Annotated[re.Pattern[str], Meta(extra_json_schema={"type": "string"})]
 Moment = Annotated[datetime, Meta(tz=True)]
 if TYPE_CHECKING:
     DtypeLabel = str
@@ -43,15 +46,12 @@ class _Versioned(msgspec.Struct):
 
 
 def doc(text: str) -> Meta:
-    """What a field means, for the reference."""
+    """The meaning of a field, for the reference."""
     return Meta(description=text)
 
 
 def decode(text: str | bytes, type_: Any, where: str, *, written: Callable[[Any], bytes]) -> Any:
-    """The one JSON object in `text`; errors call it `where`.
-
-    `written` gives the text that this program writes for it: if that is the very same, no key is in it
-    twice, which is known much sooner than by looking for it.
+    """The one JSON object in `text`, called `where` in errors; `written` gives the text that we write for it.
 
     Raises:
         DocumentError: it is not strict JSON (RFC 8259, no NaN), nests too deep, names a key twice, or a field
@@ -59,6 +59,7 @@ def decode(text: str | bytes, type_: Any, where: str, *, written: Callable[[Any]
     """
     found = _decoded(text, type_, where)  # a manifest of 10,000 tensors in 17 ms; checks in Python took 77
     text = text.encode() if isinstance(text, str) else text
+    # the very text that we write has no key twice, which is known much sooner than by looking
     if written(found) != text:
         refuse_doubled_keys(text, where)
     return found
@@ -74,7 +75,9 @@ def decode_head(text: str | bytes, type_: Any, where: str, *, end: str) -> Any:
     found = _decoded(text, type_, where)
     head, _, tail = text.partition(end.encode())
     head = head.rstrip(b", \n") + b"}"
-    is_whole = bool(tail) and _is(head, type_, found)  # else fields follow that were not in the head
+    is_whole = False  # fields may follow that are not in the head
+    with suppress(DocumentError):
+        is_whole = bool(tail) and bool(_decoded(head, type_, where) == found)
     refuse_doubled_keys(head if is_whole else text, where)
     return found
 
@@ -90,7 +93,7 @@ def format_version(text: str | bytes, where: str) -> int:
 
 
 def refuse_doubled_keys(text: str | bytes, where: str) -> None:
-    """Look for a key that an object names twice."""
+    """Refuse, by a DocumentError, a text in which an object names a key twice."""
     try:
         json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as exc:
@@ -99,7 +102,12 @@ def refuse_doubled_keys(text: str | bytes, where: str) -> None:
 
 def encode(value: Any) -> bytes:
     """A value in compact ASCII."""
-    return _in_ascii(msgspec.json.encode(value))
+    return _in_ascii(msgspec.json.encode(value, enc_hook=_written))
+
+
+def as_builtins(value: Any) -> Any:
+    """A value as the dicts, lists, texts and numbers that are written for it."""
+    return msgspec.to_builtins(value, enc_hook=_written)
 
 
 def encode_lines(values: list[Any] | tuple[Any, ...]) -> bytes:
@@ -129,28 +137,35 @@ def _named(error: msgspec.ValidationError, where: str) -> DocumentError:
     return DocumentError(f"{where}{field}: {said[:1].lower()}{said[1:]}")
 
 
-def _is(text: bytes, type_: Any, found: Any) -> bool:
-    try:
-        return bool(decoder(type_).decode(text) == found)
-    except (ValueError, RecursionError):
-        return False
-
-
 def decoder(type_: Any) -> msgspec.json.Decoder[Any]:
-    """The decoder of a type. Where several threads decode, it is made by one of them.
-
-    msgspec looks into a type when it is first decoded; two threads that do so at once end the process.
-    """
+    """The decoder of a type, for any thread."""
     with _MAKING:
         return _made(type_)
 
 
+# msgspec looks into a type when it is first decoded; two threads that do so at once end the process
 _MAKING = threading.Lock()
 
 
 @cache
 def _made(type_: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(type_)
+    return msgspec.json.Decoder(type_, dec_hook=_read)
+
+
+def _written(value: Any) -> str:
+    """The text of a value that JSON has no form for: a regular expression's pattern."""
+    if isinstance(value, re.Pattern):
+        return str(value.pattern)
+    raise NotImplementedError(f"{type(value).__name__} has no form in JSON")
+
+
+def _read(type_: Any, value: Any) -> re.Pattern[str]:
+    """The reverse of `_written`; msgspec names the field of a ValueError."""
+    assert get_origin(type_) is re.Pattern, type_
+    try:
+        return re.compile(value)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"not a regular expression: {error}") from None
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -165,14 +180,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _in_ascii(text: bytes) -> bytes:
-    """The text with escapes for what is not ASCII, as Python's encoder writes it."""
+    """The text with escapes for other characters, as Python's encoder writes it."""
     if text.isascii() and b"\x7f" not in text:
         return text
-    return _NOT_ASCII.sub(_escaped, text.decode()).encode("ascii")
-
-
-def _escaped(match: re.Match[str]) -> str:
-    return json.dumps(match[0])[1:-1]
-
-
-_NOT_ASCII = re.compile(r"[^\x00-\x7e]+")
+    return re.sub(r"[^\x00-\x7e]+", lambda each: json.dumps(each[0])[1:-1], text.decode()).encode("ascii")

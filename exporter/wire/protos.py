@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 _DESCRIPTORS = Path(__file__).with_name("descriptors.binpb")
+# In the order in which they are looked through: an index of tensors needs five small files, a graph all.
 _FILES = (
     "tensorflow/core/protobuf/tensor_bundle.proto",
     "tensorflow/core/protobuf/saved_model.proto",
     "tensorflow/core/protobuf/config.proto",
     "tensorflow/core/util/saved_tensor_slice.proto",
 )
-"""In the order in which they are looked through: an index of tensors needs five small files, a graph all."""
 _SERVING_FILES = (
     "tensorflow_serving/apis/prediction_log.proto",
     "tensorflow_serving/apis/get_model_metadata.proto",
@@ -36,19 +36,17 @@ _SERVING_FILES = (
     "tensorflow_serving/apis/prediction_service.proto",
 )
 
-MAX_MESSAGE_BYTES = (1 << 31) - 1
-"""The largest message that readers of protocol buffers accept."""
+MAX_MESSAGE_BYTES = (1 << 31) - 1  # the largest message that readers of protocol buffers accept
 
-Proto = Any
-"""A message of the private pool; protobuf makes its class at run time, so there is no static type."""
+Proto = Any  # a message of the private pool; protobuf makes its class at run time, so there is no static type
 
 
+# There is one pool, though threads ask for their first messages at once: those of two do not mix.
 _BUILDING = threading.RLock()
-"""There is one pool, though threads ask for their first messages at once: those of two do not mix."""
 
 
 def __getattr__(name: str) -> Any:
-    """Message classes by their short names: `protos.BundleEntryProto()`."""
+    """The message class of a short name: `protos.BundleEntryProto()`."""
     if name.startswith("_"):
         raise AttributeError(name)
     try:
@@ -73,18 +71,15 @@ def message_class(name: str) -> Any:
     raise KeyError(name)
 
 
-_HELD: dict[str, Any] = {}
-"""Classes of messages by their full names; see `_held`."""
+_HELD: dict[str, Any] = {}  # classes of messages by their full names; see `_held`
 
 
 def _held(descriptor: Any) -> Any:
-    """The class of a message; it and those of all messages inside it stay for as long as the process.
-
-    protobuf gives out the class of a field's message from a table that Python's collector does not know:
-    while no such message is there, the class is garbage. A collection may let another thread run before it
-    clears what it found, and a message that this one makes then has a cleared class: the process died of
-    SIGSEGV in `PyUpb_Descriptor_GetDef` (protobuf 7.36, a server that was asked while it loaded a version).
-    """
+    """The class of a message; it and those of all messages inside it stay for as long as the process."""
+    # protobuf gives out the class of a field's message from a table that Python's collector does not know:
+    # while no such message is there, the class is garbage. A collection may let another thread run before it
+    # clears what it found, and a message that this one makes then has a cleared class: the process died of
+    # SIGSEGV in `PyUpb_Descriptor_GetDef` (protobuf 7.36, a server that was asked while it loaded a version).
     left = [descriptor]
     while left:
         each = left.pop()
@@ -123,7 +118,7 @@ def _pool() -> descriptor_pool.DescriptorPool:
 
 @cache
 def _shipped() -> dict[str, Any]:
-    """A `FileDescriptorProto` by its name."""
+    """The `FileDescriptorProto` of each shipped file, by its name."""
     from google.protobuf import descriptor_pb2
 
     files = descriptor_pb2.FileDescriptorSet.FromString(_DESCRIPTORS.read_bytes()).file
@@ -131,25 +126,44 @@ def _shipped() -> dict[str, Any]:
 
 
 def _add_file(pool: descriptor_pool.DescriptorPool, name: str) -> None:
-    try:
+    """Add a file to the pool, after all files that it depends on."""
+    left = [] if _is_in(pool, name) else [name]
+    while left:
+        file = _shipped().get(left[-1]) or _of_the_runtime(left[-1])
+        if missing := [each for each in file.dependency if not _is_in(pool, each)]:
+            left += missing
+            continue
+        if not _is_in(pool, left.pop()):
+            pool.AddSerializedFile(file.SerializeToString())
+
+
+def _is_in(pool: descriptor_pool.DescriptorPool, name: str) -> bool:
+    with suppress(KeyError):
         pool.FindFileByName(name)
-    except KeyError:
-        file = _shipped().get(name) or _of_the_runtime(name)
-        for dependency in file.dependency:
-            _add_file(pool, dependency)
-        pool.AddSerializedFile(file.SerializeToString())
+        return True
+    return False
 
 
 def _of_the_runtime(name: str) -> Any:
-    """`google/protobuf/any.proto` and its like, which every runtime has."""
+    """The `FileDescriptorProto` of `google/protobuf/any.proto` and its like, which every runtime has."""
     from google.protobuf import descriptor_pb2
 
     module = importlib.import_module(name.removesuffix(".proto").replace("/", ".") + "_pb2")
     return descriptor_pb2.FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb)
 
 
+def varint(value: int) -> bytes:
+    """A non-negative number as protocol buffers write it: seven bits a byte, lowest first."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
 def all_nodes(graph_def: Proto) -> Iterator[Proto]:
-    """The nodes of a graph and of its functions."""
+    """Yield the nodes of a graph and of its functions."""
     yield from graph_def.node
     for function in graph_def.library.function:
         yield from function.node_def

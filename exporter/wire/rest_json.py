@@ -23,71 +23,44 @@ from numpy.typing import NDArray
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
-Json = Any
-"""What `json.loads` gives."""
+Json = Any  # a value of `json.loads`
 
 _INT64_MIN, _UINT64_MAX = -(1 << 63), (1 << 64) - 1
-_INTEGERS = {
-    DType.INT8,
-    DType.INT16,
-    DType.INT32,
-    DType.INT64,
-    DType.UINT8,
-    DType.UINT16,
-    DType.UINT32,
-    DType.UINT64,
-}
+_INTEGERS = {DType.of(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
-
+# Types that TensorFlow Serving reads from JSON (`AddValueToTensor` of json_tensor.cc) and writes as JSON
+# (`AddSingleValueAndAdvance`). Here more have a form: `serve-model predict` sends them by gRPC.
 REST_TYPES = frozenset(
-    {
-        DType.FLOAT,
-        DType.DOUBLE,
-        DType.INT8,
-        DType.INT16,
-        DType.INT32,
-        DType.INT64,
-        DType.UINT8,
-        DType.UINT32,
-        DType.UINT64,
-        DType.BOOL,
-        DType.STRING,
-    }
+    {DType.FLOAT, DType.DOUBLE, DType.BOOL, DType.STRING, *_INTEGERS - {DType.UINT16}},
 )
-"""What TensorFlow Serving reads from JSON (`AddValueToTensor` of json_tensor.cc) and writes as JSON
-(`AddSingleValueAndAdvance`). Here more have a form: `serve-model predict` sends them by gRPC.
-"""
 
+# Where a JSON text may have a number beyond float64: a hook for each number is slow, and one pattern for
+# both is, too.
 _MAY_OVERFLOW = (re.compile(r"[eE]\+?[0-9]{3}"), re.compile(r"[0-9]{309}"))
-"""Where a JSON text may have a number beyond float64: a hook for each number is slow, and one pattern for
-both is, too.
-"""
 
 
 _NO_SPACE = dict.fromkeys(map(ord, " \t\n\v\f\r"))
 _BASE64 = re.compile(r"([A-Za-z0-9+/]*)([=.]*)")
 _SPACE = re.compile(r"[ \t\n\r]*")
-_MOST_DIMENSIONS = 254
-"""Of a tensor (TensorShape::MaxDimensions); numpy takes fewer, and says so."""
+_MOST_DIMENSIONS = 254  # of a tensor (TensorShape::MaxDimensions); numpy takes fewer, and says so
 LONG_BYTES = 4 << 20
 _BLOCK_BYTES = 256 << 10
 _LISTS = ("instances", "inputs", "examples")
+# Lists, objects and strings of one value that is longer than `LONG_BYTES`; as objects of Python each takes
+# some 60 bytes, or 20 times its text.
 MOST_IN_ONE = 1 << 20
-"""Lists, objects and strings of one value that is longer than `LONG_BYTES`; as objects of Python each takes
-some 60 bytes, or 20 times its text."""
 
 
+# numbers take ten times the room of their text when they are objects of Python
 class LongList(Struct, frozen=True):
-    """A list in the text of a long request. It was read once, and is read again block by block: numbers take
-    ten times the room of their text when they are objects of Python.
-    """
+    """A list in the text of a long request, which is read again block by block."""
 
     text: str
     begin: int
     decoder: json.JSONDecoder
 
     def blocks(self) -> Generator[list[Json], None, int]:
-        """Its items, some thousands at a time, of an empty list one empty block; returns where it ends."""
+        """Yield its items by thousands, of an empty list one empty block; returns where it ends."""
         text, at = self.text, _space(self.text, self.begin + 1)
         if text.startswith("]", at):
             yield []
@@ -105,11 +78,9 @@ class LongList(Struct, frozen=True):
                 at = _skip_comma(text, at)
 
     def _until_a_comma(self, at: int) -> tuple[list[Json], int] | None:
-        """The items before some comma, and where the next one begins.
-
-        What ends before a comma is a list by itself only if that comma stands between two items: inside of an
-        item a bracket or a quote is open, and behind the list stand a key and a colon.
-        """
+        """The items before some comma, and where the next one begins; None if none is found so."""
+        # Items that end before a comma are a list by themselves only if that comma stands between two items:
+        # inside of an item a bracket or a quote is open, and behind the list stand a key and a colon.
         for before in ("],", "},", ","):
             cut = self.text.rfind(before, at, at + _BLOCK_BYTES) + len(before)
             if cut > at:
@@ -118,7 +89,7 @@ class LongList(Struct, frozen=True):
         return None
 
     def _one_by_one(self, at: int) -> tuple[list[Json], int]:
-        """Some items, at least one, and where the comma or the bracket behind them is."""
+        """Some items, at least one, and the place of the comma or the bracket behind them."""
         items, end = [], at + _BLOCK_BYTES
         while True:
             item, at = _value(self.text, _space(self.text, at), self.decoder)
@@ -132,9 +103,8 @@ class LongList(Struct, frozen=True):
 def parse_request(body: bytes | bytearray) -> dict[str, Json]:
     """The object that a request's body holds; `NaN`, `Infinity` and `-Infinity` are numbers.
 
-    Lists and objects may be nested as deeply as the body is long, as in the server. Of more than `LONG_BYTES`
-    they may not, a single row or value has at most `MOST_IN_ONE` parts, and the lists of rows, columns and
-    examples are left in their text.
+    Of more than `LONG_BYTES`, a single row or value has at most `MOST_IN_ONE` parts, and the lists of rows,
+    columns and examples are left in their text.
 
     Raises:
         ValueError: where it is not JSON, or that it is not an object.
@@ -169,8 +139,8 @@ def _parse(text: str) -> Json:
 
 
 def _parse_deep(text: str, decoder: json.JSONDecoder) -> Json:
-    """As `decoder.decode`, without recursion: ten times as slow."""
-    root: list[Json] = []
+    """The value that `decoder.decode` gives, without recursion."""
+    root: list[Json] = []  # ten times as slow as the decoder, and only for what is nested too deeply for it
     open_: list[list[Json] | dict[str, Json]] = [root]
     at, wants = _space(text, 0), "value"
     key = ""
@@ -214,7 +184,7 @@ def _space(text: str, at: int) -> int:
 
 
 def _key(text: str, at: int, decoder: json.JSONDecoder) -> tuple[str, int]:
-    """A key of an object, and where its value begins."""
+    """A key of an object, and the place where its value begins."""
     if text[at : at + 1] != '"':
         raise json.JSONDecodeError("Expecting property name enclosed in double quotes", text, at)
     key, at = decoder.raw_decode(text, at)
@@ -237,7 +207,7 @@ def _long_document(text: str, decoder: json.JSONDecoder) -> Json:
 def _long_object(
     text: str, at: int, decoder: json.JSONDecoder, lists: Sequence[str]
 ) -> tuple[dict[str, Json], int]:
-    """An object, with a `LongList` for the lists of these names; of none for all lists."""
+    """An object and where it ends, with a `LongList` for each list of these names; of none for all lists."""
     found: dict[str, Json] = {}
     at = _space(text, at + 1)
     while found or not text.startswith("}", at):
@@ -297,7 +267,7 @@ def _finite(text: str) -> float:
 
 
 def signature_name(document: Mapping[str, Json]) -> str:
-    """The signature that a request names; empty if it names none.
+    """The signature that a request names; "" if it names none.
 
     Raises:
         ValueError: it is not a string.
@@ -311,13 +281,7 @@ def signature_name(document: Mapping[str, Json]) -> str:
 def predict_inputs(
     document: Mapping[str, Json], signature: Proto, *, check_shapes: bool = True
 ) -> dict[str, NDArray[Any]]:
-    """The inputs of a predict request by name; strings are `bytes` in an object array.
-
-    Args:
-        document: the request.
-        signature: its `SignatureDef`.
-        check_shapes: compare shapes with the signature's. TF Serving leaves that to the model's operations,
-            some of which take more than the signature says.
+    """The inputs of a predict request by name, for its `SignatureDef`; strings are `bytes` objects.
 
     Raises:
         ValueError: what is wrong, which input it is about and what was expected.
@@ -327,6 +291,7 @@ def predict_inputs(
     rows = document.get("instances")
     if isinstance(rows, LongList):
         return _long_rows(rows, signature, check_shapes)
+    # TF Serving leaves shapes to the model's operations, some of which take more than the signature says
     columns = _rows(rows, signature) if "instances" in document else _columns(document, signature)
     infos = signature.inputs
     return {name: to_array(value, name, infos[name], check_shapes) for name, value in columns.items()}
@@ -381,7 +346,7 @@ def examples_input(document: Mapping[str, Json]) -> Proto:
 
 
 def serialized_examples(message: Proto) -> NDArray[Any]:
-    """What a server feeds for a `serving.Input`: each example, with the context's features, serialised."""
+    """The array that a server feeds for a `serving.Input`: each example serialised, with its context."""
     found = message.example_list.examples or message.example_list_with_context.examples
     merged = []
     for example in found:
@@ -417,7 +382,7 @@ def to_array(value: Json, name: str, info: Proto, check_shape: bool = True) -> N
 
 
 def _checked_array(value: Json, shape: tuple[int, ...], dtype: DType, name: str) -> NDArray[Any]:
-    """Convert one item after another, and say which one does not fit."""
+    """The array of items converted one after another; ValueError names the one that does not fit."""
     leaves = list(_leaves(value, shape, name, 0))
     convert = _converter(dtype)
     try:
@@ -432,7 +397,7 @@ def _checked_array(value: Json, shape: tuple[int, ...], dtype: DType, name: str)
 
 
 def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[Any] | None:
-    """What `_checked_array` gives, eight times as fast, for numbers of which none needs a second look."""
+    """The array of numbers of which none needs a second look, eight times as fast; None for other values."""
     items: Sequence[Json] = [value]
     for size in shape:
         if set(map(type, items)) != {list} or set(map(len, items)) != {size}:
@@ -440,7 +405,8 @@ def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[A
         items = list(chain.from_iterable(items))
     kinds = set(map(type, items))
     if dtype.is_floating and kinds and kinds <= {int, float}:
-        return _plain_floats(items, shape, dtype)
+        with suppress(OverflowError):
+            return _rounded(np.array(items, np.float64), dtype).reshape(shape)
     if dtype in _INTEGERS and kinds == {int}:
         least, greatest = dtype.limits
         if least <= min(items) and max(items) <= greatest:
@@ -448,15 +414,8 @@ def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[A
     return None
 
 
-def _plain_floats(items: Sequence[Json], shape: tuple[int, ...], dtype: DType) -> NDArray[Any] | None:
-    try:
-        return _rounded(np.array(items, np.float64), dtype).reshape(shape)
-    except OverflowError:
-        return None
-
-
 def _rounded(doubles: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """As the server casts them: to the nearest, and to infinity what is too large."""
+    """The numbers in `dtype` as the server casts them: to the nearest, too large ones to infinity."""
     with np.errstate(over="ignore"):
         return doubles.astype(dtype.numpy)
 
@@ -464,9 +423,7 @@ def _rounded(doubles: NDArray[Any], dtype: DType) -> NDArray[Any]:
 def _rows(
     rows: Json, signature: Proto, first: int = 0, is_named: bool | None = None
 ) -> dict[str, list[Json]]:
-    """Rows as columns by name. `first`: the number of the first one, for messages; `is_named`: those before
-    are objects of inputs.
-    """
+    """Rows, numbered from `first`, as columns by name; `is_named` if those before are objects of inputs."""
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"expected a list with at least one row in 'instances', found {_brief(rows)}")
     names = sorted(signature.inputs)
@@ -559,10 +516,6 @@ def _float(leaf: Json) -> float:
     """A double; whatever is a number is taken, as by `GetFloat` of the server's parser."""
     if isinstance(leaf, bool) or not isinstance(leaf, int | float):
         raise ValueError(_brief(leaf))
-    return _as_float(leaf)
-
-
-def _as_float(leaf: float) -> float:
     try:
         return float(leaf)
     except OverflowError:
@@ -608,9 +561,9 @@ def _binary(value: Json) -> bytes | None:
 
 
 def _unescaped(text: str) -> bytes | None:
-    """What absl::Base64Unescape reads, or None: the standard alphabet, white space anywhere, and at the end
-    all of the padding, of `=` or `.`, or none of it (absl/strings/escaping.cc).
-    """
+    """The bytes that absl::Base64Unescape reads of a text; None for a text that it refuses."""
+    # the standard alphabet, white space anywhere, and at the end all of the padding, of `=` or `.`, or none
+    # of it (absl/strings/escaping.cc)
     found = _BASE64.fullmatch(text) or _BASE64.fullmatch(text.translate(_NO_SPACE))
     if found is None:
         return None
@@ -641,9 +594,9 @@ def _add_to_feature(feature: Proto, value: Json) -> None:
 
 
 def _feature_item(value: Json) -> tuple[str, int | float | bytes]:
-    """The field of `Feature` for a JSON value, and the item: `1` and `true` are integers, `1.0` is not."""
+    """The field of `Feature` for a JSON value, and the item."""
     if isinstance(value, int) and _INT64_MIN <= value <= _UINT64_MAX:
-        return "int64_list", _integer(int(value), DType.INT64)
+        return "int64_list", _integer(int(value), DType.INT64)  # `1` and `true` are integers, `1.0` is not
     if isinstance(value, int | float):  # to the server, what no 64 bits hold is a decimal number
         return "float_list", float(_rounded(np.array(_float(value)), DType.FLOAT))
     return "bytes_list", _string(value)

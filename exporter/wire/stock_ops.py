@@ -1,4 +1,4 @@
-"""Which operations stock TensorFlow has, and their attributes, without TensorFlow.
+"""The operations of stock TensorFlow and their attributes, without TensorFlow.
 
 `stock_ops.txt` has those of the newest TensorFlow that is supported, a line each: the name, then the names of
 its attributes, or `?` where they are not known. `tools/stock_tensorflow.py` makes it.
@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 
 _LIST = Path(__file__).with_name("stock_ops.txt")
+# Operations that TensorFlow makes for itself are not in the list.
 _INTERNAL = re.compile(
     r"_\w+|Xla\w+|TPU\w+|Risc\w+|DTensor\w+|\w*TPUEmbedding\w*|TopK(WithUnique|Unique)|MakeUnique"
     r"|KthOrderStatistic|StochasticCastToInt|QuantizedConcatV2|NegTrain|Skipgram|HostConst|AudioMicrofrontend"
 )
-"""Operations that TensorFlow makes for itself are not in the list."""
 
 
 def is_stock(op: str) -> bool:
@@ -31,6 +31,6 @@ def stock_attributes(op: str) -> frozenset[str] | None:
 
 @cache
 def _listed() -> dict[str, str]:
-    """Each operation's attributes, separated by blanks."""
+    """The attributes of each operation, separated by blanks."""
     lines = _LIST.read_text().splitlines()
     return {op: attributes for op, _, attributes in (line.partition(" ") for line in lines)}

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exporter.wire.dtypes import DType
-from exporter.wire.protos import Proto
+from exporter.wire.protos import Proto, varint
 
 # The repeated field of each type, and the type of a field's items where that is not the tensor's own.
 _FIELDS = {
@@ -39,8 +39,8 @@ _FIELD_ITEMS: dict[DType, np.dtype[Any]] = {
 _WIRE_IS_MEMORY = {DType.FLOAT, DType.DOUBLE, DType.COMPLEX64, DType.COMPLEX128}
 _LENGTH_DELIMITED = 2
 _STRING_BYTES = 24  # what TensorFlow needs for a string beside its bytes
+# Types whose `tensor_content` depends on the implementation: they travel as fields only.
 _UNPACKED_CONTENT = {DType.INT4, DType.UINT4, DType.INT2, DType.UINT2}
-"""Types whose `tensor_content` depends on the implementation: they travel as fields only."""
 
 
 def dtype_of(array: NDArray[Any]) -> DType:
@@ -58,11 +58,7 @@ def dtype_of(array: NDArray[Any]) -> DType:
 
 
 def to_array(proto: Proto, max_filled_bytes: int | None = None) -> NDArray[Any]:
-    """The tensor as a numpy array, possibly read-only; strings become an array of `bytes` objects.
-
-    Args:
-        proto: the message, of any descriptor pool.
-        max_filled_bytes: how much may be filled in by repeating the last value, None for any size.
+    """The tensor, of any pool, as a numpy array, perhaps read-only; strings as `bytes` in an object array.
 
     Raises:
         ValueError: its type cannot be sent by value, or its values do not fill its shape, or too much is to
@@ -88,12 +84,7 @@ def to_array(proto: Proto, max_filled_bytes: int | None = None) -> NDArray[Any]:
 
 
 def fill(proto: Proto, array: NDArray[Any], *, as_fields: bool = False) -> None:
-    """Write an array into an empty `TensorProto`.
-
-    Args:
-        proto: the message to fill, of any descriptor pool.
-        array: numbers, or strings as `bytes` or `str` (which is sent as UTF-8).
-        as_fields: use the repeated field of the type, as TF Serving's responses do, not `tensor_content`.
+    """Write an array into an empty `TensorProto`; `as_fields` as responses of TF Serving have it.
 
     Raises:
         ValueError: TensorFlow has no such type.
@@ -105,7 +96,8 @@ def fill(proto: Proto, array: NDArray[Any], *, as_fields: bool = False) -> None:
     if not array.shape:
         proto.tensor_shape.SetInParent()
     if dtype is DType.STRING:
-        proto.string_val.extend(_bytes(item) for item in array.ravel().tolist())
+        items = array.ravel().tolist()
+        proto.string_val.extend(item.encode() if isinstance(item, str) else bytes(item) for item in items)
     elif as_fields or dtype in _UNPACKED_CONTENT:
         _fill_field(proto, dtype, array)
     else:
@@ -121,7 +113,7 @@ def _fill_field(proto: Proto, dtype: DType, array: NDArray[Any]) -> None:
     if dtype in _WIRE_IS_MEMORY:  # item by item a float costs 0.15 us: a wide output, milliseconds
         number = proto.DESCRIPTOR.fields_by_name[name].number
         data = array.astype(dtype.numpy, copy=False).tobytes()
-        proto.MergeFromString(_varint(number << 3 | _LENGTH_DELIMITED) + _varint(len(data)) + data)
+        proto.MergeFromString(varint(number << 3 | _LENGTH_DELIMITED) + varint(len(data)) + data)
     elif name == "float8_val":
         proto.float8_val = array.tobytes()
     elif name == "half_val":
@@ -167,7 +159,7 @@ def _strings(values: list[bytes], shape: tuple[int, ...], max_filled_bytes: int 
 
 
 def _filled_size(sent: int, itemsize: int, shape: tuple[int, ...], max_filled_bytes: int | None) -> int:
-    """The number of elements of `shape`, of which `sent` came; the others are to be filled in."""
+    """The number of elements of `shape`; ValueError if more were sent, or too much is to be filled in."""
     size = prod(shape)
     if sent > size:
         raise ValueError(f"{sent} values are too many for the shape {list(shape)}")
@@ -177,16 +169,3 @@ def _filled_size(sent: int, itemsize: int, shape: tuple[int, ...], max_filled_by
             f"more than {max_filled_bytes} bytes would be filled in"
         )
     return size
-
-
-def _bytes(item: Any) -> bytes:
-    return item.encode() if isinstance(item, str) else bytes(item)
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)

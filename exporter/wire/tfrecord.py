@@ -19,7 +19,7 @@ class DamagedRecord(ValueError):
 
 
 def encode_records(records: Iterable[bytes]) -> bytes:
-    """The file that holds these records."""
+    """The bytes of the file that holds these records."""
     pieces = []
     for record in records:
         length = len(record).to_bytes(8, "little")
@@ -28,7 +28,7 @@ def encode_records(records: Iterable[bytes]) -> bytes:
 
 
 def read_records(file: IO[bytes]) -> Iterator[bytes]:
-    """The records of a file, one after the other.
+    """Yield the records of a file, one after the other.
 
     Raises:
         DamagedRecord: one is damaged; those before it have been given.

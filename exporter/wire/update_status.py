@@ -11,7 +11,7 @@ from exporter.newer_python import StrEnum
 
 
 class UpdateStatus(StrEnum):
-    """The first word of a status, what it means, and what helps.
+    """The first word of a status, its meaning, and its remedy.
 
     With an explicit target everything but `reached`, `passed` and `merged` is an error that carries the
     status, unless the call was merged with calls for other targets: these get the status, not the error.
@@ -95,11 +95,7 @@ class UpdateStatus(StrEnum):
         "`export-model verify MODEL`: a directory was copied from another model, or renamed.",
     )
     SCHEMA = ("schema", "A delta was made for other variables.", "As for `lineage`.")
-    RANGE = (
-        "range",
-        "A delta's name is not what the delta says of itself.",
-        "As for `lineage`.",
-    )
+    RANGE = ("range", "A delta's name is not what the delta says of itself.", "As for `lineage`.")
     ONLY_FROM = (
         "only-from",
         "A delta that leaves rows out or rounds them fits its first position alone, and the model stands "
@@ -124,8 +120,8 @@ class UpdateStatus(StrEnum):
     )
 
 
+# The beginning of a status after a call that did nothing, because another update was under way.
 ANOTHER_RUNS = f"{UpdateStatus.MERGED.value}: another update runs"
-"""How a status begins of a call that did nothing because another update was under way."""
 
+# The beginning of a status where the hold says no position.
 UNREADABLE_HOLD = f"{UpdateStatus.HOLD.value}: its file cannot be read"
-"""How a status begins where the hold says no position."""

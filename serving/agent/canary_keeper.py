@@ -29,7 +29,7 @@ from exporter.storage.layout import CANARY_LOCK_FILE
 from exporter.storage.local_paths import local_path
 from exporter.terminal.progress import count
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
-from exporter.verify.golden import Answer, Gates, GoldenRequest, check_signatures, read_golden, told
+from exporter.verify.golden import Answer, Gates, GoldenRequest, check_signatures, read_golden, summary
 from exporter.wire.rest_json import predict_inputs
 from serving.agent.canary import (
     Action,
@@ -238,8 +238,8 @@ class Canary:
             text += "delta, so no delta is the cause: "
         kinds = log.lineage, frozenset(failure.kind for failure in wrong)
         if wrong and kinds != self._reported_kinds:
-            self._report(EventKind.GOLDEN, text + told(wrong), address, position)
-        self._reported_kinds, self.failing = kinds, told(wrong)
+            self._report(EventKind.GOLDEN, text + summary(wrong), address, position)
+        self._reported_kinds, self.failing = kinds, summary(wrong)
         return True
 
     def _of_log_before(self, log: Log) -> tuple[Answer, ...] | None:
@@ -264,10 +264,10 @@ class Canary:
             return _BUSY_S
         failures = self._rules.gates.failures(answers, before)
         if failures:
-            return self._roll_back(log, action.approved, told(failures))
+            return self._roll_back(log, action.approved, summary(failures))
         self._keep(log, action.position, answers)
         wrong = self._rules.gates.wrong(answers)
-        self.failing, failing = told(wrong), {failure.request for failure in wrong}
+        self.failing, failing = summary(wrong), {failure.request for failure in wrong}
         passed = f"{action.address} passed {count(len(answers) - len(failing), 'golden request')}"
         why = f"{passed}; {len(failing)} failed as before" if failing else passed
         return self._approve(log, action.approved, action.position, why)

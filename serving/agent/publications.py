@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from exporter.errors import ManifestError
 from exporter.publish.mapped_state import read_ahead
 from exporter.publish.model import Model
 from exporter.publish.versions import read_manifest
+from exporter.storage.arrivals import CHANGED, Arrivals
 from serving.agent.journal import AgentEvent, EventKind, Journal
 
 
@@ -58,19 +57,15 @@ class Publications:
 
     def follow(self, stop: threading.Event) -> None:
         """List the directory whenever something appears in it, and every `poll_s`, until `stop`."""
+        arrivals = Arrivals(kind=CHANGED)
         while not stop.is_set():
-            places = self.current.places()
-            try:
-                for _ in changes(places, stop, self._poll_s):
-                    self.look()
-                    if self.current.places() != places or stop.is_set():
-                        break
-            except Exception as error:  # noqa: BLE001 - the kernel's limit of watches, for example: poll instead
+            # Before it is listed: what appears in between is reported.
+            if why := arrivals.watch(self.current.places()):
                 self._report_once(
-                    f"changes under {self.model.path} cannot be watched, so the agent polls: {error}"
+                    f"changes under {self.model.path} cannot be watched, so the agent polls: {why}"
                 )
-                stop.wait(self._poll_s)
-                self.look()
+            self.look()
+            arrivals.wait(self._poll_s, stop)
 
     def look(self) -> None:
         """List the directory now."""
@@ -102,40 +97,3 @@ class Publications:
 
     def _report(self, what: EventKind, message: str) -> None:
         self._journal.write(AgentEvent(what, message, self.model.name))
-
-
-def changes(places: Iterable[Path], stop: threading.Event, poll_s: float) -> Iterator[None]:
-    """Yield whenever something may have changed in one of the directories, and at least every `poll_s`.
-
-    The kernel reports all changes on local disks. On network file systems it reports only those of this
-    machine, so that the period decides there.
-    """
-    if not places:
-        stop.wait(poll_s)
-        yield
-        return
-    import watchfiles
-
-    batches = watchfiles.watch(
-        *places,
-        watch_filter=_is_published,
-        debounce=20,
-        step=2,
-        stop_event=stop,
-        rust_timeout=max(1, int(poll_s * 1000)),
-        yield_on_timeout=True,
-        raise_interrupt=False,
-        recursive=False,
-        ignore_permission_denied=True,
-    )
-    yield  # for changes before the watch began
-    try:
-        for _ in batches:
-            yield
-    except FileNotFoundError:  # a directory has vanished
-        stop.wait(poll_s)
-
-
-def _is_published(change: object, path: str) -> bool:
-    """True for published names; locks, staged and removed directories begin with a dot."""
-    return not os.path.basename(path).startswith(".")  # noqa: PTH119  called for each change

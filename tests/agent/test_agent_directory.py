@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from exporter.publish.delta_log import read_log
 from exporter.publish.model import Model
 from exporter.publish.retention import retire_deltas
 from exporter.publish.served import Served
-from serving.agent.publications import changes
 from serving.agent.view import superseded_s
 from serving.status import VersionState
 from tests.support.logs import Serving, publish_base
@@ -95,31 +93,3 @@ def test_a_log_that_was_begun_supersedes_versions_of_others(tmp_path: Path) -> N
     ):
         version = Served(number, state, position, lineage=lineage)
         assert superseded_s(version, found, new.begun + timedelta(seconds=60)) == expected
-
-
-def test_locks_and_what_is_staged_wake_nobody(tmp_path: Path) -> None:
-    """Else each publication would have the directory listed several times."""
-    stop, woken = threading.Event(), []
-
-    def follow() -> None:
-        told = changes([tmp_path], stop, poll_s=60.0)
-        woken.extend({path.name for path in tmp_path.iterdir()} for _ in told)
-
-    thread = threading.Thread(target=follow)
-    thread.start()
-    try:
-        while not woken:
-            stop.wait(0.01)
-        stop.wait(0.3)  # until the kernel watches
-        for name in (".lock", ".staging-1"):
-            (tmp_path / name).touch()
-            stop.wait(0.2)
-        (tmp_path / "hold").touch()
-        for _ in range(500):
-            if len(woken) > 1:
-                break
-            stop.wait(0.01)
-        assert ["hold" in names for names in woken] == [False, True]
-    finally:
-        stop.set()
-        thread.join()

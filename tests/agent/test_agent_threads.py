@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-import watchfiles
 
 from exporter.errors import UsageError
 from exporter.publish.model import Model
+from exporter.storage import arrivals
 from exporter.terminal.server_access import WITHOUT_TLS
 from serving.agent.fleet import Targets
 from serving.agent.journal import AgentEvent, EventKind, Journal
@@ -88,10 +88,7 @@ def test_a_replica_is_looked_after_again_whatever_went_wrong(tmp_path: Path) -> 
 def test_a_directory_whose_changes_are_not_told_is_polled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def watch(*_: object, **__: object) -> None:
-        raise OSError("OS file watch limit reached")
-
-    monkeypatch.setattr(watchfiles, "watch", watch)
+    monkeypatch.setattr(arrivals, "_inotify", lambda: (None, -1))
     model = tmp_path / "ranker"
     model.mkdir()
     journal, stop = Journal(), threading.Event()
@@ -99,7 +96,7 @@ def test_a_directory_whose_changes_are_not_told_is_polled(
     thread = threading.Thread(target=publications.follow, args=(stop,))
     thread.start()
     try:
-        assert "watch limit" in wait_for(journal, EventKind.FAILED).message
+        assert "so the agent polls" in wait_for(journal, EventKind.FAILED).message
         before = publications.current
         model.rename(tmp_path / "away")
         until = time.monotonic() + 60

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from exporter.checkpoint import open_checkpoint
-from exporter.checkpoint.convert import write_bundle
+from exporter.checkpoint.tensor_bundle import write_bundle
 from exporter.options import ExportRequest
 from exporter.pipeline.full import export
 from tests.benchmarks.job import Timer

@@ -17,7 +17,7 @@ from exporter.errors import MappingError
 from exporter.graph.cast_variables import cast_variables
 from exporter.mapping.build import build_mapping
 from exporter.mapping.mapping_rules import CastRule, MappingRules
-from exporter.pipeline.newest_base import as_served
+from exporter.mapping.served_graph import as_served
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from tests.support.trained import (

@@ -23,8 +23,15 @@ from msgspec.structs import replace
 
 from exporter.bundle import link
 from exporter.bundle.link import ByteRange, NewFile, coalesce, copy_ranges
-from exporter.bundle.variables import ShardOrigin, VariablesReport, why_not_by_rows, write_variables
-from exporter.catalog import Catalog, SliceSpec
+from exporter.bundle.variables import (
+    LITTLE_KEPT,
+    ShardOrigin,
+    VariablesReport,
+    plan_shards,
+    why_not_by_rows,
+    write_variables,
+)
+from exporter.catalog import Catalog, Extent, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused, PublishError, TargetNotWritable
 from exporter.graph.inference_graph import GraphVariable
@@ -43,11 +50,11 @@ def checkpoint(prefix: Path, **extra: np.ndarray) -> Catalog:
     prefix.parent.mkdir(parents=True, exist_ok=True)
     table = RNG.normal(size=(10, 3)).astype(np.float32)
     with BundleWriter(prefix) as writer:
-        writer.add("a/slot", RNG.normal(size=5000))
+        writer.add("a/slot", RNG.normal(size=50))
         writer.add("dense", RNG.normal(size=(4, 5)).astype(np.float32))
         writer.add("empty", np.zeros((0, 3), np.float32))
         writer.add("scale", np.float64(3.5))
-        writer.add("b/slot", RNG.normal(size=3000))
+        writer.add("b/slot", RNG.normal(size=30))
         for start, length in ((0, 4), (4, 6)):
             spec = SliceSpec((10, 3), (start, 0), (length, 3))
             writer.add("table", table[start : start + length], spec)
@@ -125,7 +132,9 @@ class TestLink:
     def test_a_terabyte_is_linked(self, tmp_path: Path) -> None:
         catalog = checkpoint(tmp_path / "model.ckpt")
         os.truncate(catalog.shards[0], 1 << 40)
-        report = write_variables(keep(read_catalog(catalog.prefix)), tmp_path / "1")
+        quarter = TensorRef("table", DType.FLOAT, (1 << 36,), Extent(0, 0, 1 << 38, 0))
+        catalog = replace(read_catalog(catalog.prefix), tensors={"table": quarter})
+        report = write_variables(keep(catalog, "table"), tmp_path / "1")
         assert report.bytes_linked == 1 << 40 and report.bytes_copied == 0
 
     def test_only_used_shards_are_linked_and_renumbered(self, tmp_path: Path) -> None:
@@ -349,7 +358,7 @@ class TestCompact:
         report = write_variables(mapping, tmp_path / "1", data=DataMode.COMPACT)
         kept = sum(source.tensor.bytes_ for source in mapping.sources)
         assert report.shards[0].path.stat().st_size == report.bytes_copied == kept
-        assert kept < mapping.catalog.shard_sizes[0] / 10
+        assert kept < mapping.catalog.shard_sizes[0] / 2
         moved = sorted(extent.offset for ref in report.catalog.tensors.values() for extent in ref.extents)
         assert moved[0] == 0
 
@@ -379,6 +388,53 @@ class TestCompact:
         report = write_variables(keep(catalog, "table"), tmp_path / "1", data=DataMode.COMPACT)
         stored = read_catalog(report.catalog.prefix).tensors["table"]
         assert [part.extent is None for part in stored.slices] == [False, True]
+
+
+class TestLittleKept:
+    """A link to a shard of which little is kept would hold the rest as long as the version lives."""
+
+    @pytest.mark.parametrize(("others", "origin"), [(7, ShardOrigin.LINKED), (8, ShardOrigin.COMPACTED)])
+    def test_an_eighth_is_linked_and_less_is_copied(
+        self, tmp_path: Path, others: int, origin: ShardOrigin
+    ) -> None:
+        with BundleWriter(tmp_path / "model.ckpt") as writer:
+            for number in range(1 + others):
+                writer.add(f"w{number}", np.arange(100 * number, 100 * number + 100, dtype=np.int32))
+        mapping = keep(read_catalog(tmp_path / "model.ckpt"), "w5")
+        report = write_variables(mapping, tmp_path / "1")
+        (shard,), (planned,) = report.shards, plan_shards(mapping, tmp_path / "1", DataMode.AUTO)
+        assert (planned.how, planned.why, planned.bytes_) == (shard.how, shard.why, shard.bytes_)
+        assert shard.how is origin and shard.source_bytes == 400 * (1 + others)
+        assert (shard.path.stat().st_ino == mapping.catalog.shards[0].stat().st_ino) is (others == 7)
+        assert shard.path.stat().st_size == (400 if others == 8 else 3200)
+        assert_values(report, mapping)
+
+    def test_it_is_decided_shard_by_shard(self, tmp_path: Path) -> None:
+        """A table in two shards, as its partitions lie in a cluster; a scalar lies in a third one."""
+        large, small = RNG.normal(size=1000), RNG.normal(size=1)
+        parts = [
+            checkpoint(tmp_path / "0", first=large),
+            checkpoint(tmp_path / "1", second=large),
+            checkpoint(tmp_path / "2", scalar=small, slot=large),
+        ]
+        mapping = keep(merged(*parts), "scalar", "first", "second")
+        report = write_variables(mapping, tmp_path / "served")
+        assert how(report) == [ShardOrigin.LINKED, ShardOrigin.LINKED, ShardOrigin.COMPACTED]
+        assert [shard.why for shard in report.shards] == ["", "", LITTLE_KEPT]
+        assert report.bytes_copied == 8
+        assert_values(report, mapping)
+
+    @pytest.mark.parametrize(
+        ("data", "origin"), [(DataMode.LINK, ShardOrigin.LINKED), (DataMode.COPY, ShardOrigin.COPIED)]
+    )
+    def test_who_asks_for_whole_shards_gets_them(
+        self, tmp_path: Path, data: DataMode, origin: ShardOrigin
+    ) -> None:
+        mapping = keep(checkpoint(tmp_path / "model.ckpt", slot=RNG.normal(size=1000)))
+        assert how(write_variables(mapping, tmp_path / "1")) == [ShardOrigin.COMPACTED]
+        report = write_variables(mapping, tmp_path / "2", data=data)
+        assert how(report) == [origin] and report.shards[0].bytes_ == mapping.catalog.shard_sizes[0]
+        assert_values(report, mapping)
 
 
 class TestKernelCopy:

@@ -14,7 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, meant, read_keys
+from exporter.checkpoint.embedding_variables import (
+    EmbeddingVariable,
+    embedding_variables,
+    find_variable,
+    read_keys,
+)
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.checkpoint.tensor_values import cast_values, read_array
 from exporter.delta.table_changes import ServedTable
@@ -150,7 +155,7 @@ BUILDERS = {
 
 def held(prefix: Path, name: str) -> tuple[EmbeddingVariable, dict[int, bytes]]:
     catalog = read_catalog(prefix)
-    table = meant(embedding_variables(catalog), name)
+    table = find_variable(embedding_variables(catalog), name)
     assert table is not None, name
     rows = np.concatenate([read_array(catalog, part.values) for part in table.parts])
     keys = read_keys(catalog, table).tolist()
@@ -314,7 +319,7 @@ def test_two_tables_of_one_name_are_two_tables(tmp_path: Path) -> None:
     prefix = write(tmp_path / "m-1", **shards("c/a_b_c", "1of1"), **shards("c_1/a_b_c", "1of1"))
     known = embedding_variables(read_catalog(prefix))
     assert known.keys() == {"c/a_b_c", "c_1/a_b_c"}
-    assert meant(known, "a_b/c") is None
+    assert find_variable(known, "a_b/c") is None
 
 
 @pytest.mark.parametrize("name", ["user", "user/emb", "a_b/user_2"])

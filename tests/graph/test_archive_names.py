@@ -14,7 +14,7 @@ import tensorflow as tf
 import tf_keras
 from tensorflow.python.util import tf_export
 
-from exporter.graph.archive_names import (
+from exporter.graph.archived_code import (
     CLASSES,
     FUNCTIONS,
     GRAPH_FUNCTIONS,

@@ -12,8 +12,8 @@ from exporter.errors import ForeignOperations, NotServable, UsageError
 from exporter.graph.graph_digest import graph_digest
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, load_graph, load_source
+from exporter.graph.lookup_tables import with_table_shapes
 from exporter.graph.outside import runnable_graph
-from exporter.graph.tables import with_table_shapes
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.stock_ops import is_stock

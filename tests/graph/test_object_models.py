@@ -159,7 +159,7 @@ def test_a_model_whose_inputs_nobody_knows_is_refused(library: ModuleType) -> No
 )
 def test_a_model_that_was_made_before_is_refused(make: Callable[[], Any]) -> None:
     model = make()
-    with pytest.raises(BuilderError, match="was built before") as caught:
+    with pytest.raises(BuilderError, match="returned an already built model") as caught:
         loaded(lambda: model)
     assert "inside" in caught.value.hint
 

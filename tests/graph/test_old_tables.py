@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry  # the public API does not give an op's definition
 
 from exporter import export
-from exporter.graph import old_tables
+from exporter.graph import lookup_tables
 from exporter.graph.load import GraphRequest, load_graph
 from exporter.options import ExportRequest, Updates, Verify
 
@@ -76,10 +76,10 @@ def test_deltas_reach_tables_of_tensorflow_1_2(model: Path, tmp_path: Path) -> N
         np.testing.assert_array_equal(found[name], times * (ROWS + 1)[[1, 0]])
 
 
-@pytest.mark.parametrize("name", sorted(old_tables._MAKERS | old_tables._USERS))
+@pytest.mark.parametrize("name", sorted(lookup_tables._OLD_MAKERS | lookup_tables._OLD_USERS))
 def test_both_forms_of_an_operation_are_one_but_for_the_handle(name: str) -> None:
     old, new = (op_def_registry.get(f"{name}{form}") for form in ("", "V2"))
-    found = old_tables._second_form(old)
+    found = lookup_tables._second_form(old)
     for definition in (found, new):
         definition.ClearField("is_stateful")  # a handle that is a resource is state
     assert found == new

@@ -49,7 +49,7 @@ def test_a_server_says_which_library_of_its_port_is_broken(
     assert f"error: --rest-api-port needs {library}" in found.stderr
 
 
-@pytest.mark.parametrize("library", ["h11", "jinja2", "watchfiles"])
+@pytest.mark.parametrize("library", ["h11", "jinja2"])
 def test_an_agent_says_which_library_is_broken(base: Path, tmp_path: Path, library: str) -> None:
     (tmp_path / f"{library}.py").write_text(BROKEN[0])
     arguments = ("agent", "--model-base-path", base, "--target", "127.0.0.1:1", "--port", 0)

@@ -26,7 +26,7 @@ from exporter.pipeline.full import export
 from exporter.storage import mirror, requests
 from exporter.storage.layout import INPUTS_DIRECTORY, JOBS_DIRECTORY, RECEIPTS_DIRECTORY, VARIABLES_PREFIX
 from exporter.storage.objects import ObjectReader, ObjectWriter, RemoteObject
-from exporter.storage.output_directory import LocalDirectory
+from exporter.storage.output_directory import open_directory
 from exporter.storage.url import Url
 from exporter.transfer import carrier
 from exporter.transfer.opened import opened
@@ -303,7 +303,9 @@ def test_checksums_of_an_object_are_taken_as_it_comes(
     cut = [(0, 5000), (7, 0), (7, 1), (4000, 1000), (0, 100), (0, 100), (99, 2), (2500, 333), (5000, 0)]
     ranges = tuple(Range(0, offset, size) for offset, size in cut)
     found = [
-        Checksum(name="a", inputs=(source,), ranges=ranges).run(LocalDirectory(tmp_path / "scratch")).read
+        Checksum(name="a", inputs=(source,), ranges=ranges)
+        .run(open_directory(str(tmp_path / "scratch")))
+        .read
         for source in (
             Input(bucket.url("object"), 5000, listed.tag or ""),
             Input.of(tmp_path / "file"),

@@ -17,6 +17,7 @@ from exporter.graph.inference_graph import PartitionStrategy
 from exporter.mapping.build import ExtraKind, VariableMapping, build_mapping, check_casts
 from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule
 from exporter.wire.dtypes import DType
+from exporter.wire.json_documents import DocumentError, decode, encode
 from tests.support.values import catalog, graph, parts, tensor, variable
 
 MOD, DIV, NONE = PartitionStrategy.MOD, PartitionStrategy.DIV, PartitionStrategy.NONE
@@ -283,3 +284,18 @@ def test_a_numbered_twin_that_is_left_over_is_told(served: str, left: str) -> No
 )
 def test_what_is_no_twin_is_not_told(left: TensorRef) -> None:
     assert not build_mapping(graph(variable("dense", 4)), catalog(tensor("dense", 4), left), rules()).notes
+
+
+def test_rules_are_their_own_document() -> None:
+    given = rules("a/(.*)=b", casts=(CastRule.parse("a=bfloat16"),), strategies={"a": MOD}, average="ema")
+    text = encode(given)
+    assert b'"renames":[{"pattern":"a/(.*)","name":"b"}]' in text
+    assert b'"casts":[{"pattern":"a","dtype":"bfloat16"}]' in text
+    assert decode(text, MappingRules, "rules", written=encode) == given
+
+
+@pytest.mark.parametrize("pattern", ['"("', "7", "null"])
+def test_a_rule_that_is_no_regular_expression_is_named_by_its_field(pattern: str) -> None:
+    text = f'{{"renames": [{{"pattern": {pattern}, "name": "b"}}]}}'
+    with pytest.raises(DocumentError, match=r"rules\.renames\[0\]\.pattern: "):
+        decode(text, MappingRules, "rules", written=encode)

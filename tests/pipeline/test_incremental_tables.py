@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from exporter.delta.format import Change, ChangeKind, Schema, ServedVariable, TableContents, TableSide
 from exporter.errors import NotServable, SchemaChanged
 from exporter.options import DeltaDtype, ExportRequest, Isolation, Jobs, Updates
-from exporter.pipeline import newest_base
+from exporter.pipeline import full_plan
 from exporter.pipeline.comparison import compare, parse_side
 from exporter.pipeline.full import export, plan
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
@@ -410,7 +410,7 @@ def test_a_large_table_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Mo
     trainer, model = TableTrainer(tmp_path / "train"), tmp_path / "model"
     trainer.insert()
     trainer.save()
-    monkeypatch.setattr(newest_base, "_LARGEST_TABLE_BYTES", 100)
+    monkeypatch.setattr(full_plan, "_LARGEST_TABLE_BYTES", 100)
     with pytest.raises(NotServable, match=r"'seen' holds [0-9]+ bytes; deltas carry up to 100"):
         plan(request(trainer, model, updates=Updates()))
 

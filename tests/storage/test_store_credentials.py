@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.storage.objects import ObjectReader, not_given
+from exporter.storage.objects import ObjectReader, missing_credentials
 from exporter.storage.url import Url
 from tests.support.certificates import Authority
 from tests.support.cloud_roles import TOKEN, role_server
@@ -95,11 +95,11 @@ def test_a_role(
     ],
 )
 def test_who_gives_none(scheme: str, said: str) -> None:
-    assert not_given(scheme, said).endswith("gives none")
-    assert not not_given(scheme, f"Error performing GET http://{scheme}/bucket/token in 1s")
+    assert missing_credentials(scheme, said).endswith("gives none")
+    assert not missing_credentials(scheme, f"Error performing GET http://{scheme}/bucket/token in 1s")
 
 
 def test_a_removal_that_is_refused_is_no_lack_of_credentials() -> None:
     """Azure's is a POST to the store, whose URL is not told where it holds a signature."""
     said = "Error performing bulk delete request: Error performing POST REDACTED in 1s - 403 Forbidden"
-    assert not not_given("az", said)
+    assert not missing_credentials("az", said)

@@ -83,10 +83,20 @@ def update(server: Loaded, timeout_ms: int = 0) -> int:
 
 
 def is_free(server: Loaded) -> bool:
-    """True if no call has the turn."""
-    handle = server.session.graph.get_tensor_by_name("incremental/turn:0")
-    with server.session.graph.as_default():
-        return not server.session.run(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64)).any()
+    """True if no call has the turn, and none is about to take it."""
+    graph = server.session.graph
+    turn, holder = (graph.get_tensor_by_name(f"incremental/{name}:0") for name in ("turn", "holder"))
+    with graph.as_default():
+        taking = tf.raw_ops.ReadVariableOp(resource=turn, dtype=tf.int64)
+        name = tf.raw_ops.ReadVariableOp(resource=holder, dtype=tf.string)[0]
+        kind = {"output_types": [tf.int64], "output_shapes": [tf.TensorShape([])]}
+        found = tf.raw_ops.IteratorFromStringHandleV2(string_handle=name, **kind)
+    assert not server.session.run(taking).any()
+    try:
+        server.session.run(found)
+    except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError):
+        return True
+    return False
 
 
 @contextmanager

@@ -1,9 +1,12 @@
-"""After hundreds of updates a prediction needs no more memory than before the first, and is still right."""
+"""After updates a prediction needs no more memory than before the first; nor does another model's."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,8 @@ import tensorflow as tf
 
 from exporter.delta.format import Rows
 from tests.support.budget import times
-from tests.support.updatable import loaded, updatable_model
+from tests.support.neighbour import CALLS
+from tests.support.updatable import loaded, two_tables_and_dense, updatable_model
 
 tf1 = tf.compat.v1
 
@@ -61,3 +65,14 @@ def test_memory_is_the_same_after_hundreds_of_updates(tmp_path: Path) -> None:
             shutil.rmtree(delta)
         assert peak_bytes() - before < TABLE_BYTES / 2
         np.testing.assert_array_equal(server.values(model.schema)["table"], expected)
+
+
+def test_a_base_costs_no_model_beside_it_page_faults(tmp_path: Path) -> None:
+    """An operation of the subgraph that sets the allocator's threshold would: 60 a call."""
+    model = updatable_model(tmp_path, two_tables_and_dense, {"user": [0], "item": [0]})
+    model.evolve(100, 101)
+    asked = [sys.executable, "-m", "tests.support.neighbour", str(model.version)]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=300)
+    alone, beside, applied = json.loads(done.stdout)
+    assert applied == 1
+    assert beside <= alone + CALLS, f"{alone} page faults in {CALLS} calls, {beside} beside a base"

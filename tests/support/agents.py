@@ -120,6 +120,7 @@ class Server:
     poll_s: float = 0.1
     stack: ExitStack = field(default_factory=ExitStack)
     more: tuple[str, ...] = ()
+    rest_port: int | None = None
     _client: ModelClient | None = None
 
     def start(self) -> Server:
@@ -134,7 +135,8 @@ class Server:
             *self.more,
         )
         self.process = self.stack.enter_context(started_warm("serving.cli", *arguments))
-        self.port = document(self.process)["port"]
+        told = document(self.process)
+        self.port, self.rest_port = told["port"], told["rest_port"]
         return self
 
     @property

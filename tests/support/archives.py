@@ -13,8 +13,7 @@ import h5py
 import numpy as np
 
 from exporter.catalog import Catalog
-from exporter.checkpoint.convert import write_bundle
-from exporter.checkpoint.tensor_bundle import read_array
+from exporter.checkpoint.tensor_bundle import read_array, write_bundle
 
 LAYERS = {
     "layers/dense": ("hidden", [np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(3, np.float32)]),

@@ -19,7 +19,7 @@ from exporter.increments.history import identify
 from exporter.increments.trained import TrainerVersion
 from exporter.mapping.build import build_mapping
 from exporter.mapping.mapping_rules import CastRule, MappingRules
-from exporter.mapping.mapping_spec import DynamicTable, MappingSpec
+from exporter.mapping.mapping_spec import DynamicTable, MappingSpec, VariableDocument
 from exporter.options import ExportRequest, Updates
 from exporter.publish.commit import PublishedVersion, Staging, publish_version, reserve_position
 from exporter.publish.delta_log import DeltaLog
@@ -154,16 +154,23 @@ def publish_base(
     """What `--incr` does the first time, but for the graph: the tables laid out by their index alone."""
     prefix = trainer.directory / f"model.ckpt-{trainer.step}"
     place = reserve_position(model, trainer.step)
-    rules = MappingRules(casts=tuple(map(CastRule.parse, casts)), admission=admission or Admission())
+    rules, admission = MappingRules(casts=tuple(map(CastRule.parse, casts))), admission or Admission()
     dynamic = tuple(DynamicTable(name, "int64", "float32", DIM, len(DEFAULT)) for name in trainer.names)
     with Staging(model) as staging:
         laid_out = staging.path.with_name("laid-out") / "model.ckpt"
-        variables = _lay_out(trainer, laid_out, head_room, rules.admission)
+        variables = _lay_out(trainer, laid_out, head_room, admission)
         graph = InferenceGraph("a test", None, variables)
         mapping = build_mapping(graph, read_catalog(laid_out), rules)
         report = write_variables(mapping, staging.path)
         write_graph(staging.path, place.position, trainer.step)
-        spec = MappingSpec(variables, {}, rules, (), dynamic)
+        spec = MappingSpec(
+            tuple(map(VariableDocument.of, variables)),
+            {},
+            rules,
+            dynamic=dynamic,
+            min_freq=admission.min_freq,
+            max_age_steps=admission.max_age_steps,
+        )
         stored = [(each, each.as_stored(v).shape) for each in mapping.sources for v in each.variables]
         schema = Schema.of(
             ServedVariable(

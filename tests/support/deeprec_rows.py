@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.graph.tables import with_table_shapes
+from exporter.graph.lookup_tables import with_table_shapes
 from tests.support.dynamic_values import Rows, table_values
 from tests.support.graph_runs import serve
 

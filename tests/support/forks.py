@@ -29,6 +29,7 @@ PRELOADED = [
     "pytest",
     "exporter.pipeline.full",
     "exporter.pipeline.incremental",
+    "exporter.pipeline.newest_base",
     "exporter.verify.log",
     "tests.support.logs",
     "tests.support.publishing",

@@ -21,7 +21,7 @@ from exporter.increments.history import CheckpointMarker, identify, read_history
 from exporter.increments.increment import Changed, CheckpointId, Contents, Increment
 from exporter.increments.trained import TrainerVersion
 from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule
-from exporter.mapping.mapping_spec import MappingSpec
+from exporter.mapping.mapping_spec import MappingSpec, VariableDocument
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.rebase import FIRST_POSITION
 from exporter.publish.commit import PublishedVersion, Staging, publish_version, reserve_position
@@ -195,7 +195,7 @@ class Serving:
             casts=(CastRule.parse("s/(users|items)=bfloat16"),) if self.cast else (),
             trained=trained,
         )
-        return MappingSpec(tuple(self._variables()), strategies, rules)
+        return MappingSpec(tuple(map(VariableDocument.of, self._variables())), strategies, rules)
 
     def schema(self) -> Schema:
         mapping_spec = self.mapping_spec()

@@ -13,7 +13,7 @@ import msgspec
 
 from exporter.increments.history import CheckpointMarker
 from exporter.increments.increment import IncrementDocument
-from exporter.mapping.mapping_spec import MappingSpecDocument
+from exporter.mapping.mapping_spec import MappingSpec
 from exporter.options import Updates
 from exporter.publish.manifest import DeltaDocument, VersionDocument
 from tools.reference.declarations import helps, in_words, meanings, structs_in, title, type_info
@@ -27,7 +27,7 @@ FILES: Mapping[str, tuple[type, ...]] = {
     "marker": (CheckpointMarker,),
 }
 """The documents by the mark in docs/reference/formats.md that their tables stand behind."""
-_FOR_THE_EXPORTER = (MappingSpecDocument,)
+_FOR_THE_EXPORTER = (MappingSpec,)
 """What no other reader needs to look into; the schema has its fields, the page does not."""
 
 

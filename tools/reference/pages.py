@@ -9,6 +9,7 @@ from pathlib import Path
 from exporter.cli.app import app as export_model
 from serving.cli import app as serve_model
 from tools.reference import (
+    alerts,
     commands,
     documents,
     failures,
@@ -40,6 +41,7 @@ _WHOLE: dict[str, Callable[[], str]] = {
     "docs/reference/formats.md": files.page,
     "docs/architecture.md": rooms.page,
     "exporter/options/keywords.py": keywords.module,
+    "deploy/kubernetes/monitoring/alerts.yaml": alerts.prometheus_rule,
 }
 PATHS = [*(f"docs/reference/{name}" for name in _REFERENCE), *_WHOLE]
 """Where the pages lie."""

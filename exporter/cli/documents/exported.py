@@ -37,6 +37,21 @@ class Variable(Struct, frozen=True):
     """Why servers read it, although it is large and tables were to be mapped; null otherwise."""
 
 
+class Shard(Struct, frozen=True):
+    """A shard of the checkpoint of which the version holds bytes as they are stored."""
+
+    source: str
+    """The checkpoint's file."""
+    how: Literal["linked", "copied", "compacted"]
+    """`linked`, `copied` as a whole, or `compacted`: of its bytes those that are served were copied."""
+    why: str | None
+    """Why it is not linked; null if it is."""
+    bytes: int
+    """Bytes that it takes in the version; a link takes all of the file."""
+    source_bytes: int
+    """The size of the checkpoint's file."""
+
+
 class TrainingGraph(Struct, frozen=True):
     """A training graph that is kept beside the serving graph (`--train-tag`)."""
 
@@ -69,6 +84,8 @@ class ExportPlan(Struct, frozen=True, kw_only=True):
     """Tasks that copy, cast or move values; what is linked needs none."""
     task_bytes: int
     """Bytes that they read."""
+    shards: Sequence[Shard]
+    """Shards that are linked or copied. A plan tries no link: where one is refused, kept bytes are copied."""
     ignored: Mapping[str, TensorGroup]
     """Tensors that are not served, by kind: optimizer slots, averages, the global step, other."""
     training: TrainingGraph | None

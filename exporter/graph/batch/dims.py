@@ -2,14 +2,12 @@
 
 A dimension is a number, a number of rows (`RowCount`), or None if it is unknown. A number from a constant of
 the graph is `Baked`: it remembers the constant, which is opened (made dynamic) if the number meets rows.
-
-`Call` is one node with what is known of its inputs; the functions after it are shared by the rules.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from msgspec import Struct, field
@@ -19,28 +17,22 @@ from exporter.wire.protos import Proto
 
 
 class Slot(NamedTuple):
-    """A number in the graph: element `at` of input `what` of a node, or of one of its attributes.
-
-    `what` is the input's position, "value" for the shape of a Const's own value, or an attribute's name.
-    """
+    """A number in the graph: element `at` of an input of a node, or of one of its attributes."""
 
     node: str
-    what: str
+    what: str  # the input's position, "value" for the shape of a Const's own value, or the attribute's name
     at: int
 
 
 class RowCount(NamedTuple):
-    """A dimension of `outer * rows * inner` elements, the rows of a request in between.
+    """A dimension of `outer * rows * inner` elements, the rows of a request in between."""
 
-    Batch-major tensors flattened have an `inner` (`[rows * time, units]`), time-major ones an `outer`.
-    """
-
-    outer: int = 1
-    inner: int = 1
+    outer: int = 1  # of time-major tensors flattened
+    inner: int = 1  # of batch-major ones: `[rows * time, units]`
 
     @property
     def each(self) -> int:
-        """Elements for each row."""
+        """The number of elements for each row."""
         return self.outer * self.inner
 
 
@@ -51,14 +43,14 @@ class Baked(int):
 
     @classmethod
     def of(cls, size: int, slot: Slot) -> Baked:
-        """`size`, from `slot`."""
+        """The number `size`, which remembers its `slot`."""
         baked = cls(size)
         baked.slot = slot
         return baked
 
 
 class Times(NamedTuple):
-    """A number that is `each` for every row: an element of a shape."""
+    """A number that is `each` times the rows of the request: an element of a shape."""
 
     each: int
 
@@ -68,18 +60,15 @@ Number: TypeAlias = int | Times | None
 
 
 class Known(Struct, frozen=True):
-    """A tensor's shape, and the numbers of small tensors of integers.
-
-    A handle has the shape of its variable, and the name of the variable's or the TensorArray's node.
-    """
+    """A tensor's shape (of a handle: its variable's), and the numbers of small tensors of integers."""
 
     shape: tuple[Dim, ...]
     numbers: tuple[Number, ...] | None = None
-    handle: str = ""
+    handle: str = ""  # of a handle: the variable's or the TensorArray's node
 
     @property
     def rows_at(self) -> int | None:
-        """Which dimension counts rows, if one does."""
+        """The number of the dimension that counts rows; None if none does."""
         return next((at for at, dim in enumerate(self.shape) if isinstance(dim, RowCount)), None)
 
 
@@ -92,20 +81,15 @@ class Stuck(Exception):
 
 
 class Meeting(Struct):
-    """Where rows meet numbers: the slots that are opened, and those that must be.
+    """Where rows meet numbers: the slots that are opened, and those that must be."""
 
-    `batch` is the number of rows that the graph was traced with, None as long as it is unknown; `is_recorded`
-    is true if the graph's inputs give it. `opened` has the rows that a slot now stands for; `asked` are slots
-    that a pass found, to be opened in the next one.
-    """
-
-    batch: int | None
-    is_recorded: bool
-    opened: dict[Slot, RowCount] = field(default_factory=dict)
-    asked: dict[Slot, RowCount] = field(default_factory=dict)
+    batch: int | None  # the rows that the graph was traced with, None as long as they are unknown
+    is_recorded: bool  # the graph's inputs give them
+    opened: dict[Slot, RowCount] = field(default_factory=dict)  # the rows that a slot now stands for
+    asked: dict[Slot, RowCount] = field(default_factory=dict)  # found in a pass, to be opened in the next
 
     def equal(self, left: Dim, right: Dim) -> Dim:
-        """The dimension that two must both have for the graph to run."""
+        """The dimension that two must both have for the graph to run; asks to open a number that is rows."""
         if left is None or right is None:
             return left if right is None else right
         if isinstance(right, RowCount) and not isinstance(left, RowCount):
@@ -117,7 +101,7 @@ class Meeting(Struct):
         return left
 
     def broadcast(self, *shapes: Sequence[Dim]) -> tuple[Dim, ...]:
-        """The shape of an element-wise result."""
+        """The shape of an element-wise result, by the rules of broadcasting."""
         rank = max(map(len, shapes), default=0)
         padded = [(*[1] * (rank - len(shape)), *shape) for shape in shapes]
         return tuple(self._broadcast_dims(dims) for dims in zip(*padded, strict=True))
@@ -143,13 +127,13 @@ class Meeting(Struct):
         return rows
 
     def is_all_rows(self, size: int, count: int) -> bool:
-        """True if `size` elements are those of the rows that the graph was traced with, `count` for each."""
+        """True if `size` elements are all traced rows, `count` for each; the first call may set the batch."""
         if self.batch is None and size > 0 and size % count == 0:
             self.batch = size // count
         return self.batch is not None and size == count * self.batch
 
     def dim(self, number: Number, slot: Slot) -> Dim:
-        """A dimension that an operation makes from a number it is given."""
+        """The dimension that an operation makes from a number in a slot: rows, if the slot is opened."""
         if isinstance(number, Times):
             return RowCount(1, number.each)
         if number is None:
@@ -158,17 +142,17 @@ class Meeting(Struct):
 
 
 class Reshaped(Struct, frozen=True):
-    """A tensor's new shape, and the numbers to write as the target if one of them is opened."""
+    """A tensor's new shape, and the target to write in the graph if one of its numbers is opened."""
 
     shape: tuple[Dim, ...]
     target: tuple[int, ...] | None = None
 
 
 def reshape(shape: Sequence[Dim], target: Sequence[Number], meeting: Meeting) -> Reshaped:
-    """A tensor of `shape` in the shape `target`, which may have one -1 and may count rows.
+    """Reshape `shape` to `target`, which may have one -1 and may count rows; Unclear if rows may be mixed.
 
-    Rows keep their order: the result has as many elements before and after a row's own. If that holds only
-    when a number is read as the number of rows that the graph was traced with, that number is opened.
+    The result has as many elements before and after a row's own as before. If that holds only when a number
+    is read as the number of rows that the graph was traced with, that number is opened.
     """
     if None in shape or None in target:
         raise Unclear
@@ -198,6 +182,7 @@ def _count(dim: Dim) -> int:
 
 
 def _without_rows(total: int, target: Sequence[Number]) -> tuple[Dim, ...]:
+    """The shape of `total` elements, none of which is a row's."""
     sizes = [number for number in target if isinstance(number, int)]
     known = math.prod(size for size in sizes if size >= 0)
     if len(sizes) < len(target) or sizes.count(-1) > 1 or (-1 in sizes and (not known or total % known)):
@@ -206,7 +191,7 @@ def _without_rows(total: int, target: Sequence[Number]) -> tuple[Dim, ...]:
 
 
 def _as_written(before: int, total: int, target: Sequence[Number]) -> Iterator[Reshaped]:
-    """The target as it stands: its rows, or else its -1, are the request's."""
+    """Yield the new shape if the target is right as it stands: its rows, or else its -1, are all rows."""
     rows = [at for at, number in enumerate(target) if isinstance(number, Times)]
     free = [at for at, number in enumerate(target) if number == -1]
     if len(rows) > 1 or len(free) > 1 or not (rows or free):
@@ -227,7 +212,7 @@ def _as_written(before: int, total: int, target: Sequence[Number]) -> Iterator[R
 
 
 def _as_traced(before: int, total: int, target: Sequence[Number], meeting: Meeting) -> Iterator[Reshaped]:
-    """The target with one of its numbers read as the rows that the graph was traced with."""
+    """Yield the new shapes in which one of the target's numbers is read as the traced rows."""
     sizes = [number for number in target if isinstance(number, int)]
     if len(sizes) < len(target) or sizes.count(-1) > 1:
         return
@@ -254,7 +239,7 @@ def _number(number: Number) -> int:
 
 
 def _split(before: int, total: int, counts: Sequence[int], at: int) -> RowCount | None:
-    """The rows at `at`, if with these elements for each row they have as many before them as they had."""
+    """The rows as dimension `at` of `counts` (elements for each row); None if their place would change."""
     ahead, behind = math.prod(counts[:at]), math.prod(counts[at + 1 :])
     after = total // before if before else 0
     if not ahead or not behind or not after or before % ahead or after % behind:
@@ -263,23 +248,19 @@ def _split(before: int, total: int, counts: Sequence[int], at: int) -> RowCount 
     return rows if rows.each == counts[at] else None
 
 
-MAX_NUMBERS = 256
-"""The longest tensor of integers whose numbers are followed; longer ones are not shapes."""
+MAX_NUMBERS = 256  # of a tensor of integers that is followed: longer ones are not shapes
 
 
 class Findings(Struct):
-    """The results of a pass over a graph besides shapes.
+    """The results of a pass over a graph besides shapes, by node."""
 
-    `arrays` has the shape of the elements of each TensorArray, by its node. `targets` are numbers to write
-    into a Reshape's or Slice's target, or the bit of a StridedSlice's end, so that they take all rows.
-    """
-
-    arrays: dict[str, tuple[Dim, ...]] = field(default_factory=dict)
+    arrays: dict[str, tuple[Dim, ...]] = field(default_factory=dict)  # shapes of TensorArrays' elements
+    # Numbers to write as a Reshape's or Slice's target, or a bit of a StridedSlice's `end_mask`.
     targets: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class Call(Struct):
-    """One node, with the known shapes and numbers of its inputs."""
+    """One node, with the known shapes and numbers of its inputs; methods raise Unclear for unknown ones."""
 
     node: Proto
     inputs: Sequence[Known | None]
@@ -288,37 +269,37 @@ class Call(Struct):
     nodes: Mapping[str, Proto]
 
     def input(self, at: int) -> Known:
-        """An input."""
+        """The shape and numbers of input `at`."""
         found = self.inputs[at] if -len(self.inputs) <= at < len(self.inputs) else None
         if found is None:
             raise Unclear
         return found
 
     def shape(self, at: int) -> tuple[Dim, ...]:
-        """An input's shape."""
+        """The shape of input `at`."""
         return self.input(at).shape
 
     def numbers(self, at: int) -> tuple[Number, ...]:
-        """An input's numbers."""
+        """The numbers of input `at`."""
         numbers = self.input(at).numbers
         if numbers is None:
             raise Unclear
         return numbers
 
     def integers(self, at: int) -> tuple[int, ...]:
-        """An input's numbers, none of which counts rows."""
+        """The numbers of input `at`, all of them known and none a count of rows."""
         numbers = [number for number in self.numbers(at) if isinstance(number, int)]
         if len(numbers) < len(self.numbers(at)):
             raise Unclear
         return tuple(numbers)
 
     def axis(self, at: int, rank: int) -> int:
-        """The dimension that a scalar input names."""
+        """The dimension, of a shape of `rank`, that the scalar input `at` names."""
         (axis,) = self.integers(at) or (rank,)
         return axis_of(axis, rank)
 
     def dims(self, at: int) -> tuple[Dim, ...]:
-        """The shape that an input's numbers form."""
+        """The shape that the numbers of input `at` form."""
         slots = (Slot(self.node.name, str(at), place) for place in range(MAX_NUMBERS))
         dims = [self.meeting.dim(number, slot) for number, slot in zip(self.numbers(at), slots, strict=False)]
         if None in dims or any(isinstance(dim, int) and dim < 0 for dim in dims):
@@ -326,15 +307,15 @@ class Call(Struct):
         return tuple(dims)
 
     def attr_ints(self, name: str) -> list[int]:
-        """A list of numbers in an attribute."""
+        """A list of numbers in an attribute, empty if absent."""
         return [*attr(self.node, name).list.i]
 
     def attr_int(self, name: str, default: int = 0) -> int:
-        """A number in an attribute."""
+        """A number in an attribute, or the default."""
         return int(attr(self.node, name).i) if name in self.node.attr else default
 
     def attr_bool(self, name: str, *, default: bool = False) -> bool:
-        """A boolean in an attribute."""
+        """A boolean in an attribute, or the default."""
         return bool(attr(self.node, name).b) if name in self.node.attr else default
 
 
@@ -343,56 +324,59 @@ Rule = Callable[[Call], Outputs]
 
 
 def axis_of(axis: int, rank: int) -> int:
-    """A dimension's number, counted from the end if it is negative."""
+    """A dimension's number from 0, where a negative one counts from the end; Unclear out of range."""
     if not -rank <= axis < rank:
         raise Unclear
     return axis % rank
 
 
 def output(shape: Sequence[Dim], numbers: tuple[Number, ...] | None = None) -> Outputs:
-    """The one output of a node. Two dimensions of rows are one too many."""
+    """A node's outputs, if there is one of this shape; Unclear if two dimensions count rows."""
     if sum(isinstance(dim, RowCount) for dim in shape) > 1:
         raise Unclear
     return [Known(tuple(shape), numbers)]
 
 
 def require_whole(dim: Dim) -> None:
-    """Refuse to work along the rows."""
+    """Raise Unclear for a dimension that counts rows, or is unknown: working along it would mix them."""
     if isinstance(dim, RowCount) or dim is None:
         raise Unclear
 
 
 def equal_shapes(call: Call, left: Sequence[Dim], right: Sequence[Dim]) -> tuple[Dim, ...]:
-    """The shape that two must both have for the graph to run."""
+    """The shape that two must both have for the graph to run, by `Meeting.equal`."""
     if len(left) != len(right):
         raise Unclear
     return tuple(call.meeting.equal(one, other) for one, other in zip(left, right, strict=True))
 
 
 def computed(op: str, left: Number, right: Number) -> Number:
-    """A number computed from two, None if it cannot be followed."""
+    """The result of Add, Sub, Mul, FloorDiv or Maximum on two numbers; None if it cannot be followed."""
     if isinstance(left, int) and isinstance(right, int):
         if op == "FloorDiv":
             return left // right if right else None
         return {"Mul": left * right, "Sub": left - right, "Maximum": max(left, right)}.get(op, left + right)
+    if isinstance(right, Times):
+        left, right = right, left
     if op == "Mul" and isinstance(left, Times) and isinstance(right, int) and right > 0:
         return Times(left.each * right)
-    if op == "Mul" and isinstance(right, Times) and isinstance(left, int) and left > 0:
-        return Times(right.each * left)
     return None
 
 
-def stop_if_traced(call: Call, dim: Dim, size: int) -> None:
-    """Refuse rows where only `size` elements are taken, which are those that the graph was traced with."""
+def product(numbers: Iterable[Number]) -> Number:
+    """The product of numbers; None if it cannot be followed."""
+    total: Number = 1
+    for number in numbers:
+        total = computed("Mul", total, number)
+    return total
+
+
+def refuse_taken_rows(call: Call, dim: Dim, size: int) -> None:
+    """Raise Stuck for rows of which `size` elements are taken, if these are all traced ones, else Unclear."""
     if isinstance(dim, RowCount):
         raise Stuck if call.meeting.is_all_rows(size, dim.each) else Unclear
 
 
 def as_number(dim: Dim) -> Number:
-    """A dimension as an element of a shape."""
+    """A dimension as an element of a shape, which no longer remembers its slot."""
     return Times(dim.each) if isinstance(dim, RowCount) else None if dim is None else int(dim)
-
-
-def rules(rule: Rule, names: str) -> Mapping[str, Rule]:
-    """One rule for several operations, named in a text."""
-    return dict.fromkeys(names.split(), rule)

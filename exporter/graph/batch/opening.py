@@ -1,7 +1,7 @@
 """Make a graph that was traced with one batch size answer requests of any size, or declare that size.
 
 Constants that fix the size are rewritten so that they follow the request (`settle_batch`). Where no rule
-knows an operation, `suspects` finds nearby numbers that may be the batch size.
+knows an operation, requests may still have any size if no number near it can be the batch size (`suspects`).
 """
 
 from __future__ import annotations
@@ -32,26 +32,29 @@ from exporter.graph.nodes import (
     endpoint,
     free_name,
     new_node,
+    readers_of,
     shape_of,
 )
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 _MAX_SUSPECT_ELEMENTS = 64
+# The fields of a TensorProto that hold numbers.
 _NUMBERS = (
     *("float_val", "double_val", "half_val", "float8_val", "scomplex_val", "dcomplex_val", "bool_val"),
     *("int_val", "int64_val", "uint32_val", "uint64_val"),
 )
-"""The fields of a TensorProto that hold numbers."""
 
 
 def suspects(
     nodes: Mapping[str, Proto], traced: Trace, functions: Mapping[str, Proto], batch: int
 ) -> Iterator[str]:
-    """Nodes with a number that may be the batch size, next to an operation that no rule knows."""
+    """Yield the nodes with a number that may be the batch size, at or before a node that no rule knows."""
     for name in traced.unclear:
         node = nodes[name]
-        if any(_may_be(number, batch) for number in _own_numbers(node)):
+        counts = [attr(node, "num").i, attr(node, "num_split").i]
+        counts += [dim.size for key in ("shape", "element_shape") for dim in attr(node, key).shape.dim[:1]]
+        if any(_may_be(number, batch) for number in counts):
             yield name
         for called in reachable([node], functions):
             if any(_is_suspect(inner, batch) for inner in functions[called].node_def):
@@ -62,19 +65,12 @@ def suspects(
 
 
 def _may_be(number: float, batch: int) -> bool:
+    """True if a number may be the batch size, or rows times steps; of a batch of 1, only if it is 1."""
     return number == batch if batch == 1 else number > 0 and number % batch == 0
 
 
-def _own_numbers(node: Proto) -> Iterator[int]:
-    """Numbers in a node's attributes: counts, and the first dimensions of shapes."""
-    for name in ("num", "num_split"):
-        yield attr(node, name).i
-    for name in ("shape", "element_shape"):
-        yield from (dim.size for dim in attr(node, name).shape.dim[:1])
-
-
 def _constants_before(nodes: Mapping[str, Proto], node: Proto, traced: Trace) -> Iterator[str]:
-    """The constants that a node computes with, besides values of the request."""
+    """Yield the names of the constants before a node, as far as tensors do not count rows."""
     pending, seen = [tensor.node for tensor in data_inputs(node)], set[str]()
     while pending:
         name = pending.pop()
@@ -89,7 +85,7 @@ def _constants_before(nodes: Mapping[str, Proto], node: Proto, traced: Trace) ->
 
 
 def _is_suspect(node: Proto, batch: int) -> bool:
-    """True for a constant that holds the number of rows, or has that length."""
+    """True for a constant that holds a number like the batch size, or has that length, of equal rows."""
     value = attr(node, "value")
     if node.op != "Const" or not value.HasField("tensor"):
         return False
@@ -107,7 +103,7 @@ def _is_suspect(node: Proto, batch: int) -> bool:
 
 
 def rows_are_equal(node: Proto, axis: int) -> bool:
-    """True if a constant's values are all equal along a dimension."""
+    """True if a constant's values are all equal along the dimension `axis`."""
     shape = shape_of(node.attr["value"].tensor.tensor_shape) or ()
     if _is_one_value(node):
         return True
@@ -119,10 +115,10 @@ def rows_are_equal(node: Proto, axis: int) -> bool:
 
 
 def equal_row(node: Proto, axes: Collection[int]) -> np.ndarray | None:
-    """A constant reduced to length 1 along these dimensions; None if its values differ along one of them."""
+    """A constant's value reduced to length 1 along these dimensions; None if it differs along one."""
     if not all(rows_are_equal(node, axis) for axis in axes):
         return None
-    if _is_one_value(node):  # which is not filled up to the length that it has
+    if _is_one_value(node):  # it is not filled up to the length that it has, which may be huge
         node = deepcopy(node)
         for axis in axes:
             node.attr["value"].tensor.tensor_shape.dim[axis].size = 1
@@ -142,9 +138,9 @@ def _is_one_value(node: Proto) -> bool:
     return all(len(getattr(tensor, name)) <= 1 for name in _NUMBERS)
 
 
-_MOST_LISTED = 3
+_MOST_LISTED = 3  # nodes in a note
+# The attribute with the dtype of an operation's shape input; other operations have it in `T`.
 _INDEX_TYPES = {"Fill": "index_type", "BroadcastTo": "Tidx", "Tile": "Tmultiples"}
-"""The attribute with the dtype of an operation's shape input; other operations have it in `T`."""
 
 
 class Ends(Struct, frozen=True):
@@ -154,32 +150,29 @@ class Ends(Struct, frozen=True):
     outputs: Sequence[Endpoint]
 
     def batched(self) -> Iterator[Endpoint]:
-        """The inputs that may have any number of rows."""
-        yield from (tensor for tensor, shape in self.inputs.items() if shape and shape[0] < 0)
+        """Yield the inputs that may have any number of rows."""
+        return (tensor for tensor, shape in self.inputs.items() if shape and shape[0] < 0)
 
 
 class BatchSize(Struct, frozen=True):
-    """The numbers of rows that the signatures accept: `only` this one, None for any; and notes for the user.
+    """The numbers of rows that the signatures accept, and notes for the user."""
 
-    `traced` is the number that the source graph accepts, if it accepts no other.
-    """
-
-    only: int | None = None
+    only: int | None = None  # the one number that the served graph accepts, None for any
     notes: tuple[str, ...] = ()
-    traced: int | None = None
+    traced: int | None = None  # the one number that the source graph accepts, None if it accepts others
 
 
 class _CannotOpen(Exception):
-    """Raised with the reason if a constant cannot be made to follow the request."""
+    """Raised with a node's name if its constant cannot be made to follow the request."""
 
 
 def settle_batch(
     nodes: dict[str, Proto], ends: Sequence[Ends], functions: Mapping[str, Proto], batch: int | None
 ) -> BatchSize:
-    """Make the constants that fix the batch size dynamic, in place, if that can be proven right.
+    """Make the constants that fix the batch size dynamic, in place, if that is proven right; else none.
 
-    Otherwise the graph stays as it is. `batch` is the batch size of the graph's input pipeline, None if it
-    has no fixed one (then the number of rows is taken from one input).
+    `batch` is the batch size of the graph's input pipeline, None if it has no fixed one: then the number of
+    rows is taken from one input.
     """
     if batch is None and any(sum(1 for _ in one.batched()) != 1 for one in ends):
         return BatchSize()
@@ -191,7 +184,7 @@ def settle_batch(
     suspicious = [*dict.fromkeys(suspects(nodes, traced, functions, traced.batch))]
     if suspicious and (batch is not None or traced.opened or traced.targets):
         return _only(nodes, traced.batch, suspicious, "may be")
-    changed = dict(nodes)
+    changed = dict(nodes)  # `_Opening` copies the nodes that it changes: on failure `nodes` are as they were
     try:
         opened = _Opening(changed, traced, ends).apply()
     except _CannotOpen as error:
@@ -200,10 +193,15 @@ def settle_batch(
         return BatchSize()
     nodes.clear()
     nodes.update(changed)
-    return BatchSize(None, (_opened_note(traced.batch, opened),), traced.batch)
+    note = (
+        "requests may have any number of rows: "
+        f"training's batch of {traced.batch} was made dynamic in {_listed(opened)}"
+    )
+    return BatchSize(None, (note,), traced.batch)
 
 
 def _shapes(ends: Iterable[Ends]) -> dict[Endpoint, tuple[Dim, ...]]:
+    """The shape of each input, whose first dimension counts rows if it may be of any size."""
     found: dict[Endpoint, tuple[Dim, ...]] = {}
     for one in ends:
         for tensor, shape in one.inputs.items():
@@ -216,27 +214,20 @@ def _shapes(ends: Iterable[Ends]) -> dict[Endpoint, tuple[Dim, ...]]:
 
 
 def _only(nodes: Mapping[str, Proto], batch: int, where: Sequence[str], verb: str) -> BatchSize:
+    """The batch size that the nodes `where` fix, with a note that says so."""
     rows = "1 row" if batch == 1 else f"{batch} rows"
-    listed = ", ".join(f"{nodes[name].op} {name!r}" for name in where[:_MOST_LISTED])
-    more = f" and {len(where) - _MOST_LISTED} more" if len(where) > _MOST_LISTED else ""
-    return BatchSize(
-        batch,
-        (
-            f"only requests of {rows} are answered, and the signatures say so: training's batch size {verb} "
-            f"fixed in {listed}{more}; for any size, write the .meta of a graph without a fixed batch "
-            "(no drop_remainder), or use a builder",
-        ),
-        batch,
+    fixing = _listed([f"{nodes[name].op} {name!r}" for name in where])
+    note = (
+        f"only requests of {rows} are answered, and the signatures say so: training's batch size {verb} "
+        f"fixed in {fixing}; for any size, write the .meta of a graph without a fixed batch "
+        "(no drop_remainder), or use a builder"
     )
+    return BatchSize(batch, (note,), batch)
 
 
-def _opened_note(batch: int, opened: Sequence[str]) -> str:
-    listed = ", ".join(opened[:_MOST_LISTED])
-    more = f" and {len(opened) - _MOST_LISTED} more" if len(opened) > _MOST_LISTED else ""
-    return (
-        "requests may have any number of rows: "
-        f"training's batch of {batch} was made dynamic in {listed}{more}"
-    )
+def _listed(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - _MOST_LISTED} more" if len(texts) > _MOST_LISTED else ""
+    return ", ".join(texts[:_MOST_LISTED]) + more
 
 
 class _Opening:
@@ -259,19 +250,21 @@ class _Opening:
                 self._widen_constant(name, opened)
             elif what.isdecimal():
                 self._follow_request(name, int(what), opened)
-            else:
-                self._forget_declared(name, what, opened)
+            else:  # the shape that an attribute declares
+                node = self._change(name)
+                for at in opened:
+                    node.attr[what].shape.dim[at].size = -1
         for name, numbers in self._traced.targets.items():
             self._retarget(name, numbers)
         return [*dict.fromkeys([*(name for name, _ in slots), *self._traced.targets])]
 
     def _change(self, name: str) -> Proto:
-        """A copy of a node, in its place."""
+        """Put a copy of a node in its place, and return it."""
         self._nodes[name] = deepcopy(self._nodes[name])
         return self._nodes[name]
 
     def _retarget(self, name: str, numbers: tuple[int, ...]) -> None:
-        """Give a Reshape another target, a Slice another size, a StridedSlice no end."""
+        """Give a Reshape another target, a Slice another size, a StridedSlice an open end."""
         node = self._change(name)
         if node.op == "StridedSlice":
             node.attr["end_mask"].i |= numbers[0]
@@ -282,13 +275,8 @@ class _Opening:
         target.input.append(f"^{endpoint(node.input[0]).node}")  # the same branch, and the same iteration
         node.input[at] = target.name
 
-    def _forget_declared(self, name: str, what: str, opened: Mapping[int, RowCount]) -> None:
-        node = self._change(name)
-        for at in opened:
-            node.attr[what].shape.dim[at].size = -1
-
     def _follow_request(self, name: str, at: int, opened: Mapping[int, RowCount]) -> None:
-        """Replace a shape input by one whose opened numbers are computed at each request."""
+        """Replace a node's shape input `at` by one whose opened numbers are computed at each request."""
         node = self._change(name)
         source = endpoint(node.input[at])
         known = self._traced.values.get(source)
@@ -300,7 +288,7 @@ class _Opening:
         node.input.append(f"^{source.node}")
 
     def _widen_constant(self, name: str, opened: Mapping[int, RowCount]) -> None:
-        """Replace a constant of equal rows by one row, repeated for each row of the request."""
+        """Replace a constant of equal rows by one row, broadcast to the rows of the request."""
         old = self._nodes[name]
         dtype, value = attr_dtype(old, "dtype"), equal_row(old, opened)
         if dtype is None or value is None:
@@ -313,7 +301,7 @@ class _Opening:
         self._nodes[name] = new_node(name, "BroadcastTo", [row.name, shape_of_all], T=dtype, Tidx=DType.INT32)
 
     def _packed(self, name: str, numbers: Sequence[object], dtype: DType) -> str:
-        """Add a node with a shape, made of numbers and the rows of the request."""
+        """Add a node with a shape of numbers and counts of the request's rows; returns its name."""
         parts = []
         for number in numbers:
             if isinstance(number, RowCount):
@@ -325,8 +313,8 @@ class _Opening:
         return self._add("Pack", f"{name}/any_rows", parts, T=dtype, N=len(parts))
 
     def _count(self, name: str, count: int, dtype: DType) -> str:
-        """Add a node with the number of elements, if there are `count` for each row of the request."""
-        if name in self._loops:
+        """The name of a node, added once, with `count` times the number of rows of the request."""
+        if name in self._loops:  # the count is made outside, and would have to be carried in
             raise _CannotOpen(name)
         tensor = self._input_for(name)
         key = tensor, count, dtype
@@ -336,7 +324,9 @@ class _Opening:
 
     def _counted(self, tensor: Endpoint, count: int, dtype: DType) -> str:
         base = f"{tensor.node}/rows"
-        given = self._dtype_of(tensor)
+        given = attr_dtype(self._nodes[tensor.node], "dtype") if tensor.output == 0 else None
+        if given is None:
+            raise _CannotOpen(tensor.node)
         shape = self._add("Shape", f"{base}/shape", [tensor.as_input], out_type=dtype, T=given)
         first, second = (self._constant(f"{base}/at", np.array([at], np.int32), DType.INT32) for at in (0, 1))
         ends = [first.name, second.name, second.name]
@@ -346,14 +336,8 @@ class _Opening:
         factor = self._constant(f"{base}/factor", np.array(count, dtype.numpy), dtype)
         return self._add("Mul", f"{base}/times", [rows, factor.name], T=dtype)
 
-    def _dtype_of(self, tensor: Endpoint) -> DType:
-        dtype = attr_dtype(self._nodes[tensor.node], "dtype") if tensor.output == 0 else None
-        if dtype is None:
-            raise _CannotOpen(tensor.node)
-        return dtype
-
     def _input_for(self, name: str) -> Endpoint:
-        """An input that every signature has that needs a node."""
+        """A batched input that all signatures which need the node `name` have."""
         wanted = [batched for reached, batched in self._reached if name in reached]
         shared = [tensor for tensor in (wanted or [[]])[0] if all(tensor in others for others in wanted)]
         if not shared:
@@ -373,10 +357,9 @@ class _Opening:
 
 def _in_loops(nodes: Mapping[str, Proto]) -> set[str]:
     """The nodes that run in an iteration of a TF1 loop."""
-    readers: dict[str, list[str]] = {}
-    for node in nodes.values():
-        for text in node.input:
-            readers.setdefault(endpoint(text).node, []).append(node.name)
-    entering = [name for name, node in nodes.items() if node.op in ENTERS]
-    inside = closure(entering, lambda name: () if nodes[name].op in EXITS else readers.get(name, ()))
-    return {name for name in inside if nodes[name].op not in EXITS}
+    readers = readers_of(nodes.values(), waiting=True)
+
+    def after(name: str) -> Iterator[str]:
+        return (reader.name for reader in readers.get(name, ()) if reader.op not in EXITS)
+
+    return {*closure((name for name, node in nodes.items() if node.op in ENTERS), after)}

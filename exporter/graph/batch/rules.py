@@ -9,7 +9,7 @@ REGISTER_OPs in tensorflow/core/ops/{array,math,nn,random,parsing,lookup}_ops.cc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from exporter.graph.batch.dims import (
     MAX_NUMBERS,
@@ -28,36 +28,71 @@ from exporter.graph.batch.dims import (
     computed,
     equal_shapes,
     output,
+    product,
+    refuse_taken_rows,
     require_whole,
     reshape,
-    rules,
-    stop_if_traced,
 )
 from exporter.graph.nodes import attr, attr_shape, attr_text, const_value, shape_of
 from exporter.wire.protos import Proto
 
+RULES: dict[str, Rule] = {}
+"""The rules by operation, as `_rule` registers them."""
 
+
+def _rule(ops: str) -> Callable[[Rule], Rule]:
+    """Register a function as the rule of the operations in a text."""
+
+    def register(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(ops.split(), rule))
+        return rule
+
+    return register
+
+
+@_rule(
+    "Identity StopGradient PreventGradient Snapshot Cast Enter RefEnter Exit RefExit NextIteration "
+    "RefNextIteration LoopCond CheckNumerics"
+)
 def _same(call: Call) -> Outputs:
     known = call.input(0)
     return [Known(known.shape, known.numbers, known.handle)]
 
 
+@_rule(
+    "Relu Relu6 Elu Selu LeakyRelu Sigmoid Tanh Exp Expm1 Log Log1p Neg Abs Sqrt Rsqrt Square Floor Ceil "
+    "Round Rint Sign Softplus Softsign Erf Erfc Reciprocal Inv Sin Cos LogicalNot IsNan IsInf IsFinite "
+    "ReadVariableOp ZerosLike OnesLike AsString StringToHashBucketFast StringToHashBucketStrong "
+    "StringToHashBucket StringToNumber StringLower StringUpper StringStrip RegexReplace "
+    "StaticRegexReplace Bucketize ClipByValue"
+)
 def _first_shape(call: Call) -> Outputs:
     return output(call.shape(0))
 
 
+@_rule(
+    "RealDiv Div DivNoNan TruncateDiv Minimum Pow SquaredDifference FloorMod TruncateMod Mod Greater "
+    "GreaterEqual Less LessEqual Equal NotEqual LogicalAnd LogicalOr SelectV2 Atan2 Xlogy"
+)
 def _broadcast(call: Call) -> Outputs:
     shapes = [call.shape(at) for at in range(len(call.inputs))]
     return output(call.meeting.broadcast(*shapes))
 
 
+@_rule("AddN")
 def _all_equal(call: Call) -> Outputs:
+    return output(_equal_inputs(call))
+
+
+def _equal_inputs(call: Call) -> tuple[Dim, ...]:
+    """The shape that all inputs must have for the graph to run."""
     shape = call.shape(0)
     for at in range(1, len(call.inputs)):
         shape = equal_shapes(call, shape, call.shape(at))
-    return output(shape)
+    return shape
 
 
+@_rule("Add AddV2 Sub Mul FloorDiv Maximum")
 def _arithmetic(call: Call) -> Outputs:
     (known,) = _broadcast(call)
     assert known is not None
@@ -68,6 +103,7 @@ def _arithmetic(call: Call) -> Outputs:
     return [Known(known.shape, numbers)]
 
 
+@_rule("Select")
 def _select(call: Call) -> Outputs:
     shape = equal_shapes(call, call.shape(1), call.shape(2))
     condition = call.shape(0)
@@ -76,12 +112,14 @@ def _select(call: Call) -> Outputs:
     return output(equal_shapes(call, shape, condition) if condition else shape)
 
 
+@_rule("Softmax LogSoftmax LRN")
 def _along_last(call: Call) -> Outputs:
     shape = call.shape(0)
     require_whole(shape[-1] if shape else None)
     return output(shape)
 
 
+@_rule("Cumsum Cumprod ReverseV2")
 def _along_axis(call: Call) -> Outputs:
     shape = call.shape(0)
     for axis in call.integers(1):
@@ -89,11 +127,13 @@ def _along_axis(call: Call) -> Outputs:
     return output(shape)
 
 
+@_rule("LookupTableFind LookupTableFindV2")
 def _find(call: Call) -> Outputs:
-    """A look-up in a table: keys, and a default value as long as a value."""
+    # The inputs are the table, keys, and a default value, which has the shape of a value.
     return output((*call.shape(1), *call.shape(2)))
 
 
+@_rule("Sum Mean Max Min Prod All Any")
 def _reduced(call: Call) -> Outputs:
     known = call.input(0)
     axes = {axis_of(axis, len(known.shape)) for axis in call.integers(1)}
@@ -104,13 +144,11 @@ def _reduced(call: Call) -> Outputs:
         return output([1 if at in axes else dim for at, dim in enumerate(known.shape)])
     numbers = None
     if call.node.op == "Prod" and known.numbers is not None and axes == {0} and len(known.shape) == 1:
-        total: Number = 1
-        for number in known.numbers:
-            total = computed("Mul", total, number)
-        numbers = (total,)
+        numbers = (product(known.numbers),)
     return output([dim for at, dim in enumerate(known.shape) if at not in axes], numbers)
 
 
+@_rule("ArgMax ArgMin")
 def _arg(call: Call) -> Outputs:
     shape = call.shape(0)
     at = call.axis(1, len(shape))
@@ -118,12 +156,14 @@ def _arg(call: Call) -> Outputs:
     return output((*shape[:at], *shape[at + 1 :]))
 
 
+@_rule("TopKV2")
 def _top(call: Call) -> Outputs:
     shape, (count,) = call.shape(0), call.integers(1)
     require_whole(shape[-1] if shape else None)
     return output((*shape[:-1], count)) * 2
 
 
+@_rule("MatMul BatchMatMul BatchMatMulV2")
 def _matmul(call: Call) -> Outputs:
     left, right = [*call.shape(0)], [*call.shape(1)]
     is_batched = call.node.op != "MatMul"
@@ -134,11 +174,12 @@ def _matmul(call: Call) -> Outputs:
         if call.attr_bool(name):
             shape[-2:] = [shape[-1], shape[-2]]
     for dim, other in ((left[-1], right[-2]), (right[-2], left[-1])):
-        stop_if_traced(call, dim, other if isinstance(other, int) else 0)
+        refuse_taken_rows(call, dim, other if isinstance(other, int) else 0)
     call.meeting.equal(left[-1], right[-2])
     return output((*call.meeting.broadcast(left[:-2], right[:-2]), left[-2], right[-1]))
 
 
+@_rule("Einsum")
 def _einsum(call: Call) -> Outputs:
     given, arrow, made = attr_text(call.node, "equation").replace(" ", "").partition("->")
     terms = given.split(",")
@@ -156,6 +197,7 @@ def _einsum(call: Call) -> Outputs:
     return output([sizes[label] for label in made])
 
 
+@_rule("BiasAdd")
 def _bias(call: Call) -> Outputs:
     shape, bias = [*call.shape(0)], call.shape(1)
     at = 1 if attr_text(call.node, "data_format") == "NCHW" else len(shape) - 1
@@ -165,6 +207,7 @@ def _bias(call: Call) -> Outputs:
     return output(shape)
 
 
+@_rule("Gather GatherV2 ResourceGather")
 def _gather(call: Call) -> Outputs:
     table, ids = call.shape(0), call.shape(1)
     at = call.axis(2, len(table)) if len(call.inputs) > 2 else 0
@@ -177,6 +220,7 @@ def _gather(call: Call) -> Outputs:
     return output((*table[:at], *ids, *table[at + 1 :]), numbers)
 
 
+@_rule("GatherNd ResourceGatherNd")
 def _gather_nd(call: Call) -> Outputs:
     table, ids = call.shape(0), call.shape(1)
     depth = ids[-1] if ids else None
@@ -185,6 +229,7 @@ def _gather_nd(call: Call) -> Outputs:
     return output((*ids[:-1], *table[depth:]))
 
 
+@_rule("OneHot")
 def _one_hot(call: Call) -> Outputs:
     ids, (depth,) = call.shape(0), call.integers(1)
     at = call.attr_int("axis", -1)
@@ -192,6 +237,7 @@ def _one_hot(call: Call) -> Outputs:
     return output((*ids[:at], depth, *ids[at:]))
 
 
+@_rule("Pad PadV2 MirrorPad")
 def _padded(call: Call) -> Outputs:
     shape, pads = call.shape(0), call.integers(1)
     if len(pads) != 2 * len(shape):
@@ -205,14 +251,16 @@ def _padded(call: Call) -> Outputs:
     return output(found)
 
 
+@_rule("Conv2D DepthwiseConv2dNative")
 def _convolved(call: Call) -> Outputs:
-    shape, kernel = call.shape(0), call.shape(1)
+    shape, kernel = call.shape(0), call.shape(1)  # the kernel: height, width, channels in, channels out
     depth = kernel[3] if call.node.op == "Conv2D" else computed("Mul", *map(as_number, kernel[2:4]))
     if not isinstance(depth, int):
         raise Unclear
     return _windows(call, shape, kernel[:2], depth)
 
 
+@_rule("MaxPool AvgPool")
 def _pooled(call: Call) -> Outputs:
     shape, size = call.shape(0), call.attr_ints("ksize")
     _require_images(call, shape)
@@ -241,57 +289,17 @@ def _require_images(call: Call, shape: Sequence[Dim]) -> None:
         raise Unclear
 
 
+@_rule("FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3")
 def _normalised(call: Call) -> Outputs:
     if call.attr_bool("is_training", default=True):
-        raise Unclear  # by the request's own batch
+        raise Unclear  # by the statistics of the request's own batch
     return [Known(call.shape(0))]
-
-
-ELEMENT_RULES: Mapping[str, Rule] = {
-    **rules(
-        _same,
-        "Identity StopGradient PreventGradient Snapshot Cast Enter RefEnter Exit RefExit NextIteration "
-        "RefNextIteration LoopCond CheckNumerics",
-    ),
-    **rules(
-        _first_shape,
-        "Relu Relu6 Elu Selu LeakyRelu Sigmoid Tanh Exp Expm1 Log Log1p Neg Abs Sqrt Rsqrt Square Floor Ceil "
-        "Round Rint Sign Softplus Softsign Erf Erfc Reciprocal Inv Sin Cos LogicalNot IsNan IsInf IsFinite "
-        "ReadVariableOp ZerosLike OnesLike AsString StringToHashBucketFast StringToHashBucketStrong "
-        "StringToHashBucket "
-        "StringToNumber StringLower StringUpper StringStrip RegexReplace StaticRegexReplace "
-        "Bucketize ClipByValue",
-    ),
-    **rules(
-        _broadcast,
-        "RealDiv Div DivNoNan TruncateDiv Minimum Pow SquaredDifference FloorMod TruncateMod Mod Greater "
-        "GreaterEqual Less LessEqual Equal NotEqual LogicalAnd LogicalOr SelectV2 Atan2 Xlogy",
-    ),
-    **rules(_arithmetic, "Add AddV2 Sub Mul FloorDiv Maximum"),
-    **rules(_all_equal, "AddN"),
-    **rules(_select, "Select"),
-    **rules(_along_last, "Softmax LogSoftmax LRN"),
-    **rules(_along_axis, "Cumsum Cumprod ReverseV2"),
-    **rules(_find, "LookupTableFind LookupTableFindV2"),
-    **rules(_reduced, "Sum Mean Max Min Prod All Any"),
-    **rules(_arg, "ArgMax ArgMin"),
-    **rules(_top, "TopKV2"),
-    **rules(_matmul, "MatMul BatchMatMul BatchMatMulV2"),
-    **rules(_einsum, "Einsum"),
-    **rules(_bias, "BiasAdd"),
-    **rules(_gather, "Gather GatherV2 ResourceGather"),
-    **rules(_gather_nd, "GatherNd ResourceGatherNd"),
-    **rules(_one_hot, "OneHot"),
-    **rules(_padded, "Pad PadV2 MirrorPad"),
-    **rules(_convolved, "Conv2D DepthwiseConv2dNative"),
-    **rules(_pooled, "MaxPool AvgPool"),
-    **rules(_normalised, "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3"),
-}
 
 
 _INTEGERS = (3, 9)  # DT_INT32, DT_INT64
 
 
+@_rule("Const")
 def _const(call: Call) -> Outputs:
     value = attr(call.node, "value")
     shape = shape_of(value.tensor.tensor_shape) if value.HasField("tensor") else None
@@ -308,6 +316,7 @@ def _const(call: Call) -> Outputs:
     return output(dims, numbers)
 
 
+@_rule("Placeholder PlaceholderV2")
 def _placeholder(call: Call) -> Outputs:
     shape = attr_shape(call.node)
     if shape is None:
@@ -315,11 +324,13 @@ def _placeholder(call: Call) -> Outputs:
     return output([None if size < 0 else size for size in shape])
 
 
+@_rule("VarHandleOp")
 def _handle(call: Call) -> Outputs:
     (known,) = _placeholder(call)
     return [None if known is None else Known(known.shape, handle=call.node.name)]
 
 
+@_rule("Shape ShapeN")
 def _shape(call: Call) -> Outputs:
     return [
         Known((len(known.shape),), tuple(map(as_number, known.shape))) if known is not None else None
@@ -327,18 +338,17 @@ def _shape(call: Call) -> Outputs:
     ]
 
 
+@_rule("Rank")
 def _rank(call: Call) -> Outputs:
     return output((), (len(call.shape(0)),))
 
 
+@_rule("Size")
 def _size(call: Call) -> Outputs:
-    counts = [as_number(dim) for dim in call.shape(0)]
-    total: Number = 1
-    for count in counts:
-        total = computed("Mul", total, count)
-    return output((), (total,))
+    return output((), (product(map(as_number, call.shape(0))),))
 
 
+@_rule("Reshape")
 def _reshape(call: Call) -> Outputs:
     known = call.input(0)
     done = reshape(known.shape, call.numbers(1), call.meeting)
@@ -347,12 +357,14 @@ def _reshape(call: Call) -> Outputs:
     return output(done.shape, known.numbers)
 
 
+@_rule("ExpandDims")
 def _expand_dims(call: Call) -> Outputs:
     known = call.input(0)
     at = call.axis(1, len(known.shape) + 1)
     return output((*known.shape[:at], 1, *known.shape[at:]), known.numbers)
 
 
+@_rule("Squeeze")
 def _squeeze(call: Call) -> Outputs:
     known = call.input(0)
     axes = {axis_of(axis, len(known.shape)) for axis in call.attr_ints("squeeze_dims")}
@@ -361,15 +373,17 @@ def _squeeze(call: Call) -> Outputs:
         if None in known.shape or (known.rows_at is not None and call.meeting.batch == 1):
             raise Unclear
     for at in axes:
-        stop_if_traced(call, known.shape[at], 1)
+        refuse_taken_rows(call, known.shape[at], 1)
     return output([dim for at, dim in enumerate(known.shape) if at not in axes], known.numbers)
 
 
+@_rule("Transpose")
 def _transpose(call: Call) -> Outputs:
     shape = call.shape(0)
     return output([shape[axis_of(axis, len(shape))] for axis in call.integers(1)])
 
 
+@_rule("ConcatV2 Concat")
 def _concat(call: Call) -> Outputs:
     is_first = call.node.op == "Concat"
     places = [*range(1, len(call.inputs))] if is_first else [*range(len(call.inputs) - 1)]
@@ -391,10 +405,9 @@ def _concat(call: Call) -> Outputs:
     return output(joined, tuple(numbers) if is_small and len(numbers) == joined[axis] else None)
 
 
+@_rule("Pack")
 def _pack(call: Call) -> Outputs:
-    shape = call.shape(0)
-    for at in range(1, len(call.inputs)):
-        shape = equal_shapes(call, shape, call.shape(at))
+    shape = _equal_inputs(call)
     at = axis_of(call.attr_int("axis"), len(shape) + 1)
     numbers = None
     if not shape:
@@ -402,13 +415,15 @@ def _pack(call: Call) -> Outputs:
     return output((*shape[:at], len(call.inputs), *shape[at:]), numbers)
 
 
+@_rule("Unpack")
 def _unpack(call: Call) -> Outputs:
     shape = call.shape(0)
     at, count = axis_of(call.attr_int("axis"), len(shape)), call.attr_int("num")
-    stop_if_traced(call, shape[at], count)
+    refuse_taken_rows(call, shape[at], count)
     return output((*shape[:at], *shape[at + 1 :])) * count if 0 <= count <= MAX_NUMBERS else []
 
 
+@_rule("Split")
 def _split(call: Call) -> Outputs:
     shape, count = call.shape(1), call.attr_int("num_split")
     at = call.axis(0, len(shape))
@@ -418,6 +433,7 @@ def _split(call: Call) -> Outputs:
     return output((*shape[:at], size // count, *shape[at + 1 :])) * count
 
 
+@_rule("SplitV")
 def _split_sizes(call: Call) -> Outputs:
     shape, sizes = call.shape(0), [*call.integers(1)]
     at = call.axis(2, len(shape))
@@ -429,6 +445,7 @@ def _split_sizes(call: Call) -> Outputs:
     return [Known((*shape[:at], size, *shape[at + 1 :])) for size in sizes]
 
 
+@_rule("Slice")
 def _slice(call: Call) -> Outputs:
     shape, begins, sizes = call.shape(0), call.integers(1), call.numbers(2)
     if not len(shape) == len(begins) == len(sizes):
@@ -454,6 +471,7 @@ def _slice(call: Call) -> Outputs:
     return output(found)
 
 
+@_rule("StridedSlice")
 def _strided_slice(call: Call) -> Outputs:
     known = call.input(0)
     begins, ends, strides = call.numbers(1), call.numbers(2), call.integers(3)
@@ -498,7 +516,7 @@ def _strided_slice(call: Call) -> Outputs:
 
 
 def _sliced_rows(call: Call, rows: RowCount, end: Number, bit: int, *, is_plain: bool) -> RowCount:
-    """All rows, whether or not their number is given as the end."""
+    """All rows, or Unclear if the slice may leave some out; an end that is the traced batch is opened."""
     if not is_plain or call.attr_int("shrink_axis_mask") & bit:
         raise Unclear
     if call.attr_int("end_mask") & bit or end == Times(rows.each):
@@ -519,6 +537,7 @@ def _picked(known: Known, slices: list[slice | int]) -> tuple[Number, ...] | Non
     return (known.numbers[span],) if -len(known.numbers) <= span < len(known.numbers) else None
 
 
+@_rule("Tile")
 def _tile(call: Call) -> Outputs:
     shape, times = call.shape(0), call.dims(1)
     if len(shape) != len(times):
@@ -540,15 +559,17 @@ def _tiled(dim: Dim, multiple: Dim) -> Dim:
     return RowCount(multiple.outer, int(dim))
 
 
+@_rule("Fill RandomUniform RandomStandardNormal TruncatedNormal")
 def _filled(call: Call) -> Outputs:
-    """An operation that makes a tensor of a given shape: a fill, or random numbers."""
     return output(call.dims(0))
 
 
+@_rule("BroadcastTo")
 def _broadcast_to(call: Call) -> Outputs:
     return output(call.meeting.broadcast(call.dims(1), call.shape(0)))
 
 
+@_rule("Range")
 def _range(call: Call) -> Outputs:
     start, limit, delta = (call.integers(at)[0] for at in range(3))
     if not delta:
@@ -557,33 +578,9 @@ def _range(call: Call) -> Outputs:
     return output((len(span),), tuple(span) if len(span) <= MAX_NUMBERS else None)
 
 
-SHAPE_RULES: Mapping[str, Rule] = {
-    **rules(_const, "Const"),
-    **rules(_placeholder, "Placeholder PlaceholderV2"),
-    **rules(_handle, "VarHandleOp"),
-    **rules(_shape, "Shape ShapeN"),
-    **rules(_rank, "Rank"),
-    **rules(_size, "Size"),
-    **rules(_reshape, "Reshape"),
-    **rules(_expand_dims, "ExpandDims"),
-    **rules(_squeeze, "Squeeze"),
-    **rules(_transpose, "Transpose"),
-    **rules(_concat, "ConcatV2 Concat"),
-    **rules(_pack, "Pack"),
-    **rules(_unpack, "Unpack"),
-    **rules(_split, "Split"),
-    **rules(_split_sizes, "SplitV"),
-    **rules(_slice, "Slice"),
-    **rules(_strided_slice, "StridedSlice"),
-    **rules(_tile, "Tile"),
-    **rules(_filled, "Fill RandomUniform RandomStandardNormal TruncatedNormal"),
-    **rules(_broadcast_to, "BroadcastTo"),
-    **rules(_range, "Range"),
-}
-
-
+@_rule("ParseExample ParseExampleV2")
 def _parsed(call: Call) -> Outputs:
-    """Serialized Examples: dense features have a row each."""
+    # A serialized Example is a row; what sparse features have of it is not followed.
     (rows,) = call.shape(0)
     is_first = call.node.op == "ParseExample"
     sparse = call.attr_int("Nsparse" if is_first else "num_sparse")
@@ -595,18 +592,22 @@ def _parsed(call: Call) -> Outputs:
     return [*[None] * (3 * sparse), *dense]
 
 
+@_rule("Switch RefSwitch")
 def _switch(call: Call) -> Outputs:
     return [Known(call.shape(0), None, call.input(0).handle)] * 2
 
 
+@_rule("TensorArrayV3")
 def _array(call: Call) -> Outputs:
-    return [Known((2,), handle=call.node.name), Known(())]
+    return [Known((2,), handle=call.node.name), Known(())]  # the handle, and the flow that orders writes
 
 
+@_rule("TensorArraySizeV3")
 def _array_size(call: Call) -> Outputs:
     return [Known(())]
 
 
+@_rule("TensorArrayWriteV3 TensorArrayScatterV3")
 def _array_written(call: Call) -> Outputs:
     shape = call.shape(2)
     if call.node.op == "TensorArrayScatterV3":
@@ -619,6 +620,7 @@ def _array_written(call: Call) -> Outputs:
     return [Known(())]
 
 
+@_rule("TensorArrayReadV3 TensorArrayGatherV3")
 def _array_read(call: Call) -> Outputs:
     known = call.found.arrays.get(_array_name(call))
     if known is None:
@@ -637,12 +639,13 @@ def _array_name(call: Call) -> str:
     return name
 
 
+@_rule("EnsureShape")
 def _ensured(call: Call) -> Outputs:
     return output(_as_declared(call, call.node, "shape", call.shape(0)))
 
 
 def _as_declared(call: Call, node: Proto, what: str, shape: Sequence[Dim]) -> tuple[Dim, ...]:
-    """A shape that an attribute of a node declares, too: the numbers in the attribute must agree with it."""
+    """A shape that the attribute `what` of a node declares, too; a declared batch size is opened."""
     declared = attr_shape(node, what)
     if declared is None:
         return tuple(shape)
@@ -653,16 +656,3 @@ def _as_declared(call: Call, node: Proto, what: str, shape: Sequence[Dim]) -> tu
         call.meeting.equal(dim, None if size < 0 else call.meeting.dim(size, slot))
         for dim, size, slot in zip(shape, declared, slots, strict=True)
     )
-
-
-RULES: Mapping[str, Rule] = {
-    **ELEMENT_RULES,
-    **SHAPE_RULES,
-    **rules(_parsed, "ParseExample ParseExampleV2"),
-    **rules(_switch, "Switch RefSwitch"),
-    **rules(_ensured, "EnsureShape"),
-    **rules(_array, "TensorArrayV3"),
-    **rules(_array_size, "TensorArraySizeV3"),
-    **rules(_array_written, "TensorArrayWriteV3 TensorArrayScatterV3"),
-    **rules(_array_read, "TensorArrayReadV3 TensorArrayGatherV3"),
-}

@@ -6,9 +6,6 @@ Here shapes are computed again, with an unknown number of rows as the first dime
 (see `rules`). Where rows meet a number that must equal theirs for the graph to run, the number is *opened*:
 it is made dynamic. Shapes are computed again, until no rows meet a fixed number any more. This also proves
 the result: every rule keeps rows apart, so that each row's answer is the same in a request of any size.
-
-If no rule knows an operation, requests may still have any size if no number near it can be the batch size;
-otherwise the signatures declare the one size that the graph answers.
 """
 
 from __future__ import annotations
@@ -28,33 +25,30 @@ from exporter.graph.nodes import (
     closure,
     data_inputs,
     forward_sources,
+    input_names,
+    readers_of,
     shape_of,
 )
 from exporter.wire.protos import Proto
 
-_MOST_PASSES = 16
+_MOST_PASSES = 16  # each opens more numbers, or corrects loops; then nothing is changed
 
 
 class Trace(Struct, frozen=True):
-    """The shapes in a graph whose inputs have any number of rows, and the numbers to make dynamic.
+    """The shapes in a graph whose inputs have any number of rows, and the numbers to make dynamic."""
 
-    `batch` is the number of rows that the graph was traced with, if known. `stuck` are nodes that accept no
-    other number, `opened` the slots to make dynamic with their rows, `targets` new numbers for Reshapes and
-    slices. `unclear` are the nodes that depend on a request and whose outputs no rule gives.
-    """
-
-    batch: int | None
+    batch: int | None  # the number of rows that the graph was traced with, if known
     values: Mapping[Endpoint, Known | None]
-    opened: Mapping[Slot, RowCount]
-    targets: Mapping[str, tuple[int, ...]]
-    stuck: tuple[str, ...]
-    unclear: tuple[str, ...]
+    opened: Mapping[Slot, RowCount]  # the slots to make dynamic, with the rows that they stand for
+    targets: Mapping[str, tuple[int, ...]]  # new numbers for Reshapes and slices: see `Findings`
+    stuck: tuple[str, ...]  # nodes that accept no other number of rows
+    unclear: tuple[str, ...]  # nodes that depend on a request and whose outputs no rule gives
 
 
 def trace(nodes: Mapping[str, Proto], inputs: Mapping[Endpoint, tuple[Dim, ...]], batch: int | None) -> Trace:
-    """Follow rows from the inputs, with their shapes, through all nodes."""
-    order, fed = _ordered(nodes), {tensor.node for tensor in inputs}
-    asking = _behind(nodes, fed)
+    """The shapes that follow from those of the inputs, after as many passes as open all numbers."""
+    order, fed, readers = _ordered(nodes), {tensor.node for tensor in inputs}, readers_of(nodes.values())
+    asking = closure(fed, lambda name: (reader.name for reader in readers.get(name, ())))
     meeting, loops = Meeting(batch, batch is not None), dict[str, Known | None]()
     for _ in range(_MOST_PASSES):
         one = _Pass(nodes, inputs, fed, asking, meeting, loops)
@@ -65,7 +59,7 @@ def trace(nodes: Mapping[str, Proto], inputs: Mapping[Endpoint, tuple[Dim, ...]]
         meeting.opened.update(more)
         meeting.asked.clear()
         if more:
-            loops.clear()  # what loops began with was too little known
+            loops.clear()  # their shapes were found with numbers that are rows now
         elif ends:
             loops.update(ends)
         else:
@@ -81,6 +75,8 @@ def trace(nodes: Mapping[str, Proto], inputs: Mapping[Endpoint, tuple[Dim, ...]]
 
 
 class _Pass(Struct):
+    """One walk over the nodes; `loops` has the shapes of loops that an earlier pass corrected."""
+
     nodes: Mapping[str, Proto]
     inputs: Mapping[Endpoint, tuple[Dim, ...]]
     fed: Collection[str]
@@ -93,7 +89,7 @@ class _Pass(Struct):
     unclear: list[str] = field(default_factory=list)
 
     def visit(self, node: Proto) -> None:
-        """Compute a node's outputs."""
+        """Compute a node's outputs into `values`, and note it if it is stuck or unclear."""
         asks = node.name in self.asking
         outputs = self._outputs(node, asks=asks)
         for at, known in enumerate(outputs):
@@ -102,6 +98,7 @@ class _Pass(Struct):
             self.unclear.append(node.name)
 
     def _outputs(self, node: Proto, *, asks: bool) -> Sequence[Known | None]:
+        """A node's outputs by its rule; without one the recorded shapes, unless it `asks` for the request."""
         if node.name in self.fed:
             places = [tensor.output for tensor in self.inputs if tensor.node == node.name]
             shapes = (self.inputs.get(Endpoint(node.name, at)) for at in range(max(places) + 1))
@@ -121,7 +118,7 @@ class _Pass(Struct):
         return self._recorded_shapes(node) if not asks else []
 
     def _merged(self, node: Proto) -> Known | None:
-        """The common shape of branches; for a loop its initial shape, unless its end is known to differ."""
+        """The common shape of a conditional's branches; for a loop its initial or corrected shape."""
         if node.name in self.loops:
             return self.loops[node.name]
         sources = [tensor for tensor in data_inputs(node) if not self._closes_loop(tensor)]
@@ -150,7 +147,7 @@ class _Pass(Struct):
         return node is not None and node.op in NEXT_ITERATIONS
 
     def loop_ends(self) -> dict[str, Known | None]:
-        """The loops whose iterations end with another shape than they begin with, and the common shape."""
+        """{Merge of a loop: common shape} for loops whose turns end with another shape."""
         found: dict[str, Known | None] = {}
         for node in self.nodes.values():
             if node.op not in MERGES:
@@ -164,8 +161,9 @@ class _Pass(Struct):
         return found
 
     def _as_recorded(self, node: Proto, at: int, known: Known | None) -> Known | None:
-        """An output's shape, if it agrees with the one that TensorFlow recorded when the graph was made."""
-        recorded = _recorded(node, at)
+        """An output's shape; None if it contradicts the one that TensorFlow recorded for the traced batch."""
+        shapes = attr(node, "_output_shapes").list.shape
+        recorded = shape_of(shapes[at]) if at < len(shapes) else None
         if known is None or recorded is None or known.handle or node.name in self.fed:
             return known
         if len(recorded) != len(known.shape):
@@ -179,32 +177,16 @@ class _Pass(Struct):
         return known
 
     def _recorded_shapes(self, node: Proto) -> Sequence[Known | None]:
-        """The recorded shape of an output that does not depend on the request."""
+        """The shapes that TensorFlow recorded for a node's outputs, where they are fixed."""
         shapes = map(shape_of, attr(node, "_output_shapes").list.shape)
         return [
             Known(shape) if shape is not None and min(shape, default=0) >= 0 else None for shape in shapes
         ]
 
 
-def _recorded(node: Proto, at: int) -> tuple[int, ...] | None:
-    shapes = attr(node, "_output_shapes").list.shape
-    return shape_of(shapes[at]) if at < len(shapes) else None
-
-
-def _behind(nodes: Mapping[str, Proto], fed: Collection[str]) -> set[str]:
-    """The nodes that depend on a request, also round a loop."""
-    readers: dict[str, list[str]] = {}
-    for node in nodes.values():
-        for tensor in data_inputs(node):
-            readers.setdefault(tensor.node, []).append(node.name)
-    return {*closure(fed, lambda name: readers.get(name, ()))}
-
-
 def _ordered(nodes: Mapping[str, Proto]) -> list[str]:
-    """The nodes, each after its inputs; a loop begins at its Merge.
-
-    Otherwise in the graph's order, in which a loop's writes into arrays come before the reads of them.
-    """
+    """The names of the nodes, each after its inputs; a loop begins at its Merge."""
+    # Otherwise in the graph's order, in which a loop's writes into arrays come before the reads of them.
     order: list[str] = []
     state = dict[str, bool]()
     for root in nodes:
@@ -218,7 +200,6 @@ def _ordered(nodes: Mapping[str, Proto]) -> list[str]:
                     order.append(name)
                 continue
             state[name] = False
-            data = (text for text in nodes[name].input if not text.startswith("^"))
-            sources = forward_sources(nodes, name, data)
+            sources = forward_sources(nodes, name, input_names(nodes[name]))
             pending += [source for source in sources if source not in state]
     return order

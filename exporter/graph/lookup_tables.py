@@ -4,18 +4,14 @@
 
 *Tables that training fills* have their contents in the checkpoint, and are restored like variables. A Saver
 stores a `MutableHashTable` or `DenseHashTable` of the collection SAVEABLE_OBJECTS as two tensors,
-`<name>-keys` and `<name>-values`, with the entries that the table has then; a dense table with all its
-buckets, including the empty ones. It restores them by LookupTableImportV2. The program gives the name, which
-is not always the node's. Source: tensorflow/python/ops/lookup_ops.py.
-
-*Dynamic tables* (`exporter.tables`) are made of variables, whose numbers of buckets and rows only the
-checkpoint gives.
+`<name>-keys` and `<name>-values`; of a dense table all buckets, also the empty ones. The program gives the
+name, which is not always the node's. Source: tensorflow/python/ops/lookup_ops.py.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -31,6 +27,7 @@ from exporter.graph.nodes import (
     attr,
     attr_dtype,
     attr_text,
+    closure,
     const_value,
     data_inputs,
     endpoint,
@@ -49,7 +46,7 @@ from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
-TABLES = frozenset({"HashTable", "HashTableV2"})
+_STATIC = frozenset({"HashTable", "HashTableV2"})
 _MUTABLE = re.compile(r"(Anonymous)?Mutable(Dense)?HashTable\w*")
 _FROM_FILE = re.compile(r"InitializeTableFromTextFile(V2)?")
 _FILLS = re.compile(r"InitializeTable(FromTextFile|FromDataset)?(V2)?|LookupTableImport(V2)?")
@@ -60,7 +57,7 @@ _IMPORTS = frozenset({"LookupTableImport", "LookupTableImportV2"})
 
 
 def check_tables(nodes: Mapping[str, Proto], needed: Iterable[str]) -> None:
-    """Refuse tables whose contents are neither in the graph nor in a checkpoint."""
+    """Refuse needed tables whose contents are neither in the graph nor in a checkpoint."""
     for name in needed:
         if _MUTABLE.fullmatch(nodes[name].op) and not is_restorable(nodes[name].op):
             raise NotServable(
@@ -71,12 +68,7 @@ def check_tables(nodes: Mapping[str, Proto], needed: Iterable[str]) -> None:
 
 
 def initialisers(index: GraphIndex, needed: Collection[str], init_op: str | None) -> list[str]:
-    """The nodes that fill the needed tables, in the graph's order.
-
-    These are InitializeTable and LookupTableImport operations, and in a SavedModel also the function calls
-    under its init op that take or make a needed table, or take no resource at all. Assignments of variables
-    under an init op are left out: variables get their values from the checkpoint.
-    """
+    """The names of the nodes that fill the needed tables, then of such calls under the graph's init op."""
     tables = _Tables(index)
     wanted = tables.behind(needed)
     found = [
@@ -86,7 +78,8 @@ def initialisers(index: GraphIndex, needed: Collection[str], init_op: str | None
     ]
     for name in waited_for(index.nodes, [init_op] if init_op else []):
         node = index.nodes[name]
-        if _is_call(index, node):
+        # Assignments under an init op are left out: a checkpoint gives the values of variables.
+        if node.op.endswith("PartitionedCall") or node.op in index.functions:
             resources = {source.node for source in data_inputs(node) if _is_resource(index, source.node)}
             if not resources or tables.behind([name, *resources]) & wanted:
                 found.append(name)
@@ -94,13 +87,13 @@ def initialisers(index: GraphIndex, needed: Collection[str], init_op: str | None
 
 
 def check_filled(meta_graph: Proto, filling: Collection[str]) -> None:
-    """Refuse a cleaned graph with a static table that neither `filling` nor a call that uses it fills."""
+    """Refuse a cleaned graph with a static table that no node of `filling`, nor its own function, fills."""
     index = GraphIndex.of(meta_graph)
     tables = _Tables(index)
     wanted = tables.behind(index.nodes)
     if not wanted:
         return
-    filled = tables.filled_in_functions()
+    filled = tables.filled_where_made()
     for name in filling:
         node = index.nodes[name]
         if _FILLS.fullmatch(node.op):
@@ -117,27 +110,26 @@ def check_filled(meta_graph: Proto, filling: Collection[str]) -> None:
 
 
 class _Tables:
-    """The static tables of a graph, identified by their shared name, or else by the node that makes them.
+    """The static tables of a graph, each known by its shared name, or else by the node that makes it."""
 
-    That node may be in a function: a SavedModel that was loaded and saved again makes tables in calls.
-    """
+    # That node may be in a function: a SavedModel that was loaded and saved again makes tables in calls.
 
     def __init__(self, index: GraphIndex) -> None:
         self._index = index
         self._made = {
-            name: {_identity(node, f"{name}/") for node in function.node_def if node.op in TABLES}
+            name: {_identity(node, f"{name}/") for node in function.node_def if node.op in _STATIC}
             for name, function in index.functions.items()
         }
         self._makers = callers(index.functions, {name for name, made in self._made.items() if made})
 
     def behind(self, names: Iterable[str]) -> set[str]:
-        """The tables that nodes make or hand on, also in the functions that they call."""
+        """The static tables that nodes make or hand on, also in the functions that they call."""
         found: set[str] = set()
         for name in names:
             node = self._index.nodes.get(through_identities(self._index.nodes, name))
             if node is None:
                 continue
-            if node.op in TABLES:
+            if node.op in _STATIC:
                 found.add(_identity(node))
             elif self._makers and called_functions(node) & self._makers:
                 called = reachable([node], self._index.functions)
@@ -149,14 +141,14 @@ class _Tables:
         functions = self._index.functions
         return any(_has_fill(functions[name]) for name in reachable([node], functions))
 
-    def filled_in_functions(self) -> set[str]:
+    def filled_where_made(self) -> set[str]:
         """The tables that are made and filled in one function."""
         functions = self._index.functions.items()
         return {table for name, function in functions if _has_fill(function) for table in self._made[name]}
 
 
 def _identity(node: Proto, scope: str = "") -> str:
-    """Nodes that agree on this are one table."""
+    """The name of a table; all nodes with equal ones make one table."""
     return attr_text(node, "shared_name") or f"{scope}{node.name}"
 
 
@@ -165,27 +157,21 @@ def _has_fill(function: Proto) -> bool:
 
 
 def add_init_op(meta_graph: Proto, index: GraphIndex) -> str | None:
-    """Add a NoOp that fills every table of a graph whose initialisers are in a collection, as sessions do.
-
-    Some programs put iterators into that collection, too: those are left out.
-    """
+    """Add a NoOp that runs the graph's collected initialisers of tables, as sessions do; returns its name."""
     if _INIT_COLLECTION not in meta_graph.collection_def:
         return None
     listed = [endpoint(name).node for name in meta_graph.collection_def[_INIT_COLLECTION].node_list.value]
+    # Some programs put iterators into that collection, too.
     filling = [name for name in listed if name in index.nodes and _FILLS.fullmatch(index.nodes[name].op)]
     if not filling:
         return None
     name = free_name(index.nodes, "fill_tables")
-    meta_graph.graph_def.node.append(init_node(name, filling))
+    meta_graph.graph_def.node.append(new_node(name, "NoOp", after=filling))
     return name
 
 
 def _table_of(node: Proto) -> list[str]:
     return [source.node for source in data_inputs(node)[:1]]
-
-
-def _is_call(index: GraphIndex, node: Proto) -> bool:
-    return node.op.endswith("PartitionedCall") or node.op in index.functions
 
 
 def _is_resource(index: GraphIndex, name: str) -> bool:
@@ -194,17 +180,10 @@ def _is_resource(index: GraphIndex, name: str) -> bool:
     return bool(dtypes) and dtypes is not None and dtypes[0] is DType.RESOURCE
 
 
-def init_node(name: str, filling: Iterable[str]) -> Proto:
-    """The NoOp that waits for every initialiser."""
-    return new_node(name, "NoOp", after=filling)
-
-
 def read_assets_directly(nodes: dict[str, Proto], assets: Mapping[str, Path]) -> None:
-    """Read assets' paths directly instead of through variables, as object-based SavedModels do; in place.
-
-    There, a placeholder for the path is assigned to a variable, which the initialiser reads: the placeholder
-    becomes a constant, and the read an Identity on it.
-    """
+    """Let initialisers read assets' paths directly instead of through variables, in place."""
+    # In an object-based SavedModel a placeholder for the path is assigned to a variable, which initialisers
+    # read: the placeholder becomes a constant, and the read an Identity on it.
     if not assets:  # a walk over a large graph is not free
         return
     for name in assets:
@@ -222,13 +201,13 @@ def read_assets_directly(nodes: dict[str, Proto], assets: Mapping[str, Path]) ->
 
 
 def path_constant(name: str, file_name: str) -> Proto:
-    """A Const that holds a file's name; a loader feeds the path of the file in the loaded version."""
+    """A Const of an asset's file name, to which a loader feeds the path in the version that it loads."""
     value = protos.TensorProto(dtype=int(DType.STRING), string_val=[file_name.encode()])
     return new_node(name, "Const", dtype=DType.STRING, value=value)
 
 
 def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterable[str]) -> tuple[Asset, ...]:
-    """The files that the kept nodes read: a SavedModel's own, text initialisers', the asset collection's."""
+    """The existing files that kept nodes read: a SavedModel's, initialisers', the asset collection's."""
     candidates = [name for name in source.assets if name in nodes]
     candidates += [
         _file_name_node(nodes, nodes[name]) for name in filling if _FROM_FILE.fullmatch(nodes[name].op)
@@ -246,6 +225,7 @@ def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterab
 
 
 def _file_name_node(nodes: Mapping[str, Proto], node: Proto) -> str:
+    """The Const with the file of a table's initialiser, or NotServable if the file is computed."""
     inputs = data_inputs(node)
     if len(inputs) < 2:
         raise GraphError(f"table initialiser {node.name!r} names no file")
@@ -260,6 +240,7 @@ def _file_name_node(nodes: Mapping[str, Proto], node: Proto) -> str:
 
 
 def _existing(source: SourceGraph, name: str, node: Proto) -> Path:
+    """The existing file that a Const names, or MissingAsset."""
     path = _named_file(source, name, node)
     # A SavedModel's own asset is a whole path already; a path in a constant may be relative to the graph.
     for candidate in (path,) if name in source.assets else _places(source, path):
@@ -269,7 +250,7 @@ def _existing(source: SourceGraph, name: str, node: Proto) -> Path:
 
 
 def _is_there(source: SourceGraph, name: str, path: Path) -> bool:
-    """True if a file that the node `name` asks for exists."""
+    """True if a file that the node `name` asks for exists; AccessRefused if it may not have it."""
     try:
         source.trust.require_file(path, source.directory)
         return path.is_file()
@@ -284,6 +265,7 @@ def _places(source: SourceGraph, path: Path) -> tuple[Path, ...]:
 
 
 def _named_file(source: SourceGraph, name: str, node: Proto) -> Path:
+    """The path in a Const, or of the asset that a SavedModel has there."""
     if name in source.assets:
         return source.assets[name]
     value = const_value(node)
@@ -292,10 +274,7 @@ def _named_file(source: SourceGraph, name: str, node: Proto) -> Path:
 
 
 def files_to_feed(source: SourceGraph) -> dict[str, Path]:
-    """Feeds for the init op of a source graph that is run here: paths of files that moved, by node.
-
-    These are a SavedModel's assets, and text files with a path relative to the graph's own directory.
-    """
+    """{node: path} to feed to the init op of a source graph that is run here: assets, and moved files."""
     nodes = GraphIndex.of(source.meta_graph).nodes
     found = dict(source.assets)
     for node in nodes.values():
@@ -315,7 +294,7 @@ def files_to_feed(source: SourceGraph) -> dict[str, Path]:
 
 
 def _free_file_name(path: Path, taken: dict[str, Path]) -> str:
-    """A name under `assets/` that is not taken: files of two directories may have one name."""
+    """A free name under `assets/`, which is taken then; files of two directories may have one name."""
     name, number = path.name, 0
     while taken.setdefault(name, path) != path:
         number += 1
@@ -324,7 +303,7 @@ def _free_file_name(path: Path, taken: dict[str, Path]) -> str:
 
 
 def use_file_names(nodes: Mapping[str, Proto], assets: Iterable[Asset]) -> None:
-    """Remove the training machine's paths from the graph, in place."""
+    """Put assets' bare file names in the place of the training machine's paths, in place."""
     for asset in assets:
         if attr_dtype(nodes[asset.node], "dtype") is DType.STRING:
             nodes[asset.node].CopyFrom(path_constant(asset.node, asset.file_name))
@@ -332,17 +311,16 @@ def use_file_names(nodes: Mapping[str, Proto], assets: Iterable[Asset]) -> None:
 
 @cache
 def is_restorable(op: str) -> bool:
-    """True for operations that make a table which a checkpoint restores."""
+    """True for an operation that makes a table which a checkpoint restores."""
     return _RESTORABLE.fullmatch(op) is not None
 
 
 def table_keys(
     meta_graph: Proto, index: GraphIndex, given: Mapping[str, TableKey] | None = None
 ) -> dict[str, TableKey]:
-    """The names under which checkpoints store each table's contents, by its node's name.
+    """{table's node: the names by which checkpoints store its contents}, for tables that training fills.
 
-    They come from the program (`given`), else from the graph's own Saver, else from the node's name. Nodes of
-    one shared name are one table.
+    They come from the program (`given`), else from the graph's own Saver, else from the node's name.
     """
     nodes = _restorable(index.nodes.values())
     if not nodes:
@@ -352,24 +330,25 @@ def table_keys(
         for table, (keys, values) in restored_names(meta_graph, index, _IMPORTS, count=2)
     }
     known |= given or {}
-    by_identity = {_table_identity(node): known[node.name] for node in nodes if node.name in known}
-    return {node.name: by_identity.get(_table_identity(node), TableKey.of(node.name)) for node in nodes}
+    by_identity = {_identity(node): known[node.name] for node in nodes if node.name in known}
+    return {node.name: by_identity.get(_identity(node), TableKey.of(node.name)) for node in nodes}
 
 
 def graph_tables(nodes: Mapping[str, Proto], keys: Mapping[str, TableKey]) -> tuple[GraphTable, ...]:
-    """The tables of a cleaned graph, each once."""
+    """The tables of a cleaned graph that a checkpoint restores, each once."""
     found: dict[str, GraphTable] = {}
     for node in _restorable(nodes.values()):
         stored = keys.get(node.name) or TableKey.of(node.name)
         found.setdefault(
-            _table_identity(node),
+            _identity(node),
             GraphTable(
                 node.name,
                 stored.keys,
                 stored.values,
-                attr_dtype(node, "key_dtype") or DType.INT64,
-                attr_dtype(node, "value_dtype") or DType.FLOAT,
-                shape_of(attr(node, "value_shape").shape),
+                (attr_dtype(node, "key_dtype") or DType.INT64).label,
+                (attr_dtype(node, "value_dtype") or DType.FLOAT).label,
+                key_shape=None,
+                value_shape=shape_of(attr(node, "value_shape").shape),
                 has_all_buckets="Dense" in node.op,
             ),
         )
@@ -377,25 +356,18 @@ def graph_tables(nodes: Mapping[str, Proto], keys: Mapping[str, TableKey]) -> tu
 
 
 def makers(graph_def: Proto, name: str) -> tuple[str, ...]:
-    """All nodes that make the same table as the node `name`, including that node."""
+    """The names of all nodes that make the same table as the node `name`, with that node."""
     nodes = _restorable(graph_def.node)
-    wanted = next(_table_identity(node) for node in nodes if node.name == name)
-    return tuple(str(node.name) for node in nodes if _table_identity(node) == wanted)
+    wanted = next(_identity(node) for node in nodes if node.name == name)
+    return tuple(str(node.name) for node in nodes if _identity(node) == wanted)
 
 
 def _restorable(nodes: Iterable[Proto]) -> list[Proto]:
     return [node for node in nodes if is_restorable(node.op)]
 
 
-def _table_identity(node: Proto) -> str:
-    """Nodes that agree on this are one table."""
-    return attr_text(node, "shared_name") or str(node.name)
-
-
 def with_table_shapes(graph: InferenceGraph, shapes: Mapping[str, tuple[int, ...]]) -> InferenceGraph:
-    """A copy of the graph in which the variables of dynamic tables are variables like others.
-
-    `shapes` are their shapes, by served name.
+    """A copy of the graph in which dynamic tables' variables, by served name, have `shapes` like all others.
 
     Raises:
         ShapeMismatch: the shapes of a table's variables contradict each other.
@@ -429,5 +401,59 @@ def _geometry(table: GraphDynamicTable, shapes: list[tuple[int, ...]]) -> TableG
 def tables_among(
     tables: tuple[GraphDynamicTable, ...], nodes: Mapping[str, object]
 ) -> tuple[GraphDynamicTable, ...]:
-    """Those of `tables` that a graph with these nodes reads."""
+    """The dynamic tables of whose variables a graph with these nodes has at least one."""
     return tuple(table for table in tables if any(node in nodes for node in table.nodes))
+
+
+_OLD_MAKERS = frozenset({"HashTable", "MutableHashTable", "MutableHashTableOfTensors"})
+_OLD_USERS = frozenset(
+    {
+        *("InitializeTable", "InitializeTableFromTextFile", "LookupTableExport", "LookupTableFind"),
+        *("LookupTableImport", "LookupTableInsert", "LookupTableSize"),
+    }
+)
+_OLD_HANDING_ON = {
+    f"Ref{name}": name for name in ("Enter", "Exit", "Identity", "Merge", "NextIteration", "Switch")
+}
+
+
+def use_resource_tables(meta_graph: Proto, index: GraphIndex) -> bool:
+    """Give tables of TensorFlow 1.0 to 1.2 resources for handles, in place; True if there were some.
+
+    An operation such as HashTable hands its table on as a reference, which no function takes, so that a
+    signature could not be computed again after an update. HashTableV2 makes the same table, in the same
+    kernel with the same attributes, and hands it on as a resource (tensorflow/core/ops/lookup_ops.cc and
+    core/kernels/lookup_table_op.cc). A graph in which anything else takes such a handle stays as it is.
+    """
+
+    def takers(name: str) -> Iterator[str]:
+        consumers = () if index.nodes[name].op in _OLD_USERS else index.consumers[name]
+        return (reader for reader, _ in consumers)
+
+    tables = [name for name, node in index.nodes.items() if node.op in _OLD_MAKERS]
+    found = [index.nodes[name] for name in closure(tables, takers)]
+    if any(node.op not in _OLD_MAKERS | _OLD_USERS | _OLD_HANDING_ON.keys() for node in found):
+        return False
+    for node in found:
+        if node.op not in _OLD_USERS:  # a reference is a vector of two strings, a resource a scalar
+            node.attr.pop("_output_shapes", None)
+        if node.op in _OLD_HANDING_ON:
+            node.op = _OLD_HANDING_ON[node.op]
+            node.attr["T"].type = int(DType.RESOURCE)
+        else:
+            node.op = f"{node.op}V2"
+    ops = meta_graph.meta_info_def.stripped_op_list.op
+    ops.extend([_second_form(op) for op in ops if op.name in _OLD_MAKERS | _OLD_USERS])
+    return bool(found)
+
+
+def _second_form(op: Proto) -> Proto:
+    """The OpDef with resources in the place of references."""
+    second = type(op)()
+    second.CopyFrom(op)
+    second.name = f"{op.name}V2"
+    for argument in (*second.input_arg, *second.output_arg):
+        if argument.is_ref:
+            argument.is_ref = False
+            argument.type = int(DType.RESOURCE)
+    return second

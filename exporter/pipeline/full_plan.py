@@ -1,0 +1,375 @@
+"""Plan a full export: what is published, and where each value comes from. Nothing is written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from exporter.bundle.mapped_tables import Unmapped, choose_mapped
+from exporter.bundle.tables_in_8_bits import choose_for_8_bits
+from exporter.bundle.variables import ShardPlan, plan_shards, size_of_work
+from exporter.bundle.warmup import WarmupRequest, read_requests
+from exporter.catalog import Catalog
+from exporter.checkpoint import open_checkpoint
+from exporter.checkpoint.admission import Admission
+from exporter.checkpoint.identity import Identity
+from exporter.errors import ManifestError, MissingAsset, NotServable, NotUpdatable, UsageError
+from exporter.graph.feeds import mode_switches
+from exporter.graph.graph_digest import graph_digest
+from exporter.graph.inference_graph import InferenceGraph
+from exporter.graph.load import GraphSource, SourceGraph, load_source
+from exporter.graph.origin import GraphOrigin
+from exporter.graph.outside import require_harmless
+from exporter.graph.servable import by_library
+from exporter.graph.training_graph import TrainingGraph
+from exporter.graph.training_mode import check_dropout
+from exporter.mapping.build import Extra, VariableMapping, check_casts, check_rules, classify_extras
+from exporter.mapping.mapping_rules import MappingRules, parse_admission, parse_rules
+from exporter.mapping.served_graph import as_served
+from exporter.mapping.training_variables import check_batch_statistics, with_training
+from exporter.newer_python import sha256_of
+from exporter.options import DataMode, ExportFormat, ExportRequest, Verify, require_local, told_in_digest
+from exporter.pipeline.both_sides import advised, read_both
+from exporter.pipeline.table_layout import lay_out_tables, map_laid_out
+from exporter.pipeline.trainer_graph import training_graph
+from exporter.publish.commit import VersionRule
+from exporter.publish.delta_log import LogBase
+from exporter.publish.model import PublishedAlready, newest_made_from
+from exporter.publish.permission import Permission
+from exporter.publish.versions import newest_version, require_base_path
+from exporter.storage import mirror
+from exporter.storage.local_paths import quoted, require_no_pattern
+from exporter.tables.lay_out import TableLayout
+from exporter.verify.golden import GoldenRequest, read_golden
+
+
+class Plan(Struct, frozen=True, dict=True):
+    """What an export will do; nothing has been written yet."""
+
+    request: ExportRequest
+    catalog: Catalog
+    checkpoint: Identity
+    source: SourceGraph
+    graph: InferenceGraph
+    mapping: VariableMapping
+    version: VersionRule
+    rules: MappingRules
+    admission: Admission
+    warmup: tuple[WarmupRequest, ...] = ()
+    probes: tuple[WarmupRequest, ...] = ()
+    training: TrainingGraph | None = None
+    target_notes: tuple[str, ...] = ()
+    origin: GraphOrigin | None = None
+    layout: TableLayout | None = None
+    golden: tuple[GoldenRequest, ...] = ()
+    unmapped: tuple[Unmapped, ...] = ()
+
+    def __repr__(self) -> str:
+        size = f"{len(self.mapping.sources)} variables"
+        return f"Plan({str(self.catalog.prefix)!r} to {str(self.request.out)!r}, {size})"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes for people on the choices made."""
+        return (*self.catalog.notes, *self.graph.notes, *self.mapping.notes, *self.target_notes)
+
+    @cached_property
+    def digest(self) -> str:
+        """A SHA-256 of options, graph and mapping, which differs between plans for the same checkpoint."""
+        return _digest(self)
+
+    @cached_property
+    def work(self) -> tuple[int, int]:
+        """How many tasks write values, and how many bytes they read; an estimate where tables are indexed."""
+        if not self.catalog.is_bundle:
+            return 0, 0
+        most = self.request.jobs.task_bytes
+        tasks, size = size_of_work(self.mapping, self.request.out, most)
+        if self.layout is not None:
+            more, read = self.layout.index_job(self.admission, most).size_of_work
+            tasks, size = tasks + more, size + read
+        return tasks, size
+
+    @cached_property
+    def shards(self) -> list[ShardPlan]:
+        """The checkpoint's shards that the version links or copies; a checkpoint of archives has none."""
+        if not self.catalog.is_bundle:
+            return []
+        own = set(self.catalog.shards)  # what indexes the tables by keys is not there yet
+        planned = plan_shards(self.mapping, self.request.out, self.request.data)
+        return [shard for shard in planned if shard.source in own]
+
+    @property
+    def ignored(self) -> tuple[Extra, ...]:
+        """The checkpoint's tensors that are not served; the mapping's catalog may lack them."""
+        served = {source.tensor.name for source in self.mapping.sources}
+        if self.layout is not None:
+            served |= self.layout.served_names
+        return tuple(classify_extras(self.catalog, served))
+
+
+def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
+    """Read the checkpoint and the graph and decide where every variable comes from.
+
+    Raises:
+        PublishedAlready: the checkpoint is published by this plan, and `again` is not asked for.
+        UsageError, CheckpointError, GraphError, MappingError: see errors.py.
+    """
+    planned, is_known = made_plan(request, load)
+    if is_known:
+        require_new(request, planned.checkpoint, planned.digest)
+        permission(request).check(request.out, takes_deltas=request.updates is not None)
+    return planned
+
+
+def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
+    """As `plan`, also of what is published already; and whether the checkpoint is, by whatever plan."""
+    require_local(request)
+    version = VersionRule.parse(request.version)
+    require_base_path(request.out)
+    if not mirror.is_remote(request.out):
+        require_no_pattern("--out", request.out)
+    _require_consistent(request)
+    rules, admission = parse_rules(request), parse_admission(request)
+    catalog = open_checkpoint(request.ckpt_dir)
+    checkpoint = Identity.of(catalog)
+    is_known = not request.again and newest_made_from(request.out, checkpoint.digest) is not None
+    if not is_known:
+        permission(request).check(request.out, takes_deltas=request.updates is not None)
+    found = read_both(request, rules, catalog, checkpoint, load)
+    _require_own_directory(request.out, found.catalog)
+    _require_runnable(request, found.graph)
+    graph, layout = lay_out_tables(
+        found.graph, found.catalog, found.rules, admission, request.table_head_room
+    )
+    with advised(request, found.catalog):
+        mapping = map_laid_out(graph, found.catalog, layout, found.rules)
+    check_casts(mapping, found.rules.casts)
+    check_rules(request, graph, found.catalog, mapping)
+    if not request.allow_batch_statistics:
+        switches = mode_switches(graph.meta_graph.graph_def, found.source.feeds)
+        check_batch_statistics(graph, found.catalog, mapping.sources, switches)
+    if not request.allow_dropout:
+        check_dropout(graph, found.source.feeds)
+    in_8_bits = choose_for_8_bits(graph, mapping)
+    graph, mapping = in_8_bits.graph, in_8_bits.mapping
+    unmapped: tuple[Unmapped, ...] = ()
+    if request.map_tables:
+        indexes = layout.index_names if layout is not None else ()
+        chosen = choose_mapped(graph, mapping, takes_deltas=request.updates is not None, indexes=indexes)
+        graph, mapping, unmapped = chosen.graph, chosen.mapping, chosen.unmapped
+    training = training_graph(request, found.catalog)
+    if training is not None:
+        mapping = with_training(mapping, training)
+    planned = Plan(
+        request=request,
+        catalog=found.catalog,
+        checkpoint=found.checkpoint,
+        source=found.source,
+        graph=graph,
+        mapping=mapping,
+        version=version,
+        rules=found.rules,
+        admission=admission,
+        warmup=read_requests(request.warmup, graph.meta_graph) if request.warmup else (),
+        probes=read_requests(request.verify_inputs, graph.meta_graph) if request.verify_inputs else (),
+        training=training,
+        target_notes=_base_notes(request, graph, mapping) if request.updates else _target_notes(request.out),
+        origin=found.origin,
+        layout=layout,
+        golden=read_golden(request.golden) if request.golden else (),
+        unmapped=unmapped,
+    )
+    return planned, is_known
+
+
+def _require_consistent(request: ExportRequest) -> None:
+    """Refuse options that contradict each other."""
+    if request.plain and request.updates:
+        raise UsageError(
+            "--plain: this version takes deltas", hint="leave out --plain, or --incr and --updatable"
+        )
+    if request.updates and request.version:
+        raise UsageError("a base that takes deltas is named by its position", hint="leave --version out")
+    if request.updates and request.format is not ExportFormat.SAVED_MODEL:
+        raise UsageError(f"--format {request.format.value}: only a SavedModel takes deltas")
+    if request.golden and request.format is ExportFormat.METAGRAPH:
+        raise UsageError("--golden asks a SavedModel", hint="leave out --golden, or --format metagraph")
+    if request.warmup and request.no_warmup:
+        raise UsageError("--warmup and --no-warmup: requests, or none", hint="leave one out")
+    if request.map_tables:
+        _require_mappable(request)
+
+
+def _require_mappable(request: ExportRequest) -> None:
+    """Refuse options that contradict mapped tables, whose paths are part of the graph."""
+    if request.overlay_rows is not None and not request.updates:
+        raise UsageError(
+            "--overlay-rows: this version takes no deltas, and has no overlay",
+            hint="leave it out, or add --incr or --updatable",
+        )
+    if request.format is not ExportFormat.SAVED_MODEL:
+        raise UsageError(
+            f"--map-tables --format {request.format.value}: only a SavedModel's tables are mapped"
+        )
+    if request.data is DataMode.LINK:
+        raise UsageError(
+            "--map-tables gives each table a file of its own, --data link copies nothing",
+            hint="leave --data out: what can be linked is",
+        )
+    if request.version == "time":
+        raise UsageError(
+            "--map-tables --version time: the version is part of a path that the graph holds",
+            hint="leave --version out, or name a number",
+        )
+    place = request.served_at
+    if place is None and mirror.is_remote(request.out):
+        raise UsageError(
+            f"--map-tables: servers do not map files of {request.out}",
+            hint="name the directory that they see after a pull: --served-at /models/NAME",
+        )
+    if place is not None and (not place.startswith("/") or "\0" in place):
+        raise UsageError(
+            f"--served-at {place!r}: expected an absolute path",
+            hint=f"name the model's directory as servers see it: --served-at /models/{request.out.name}",
+        )
+    if place is not None:
+        require_no_pattern("--served-at", Path(place))
+
+
+def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
+    """Refuse to run or import a graph here that has operations which TensorFlow lacks, or that do harm."""
+    has_state = bool(graph.state.importing)
+    if request.updates and (graph.foreign or has_state):
+        raise NotServable(
+            "a model with state or operations of another library takes no deltas",
+            cause=f"it needs {by_library(graph.foreign)}"
+            if graph.foreign
+            else "only its own restore fills it",
+            hint="publish full versions: leave --incr and --updatable out",
+        )
+    asked = "--verify outputs" if request.verify is Verify.OUTPUTS else "--golden" if request.golden else ""
+    if imported := asked or ("--updatable" if request.updates else ""):
+        require_harmless(graph.outside, imported, is_allowed=request.allow_code)
+    if asked and graph.foreign:
+        raise UsageError(
+            f"{asked} runs the model here, where TensorFlow lacks {by_library(graph.foreign)}",
+            hint=f"leave {asked} out (--verify bytes runs nothing), and ask a server that knows them",
+        )
+
+
+def _require_own_directory(model: Path, catalog: Catalog) -> None:
+    """Keep versions out of the trainer's directory: it is pruned, copied and removed by other rules."""
+    directory = catalog.prefix.parent
+    if catalog.is_bundle and model.is_dir() and model.samefile(directory):
+        raise UsageError(
+            f"--out {model} is the directory of the checkpoint",
+            cause="versions, deltas and unfinished work would lie among the trainer's files",
+            hint=f"name a directory of the model's own: --out {quoted(model / 'served')}",
+        )
+
+
+def _target_notes(model: Path) -> tuple[str, ...]:
+    """Warn of a plain version over one that takes deltas: servers that load it get no more deltas."""
+    newest = newest_version(model)
+    if newest is None:
+        return ()
+    with suppress(NotUpdatable, ManifestError):
+        LogBase.read(newest.path)
+        return (
+            f"{newest.path} takes deltas, what replaces it does not: --updatable publishes one that does",
+        )
+    return ()
+
+
+_LARGEST_TABLE_BYTES = 64 << 20  # each delta may hold all of a lookup table, which servers read in one piece
+
+
+def _base_notes(request: ExportRequest, graph: InferenceGraph, mapping: VariableMapping) -> tuple[str, ...]:
+    """Return notes on the deltas that a base will take; NotServable if a lookup table is too large."""
+    from exporter.subgraph.make_updatable import schema_of  # plain versions need none of it
+
+    _refuse_large_tables(mapping)
+    notes = schema_of(as_served(graph, mapping)[0]).notes
+    if request.updates and request.updates.finite and not request.verify.includes(Verify.BYTES):
+        return (*notes, "--require-finite checks deltas; with --verify bytes the base's own values, too")
+    return notes
+
+
+def _refuse_large_tables(mapping: VariableMapping) -> None:
+    """Refuse lookup tables that are too large: a delta holds all of one that changed."""
+    sizes = {source.key: source.tensor.bytes_ for source in mapping.sources if not source.variables}
+    for table in mapping.tables:
+        size = sizes[table.keys] + sizes[table.values]
+        if size > _LARGEST_TABLE_BYTES:
+            raise NotServable(
+                f"lookup table {table.node!r} holds {size} bytes; deltas carry up to {_LARGEST_TABLE_BYTES}",
+                cause="each delta after a checkpoint in which it changed would hold all of them",
+                hint="publish full versions: leave --incr or --updatable out; or keep vectors in a variable "
+                "and only row numbers in the table",
+            )
+
+
+def require_new(request: ExportRequest, checkpoint: Identity, digest: str) -> None:
+    """Raise PublishedAlready if the checkpoint is published by a plan of this digest."""
+    made = newest_made_from(request.out, checkpoint.digest)
+    choice = VersionRule.parse(request.version).choice
+    number = choice if isinstance(choice, int) else None
+    takes_deltas = request.updates is not None
+    if made is not None and made.is_by(digest, takes_deltas=takes_deltas, number=number):
+        raise PublishedAlready(made)
+
+
+def permission(request: ExportRequest) -> Permission:
+    """Return which of a hold's and a log's protections the request overrides."""
+    return Permission(request.despite_hold, request.plain)
+
+
+def _digest(planned: Plan) -> str:
+    request, graph, mapping, training = planned.request, planned.graph, planned.mapping, planned.training
+    told: dict[str, object] = told_in_digest(request) | {
+        "graph": _graph(graph),
+        "assets": [[asset.file_name, _file(asset.source)] for asset in graph.assets],
+        "variables": [
+            [s.key, s.tensor.name, s.dtype.label, s.gather_parts, s.scatter_parts] for s in mapping.sources
+        ],
+        "training": None if training is None else [training.tag, _proto(training.meta_graph)],
+        "warmup": [hashlib.sha256(line.record).hexdigest() for line in planned.warmup],
+    }
+    if request.min_freq or request.max_age_steps is not None:  # so spelt since the first release
+        told["admission"] = [request.min_freq, request.max_age_steps]
+    if graph.dynamic_tables:
+        tables = {variable.key for table in graph.dynamic_tables for variable in table.variables}
+        told["tables"] = [[s.key, s.tensor.shape] for s in mapping.sources if s.key in tables]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def _graph(graph: InferenceGraph) -> str:
+    """Return a digest of a graph; with functions, whose names change from run to run, one without names."""
+    if graph.meta_graph.graph_def.library.function:
+        return graph_digest(graph)
+    return _proto(graph.meta_graph)
+
+
+def _proto(message: Any) -> str:
+    return hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
+
+
+def _file(path: Path) -> str:
+    """Return the SHA-256 of a graph's file; MissingAsset if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return sha256_of(file)
+    except OSError as error:
+        raise MissingAsset(f"{path} cannot be read", cause=error.strerror or str(error)) from error
+
+
+def served_at(request: ExportRequest) -> Path:
+    """Return where servers see the model: `--served-at`, by default where it is published."""
+    return Path(request.served_at) if request.served_at is not None else request.out.absolute()

@@ -1,0 +1,71 @@
+"""The step that writes the graph, and what a plain version needs beside it."""
+
+from __future__ import annotations
+
+import os
+
+from exporter.bundle.made_up_requests import made_up_requests
+from exporter.bundle.mapped_tables import NOTHING_MAPPED, MappedTables
+from exporter.bundle.saved_model_writer import write_saved_model
+from exporter.bundle.variables import mapped_files
+from exporter.bundle.warmup import WarmupRequest
+from exporter.errors import AccessRefused, TensorFlowNeeded
+from exporter.graph.outside import require_harmless
+from exporter.mapping.served_graph import as_served
+from exporter.pipeline.full_plan import Plan, served_at
+from exporter.pipeline.overlay_room import room_of_mapped
+from exporter.pipeline.staged import Staged
+from exporter.publish.commit import ReservedPosition, reserve_position
+from exporter.publish.manifest import MappedRecord, MappedTable, UnmappedTable
+
+
+def name_plain_version(staged: Staged) -> None:
+    """Decide the warm-up of a plain version; where tables are mapped, reserve the number in their paths."""
+    planned = staged.plan
+    staged.warmup = _plain_warmup(planned)
+    if any(source.is_mapped for source in staged.mapping.sources) and planned.version.choice == "position":
+        staged.place = reserve_position(planned.request.out, planned.catalog.step)
+
+
+def _plain_warmup(planned: Plan) -> tuple[WarmupRequest, ...]:
+    """The given requests; without any, generated ones for mapped tables: their first reads are slow, too."""
+    request = planned.request
+    if request.warmup or request.no_warmup or not request.map_tables:
+        return planned.warmup
+    try:
+        require_harmless(planned.graph.outside, "warm-up", is_allowed=request.allow_code)  # it is tried here
+        return made_up_requests(as_served(planned.graph, planned.mapping)[0])
+    except (AccessRefused, ImportError, TensorFlowNeeded):  # a plain export of a given graph works without
+        return ()
+
+
+def write_graph(staged: Staged) -> None:
+    """Write `saved_model.pb` and assets; where tables are mapped, with the paths of the staged shards."""
+    files = mapped_files(staged.plan.mapping, staged.variables.catalog)
+    staged.tables = NOTHING_MAPPED
+    if files:
+        place = staged.place
+        number = place.position if isinstance(place, ReservedPosition) else place.choice
+        directory = served_at(staged.plan.request) / str(number)
+        staged.tables = MappedTables.of(directory, files, staged.counter)
+    write_saved_model(staged.graph, staged.mapping, staged.bundle, staged.plan.training, staged.tables)
+    if files:
+        staged.tables.write_id(staged.bundle)
+
+
+def mapped_record(staged: Staged) -> MappedRecord | None:
+    """The manifest's list of mapped tables, and of those that could not be; None if none was asked for."""
+    if not staged.plan.request.map_tables:
+        return None
+    written = {shard.path.name: shard.bytes_ for shard in staged.variables.shards}
+    overlays = room_of_mapped(staged.plan.mapping, staged.plan.request)
+    mapped = [
+        MappedTable(variable.served_name, file, written[file], overlays.get(variable.node))
+        for source in staged.plan.mapping.sources
+        for variable in source.variables
+        if (file := staged.tables.files.get(variable.node)) is not None
+    ]
+    restored = [UnmappedTable(each.key, each.bytes_, each.why) for each in staged.plan.unmapped]
+    # A path need not be UTF-8.
+    place = os.fsencode(staged.tables.directory).decode(errors="backslashreplace") if mapped else ""
+    return MappedRecord(staged.tables.id, place, tuple(mapped), tuple(restored))

@@ -1,0 +1,71 @@
+"""A full export in progress: what its steps hand on to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from msgspec import Struct
+
+from exporter.bundle.mapped_tables import NOTHING_MAPPED, MappedTables
+from exporter.bundle.variables import VariablesReport
+from exporter.bundle.warmup import WarmupRequest
+from exporter.graph.inference_graph import InferenceGraph
+from exporter.mapping.build import VariableMapping
+from exporter.pipeline.full_plan import Plan
+from exporter.publish.commit import ReservedPosition, Staging, VersionRule
+from exporter.publish.manifest import BaseEntry
+from exporter.terminal.progress import ProgressFactory
+
+if TYPE_CHECKING:
+    from exporter.pipeline.trainer_state import TrainerState
+    from exporter.verify.outputs import Difference
+
+
+class Staged(Struct):
+    """A version that is being staged. Steps read what earlier ones have set, and set what later ones need.
+
+    `plan` follows the values: its mapping leads to the checkpoint, then to a bundle made of an archive, and
+    to indexes of tables. `graph` and `mapping` are as they are published: in a base that takes deltas, with
+    the incremental subgraph, whose node `counter` counts updates. `jobs` are left when it is published, so
+    that a second run finds what tasks have done. `increments` are those that staged values do not hold yet.
+    """
+
+    plan: Plan
+    staging: Staging
+    jobs: ExitStack
+    progress: ProgressFactory
+    graph: InferenceGraph
+    mapping: VariableMapping
+    variables: VariablesReport
+    place: VersionRule | ReservedPosition
+    step: int | None
+    warmup: tuple[WarmupRequest, ...]
+    counter: str = ""
+    tables: MappedTables = NOTHING_MAPPED
+    entry: BaseEntry | None = None
+    lineage: str | None = None
+    increments: TrainerState | None = None
+    differences: tuple[Difference, ...] = ()
+
+    @classmethod
+    def of(cls, planned: Plan, staging: Staging, jobs: ExitStack, progress: ProgressFactory) -> Staged:
+        """Nothing is staged yet."""
+        graph, mapping, step = planned.graph, planned.mapping, planned.catalog.step
+        nothing = VariablesReport(mapping.catalog, ())
+        return cls(planned, staging, jobs, progress, graph, mapping, nothing, planned.version, step, ())
+
+    @property
+    def bundle(self) -> Path:
+        """The directory that becomes the version."""
+        return self.staging.path
+
+    def scratch(self, name: str) -> Path:
+        """A path beside the bundle for files that go with the staging."""
+        return self.staging.path.with_name(name)
+
+
+Step: TypeAlias = Callable[[Staged], object]
+"""Writes into the bundle and sets fields for later steps, or raises."""

@@ -1,0 +1,111 @@
+"""Sleep until something arrives in a directory: exporters beside a trainer's, agents beside a model's.
+
+The kernel reports changes of local disks (inotify, by the C library: there is nothing to install). Of network
+file systems it reports those of this machine alone, and systems but Linux report none. So who waits says for
+how long at most.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import select
+import struct
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY, INCREMENTS_DIRECTORY
+
+RENAMED = 0x80
+"""IN_MOVED_TO of <sys/inotify.h>: what was written elsewhere is complete under its name."""
+CHANGED = 0x3C8
+"""And IN_CLOSE_WRITE, IN_MOVED_FROM, IN_CREATE, IN_DELETE: whatever changes which names are there."""
+
+_QUIET_S = 0.003
+"""A save, or a publication, renames several files; what comes within so short a time is one arrival."""
+_LONGEST_BURST_S = 0.05  # who never pauses must not keep us from looking
+_BUFFER_BYTES = 1 << 16
+_EVENT = struct.Struct("iIII")  # struct inotify_event; as many bytes of a name follow as its last field says
+_NO_MATTER = {errno.ENOENT, errno.ENOTDIR, errno.EACCES}
+"""Such a directory is asked for again by the next call; whoever lists it finds out what is wrong with it."""
+_LOOK_S = 0.1  # an event of Python's threads cannot be waited for beside a descriptor
+
+
+class Arrivals:
+    """Waits for changes in directories. Names that begin with a dot wake nobody: locks, unfinished work."""
+
+    def __init__(self, directories: Iterable[Path] = (), kind: int = RENAMED) -> None:
+        self._kind = kind
+        self._directories = list(directories)
+        self._libc, self._events = _inotify()
+
+    @classmethod
+    def of_trainer(cls, ckpt_dir: Path) -> Arrivals:
+        """What a trainer finishes in its checkpoint directory."""
+        increments = (INCREMENTS_DIRECTORY, DEEPREC_INCREMENTS_DIRECTORY)
+        return cls([ckpt_dir, *(ckpt_dir / name for name in increments)])
+
+    def sleep(self, seconds: float) -> None:
+        """Wait up to `seconds` for a change in the directories, which need not exist yet."""
+        self.watch(self._directories)
+        self.wait(seconds)
+
+    def watch(self, directories: Iterable[Path]) -> str:
+        """Have the kernel report these directories from now on; returns why it does not, "" if it does."""
+        if self._libc is None:
+            return "the system does not report them"
+        for directory in directories:  # one that is known costs a call to the system
+            if self._libc.inotify_add_watch(self._events, os.fsencode(directory), self._kind) < 0:
+                import ctypes
+
+                if (code := ctypes.get_errno()) not in _NO_MATTER:
+                    return os.strerror(code)
+        return ""
+
+    def wait(self, seconds: float, stop: threading.Event | None = None) -> None:
+        """Wait up to `seconds` for a change since the last call; `stop` ends it, too."""
+        until = time.monotonic() + seconds
+        longest = math.inf if stop is None else _LOOK_S
+        while not self._arrives(max(0.0, min(until - time.monotonic(), longest))):
+            if time.monotonic() >= until or (stop is not None and stop.is_set()):
+                return
+        until = time.monotonic() + _LONGEST_BURST_S
+        while self._arrives(_QUIET_S) and time.monotonic() < until:
+            pass
+
+    def _arrives(self, seconds: float) -> bool:
+        """Wait for an event, and say if it is about a name that matters."""
+        if self._libc is None:
+            time.sleep(seconds)
+            return False
+        if not select.select([self._events], [], [], seconds)[0]:
+            return False
+        return any(not name.startswith(b".") for name in _names(os.read(self._events, _BUFFER_BYTES)))
+
+    def __del__(self) -> None:
+        if self._events >= 0:
+            os.close(self._events)
+
+
+def _names(events: bytes) -> Iterator[bytes]:
+    """The names that events are about; an empty one if events were lost, or a directory is gone."""
+    at = 0
+    while at < len(events):
+        *_, size = _EVENT.unpack_from(events, at)
+        at += _EVENT.size + size
+        yield events[at - size : at]
+
+
+def _inotify() -> tuple[Any, int]:
+    """The C library and a descriptor to read events from; None and -1 if the kernel cannot be asked."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "inotify_init1"):
+        return None, -1
+    descriptor = int(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+    return (libc, descriptor) if descriptor >= 0 else (None, -1)
