@@ -38,6 +38,11 @@ class SliceSpec(Struct, frozen=True):
         return cls(shape, (0,) * len(shape), shape)
 
     @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index of an array of shape `full_shape`."""
+        return tuple(slice(start, start + n) for start, n in zip(self.starts, self.lengths, strict=True))
+
+    @property
     def is_full(self) -> bool:
         """True if the box is the whole tensor."""
         return self.lengths == self.full_shape

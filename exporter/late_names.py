@@ -1,4 +1,4 @@
-"""Names of a package that are imported when first used, so that importing the package is cheap."""
+"""What is imported when it is first used: the names of a package, and TensorFlow."""
 
 from __future__ import annotations
 
@@ -21,3 +21,17 @@ def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         return getattr(import_module(homes[name]), name)
 
     return get
+
+
+class _LateModule:
+    """A module that is imported when one of its names is first asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)
+
+
+tf: Any = _LateModule("tensorflow")
+"""TensorFlow, which takes seconds to import: most commands never ask it for anything."""

@@ -203,6 +203,8 @@ class FleetFinding(Struct, frozen=True):
     """More of it; may be empty."""
     command: str
     """The command that helps; may be empty."""
+    code: str
+    """What it is, in a word that does not change; [what each means](findings.md)."""
 
 
 class AgentStatus(Struct, frozen=True):

@@ -6,6 +6,8 @@ from enum import IntEnum
 
 from msgspec import Struct
 
+from exporter.wire.version_state import VersionState as VersionState
+
 MAX_MESSAGE_CHARACTERS = 1024
 """TF Serving cuts the message of a failed call to this length."""
 
@@ -34,17 +36,6 @@ class Code(IntEnum):
     UNAVAILABLE = 14
     DATA_LOSS = 15
     UNAUTHENTICATED = 16
-
-
-class VersionState(IntEnum):
-    """The state of a version (source: tensorflow_serving/apis/get_model_status.proto)."""
-
-    UNKNOWN = 0
-    START = 10
-    LOADING = 20
-    AVAILABLE = 30
-    UNLOADING = 40
-    END = 50
 
 
 class VersionStatus(Struct, frozen=True):

@@ -13,9 +13,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from exporter.errors import CallFailed, ManifestError, PositionError, ServerError
-from exporter.publish.delta_log import DeltaLog
-from exporter.publish.timeline import Event, Timeline, read_timeline
+from exporter.errors import CallFailed, ServerError
+from exporter.publish.judge import lag, seconds_since
+from exporter.publish.model import Model
+from exporter.publish.served import Served
 from exporter.terminal.output import Output
 from exporter.terminal.progress import human_time
 from exporter.transfer.opened import opened
@@ -67,7 +68,7 @@ def _ask(client: ModelClient, status: VersionStatus) -> ServedVersion:
     )
 
 
-def compare(versions: Sequence[ServedVersion], target: Timeline, now: datetime) -> list[ServedVersion]:
+def compare(versions: Sequence[ServedVersion], target: Model, now: datetime) -> list[ServedVersion]:
     """Add to each available version how far it is behind what is published."""
     return [
         _compare(found, target, now) if found.state == VersionState.AVAILABLE.name else found
@@ -75,13 +76,12 @@ def compare(versions: Sequence[ServedVersion], target: Timeline, now: datetime) 
     ]
 
 
-def _compare(found: ServedVersion, target: Timeline, now: datetime) -> ServedVersion:
-    events = target.events
-    own = next((event for event in events if event.path.name == str(found.version)), None)
+def _compare(found: ServedVersion, target: Model, now: datetime) -> ServedVersion:
+    own = next((event for event in target.publications if event.path.name == str(found.version)), None)
     if own is None:
         return replace(found, problem=f"version {found.version} is not published there")
-    newest = max(int(event.path.name) for event in events if event.from_position is None)
-    newer = newest if newest > found.version else None
+    newest = target.newest_version
+    newer = newest if newest is not None and newest > found.version else None
     if found.position is None:
         return replace(
             found,
@@ -91,48 +91,31 @@ def _compare(found: ServedVersion, target: Timeline, now: datetime) -> ServedVer
             published=own.created,
             age_seconds=_seconds_since(own.created, now),
         )
-    log = target.log if target.log is not None and target.log.number == own.log else None
-    if log is not None and log.lineage != found.lineage:
+    log = target.logs.get(found.lineage or "")
+    if own.log is not None and (log is None or log.number != own.log):
         return replace(found, problem="it belongs to another log than the published one")
-    position, since = found.position, _published_at(events, own.log, found.position)
-    event_time = _event_time(events, own.log, position)
+    state = VersionState[found.state]
+    at = lag(target, Served(found.version, state, found.position, found.step, found.lineage or ""))
+    published = None if at.at is None else at.at.created
+    event_time = None if at.at is None else at.at.event_time
     found = replace(
         found,
-        published=since,
-        age_seconds=_seconds_since(since, now),
+        published=published,
+        age_seconds=_seconds_since(published, now),
         event_time=event_time,
         event_age_seconds=_seconds_since(event_time, now),
     )
-    if log is None:
+    if target.current is None or log is None or log.number != target.current.number:
         return replace(found, newer_version=newer, problem=None if newer is None else "its log has ended")
     steps = None
-    if found.step is not None and log.at.step is not None:
-        steps = log.at.step - found.step
-    deltas, problem = _deltas_left(log, position, target.hold)
-    return replace(found, behind_deltas=deltas, behind_steps=steps, problem=problem)
+    if found.step is not None and target.at is not None and target.at.step is not None:
+        steps = target.at.step - found.step
+    behind = None if at.gap else len(at.left)
+    return replace(found, behind_deltas=behind, behind_steps=steps, problem=at.gap or None)
 
 
 def _seconds_since(time: datetime | None, now: datetime) -> float | None:
-    return None if time is None else round(max(0.0, (now - time).total_seconds()), 3)
-
-
-def _published_at(events: Sequence[Event], log: int | None, position: int) -> datetime | None:
-    """When a position was first published. A merged delta or a base may lead there again later."""
-    times = [event.created for event in events if (event.log, event.position) == (log, position)]
-    return min((time for time in times if time is not None), default=None)
-
-
-def _event_time(events: Sequence[Event], log: int | None, position: int) -> datetime | None:
-    """The newest event that a position was trained on, from the first publication that records one."""
-    there = (event.event_time for event in events if (event.log, event.position) == (log, position))
-    return next((time for time in there if time is not None), None)
-
-
-def _deltas_left(log: DeltaLog, position: int, hold: int | None) -> tuple[int | None, str | None]:
-    try:
-        return len(log.ahead_of(position, hold)), None
-    except (PositionError, ManifestError) as error:
-        return None, error.message
+    return None if time is None else round(seconds_since(time, now), 3)
 
 
 def run(client: ModelClient, published: Path | None, sink: Output) -> None:
@@ -141,7 +124,7 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
     found, target = ask(client, statuses), None
     if published is not None:
         with opened(published, read_only=True) as model:
-            target = read_timeline(model.path)
+            target = model.carry(lambda: Model.history(model.path))
             found = compare(found, target, datetime.now(timezone.utc))
     document = ModelStatus(
         address=client.address,
@@ -165,12 +148,12 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
     _require_available(client, statuses)
 
 
-def _published(history: Timeline) -> Published:
+def _published(history: Model) -> Published:
     at = history.at
     return Published(at.position if at else None, at.step if at else None, history.hold)
 
 
-def _newest(target: Timeline | None) -> str:
+def _newest(target: Model | None) -> str:
     if target is None:
         return ""
     held = "" if target.hold is None else f", held at {target.hold}"

@@ -17,9 +17,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import CallFailed, UsageError
+from exporter.publish.served import Served, ServedTables
 from exporter.wire.update_status import ANOTHER_RUNS, UNREADABLE_HOLD, UpdateStatus
 from serving.client import ModelClient
-from serving.status import Code, VersionState
+from serving.status import Code, VersionState, VersionStatus, error_text
 
 STATUS_SIGNATURE = "incremental_status"
 UPDATE_SIGNATURE = "incremental_update"
@@ -39,27 +40,6 @@ _REFUSED = "INVALID_ARGUMENT"
 _HINT = "list the positions: export-model history MODEL"
 _MOST_CALLS = 20
 _LONGEST_PAUSE_S = 0.1
-
-
-class ServedTables(Struct, frozen=True):
-    """The tables of a base that was made to map them: how many a server maps, of how many.
-
-    `overlay_percent` is how full the fullest overlay of changed rows is; one with room for every row does not
-    count.
-    """
-
-    mapped: int
-    wanted: int
-    overlay_percent: int
-
-    @property
-    def text(self) -> str:
-        """`mapped`, or `restored: ` and why; then how full the overlay is, once it holds a hundredth."""
-        state = "mapped"
-        if self.mapped < self.wanted:
-            few = f"{self.wanted - self.mapped} of {self.wanted} " if self.mapped else ""
-            state = f"{few}restored: the files are not where the graph looks for them (--served-at)"
-        return f"{state}, overlay {self.overlay_percent} % full" if self.overlay_percent else state
 
 
 class IncrementalStatus(Struct, frozen=True):
@@ -93,6 +73,33 @@ def read_incremental_status(client: ModelClient, version: int) -> IncrementalSta
         names = ("mapped_tables", "tables_to_map", "overlay_percent")
         tables = ServedTables(*(int(found[name][0]) for name in names))
     return IncrementalStatus(int(found["position"][0]), int(found["step"][0]), lineage, unsettled, tables)
+
+
+def read_served(client: ModelClient, status: VersionStatus) -> Served:
+    """A version of a server, with its position if it is available and takes deltas.
+
+    Raises:
+        CallFailed (exporter.errors): the server did not respond, or refused.
+    """
+    version = Served(status.version, status.state, message=error_text(status))
+    if not version.is_available:
+        return version
+    try:
+        found = read_incremental_status(client, status.version)
+    except CallFailed as error:
+        if error.code == "NOT_FOUND":  # unloaded between the two calls
+            return version
+        raise
+    if found is None:
+        return version
+    return replace(
+        version,
+        position=found.position,
+        step=found.step,
+        lineage=found.lineage,
+        unsettled=found.unsettled,
+        tables=found.tables,
+    )
 
 
 class Updated(Struct, frozen=True):

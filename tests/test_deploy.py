@@ -21,6 +21,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from exporter.publish.served import ServedTables
 from exporter.version import __version__
 from serving.agent.audit import Audited
 from serving.agent.journal import AgentEvent, EventKind
@@ -35,7 +36,6 @@ from serving.agent.view import (
     VersionView,
 )
 from serving.cli import app as serving_app
-from serving.updates import ServedTables
 from tests.support.commands import export_model, run_app
 from tests.support.deployed import DEPLOY, KUBERNETES, agent_of, documents, kserve_pod, pods
 from tests.support.forks import run_warm

@@ -28,7 +28,7 @@ from exporter.increments.increment import to_json as increment_to_json
 from exporter.publish.delta_log import DeltaLog, LogBase, list_deltas, read_log
 from exporter.publish.hold import Hold
 from exporter.publish.manifest import DeltaEntry, from_json, to_json
-from exporter.publish.timeline import read_timeline as read_publications
+from exporter.publish.model import Model
 from exporter.publish.versions import read_manifest
 from exporter.storage.layout import CACHES_DIRECTORY, HASHES_DIRECTORY
 from exporter.training.store import Store
@@ -140,7 +140,7 @@ def test_bases_are_what_they_were(release: Path, name: str) -> None:
 
 def test_versions_without_deltas_are_what_they_were(release: Path) -> None:
     model, wanted = release / "models/plain", expected(release, "plain")
-    assert [event.position for event in read_publications(model).events] == wanted["versions"]
+    assert [event.position for event in Model.read(model).publications] == wanted["versions"]
     assert Hold(model).read() == wanted["hold"]
     taken_back = read_manifest(model / str(wanted["versions"][-1])).taken_back
     assert taken_back is not None

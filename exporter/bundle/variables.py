@@ -30,8 +30,8 @@ from exporter.checkpoint.tensor_bundle import MAX_SHARDS, encode_index, index_pa
 from exporter.errors import LinkRefused, MappingError, UsageError
 from exporter.jobs.runner import LOCAL, Job, Runner
 from exporter.jobs.shard_job import Place, Placed, ShardJob, Sources, Stored, stored_runs, tensors_of
+from exporter.jobs.shard_sections import MovedRows, QuantisedRows, RowErrors, WriteShard
 from exporter.jobs.task import Range, piece_bytes
-from exporter.jobs.write_shard import MovedRows, QuantisedRows, RowErrors, WriteShard
 from exporter.mapping.build import VariableMapping
 from exporter.mapping.tensor_source import TensorSource
 from exporter.options import DataMode

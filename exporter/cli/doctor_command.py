@@ -5,10 +5,9 @@ The one place of the exporter where model servers are asked: what is published a
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +24,8 @@ from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.transfer.opened import opened
 
 if TYPE_CHECKING:
-    from exporter.cli.examination import AskedServer, Examination, Finding
+    from exporter.cli.examination import Examination
+    from exporter.publish.judge import Finding, Server
 
 
 _of_target = partial(Option, goes_with="--target")
@@ -80,18 +80,18 @@ def doctor(
       export-model doctor models/ranker --ckpt-dir train/ --target localhost:8500 --target 10.0.0.7
     """
     with command(printing) as sink, opened(model, read_only=True) as opened_model:
-        from exporter.cli.examination import diagnosis, examine, judge
+        from exporter.cli.examination import diagnosis, examine
+        from exporter.publish.judge import Limits, judge
+        from exporter.publish.model import Model
 
-        model, now = opened_model.path, time.time()
+        model, now = opened_model.path, datetime.now(timezone.utc)
         name = servers.model_name or model.resolve().name
         replicas = [_ask(address, name, servers.deadline, access) for address in servers.target]
 
         def look() -> tuple[Examination, list[Finding]]:
-            seen = examine(model, ckpt_dir, now=now, is_remote=opened_model.is_remote)
-            judged = (
-                judge(model, seen.found, replica, now=now, patience=servers.patience) for replica in replicas
-            )
-            return seen, [*seen.findings, *chain.from_iterable(judged)]
+            seen = examine(model, ckpt_dir, now=now.timestamp(), is_remote=opened_model.is_remote)
+            published = Model.read(model) if replicas else Model()
+            return seen, [*seen.findings, *judge(published, replicas, now, Limits(servers.patience))]
 
         seen, findings = opened_model.carry(look)
         _report(seen, findings, replicas, ckpt_dir, sink)
@@ -100,44 +100,33 @@ def doctor(
             raise error
 
 
-def _ask(address: str, name: str, deadline: float, access: ServerAccess) -> AskedServer:
-    from exporter.cli.examination import AVAILABLE, AskedServer, ServedState
+def _ask(address: str, name: str, deadline: float, access: ServerAccess) -> Server:
     from exporter.errors import CallFailed
+    from exporter.publish.judge import Server
     from serving.client import ModelClient
-    from serving.updates import read_incremental_status
+    from serving.updates import read_served
 
     with ModelClient(address, name, deadline_s=deadline, access=access) as client:
-        versions: dict[int, ServedState] = {}
         try:
-            for status in client.status():
-                at = (
-                    read_incremental_status(client, status.version)
-                    if status.state.name == AVAILABLE
-                    else None
-                )
-                versions[status.version] = ServedState(
-                    status.state.name,
-                    f"{status.code.name}: {status.message}" if status.code else "",
-                    None if at is None else at.position,
-                    None if at is None else at.lineage,
-                )
+            return Server(client.address, name, tuple(read_served(client, each) for each in client.status()))
         except CallFailed as error:
-            return AskedServer(client.address, name, failure=error)
-        return AskedServer(client.address, name, versions)
+            return Server(client.address, name, failure=error)
 
 
 def _report(
     seen: Examination,
     findings: list[Finding],
-    replicas: list[AskedServer],
+    replicas: list[Server],
     ckpt_dir: Path | None,
     sink: Output,
 ) -> None:
-    from exporter.cli.documents.diagnosis import Diagnosis, Target
+    from exporter.cli.documents import diagnosis as documents
+    from exporter.cli.examination import check_of
+    from exporter.publish.judge import Level
 
     found = seen.found
-    wrong = sum(finding.level.value == "wrong" for finding in findings)
-    document = Diagnosis(
+    wrong = sum(finding.level is Level.WRONG for finding in findings)
+    document = documents.Diagnosis(
         model=str(seen.model),
         status="wrong" if wrong else "warnings" if findings else "well",
         versions=found.versions,
@@ -147,22 +136,33 @@ def _report(
         hold=found.hold,
         ckpt_dir=None if ckpt_dir is None else str(ckpt_dir),
         targets=[
-            Target(
+            documents.Target(
                 address=replica.address,
                 model=replica.name,
-                versions={str(number): answer.state for number, answer in replica.versions.items()},
-                positions={str(number): answer.position for number, answer in replica.versions.items()},
+                versions={str(answer.number): answer.state.name for answer in replica.versions},
+                positions={str(answer.number): answer.position for answer in replica.versions},
             )
             for replica in replicas
         ],
-        findings=findings,
+        findings=[
+            documents.Finding(
+                check_of(each).value,
+                "wrong" if each.level is Level.WRONG else "warning",
+                each.text,
+                each.command,
+                each.why or None,
+                each.code.value,
+            )
+            for each in findings
+        ],
     )
     sink.result(document, _lines(seen, findings, replicas, ckpt_dir))
 
 
 def _lines(
-    seen: Examination, findings: list[Finding], replicas: list[AskedServer], ckpt_dir: Path | None
+    seen: Examination, findings: list[Finding], replicas: list[Server], ckpt_dir: Path | None
 ) -> Iterator[str]:
+    from exporter.cli.examination import check_of
     from exporter.terminal.progress import count
 
     found = seen.found
@@ -182,8 +182,8 @@ def _lines(
         colour = "red" if finding.level.value == "wrong" else "yellow"
         yield ""
         level = f"[bold {colour}]{finding.level.value:<8}[/]"
-        yield f"{level} [bold]{finding.check.value}[/]: {escape(finding.message)}"
-        if finding.cause:
-            yield f"{'':<9}cause: {escape(finding.cause)}"
+        yield f"{level} [bold]{check_of(finding).value}[/]: {escape(finding.text)}"
+        if finding.why:
+            yield f"{'':<9}cause: {escape(finding.why)}"
         is_command = finding.command.startswith(("export-model ", "serve-model "))
         yield f"{'':<9}{'$' if is_command else 'hint:'} {escape(finding.command)}"

@@ -1,29 +1,27 @@
-"""Examine a model on disk and its servers' answers; each finding names its cause and the command that helps.
+"""Examine a model on disk; each finding names its cause and the command that helps.
 
 `examine` runs the checks in the order in which problems should be repaired: what is published (damage, gaps,
 holds, orphaned and foreign files, times), then its surroundings (left-overs, permissions, clocks, checkpoints
-and links to them). `judge` decides about a model server by its answers: does it run, does it serve the newest
-version, how far behind is it? Nothing here calls a server.
+and links to them). What servers say is judged by `exporter.publish.judge`. Nothing here calls a server.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
-from msgspec import Struct, field
-from msgspec.structs import force_setattr, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.bundle.link import NewFile, link_shard
 from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
-from exporter.delta.spans import plan_chain
+from exporter.delta.spans import furthest, plan_chain
 from exporter.errors import (
-    CallFailed,
     CheckpointError,
     DeltaGap,
     ExportError,
@@ -40,6 +38,7 @@ from exporter.publish.commit import NO_SYNC_HINT, cannot_sync
 from exporter.publish.delta_log import DeltaLog, LogDelta, read_log
 from exporter.publish.finite import lasting, refused
 from exporter.publish.hold import Hold
+from exporter.publish.judge import Code, Finding, Level, command
 from exporter.publish.manifest import BaseEntry
 from exporter.publish.mapped_state import mapped_elsewhere, network_file_system, why_restored
 from exporter.publish.permission import binding
@@ -55,16 +54,8 @@ from exporter.publish.versions import (
 )
 from exporter.storage.files import sync, writing
 from exporter.storage.layout import DELTAS_DIRECTORY, LOCK_FILE, SAVED_MODEL_FILES
-from exporter.storage.local_paths import quoted
-from exporter.terminal.progress import count, human_bytes, human_time
+from exporter.terminal.progress import count, human_bytes
 from exporter.verify.log import Damage, VerifiedModel, verify_model
-
-
-class Level(StrEnum):
-    """`WRONG`: something is not served as it should be. `WARNING`: it works, and costs or will end."""
-
-    WRONG = "wrong"
-    WARNING = "warning"
 
 
 class Check(StrEnum):
@@ -87,28 +78,32 @@ class Check(StrEnum):
     REPLICAS = "replicas"
 
 
-class Finding(Struct, frozen=True):
-    """Something that is wrong, or will be."""
+CHECKS = {
+    Code.DAMAGED: Check.FILES,
+    Code.NO_WAY: Check.WAYS,
+    Code.NOT_FINITE: Check.FINITE,
+    Code.ORPHANS: Check.ORPHANS,
+    Code.FOREIGN: Check.STRANGERS,
+    Code.NOT_LOADABLE: Check.STRANGERS,
+    Code.LEFT_OVERS: Check.LEFT_OVERS,
+    Code.HELD: Check.HOLD,
+    Code.HOLD_UNREADABLE: Check.HOLD,
+    Code.CANARY_LATE: Check.HOLD,
+    Code.CLOCK: Check.CLOCK,
+    Code.DURABILITY: Check.DURABILITY,
+    Code.UNREADABLE: Check.PERMISSIONS,
+    Code.KEPT_OUT: Check.PERMISSIONS,
+    Code.NOT_WRITABLE: Check.PERMISSIONS,
+    Code.COPIES: Check.LINKS,
+    Code.CHECKPOINT: Check.CHECKPOINT,
+    Code.TABLE_FULL: Check.TABLES,
+    Code.NOT_MAPPED: Check.MAPPED,
+}
 
-    check: Check
-    """What was looked at: `files`, `ways`, `hold`, `replicas`, ..."""
-    level: Level
-    """`wrong`: something is not served as it should be. `warning`: it works, and costs or will end."""
-    message: str
-    """What was found."""
-    command: str
-    """The next command."""
-    cause: str | None = None
-    """Why, or since when."""
 
-    def __post_init__(self) -> None:
-        """Have one way to say that no cause is known."""
-        force_setattr(self, "cause", self.cause or None)
-
-
-def command(*words: str | Path) -> str:
-    """A command line to paste into a shell."""
-    return " ".join(map(quoted, words))
+def check_of(finding: Finding) -> Check:
+    """What was looked at; what no other check finds is said of replicas."""
+    return Check(finding.check) if finding.check else CHECKS.get(finding.code, Check.REPLICAS)
 
 
 def diagnosis(model: Path, findings: Iterable[Finding]) -> ExportError | None:
@@ -119,122 +114,13 @@ def diagnosis(model: Path, findings: Iterable[Finding]) -> ExportError | None:
     wrong = [finding for finding in findings if finding.level is Level.WRONG]
     if not wrong:
         return None
-    checks = {finding.check for finding in wrong}
+    checks = {check_of(finding) for finding in wrong}
     kind: type[ExportError] = VerificationError
     if checks <= {Check.CHECKPOINT, Check.REPLICAS}:
         kind = CheckpointError if Check.CHECKPOINT in checks else ServerError
     many = f"{count(len(wrong), 'thing')} {'is' if len(wrong) == 1 else 'are'}"
     first = wrong[0]
-    return kind(f"{many} wrong with {model}: {first.message}", cause=first.cause or "", hint=first.command)
-
-
-AVAILABLE = "AVAILABLE"
-
-
-class ServedState(Struct, frozen=True):
-    """A version on a server: its state, the error that it ended with, and where it stands.
-
-    `position` and `lineage` are None where it takes no deltas, or was not asked.
-    """
-
-    state: str
-    error: str = ""
-    position: int | None = None
-    lineage: str | None = None
-
-
-class AskedServer(Struct, frozen=True):
-    """A server's answers by version; `failure` says why there are none."""
-
-    address: str
-    name: str
-    versions: Mapping[int, ServedState] = field(default_factory=dict)
-    failure: CallFailed | None = None
-
-
-def judge(
-    model: Path, found: VerifiedModel, replica: AskedServer, *, now: float, patience: float
-) -> Iterator[Finding]:
-    """Find what is wrong with a replica of `model`; it is not late within `patience` seconds of a
-    publication.
-    """
-    where = f"{replica.name} on {replica.address}"
-    if (failure := replica.failure) is not None:
-        is_gone = failure.code == "UNAVAILABLE"
-        start = command("serve-model", "run", model, "--port", replica.address.rpartition(":")[2])
-        remedy = start if is_gone else command("serve-model", "status", replica.address, "--model", "NAME")
-        yield Finding(Check.REPLICAS, Level.WRONG, failure.message, remedy, failure.cause)
-        return
-    newest = newest_version(model)
-    if newest is None:
-        return
-    answer = replica.versions.get(newest.version)
-    status = command("serve-model", "status", replica.address, "--model", replica.name)
-    if answer is None or answer.state != AVAILABLE:
-        serves = [str(version) for version, other in replica.versions.items() if other.state == AVAILABLE]
-        state = "is not known there" if answer is None else f"is in state {answer.state}"
-        what = f"version {newest.version} {state}; it serves {', '.join(serves) or 'nothing'}"
-        level = Level.WRONG
-        if serves and not (answer and answer.error) and _age(newest.path, now) < patience:
-            level = Level.WARNING
-        yield Finding(Check.REPLICAS, level, f"{where}: {what}", status, answer.error if answer else "")
-        return
-    if answer.position is None or found.log is None:
-        return
-    if answer.lineage is not None and answer.lineage != found.log.lineage:
-        yield Finding(
-            Check.REPLICAS,
-            Level.WRONG,
-            f"{where}: version {newest.version} is not the one published under {model}: it takes no delta of "
-            "its log",
-            status,
-            f"its lineage is {answer.lineage}, expected {found.log.lineage}",
-        )
-        return
-    yield from _behind(found, replica, answer.position, now=now, patience=patience)
-
-
-def _behind(
-    found: VerifiedModel, replica: AskedServer, position: int, *, now: float, patience: float
-) -> Iterator[Finding]:
-    assert found.log is not None
-    log, where = found.log, f"{replica.name} on {replica.address}"
-    update = command("serve-model", "update", replica.address, "--model", replica.name)
-    if found.hold is not None and position > found.hold and not log.hold.is_canary:
-        yield Finding(
-            Check.REPLICAS,
-            Level.WARNING,
-            f"{where} stands at {position}, beyond the hold at {found.hold}: only a rollback leads back",
-            command("export-model", "rollback", log.model, "--to", str(found.hold)),
-        )
-        return
-    try:
-        missing = log.ahead_of(position, found.hold)
-    except PositionError as error:
-        yield Finding(
-            Check.REPLICAS,
-            Level.WRONG,
-            f"{where} stands at {position}, from where no delta leads on",
-            command("export-model", "verify", log.model),
-            error.message,
-        )
-        return
-    if missing:
-        oldest = max(_age(delta.path, now) for delta in log.deltas if position < delta.end <= missing[-1].end)
-        level = Level.WARNING if oldest < patience else Level.WRONG
-        goal, many = missing[-1].end, count(len(missing), "delta")
-        message = (
-            f"{where} stands at {position}, {many} behind {goal}; the oldest is {human_time(oldest)} old"
-        )
-        yield Finding(Check.REPLICAS, level, message, update)
-
-
-def _age(published: Path, now: float) -> float:
-    """Seconds since a version or delta was published; 0 if it does not say."""
-    try:
-        return max(0.0, now - read_head(published).created.timestamp())
-    except ManifestError:
-        return 0.0
+    return kind(f"{many} wrong with {model}: {first.text}", cause=first.why, hint=first.command)
 
 
 _CLOSED = {"others": "users outside its group", "group": "its group", "owner": "its owner"}
@@ -246,11 +132,10 @@ def left_overs(model: Path) -> Iterator[Finding]:
     if found:
         size = sum(map(size_of, found))
         yield Finding(
-            Check.LEFT_OVERS,
-            Level.WARNING,
+            Code.LEFT_OVERS,
             f"{count(len(found), 'left-over')} of killed exporters ({human_bytes(size)}) under {model}",
+            "the next export removes what it may",
             command("rm", "-r", *found),
-            cause="the next export removes what it may",
         )
 
 
@@ -266,14 +151,14 @@ def checkpoint(model: Path, ckpt_dir: Path) -> Iterator[Finding]:
     try:
         catalog = open_checkpoint(ckpt_dir)
     except CheckpointError as error:
-        yield Finding(Check.CHECKPOINT, Level.WRONG, error.message, _as_command(error.hint), error.cause)
+        yield Finding(Code.CHECKPOINT, error.message, error.cause, _as_command(error.hint))
         return
     if not catalog.is_bundle:  # its values are written again in any case
         return
     try:
         reason = _why_not_linked(model, catalog)
     except CheckpointError as error:
-        yield Finding(Check.CHECKPOINT, Level.WRONG, error.message, _as_command(error.hint), error.cause)
+        yield Finding(Code.CHECKPOINT, error.message, error.cause, _as_command(error.hint))
         return
     except PublishError:  # `permissions` tells
         same = catalog.prefix.parent.stat().st_dev == model.stat().st_dev
@@ -281,11 +166,10 @@ def checkpoint(model: Path, ckpt_dir: Path) -> Iterator[Finding]:
     if reason:
         closed = [path for path in catalog.shards if f" of {path.name} " in reason]
         yield Finding(
-            Check.LINKS,
-            Level.WARNING,
+            Code.COPIES,
             f"each full export copies {human_bytes(catalog.bytes_)} instead of linking {catalog.prefix}",
+            reason if closed else f"{reason}; links need one file system for checkpoints and model",
             command("chmod", "a+r", *catalog.shards) if closed else command("df", ckpt_dir, model),
-            cause=reason if closed else f"{reason}; links need one file system for checkpoints and model",
         )
 
 
@@ -299,10 +183,9 @@ def clock_of_files(model: Path, now: float) -> Iterator[Finding]:
     if abs(ahead) > FUTURE_SECONDS:
         where = "ahead of" if ahead > 0 else "behind"
         yield Finding(
-            Check.CLOCK,
-            Level.WARNING,
+            Code.CLOCK,
             f"the file system of {model} is {abs(ahead):.0f} s {where} this machine's clock",
-            "timedatectl status",
+            command="timedatectl status",
         )
 
 
@@ -315,7 +198,7 @@ def durability(model: Path) -> Iterator[Finding]:
         return
     if not is_durable:
         where = command("findmnt", "-T", model)
-        yield Finding(Check.DURABILITY, Level.WARNING, cannot_sync(model), where, NO_SYNC_HINT)
+        yield Finding(Code.DURABILITY, cannot_sync(model), NO_SYNC_HINT, where)
 
 
 def _closed_files(model: Path) -> Iterator[Finding]:
@@ -338,11 +221,10 @@ def _closed_files(model: Path) -> Iterator[Finding]:
         more = f", and {len(closed) - 1} more like it" if len(closed) > 1 else ""
         tops = sorted({_top(model, path) for path, _ in closed})
         yield Finding(
-            Check.PERMISSIONS,
-            Level.WRONG,
+            Code.UNREADABLE,
             f"{mode}{more}: a server of another user sees the version and cannot read it",
+            f"{_CLOSED[lost]} may look into {model}, but not read this",
             command("chmod", "-R", "a+rX" if lost == "others" else "g+rX", *tops),
-            cause=f"{_CLOSED[lost]} may look into {model}, but not read this",
         )
 
 
@@ -354,11 +236,10 @@ def _closed_above(model: Path) -> Iterator[Finding]:
         needed = stat.S_IXOTH | (stat.S_IROTH if directory == top else 0)
         if mode & needed != needed:
             yield Finding(
-                Check.PERMISSIONS,
-                Level.WARNING,
+                Code.KEPT_OUT,
                 f"{directory} has mode {stat.S_IMODE(mode):04o}: a server that runs as another user than "
                 f"uid {directory.stat().st_uid} or outside group {directory.stat().st_gid} reads nothing",
-                command("chmod", "o+rx" if directory == top else "o+x", directory),
+                command=command("chmod", "o+rx" if directory == top else "o+x", directory),
             )
             return
 
@@ -377,7 +258,7 @@ def _not_writable(model: Path) -> Iterator[Finding]:
                 helps = command("sudo", "-u", f"#{owner}", "export-model", "doctor", model)
             else:
                 why = f"has mode {stat.S_IMODE(path.stat().st_mode):04o}"
-            yield Finding(Check.PERMISSIONS, Level.WARNING, f"{said}: {path} {why}", helps)
+            yield Finding(Code.NOT_WRITABLE, f"{said}: {path} {why}", command=helps)
             return
 
 
@@ -444,12 +325,12 @@ def damage(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
         if problem.path.name == Hold(model).path.name:
             yield _broken_hold(model, problem)
             continue
-        check = Check.WAYS if isinstance(problem.error, DeltaGap) else Check.FILES
+        code = Code.NO_WAY if isinstance(problem.error, DeltaGap) else Code.DAMAGED
         remedy = _remedy(model, found.log, problem, ckpt_dir)
         message = problem.error.message
-        if check is Check.WAYS:
+        if code is Code.NO_WAY:
             message = f"servers that load {problem.path} do not reach the newest position: {message}"
-        yield Finding(check, Level.WRONG, message, remedy, problem.error.cause)
+        yield Finding(code, message, problem.error.cause, remedy)
 
 
 def not_finite(model: Path, found: VerifiedModel) -> Iterator[Finding]:
@@ -471,25 +352,22 @@ def not_finite(model: Path, found: VerifiedModel) -> Iterator[Finding]:
     before = next(delta for delta in bad if delta.accepts(lowest))
     is_healed = not lasting(log, plan_chain(deltas, lowest))
     yield Finding(
-        Check.FINITE,
-        Level.WRONG,
+        Code.NOT_FINITE,
         f"servers stay at {lowest}: {before.path} holds NaN or infinity, and the model refuses it",
-        command("export-model", "merge", model, "--from", str(lowest))
-        if is_healed
-        else command("export-model", "rollback", model, "--to", str(lowest)),
-        cause="an earlier release published it unchecked; "
+        "an earlier release published it unchecked; "
         + (
             "what follows it is finite: a merged delta leads past it" if is_healed else "the values still are"
         ),
+        command("export-model", "merge", model, "--from", str(lowest))
+        if is_healed
+        else command("export-model", "rollback", model, "--to", str(lowest)),
     )
 
 
 def _end(deltas: Collection[LogDelta], start: int) -> int:
     """How far deltas lead a server."""
-    position = start
-    while fitting := [delta.end for delta in deltas if delta.accepts(position)]:
-        position = max(fitting)
-    return position
+    chain = furthest(deltas, start)
+    return chain[-1].end if chain else start
 
 
 def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
@@ -499,11 +377,10 @@ def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
         with suppress(ManifestError, OSError):
             since = _told(hold.path.lstat().st_mtime)
             yield Finding(
-                Check.HOLD,
-                Level.WARNING,
+                Code.HELD,
                 f"held at {hold.read()} since {since}: servers follow no delta beyond it, and new versions "
                 "are refused",
-                command("export-model", "resume", model),
+                command=command("export-model", "resume", model),
             )
     if found.log is not None and found.log.hold.is_canary:
         yield from _unapproved(model, found.log, now)
@@ -517,12 +394,11 @@ def _unapproved(model: Path, log: DeltaLog, now: float) -> Iterator[Finding]:
         since = min((delta.manifest.created for delta in waiting), default=None)
         if since is not None and now - since.timestamp() > CANARY_SECONDS:
             yield Finding(
-                Check.HOLD,
-                Level.WARNING,
+                Code.CANARY_LATE,
                 f"the agent's canary approved position {approved}, and {count(len(waiting), 'delta')} wait "
                 f"for it since {_told(since.timestamp())}: see the agent's status page",
+                "no agent with a canary runs any more, or no replica can go first",
                 command("export-model", "resume", model, "--lift-canary"),
-                cause="no agent with a canary runs any more, or no replica can go first",
             )
 
 
@@ -531,11 +407,10 @@ def orphans(model: Path, found: VerifiedModel) -> Iterator[Finding]:
     for log in logs_without_base(model, None if found.log is None else found.log.path):
         deltas = [entry for entry in log.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
         yield Finding(
-            Check.ORPHANS,
-            Level.WARNING,
+            Code.ORPHANS,
             f"{log} holds {count(len(deltas), 'delta')} ({human_bytes(size_of(log))}), and no base is left",
+            "export-model --incr removes them five minutes after the last one was published",
             command("rm", "-r", log),
-            cause="export-model --incr removes them five minutes after the last one was published",
         )
 
 
@@ -549,12 +424,10 @@ def strangers(model: Path) -> Iterator[Finding]:
         remedy = command("mv", child.path, child.path.with_name(f".{child.path.name.strip()}"))
         if _loads(child):
             what = "was not published by export-model: servers load it in the place of"
-            yield Finding(
-                Check.STRANGERS, Level.WARNING, f"version {child.path} {what} {newest}", remedy, "no manifest"
-            )
+            yield Finding(Code.FOREIGN, f"version {child.path} {what} {newest}", "no manifest", remedy)
         else:
             what = "is not a SavedModel, but servers take it for the newest version and load no other"
-            yield Finding(Check.STRANGERS, Level.WRONG, f"{child.path} {what}", remedy)
+            yield Finding(Code.NOT_LOADABLE, f"{child.path} {what}", command=remedy)
 
 
 def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
@@ -571,12 +444,11 @@ def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
         created, path = max(later)
         several = f", as {len(later) - 1} more" if len(later) > 1 else ""
         yield Finding(
-            Check.CLOCK,
-            Level.WARNING,
+            Code.CLOCK,
             f"{path} was published at {_told(created)}{several}; now it is {_told(now)}",
+            "a clock is wrong, here or where it was published; nothing it superseded is removed until that "
+            "time",
             "timedatectl status",
-            cause="a clock is wrong, here or where it was published; nothing it superseded is removed until "
-            "that time",
         )
 
 
@@ -587,11 +459,10 @@ def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
     for table in tables_of_log(read_log(model)):  # as it is now: retention may have been there
         if table.free_rows < (table.keys + table.free_rows) * SCARCE:
             yield Finding(
-                Check.TABLES,
-                Level.WARNING,
+                Code.TABLE_FULL,
                 f"table {table.name!r} holds {table.keys} keys and has room for {table.free_rows} more",
+                "when it is full, --incr fails and --watch publishes a new base by itself",
                 _new_base(model, ckpt_dir, ["--updatable"]),
-                cause="when it is full, --incr fails and --watch publishes a new base by itself",
             )
 
 
@@ -609,23 +480,21 @@ def mapped(model: Path, ckpt_dir: Path | None) -> Iterator[Finding]:
     again = command("export-model", *words)
     if why := why_restored(record):
         message = f"a server on this machine restores the tables of version {newest.version}"
-        yield Finding(Check.MAPPED, Level.WARNING, message, f"{again} --served-at DIR", cause=why)
+        yield Finding(Code.NOT_MAPPED, message, why, f"{again} --served-at DIR")
     elif (place := mapped_elsewhere(record, newest.path)) and not _is_version_of(model, Path(place)):
         yield Finding(
-            Check.MAPPED,
-            Level.WARNING,
+            Code.NOT_MAPPED,
             f"a server that is given this copy maps the tables of {place}",
+            "its graph looks for its tables there, and restores its own once they are gone",
             f"{again} --served-at DIR",
-            cause="its graph looks for its tables there, and restores its own once they are gone",
         )
     elif kind := network_file_system(Path(record.directory)):
         yield Finding(
-            Check.MAPPED,
-            Level.WARNING,
+            Code.NOT_MAPPED,
             f"version {newest.version} is mapped on a network file system ({kind})",
+            "when its file server removes a file that is still mapped, the model server dies; pull copies to "
+            "a local disk, and map them there (--served-at)",
             command("export-model", "push", model, "URL"),
-            cause="when its file server removes a file that is still mapped, the model server dies; "
-            "pull copies to a local disk, and map them there (--served-at)",
         )
 
 
@@ -646,11 +515,10 @@ def size_of(directory: Path) -> int:
 def _broken_hold(model: Path, problem: Damage) -> Finding:
     killed = "a rollback was killed before its delta was there" if problem.path.is_symlink() else ""
     return Finding(
-        Check.HOLD,
-        Level.WRONG,
+        Code.HOLD_UNREADABLE,
         f"{problem.path} holds the model and says no position: servers follow no delta at all",
-        command("export-model", "resume", model),
         killed or problem.error.message,
+        command("export-model", "resume", model),
     )
 
 
@@ -752,5 +620,5 @@ def _each(check: Check, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
         except (ExportError, OSError) as error:
             if is_last or not isinstance(error, FileNotFoundError | CheckpointError):
                 named = unreachable(error) if isinstance(error, OSError) else error
-                return [Finding(check, Level.WRONG, named.message, named.hint, named.cause)]
+                return [Finding(Code.UNEXAMINED, named.message, named.cause, named.hint, check=check.value)]
     raise AssertionError("the loop returns")

@@ -39,7 +39,7 @@ from exporter.transfer.opened import OpenModel
 
 if TYPE_CHECKING:
     from exporter.pipeline.rebase import Rebased
-    from exporter.publish.made_from import PublishedAlready
+    from exporter.publish.model import PublishedAlready
 
 
 def stand_by(role: Role, sink: Output) -> None:
@@ -59,7 +59,7 @@ def run_full(
     from exporter.graph.load import run_builders_once
     from exporter.pipeline import full
     from exporter.pipeline.watch import watch
-    from exporter.publish.made_from import PublishedAlready
+    from exporter.publish.model import PublishedAlready
 
     if watching is not None and not dry_run:
         tell, ended = partial(outlived, sink), partial(watch_ended, sink)

@@ -301,9 +301,9 @@ def history(
     """
     with command(printing) as sink, opened(model, read_only=True) as target:
         from exporter.cli import render_log
-        from exporter.publish.timeline import read_timeline
+        from exporter.publish.model import Model
 
-        render_log.history(target.carry(lambda: read_timeline(target.path)), sink, last)
+        render_log.history(target.carry(lambda: Model.history(target.path)), sink, last)
 
 
 def positions(context: typer.Context, incomplete: str) -> list[str]:
@@ -327,7 +327,7 @@ def _positions_of(model: Any) -> list[int]:
     if not model or Url.parse(str(model)) is not None:
         return []
     with suppress(Exception):
-        from exporter.publish.timeline import read_timeline
+        from exporter.publish.model import Model
 
-        return sorted({event.position for event in read_timeline(Path(model)).events}, reverse=True)
+        return sorted({event.position for event in Model.read(Path(model)).publications}, reverse=True)
     return []

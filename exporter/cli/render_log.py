@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from exporter.errors import ExportError
     from exporter.pipeline.log_maintenance import Merged, Merging, RollbackPlan, RollbackResult
     from exporter.pipeline.rebase import Rebased, Rebasing
-    from exporter.publish.timeline import Event, Timeline
+    from exporter.publish.model import Event, Model
     from exporter.verify.log import VerifiedModel
 
 
@@ -214,14 +214,14 @@ def _positions(known: tuple[int, ...]) -> str:
     return shown if len(known) <= 10 else f"{len(known)}, the last {shown}"
 
 
-def history(found: Timeline, sink: Output, last: int | None) -> None:
+def history(found: Model, sink: Output, last: int | None) -> None:
     """Print a model's publications, all or the `last` ones."""
-    events = found.events[-last:] if last else found.events
+    events = found.publications[-last:] if last else found.publications
     document = documents.History(
-        model=str(found.model),
+        model=str(found.path),
         position=found.at.position if found.at else None,
         step=found.at.step if found.at else None,
-        log=found.log.number if found.log else None,
+        log=found.current.number if found.current else None,
         hold=found.hold,
         events=events,
     )
@@ -236,19 +236,19 @@ def history(found: Timeline, sink: Output, last: int | None) -> None:
     sink.table("", columns, (_row(event) for event in events))
 
 
-def _history_lines(found: Timeline, shown: int) -> Iterator[str]:
-    yield labelled("model", str(found.model))
-    began = f"; its log of deltas began with version {found.log.number}" if found.log else ""
+def _history_lines(found: Model, shown: int) -> Iterator[str]:
+    yield labelled("model", str(found.path))
+    began = f"; its log of deltas began with version {found.current.number}" if found.current else ""
     yield labelled("position", f"{found.at or 'unknown'}{began}")
     if found.hold is not None:
-        waiting = sum(event.is_past_hold for event in found.events)
-        is_canary = found.log is not None and found.log.hold.is_canary
+        waiting = sum(event.is_past_hold for event in found.publications)
+        is_canary = found.current is not None and found.current.hold.is_canary
         who = ", by the agent's canary" if is_canary else ""
         yield labelled("hold", f"at {found.hold}{who}; {waiting or 'nothing'} published beyond it")
         more = " --lift-canary" if is_canary else ""
-        yield labelled("next", f"to lift it: export-model resume {quoted(found.model)}{more}")
-    if shown < len(found.events):
-        yield labelled("shown", f"the last {shown} of {len(found.events)} events")
+        yield labelled("next", f"to lift it: export-model resume {quoted(found.path)}{more}")
+    if shown < len(found.publications):
+        yield labelled("shown", f"the last {shown} of {len(found.publications)} events")
 
 
 def _row(event: Event) -> tuple[Any, ...]:

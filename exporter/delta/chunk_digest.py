@@ -22,7 +22,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
-from exporter.delta.snapshot import Snapshot
+from exporter.delta.layered_state import LayeredState
 
 CHUNK_ROWS = 4096
 
@@ -32,7 +32,7 @@ LAST_SHIFT = 31
 
 
 class Chunk(Struct, frozen=True):
-    """Rows `start` to `stop` of a variable."""
+    """Rows `start` to `stop` of a served variable."""
 
     variable: str
     start: int
@@ -40,7 +40,7 @@ class Chunk(Struct, frozen=True):
 
 
 def chunks(schema: Schema) -> Iterator[Chunk]:
-    """All chunks in the order of their numbers."""
+    """Yield all chunks in the order of their numbers."""
     for variable in digested(schema):
         rows = row_count(variable)
         for start in range(0, rows, CHUNK_ROWS):
@@ -48,7 +48,7 @@ def chunks(schema: Schema) -> Iterator[Chunk]:
 
 
 def cheapest_chunk(schema: Schema) -> int | None:
-    """The variables' first chunk with the fewest bytes, by its number; None if there are no chunks."""
+    """The number of the smallest of the variables' first chunks, None if there are no chunks."""
     sizes, number = dict[int, int](), 0
     for variable in digested(schema):
         rows = row_count(variable)
@@ -72,12 +72,8 @@ def chunk_digest(rows: NDArray[Any]) -> int:
     return int(total.astype(np.int64))
 
 
-def served_digests(schema: Schema, state: Snapshot, wanted: Sequence[Chunk]) -> list[int]:
-    """The digests of chunks in a server that holds a state, signed 64-bit integers.
-
-    Raises:
-        CheckpointError: what is published is damaged.
-    """
+def served_digests(schema: Schema, state: LayeredState, wanted: Sequence[Chunk]) -> list[int]:
+    """The digests, signed 64-bit, that a server with this state gives; its variables are checked first."""
     state.check({chunk.variable for chunk in wanted})
     variables = {variable.name: variable for variable in schema.variables}
     found = []
@@ -92,7 +88,7 @@ def served_digests(schema: Schema, state: Snapshot, wanted: Sequence[Chunk]) -> 
 
 
 def digested(schema: Schema) -> list[ServedVariable]:
-    """The variables that have chunks, in their order."""
+    """The variables that have chunks, which halves of lookup tables have not, in the schema's order."""
     return [variable for variable in schema.variables if variable.contents is None]
 
 

@@ -25,25 +25,23 @@ from exporter.catalog import Catalog, Extent, SliceSpec, TensorRef
 from exporter.checkpoint.source_shard import open_shard
 from exporter.checkpoint.tensor_values import compare_checksum, map_bytes
 from exporter.delta.format import ServedVariable
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.row_hashes import BlockHasher, block_rows, without_rows
 from exporter.delta.row_reader import RowReader, SliceOrder, StoredRun, overlaps
-from exporter.delta.snapshot import Snapshot
 from exporter.jobs.runner import Runner
 from exporter.jobs.task import Input, Range, RangeChecksums, Receipt, Task
 from exporter.storage.output_directory import Directory, new_file
 from exporter.tables.integer_sets import among, distinct
 from exporter.wire.crc32c import extend, mask
-from exporter.wire.dtypes import DType
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array, DType
 
 CHUNK_BYTES = 4 << 20  # less, and two threads wait for one another more than they compare
 
-_FEW = 8  # gathering single blocks costs several times what reading all in a row does
+_FEW = 8  # of a chunk's blocks: gathering single ones costs several times what reading all in a row does
 
 
 def differing_rows(old: Array, new: Array) -> Array:
-    """The numbers, int64, of the rows whose bytes differ in two arrays [n, ...] of one shape."""
+    """The numbers, int64, of the rows that differ in a byte in two arrays [n, ...] of one shape."""
     a, b = _words(old), _words(new)
     unequal = a != b
     if not unequal.any():
@@ -52,7 +50,7 @@ def differing_rows(old: Array, new: Array) -> Array:
 
 
 class Found(Struct, frozen=True):
-    """The changed rows of some whole blocks, the hashes of all, and the checksums of what was read."""
+    """The changed rows of some whole blocks, the hashes of these blocks, and checksums of what was read."""
 
     ids: Array
     values: Array
@@ -63,16 +61,17 @@ class Found(Struct, frozen=True):
 
 
 class ComparedRows:
-    """The rows of a table, or those from `rows[0]` to `rows[1]`, in two states.
+    """Compares the rows of a table, or those from `rows[0]` to `rows[1]`, in two states.
 
-    Where hashes of the old rows are `known`, old bytes are read only in the blocks whose hashes differ.
-    `Found` has the checksums of stored runs that hold exactly the served rows; none without `checksums`.
+    Where hashes of the old rows are `known`, old bytes are read only in the blocks whose hashes differ; if a
+    block that is read has another hash, `is_old_as_known` becomes false. `Found` has the checksums of stored
+    runs that hold exactly the served rows; none without `checksums`.
     """
 
     def __init__(
         self,
-        old: Snapshot,
-        new: Snapshot,
+        old: LayeredState,
+        new: LayeredState,
         variable: ServedVariable,
         hasher: BlockHasher,
         known: Array | None = None,
@@ -90,10 +89,11 @@ class ComparedRows:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks that have a hash."""
+        """The number of blocks, each of which has a hash."""
         return -(-(self._stop - self._first) // self.block)
 
-    def _read(self, state: Snapshot, start: int, stop: int) -> tuple[ReadRange, ...]:
+    def _read(self, state: LayeredState, start: int, stop: int) -> tuple[ReadRange, ...]:
+        """The checksum of these rows, read once more while they are in the cache; empty if none is due."""
         stored = state.stored[self._name]
         if not self._checksums or stored.extent is None:
             return ()
@@ -102,13 +102,13 @@ class ComparedRows:
         return (ReadRange(stored.run_of[stored.extent], first, rows.nbytes, extend(0, rows)),)
 
     def chunks(self, most: int = 0) -> Iterator[tuple[int, int]]:
-        """Whole blocks of all rows, as ranges (start, stop) of about `most` bytes, by default a chunk."""
+        """Yield ranges (start, stop) of whole blocks, of about `most` bytes, by default `CHUNK_BYTES`."""
         step = max(1, (most or CHUNK_BYTES) // max(1, self.row_bytes * self.block)) * self.block
         for start in range(self._first, self._stop, step):
             yield start, min(start + step, self._stop)
 
     def compare(self, chunk: tuple[int, int]) -> Found:
-        """The rows of a chunk (start, stop) that differ."""
+        """Find the rows of a chunk (start, stop) that differ."""
         start, stop = chunk
         new = self._new.rows(self._name, start, stop)
         hashes = self._hasher.hash_rows(new)
@@ -124,24 +124,22 @@ class ComparedRows:
         return Found(local + start, np.array(new[local]), hashes, new.nbytes, old_read, new_read)
 
     def _compare_with_known(self, old: Array, blocks: Array, start: int) -> None:
-        """See whether the old rows, those of these blocks of a chunk, have the hashes that are known.
-
-        If not, they are damaged; or rows among them were held back, whose hashes are unknown.
-        """
+        """Compare the old rows of these blocks of a chunk with known hashes; sets `is_old_as_known`."""
+        # Where they differ, rows are damaged; or some of them were held back, whose hashes are unknown.
         if self.known is not None:
             known = self.known[blocks + start // self.block]
             if (self._hasher.hash_rows(old) != known).any():
                 self.is_old_as_known = False
 
     def _suspects(self, start: int, hashes: Array) -> Array:
-        """The blocks of a chunk that may differ."""
+        """The numbers of the blocks of a chunk that may differ: all, or those with another hash."""
         if self.known is None:
             return np.arange(len(hashes))
         first = start // self.block
         return np.flatnonzero(hashes != self.known[first : first + len(hashes)])
 
     def _among(self, suspects: Array, new: Array, start: int) -> Array:
-        """The rows that differ in these blocks of a chunk."""
+        """The rows that differ in these blocks of a chunk, of which only old rows are gathered."""
         if not len(suspects):
             return np.empty(0, np.int64)
         rows = (suspects[:, np.newaxis] * self.block + np.arange(self.block)).reshape(-1)
@@ -156,16 +154,16 @@ def _bytes_of(rows: Array) -> Array:
 
 
 def _words(rows: Array) -> Array:
-    """Rows as a matrix of the widest words that their bytes divide into."""
+    """A view of rows as a matrix of unsigned words, the widest that their bytes divide into."""
     flat = np.ascontiguousarray(rows).reshape(len(rows), math.prod(rows.shape[1:])).view(np.uint8)
     word = next(size for size in (8, 4, 2, 1) if flat.shape[1] % size == 0)
     return flat.view(f"<u{word}") if flat.shape[1] else flat
 
 
 class StoredSide(Struct, frozen=True):
-    """A `RowReader` as a value, for some of its rows.
+    """A `RowReader` for some of its rows, as a value that a task can hold.
 
-    `shards` are the numbers of its catalog's that these rows lie in, in the order of the task's inputs;
+    `shards` are the numbers of the catalog's shards with these rows, in the order of the task's inputs;
     `first` is the number of the task's first input that is of this side.
     """
 
@@ -179,9 +177,9 @@ class StoredSide(Struct, frozen=True):
 
     @classmethod
     def of(cls, reader: RowReader, start: int, stop: int, first: int) -> StoredSide:
-        """The value of a reader, which can read rows `start` to `stop`."""
+        """The value of a reader, for rows `start` to `stop`, without slices that hold none of them."""
         whole = cls(reader.tensor, reader.box, reader.dtype, reader.order, reader.part, (), first)
-        if reader.order.gather:  # slices count
+        if reader.order.gather:  # the number of a slice tells its rows, so none may be left out
             return replace(whole, shards=tuple(sorted({extent.shard for extent in reader.tensor.extents})))
         near = replace(reader.tensor, slices=reader.slices_near(*whole._stored_rows(start, stop)))
         whole = replace(whole, tensor=near)
@@ -190,17 +188,14 @@ class StoredSide(Struct, frozen=True):
         return replace(whole, tensor=tensor, shards=tuple(sorted({extent.shard for extent in extents})))
 
     def reader(self, name: str, paths: Sequence[Path]) -> RowReader:
-        """The reader, of shards at other paths."""
+        """The reader of these rows, with the task's inputs at `paths`."""
         found = dict(zip(self.shards, paths[self.first :], strict=False))
         known = tuple(found.get(number, Path()) for number in range(max(self.shards, default=-1) + 1))
         catalog = Catalog("", Path(), {}, known, ())
         return RowReader(name, catalog, self.tensor, self.box, self.dtype, self.order, self.part)
 
     def stored(self, start: int, stop: int) -> Iterator[tuple[Extent, int, int]]:
-        """The bytes that served rows `start` to `stop` are made of: of which extents, from where, how many.
-
-        Rows that follow each other share ranges.
-        """
+        """Yield (extent, offset, size) of the bytes that served rows `start` to `stop` are made of."""
         low, high = self._stored_rows(start, stop)
         whole = [(SliceSpec.whole(self.tensor.shape), self.tensor.extent)]
         slices = sorted(self.tensor.slices, key=lambda part: part.spec.starts)
@@ -219,27 +214,27 @@ class StoredSide(Struct, frozen=True):
     def read_ranges(
         self, reader: RowReader, start: int, stop: int, crcs: Iterable[int]
     ) -> Iterator[ReadRange]:
-        """The same as ranges of the reader's runs, which have these checksums."""
+        """Yield the bytes of `stored` as ranges of the reader's runs, with these checksums."""
         for (extent, first, size), crc in zip(self.stored(start, stop), crcs, strict=False):
             yield ReadRange(reader.run_of[extent], first, size, crc)
 
     def _stored_rows(self, start: int, stop: int) -> tuple[int, int]:
-        """The rows of the tensor between which these served ones lie."""
+        """The first and last (exclusive) natural row of the tensor between which these served ones lie."""
         if self.order.scatter:
             return start * self.order.scatter, stop * self.order.scatter
         return self.box.starts[0] + start, self.box.starts[0] + stop
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """The same as ranges of the task's inputs."""
+        """Yield the bytes of `stored` as ranges of the task's inputs."""
         for extent, first, size in self.stored(start, stop):
             yield Range(self.first + self.shards.index(extent.shard), extent.offset + first, size)
 
 
 class Compare(Task, frozen=True, kw_only=True):
-    """Compare rows `start` to `stop`, whole blocks of them.
+    """Compares rows `start` to `stop`, whole blocks; writes their hashes and the rows that differ."""
 
-    The receipt has the checksums of what `StoredSide.stored` names, of the old side and then of the new one.
-    """
+    # The receipt has the checksums of what `StoredSide.stored` names, of the old side and then of the new
+    # one.
 
     operation: ClassVar[str] = "compare"
 
@@ -255,7 +250,7 @@ class Compare(Task, frozen=True, kw_only=True):
         name, found = self.variable.name, list[Found]()
         ranges = [*self.old.ranges(self.start, self.stop), *self.new.ranges(self.start, self.stop)]
         with self.files(ranges, directory.scratch) as paths:
-            old, new = (Snapshot({name: side.reader(name, paths)}) for side in (self.old, self.new))
+            old, new = (LayeredState({name: side.reader(name, paths)}) for side in (self.old, self.new))
             hasher, chosen = BlockHasher(self.seed), (self.start, self.stop)
             rows = ComparedRows(old, new, self.variable, hasher, rows=chosen, checksums=False)
             crcs = [SideChecksums(side, paths) for side in (self.old, self.new)]
@@ -276,7 +271,7 @@ class Compare(Task, frozen=True, kw_only=True):
 
 
 class SideChecksums:
-    """The checksums of one side's extents, as far as rows of them were read."""
+    """Checksums of one side's extents, as far as `read` went."""
 
     def __init__(self, side: StoredSide, paths: Sequence[Path]) -> None:
         self._side, self._paths = side, paths
@@ -284,11 +279,16 @@ class SideChecksums:
         self._crcs: dict[Extent, int] = {}
 
     def of(self, start: int, stop: int) -> list[int]:
-        """Those of the extents that these served rows, which were read, are made of."""
+        """The checksum of each extent that these served rows, all of which were read, are made of."""
         return [self._crcs[extent] for extent, _, _ in self._side.stored(start, stop)]
 
+    def ranges(self, reader: RowReader, start: int, stop: int) -> tuple[ReadRange, ...]:
+        """The checksums of `of` with the ranges of the reader's runs that they are of."""
+        return tuple(self._side.read_ranges(reader, start, stop, self.of(start, stop)))
+
     def read(self, start: int, stop: int) -> None:
-        """Read what served rows `start` to `stop` are made of, while it is in the processor's cache."""
+        """Extend the checksums by the bytes of these served rows, which follow those before."""
+        # Behind the comparison of these rows, which has brought them into the processor's cache.
         for extent, first, size in self._side.stored(start, stop):
             if extent not in self._maps:
                 path = self._paths[self._side.first + self._side.shards.index(extent.shard)]
@@ -298,15 +298,12 @@ class SideChecksums:
 
 
 class TaskComparison:
-    """The comparison of tables by the tasks of one job, in the order of the tables and of their rows.
-
-    A context manager: the job is cancelled when it is left before all was asked for.
-    """
+    """Compares tables by the tasks of one job, in order. A context manager, which cancels the rest."""
 
     def __init__(
         self,
-        old: Snapshot,
-        new: Snapshot,
+        old: LayeredState,
+        new: LayeredState,
         tables: Iterable[ServedVariable],
         hasher: BlockHasher,
         runner: Runner,
@@ -332,11 +329,11 @@ class TaskComparison:
             self._job.directory.remove()
 
     def found(self, name: str) -> Iterator[Found] | None:
-        """What differs in the next table, whose name this is; None if tasks do not compare it."""
+        """Yield the results of the next table, which has this name; None if tasks do not compare it."""
         return self._found(name, self._rows[name]) if name in self._rows else None
 
     def check(self) -> None:
-        """Compare the checksums of what tasks have read, and of what else the tables are made of."""
+        """Compare the checksums of all runs of the tables; what no task has read is read."""
         for side in self._checksums:
             side.check(self._rows)
 
@@ -349,7 +346,7 @@ class TaskComparison:
             yield _with_layers(found, task, self._old, self._new, touched)
 
     def _note(self, task: Compare, receipt: Receipt) -> None:
-        """Take the checksums of a receipt."""
+        """Note the checksums in a receipt for both sides."""
         crcs = iter(receipt.read)
         for side, state, known in zip(
             (task.old, task.new), (self._old, self._new), self._checksums, strict=True
@@ -357,18 +354,17 @@ class TaskComparison:
             known.add(side.read_ranges(state.stored[task.variable.name], task.start, task.stop, crcs))
 
     def _tasks_of(self, variable: ServedVariable, name: str) -> Iterator[Compare]:
+        """Yield the tasks of a table, named `<name>-<number>`."""
         old, new = self._old.stored[variable.name], self._new.stored[variable.name]
         rows = self._rows[variable.name]
         paths = [{run.extent.shard: run.path for run in side.runs} for side in (old, new)]
         for number, (start, stop) in enumerate(rows.chunks(self._runner.task_bytes)):
             before = StoredSide.of(old, start, stop, 0)
             after = StoredSide.of(new, start, stop, len(before.shards))
-            shards = [paths[0][shard] for shard in before.shards] + [
-                paths[1][shard] for shard in after.shards
-            ]
+            sides = zip(paths, (before.shards, after.shards), strict=True)
             yield Compare(
                 name=f"{name}-{number:06d}",
-                inputs=tuple(map(self._planned, shards)),
+                inputs=tuple(self._planned(known[shard]) for known, shards in sides for shard in shards),
                 bytes_=sum(size for side in (before, after) for _, _, size in side.stored(start, stop)),
                 variable=variable,
                 old=before,
@@ -380,6 +376,7 @@ class TaskComparison:
 
 
 def _read(directory: Directory, receipt: Receipt, task: Compare, rows: ComparedRows) -> Found:
+    """Read the hashes, and the rows that differ, from the object that a task wrote."""
     source = Input(f"{directory.place}/{receipt.task}", receipt.written, receipt.tag)
     count, shape = task.stop - task.start, task.variable.shape[1:]
     blocks = -(-count // rows.block)
@@ -392,9 +389,9 @@ def _read(directory: Directory, receipt: Receipt, task: Compare, rows: ComparedR
 
 
 def _with_layers(
-    found: Found, task: Compare, old: Snapshot, new: Snapshot, touched: tuple[Array, Array]
+    found: Found, task: Compare, old: LayeredState, new: LayeredState, touched: tuple[Array, Array]
 ) -> Found:
-    """What was found in the bundles, corrected where changes are applied on top of them."""
+    """The result of a task, corrected for rows that changes on top of the bundles touch."""
     here = [ids[slice(*np.searchsorted(ids, (task.start, task.stop)))] for ids in touched]
     ids = distinct(np.concatenate(here))
     if not len(ids):
@@ -427,19 +424,19 @@ class ReadRange(Struct, frozen=True):
 
 
 class StoredChecksums:
-    """What is known of one side's runs."""
+    """Joins the checksums of what was read of one side's stored runs, and compares those of whole runs."""
 
-    def __init__(self, state: Snapshot) -> None:
+    def __init__(self, state: LayeredState) -> None:
         self._state = state
         self._ranges = RangeChecksums[StoredRun]()
 
     def add(self, read: Iterable[ReadRange]) -> None:
-        """Note what was read."""
+        """Note these ranges, which may come in any order."""
         for each in read:
             self._ranges.add(each.run, each.start, each.size, each.crc)
 
     def check(self, names: Iterable[str]) -> None:
-        """Compare the checksums of what these variables are made of; what was not read is read."""
+        """Compare the checksums of all runs of these variables; those that were not read whole are read."""
         names = list(names)
         for variable in (self._state.stored[name] for name in names):
             for run in variable.runs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -32,23 +31,29 @@ from exporter.delta.format import (
     Schema,
     ServedVariable,
     check_lookups,
+    count_rows,
 )
-from exporter.delta.packing import LARGEST_SCALE, SMALLEST_SCALE, PackedRows, Packing, RowValues, SlicedRows
+from exporter.delta.packing import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    PackedRows,
+    Packing,
+    RowValues,
+    SlicedRows,
+    StoredRows,
+)
 from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.options import DeltaDtype
-from exporter.wire.dtypes import DType
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array, DType
 
 
 def write_delta(
     prefix: Path, schema: Schema, header: DeltaHeader, changes: Mapping[str, Change]
 ) -> tuple[TensorRef, ...]:
-    """Write the bundle `prefix`.index and .data-00000-of-00001; a variable without a change is left out.
+    """Write the bundle `prefix`.index and .data-00000-of-00001, unsynced; the tensors that were written.
 
-    The header's packing changes no value: rows that do not pack as they are, are stored exactly.
-
-    Returns the tensors that were written. Nothing is synced and nothing is published by this.
+    A variable without a change is empty in it. The header's packing changes no value: rows that do not pack
+    as they are, are stored exactly.
 
     Raises:
         ValueError: a change does not fit its variable, or names none of the schema.
@@ -59,10 +64,10 @@ def write_delta(
     if unknown:
         raise ValueError(f"the schema has no variable {min(unknown)!r}")
     check_lookups(schema, changes)
+    # Every change is checked before the first byte is written.
     tensors = [(v, list(_tensors(v, changes.get(v.name)))) for v in schema.variables]
-    rows = sum(len(change.ids) for change in changes.values() if isinstance(change, Rows))
     with BundleWriter(prefix) as writer:
-        for key, array in header_tensors(header, rows).items():
+        for key, array in header_tensors(header, count_rows(changes)).items():
             writer.add(key, array)
         for variable, arrays in tensors:
             _add(writer, variable, arrays, header.packing)
@@ -70,9 +75,7 @@ def write_delta(
 
 
 class DeltaTensors(Struct, frozen=True):
-    """A delta as its index describes it: of each variable that changed its tensors, as `tensor_keys` names
-    them. Values were not read.
-    """
+    """A delta without its values: by variable that changed, the tensors that `tensor_keys` names."""
 
     header: DeltaHeader
     catalog: Catalog
@@ -80,7 +83,7 @@ class DeltaTensors(Struct, frozen=True):
 
 
 def read_tensors(prefix: Path, schema: Schema) -> DeltaTensors:
-    """The delta at `prefix`, its index and header checked against `schema`.
+    """Read index and header of the delta at `prefix`, checked against `schema`.
 
     Raises:
         CheckpointError: it cannot be read, see errors.py.
@@ -104,17 +107,12 @@ def read_tensors(prefix: Path, schema: Schema) -> DeltaTensors:
 
 
 def read_delta(prefix: Path, schema: Schema) -> Delta:
-    """The delta at `prefix`, its structure checked against `schema`; the values' checksums are not read."""
+    """Read the delta at `prefix`, its structure checked against `schema`, values unread in memory maps."""
     return with_values(read_tensors(prefix, schema), schema)
 
 
 def with_values(read: DeltaTensors, schema: Schema) -> Delta:
-    """The changes that the tensors of a delta hold, as memory maps.
-
-    Raises:
-        CorruptFile: a row number is wrong, or the contents of a lookup table do not fit each other.
-        CheckpointError: a file cannot be read, see errors.py.
-    """
+    """Map the tensors of a delta into memory; CorruptFile if row numbers or lookup tables are wrong."""
     catalog = read.catalog
     variables = [variable for variable in schema.variables if variable.name in read.tensors]
     try:
@@ -126,12 +124,7 @@ def with_values(read: DeltaTensors, schema: Schema) -> Delta:
 
 
 def row_numbers(read: DeltaTensors, variable: ServedVariable) -> Array:
-    """The numbers of a table's rows that a delta holds, int64 [n], checksum compared; the rows are not read.
-
-    Raises:
-        CorruptFile: they are damaged, or no numbers of rows.
-        CheckpointError: the file cannot be read, see errors.py.
-    """
+    """The ids int64 [n] of a table's rows in a delta; CorruptFile if they are damaged or no ids."""
     refs = read.tensors.get(variable.name)
     if refs is None:
         return np.empty(0, np.int64)
@@ -145,7 +138,7 @@ def row_numbers(read: DeltaTensors, variable: ServedVariable) -> Array:
 
 
 def _check_nothing_else(catalog: Catalog, schema: Schema, packing: DeltaDtype | None) -> None:
-    """Refuse tensors of no variable: their values would be lost."""
+    """Raise CorruptFile if there is a tensor of no variable, whose values would be lost."""
     packed = {tensor.key for variable in schema.variables for tensor in variable.packed(packing)}
     known = {POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY, *schema.keys, *packed}
     if unknown := sorted(catalog.tensors.keys() - known):
@@ -153,7 +146,7 @@ def _check_nothing_else(catalog: Catalog, schema: Schema, packing: DeltaDtype | 
 
 
 def header_tensors(header: DeltaHeader, rows: int) -> dict[str, Array]:
-    """The tensors that say what a delta is, whose tables have so many rows together."""
+    """The header tensors of a delta whose tables have `rows` rows together."""
     flags = Flag.ONLY_FROM if header.only_from else Flag(0)
     flags |= PACKINGS[header.packing] if header.packing else Flag(0)
     fields = (FORMAT_VERSION, header.from_position, header.to_position, header.step, flags, rows)
@@ -165,6 +158,7 @@ def header_tensors(header: DeltaHeader, rows: int) -> dict[str, Array]:
 
 
 def _header(catalog: Catalog) -> tuple[DeltaHeader, int]:
+    """Read the header of a delta, and the number of rows that it declares."""
     position = _read(catalog, POSITION_KEY, DType.INT64, (6,))
     version, start, end, step, flags, rows = position.tolist()
     packings = [packing for packing, flag in PACKINGS.items() if flags & flag]
@@ -189,7 +183,7 @@ def _read(catalog: Catalog, key: str, dtype: DType, shape: tuple[int, ...]) -> A
 
 
 def _ref(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | None, ...]) -> TensorRef:
-    """The tensor `key`, which has this dtype and, where it is not None, this shape."""
+    """Find the tensor `key`; CorruptFile unless it has this dtype and shape (None: any size)."""
     ref = catalog.tensors.get(key)
     if ref is None:
         raise UnsupportedFormat(f"{catalog.prefix} is not a delta: it has no tensor {key!r}")
@@ -206,19 +200,19 @@ def _ref(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | None, ...]
 
 
 def tensor_keys(variable: ServedVariable, packing: DeltaDtype | None) -> tuple[str, ...]:
-    """The names of a variable's tensors: ids, values, and those of packed rows; or the value."""
+    """The names of a variable's tensors: ids, values and those of packed rows, or the dense value."""
     return (*variable.keys, *(tensor.key for tensor in variable.packed(packing)))
 
 
 def _is_whole(ref: TensorRef) -> bool:
-    """True if a tensor is there, as one or in slices of its first dimension."""
+    """True if all of a tensor is stored, in one piece or in slices of whole rows."""
     return ref.is_complete and all(
         part.extent is not None and part.spec.lengths[1:] == ref.shape[1:] for part in ref.slices
     )
 
 
 def _refs(catalog: Catalog, variable: ServedVariable, packing: DeltaDtype | None) -> tuple[TensorRef, ...]:
-    """The tensors of `tensor_keys`, none if the variable did not change."""
+    """The tensors of `tensor_keys`, none if the variable did not change; CorruptFile if they do not fit."""
     refs = [
         _ref(catalog, key, dtype, (None, *(variable.element_shape if key == variable.keys[-1] else ())))
         for key, dtype in zip(variable.keys, variable.dtypes, strict=True)
@@ -238,6 +232,7 @@ def _refs(catalog: Catalog, variable: ServedVariable, packing: DeltaDtype | None
 
 
 def _change(catalog: Catalog, variable: ServedVariable, refs: Sequence[TensorRef]) -> Change:
+    """Map the tensors of one variable; ValueError if they are no rows, or no value, of it."""
     if not variable.is_table:
         return _array(catalog, refs[0])[0, ...]
     ids = _array(catalog, refs[0])
@@ -267,6 +262,7 @@ def _unpacked(catalog: Catalog, variable: ServedVariable, refs: Sequence[TensorR
 
 
 def _array(catalog: Catalog, ref: TensorRef) -> Array:
+    """A tensor as a memory map; copied into memory if it holds strings or lies in slices."""
     if ref.extent is None:
         return np.concatenate(_slices(catalog, ref))
     return read_array(catalog, ref) if ref.dtype is DType.STRING else memory_map(catalog, ref)
@@ -279,11 +275,11 @@ def _slices(catalog: Catalog, ref: TensorRef) -> list[Array]:
 def _add(
     writer: BundleWriter, variable: ServedVariable, arrays: Sequence[RowValues], packing: DeltaDtype | None
 ) -> None:
-    """Write the tensors of a variable, given those of `variable.keys`; rows are packed in pieces."""
+    """Write the tensors of a variable, given the arrays of `variable.keys`; rows are packed in pieces."""
     extra = variable.packed(packing)
     if not extra or packing is None:
         for key, dtype, array in zip(variable.keys, variable.dtypes, arrays, strict=True):
-            if isinstance(array, PackedRows | SlicedRows):
+            if isinstance(array, StoredRows):
                 writer.add_chunks(key, dtype, array.shape, array.pieces())
             else:
                 writer.add(key, array)
@@ -303,7 +299,7 @@ def _add(
 
 
 def _tensors(variable: ServedVariable, change: Change | None) -> Iterator[RowValues]:
-    """The arrays of `variable.keys`."""
+    """Yield the arrays of `variable.keys`, empty for no change; ValueError if the change does not fit."""
     numpy = np.dtype(object) if variable.dtype is DType.STRING else variable.dtype.numpy
     if change is None:
         if variable.kind is ChangeKind.TABLE:

@@ -5,7 +5,7 @@ they are many. Where hashes of the old rows are known, old bytes are read only i
 differ. Values are compared as bytes: NaN equals the same NaN, -0.0 is not 0.0.
 
 A range of a table in an object store is fetched into a scratch file, compared, and removed when the next one
-comes (`PassingRows`). Old rows that are read because a hash differs are not even written to a file: see
+comes (`_Table`). Old rows that are read because a hash differs are not even written to a file: see
 `exporter.delta.row_reader`.
 """
 
@@ -26,93 +26,27 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from exporter.delta.compare_rows import (
-    Array,
     ComparedRows,
     Found,
-    ReadRange,
     SideChecksums,
     StoredChecksums,
     StoredSide,
     differing_rows,
 )
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.row_hashes import BlockHasher, HashIndex
-from exporter.delta.row_reader import RowReader
-from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
-from exporter.delta.snapshot import Snapshot
+from exporter.delta.row_spill import RowSpill, in_pieces, spilled
 from exporter.jobs.task import Input, Task
 from exporter.storage.requests import GAP_BYTES, PART_BYTES
 from exporter.storage.waiting import workers
 from exporter.tables.integer_sets import distinct
 from exporter.terminal.progress import NoProgress, Progress
+from exporter.wire.dtypes import Array
 
 if TYPE_CHECKING:
     from exporter.delta.compare_rows import TaskComparison
     from exporter.jobs.runner import Runner
-
-
-class PassingRows:
-    """As `ComparedRows`, of tables in stores; reports the checksums of everything that is read in a row.
-
-    `known` are hashes of the old rows. Several threads may compare ranges.
-    """
-
-    def __init__(
-        self,
-        old: Snapshot,
-        new: Snapshot,
-        variable: ServedVariable,
-        hasher: BlockHasher,
-        known: Array | None,
-        scratch: Path,
-    ) -> None:
-        self._old, self._new, self._variable = old, new, variable
-        self._hasher, self._known, self._scratch = hasher, known, scratch
-        self._planned = cache(Input.of)  # every range is of the same objects
-        self.is_old_as_known = True
-
-    def compare(self, chunk: tuple[int, int]) -> list[Found]:
-        """The rows of a range (start, stop), whole blocks of them, that differ."""
-        with ExitStack() as stack:
-            new = stack.enter_context(self._passing(self._new, chunk))
-            old = stack.enter_context(self._passing(self._old, chunk)) if self._known is None else None
-            state = self._old if old is None else old.state
-            rows = ComparedRows(
-                state, new.state, self._variable, self._hasher, self._known, chunk, checksums=False
-            )
-            found = []
-            for part in rows.chunks() if old else (chunk,):  # so that old rows come by few requests
-                found.append(rows.compare(part))
-                for side in (old, new):
-                    if side is not None:
-                        side.checksums.read(*part)
-            if not rows.is_old_as_known:
-                self.is_old_as_known = False
-            old_read = () if old is None else old.read(*chunk)
-            return [*found[:-1], replace(found[-1], old_read=old_read, new_read=new.read(*chunk))]
-
-    @contextmanager
-    def _passing(self, state: Snapshot, chunk: tuple[int, int]) -> Iterator[_Passing]:
-        name = self._variable.name
-        reader = state.stored[name]
-        side, paths = StoredSide.of(reader, *chunk, 0), {run.extent.shard: run.path for run in reader.runs}
-        task = Task(name=name, inputs=tuple(self._planned(paths[shard]) for shard in side.shards))
-        with task.files(list(side.ranges(*chunk)), self._scratch) as files:
-            here = Snapshot({name: side.reader(name, files)}, state.layers)
-            yield _Passing(reader, side, here, SideChecksums(side, files))
-
-
-class _Passing(Struct, frozen=True):
-    """A range of one side while it is there."""
-
-    reader: RowReader
-    side: StoredSide
-    state: Snapshot
-    checksums: SideChecksums
-
-    def read(self, start: int, stop: int) -> tuple[ReadRange, ...]:
-        crcs = self.checksums.of(start, stop)
-        return tuple(self.side.read_ranges(self.reader, start, stop, crcs))
 
 
 T = TypeVar("T")
@@ -124,7 +58,7 @@ _AHEAD = 2  # chunks in work for each thread: enough to keep it busy, few enough
 
 
 class Compared(Struct, frozen=True):
-    """The changes that lead from the old state to the new one, and the hashes of all new rows by table."""
+    """The changes from the old state to the new one, the new rows' hashes by table, and bytes compared."""
 
     changes: dict[str, Change]
     hashes: dict[str, Array]
@@ -135,7 +69,7 @@ class Comparison(Struct, frozen=True):
     """How to compare: `known` are hashes of the old state; `scratch` is a directory for large results.
 
     With a `runner` tables are compared by its tasks, not by threads of this process. If only `changes` are
-    asked for, not hashes, then nothing is read of what both states are made of.
+    asked for, not hashes, bytes that both states are made of are not read.
     """
 
     scratch: Path
@@ -148,19 +82,19 @@ class Comparison(Struct, frozen=True):
 
     @property
     def threads(self) -> int:
-        """How many compare in this process."""
+        """The number of threads that compare in this process."""
         return self.workers or len(os.sched_getaffinity(0))
 
 
-def diff(old: Snapshot, new: Snapshot, schema: Schema, how: Comparison) -> Compared:
-    """What of `new` differs from `old`, for the variables of `schema`.
+def diff(old: LayeredState, new: LayeredState, schema: Schema, how: Comparison) -> Compared:
+    """Compare two states variable by variable: the changes that lead from `old` to `new`.
 
     The checksums of everything stored of `new` are compared on the way: a damaged row must not get a checksum
     that calls it right. So are those of `old`, of which a damaged row could hide a change; where hashes of
     its rows are known, they show whether the blocks that are read are as they were.
 
     Raises:
-        CorruptFile: one of them differs.
+        CorruptFile: a checksum differs.
         CheckpointError: a file cannot be read, see errors.py.
         MappingError: a value does not fit the dtype it is served in.
         DiskFull, PublishError: the scratch file cannot be written.
@@ -198,12 +132,11 @@ def diff(old: Snapshot, new: Snapshot, schema: Schema, how: Comparison) -> Compa
 
 
 def _tasks(
-    old: Snapshot, new: Snapshot, schema: Schema, hasher: BlockHasher, how: Comparison
+    old: LayeredState, new: LayeredState, schema: Schema, hasher: BlockHasher, how: Comparison
 ) -> TaskComparison:
-    """The comparison of tables by tasks; of those that lie in bundles, and are not replaced by a delta.
-
-    Small tables in files, of which there may be thousands, are compared here: a task costs more than they do.
-    """
+    """Begin to compare tables by tasks: those that lie in bundles, and that no change replaces."""
+    # Small tables in files, of which there may be thousands, are compared here: a task costs more than they
+    # do.
     from exporter.delta.compare_rows import TaskComparison  # few ask for it, and a delta takes no time
 
     assert how.runner is not None
@@ -225,36 +158,35 @@ def _size(variable: ServedVariable) -> int:
     return math.prod(variable.shape) * (variable.dtype.itemsize or 0)
 
 
-def _is_shared(old: Snapshot, new: Snapshot, variable: ServedVariable) -> bool:
-    """True if a variable can only differ in the rows of changes on top of the same bytes."""
+def _is_shared(old: LayeredState, new: LayeredState, variable: ServedVariable) -> bool:
+    """True if a variable is made of the same bytes in both, and only rows of changes on top can differ."""
     name, layers = variable.name, (*old.layers, *new.layers)
     if any(name in layer and not isinstance(layer[name], Rows) for layer in layers):
         return False
     return old.is_stored_as(new, name)
 
 
-def _changed_since(old: Snapshot, new: Snapshot, variable: ServedVariable, scratch: Path) -> Change | None:
-    """Compare a variable whose stored bytes are shared; only rows of changes on top can differ."""
+def _changed_since(
+    old: LayeredState, new: LayeredState, variable: ServedVariable, scratch: Path
+) -> Change | None:
+    """Compare the rows that changes touch, of a variable that `_is_shared`; None if none differs."""
     name = variable.name
     ids = distinct(np.concatenate([old.touched(name), new.touched(name)]))
     if variable.kind is ChangeKind.DENSE:
         value = new.whole(name) if len(ids) else None
         return None if value is None or same_bits(old.whole(name), value) else value
-    with RowSpill(variable, scratch) as spill:
-        for start in range(0, len(ids), ROWS_AT_ONCE):
-            some = ids[start : start + ROWS_AT_ONCE]
+
+    def differing() -> Iterator[tuple[Array, Array]]:
+        for some in in_pieces(ids):
             values = new.rows_at(name, some)
             differ = differing_rows(old.rows_at(name, some), values)
-            spill.add(some[differ], values[differ])
-        return spill.rows()
+            yield some[differ], values[differ]
+
+    return spilled(variable, scratch, differing())
 
 
-def diff_lookups(old: Snapshot, new: Snapshot, schema: Schema) -> dict[str, Change]:
-    """The contents of the lookup tables of `new` that differ from those of `old`, every checksum compared.
-
-    Raises:
-        CheckpointError: a file is damaged or cannot be read, see errors.py.
-    """
+def diff_lookups(old: LayeredState, new: LayeredState, schema: Schema) -> dict[str, Change]:
+    """The changes that make the lookup tables of `old` those of `new`, every checksum compared."""
     names = [half.name for pair in schema.lookups for half in pair]
     values = {name: new.whole(name) for name in names}
     changes: dict[str, Change] = {
@@ -265,7 +197,7 @@ def diff_lookups(old: Snapshot, new: Snapshot, schema: Schema) -> dict[str, Chan
 
 
 def same_bits(a: Array, b: Array) -> bool:
-    """True if two arrays of one dtype have one shape and hold the same bytes; strings count as strings."""
+    """True if two arrays of one dtype have one shape and the same bytes; strings are compared as strings."""
     if a.shape != b.shape:
         return False
     if a.dtype == object:
@@ -273,18 +205,23 @@ def same_bits(a: Array, b: Array) -> bool:
     return np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
 
 
-def _complete(changes: dict[str, Change], new: Snapshot, schema: Schema) -> None:
-    """Add the other half of each lookup table of which one half changed."""
+def _complete(changes: dict[str, Change], new: LayeredState, schema: Schema) -> None:
+    """Add to `changes` the other half of each lookup table of which one half changed."""
     for pair in schema.lookups:
         if any(half.name in changes for half in pair):
             changes |= {half.name: new.whole(half.name) for half in pair if half.name not in changes}
 
 
 class _Table:
-    """The comparison of one table."""
+    """Compares one table."""
 
     def __init__(
-        self, old: Snapshot, new: Snapshot, variable: ServedVariable, hasher: BlockHasher, how: Comparison
+        self,
+        old: LayeredState,
+        new: LayeredState,
+        variable: ServedVariable,
+        hasher: BlockHasher,
+        how: Comparison,
     ) -> None:
         self._old, self._new, self._name = old, new, variable.name
         self._variable, self._how = variable, how
@@ -294,10 +231,11 @@ class _Table:
             known = how.known.find(variable.name, variable.shape[0], row_bytes)
         self._rows = ComparedRows(old, new, variable, hasher, known)
         self._hasher = hasher
+        self._planned = cache(Input.of)  # every range that is fetched is of the same objects
         self.bytes_ = row_bytes * variable.shape[0]
 
     def run(self, pool: Executor, tasks: TaskComparison | None) -> tuple[Rows | None, Array]:
-        """The changed rows, and the hashes of all; found by tasks, or by threads here."""
+        """The changed rows and the hashes of all; found by tasks, or by threads here; compares checksums."""
         by_tasks = None if tasks is None else tasks.found(self._name)
         hashes = np.empty(self._rows.blocks, np.uint64)
         at = 0
@@ -319,6 +257,7 @@ class _Table:
             return spill.rows(), hashes
 
     def _found_here(self, pool: Executor) -> Iterator[Found]:
+        """Yield the results of threads of this process, in the order of the rows."""
         rows, ahead = self._rows, _AHEAD * self._how.threads
         old, new = (state.stored[self._name] for state in (self._old, self._new))
         is_remote = old.is_remote or new.is_remote
@@ -329,19 +268,50 @@ class _Table:
             yield from _in_order(pool, rows.compare, rows.chunks(), ahead)
             return
 
-        passing = PassingRows(
-            self._old, self._new, self._variable, self._hasher, rows.known, self._how.scratch
-        )
         chunks = rows.chunks(max(PART_BYTES, _STORE_BYTES // self._how.threads))
-        for found in _in_order(pool, passing.compare, chunks, self._how.threads):
+        for found in _in_order(pool, self._compare_fetched, chunks, self._how.threads):
             yield from found
-        rows.is_old_as_known = passing.is_old_as_known
+
+    def _compare_fetched(self, chunk: tuple[int, int]) -> list[Found]:
+        """Fetch a range (start, stop) of whole blocks, and compare it chunk by chunk, with checksums."""
+        known, old = self._rows.known, None
+        with ExitStack() as stack:
+            new_state, new = stack.enter_context(self._fetched(self._new, chunk))
+            old_state = self._old
+            if known is None:
+                old_state, old = stack.enter_context(self._fetched(self._old, chunk))
+            rows = ComparedRows(
+                old_state, new_state, self._variable, self._hasher, known, chunk, checksums=False
+            )
+            found = []
+            # With known hashes the range is one chunk: so old rows are asked for by few requests.
+            for part in rows.chunks() if old else (chunk,):
+                found.append(rows.compare(part))
+                for side in (old, new):
+                    if side is not None:
+                        side.read(*part)
+            if not rows.is_old_as_known:
+                self._rows.is_old_as_known = False
+            old_read = () if old is None else old.ranges(self._old.stored[self._name], *chunk)
+            new_read = new.ranges(self._new.stored[self._name], *chunk)
+            return [*found[:-1], replace(found[-1], old_read=old_read, new_read=new_read)]
+
+    @contextmanager
+    def _fetched(
+        self, state: LayeredState, chunk: tuple[int, int]
+    ) -> Iterator[tuple[LayeredState, SideChecksums]]:
+        """Fetch a range of one side into a scratch file, which goes with the context."""
+        name, reader = self._name, state.stored[self._name]
+        side, paths = StoredSide.of(reader, *chunk, 0), {run.extent.shard: run.path for run in reader.runs}
+        task = Task(name=name, inputs=tuple(self._planned(paths[shard]) for shard in side.shards))
+        with task.files(list(side.ranges(*chunk)), self._how.scratch) as files:
+            yield LayeredState({name: side.reader(name, files)}, state.layers), SideChecksums(side, files)
 
 
 def _in_order(
     pool: Executor, work: Callable[[tuple[int, int]], T], chunks: Iterable[tuple[int, int]], ahead: int
 ) -> Iterator[T]:
-    """Results in the order of the chunks, a bounded number of them in work."""
+    """Yield results in the order of the chunks, at most `ahead` in work; what is left is cancelled."""
     pending: deque[Future[T]] = deque()
     try:
         for chunk in chunks:

@@ -53,25 +53,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import IntFlag
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from msgspec import Struct, convert
+from msgspec import Struct, convert, to_builtins
 
 from exporter.newer_python import StrEnum
 from exporter.options import DeltaDtype
-from exporter.wire.dtypes import DType
+from exporter.wire.dtypes import Array, DType
 from exporter.wire.json_documents import DtypeLabel
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from exporter.catalog import Catalog
     from exporter.delta.packing import RowValues
-
-Array: TypeAlias = "np.ndarray[Any, Any]"
 
 FORMAT_VERSION = 1
 POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY = "delta/position", "delta/lineage", "delta/schema"
@@ -80,16 +77,16 @@ POSITION_LIMIT = 10**18
 
 
 def log_name(first_position: int) -> str:
-    """The directory under `deltas/` of the log that began with a base at this position."""
+    """The name under `deltas/` of the directory of the log that began with a base at this position."""
     return f"{first_position:020d}"
 
 
 def span_name(start: int, end: int) -> str:
-    """The directory under its log of the delta that leads from one position to another."""
+    """The name of a delta's directory: `00000000000000000100-00000000000000000120`."""
     return f"{start:020d}-{end:020d}"
 
 
-_LARGE_DENSE_BYTES = 16 << 20
+_LARGE_DENSE_BYTES = 16 << 20  # from here on a person is told that each delta holds the whole variable
 
 
 class ChangeKind(StrEnum):
@@ -120,10 +117,6 @@ class TableContents(Struct, frozen=True, array_like=True):
     role: TableSide
     has_all_buckets: bool
 
-    def to_json(self) -> list[Any]:
-        """The fields as a JSON value."""
-        return [self.table, self.role.value, self.has_all_buckets]
-
 
 class Flag(IntFlag):
     """The flags in `delta/position`."""
@@ -134,19 +127,19 @@ class Flag(IntFlag):
 
 
 PACKINGS = {DeltaDtype.BFLOAT16: Flag.BFLOAT16, DeltaDtype.INT8: Flag.INT8}
-"""How a delta says what its rows are packed as."""
+"""The flag of each packing."""
 
 
 class PackedTensor(Struct, frozen=True):
-    """What packed rows need: a tensor's name, its dtype, and its shape behind the first dimension."""
+    """A further tensor of packed rows: its name, its dtype, and its shape behind the first dimension."""
 
     key: str
     dtype: DType
     element_shape: tuple[int, ...] = ()
 
 
-class ServedVariable(Struct, frozen=True):
-    """A variable as a delta sees it; `shape` and `dtype` are the served ones.
+class ServedVariable(Struct, frozen=True, array_like=True):
+    """A variable as a delta sees it, with dtype and shape as served: a row of the schema.
 
     `contents` is None unless it is half of a lookup table; that has a shape [OPEN, ...].
     """
@@ -164,7 +157,7 @@ class ServedVariable(Struct, frozen=True):
 
     @property
     def is_table(self) -> bool:
-        """True if it changes by rows."""
+        """True if the variable changes by rows."""
         return self.kind is ChangeKind.TABLE
 
     @property
@@ -181,23 +174,20 @@ class ServedVariable(Struct, frozen=True):
 
     @property
     def element_shape(self) -> tuple[int | None, ...]:
-        """The shape of what one entry of the first dimension holds: a row, or the whole variable.
-
-        What may be any size is None.
-        """
+        """The shape of a table's row, or of a dense variable; None where any size fits."""
         if self.kind is ChangeKind.TABLE:
             return self.shape[1:]
         return self.shape if self.contents is None else (None, *self.shape[1:])
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """True if this is the shape of a row or of the whole variable."""
+        """True if an array of this shape may be a row of the table, or the dense variable's value."""
         wanted = self.element_shape
         return len(shape) == len(wanted) and all(
             size in (None, found) for size, found in zip(wanted, shape, strict=True)
         )
 
     def packed(self, packing: DeltaDtype | None) -> tuple[PackedTensor, ...]:
-        """The further tensors of packed rows: places, codes, for int8 scales; none if rows are not packed."""
+        """The further tensors of a table that packs: `exact`, `packed`, for int8 `scales`; else none."""
         from exporter.delta.packing import shrinks
 
         if (
@@ -212,16 +202,6 @@ class ServedVariable(Struct, frozen=True):
         return (places, codes) if packing is DeltaDtype.BFLOAT16 else (places, codes, scales)
 
 
-class SchemaRow(Struct, frozen=True, array_like=True):
-    """A served variable in the JSON form of a schema."""
-
-    name: str
-    dtype: DtypeLabel
-    shape: tuple[int, ...]
-    kind: ChangeKind
-    contents: TableContents | None = None
-
-
 class Schema(Struct, frozen=True, dict=True):
     """The served variables in the order of their names."""
 
@@ -229,11 +209,11 @@ class Schema(Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, variables: Iterable[ServedVariable]) -> Schema:
-        """The schema of these variables, in whatever order they come."""
+        """Sort variables; ValueError if tensors would share a name, or a lookup table lacks a half."""
         schema = cls(tuple(sorted(variables, key=lambda variable: variable.name)))
         keys = [POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY, *schema.keys]
-        if len(set(keys)) != len(keys):
-            raise ValueError(f"tensors of a delta would share a name: {_first_double(keys)!r}")
+        if doubled := [key for key, count in Counter(keys).items() if count > 1]:
+            raise ValueError(f"tensors of a delta would share a name: {doubled[0]!r}")
         halves = [variable for variable in schema.variables if variable.contents]
         if len(halves) != 2 * len(schema.lookups):
             raise ValueError("a lookup table is one variable of keys and one of values")
@@ -264,7 +244,7 @@ class Schema(Struct, frozen=True, dict=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know about the size of deltas."""
+        """One sentence for each large dense variable, which every delta that changes it holds whole."""
         whole = (v for v in self.variables if v.kind is ChangeKind.DENSE and v.contents is None)
         sizes = {v.name: math.prod(v.shape) * (v.dtype.itemsize or 0) for v in whole}
         return tuple(
@@ -277,23 +257,18 @@ class Schema(Struct, frozen=True, dict=True):
     def to_json(self) -> list[list[Any]]:
         """The schema as a JSON value: `[name, dtype, shape, kind]` of each variable, contents last if any."""
         return [
-            [
-                v.name,
-                v.dtype.label,
-                list(v.shape),
-                v.kind.value,
-                *([v.contents.to_json()] if v.contents else []),
-            ]
+            to_builtins([v.name, v.dtype.label, [*v.shape], v.kind, *([v.contents] if v.contents else [])])
             for v in self.variables
         ]
 
     @classmethod
     def from_json(cls, value: Any) -> Schema:
-        """The schema that `to_json` gave."""
-        rows = convert(value, list[SchemaRow])
-        return cls.of(
-            ServedVariable(row.name, DType.of(row.dtype), row.shape, row.kind, row.contents) for row in rows
-        )
+        """The schema that `to_json` gave; ValueError if `value` is none."""
+        rows = [
+            [name, DType.of(convert(dtype, DtypeLabel)), *others]
+            for name, dtype, *others in convert(value, list[tuple[Any, ...]])
+        ]
+        return cls.of(convert(rows, list[ServedVariable]))
 
 
 class DeltaHeader(Struct, frozen=True):
@@ -313,7 +288,7 @@ class DeltaHeader(Struct, frozen=True):
 
     @property
     def directory_name(self) -> str:
-        """The name of its directory: `00000000000000000100-00000000000000000120`."""
+        """The name of its directory under its log."""
         return span_name(self.from_position, self.to_position)
 
 
@@ -324,30 +299,12 @@ class Rows(Struct, frozen=True):
     values: RowValues
 
 
-class Slices(Protocol):
-    """Rows that are asked for once each, in their order."""
-
-    def __getitem__(self, which: slice, /) -> Array: ...
-
-
-class SortedRows(Protocol):
-    """Rows of a table: `ids` int64 [n], strictly increasing, and their values."""
-
-    @property
-    def ids(self) -> Array:
-        """The numbers of the rows."""
-
-    @property
-    def values(self) -> Slices:
-        """[n, ...]."""
-
-
 Change: TypeAlias = "Rows | Array"
 """What a delta holds for a variable: rows of a table, or a dense variable's whole value."""
 
 
 def check_lookups(schema: Schema, changes: Mapping[str, Change]) -> None:
-    """Compare the keys of each lookup table with its values."""
+    """Raise ValueError unless a delta holds both halves of a lookup table, of one length, or neither."""
     for pair in schema.lookups:
         found = [changes[half.name] for half in pair if half.name in changes]
         lengths = {len(half) for half in found if not isinstance(half, Rows)}
@@ -355,16 +312,13 @@ def check_lookups(schema: Schema, changes: Mapping[str, Change]) -> None:
             keys, values = (half.name for half in pair)
             raise ValueError(f"{keys!r} and {values!r} are not as many")
         for half in pair:
-            if half.contents and half.contents.has_all_buckets and not all(map(_is_power_of_two, lengths)):
+            has_all_buckets = half.contents is not None and half.contents.has_all_buckets
+            if has_all_buckets and any(length < 1 or length & (length - 1) for length in lengths):
                 raise ValueError(f"{half.name!r} are {max(lengths)} buckets, which is not a power of two")
 
 
-def _is_power_of_two(number: int) -> bool:
-    return number > 0 and not number & (number - 1)
-
-
 class Delta(Struct, frozen=True):
-    """A delta on disk: its header, and as memory maps what changed."""
+    """A delta on disk: its header, and its changes as memory maps."""
 
     header: DeltaHeader
     catalog: Catalog
@@ -372,10 +326,10 @@ class Delta(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Rows of all tables together."""
-        return sum(len(change.ids) for change in self.changes.values() if isinstance(change, Rows))
+        """The number of changed rows, of all tables together."""
+        return count_rows(self.changes)
 
 
-def _first_double(keys: list[str]) -> str:
-    seen: set[str] = set()
-    return next(key for key in keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+def count_rows(changes: Mapping[str, Change]) -> int:
+    """The number of changed rows, of all tables together."""
+    return sum(len(change.ids) for change in changes.values() if isinstance(change, Rows))

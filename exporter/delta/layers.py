@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable, SortedRows
-from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
-from exporter.delta.snapshot import Changes, Snapshot
+from exporter.delta.format import Change, ChangeKind, Rows, Schema
+from exporter.delta.layered_state import Changes, LayeredState
+from exporter.delta.row_spill import ROWS_AT_ONCE, in_pieces, spilled
 from exporter.tables.integer_sets import distinct
+from exporter.wire.dtypes import Array
 
-Array = np.ndarray[Any, Any]
 
-
-def restoring(since: Sequence[Changes], then: Snapshot, schema: Schema, scratch: Path) -> dict[str, Change]:
-    """The changes that give everything in `since` the values of the state `then` again; checksums are
-    verified.
+def restoring(
+    since: Sequence[Changes], then: LayeredState, schema: Schema, scratch: Path
+) -> dict[str, Change]:
+    """The changes that bring the rows and variables in `since` back to the state `then`, checksums verified.
 
     Raises:
         CheckpointError: a value cannot be read any more, or is damaged.
@@ -37,30 +36,21 @@ def restoring(since: Sequence[Changes], then: Snapshot, schema: Schema, scratch:
         if variable.kind is ChangeKind.DENSE:
             restored[variable.name] = then.whole(variable.name)
             continue
-        rows = _rows_then([change for change in touched if isinstance(change, Rows)], then, variable, scratch)
-        if rows is not None:
-            restored[variable.name] = rows
+        name, ids = variable.name, [change.ids for change in touched if isinstance(change, Rows)]
+        pieces = in_pieces(distinct(np.concatenate(ids)))
+        found = ((some, then.rows_at(name, some)) for some in pieces)
+        if (rows := spilled(variable, scratch, found)) is not None:
+            restored[name] = rows
     return restored
 
 
-def _rows_then(
-    touched: Sequence[Rows], then: Snapshot, variable: ServedVariable, scratch: Path
-) -> Rows | None:
-    ids = distinct(np.concatenate([change.ids for change in touched]))
-    with RowSpill(variable, scratch) as spill:
-        for start in range(0, len(ids), ROWS_AT_ONCE):
-            some = ids[start : start + ROWS_AT_ONCE]
-            spill.add(some, then.rows_at(variable.name, some))
-        return spill.rows()
-
-
 def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> dict[str, Change]:
-    """Merge `layers`, oldest first; memory is bounded, large results lie in `scratch`.
+    """Merge `layers`, oldest first, in bounded memory: of each row and dense variable the newest value.
 
-    The newest value of a variable that is served whole counts.
+    Large results lie in `scratch`. Rows of a dense variable have to be folded before (`fold_whole`).
 
     Raises:
-        ValueError: rows of such a variable are among the layers: see `fold_whole`.
+        ValueError: rows of a dense variable are among the layers.
         DiskFull, PublishError: the scratch file cannot be written.
     """
     merged: dict[str, Change] = {}
@@ -74,42 +64,34 @@ def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> d
             merged[variable.name] = found[-1]
             continue
         tables = [change for change in found if isinstance(change, Rows)]
-        if len(tables) == 1:
-            merged[variable.name] = tables[0]
-            continue
-        with RowSpill(variable, scratch) as spill:
-            for ids, values in newest_rows(tables):
-                spill.add(ids, values)
-            if (rows := spill.rows()) is not None:
-                merged[variable.name] = rows
+        rows = tables[0] if len(tables) == 1 else spilled(variable, scratch, newest_rows(tables))
+        if rows is not None:
+            merged[variable.name] = rows
     return merged
 
 
 def needs_folding(layers: Sequence[Changes], schema: Schema) -> bool:
-    """True if rows of a variable that is served whole are among the layers."""
+    """True if rows of a dense variable are among the layers, which `merge_changes` does not take."""
     whole = [variable.name for variable in schema.variables if variable.kind is ChangeKind.DENSE]
     return any(isinstance(layer.get(name), Rows) for layer in layers for name in whole)
 
 
-def fold_whole(layers: Sequence[Changes], schema: Schema, old: Snapshot) -> tuple[Changes, ...]:
-    """Apply rows of variables that are served whole to their values in `old`."""
+def fold_whole(layers: Sequence[Changes], schema: Schema, old: LayeredState) -> tuple[Changes, ...]:
+    """The layers, with each dense variable that has rows in them as one value, on top of `old`."""
     folded = [dict(layer) for layer in layers]
     for variable in schema.variables:
         if variable.kind is ChangeKind.TABLE:
             continue
         if any(isinstance(layer.get(variable.name), Rows) for layer in layers):
-            value = Snapshot(old.stored, (*old.layers, *layers)).whole(variable.name)
+            value = LayeredState(old.stored, (*old.layers, *layers)).whole(variable.name)
             for layer in folded:
                 layer.pop(variable.name, None)
             folded[-1][variable.name] = value
     return tuple(folded)
 
 
-def newest_rows(tables: Sequence[SortedRows]) -> Iterator[tuple[Array, Array]]:
-    """Ids and values in ascending order, in ranges of ids that hold a bounded number of rows.
-
-    If several tables have rows of one id, those of the last one count.
-    """
+def newest_rows(tables: Sequence[Rows]) -> Iterator[tuple[Array, Array]]:
+    """Yield ids and newest values of all rows, ascending, a bounded number at a time; the last table wins."""
     newest_first = [table for table in reversed(tables) if len(table.ids)]
     starts = [0] * len(newest_first)
     while any(start < len(table.ids) for start, table in zip(starts, newest_first, strict=True)):
@@ -126,8 +108,8 @@ def newest_rows(tables: Sequence[SortedRows]) -> Iterator[tuple[Array, Array]]:
         starts = ends
 
 
-def _range_end(tables: Sequence[SortedRows], starts: Sequence[int]) -> int:
-    """The end of the next range of ids: no table has more rows in it than its share of `ROWS_AT_ONCE`."""
+def _range_end(tables: Sequence[Rows], starts: Sequence[int]) -> int:
+    """The id up to which the next range goes: no table has more rows in it than its share."""
     share = max(1, ROWS_AT_ONCE // len(tables))
     ends = [
         int(table.ids[start + share])

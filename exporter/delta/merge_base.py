@@ -18,17 +18,17 @@ from exporter.catalog import SliceRef, SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, encode_index, index_path, shard_path
 from exporter.delta.delta_files import DeltaTensors
 from exporter.delta.format import Schema, ServedVariable
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.merge_deltas import copied_value, newest_value
 from exporter.delta.newest_rows import Merge, NewestRows, table_sections
 from exporter.delta.row_reader import RowReader, SliceOrder
-from exporter.delta.snapshot import Array, Snapshot
 from exporter.jobs.runner import Runner
 from exporter.jobs.shard_job import Place, Placed, ShardJob, Sources, Stored, stored_runs, tensors_of
 from exporter.jobs.task import Range
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.storage.layout import VARIABLES_PREFIX
 from exporter.terminal.progress import Progress
-from exporter.wire.dtypes import DType
+from exporter.wire.dtypes import Array, DType
 
 _BLOCK_BYTES = 4 << 20
 
@@ -70,7 +70,7 @@ class BaseMerger:
         self,
         stack: ExitStack,
         runner: Runner,
-        state: Callable[[], Snapshot],
+        state: Callable[[], LayeredState],
         progress: Progress | None = None,
     ) -> None:
         """Write `variables/`. A job that is kept ends with the stack.
@@ -142,7 +142,7 @@ class BaseMerger:
             at = high
         return runs if at == end else []
 
-    def _write_left(self, state: Callable[[], Snapshot]) -> Iterator[tuple[str, DType, SliceRef]]:
+    def _write_left(self, state: Callable[[], LayeredState]) -> Iterator[tuple[str, DType, SliceRef]]:
         """Write the shard of values that no task writes; yield its tensors by key, dtype and box."""
         aside = self._prefix.with_name("left")
         values = state()
@@ -199,7 +199,7 @@ def _rows_of_box(box: SliceSpec, low: int, high: int) -> SliceSpec:
     return SliceSpec(box.full_shape, starts, (high - low, *box.lengths[1:]))
 
 
-def _row_blocks(state: Snapshot, variable: ServedVariable) -> Iterator[Array]:
+def _row_blocks(state: LayeredState, variable: ServedVariable) -> Iterator[Array]:
     """Yield a table's rows in order, in blocks of at most 4 MiB."""
     row_bytes = max(1, int(np.prod(variable.shape[1:])) * variable.dtype.numpy.itemsize)
     step = max(1, _BLOCK_BYTES // row_bytes)

@@ -14,7 +14,7 @@ from exporter.delta.format import DeltaHeader, Schema, ServedVariable
 from exporter.delta.newest_rows import Header, Merge, NewestRows, header_bytes, table_sections
 from exporter.jobs.runner import LOCAL, Runner
 from exporter.jobs.shard_job import Place, Placed, ShardJob, Sources, Stored, tensors_of
-from exporter.jobs.write_shard import MovedRows
+from exporter.jobs.shard_sections import MovedRows
 from exporter.terminal.progress import Progress
 from exporter.wire.crc32c import mask, masked_crc
 from exporter.wire.dtypes import DType
@@ -23,13 +23,10 @@ _NOTHING = Extent(0, 0, 0, mask(0))
 
 
 class DeltaMerger:
-    """Merges `deltas`, oldest first, into the delta of a header.
+    """Merges `deltas`, oldest first, into the delta of a header."""
 
-    A small one is written by one task as one shard. If there are many tasks the header has its own shard.
-
-    Raises:
-        CheckpointChanged: a delta is no longer there.
-    """
+    # A small one is written by one task as one shard. If there are many tasks the header has its own shard:
+    # it holds the number of rows, which is known when all tasks are done.
 
     def __init__(
         self,
@@ -51,11 +48,11 @@ class DeltaMerger:
 
     @property
     def bytes_(self) -> int:
-        """How many bytes the tasks read."""
+        """The number of bytes that the tasks read."""
         return self._job.bytes_
 
     def write(self, stack: ExitStack, runner: Runner = LOCAL, progress: Progress | None = None) -> int:
-        """Write it; its rows. A job that is kept ends with the stack."""
+        """Write the delta; its number of rows. A job that is kept ends with the stack."""
         own = self.tasks != 1
         placed = self._job.run(stack, runner, self._prefix, behind=own, progress=progress).placed
         rows = sum(each.counts[0] for each in placed if each.counts)
@@ -69,7 +66,7 @@ class DeltaMerger:
         return rows
 
     def _places(self, files: Sources, task_bytes: int) -> Iterator[Place[str]]:
-        """What is written, by variables."""
+        """Yield the sections of each variable that changed, and those of strings."""
         for variable in self._schema.variables:
             name, packing = variable.name, self._header.packing
             if variable.is_table:
@@ -79,11 +76,12 @@ class DeltaMerger:
                 yield from (Place(section, name) for section in sections)
             elif (copied := newest_value(name, self._deltas)) is not None:
                 yield copied_value(name, copied, files)
-            elif variable.dtype is DType.STRING:  # even an empty one has bytes
+            elif variable.dtype is DType.STRING:  # an empty tensor of strings is stored as bytes, too
                 catalog = self._deltas[-1].catalog
                 yield copied_value(name, Stored(catalog, catalog.tensors[variable.keys[0]]), files)
 
     def _tensors(self, placed: Sequence[Placed[str]]) -> Iterator[TensorRef]:
+        """Yield the index entries of all variables, given where their sections were written."""
         found: dict[str, list[Placed[str]]] = defaultdict(list)
         for each in placed:
             found[each.place.what].append(each)
@@ -97,7 +95,7 @@ class DeltaMerger:
                 yield from tensors_of(self._boxes(variable, parts))
 
     def _absent(self, variable: ServedVariable) -> Iterator[TensorRef]:
-        """The tensors of a variable that did not change: they have no rows, or no value."""
+        """Yield the index entries of a variable that did not change: empty tensors without bytes."""
         shapes = self._shapes(variable, 0, 0)
         for key in tensor_keys(variable, self._header.packing):
             dtype, shape = shapes[key]
@@ -106,7 +104,7 @@ class DeltaMerger:
     def _boxes(
         self, variable: ServedVariable, parts: Sequence[Placed[str]]
     ) -> Iterator[tuple[str, DType, SliceRef]]:
-        """The rows of a table, in one part or in several: these are not packed."""
+        """Yield key, dtype and slice of each run of a table; in several parts rows are not packed."""
         rows, exact = (sum(numbers) for numbers in zip(*(part.counts for part in parts), strict=True))
         shapes, start = self._shapes(variable, rows, exact), 0
         for part in parts:
@@ -122,7 +120,7 @@ class DeltaMerger:
     def _shapes(
         self, variable: ServedVariable, rows: int, exact: int
     ) -> dict[str, tuple[DType, tuple[int, ...]]]:
-        """Dtype and shape of each tensor of a variable; of one that is not a table, without a value."""
+        """Dtype and shape of each tensor of a table with so many rows, or of a dense variable's empty one."""
         if not variable.is_table:
             return {variable.keys[0]: (variable.dtype, (0, *(size or 0 for size in variable.element_shape)))}
         ids, values = variable.keys
@@ -136,6 +134,7 @@ class DeltaMerger:
         return found
 
     def _header_tensors(self, shard: int, offset: int, rows: int) -> Iterator[TensorRef]:
+        """Yield the index entries of the header, which lies in a shard from `offset` on."""
         arrays = header_tensors(self._header, rows)
         for key, data, crc in header_bytes(self._header, rows):
             dtype = DType.INT64 if crc is None else DType.STRING
@@ -145,12 +144,12 @@ class DeltaMerger:
 
 
 def copied_value(what: str, copied: Stored, files: Sources) -> Place[str]:
-    """A stored run that is written as it is."""
+    """The section that copies a stored run as it is."""
     return Place(MovedRows.copied(what, files.range_of(copied)), what, copied)
 
 
 def newest_value(name: str, deltas: Sequence[DeltaTensors]) -> Stored | None:
-    """The newest whole value of a variable, None if none of the deltas has one."""
+    """Where the newest value of a dense variable lies, None if none of the deltas has one."""
     for delta in reversed(deltas):
         if refs := delta.tensors.get(name):
             return Stored(delta.catalog, refs[0])

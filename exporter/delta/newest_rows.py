@@ -10,21 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
-from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.checkpoint.tensor_values import encode_strings, memory_map
 from exporter.delta.delta_files import DeltaTensors, header_tensors
-from exporter.delta.format import DeltaHeader, ServedVariable
+from exporter.delta.format import DeltaHeader, Rows, ServedVariable
 from exporter.delta.layers import newest_rows
-from exporter.delta.packing import PackedRows, pack_rows
+from exporter.delta.packing import PackedRows, StoredRows, pack_rows
 from exporter.errors import CorruptFile
 from exporter.jobs.shard_job import Sources, Stored
-from exporter.jobs.task import Range, piece_bytes
-from exporter.jobs.write_shard import (
+from exporter.jobs.shard_sections import (
     MovedRows,
     NewShard,
     ReadRun,
@@ -33,29 +31,24 @@ from exporter.jobs.write_shard import (
     WrittenRun,
     renumbered,
 )
+from exporter.jobs.task import Range, piece_bytes
 from exporter.options import DeltaDtype
 from exporter.storage.output_directory import new_file
 from exporter.wire.crc32c import chunks_of
-from exporter.wire.dtypes import JOINABLE, DType
-
-Array = np.ndarray[Any, Any]
-
+from exporter.wire.dtypes import JOINABLE, Array, DType
 
 _BLOCK_BYTES = 4 << 20
 _SAMPLES = 64  # ids for each piece that a table is divided into: none is a tenth larger than planned, or so
 
 Layer = tuple[Range, ...]
-"""Rows of one delta: ids and values; of packed rows exact places and codes, too; of int8 ones also scales."""
+"""Where the rows of one delta lie: ids, values; if packed, exact places and codes; if int8, scales."""
 
 
 class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
-    """Rows `low` to `high` of a table: the newest of `layers`, oldest first.
+    """Writes rows `low` to `high` of a table: the newest of `layers`, which are oldest first.
 
-    With `base`, which holds all of these rows one behind another, all are written. Without it those of
-    the layers are written, with their ids, and packed as the delta says that is made.
-
-    Raises:
-        CorruptFile: ids are not increasing, or not the table's.
+    With `base`, which holds these rows one behind another, it writes every row. Without it, it writes those
+    of the layers, with their ids, packed by `packing`.
     """
 
     counted: ClassVar[int] = 2  # rows, and how many of them are not packed
@@ -69,7 +62,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """What is read, in the order of the receipt's checksums."""
+        """See `Section`."""
         return (*self.base, *(each for layer in self.layers for each in layer))
 
     def renumbered(self, numbers: Mapping[int, int]) -> NewestRows:
@@ -79,7 +72,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The tensors of a delta that it makes, in the order in which they are written."""
+        """The names of the delta's tensors that it writes, in the order of its runs."""
         ids, values = self.variable.keys
         packed = [tensor.key for tensor in self.variable.packed(self.packing)]
         return (values, *packed[1:], *packed[:1], ids)
@@ -104,7 +97,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
         """See `Section`."""
         base, left = sources[: len(self.base)], iter(sources[len(self.base) :])
-        layers = [_LayerRows(self, list(islice(left, len(layer)))) for layer in self.layers]
+        layers = [_layer_rows(self, list(islice(left, len(layer)))) for layer in self.layers]
         if self.base:
             shard.append(self._on_top(base, layers))
             rows = exact = self.high - self.low
@@ -118,8 +111,8 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
         shard.rows += rows
         return rows, exact
 
-    def _on_top(self, base: Sequence[ReadRun], layers: Sequence[_LayerRows]) -> Iterator[Array]:
-        """All rows, with those of the layers in the place of the base's."""
+    def _on_top(self, base: Sequence[ReadRun], layers: Sequence[Rows]) -> Iterator[Array]:
+        """Yield blocks of all rows: the base's, overwritten by those of the layers."""
         row, dtype = self.variable.shape[1:], self.variable.dtype.numpy
         step = max(1, _BLOCK_BYTES // max(1, self.row_bytes))
         for start in range(self.low, self.high, step):
@@ -129,11 +122,11 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
                 flat = stream.fill(flat)
             for layer in layers:
                 low, high = np.searchsorted(layer.ids, (start, start + len(block)))
-                block[layer.ids[low:high] - start] = layer[low:high]
+                block[layer.ids[low:high] - start] = layer.values[low:high]
             yield block
 
     def _write_packed(self, found: Iterator[tuple[Array, Array]], shard: NewShard) -> tuple[int, int]:
-        """Rows as codes, where these give back every bit, and the others as they are."""
+        """Write rows as codes if these give back every bit, else exactly; how many rows, how many exact."""
         packing = self.packing
         assert packing is not None
         ids: list[Array] = []
@@ -163,20 +156,20 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
 
 
 def _values(found: Iterable[tuple[Array, Array]], ids: list[Array]) -> Iterator[Array]:
-    """The values of rows; their ids are noted."""
+    """Yield the values of rows, and append their ids to `ids`."""
     for some, values in found:
         ids.append(some)
         yield values
 
 
 class Header(Section, frozen=True, array_like=True, tag="header"):
-    """The header of a delta whose rows are all in this shard, before it."""
+    """Writes the header of a delta behind its rows, all of which are in the same shard."""
 
     header: DeltaHeader
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """None."""
+        """See `Section`: it reads nothing."""
         return ()
 
     def renumbered(self, numbers: Mapping[int, int]) -> Header:
@@ -203,7 +196,7 @@ class Merge(WriteShard, frozen=True, kw_only=True):
 
 
 def header_bytes(header: DeltaHeader, rows: int) -> Iterator[tuple[str, bytes, int | None]]:
-    """The tensors of a delta's header as they are stored: key, bytes, and of strings the checksum."""
+    """Yield key, stored bytes and checksum (None: not of a string) of each header tensor of a delta."""
     for key, array in header_tensors(header, rows).items():
         if array.dtype == object:
             yield key, *encode_strings([array.item()])
@@ -211,40 +204,39 @@ def header_bytes(header: DeltaHeader, rows: int) -> Iterator[tuple[str, bytes, i
             yield key, array.tobytes(), None
 
 
-class _LayerRows:
-    """The rows of one layer: ids in memory, values as they are asked for, each once."""
+def _layer_rows(section: NewestRows, streams: Sequence[ReadRun]) -> Rows:
+    """The rows of one layer, ids read; CorruptFile if they do not increase, or are outside of the section."""
+    ids = streams[0].take((streams[0].size // 8,), np.dtype(np.int64))
+    if len(ids) and not ((ids[1:] > ids[:-1]).all() and section.low <= ids[0] <= ids[-1] < section.high):
+        raise CorruptFile(
+            f"{streams[0].place} is damaged: row numbers of {section.variable.name!r} are not strictly "
+            f"increasing in {section.low}-{section.high - 1}"
+        )
+    return Rows(ids, _LayerValues(section.variable, len(ids), streams[1:]))
 
-    def __init__(self, section: NewestRows, streams: Sequence[ReadRun]) -> None:
-        self._row, self._dtype = section.variable.shape[1:], section.variable.dtype.numpy
-        ids, self._values, *packed = streams
-        self.ids = ids.take((ids.size // 8,), np.dtype(np.int64))
-        if len(self.ids) and not (
-            (self.ids[1:] > self.ids[:-1]).all() and section.low <= self.ids[0] <= self.ids[-1] < section.high
-        ):
-            raise CorruptFile(
-                f"{ids.place} is damaged: row numbers of {section.variable.name!r} are not strictly "
-                f"increasing in {section.low}-{section.high - 1}"
-            )
+
+class _LayerValues(StoredRows):
+    """The values of one layer, read by slices, each row once, in ascending order."""
+
+    def __init__(self, variable: ServedVariable, count: int, streams: Sequence[ReadRun]) -> None:
+        self.shape, self.dtype = (count, *variable.shape[1:]), variable.dtype.numpy
+        self._values, *packed = streams
         self._exact = None
         if packed:
             exact, self._codes, *scales = packed
             self._exact = exact.take((exact.size // 8,), np.dtype(np.int64))
             self._scales = scales[0] if scales else None
 
-    @property
-    def values(self) -> _LayerRows:
-        """The rows themselves, which are read when they are asked for: see `newest_rows`."""
-        return self
-
-    def __getitem__(self, which: slice) -> Array:
-        count = which.stop - which.start
+    def __getitem__(self, which: slice | Array) -> Array:
+        assert isinstance(which, slice)
+        count, row = which.stop - which.start, self.shape[1:]
         if self._exact is None:
-            return self._values.take((count, *self._row), self._dtype)
+            return self._values.take((count, *row), self.dtype)
         low, high = np.searchsorted(self._exact, (which.start, which.stop))
         few = int(high - low)
-        values = self._values.take((few, *self._row), self._dtype)
+        values = self._values.take((few, *row), self.dtype)
         dtype = DType.BFLOAT16.numpy if self._scales is None else np.dtype(np.int8)
-        codes = self._codes.take((count - few, *self._row), dtype)
+        codes = self._codes.take((count - few, *row), dtype)
         scales = None if self._scales is None else self._scales.take((count - few,), np.dtype(np.float32))
         return PackedRows(values, self._exact[low:high] - which.start, codes, scales)[:]
 
@@ -258,16 +250,13 @@ def table_sections(
     task_bytes: int,
     base: Sequence[tuple[int, Range]] = (),
 ) -> Iterator[NewestRows]:
-    """The newest rows of `deltas`, oldest first, applied on top of those of a base, if any.
-
-    A very large table is divided into ranges of ids.
-
-    The rows of a base are given as runs of so many rows.
-    """
-    layers = [layer for delta in deltas for layer in _layers_of(delta, variable, files)]
+    """Yield the sections that write a table's newest rows of `deltas`, oldest first, or a base below them."""
+    # A very large table is divided into ranges of ids. `base` has the number of rows and the place of each
+    # run.
+    layers = [layer for delta in deltas for layer in _layers_of(delta, variable)]
     if not layers and not base:
         return
-    rows, ranges = variable.shape[0], [layer.ranges for layer in layers]
+    rows, ranges = variable.shape[0], [tuple(map(files.range_of, layer)) for layer in layers]
     below = tuple(each for _, each in base)
     whole = NewestRows(variable, 0, rows, tuple(ranges), below, packing)
     size = whole.bytes_
@@ -277,46 +266,32 @@ def table_sections(
         yield whole  # places of packed rows count from a table's first row on
         return
     count = -(-size // most)
-    ids = [layer.ids() for layer in layers]
-    cuts = _even(rows, count) if base else _cuts(ids, rows, count)
+    ids = [memory_map(ids.catalog, ids.tensor, ids.part) for ids, *_ in layers]  # `_layer_rows` checks them
+    even = sorted({rows * number // count for number in range(count + 1)})
+    cuts = even if base else _cuts(ids, rows, count)
     for low, high in pairwise(cuts):
         mine = [_between(layer, some, low, high) for layer, some in zip(ranges, ids, strict=True)]
         under = tuple(_rows_between(base, low, high)) if base else ()
         yield NewestRows(variable, low, high, tuple(filter(None, mine)), under, packing)
 
 
-class _StoredLayer(Struct, frozen=True):
-    ranges: Layer
-    stored: Stored
-
-    def ids(self) -> Array:
-        """The row numbers of the layer, unchecked."""
-        return memory_map(self.stored.catalog, self.stored.tensor, self.stored.part)
-
-
-def _layers_of(delta: DeltaTensors, variable: ServedVariable, files: Sources) -> Iterator[_StoredLayer]:
-    """The rows of a table in a delta: one layer, or one for each range of ids if they are in slices."""
+def _layers_of(delta: DeltaTensors, variable: ServedVariable) -> Iterator[tuple[Stored, ...]]:
+    """Yield the stored tensors of a table's rows; of a table in slices, those of each range of ids."""
     refs = delta.tensors.get(variable.name, ())
     if not refs:
         return
     if all(ref.extent is not None for ref in refs):
-        stored = [Stored(delta.catalog, ref) for ref in refs]
-        yield _StoredLayer(tuple(map(files.range_of, stored)), stored[0])
+        yield tuple(Stored(delta.catalog, ref) for ref in refs)
         return
     parts = [sorted(ref.slices, key=lambda part: part.spec.starts) for ref in refs]
     if any(ids.spec.lengths[0] != values.spec.lengths[0] for ids, values in zip(*parts, strict=True)):
         raise CorruptFile(f"{delta.catalog.prefix} is damaged: slices of {variable.name!r} do not match")
     for pair in zip(*parts, strict=True):
-        stored = [Stored(delta.catalog, ref, part) for ref, part in zip(refs, pair, strict=True)]
-        yield _StoredLayer(tuple(map(files.range_of, stored)), stored[0])
-
-
-def _even(rows: int, count: int) -> list[int]:
-    return sorted({rows * number // count for number in range(count + 1)})
+        yield tuple(Stored(delta.catalog, ref, part) for ref, part in zip(refs, pair, strict=True))
 
 
 def _cuts(ids: Sequence[Array], rows: int, count: int) -> list[int]:
-    """Bounds of ranges of ids that hold about as many rows of all layers each."""
+    """The bounds of `count` ranges of ids that hold about as many rows of all layers each."""
     step = max(1, sum(map(len, ids)) // (count * _SAMPLES))
     samples = np.sort(np.concatenate([some[::step] for some in ids]))
     inner = {int(samples[len(samples) * number // count]) for number in range(1, count)}
@@ -324,25 +299,22 @@ def _cuts(ids: Sequence[Array], rows: int, count: int) -> list[int]:
 
 
 def _between(layer: Layer, ids: Array, low: int, high: int) -> Layer:
-    """The rows of a layer whose ids lie in a range; empty if there are none."""
+    """Where the rows of a layer lie whose ids are in a range; empty if there are none."""
     first, last = (int(place) for place in np.searchsorted(ids, (low, high)))
-    if first >= last:
-        return ()
-    return tuple(
-        Range(
-            each.input,
-            each.offset + first * (each.size // len(ids)),
-            (last - first) * (each.size // len(ids)),
-        )
-        for each in layer
-    )
+    return tuple(_part(each, len(ids), first, last) for each in layer) if first < last else ()
 
 
 def _rows_between(base: Sequence[tuple[int, Range]], low: int, high: int) -> Iterator[Range]:
+    """Yield where the base's rows `low` to `high` lie, given the rows and the place of each run."""
     start = 0
     for count, each in base:
         first, last = max(low - start, 0), min(high - start, count)
         if first < last:
-            row = each.size // count
-            yield Range(each.input, each.offset + first * row, (last - first) * row)
+            yield _part(each, count, first, last)
         start += count
+
+
+def _part(whole: Range, count: int, first: int, last: int) -> Range:
+    """Elements `first` to `last` of a range that holds `count` of one size."""
+    size = whole.size // count
+    return Range(whole.input, whole.offset + first * size, (last - first) * size)

@@ -16,34 +16,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.options import DeltaDtype
-from exporter.wire.dtypes import DType
+from exporter.wire.dtypes import Array, DType
 from exporter.wire.int8_codes import LARGEST_SCALE as LARGEST_SCALE
 from exporter.wire.int8_codes import SMALLEST_SCALE as SMALLEST_SCALE
 from exporter.wire.int8_codes import to_codes
 
-Array = np.ndarray[Any, Any]
-
-_SMALLEST_NORMAL = SMALLEST_SCALE
 _WIDE = {DType.FLOAT, DType.DOUBLE}
 _ROWS_AT_ONCE = 1 << 14
 
 
 def shrinks(packing: DeltaDtype, dtype: DType, element_shape: tuple[int, ...]) -> bool:
-    """True if rows of this dtype and shape are packed: values of 32 or 64 bits, in fewer bytes."""
+    """True if rows of this dtype and shape take fewer bytes when packed; only 32 and 64 bits are packed."""
     size = math.prod(element_shape)
     packed = 2 * size if packing is DeltaDtype.BFLOAT16 else size + 4
     return dtype in _WIDE and packed < size * dtype.numpy.itemsize
 
 
 class Codes(Struct, frozen=True):
-    """Rows as codes [n, ...], for int8 with `scales` float32 [n]; `fits` bool [n]: False where none serve."""
+    """Rows as codes [n, ...], for int8 with `scales` float32 [n]; `fits` bool [n]: False where codes fail."""
 
     codes: Array
     scales: Array | None
@@ -51,13 +48,13 @@ class Codes(Struct, frozen=True):
 
 
 def encode(rows: Array, packing: DeltaDtype) -> Codes:
-    """The nearest codes of rows [n, ...] in float32 or float64."""
+    """The nearest codes of rows [n, ...] in float32 or float64; they do not fit NaN, infinity, overflow."""
     with np.errstate(over="ignore", invalid="ignore"):
         return _to_bfloat16(rows) if packing is DeltaDtype.BFLOAT16 else Codes(*to_codes(rows))
 
 
 def decode(codes: Array, scales: Array | None, dtype: np.dtype[Any]) -> Array:
-    """The rows that codes stand for, in `dtype`."""
+    """The rows in `dtype` that codes, for int8 with their scales, stand for."""
     values = codes.astype(np.float32)
     if scales is not None:
         values *= scales.reshape(-1, *[1] * (codes.ndim - 1))
@@ -65,7 +62,7 @@ def decode(codes: Array, scales: Array | None, dtype: np.dtype[Any]) -> Array:
 
 
 def round_rows(rows: Array, packing: DeltaDtype) -> Array:
-    """Rows [n, ...] as they are served if they are sent in this packing."""
+    """Rows [n, ...] rounded to what their codes give; rows that codes do not fit stay as they are."""
     found = encode(rows, packing)
     rounded = decode(found.codes, found.scales, rows.dtype)
     rounded[~found.fits] = rows[~found.fits]
@@ -73,7 +70,7 @@ def round_rows(rows: Array, packing: DeltaDtype) -> Array:
 
 
 def pack_rows(rows: Array, packing: DeltaDtype) -> Codes:
-    """Their codes; `fits` is False also where they would not give back every bit."""
+    """The codes of rows [n, ...]; `fits` is False also where they do not give back every bit."""
     found = encode(rows, packing)
     word = f"u{rows.dtype.itemsize}"
     given_back = decode(found.codes, found.scales, rows.dtype).view(word)
@@ -81,8 +78,28 @@ def pack_rows(rows: Array, packing: DeltaDtype) -> Codes:
     return replace(found, fits=found.fits & same)
 
 
-class PackedRows:
-    """Rows of a table as a delta stores them, unpacked as they are asked for: by slice or by places.
+class StoredRows:
+    """The base of rows in files, read when they are asked for: by slice or by places."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, which: slice | Array) -> Array:
+        raise NotImplementedError
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return self[:].astype(dtype or self.dtype, copy=False)
+
+    def pieces(self) -> Iterator[Array]:
+        """Yield all rows, a bounded number at a time."""
+        return (self[piece] for piece in _pieces(len(self)))
+
+
+class PackedRows(StoredRows):
+    """Packed rows, which are unpacked when they are asked for.
 
     `exact` int64 [e] are the places of the rows that are in `values` [e, ...]; `codes` and `scales` hold the
     others, in their order.
@@ -92,9 +109,6 @@ class PackedRows:
         self._values, self._exact, self._codes, self._scales = values, exact, codes, scales
         self.dtype = values.dtype
         self.shape = (len(exact) + len(codes), *values.shape[1:])
-
-    def __len__(self) -> int:
-        return int(self.shape[0])
 
     def __getitem__(self, which: slice | Array) -> Array:
         places = np.arange(*which.indices(len(self))) if isinstance(which, slice) else np.asarray(which)
@@ -107,25 +121,15 @@ class PackedRows:
         rows[is_exact] = self._values[before[is_exact]]
         return rows
 
-    def pieces(self) -> Iterator[Array]:
-        """All rows, a bounded number at a time."""
-        return (self[piece] for piece in _pieces(len(self)))
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        return self[:].astype(dtype or self.dtype, copy=False)
-
-
-class SlicedRows:
-    """Rows that lie in several arrays, one behind another; asked for by slice or by places."""
+class SlicedRows(StoredRows):
+    """Rows that lie in several arrays, one behind another."""
 
     def __init__(self, parts: Sequence[Array]) -> None:
         self._parts = parts
         self._ends = np.cumsum([len(part) for part in parts])
         self.dtype = parts[0].dtype
         self.shape = (int(self._ends[-1]), *parts[0].shape[1:])
-
-    def __len__(self) -> int:
-        return int(self.shape[0])
 
     def __getitem__(self, which: slice | Array) -> Array:
         if isinstance(which, slice):
@@ -145,25 +149,20 @@ class SlicedRows:
             rows[mine] = self._parts[number][places[mine] - self._before(number)]
         return rows
 
-    def pieces(self) -> Iterator[Array]:
-        """All rows, a bounded number at a time."""
-        return (self[piece] for piece in _pieces(len(self)))
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return np.asarray(np.concatenate(self._parts).astype(dtype or self.dtype, copy=False))
 
     def _before(self, number: int) -> int:
+        """The number of rows in the arrays before this one."""
         return int(self._ends[number]) - len(self._parts[number])
 
 
-RowValues = Array | PackedRows | SlicedRows
+RowValues: TypeAlias = "Array | StoredRows"
 """Rows in memory or in a map of a file, in several of them, or packed."""
 
 
 class Packing(Struct, frozen=True):
-    """How rows are stored: those at the places `exact` int64 [e] as they are, those at `packed` int64 [m] as
-    codes, for int8 with `scales` float32 [m].
-    """
+    """Rows at the places `exact` as they are, those at `packed` as codes, for int8 with `scales` float32."""
 
     rows: RowValues
     dtype: DeltaDtype
@@ -173,7 +172,7 @@ class Packing(Struct, frozen=True):
 
     @classmethod
     def of(cls, rows: RowValues, dtype: DeltaDtype) -> Packing:
-        """Decide for each of `rows` whether it packs without loss."""
+        """Pack those of `rows` whose codes give back every bit; all are read once, piece by piece."""
         found = [pack_rows(rows[piece], dtype) for piece in _pieces(len(rows))]
         fits = np.concatenate([np.empty(0, bool), *(piece.fits for piece in found)])
         scales = [piece.scales[piece.fits] for piece in found if piece.scales is not None]
@@ -187,11 +186,11 @@ class Packing(Struct, frozen=True):
         )
 
     def values(self) -> Iterator[Array]:
-        """The exact rows, in pieces."""
+        """Yield the exact rows in pieces, read again."""
         return (self.rows[self.exact[piece]] for piece in _pieces(len(self.exact)))
 
     def codes(self) -> Iterator[Array]:
-        """The codes of the other rows, in pieces."""
+        """Yield the codes of the other rows in pieces, computed again: they were not kept in memory."""
         for piece in _pieces(len(self.packed)):
             yield encode(self.rows[self.packed[piece]], self.dtype).codes
 
@@ -203,7 +202,8 @@ def _pieces(count: int) -> Iterator[slice]:
 def _to_bfloat16(rows: Array) -> Codes:
     bfloat16 = DType.BFLOAT16.numpy
     nearest = rows.astype(np.float32).astype(bfloat16).astype(np.float32)
-    nearest[np.abs(nearest) < _SMALLEST_NORMAL] *= 0
+    # TensorFlow's kernels take subnormal values for zero, so they are rounded to it here; the sign stays.
+    nearest[np.abs(nearest) < SMALLEST_SCALE] *= 0
     fits = np.asarray(_flat(np.isfinite(nearest)).all(axis=1))
     return Codes(nearest.astype(bfloat16), None, fits)
 

@@ -22,8 +22,7 @@ from msgspec import Struct
 from exporter.storage.files import beside, read_regular
 from exporter.tables.integer_sets import distinct
 from exporter.wire.crc32c import masked_crc
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array
 
 BLOCK_BYTES = 4096
 
@@ -34,7 +33,7 @@ _BESIDE_BYTES = 4096
 
 
 def block_rows(row_bytes: int) -> int:
-    """Rows of one block."""
+    """The number of rows of `row_bytes` bytes in one block, at least 1."""
     return max(1, BLOCK_BYTES // max(1, row_bytes))
 
 
@@ -52,11 +51,11 @@ class BlockHasher(Struct, frozen=True):
 
     @classmethod
     def of(cls, name: str) -> BlockHasher:
-        """The hasher whose seed is made of a name, where several processes need the same one."""
+        """The hasher whose seed is derived from `name`, for processes that need the same one."""
         return cls(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1)
 
     def hash_rows(self, rows: Array) -> Array:
-        """uint64 [blocks] of rows [n, ...], n > 0; the last block may be short."""
+        """The hashes, uint64 [blocks], of rows [n, ...], n > 0; the last block may be short."""
         # 9 GB/s of a core; the hash that it replaced took 3.3 GB/s.
         from xxhash import xxh3_64_intdigest as hash_of
 
@@ -82,13 +81,13 @@ class HashIndex(Struct, frozen=True):
     state: str
 
     def find(self, name: str, rows: int, row_bytes: int) -> Array | None:
-        """The hashes of a table, None if there are none that fit it."""
+        """The hashes of a table; None if it is not there, or has other numbers of rows or bytes."""
         found = self.tables.get(name)
         return found if found is not None and len(found) == -(-rows // block_rows(row_bytes)) else None
 
 
 def without_rows(hashes: Array, rows: Array, row_bytes: int) -> Array:
-    """A table's hashes with the blocks of these rows invalidated, so that they are compared again."""
+    """A copy of a table's hashes with those of these rows' blocks made wrong: they are compared again."""
     forgotten = hashes.copy()
     blocks = distinct(rows // block_rows(row_bytes))
     forgotten[blocks] = ~forgotten[blocks]
@@ -96,7 +95,7 @@ def without_rows(hashes: Array, rows: Array, row_bytes: int) -> Array:
 
 
 def write_index(path: Path, index: HashIndex) -> None:
-    """Write the cache; a reader sees the old or the new one."""
+    """Write the index to `path` by a rename: a reader sees the old or the new one."""
     buffer = io.BytesIO()
     names = sorted(index.tables)
     arrays: dict[str, Any] = {f"table_{n}": index.tables[name] for n, name in enumerate(names)}
@@ -111,7 +110,7 @@ def write_index(path: Path, index: HashIndex) -> None:
 
 
 def most_bytes(tables: Mapping[str, int]) -> int:
-    """A size that no index of tables of these names and bytes has."""
+    """An upper bound for the file size of an index of tables with these names and bytes."""
     hashes = sum(8 * (bytes_ // _LEAST_BLOCK_BYTES) + _BESIDE_BYTES for bytes_ in tables.values())
     return hashes + 4 * sum(map(len, tables)) + _BESIDE_BYTES
 
@@ -119,7 +118,7 @@ def most_bytes(tables: Mapping[str, int]) -> int:
 def read_index(
     path: Path, *, lineage: str, position: int, state: str, limit: int | None = None
 ) -> HashIndex | None:
-    """The cache if it belongs to this state, is whole and has no more bytes than `limit`; None otherwise."""
+    """Read the index; None if it is of another state, damaged, absent, or larger than `limit` bytes."""
     import zipfile
 
     try:
@@ -127,6 +126,7 @@ def read_index(
         body = content[16:]
         if content[:8] != _MAGIC or int.from_bytes(content[8:16], "little") != masked_crc(body):
             return None
+        # A deflated member of a hostile file could be any size in memory.
         with zipfile.ZipFile(io.BytesIO(body)) as members:
             if any(member.compress_type != zipfile.ZIP_STORED for member in members.infolist()):
                 return None

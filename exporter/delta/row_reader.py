@@ -31,20 +31,16 @@ from exporter.errors import CheckpointChanged, CorruptFile
 from exporter.mapping.tensor_source import TensorSource
 from exporter.storage import mirror
 from exporter.storage.requests import GAP_BYTES
-from exporter.wire.dtypes import DType
+from exporter.wire.dtypes import Array, DType
 from exporter.wire.int8_codes import SCALE_BYTES
 
-Array = np.ndarray[Any, Any]
-
-_NEAR_BYTES = 4096
-"""What lies between two rows and comes with them, because it costs less than a piece of its own."""
-_PASSED_BYTES = 32 << 20
-"""About what comes so in one call; a few rows between two always may."""
+_NEAR_BYTES = 4096  # between two rows: they come with them, because a piece of its own costs more
+_PASSED_BYTES = 32 << 20  # about what comes so in one call; a few rows between two always may
 _FEW_ROWS = 16
 
 
 class RowMap:
-    """The rows of a tensor, or of one stored slice of it, as `memory_map` has them.
+    """Reads rows of a tensor, or of one stored slice of it: views of a map, or fetched from a store.
 
     Of a shard that stands for an object of a store, rows are read when they are asked for, and no others.
     They are not kept, because a pass over a table reads each row once. Kept are rows of one element, as of
@@ -63,12 +59,12 @@ class RowMap:
             self._values = map_bytes(fd, extent).view(ref.dtype.numpy).reshape(shape)
 
     def fetch(self) -> None:
-        """Fetch all rows by concurrent requests, for a caller that is going to read them all."""
+        """Fetch all rows from a store by concurrent requests and keep them; no effect on a local file."""
         if self._object is not None:
             self._object.fetch(np.array([0]), np.array([self._object.extent.size]))
 
     def at(self, rows: Array) -> Array:
-        """The rows of these numbers, as a copy."""
+        """The rows of these numbers, in their order, as a copy."""
         if self._object is not None and len(rows):
             size = self._object.extent.size // len(self._values)
             if are_elements(self._values.shape):
@@ -83,7 +79,7 @@ class RowMap:
         return np.asarray(self._values[rows])
 
     def box(self, box: tuple[slice, ...]) -> Array:
-        """A box, whose ranges of rows and columns have a start and a stop: a view of the file, or a copy."""
+        """A box, given by slices with a start and a stop: a view of the file, or a copy."""
         if self._object is not None and len(self._values):
             size = self._object.extent.size // len(self._values)
             start, stop = np.array([box[0].start]), np.array([box[0].stop])
@@ -95,30 +91,30 @@ class RowMap:
         return np.asarray(self._values[box])
 
     def _rows_of(self, source: _ObjectRange, starts: Array, stops: Array, size: int) -> Array | None:
-        """Runs of rows (start, stop) one behind another, or None if the file has them."""
+        """Runs of rows (start, stop) one behind another, read from the store; None if the file has them."""
         found = source.read(starts * size, stops * size)
         return found if found is None else found.view(self._values.dtype).reshape(-1, *self._values.shape[1:])
 
 
 def are_elements(shape: tuple[int, ...]) -> bool:
-    """True for rows of one element each: they are few bytes, and may be asked for in any order, and again."""
+    """True if a row is one element: few bytes, which may be asked for in any order, and again."""
     return len(shape) == 1
 
 
 class _ObjectRange(Struct, frozen=True):
-    """An extent of a file that stands for an object of a store, and the number of that file."""
+    """Reads an extent of a file that stands for an object; CheckpointChanged if it was replaced."""
 
     path: Path
     inode: int
     extent: Extent
 
     def fetch(self, starts: Array, stops: Array) -> None:
-        """Fetch ranges of bytes of the extent."""
+        """Fetch ranges of bytes of the extent into the file, as whole blocks."""
         mirror.fetch(self.path, _blocks_of(starts + self.extent.offset, stops + self.extent.offset))
         self._require_same()
 
     def read(self, starts: Array, stops: Array) -> Array | None:
-        """The bytes of ranges of the extent, of which nothing is kept; None if the file has them."""
+        """Read ranges of the extent from the store and keep nothing; None if the file has them."""
         first, ends = self.extent.offset, np.cumsum(stops - starts)
         columns = starts + first, stops + first, ends - (stops - starts)
         found = np.empty(ends[-1], np.uint8)
@@ -133,7 +129,7 @@ class _ObjectRange(Struct, frozen=True):
 
 
 def _runs_of(rows: Array, gap: int) -> tuple[Array, Array, Array]:
-    """Runs (starts, stops) that hold rows, which increase, and gaps of so many; where each row is in them."""
+    """Coalesce ascending rows into runs, bridging gaps up to `gap`: starts, stops, each row's place."""
     is_new = np.append(True, np.diff(rows) > gap + 1)
     starts, ends = rows[is_new], rows[np.append(is_new[1:], True)] + 1
     before = np.cumsum(ends - starts) - (ends - starts)
@@ -141,7 +137,7 @@ def _runs_of(rows: Array, gap: int) -> tuple[Array, Array, Array]:
 
 
 def _blocks_of(starts: Array, stops: Array) -> list[tuple[int, int]]:
-    """Ranges of whole blocks that hold ranges (start, stop), in order and apart: of a million rows, few."""
+    """Coalesce ranges (start, stop), in any order, into ranges of whole blocks: of a million rows, few."""
     first, last = starts // GAP_BYTES, np.maximum(stops - 1, starts) // GAP_BYTES
     order = np.argsort(first, kind="stable")
     first, last = first[order], np.maximum.accumulate(last[order])
@@ -153,8 +149,7 @@ def _blocks_of(starts: Array, stops: Array) -> list[tuple[int, int]]:
     ]
 
 
-_STORE_RUNS = 2
-"""Runs of a store that are checked at a time: many requests are under way for each, of 8 MB."""
+_STORE_RUNS = 2  # that are checked at a time: for each many requests of 8 MB are under way
 
 
 class SliceOrder(Struct, frozen=True):
@@ -165,10 +160,9 @@ class SliceOrder(Struct, frozen=True):
 
 
 class RowReader(Struct, frozen=True, dict=True):
-    """The values of one served variable in a bundle.
+    """Reads the values of one served variable from a bundle.
 
-    `box` is what it is of the tensor, `part` the number of the box among its tensor's; `dtype` the served
-    one.
+    The variable is the `box` of the tensor, the box number `part`; `dtype` is the served one.
     """
 
     name: str
@@ -194,14 +188,12 @@ class RowReader(Struct, frozen=True, dict=True):
         return self._cast(self._contiguous(first, first + stop - start))
 
     def rows_at(self, ids: Array) -> Array:
-        """Served rows `ids`, int64 [n], in their order."""
+        """Served rows `ids`, int64 [n], in their order, as a copy."""
         natural = ids * self.order.scatter + self.part if self.order.scatter else ids + self.box.starts[0]
         values = np.empty((len(ids), *self.box.lengths[1:]), self.tensor.dtype.numpy)
-        columns = tuple(
-            slice(s, s + n) for s, n in zip(self.box.starts[1:], self.box.lengths[1:], strict=True)
-        )
+        columns = self.box.slices[1:]
         for number, piece in enumerate(self._pieces):
-            if not columns and piece.spec.is_full:  # quickly: of an index, many elements are asked for
+            if not columns and piece.spec.is_full:  # an index, of which many elements are asked for
                 return self._cast(piece.values.at(natural))
             inside, offsets = self._in_piece(natural, number, piece)
             if len(inside):
@@ -213,7 +205,7 @@ class RowReader(Struct, frozen=True, dict=True):
         return self._cast(values)
 
     def fetch(self) -> None:
-        """Fetch every piece of the values, for a caller that will read all of them from a store."""
+        """Fetch all values from a store, for a caller that will read them in any order."""
         for piece in self._pieces:
             piece.values.fetch()
 
@@ -229,8 +221,7 @@ class RowReader(Struct, frozen=True, dict=True):
             check_stored([self])
             return self.rows(0, self.shape[0])
         values = read_array(self.catalog, self.tensor)
-        box = tuple(slice(s, s + n) for s, n in zip(self.box.starts, self.box.lengths, strict=True))
-        return self._cast(values[box] if box else values)
+        return self._cast(values[self.box.slices] if self.shape else values)
 
     @property
     def has_own_runs(self) -> bool:
@@ -240,7 +231,7 @@ class RowReader(Struct, frozen=True, dict=True):
 
     @property
     def extent(self) -> Extent | None:
-        """The run of bytes that holds exactly the served rows, in order; None if they are made of others."""
+        """The run of bytes that is exactly the served rows, in order; None if they are made of other runs."""
         if self.order != SliceOrder() or self.dtype is not self.tensor.dtype:
             return None
         if self.tensor.extent is not None:
@@ -249,7 +240,7 @@ class RowReader(Struct, frozen=True, dict=True):
 
     @property
     def runs(self) -> Iterator[StoredRun]:
-        """The runs of bytes that the values are made of."""
+        """Yield the stored runs that the values are made of."""
         if self.tensor.extent is not None:
             yield StoredRun(self.catalog.path_of(self.tensor.extent), self.tensor.extent)
         for part in self.tensor.slices:
@@ -262,13 +253,13 @@ class RowReader(Struct, frozen=True, dict=True):
         return {run.extent: run for run in self.runs}
 
     def slices_near(self, first: int, last: int) -> tuple[SliceRef, ...]:
-        """The slices, a few of thousands, that may hold rows `first` to `last` of the tensor."""
+        """The slices, perhaps a few of thousands, that may hold rows `first` to `last` of the tensor."""
         slices, starts, longest = self._by_rows
         return slices[bisect_right(starts, first - longest) : bisect_left(starts, last)]
 
     @cached_property
     def _by_rows(self) -> tuple[tuple[SliceRef, ...], list[int], int]:
-        """The slices by their first rows, these, and the rows of the longest."""
+        """The slices ordered by first row, their first rows, and the length of the longest."""
         slices = tuple(sorted(self.tensor.slices, key=lambda part: part.spec.starts))
         longest = max((part.spec.lengths[0] for part in slices), default=0)
         return slices, [part.spec.starts[0] for part in slices], longest
@@ -280,6 +271,7 @@ class RowReader(Struct, frozen=True, dict=True):
 
     @cached_property
     def _pieces(self) -> list[_Piece]:
+        """The stored slices that the box needs, in the order of their rows; mapped when first asked for."""
         if self.tensor.extent is not None:
             whole = SliceSpec.whole(self.tensor.shape)
             return [_Piece(whole, RowMap(self.catalog, self.tensor))]
@@ -289,7 +281,7 @@ class RowReader(Struct, frozen=True, dict=True):
         return [_Piece(part.spec, RowMap(self.catalog, self.tensor, part)) for part in needed]
 
     def _in_piece(self, natural: Array, number: int, piece: _Piece) -> tuple[Array, Array]:
-        """Which of the natural rows lie in a piece, and where in it."""
+        """The places of the natural rows that lie in a piece, and their numbers in the piece."""
         if self.order.gather:
             inside = np.flatnonzero(natural % self.order.gather == number)
             return inside, natural[inside] // self.order.gather
@@ -298,6 +290,7 @@ class RowReader(Struct, frozen=True, dict=True):
         return inside, natural[inside] - first
 
     def _contiguous(self, first: int, last: int) -> Array:
+        """Natural rows `first` to `last` in the box's columns, joined from the pieces."""
         region = SliceSpec(
             self.box.full_shape,
             (first, *self.box.starts[1:]),
@@ -321,7 +314,7 @@ class RowReader(Struct, frozen=True, dict=True):
         return values
 
     def _copy_columns(self, values: Array, into: Array, piece: _Piece, offsets: Array) -> None:
-        """Rows of a piece that holds some columns of the box."""
+        """Copy rows of a piece that holds some columns of the box to the places `into` of `values`."""
         spec = piece.spec
         wide = SliceSpec(
             spec.full_shape, (0, *self.box.starts[1:]), (spec.full_shape[0], *self.box.lengths[1:])
@@ -337,7 +330,7 @@ class RowReader(Struct, frozen=True, dict=True):
 
 
 class StoredRun(Struct, frozen=True):
-    """A run of bytes that has a checksum: a tensor, or one slice of it."""
+    """A run of bytes with one checksum: a tensor, or one slice of it."""
 
     path: Path
     extent: Extent
@@ -345,13 +338,10 @@ class StoredRun(Struct, frozen=True):
 
 
 def check_stored(variables: Iterable[RowReader], known: Collection[StoredRun] = ()) -> frozenset[StoredRun]:
-    """Compare the checksums of everything that the values of these variables are made of, each once.
-
-    Several runs are read at a time, in bounded memory. What is `known` to be right is not read; what was read
-    is returned.
-    """
+    """Compare the checksums of stored runs, but for `known` ones; the runs that were read."""
     from exporter.storage.waiting import workers  # late: with logging
 
+    # Several runs are read at a time, in bounded memory.
     found = {run: variable for variable in variables for run in variable.runs if run not in known}
     if not found:
         return frozenset()
@@ -371,7 +361,7 @@ class _Piece(Struct, frozen=True):
 
 
 def row_readers(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
-    """The served variables of one source of a mapping, read from the trainer's checkpoint."""
+    """Yield readers of the variables served from one source, over the trainer's checkpoint."""
     if not source.variables:
         yield _contents(catalog, source.tensor)
     order = SliceOrder(source.gather_parts, source.scatter_parts)
@@ -380,7 +370,7 @@ def row_readers(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
 
 
 def served_in(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
-    """The same variables read from a published bundle, where they lie as they are served."""
+    """Yield readers of the same variables over a published bundle, where they lie as they are served."""
     tensor = catalog.tensors.get(source.key)
     if tensor is None:
         raise CorruptFile(f"{catalog.prefix} has no tensor {source.key!r}")
@@ -391,7 +381,7 @@ def served_in(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
 
 
 def _contents(catalog: Catalog, tensor: TensorRef) -> RowReader:
-    """The keys or values of a lookup table: a tensor as it is, of whatever length."""
+    """The reader of a lookup table's keys or values: a tensor as it is, of any length."""
     box = SliceSpec.whole(tensor.shape)
     return RowReader(tensor.name, catalog, tensor, box, tensor.dtype)
 
@@ -401,8 +391,8 @@ def translate(
 ) -> dict[str, Change]:
     """Convert a trainer's change of a tensor into changes of the variables that are served from it.
 
-    The ids of rows count through the tensor as it is stored. Rows stay rows, also of variables that are
-    served whole: see `exporter.delta.newest_rows.fold_whole`.
+    The ids of rows count through the tensor as it is stored. Rows stay rows, also of dense variables: see
+    `exporter.delta.newest_rows.fold_whole`.
     """
     if not isinstance(change, Rows):
         return dict(_parts_of_whole(source, change, schema))
@@ -415,11 +405,9 @@ def translate(
             inside = np.flatnonzero(natural % source.scatter_parts == part)
             ids = natural[inside] // source.scatter_parts
         else:
-            first, count = box.starts[0], box.lengths[0]
-            inside = np.flatnonzero((natural >= first) & (natural < first + count))
-            ids = natural[inside] - first
-        columns = (slice(s, s + n) for s, n in zip(box.starts[1:], box.lengths[1:], strict=True))
-        wanted = (slice(None), *columns)
+            inside = np.flatnonzero((natural >= box.starts[0]) & (natural < box.starts[0] + box.lengths[0]))
+            ids = natural[inside] - box.starts[0]
+        wanted: tuple[slice, ...] = (slice(None), *box.slices[1:])
         order = np.argsort(ids, kind="stable")
         rows = values[wanted][_in_a_row(inside[order])]
         translated[name] = Rows(ids[order], rows)
@@ -439,6 +427,7 @@ def _in_a_row(places: Array) -> Array | slice:
 def _parts_of_whole(
     source: TensorSource, values: Array, schema: Mapping[str, ServedVariable]
 ) -> Iterator[tuple[str, Change]]:
+    """Yield the changes of the variables that are served from a tensor with a new whole value."""
     values = cast_values(values, source.dtype, source.key)
     if source.gather_parts:
         natural = _natural(source, np.arange(len(values)))
@@ -450,9 +439,7 @@ def _parts_of_whole(
         if source.scatter_parts:
             found = values[part :: source.scatter_parts]
         else:
-            found = values[
-                tuple(slice(s, s + n) for s, n in zip(box.starts, box.lengths, strict=True)) or ...
-            ]
+            found = values[box.slices or ...]
         if schema[name].kind is ChangeKind.TABLE:
             yield name, Rows(np.arange(len(found)), np.ascontiguousarray(found))
         else:
@@ -460,7 +447,7 @@ def _parts_of_whole(
 
 
 def _natural(source: TensorSource, stored: Array) -> Array:
-    """The natural row of each stored one."""
+    """The natural numbers of rows with these stored numbers."""
     if not source.gather_parts:
         return stored
     starts = np.array(sorted(part.spec.starts[0] for part in source.tensor.slices), np.int64)
@@ -477,7 +464,7 @@ def overlaps(a: SliceSpec, b: SliceSpec) -> bool:
 
 
 def contains(a: SliceSpec, b: SliceSpec) -> bool:
-    """True if a box holds all of another one."""
+    """True if box `a` holds all of box `b`."""
     return all(
         start <= other and other + many <= start + count
         for start, count, other, many in zip(a.starts, a.lengths, b.starts, b.lengths, strict=True)
@@ -485,12 +472,10 @@ def contains(a: SliceSpec, b: SliceSpec) -> bool:
 
 
 def _intersection(piece: SliceSpec, region: SliceSpec) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Where the common box of two lies in each of them."""
+    """The box that two have in common, as slices of each."""
     source, target = [], []
-    for start, count, other, many in zip(
-        piece.starts, piece.lengths, region.starts, region.lengths, strict=True
-    ):
-        low, high = max(start, other), min(start + count, other + many)
-        source.append(slice(low - start, high - start))
-        target.append(slice(low - other, high - other))
+    for a, b in zip(piece.slices, region.slices, strict=True):
+        low, high = max(a.start, b.start), min(a.stop, b.stop)
+        source.append(slice(low - a.start, high - a.start))
+        target.append(slice(low - b.start, high - b.start))
     return tuple(source), tuple(target)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from exporter.delta.format import Rows, ServedVariable
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array
 
 ROWS_AT_ONCE = 1 << 16
 """Rows of a table that are worked on at a time."""
@@ -18,10 +18,9 @@ SPILL_BYTES = 256 << 20
 
 
 class RowSpill:
-    """Rows of a table as they are found, in ascending order; on disk when they are many.
+    """Collects rows of a table in ascending order, in a file when they are many. A context manager."""
 
-    As a context manager it closes its file, which has no name: the rows that it gave live as long as they do.
-    """
+    # The file has no name and is closed at the end: `rows` lives on in its map of it.
 
     def __init__(self, variable: ServedVariable, scratch: Path, limit: int = SPILL_BYTES) -> None:
         self._variable, self._scratch, self._limit = variable, scratch, limit
@@ -39,7 +38,7 @@ class RowSpill:
             self._file.close()
 
     def add(self, ids: Array, values: Array) -> None:
-        """Keep more rows."""
+        """Keep these rows, which follow those before; writes to disk what exceeds `limit` bytes."""
         if not len(ids):
             return
         self._ids.append(ids)
@@ -49,14 +48,14 @@ class RowSpill:
             self._spill()
 
     def rows(self) -> Rows | None:
-        """Everything that was added, None if nothing was."""
+        """All rows that were added, as arrays or a map of the file; None without any."""
         if not self._ids:
             return None
         ids = np.concatenate(self._ids)
         if self._file is None:
             return Rows(ids, np.concatenate(self._values))
         self._spill()
-        self._file.flush()
+        self._file.flush()  # the map below does not see the writer's buffer
         shape = (len(ids), *self._variable.shape[1:])
         values = np.memmap(self._file, np.uint8, "r", shape=(self._spilled,))
         return Rows(ids, values.view(np.ndarray).view(self._variable.dtype.numpy).reshape(shape))
@@ -70,3 +69,16 @@ class RowSpill:
             self._file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
             self._spilled += values.nbytes
         self._values, self._in_memory = [], 0
+
+
+def spilled(variable: ServedVariable, scratch: Path, found: Iterable[tuple[Array, Array]]) -> Rows | None:
+    """Collect the ids and values that `found` yields in ascending order; None if there are none."""
+    with RowSpill(variable, scratch) as spill:
+        for ids, values in found:
+            spill.add(ids, values)
+        return spill.rows()
+
+
+def in_pieces(ids: Array) -> Iterator[Array]:
+    """Cut an array into pieces of `ROWS_AT_ONCE`."""
+    return (ids[start : start + ROWS_AT_ONCE] for start in range(0, len(ids), ROWS_AT_ONCE))

@@ -34,7 +34,7 @@ FANOUT = 8
 
 
 class Position(Struct, frozen=True, order=True):
-    """Where a state stands: `position` orders what is published, `step` is the training's own count."""
+    """A state's place in a log: `position` orders publications, `step` is the training's own count."""
 
     position: int
     step: int | None = None
@@ -44,30 +44,30 @@ class Position(Struct, frozen=True, order=True):
 
 
 class SpanLike(Protocol):
-    """What planning needs to know of a delta; see `Span`."""
+    """A delta to plan with, as `Span` is one."""
 
     @property
     def start(self) -> int:
-        """The first position that it fits."""
+        """The first position from which it leads on."""
 
     @property
     def end(self) -> int:
-        """Where it leads."""
+        """The position to which it leads."""
 
     @property
     def only_from(self) -> bool:
-        """True if it fits `start` alone."""
+        """True if the delta fits `start` alone."""
 
     @property
     def merged_count(self) -> int:
-        """How many publications it holds."""
+        """The number of publications that were merged into it."""
 
     def accepts(self, position: int) -> bool:
         """True if a state at `position` may take it."""
 
 
 class Reach:
-    """The one rule that says which states a delta fits, from its `start`, `end` and `only_from`."""
+    """The one rule which states a delta fits, by its `start`, `end` and `only_from`."""
 
     __slots__ = ()
 
@@ -77,11 +77,7 @@ class Reach:
 
 
 class Span(Struct, Reach, frozen=True, order=True):
-    """The positions between which a delta leads, and how many publications it holds.
-
-    Raises:
-        ValueError: `start` is not before `end`.
-    """
+    """The positions between which a delta leads, and the number of publications in it."""
 
     start: int
     end: int
@@ -105,7 +101,7 @@ SpanT = TypeVar("SpanT", bound=SpanLike)
 
 
 def check_fits(header: DeltaHeader, *, lineage: str, schema_digest: str, position: int) -> None:
-    """Check that a state at `position` of a log may take a delta.
+    """Raise an error by name unless a state at `position` of a log may take the delta.
 
     Raises:
         ForeignLineage: the delta is of another log.
@@ -143,14 +139,20 @@ def plan_chain(spans: Iterable[SpanT], start: int, target: int | None = None) ->
         raise StaleDelta(f"the state is at {start}, beyond {target}")
     known = [span for span in spans if span.end > start and (target is None or span.end <= target)]
     goal = max([start, *(span.end for span in known)]) if target is None else target
+    chain = furthest(known, start)
+    position = chain[-1].end if chain else start
+    if position < goal:
+        ahead = sorted(_text(span) for span in known if span.start > position)
+        found = f"the next delta is {ahead[0]}" if ahead else "no delta begins there or before"
+        raise DeltaGap(f"no delta leads on from {position} to {goal}", cause=found)
+    return chain
+
+
+def furthest(spans: Collection[SpanT], start: int) -> tuple[SpanT, ...]:
+    """The deltas that lead a state at `start` as far as any do, in order; none if none fits it."""
     chain: list[SpanT] = []
     position = start
-    while position < goal:
-        fitting = [span for span in known if span.accepts(position)]
-        if not fitting:
-            ahead = sorted(_text(span) for span in known if span.start > position)
-            found = f"the next delta is {ahead[0]}" if ahead else "no delta begins there or before"
-            raise DeltaGap(f"no delta leads on from {position} to {goal}", cause=found)
+    while fitting := [span for span in spans if span.accepts(position)]:
         chain.append(max(fitting, key=lambda span: (span.end, span.start)))
         position = chain[-1].end
     return tuple(chain)
@@ -191,10 +193,10 @@ def merge_due(spans: Iterable[SpanT]) -> tuple[SpanT, ...]:
 def expendable(
     spans: Iterable[SpanT], bases: Collection[int], *, needed: Collection[int]
 ) -> tuple[SpanT, ...]:
-    """The deltas that are not needed. Without them, and by the same chains,
+    """The deltas that may be removed, oldest first. Without them, and by the same chains as before,
 
-    - every base still reaches the newest position and each of `needed`, as far as it did before;
-    - so does every state that a base led to, and every one of `needed`, reach the newest position.
+    - every base still reaches the newest position and each of `needed`, if it did before;
+    - every state that a base led to, and every one of `needed`, still reaches the newest position.
     """
     furthest_first = sorted(spans, key=lambda span: (span.end, span.start), reverse=True)
     newest = max([*(span.end for span in furthest_first), *bases], default=0)
@@ -207,7 +209,7 @@ def expendable(
 
 
 def _followed(furthest_first: Sequence[SpanLike], starts: Iterable[int], goal: int) -> set[int]:
-    """The ids (`id`) of the deltas that states at `starts` take towards `goal`, as far as they come."""
+    """The Python ids of the deltas that states at `starts` take towards `goal`, even if they miss it."""
     within = [span for span in furthest_first if span.end <= goal]
     by_start = sorted(range(len(within)), key=lambda number: within[number].start)
     begins = [within[number].start for number in by_start]
@@ -246,7 +248,7 @@ def nearest_base(spans: Collection[SpanLike], bases: Iterable[int], target: int)
 
 
 def _tiles(spans: Iterable[SpanT]) -> list[SpanT]:
-    """The chain of the largest deltas that ends with the newest, from the oldest: what merging works on."""
+    """The chain of the largest deltas that ends at the newest position, oldest first."""
     by_end: dict[int, SpanT] = {}
     for span in spans:
         if span.end not in by_end or span.start < by_end[span.end].start:
@@ -260,7 +262,7 @@ def _tiles(spans: Iterable[SpanT]) -> list[SpanT]:
 
 
 def _magnitude(span: SpanLike) -> int:
-    """0 for a delta of fewer than `FANOUT` publications, 1 from `FANOUT` on, 2 from its square on."""
+    """The logarithm of a delta's publications to base `FANOUT`, rounded down."""
     count, magnitude = span.merged_count, 0
     while count >= FANOUT:
         count //= FANOUT

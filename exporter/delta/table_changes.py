@@ -11,28 +11,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from msgspec import Struct
 
 from exporter.delta.format import Change, Rows, Schema, ServedVariable
-from exporter.delta.row_spill import RowSpill
-from exporter.delta.snapshot import Snapshot
+from exporter.delta.layered_state import LayeredState
+from exporter.delta.row_spill import spilled
 from exporter.errors import CorruptFile, TableFull
 from exporter.mapping.mapping_spec import DynamicTable
 from exporter.tables.change_index import IndexChange, change_index, find_rows, live_rows
 from exporter.tables.geometry import TableGeometry
 from exporter.tables.integer_sets import among, distinct
 from exporter.tables.parts import VALUES
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array
 
 
 class KeyedRows(Struct, frozen=True, eq=False):
     """Rows of table `name`, in any order: row i of `values` belongs to `keys[i]`, int64, no key twice.
 
-    `freqs` is how often each key was seen, None if that was not recorded.
+    `freqs` has the number of times that each key was seen, None if that was not recorded.
     """
 
     name: str
@@ -58,7 +57,7 @@ class KeyedRows(Struct, frozen=True, eq=False):
         return np.where(self.keys[rows] == keys, rows, -1)
 
     def same_as(self, other: KeyedRows) -> Array:
-        """Which rows are, bit for bit, those of their keys in another one, as a mask."""
+        """A mask of the rows that `other` has, bit for bit, under the same keys."""
         from exporter.delta.compare_rows import differing_rows
 
         rows = other.rows_of(self.keys)
@@ -70,13 +69,13 @@ class KeyedRows(Struct, frozen=True, eq=False):
 
 
 class KeyedChange(Struct, frozen=True, eq=False):
-    """A change of a table: keys that go, increasing, and then rows of keys, new ones among them."""
+    """A change of a table: first the keys `removed`, increasing, then new `rows`, also of new keys."""
 
     rows: KeyedRows
     removed: Array
 
     def then(self, later: KeyedChange) -> KeyedChange:
-        """The change and a later one of the same table as one."""
+        """One change with the effect of this one followed by a `later` one of the same table."""
         ours = self.rows
         stays = ~among(ours.keys, np.sort(later.removed)) & (later.rows.rows_of(ours.keys) < 0)
         kept = ours.at(stays)
@@ -89,7 +88,7 @@ class KeyedChange(Struct, frozen=True, eq=False):
 
 
 def merged(changes: Iterable[KeyedChange]) -> dict[str, KeyedChange]:
-    """Changes that follow one another as one of each table, by its name."""
+    """Merge consecutive changes of several tables into one of each table, by its name."""
     found: dict[str, KeyedChange] = {}
     for change in changes:
         before = found.get(change.rows.name)
@@ -106,22 +105,22 @@ class KeyedSource(Protocol):
 
     @property
     def keys(self) -> Array:
-        """The keys that are to be served."""
+        """The keys that are to be served, int64."""
 
     def values(self, places: Array) -> Array:
         """The rows of the keys at these places of `keys`, in the dtype that is served."""
 
 
 class ServedTable(Struct, frozen=True):
-    """A dynamic table as it is published; it is read at any places, so `check` it first."""
+    """Reads a published dynamic table at any places, without checksums: `check` it first."""
 
-    state: Snapshot
+    state: LayeredState
     variables: tuple[ServedVariable, ServedVariable, ServedVariable, ServedVariable]
     geometry: TableGeometry
 
     @classmethod
-    def of(cls, table: DynamicTable, schema: Schema, state: Snapshot) -> ServedTable:
-        """The table among the variables of a schema."""
+    def of(cls, table: DynamicTable, schema: Schema, state: LayeredState) -> ServedTable:
+        """Find the table among the variables of a schema; CorruptFile if they are inconsistent."""
         by_name = {variable.name: variable for variable in schema.variables}
         try:
             seeds, rows, keys, values = (by_name[name] for name in table.keys)
@@ -133,15 +132,15 @@ class ServedTable(Struct, frozen=True):
         return cls(state, (seeds, rows, keys, values), geometry)
 
     def check(self) -> None:
-        """Compare every checksum; of a model in a store all is fetched, since rows are read in any order."""
+        """Compare the checksums of all its variables, fetched whole if they are in a store."""
         names = [variable.name for variable in self.variables]
-        for name in names:
+        for name in names:  # rows will be read in any order
             self.state.stored[name].fetch()
         self.state.check(names)
 
     @property
     def index_names(self) -> tuple[str, ...]:
-        """Its variables but for the values."""
+        """The names of its variables, but for the values."""
         return tuple(variable.name for variable in self.variables[:-1])
 
     @property
@@ -155,15 +154,15 @@ class ServedTable(Struct, frozen=True):
         return math.prod(self.row_values.shape[1:]) * self.row_values.dtype.numpy.itemsize
 
     def seeds(self, groups: Array) -> Array:
-        """Elements of `index_seeds`."""
+        """See `TableState`."""
         return self._at(0, groups)
 
     def rows(self, slots: Array) -> Array:
-        """Elements of `index_rows`."""
+        """See `TableState`."""
         return self._at(1, slots)
 
     def keys(self, rows: Array) -> Array:
-        """Elements of `keys`."""
+        """See `TableState`."""
         return self._at(2, rows)
 
     def find(self, keys: Array) -> Array:
@@ -175,12 +174,12 @@ class ServedTable(Struct, frozen=True):
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def live(self) -> tuple[Array, Array]:
-        """The rows that keys have, increasing, and these keys; all of the index is read."""
+        """The numbers of the rows in use, increasing, and their keys; all of the index is read."""
         rows = np.flatnonzero(live_rows(self.geometry, self))
         return rows, self.keys(rows)
 
     def change(self, add: Array, drop: Array) -> IndexChange:
-        """What adding and dropping keys does to the index."""
+        """Plan how the index changes if these keys are added and dropped; TableFull if there is no room."""
         try:
             return change_index(self.geometry, self, add, drop)
         except TableFull as error:
@@ -190,7 +189,7 @@ class ServedTable(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The name of the table."""
         return self.row_values.name.removesuffix(f"/{VALUES}")
 
     def _at(self, part: int, ids: Array) -> Array:
@@ -198,12 +197,10 @@ class ServedTable(Struct, frozen=True):
 
 
 def upserted(table: ServedTable, rows: KeyedRows, removed: Array) -> dict[str, Change]:
-    """The changes by which keys go and then these rows, new keys among them, come into a table.
+    """The changes of a table's variables that remove keys, then put these rows, also of new keys.
 
-    Values are as they are served. A key that goes and comes keeps its place.
-
-    Raises:
-        TableFull: there is no room for the new keys.
+    Values are as they are served. A key that is removed and put keeps its place. TableFull if there is no
+    room for the new keys.
     """
     change = table.change(rows.keys, removed[rows.rows_of(removed) < 0])
     changes = _index_changes(table, change)
@@ -214,12 +211,7 @@ def upserted(table: ServedTable, rows: KeyedRows, removed: Array) -> dict[str, C
 
 
 def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[str, Change]:
-    """The changes that make a table hold the trainer's keys and rows, and no others.
-
-    Raises:
-        TableFull: there is no room for the new keys.
-        DiskFull, PublishError: the scratch file cannot be written.
-    """
+    """The changes that make a table hold just the trainer's keys and rows; TableFull without room."""
     rows = table.find(trained.keys)
     live, live_keys = table.live()
     drop = live_keys[~among(live, np.sort(rows[rows >= 0]))]
@@ -231,21 +223,23 @@ def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[st
     from exporter.delta.compare_rows import differing_rows  # late: told changes are not compared
 
     changes = _index_changes(table, change)
-    with RowSpill(table.row_values, scratch) as spill:
+
+    def differing() -> Iterator[tuple[Array, Array]]:
         for ids, places in _in_steps(table, rows):
             values = trained.values(places)
             before = table.state.rows_at(table.row_values.name, ids)
             differ = is_new[places]
             differ[differing_rows(before, values)] = True
-            spill.add(ids[differ], values[differ])
-        found = spill.rows()
+            yield ids[differ], values[differ]
+
+    found = spilled(table.row_values, scratch, differing())
     if found is not None:
         changes[table.row_values.name] = found
     return changes
 
 
 def _in_steps(table: ServedTable, rows: Array) -> Iterator[tuple[Array, Array]]:
-    """Row numbers in ascending order, and where each stands in `rows`, so many as bounded memory takes."""
+    """Yield row numbers in ascending order with their places in `rows`, as many at a time as 4 MB hold."""
     order = np.argsort(rows)
     step = max(1, _BYTES_AT_ONCE // max(1, table.row_bytes))
     for start in range(0, len(order), step):

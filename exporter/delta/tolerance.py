@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -20,20 +19,19 @@ from exporter.delta.compare_rows import differing_rows
 from exporter.delta.delta_files import read_delta, write_delta
 from exporter.delta.deviation import LeftOut, Rounded, Tolerance
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
+from exporter.delta.layered_state import Changes, LayeredState
 from exporter.delta.packing import round_rows, shrinks
 from exporter.delta.row_spill import ROWS_AT_ONCE, RowSpill
-from exporter.delta.snapshot import Changes, Snapshot
 from exporter.errors import CheckpointError
 from exporter.storage.layout import RESIDUAL_PREFIX
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array
 
 
 class Tolerated(Struct, frozen=True):
-    """What to send: `changes` without the rows that moved less than the bound, others rounded.
+    """The `changes` to send: without the rows that moved less than the bound, others rounded.
 
-    `held_back` are the rows left out, as the trainer has them, by table; `stale` the numbers of all rows,
-    int64 [n], that are not the trainer's. `left_out` and `rounded` are None if there are none.
+    By table, `held_back` has the rows left out, as the trainer has them, and `stale` the numbers int64 [n] of
+    all rows that will not be the trainer's. `left_out` and `rounded` are None if there are none.
     """
 
     changes: dict[str, Change]
@@ -44,12 +42,12 @@ class Tolerated(Struct, frozen=True):
 
 
 def apply_tolerance(
-    changes: Mapping[str, Change], published: Snapshot, schema: Schema, allowed: Tolerance, scratch: Path
+    changes: Mapping[str, Change], published: LayeredState, schema: Schema, allowed: Tolerance, scratch: Path
 ) -> Tolerated:
-    """Take from `changes` what need not be sent, given what is published, and round what may be rounded.
+    """Leave rows out of `changes` that need not be sent, given what is published, and round the others.
 
-    Rows that are served already as they would be sent are taken out as well, and not counted as left out.
-    What is published is checked first: a damaged row would give a wrong distance.
+    Rows that are served already as they would be sent are left out, too, and not counted as such. The
+    checksums of what is published are compared first: a damaged row would give a wrong distance.
 
     Raises:
         CheckpointError: a published value cannot be read, or is damaged.
@@ -59,26 +57,23 @@ def apply_tolerance(
     sieves: dict[str, _Sieve] = {}
     inexact = [variable.name for variable in schema.variables if variable.dtype.is_floating]
     published.check(name for name in inexact if isinstance(changes.get(name), Rows))
-    for variable in schema.variables:
-        change = changes.get(variable.name)
-        if change is None:
-            continue
-        if not isinstance(change, Rows) or not variable.dtype.is_floating:
-            kept[variable.name] = change
-            continue
-        sieve = sieves[variable.name] = _Sieve(variable, published, allowed)
-        send = sieve.run(change, scratch)
+    for variable in (each for each in schema.variables if each.name in changes):
+        send: Change | None = changes[variable.name]
+        if isinstance(send, Rows) and variable.dtype.is_floating:
+            sieve = sieves[variable.name] = _Sieve(variable, published, allowed)
+            send = sieve.run(send, scratch)
         if send is not None:
             kept[variable.name] = send
     held_back = {name: sieve.held_back for name, sieve in sieves.items() if sieve.held_back is not None}
     stale = {name: np.concatenate(sieve.stale) for name, sieve in sieves.items() if sieve.stale}
-    return Tolerated(
-        kept, _left_out(sieves.values(), allowed), _rounded(sieves.values(), allowed), held_back, stale
-    )
+    rows = sum(len(found.ids) for found in held_back.values())
+    furthest = max((sieve.furthest for sieve in sieves.values()), default=0.0)
+    left_out = LeftOut(allowed.bound, rows, furthest) if rows else None
+    return Tolerated(kept, left_out, _rounded(sieves.values(), allowed), held_back, stale)
 
 
 def row_distances(a: Array, b: Array) -> Array:
-    """float64 [n]: the Euclidean distances of the rows of two arrays [n, ...] of one shape."""
+    """The Euclidean distances, float64 [n], of the rows of two arrays [n, ...] of one shape."""
     with np.errstate(invalid="ignore", over="ignore"):
         moved = (a.astype(np.float64) - b.astype(np.float64)).reshape(len(a), math.prod(a.shape[1:]))
         return np.asarray(np.sqrt(np.einsum("ij,ij->i", moved, moved)))
@@ -87,10 +82,10 @@ def row_distances(a: Array, b: Array) -> Array:
 def save_residual(
     directory: Path, schema: Schema, header: DeltaHeader, state: str, held_back: Mapping[str, Rows]
 ) -> None:
-    """Keep the trainer's values of rows that the delta `header` left out, in the form of a delta.
+    """Write the trainer's values of rows that the delta `header` left out as a delta; remove older ones.
 
-    `state` distinguishes the delta from another one at its position. What is kept is a cache of the
-    exporter's: if it is lost or damaged, states are compared instead.
+    `state` distinguishes the delta from another one at its position. The file is a cache of the exporter's:
+    if it is lost or damaged, states are compared instead.
 
     Raises:
         DiskFull, PublishError: it cannot be written.
@@ -106,7 +101,7 @@ def save_residual(
 def load_residual(
     directory: Path, schema: Schema, *, lineage: str, position: int, state: str
 ) -> Changes | None:
-    """What `save_residual` kept for the state at a position of a log, None if it is not whole."""
+    """The rows that `save_residual` wrote for a state of a log; None if they are lost or damaged."""
     try:
         found = read_delta(directory / f"{RESIDUAL_PREFIX}{position}-{state}", schema)
         for ref in found.catalog.tensors.values():
@@ -118,9 +113,9 @@ def load_residual(
 
 
 class _Sieve:
-    """One table: which of its changed rows are sent, and what is reported of the others."""
+    """Decides which changed rows of one table are sent, and counts the others."""
 
-    def __init__(self, variable: ServedVariable, published: Snapshot, allowed: Tolerance) -> None:
+    def __init__(self, variable: ServedVariable, published: LayeredState, allowed: Tolerance) -> None:
         self._variable, self._published, self._bound = variable, published, allowed.bound
         packs = allowed.delta_dtype and shrinks(allowed.delta_dtype, variable.dtype, variable.shape[1:])
         self._round_to = allowed.delta_dtype if packs else None
@@ -131,7 +126,7 @@ class _Sieve:
         self.largest_error = 0.0
 
     def run(self, change: Rows, scratch: Path) -> Rows | None:
-        """The rows to send, as they are sent."""
+        """The rows to send, rounded; None without any. Fills the other fields."""
         with RowSpill(self._variable, scratch) as send, RowSpill(self._variable, scratch) as held_back:
             for start in range(0, len(change.ids), ROWS_AT_ONCE):
                 piece = slice(start, start + ROWS_AT_ONCE)
@@ -157,11 +152,6 @@ class _Sieve:
         self.largest_error = max(self.largest_error, float(errors.max(initial=0.0)))
 
 
-def _left_out(sieves: Collection[_Sieve], allowed: Tolerance) -> LeftOut | None:
-    rows = sum(len(sieve.held_back.ids) for sieve in sieves if sieve.held_back is not None)
-    return LeftOut(allowed.bound, rows, max(sieve.furthest for sieve in sieves)) if rows else None
-
-
 def _rounded(sieves: Collection[_Sieve], allowed: Tolerance) -> Rounded | None:
     rows = sum(sieve.rounded_rows for sieve in sieves)
     if allowed.delta_dtype is None or not rows:
@@ -170,6 +160,7 @@ def _rounded(sieves: Collection[_Sieve], allowed: Tolerance) -> Rounded | None:
 
 
 def _mask(places: Array, count: int) -> Array:
+    """True at these places of `count`."""
     mask = np.zeros(count, bool)
     mask[places] = True
     return mask

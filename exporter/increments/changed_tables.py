@@ -13,7 +13,7 @@ that is among `keys`, too, was given a row again.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from msgspec import Struct
@@ -26,17 +26,14 @@ from exporter.checkpoint.tensor_values import cast_values, checked_map
 from exporter.delta.table_changes import KeyedRows
 from exporter.errors import CorruptFile
 from exporter.tables.integer_sets import among, distinct
-from exporter.wire.dtypes import DType
+from exporter.wire.dtypes import Array, DType
 from exporter.wire.json_documents import Count, DtypeLabel, Text, doc
-
-Array = np.ndarray[Any, Any]
-
 
 _NONE = np.empty(0, np.int64)
 
 
 class TrainedTable(Struct, frozen=True, eq=False):
-    """The admitted keys of a table, and where their rows are.
+    """The keys of a trainer's table that are to be served, and where their rows are.
 
     `places` counts through the rows of all `parts` in the full checkpoint, then through `touched`. All are as
     the trainer has them; `values` are as they are served, in `dtype`.
@@ -59,10 +56,8 @@ class TrainedTable(Struct, frozen=True, eq=False):
         touched: KeyedRows | None = None,
         removed: Array = _NONE,
     ) -> TrainedTable:
-        """The table, every checksum verified; touched rows are applied on top, removed keys left out.
-
-        A touched key counts as recent, and its frequency is the newest.
-        """
+        """Read a table, checksums verified, with touched rows on top and without removed keys."""
+        # A touched key counts as recent, and its frequency is the newest.
         keys = read_keys(catalog, variable)
         mask = admitted(catalog, variable, admission, catalog.step)
         parts = tuple(checked_map(catalog, part.values) for part in variable.parts)
@@ -92,18 +87,13 @@ class TrainedTable(Struct, frozen=True, eq=False):
 
 
 def in_dtype(rows: KeyedRows, dtype: DType) -> KeyedRows:
-    """The rows as they are served.
-
-    Raises:
-        MappingError: a value does not fit the dtype.
-        NotFinite: a row has no codes of 8 bits.
-    """
+    """The rows in the dtype in which they are served; MappingError, NotFinite if a value does not fit."""
     values = cast_values(np.asarray(rows.values), dtype, rows.name)
     return KeyedRows(rows.name, rows.keys, values, rows.freqs)
 
 
 class ChangedTable(Struct, frozen=True, rename={"label": "dtype"}):
-    """A table by keys in an increment: how many of its rows are there, and how many removed keys."""
+    """A table by keys in an increment's manifest."""
 
     name: Annotated[Text, doc("what checkpoints call it")]
     label: Annotated[DtypeLabel, doc("TensorFlow's name of its rows' dtype")]
@@ -124,12 +114,12 @@ class ChangedTable(Struct, frozen=True, rename={"label": "dtype"}):
 
     @property
     def kind(self) -> tuple[str, int, int]:
-        """What the trainer's table has to be for its rows to fit."""
+        """Dtype, dimension and capacity: a trainer's table takes its rows only if it has the same."""
         return self.label, self.dim, self.capacity
 
 
 class TableRows(Struct, frozen=True, eq=False):
-    """What an increment holds of a table; see above."""
+    """The tensors of one table in an increment; see the module."""
 
     ids: Array
     keys: Array
@@ -138,7 +128,7 @@ class TableRows(Struct, frozen=True, eq=False):
 
 
 def read_table(catalog: Catalog, table: ChangedTable) -> TableRows:
-    """What a bundle holds of a table, every checksum verified."""
+    """Read a table's tensors from an increment's bundle; CorruptFile if they do not fit each other."""
     count = (table.rows,)
     shapes = (count, count, (table.rows, table.dim), (table.removed,))
     dtypes = (DType.INT64, DType.INT64, table.dtype, DType.INT64)
@@ -152,7 +142,7 @@ def read_table(catalog: Catalog, table: ChangedTable) -> TableRows:
 
 
 def read_listed(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | None, ...]) -> Array:
-    """A tensor of an increment, which its manifest lists so; its checksum is verified."""
+    """Read a tensor, checksum verified; CorruptFile unless it has the dtype and shape of the manifest."""
     ref = catalog.tensors.get(key)
     if ref is None or ref.dtype is not dtype or ref.shape != shape:
         found = "not there" if ref is None else f"{ref.dtype.label}{list(ref.shape)}"
@@ -162,7 +152,7 @@ def read_listed(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | Non
 
 
 def check_ids(catalog: Catalog, name: str, ids: Array, rows: int, *, of: object = None) -> None:
-    """Check that ids are increasing numbers of so many rows; `of` says which in words."""
+    """Raise CorruptFile unless `ids` increase within [0, rows); `of` stands for `rows` in the message."""
     is_inside = not len(ids) or (ids[0] >= 0 and ids[-1] < rows)
     if not is_inside or (ids[1:] <= ids[:-1]).any():
         raise CorruptFile(f"{catalog.prefix}: the ids of {name!r} are not rows of {of or rows}")

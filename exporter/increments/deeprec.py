@@ -39,7 +39,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -61,7 +60,7 @@ from exporter.checkpoint.tensor_bundle import (
     step_in_name,
 )
 from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
-from exporter.delta.table_changes import KeyedRows
+from exporter.delta.table_changes import KeyedChange, KeyedRows
 from exporter.errors import CheckpointChanged, CheckpointError, CheckpointNotFound, CorruptFile, MissingShard
 from exporter.increments.increment import Changed, CheckpointId
 from exporter.increments.plan import LEFT_OUT, ROUNDED, ChangePlan
@@ -69,16 +68,14 @@ from exporter.increments.trained import TrainerVersion
 from exporter.storage.files import read_regular
 from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY
 from exporter.tables.integer_sets import among
-from exporter.wire.dtypes import DType
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array, DType
 
 INCR_KEYS, INCR_VALUES, INCR_FREQS = "-sparse_incr_keys", "-sparse_incr_values", "-sparse_incr_freqs"
 _INCR_OFFSETS = "-incr_partition_offset"
 
 
 def touched_rows(catalog: Catalog, variables: Mapping[str, EmbeddingVariable]) -> Iterator[KeyedRows]:
-    """The touched rows of these embedding variables, of each all parts together, every checksum verified."""
+    """Yield the touched rows of each embedding variable, its parts joined, every checksum verified."""
     parts: dict[str, list[KeyedRows]] = {}
     for stem in _stems(catalog):
         if (variable := variables.get(part_of(stem)[0])) is not None:
@@ -98,30 +95,15 @@ def touched_rows(catalog: Catalog, variables: Mapping[str, EmbeddingVariable]) -
         yield rows
 
 
-def touched_keys(catalog: Catalog) -> Counter[str]:
-    """How many keys of each embedding variable an increment holds, by its index alone."""
-    found: Counter[str] = Counter()
-    for stem in _stems(catalog):
-        ref = catalog.tensors.get(stem + INCR_KEYS)
-        if ref is not None:
-            found[part_of(stem)[0]] += ref.elements
-    return found
-
-
 def _stems(catalog: Catalog) -> list[str]:
-    """What the tensors of each part with touched rows are called before the suffix."""
+    """The parts that have touched rows: names of their tensors without the suffix."""
     return sorted(
-        {
-            name.removesuffix(s)
-            for s in (INCR_KEYS, INCR_VALUES)
-            for name in catalog.tensors
-            if name.endswith(s)
-        }
+        {name.rpartition("-")[0] for name in catalog.tensors if name.endswith((INCR_KEYS, INCR_VALUES))}
     )
 
 
 class _Part:
-    """The touched rows of one part, each tensor checked against the variable's of the full checkpoint."""
+    """Reads the touched rows of one part, and checks them against the variable of the full checkpoint."""
 
     def __init__(self, catalog: Catalog, stem: str, variable: EmbeddingVariable) -> None:
         self._catalog, self._stem, self._variable = catalog, stem, variable
@@ -153,7 +135,7 @@ class _Part:
         )
 
     def _freqs(self, rows: int) -> Array | None:
-        """Frequencies, if the full checkpoint has them, too: else these are zeros."""
+        """The keys' frequencies; None if the full checkpoint records none: then these are zeros."""
         is_recorded = all(part.freqs is not None for part in self._variable.parts)
         ref = self._find(INCR_FREQS)
         if ref is None or not is_recorded:
@@ -188,20 +170,18 @@ class DeepRecIncrement(Struct, frozen=True):
 
     @property
     def path(self) -> Path:
-        """Its path, for messages."""
+        """The prefix of its bundle, for messages."""
         return self.catalog.prefix
 
     @property
     def id(self) -> str:
-        """Its step and a digest of its index."""
+        """The increment's step and a digest of its index, which is read."""
         digest = hashlib.sha256(read_regular(index_path(self.catalog.prefix), MAX_INDEX_BYTES)).hexdigest()
         return f"{_ID}{self.step}:{digest[:32]}"
 
     def covers(self, increment: str) -> bool:
-        """True if everything in another increment, given by its id, is in this one, too.
-
-        So it is if both are of one training since the same full save. Unknown if the other one is gone.
-        """
+        """True if every row of the increment with this id is here, too; false if that one is gone."""
+        # So it is if both are of one training since the same full save.
         try:
             before = self._find(increment)
             return before is not None and all(self._has_all(before, name) for name in before.tensors)
@@ -209,7 +189,8 @@ class DeepRecIncrement(Struct, frozen=True):
             return False
 
     def _find(self, increment: str) -> Catalog | None:
-        step = _step_of(increment)
+        """The catalog of the increment with this id, None if it is gone."""
+        step = int(increment.split(":")[1]) if increment.startswith(_ID) else None
         for _, name in filter(lambda found: found[0] == step, _listed(self.catalog.prefix.parent)):
             found = DeepRecIncrement(self.full, read_catalog(self.catalog.prefix.with_name(name)), step or 0)
             if found.id == increment:
@@ -217,6 +198,7 @@ class DeepRecIncrement(Struct, frozen=True):
         return None
 
     def _has_all(self, before: Catalog, name: str) -> bool:
+        """True if a tensor of an earlier increment is here, too; of keys, if all of them are."""
         ref = self.catalog.tensors.get(name)
         if ref is None or not name.endswith(INCR_KEYS):
             return ref is not None
@@ -224,7 +206,7 @@ class DeepRecIncrement(Struct, frozen=True):
         return bool(among(wanted, np.sort(known)).all())
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
-        """Yield variables and new values, every checksum verified; rows are numbered as they are stored."""
+        """Yield variables with their new values, checksums verified; rows are numbered as they are stored."""
         rows: dict[str, list[Rows]] = {}
         for name, ref in self.catalog.tensors.items():
             if name.endswith(INCR_KEYS):
@@ -245,22 +227,36 @@ class DeepRecIncrement(Struct, frozen=True):
             )
 
     def keyed(self, names: Collection[str]) -> Iterator[KeyedRows]:
-        """The touched rows of some of the full checkpoint's embedding variables, every checksum verified."""
-        known = embedding_variables(self.full)
-        return touched_rows(self.catalog, {name: known[name] for name in names if name in known})
+        """Yield the touched rows of these embedding variables of the full checkpoint, checksums verified."""
+        return touched_rows(self.catalog, self._variables(names))
+
+    def keyed_changes(self, names: Collection[str]) -> Iterator[KeyedChange]:
+        """Yield `keyed` as changes without removed keys: DeepRec records no deletion."""
+        return (KeyedChange(rows, np.empty(0, np.int64)) for rows in self.keyed(names))
+
+    def key_counts(self) -> Counter[str]:
+        """How many keys of each embedding variable it holds, by its index alone."""
+        found: Counter[str] = Counter()
+        for name, ref in self.catalog.tensors.items():
+            if name.endswith(INCR_KEYS):
+                found[part_of(name.removesuffix(INCR_KEYS))[0]] += ref.elements
+        return found
 
     def published_before(self, increment: str | None, names: Collection[str]) -> Mapping[str, KeyedRows]:
-        """What another increment, given by its id, holds of embedding variables; nothing if it is gone."""
-        known = embedding_variables(self.full)
-        variables = {name: known[name] for name in names if name in known}
+        """The rows of embedding variables in another increment, given by its id; none if it is gone."""
         try:
             before = None if increment is None else self._find(increment)
-            return {} if before is None else {rows.name: rows for rows in touched_rows(before, variables)}
+            found = () if before is None else touched_rows(before, self._variables(names))
+            return {rows.name: rows for rows in found}
         except CheckpointError:  # it was pruned meanwhile, or is damaged: then every row is sent
             return {}
 
+    def _variables(self, names: Collection[str]) -> dict[str, EmbeddingVariable]:
+        known = embedding_variables(self.full)
+        return {name: known[name] for name in names if name in known}
+
     def _owner(self, name: str) -> tuple[str, int | None]:
-        """The variable, as the full checkpoint has it, and which part of it: None for all of it."""
+        """The name of a variable in the full checkpoint, and the number of its part; None for all of it."""
         part = _PART.fullmatch(name)
         return (name, None) if name in self.full.tensors or part is None else (part[1], int(part[2]))
 
@@ -270,6 +266,7 @@ class DeepRecIncrement(Struct, frozen=True):
             raise CorruptFile(f"{self.path}: {name!r} has no keys beside it")
 
     def _rows(self, name: str, tensor: TensorRef, part: int | None) -> Rows:
+        """The rows of an ordinary table's part, numbered within the whole table, in any order."""
         values_ref = self.catalog.tensors.get(name.removesuffix(INCR_KEYS) + INCR_VALUES)
         if values_ref is None:
             raise CorruptFile(f"{self.path}: {name!r} has no values beside it")
@@ -285,13 +282,10 @@ class DeepRecIncrement(Struct, frozen=True):
 
 
 def read_increment(full: Catalog) -> DeepRecIncrement | None:
-    """The newest incremental checkpoint that builds on a full one, if there is one of a higher step.
+    """The newest incremental checkpoint of a higher step that builds on a full one, None without one.
 
     The newest is what the state file beside it names. One that is incomplete (it is being written, or pruned)
-    is passed over for the one before.
-
-    Raises:
-        CheckpointError: it is damaged, see errors.py.
+    is passed over for the one before; one that is damaged raises CheckpointError.
     """
     directory = full.prefix.parent / DEEPREC_INCREMENTS_DIRECTORY
     for step, name in _beyond(full):
@@ -305,7 +299,7 @@ def read_increment(full: Catalog) -> DeepRecIncrement | None:
 
 
 def abandoned_increment(full: Catalog) -> str:
-    """The newest incremental checkpoint of a higher step if it is not of this full one; else ""."""
+    """The name of the newest incremental checkpoint of a higher step if it is older than `full`, else ""."""
     directory = full.prefix.parent / DEEPREC_INCREMENTS_DIRECTORY
     return next((name for _, name in _beyond(full)[:1] if _is_older(directory / name, full.prefix)), "")
 
@@ -324,7 +318,7 @@ def _beyond(full: Catalog) -> list[tuple[int, str]]:
 
 
 def _is_older(increment: Path, full: Path) -> bool:
-    """True if an increment was complete before the full checkpoint was."""
+    """True if an increment was complete before the full checkpoint was; false if it is gone."""
     try:
         times = [index_path(prefix).stat().st_mtime_ns for prefix in (increment, full)]
     except FileNotFoundError:  # it is pruned, which its reader finds, too
@@ -333,7 +327,7 @@ def _is_older(increment: Path, full: Path) -> bool:
 
 
 def _listed(directory: Path) -> list[tuple[int, str]]:
-    """The steps and names of the incremental checkpoints in a directory."""
+    """The steps and names of the incremental checkpoints in a directory, which may be absent."""
     try:
         names = [found for path in directory.iterdir() if (found := _PREFIX.fullmatch(path.name))]
     except (FileNotFoundError, NotADirectoryError):
@@ -354,9 +348,7 @@ def _later_fulls(prefix: Path, first: int) -> Iterator[int]:
 def plan_deeprec_changes(
     published: TrainerVersion, full: CheckpointId, increment: DeepRecIncrement, within: float
 ) -> ChangePlan:
-    """What follows the state that was published last; its rows may be off by less than `within`,
-    to a full checkpoint and its increment.
-    """
+    """Plan how to reach a full checkpoint and its increment; not if all rows are `within` that distance."""
     target = TrainerVersion(full, increment.id)
     if published.is_state_of(target) and published.is_within(within):
         return ChangePlan(target, increment.step)
@@ -373,13 +365,8 @@ def plan_deeprec_changes(
     return ChangePlan(target, increment.step, (increment,), is_known=False, reason=reason)
 
 
-def _step_of(increment: str) -> int | None:
-    """The step in an increment's id; None if it is not of this kind."""
-    return int(increment.split(":")[1]) if increment.startswith(_ID) else None
-
-
 def _range_of(tensor: TensorRef, part: int | None) -> tuple[int, int]:
-    """First row and number of rows of a part, as the tensor is stored."""
+    """First row and number of rows of a tensor's part, of the whole tensor for None."""
     if part is None:
         return 0, tensor.shape[0]
     boxes = sorted((found.spec for found in tensor.slices), key=lambda spec: spec.starts)

@@ -20,17 +20,20 @@ How increments and full checkpoints hang together is `exporter.increments.histor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import asdict
 
-from exporter.catalog import Catalog, SliceRef, TensorRef
+from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.tensor_bundle import memory_map, read_catalog
 from exporter.delta.format import Change, ChangeKind, Rows, ServedVariable
+from exporter.delta.table_changes import KeyedChange, KeyedRows
 from exporter.errors import CorruptFile, UnsupportedFormat
 from exporter.increments.changed_tables import (
     ChangedTable,
@@ -41,7 +44,7 @@ from exporter.increments.changed_tables import (
 )
 from exporter.increments.trained import CheckpointId as CheckpointId
 from exporter.storage.layout import DELTA_NAME
-from exporter.wire.dtypes import DType
+from exporter.wire.dtypes import Array, DType
 from exporter.wire.json_documents import (
     Count,
     DocumentError,
@@ -56,7 +59,6 @@ from exporter.wire.json_documents import (
     format_version,
 )
 
-Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
 FORMAT_VERSION = 1
@@ -70,12 +72,12 @@ class Changed(Struct, frozen=True):
 
     @property
     def is_table(self) -> bool:
-        """True if rows of it are there, False if it is there as a whole."""
+        """True if the increment holds rows of it, False if it holds the whole variable."""
         return self.variable.kind is ChangeKind.TABLE
 
 
 class Contents(Struct, frozen=True):
-    """What an increment holds."""
+    """The variables and the tables by keys in an increment; false if there are none."""
 
     variables: tuple[Changed, ...] = ()
     tables: tuple[ChangedTable, ...] = ()
@@ -85,8 +87,7 @@ class Contents(Struct, frozen=True):
 
 
 class Increment(Struct, frozen=True, kw_only=True):
-    """The manifest of an increment; `parent` is an increment's id, or the full checkpoint that a run begins
-    at.
+    """An increment; `parent` is an increment's id, or the full checkpoint that a run begins at.
 
     `session` is the id of the trainer's session that wrote it, None if it is not known (releases before it
     was noted). `generation` is one more than that of every increment that was there when the session began.
@@ -111,7 +112,7 @@ class Increment(Struct, frozen=True, kw_only=True):
 
     @property
     def rows(self) -> int:
-        """Rows of all tables together."""
+        """The number of changed rows, of all tables together."""
         by_number = sum(changed.rows for changed in self.variables if changed.is_table)
         return by_number + sum(table.rows for table in self.tables)
 
@@ -129,23 +130,34 @@ class StoredIncrement(Struct, frozen=True):
     increment: Increment
 
     def catalog(self) -> Catalog:
-        """The bundle."""
+        """The catalog of its bundle, read from disk."""
         return read_catalog(self.path / DELTA_NAME)
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
-        """The variables with their new values in memory, one after the other, every checksum verified."""
+        """Yield each variable with its new value or rows, read into memory, checksums verified."""
         catalog = self._listed_catalog()
         for changed in self.increment.variables:
             yield changed, _change(catalog, changed)
 
     def tables(self) -> Iterator[tuple[ChangedTable, TableRows]]:
-        """The tables by keys with their rows in memory, one after the other, every checksum verified."""
+        """Yield each table by keys with its rows, read into memory, checksums verified."""
         if self.increment.tables:
             catalog = self._listed_catalog()
             for table in self.increment.tables:
                 yield table, read_table(catalog, table)
 
+    def keyed_changes(self, names: Collection[str]) -> Iterator[KeyedChange]:
+        """Yield the changes of the tables by keys with these names, every checksum verified."""
+        for table, rows in self.tables():
+            if table.name in names:
+                yield KeyedChange(KeyedRows(table.name, rows.keys, rows.values), rows.removed)
+
+    def key_counts(self) -> Counter[str]:
+        """How many keys of each table by keys it holds, by its manifest alone."""
+        return Counter({table.name: table.rows for table in self.increment.tables})
+
     def _listed_catalog(self) -> Catalog:
+        """The bundle's catalog; CorruptFile if it has a tensor that the manifest does not list."""
         catalog = self.catalog()
         if unlisted := sorted(catalog.tensors.keys() - set(self.increment.tensor_names)):
             raise CorruptFile(f"{self.path} holds {unlisted[0]!r}, which its manifest does not list")
@@ -193,23 +205,17 @@ class IncrementDocument(Struct, frozen=True, kw_only=True):
 def to_json(increment: Increment) -> str:
     """The text of `manifest.json`."""
     parent = increment.parent
-    document = IncrementDocument(
-        id=increment.id,
-        run=increment.run,
-        session=increment.session,
-        generation=increment.generation,
-        parent=ParentDocument(parent) if isinstance(parent, str) else ParentDocument(checkpoint=parent),
-        from_step=increment.from_step,
-        to_step=increment.to_step,
-        event_time=UNSET if increment.event_time is None else increment.event_time,
-        variables=tuple(
+    other_forms = {
+        "parent": ParentDocument(parent) if isinstance(parent, str) else ParentDocument(checkpoint=parent),
+        "event_time": increment.event_time or UNSET,
+        "variables": tuple(
             VariableDocument(v.name, v.dtype.label, v.shape, v.kind, changed.rows)
             for changed in increment.variables
             for v in [changed.variable]
         ),
-        tables=increment.tables or UNSET,
-    )
-    return encode_indented(document).decode()
+        "tables": increment.tables or UNSET,
+    }
+    return encode_indented(IncrementDocument(**{**asdict(increment), **other_forms})).decode()
 
 
 def from_json(text: bytes, path: Path) -> Increment:
@@ -221,25 +227,21 @@ def from_json(text: bytes, path: Path) -> Increment:
         raise _damaged(path, "parent names neither an increment nor a checkpoint")
     if document.from_step >= document.to_step:
         raise _damaged(path, f"to_step is {document.to_step}, expected more than {document.from_step}")
-    increment = Increment(
-        id=document.id,
-        run=document.run,
-        generation=document.generation,
-        parent=parent,
-        from_step=document.from_step,
-        to_step=document.to_step,
-        variables=changed,
-        tables=() if isinstance(document.tables, UnsetType) else document.tables,
-        session=document.session,
-        event_time=None if isinstance(document.event_time, UnsetType) else document.event_time,
-    )
+    same = {name: getattr(document, name) for name in Increment.__struct_fields__}
+    other_forms = {
+        "parent": parent,
+        "event_time": document.event_time or None,
+        "variables": changed,
+        "tables": document.tables or (),
+    }
+    increment = Increment(**{**same, **other_forms})
     if len(set(increment.tensor_names)) != len(increment.tensor_names):
         raise _damaged(path, "variables: one is listed twice")
     return increment
 
 
 def read_document(text: bytes, path: Path, type_: type[T]) -> T:
-    """The JSON object of a file in the increments directory."""
+    """Decode a file of the increments directory; CorruptFile or UnsupportedFormat if it is not a `type_`."""
     try:
         if (version := format_version(text, path.name)) != FORMAT_VERSION:
             raise UnsupportedFormat(
@@ -266,18 +268,16 @@ def _damaged(path: Path, cause: str) -> CorruptFile:
 
 
 def rows_of(catalog: Catalog, ref: TensorRef, ids: Array) -> Array:
-    """Rows `ids` of a tensor that is stored whole or in slices of whole rows, in the order of `ids`.
-
-    Raises:
-        CorruptFile: a slice is not stored, or is not a range of whole rows.
-    """
+    """Rows `ids` of a tensor that is stored whole or in slices of whole rows, in the order of `ids`."""
     if ref.extent is not None:
         return np.asarray(memory_map(catalog, ref)[ids])
     rows = np.empty((len(ids), *ref.shape[1:]), ref.dtype.numpy)
     found = np.zeros(len(ids), bool)
     for part in ref.slices:
-        start, stop = _row_range(catalog, ref, part)
-        inside = (ids >= start) & (ids < stop)
+        if part.extent is None or part.spec.lengths[1:] != ref.shape[1:]:
+            raise CorruptFile(f"{catalog.prefix}: {ref.name!r} is not stored in slices of whole rows")
+        start = part.spec.starts[0]
+        inside = (ids >= start) & (ids < start + part.spec.lengths[0])
         if inside.any():
             rows[inside] = memory_map(catalog, ref, part)[ids[inside] - start]
             found |= inside
@@ -286,13 +286,8 @@ def rows_of(catalog: Catalog, ref: TensorRef, ids: Array) -> Array:
     return rows
 
 
-def _row_range(catalog: Catalog, ref: TensorRef, part: SliceRef) -> tuple[int, int]:
-    if part.extent is None or part.spec.lengths[1:] != ref.shape[1:]:
-        raise CorruptFile(f"{catalog.prefix}: {ref.name!r} is not stored in slices of whole rows")
-    return part.spec.starts[0], part.spec.starts[0] + part.spec.lengths[0]
-
-
 def _change(catalog: Catalog, changed: Changed) -> Change:
+    """Read the rows or the value of a variable from an increment's bundle."""
     variable = changed.variable
     tensors = []
     for key, dtype in zip(variable.keys, variable.dtypes, strict=True):

@@ -1,12 +1,12 @@
-"""Decide how to get from what was published last to what the trainer has now: by increments, or by
-comparison.
+"""Decide how to get from what was published last to what the trainer has now: by increments or comparison.
 
 Changes between an increment and the next full checkpoint are only known from the following increment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +14,8 @@ from typing import Protocol
 from msgspec import Struct
 
 from exporter.delta.format import Change
-from exporter.increments.history import CheckpointMarker, History, newest
+from exporter.delta.table_changes import KeyedChange
+from exporter.increments.history import History, newest
 from exporter.increments.increment import Changed, CheckpointId, StoredIncrement
 from exporter.increments.trained import TrainerVersion
 
@@ -27,14 +28,20 @@ class AnyIncrement(Protocol):
 
     @property
     def path(self) -> Path:
-        """Its path, for messages."""
+        """The increment's path, for messages."""
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
-        """The trainer's variables with their new values; rows are numbered as the trainer stores them."""
+        """Yield the trainer's variables with their new values; rows are numbered as the trainer's."""
+
+    def keyed_changes(self, names: Collection[str]) -> Iterator[KeyedChange]:
+        """Yield the changes of the tables by keys with these names, every checksum verified."""
+
+    def key_counts(self) -> Counter[str]:
+        """How many keys of each table by keys it holds, by its manifest or index alone."""
 
 
 class ChangePlan(Struct, frozen=True):
-    """What to publish next. `target` is the trainer's state that is reached.
+    """How to reach the trainer's state `target`, which is to be published next.
 
     `increments` hold everything that changed if `is_known`. Otherwise the target is the full checkpoint with
     `increments` applied on top, and it is to be compared with what is published; `reason` says why.
@@ -95,9 +102,11 @@ def plan_changes(
 
 
 def _plan_before(published: TrainerVersion, full: CheckpointId, history: History) -> ChangePlan | None:
-    """The plan up to where a full checkpoint's next increment begins, None if that is not known."""
+    """The plan up to where a full checkpoint's next increment will begin; None if no marker tells where."""
     for marker in history.markers_of(full):
-        if any(_is_next_the_same(marker, other) for other in _markers(published, history)):
+        others = () if published.increment is not None else history.markers_of(published.checkpoint)
+        next_of = marker.session, marker.after  # of one session and behind one increment: the same one
+        if marker.session is not None and any((each.session, each.after) == next_of for each in others):
             return ChangePlan(published, full.step)
         before = marker.after
         chain = None if before is None else history.chain(published.state, before)
@@ -109,22 +118,13 @@ def _plan_before(published: TrainerVersion, full: CheckpointId, history: History
     return None
 
 
-def _markers(published: TrainerVersion, history: History) -> tuple[CheckpointMarker, ...]:
-    return () if published.increment is not None else history.markers_of(published.checkpoint)
-
-
-def _is_next_the_same(marker: CheckpointMarker, other: CheckpointMarker) -> bool:
-    """True if one increment leads on from both of two full checkpoints."""
-    is_one_session = marker.session is not None and marker.session == other.session
-    return is_one_session and marker.after == other.after
-
-
 def _last_event(published: TrainerVersion, chain: Sequence[StoredIncrement]) -> datetime | None:
-    """When the newest event happened that the end of a chain was trained on."""
+    """The time of the newest event that the end of a chain was trained on, None if it is not known."""
     return newest([published.newest_event, *[stored.increment.event_time for stored in chain]])
 
 
 def _reason(published: TrainerVersion, full: CheckpointId, history: History) -> str:
+    """Why states have to be compared, as a person is told: the first of these reasons that holds."""
     if not published.is_exact:
         return LEFT_OUT if published.left_out is not None else ROUNDED
     if not history.increments:

@@ -56,20 +56,20 @@ class TrainerVersion(Struct, frozen=True):
     def of(
         cls, checkpoint: CheckpointId, increment: str | None, event_time: datetime | None
     ) -> TrainerVersion:
-        """The exact state of a checkpoint and an increment, whose event time may not be known."""
+        """The exact state of a checkpoint and an increment; `event_time` is None if it is not known."""
         if event_time is None:
             return cls(checkpoint, increment)
         return cls(checkpoint, increment, event_time=event_time.astimezone(timezone.utc))
 
     @property
     def state(self) -> str | CheckpointId:
-        """The increment or, without one, the full checkpoint."""
+        """The id of the increment or, without one, the full checkpoint."""
         return self.checkpoint if self.increment is None else self.increment
 
     @property
     def newest_event(self) -> datetime | None:
-        """When the newest event happened that was trained on; None if it is not known."""
-        return None if isinstance(self.event_time, UnsetType) else self.event_time
+        """The time of the newest event that was trained on; None if it is not known."""
+        return self.event_time or None
 
     @property
     def is_exact(self) -> bool:
@@ -77,11 +77,11 @@ class TrainerVersion(Struct, frozen=True):
         return self.left_out is None and self.rounded is None
 
     def is_within(self, distance: float) -> bool:
-        """True if no row was rounded, and none is further than this from what the trainer had."""
+        """True if no row was rounded, and none is further than `distance` from what the trainer had."""
         return self.rounded is None and (self.left_out is None or self.left_out.bound <= distance)
 
     def exact_but_for(self, dtype: DeltaDtype | None) -> TrainerVersion:
-        """The state as if rows that are rounded to `dtype` were exact: increments alone tell what to send."""
+        """The state without `rounded` if that is to `dtype`: the next delta rounds the same way."""
         is_rounded_so = self.rounded is not None and self.rounded.dtype is dtype
         return replace(self, rounded=None) if is_rounded_so else self
 

@@ -37,7 +37,7 @@ OPERATIONS = {
 
 
 class Work(Struct, frozen=True):
-    """A task, the directory of its output ("": it has none), and whether its receipt is kept there."""
+    """A task to do, the directory of its output ("": it has none), and whether its receipt is kept there."""
 
     operation: str
     task: msgspec.Raw
@@ -47,14 +47,13 @@ class Work(Struct, frozen=True):
 
 
 class TaskFailure(Struct, frozen=True):
-    """An error with a name, to be raised again where the job was begun."""
+    """An error of `exporter.errors` by its class, and the machine that it happened on ("": not known)."""
 
     error: str
     message: str
     cause: str
     hint: str
     host: str = ""
-    """The machine that it happened on; "" if the worker does not say."""
 
 
 class Outcome(Struct, frozen=True):
@@ -64,7 +63,7 @@ class Outcome(Struct, frozen=True):
     failure: TaskFailure | None = None
 
     def settle(self) -> Receipt:
-        """The receipt."""
+        """The receipt; without one, raises the failure as an error of its class, here."""
         if self.receipt is not None:
             return self.receipt
         assert self.failure is not None
@@ -74,15 +73,12 @@ class Outcome(Struct, frozen=True):
 
 
 def encode(task: Task, directory: str, *, keep: bool) -> bytes:
-    """The work of doing a task."""
+    """Encode a task for `execute`, which keeps its receipt in the directory with `keep`."""
     return msgspec.json.encode(Work(task.operation, msgspec.Raw(msgspec.json.encode(task)), directory, keep))
 
 
 def execute(work: bytes) -> bytes:
-    """Do it, and return the encoded `Outcome`.
-
-    Work that was done before, and whose output is still as it was left, is not done again.
-    """
+    """Do a task unless that was done before (see `_do`): the encoded `Outcome`, also of an ExportError."""
     try:
         asked = decoder(Work).decode(work)
         if asked.version != __version__:
@@ -100,32 +96,32 @@ def execute(work: bytes) -> bytes:
 
 
 def failed(error: ExportError) -> bytes:
-    """The encoded `Outcome` that is an error."""
+    """Encode an error as an `Outcome`, with the name of this machine."""
     failure = TaskFailure(type(error).__name__, error.message, error.cause, error.hint, gethostname())
     return msgspec.json.encode(Outcome(failure=failure))
 
 
 def decode(outcome: bytes) -> Outcome:
-    """What `execute` returned."""
+    """Decode what `execute` returned."""
     found: Outcome = decoder(Outcome).decode(outcome)
     return found
 
 
 def kept_receipt(directory: Directory, name: str) -> Receipt | None:
-    """The receipt of work that was done before, if its output is as it was left."""
+    """The kept receipt of a task; None if it is not there or damaged, or the output is not as it says."""
     content = directory.read(f"{RECEIPTS_DIRECTORY}/{name}.json")
     if content is None:
         return None
     try:
         receipt: Receipt = decoder(Receipt).decode(content)
-    except (ValueError, RecursionError):  # what is not UTF-8, too
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         return None
     is_there = not receipt.written or directory.look(name) == (receipt.written, receipt.tag)
     return receipt if is_there and receipt.task == name else None
 
 
 def _require_seen(place: str) -> None:
-    """Refuse a directory that the command made, and that is not there: this is another machine."""
+    """Raise UsageError if the command's directory is not here: this is another machine."""
     if place and Url.parse(place) is None and not os.path.isdir(place):  # noqa: PTH112 - whatever stat says
         raise UsageError(
             f"a worker does not see {place}",
@@ -135,6 +131,7 @@ def _require_seen(place: str) -> None:
 
 
 def _do(task: Task, directory: Directory, keep: bool) -> Receipt:
+    """Do a task unless its kept receipt is there; keep the receipt if asked to, and return it."""
     if keep and (done := kept_receipt(directory, task.name)) is not None:
         return done
     receipt = task.run(directory)

@@ -64,11 +64,10 @@ _AHEAD = 2  # works for each thread that are taken from the plan: enough to keep
 
 
 class LocalEngine:
-    """Threads; as many as there are processors, if nothing else is said.
+    """Runs works by threads of this process, by default as many as there are processors."""
 
-    They wait for disks and networks, and compute outside the GIL. The other engines need a library, and run
-    in a process of their own: see `exporter.jobs.engines.process`.
-    """
+    # They wait for disks and networks, and compute outside the GIL. The other engines need a library, and run
+    # in a process of their own: see `exporter.jobs.engines.process`.
 
     name = "local"
 
@@ -88,6 +87,7 @@ class LocalEngine:
 
 
 def _finished(pending: set[Future[bytes]]) -> Iterator[bytes]:
+    """Wait for at least one of `pending`; take those that are done out of it, and yield their results."""
     done, _ = wait(pending, return_when=FIRST_COMPLETED)
     pending -= done
     for each in done:
@@ -97,7 +97,7 @@ def _finished(pending: set[Future[bytes]]) -> Iterator[bytes]:
 def choose_engine(
     name: str, workers: int = 0, address: str = "", options: Mapping[str, str] | None = None
 ) -> Engine:
-    """The engine of a name."""
+    """The engine with this name; UsageError if there is none, or it does not take what is asked."""
     if name not in [*EngineName]:
         raise UsageError(f"there is no engine {name!r}", hint=f"one of {', '.join(EngineName)}")
     if name != EngineName.LOCAL:
@@ -110,7 +110,7 @@ def choose_engine(
 
 
 class Runner(Struct, frozen=True):
-    """How jobs are run: the engine, bytes of a task, and where jobs are kept (a path or URL; "": nowhere)."""
+    """How jobs are run: the engine, about the bytes of a task, and where jobs are kept ("": nowhere)."""
 
     engine: Engine = field(default_factory=LocalEngine)
     task_bytes: int = DEFAULT_TASK_BYTES
@@ -118,10 +118,8 @@ class Runner(Struct, frozen=True):
 
     @classmethod
     def of(cls, jobs: Jobs, model: Path | None = None) -> Runner:
-        """The runner that a user asked for.
-
-        Jobs that write a model are kept below it, if an engine is named or the model is in a store.
-        """
+        """The runner that a user asked for; UsageError as `choose_engine`."""
+        # Jobs that write a model are kept below it, if an engine is named or the model is in a store.
         name = jobs.engine or EngineName.LOCAL
         engine = choose_engine(name, jobs.workers, jobs.address, jobs.settings)
         if jobs.directory or model is None:
@@ -136,7 +134,7 @@ class Runner(Struct, frozen=True):
         return isinstance(self.engine, LocalEngine)
 
     def job(self, tasks: Sequence[Task], scratch: str = "") -> Job:
-        """Begin a plan, or resume it; what it writes goes to `scratch` if the runner keeps no jobs."""
+        """Begin or resume a plan, whose outputs go to `scratch` if the runner keeps no jobs."""
         return Job(self, tasks, scratch)
 
 
@@ -149,9 +147,9 @@ class Job:
     """
 
     def __init__(self, runner: Runner, tasks: Sequence[Task], scratch: str) -> None:
+        # The same tasks with other inputs may take the plan's place: files that a command makes for them lie
+        # at another path each time, and would make another plan of it.
         self.tasks = tasks
-        """The plan. The same tasks with other inputs may take its place: files that a command makes for them
-        lie at another path each time."""
         self._runner = runner
         self._used: UsedJob | None = None
         self._receipts: Generator[Receipt, None, None] | None = None
@@ -167,25 +165,21 @@ class Job:
 
     @property
     def is_kept(self) -> bool:
-        """True if it has a directory of its own, which outlives a command that fails."""
+        """True if its directory outlives a command that fails."""
         return bool(self._runner.kept and self.tasks)
 
     def receipts(
         self, progress: Progress | None = None, tasks: Sequence[Task] | None = None
     ) -> Generator[Receipt, None, None]:
-        """Receipts in the order of the tasks. Closing the iterator, or the job, cancels what has not begun.
-
-        `tasks` are those to do now, by default all. A plan in which tasks read what others wrote is done in
-        several calls.
-        """
+        """Do tasks, by default all, and yield their receipts in order; closed, it cancels the others."""
+        # A plan in which tasks read what others wrote is done in several calls.
         self._receipts = self._run(self.tasks if tasks is None else tasks, progress or NoProgress())
         return self._receipts
 
     def keep_until_stored(self, path: Path) -> None:
-        """If the job and a path are both in stores, keep the job until what is below the path was uploaded.
-
-        The upload reads what the job wrote: after one that was killed, the next command goes on with the job.
-        """
+        """Leave the job's removal to the upload of `path`, if both are in stores."""
+        # The upload reads what the job wrote: after one that was killed, the next command goes on with the
+        # job.
         if mirror.is_remote(path) and self.directory.is_in_store:
             self._read_until_stored = path
 
@@ -208,6 +202,7 @@ class Job:
             used.leave()
 
     def _run(self, tasks: Sequence[Task], progress: Progress) -> Generator[Receipt, None, None]:
+        """Yield the receipts that are kept, and those of the other tasks as the engine does them."""
         keep, place = self.is_kept, self._place and self.directory.place
         found = _known(tasks, self.directory) if keep else {}
         left = [task for task in tasks if task.name not in found]
@@ -217,30 +212,24 @@ class Job:
         with closing(self._runner.engine.run(works)) as outcomes:
             for task in tasks:
                 while task.name not in found:
-                    receipt = self._next(outcomes)
+                    if (outcome := next(outcomes, None)) is None:
+                        raise EngineFailed(f"{self._runner.engine.name} ended before all tasks were done")
+                    receipt = decode(outcome).settle()
                     if receipt.task in sizes:  # a task may be done twice
                         progress.advance(sizes.pop(receipt.task))
                         found[receipt.task] = receipt
                 yield found.pop(task.name)
 
-    def _next(self, outcomes: Iterator[bytes]) -> Receipt:
-        outcome = next(outcomes, None)
-        if outcome is None:
-            raise EngineFailed(f"{self._runner.engine.name} ended before all tasks were done")
-        return decode(outcome).settle()
 
-
-_OVER = (NothingChanged, CorruptFile, VerificationError)
+_OVER = (NothingChanged, CorruptFile, VerificationError)  # after these nobody resumes a job
 
 LOCAL = Runner()
 """Threads of this process; nothing is kept."""
 
 
 def plan_digest(tasks: Sequence[Task]) -> str:
-    """Lower-case SHA-256 of a plan: equal for equal inputs, options and divisions alone.
-
-    Another version of this program may write other bytes for the same task, and uses none of ours.
-    """
+    """The SHA-256, in hex, of a plan, which any other input, option, division or version changes."""
+    # Another version of this program may write other bytes for the same task.
     digest = hashlib.sha256(f"{__version__}\n".encode())
     for task in tasks:
         digest.update(task.operation.encode() + b" " + msgspec.json.encode(task) + b"\n")
@@ -248,7 +237,7 @@ def plan_digest(tasks: Sequence[Task]) -> str:
 
 
 def _known(tasks: Sequence[Task], place: Directory) -> dict[str, Receipt]:
-    """The receipts of a job that was begun before."""
+    """The kept receipts of these tasks, by name, whose outputs are as they were left."""
     names = set(place.names(RECEIPTS_DIRECTORY))
     begun = [task.name for task in tasks if f"{RECEIPTS_DIRECTORY}/{task.name}.json" in names]
     with workers(_LOOKS, "receipts") as pool:
@@ -260,22 +249,24 @@ def _known(tasks: Sequence[Task], place: Directory) -> dict[str, Receipt]:
 
 
 class UsedJob(Protocol):
-    """A job's directory, from the moment on that this command uses it until it leaves or removes it."""
+    """A job's directory while this command uses it."""
 
     def leave(self) -> None:
-        """Use it no longer; it stays for a command that resumes the job."""
+        """End the use; the directory stays for a command that resumes the job."""
 
     def remove(self) -> None:
-        """Use it no longer, and remove it, unless another command uses it, which removes it then."""
+        """End the use, and remove the directory unless another command uses it, which removes it then."""
 
 
 def use(place: str) -> UsedJob:
-    """Use the directory at a path or URL, which is made if need be."""
+    """Begin to use the directory at a path or URL, made if need be; waits while another removes it."""
     url = Url.parse(place)
     return _LocalJob(Path(place)) if url is None else StoredJob(place)
 
 
 class _LocalJob:
+    """A job's directory in a file system, locked (shared) while it is used."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         with writing(path):
@@ -294,6 +285,7 @@ class _LocalJob:
 
 
 def _locked(path: Path) -> int | None:
+    """Make the directory and take its lock, shared; None if another command is removing it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileNotFoundError:  # the directory of all jobs was removed meanwhile, being empty
@@ -302,6 +294,7 @@ def _locked(path: Path) -> int | None:
         lock = open_lock(path / LOCK_FILE)
     except FileNotFoundError:
         return None
+    # Who removes the directory holds the lock, and unlinks the file: a lock on that file guards nothing.
     if try_lock(lock, shared=True) and still_at(lock, path / LOCK_FILE):
         return lock
     close_lock(lock)
@@ -309,7 +302,7 @@ def _locked(path: Path) -> int | None:
 
 
 class StoredJob:
-    """A job in a store, which has no locks: the command that began last removes the directory."""
+    """A job's directory in a store, which has no locks: the command that began last removes it."""
 
     def __init__(self, place: str, *, is_begun: bool = False) -> None:
         self._directory = open_directory(place)
@@ -327,6 +320,7 @@ class StoredJob:
 
 
 def _me() -> bytes:
+    """The name of this thread of this process."""
     # A fork has our name, and is another; two threads may be in one job.
     return f"{_OWNER}-{os.getpid()}-{threading.get_ident()}".encode()
 
@@ -335,7 +329,7 @@ def _me() -> bytes:
 
 
 def abandoned_jobs(kept: Path) -> Iterator[Path]:
-    """The directories of jobs below a local directory that no command uses, or has used for long."""
+    """Yield the directories of jobs below `kept` that no command uses, or has used for a week."""
     for path in _directories(kept):
         with suppress(OSError):
             if _is_abandoned(path, None) and _is_free(path, remove=False):
@@ -343,10 +337,7 @@ def abandoned_jobs(kept: Path) -> Iterator[Path]:
 
 
 def remove_abandoned_jobs(kept: Path, now: float | None = None) -> None:
-    """Remove them, as far as that is possible, and the directory of all if it is ours and empty.
-
-    Concurrent calls do no harm.
-    """
+    """Remove `abandoned_jobs`, passing over errors, and `kept` if it is ours and empty."""
     for path in _directories(kept):
         with suppress(OSError):
             if _is_abandoned(path, now):
@@ -357,7 +348,7 @@ def remove_abandoned_jobs(kept: Path, now: float | None = None) -> None:
 
 
 def remove_abandoned(kept: str, now: float | None = None) -> None:
-    """`remove_abandoned_jobs` for a path or a URL. What a store refuses to remove stays."""
+    """Remove abandoned jobs below a path or a URL; what a store refuses to remove stays."""
     if (url := Url.parse(kept)) is None:
         remove_abandoned_jobs(Path(kept), now)
         return
@@ -370,7 +361,7 @@ def remove_abandoned(kept: str, now: float | None = None) -> None:
 
 
 def _abandoned(store: ObjectWriter, path: str, since: float) -> list[str]:
-    """The keys of a job that no command has used since; none of a job that was begun later."""
+    """The keys of a job's objects if none is younger than `since`, else none."""
     driver = store.look(f"{path}/{_DRIVER}")
     if driver is not None and driver.modified >= since:
         return []
@@ -379,21 +370,22 @@ def _abandoned(store: ObjectWriter, path: str, since: float) -> list[str]:
 
 
 def _directories(kept: Path) -> list[Path]:
+    """The directories of jobs, by their names; none if `kept` cannot be read."""
     with suppress(OSError):
         return sorted(path for path in kept.iterdir() if _PLAN.fullmatch(path.name) and not path.is_symlink())
     return []
 
 
 def _is_abandoned(path: Path, now: float | None) -> bool:
-    """True if nothing has come into it for long: directories have the time of their newest entry."""
-    newest = path.stat().st_mtime
+    """True if nothing was made in a job's directory for a week; OSError if it cannot be looked at."""
+    newest = path.stat().st_mtime  # of a directory: when an entry was last made or removed in it
     with suppress(FileNotFoundError):
         newest = max(newest, (path / RECEIPTS_DIRECTORY).stat().st_mtime)
     return (time.time() if now is None else now) - newest > ABANDONED_SECONDS
 
 
 def _is_free(path: Path, *, remove: bool) -> bool:
-    """True if no command uses it; then it may be removed."""
+    """True if no command uses a job's directory, which with `remove` is removed then."""
     try:
         lock = open_lock(path / LOCK_FILE, flags=0)
     except FileNotFoundError:  # of a worker that came after the end, or of an older program

@@ -28,8 +28,8 @@ from exporter.checkpoint.tensor_bundle import check_values, shard_path
 from exporter.checkpoint.tensor_values import compare_checksum
 from exporter.errors import os_error
 from exporter.jobs.runner import Job, Runner
+from exporter.jobs.shard_sections import Section, WriteShard
 from exporter.jobs.task import Input, Range, RangeChecksums, Receipt, Task, batches
-from exporter.jobs.write_shard import Section, WriteShard
 from exporter.newer_python import sha256_of
 from exporter.storage.layout import INPUTS_DIRECTORY
 from exporter.storage.output_directory import Directory, new_file
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Stored(Struct, frozen=True):
-    """A tensor, or a slice of one, that is read: all of it, by whatever tasks."""
+    """A tensor, or a slice of one, of which tasks read every byte."""
 
     catalog: Catalog
     tensor: TensorRef
@@ -56,7 +56,7 @@ class Stored(Struct, frozen=True):
 
 
 def stored_runs(catalog: Catalog, tensor: TensorRef) -> list[tuple[SliceSpec, Stored]]:
-    """What is stored of a tensor, in the order of its rows: boxes, and where they lie."""
+    """The stored slices of a tensor, or the whole, in the order of rows: each box and where it lies."""
     if tensor.extent is not None:
         return [(SliceSpec.whole(tensor.shape), Stored(catalog, tensor))]
     parts = sorted(tensor.slices, key=lambda part: part.spec.starts)
@@ -64,7 +64,7 @@ def stored_runs(catalog: Catalog, tensor: TensorRef) -> list[tuple[SliceSpec, St
 
 
 class Sources:
-    """The files that tasks read, by numbers, the stored runs in them, and the checksums of what was read."""
+    """Numbers the files that tasks read, and compares the checksums of the stored runs in them."""
 
     def __init__(self, hint: str = "") -> None:
         self._numbers: dict[Path, int] = {}
@@ -76,7 +76,7 @@ class Sources:
         self._hint = hint
 
     def range_of(self, stored: Stored) -> Range:
-        """The range of a whole run, which will be read."""
+        """Register a stored run, which tasks will read, and give its range in a numbered file."""
         extent = stored.extent
         path = stored.catalog.path_of(extent)
         number = self._numbers.setdefault(path, len(self._paths))
@@ -89,26 +89,26 @@ class Sources:
         return found
 
     def input(self, number: int) -> Input:
-        """The file of this number, as it was when it was first asked for."""
+        """The file of this number, pinned as it was when first asked for."""
         if number not in self._inputs:
             self._inputs[number] = Input.of(self._paths[number])
         return self._inputs[number]
 
     def note(self, part: Range, crc: int) -> None:
-        """Take the plain crc32c of a range; with its last one a run's checksum is compared."""
+        """Take the plain crc32c of a range; with the last range of a run its checksum is compared."""
         self._checksums.add(part.input, part.offset, part.size, crc)
         for run in self._ending[part.input, part.offset + part.size]:
             self._compare(run)
 
     def check(self) -> None:
-        """Compare what is left: runs whose ranges came in another order, or that tasks did not read whole."""
+        """Compare the runs that are left: their ranges came in another order, or tasks did not read all."""
         for run in list(self._runs):
             if not self._compare(run):
                 stored = self._runs[run]
                 check_values(stored.catalog, stored.tensor, stored.part)
 
     def _compare(self, run: Range) -> bool:
-        """False if the run's checksum is not known: of strings it is not that of the bytes alone."""
+        """Compare a run's checksum; false if it is not known yet, or not of bytes alone, as of strings."""
         stored = self._runs.get(run)
         if stored is None:  # compared before
             return True
@@ -124,9 +124,9 @@ class Sources:
 
 
 class Place(Struct, Generic[T], frozen=True):
-    """A section of some shard, and `what` it is to the planner; `copied` is the stored run that it copies.
+    """A section to write, and `what` it is to the planner; `copied` is the stored run that it copies.
 
-    One that stands `alone` has a shard of its own, of whatever size: its bytes begin at offset 0.
+    One that stands `alone` has a shard of its own, of any size: its bytes begin at offset 0.
     """
 
     section: Section
@@ -136,7 +136,7 @@ class Place(Struct, Generic[T], frozen=True):
 
 
 class Placed(Struct, Generic[T], frozen=True):
-    """A section as it was written: where each of its runs lies, and the numbers that it counted."""
+    """A section that was written: where each of its runs lies, and the numbers that it counted."""
 
     place: Place[T]
     extents: tuple[Extent, ...]
@@ -144,17 +144,16 @@ class Placed(Struct, Generic[T], frozen=True):
 
 
 class NewShards(Struct, Generic[T], frozen=True):
-    """What a job wrote: a receipt for each shard, and every section in order."""
+    """The receipts of a job, one for each shard, and where every section lies, in order."""
 
     receipts: tuple[Receipt, ...]
     placed: tuple[Placed[T], ...]
 
 
 class ShardJob(Generic[T]):
-    """The tasks that write shards `prefix`.data-*. `operation` is the kind of task, which knows the sections.
+    """The tasks that write shards `prefix`.data-*, all of the kind `operation`."""
 
-    The caller may write shards of its own before those of the tasks, and behind them.
-    """
+    # The caller may write shards of its own before those of the tasks, and behind them.
 
     def __init__(
         self, operation: type[WriteShard], sources: Sources, places: Iterable[Place[T]], task_bytes: int
@@ -169,25 +168,25 @@ class ShardJob(Generic[T]):
                 together.append(place)
         self._batches = [*batches(together, task_bytes, lambda place: place.section.bytes_), *alone]
         self.job: Job | None = None
-        """The job that ran, to be left (it is a context manager) once its shards are published."""
+        """The job, once it ran: to be left (it is a context manager) once its shards are published."""
 
     @property
     def tasks(self) -> int:
-        """How many tasks there are."""
+        """The number of tasks, each of which writes one shard."""
         return len(self._batches)
 
     @property
     def bytes_(self) -> int:
-        """How many bytes the tasks read."""
+        """The number of bytes that the tasks read."""
         return sum(map(_bytes_read, self._batches))
 
     @property
     def places(self) -> Iterator[Sequence[Place[T]]]:
-        """What each task writes."""
+        """Yield the sections that each task writes."""
         return iter(self._batches)
 
     def append(self, place: Place[T]) -> None:
-        """Have one more section written behind those of the last task."""
+        """Add one more section behind those of the last task."""
         self._batches[-1].append(place)
 
     def run(
@@ -201,10 +200,10 @@ class ShardJob(Generic[T]):
         made: Path | None = None,
         progress: Progress | None = None,
     ) -> NewShards[T]:
-        """Do the tasks. A kept job ends with the stack: when its shards are published.
+        """Do the tasks, compare the checksums of what they read, and tell where everything lies.
 
-        `before` and `behind` are how many shards the caller writes. Files below `made` are the command's own:
-        see `exporter.jobs.shard_job`.
+        A kept job ends with the stack: when its shards are published. `before` and `behind` are how many
+        shards the caller writes. Files below `made` are the command's own: see `exporter.jobs.shard_job`.
         """
         shards = before + self.tasks + behind
         names = (shard_path(prefix, before + number, shards).name for number in range(self.tasks))
@@ -241,18 +240,19 @@ def _bytes_read(batch: Sequence[Place[Any]]) -> int:
 def _begun(
     tasks: Sequence[WriteShard], runner: Runner, made: Path | None, scratch: str, stack: ExitStack
 ) -> Job:
-    """The job of these tasks as workers can do them."""
+    """Begin the job of these tasks, with files below `made` named by content, and copied for workers."""
     if made is None or not runner.kept:
         return stack.enter_context(runner.job(tasks, scratch))
     named, files = named_by_content(tasks, made)
     job = stack.enter_context(runner.job(named, scratch))
     if not runner.sees_our_files:
-        files = handed_over(files, job.directory)
+        files = {name: _copied(name, file, job.directory) for name, file in files.items()}
     job.tasks = with_inputs(named, files)
     return job
 
 
 def _placed(shard: int, batch: Sequence[Place[T]], receipt: Receipt) -> Iterator[Placed[T]]:
+    """Yield where each section of a shard lies, by the receipt of its task."""
     crcs, numbers, offset = iter(receipt.wrote), iter(receipt.counts), 0
     for place in batch:
         counts = tuple(islice(numbers, place.section.counted))
@@ -267,7 +267,7 @@ def _placed(shard: int, batch: Sequence[Place[T]], receipt: Receipt) -> Iterator
 
 
 def tensors_of(boxes: Iterable[tuple[str, DType, SliceRef]]) -> Iterator[TensorRef]:
-    """Tensors of the boxes (key, dtype, where it lies) that were written of them: whole, or in slices."""
+    """Join written boxes (key, dtype, where it lies) into index entries: of whole tensors, or in slices."""
     found: dict[tuple[str, DType], list[SliceRef]] = defaultdict(list)
     for key, dtype, part in boxes:
         found[key, dtype].append(part)
@@ -284,7 +284,7 @@ AnyTask = TypeVar("AnyTask", bound=Task)
 
 
 def named_by_content(tasks: Iterable[AnyTask], made: Path) -> tuple[list[AnyTask], dict[Input, Input]]:
-    """The tasks with files below `made` named by digest, and the file behind each such name."""
+    """The tasks with inputs below `made` named by digest, and the file behind each such name."""
     tasks = list(tasks)
     below = f"{made.absolute()}{os.sep}"
     files = {each for task in tasks for each in task.inputs if each.place.startswith(below)}
@@ -293,16 +293,12 @@ def named_by_content(tasks: Iterable[AnyTask], made: Path) -> tuple[list[AnyTask
 
 
 def with_inputs(tasks: Iterable[AnyTask], others: Mapping[Input, Input]) -> list[AnyTask]:
-    """The tasks with other inputs in the places of some."""
+    """The tasks with each input that is a key of `others` replaced by its value."""
     return [replace(task, inputs=tuple(others.get(each, each) for each in task.inputs)) for task in tasks]
 
 
-def handed_over(named: Mapping[Input, Input], directory: Directory) -> dict[Input, Input]:
-    """What workers read in the place of each named input: a copy in the job's directory."""
-    return {name: _copied(name, file, directory) for name, file in named.items()}
-
-
 def _named(file: Input) -> Input:
+    """The input named by the digest of its contents, which are read."""
     try:
         with Path(file.place).open("rb") as content:
             digest = sha256_of(content)
@@ -312,6 +308,7 @@ def _named(file: Input) -> Input:
 
 
 def _copied(name: Input, file: Input, directory: Directory) -> Input:
+    """The copy of a named file in the job's directory, made unless it is there."""
     found = directory.look(name.place)
     if found is None or found[0] != name.size:
         with new_file(directory.scratch) as (_, copy):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ZEROS = "zeros:"
-"""The name of a file of nothing but zeros, and the place of such an input: workers make it themselves."""
+"""The name of a file of zeros, and the place of such an input: workers make it themselves."""
 
 
 class Range(Struct, frozen=True, array_like=True):
@@ -59,7 +59,7 @@ class Input(Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, path: Path) -> Input:
-        """The file as it is now, or the object that it stands for."""
+        """Pin the file as it is now, or the object that it stands for."""
         if path.name == ZEROS:
             return cls(ZEROS, shard_status(path).st_size, "")
         if (found := mirror.pinned(path)) is not None:
@@ -70,7 +70,7 @@ class Input(Struct, frozen=True, array_like=True):
 
     @contextmanager
     def file(self, ranges: Iterable[Range], scratch: Path) -> Iterator[Path]:
-        """A file in which these ranges can be read; of an object they are fetched into a sparse one."""
+        """A file with these ranges, of an object fetched; CheckpointChanged unless it is as planned."""
         url = Url.parse(self.place)
         if url is not None or self.place == ZEROS:
             with new_path(scratch) as path:
@@ -87,7 +87,7 @@ class Input(Struct, frozen=True, array_like=True):
         self._require_same(shard_status(path))  # again: a trainer may have written to it meanwhile
 
     def fetch(self, wanted: Range, descriptor: int, offset: int, path: Path) -> bool:
-        """Fetch a range of an object to an offset of the file at `path`; False if the input is a file."""
+        """Fetch a range of an object to an offset of the file at `path`; False, undone, if it is a file."""
         url = Url.parse(self.place)
         if url is not None:
             piece = (wanted.offset, wanted.offset + wanted.size, offset)
@@ -95,7 +95,7 @@ class Input(Struct, frozen=True, array_like=True):
         return url is not None
 
     def checksums(self, ranges: Sequence[Range], scratch: Path) -> list[int]:
-        """The plain crc32c of each range, of less where a file ends; of an object nothing is written."""
+        """The plain crc32c of each range, of less where a file ends; objects are read without a copy."""
         url = Url.parse(self.place)
         if url is None:
             with self.file(ranges, scratch) as path, open_shard(path) as descriptor:
@@ -117,10 +117,10 @@ def _reader(scheme: str, bucket: str) -> ObjectReader:
 
 
 class Receipt(Struct, frozen=True):
-    """What a task did: the plain crc32c of each range that it read, and of each that it wrote.
+    """The result of a task: the plain crc32c of each range that it read, and of each that it wrote.
 
     `written` are the bytes of its output, 0 without one, and `tag` is the output's, as in `Input`. `rows`
-    counts what the operation counts, and `counts` are its numbers where one is not enough.
+    and `counts` are numbers that mean what the operation says.
     """
 
     task: str
@@ -135,7 +135,7 @@ class Receipt(Struct, frozen=True):
 class Task(Struct, frozen=True, kw_only=True):
     """The base of every operation's tasks.
 
-    `name` is the task's own in its plan, and its output's if it writes one. `bytes_` are what it reads.
+    `name` is unique in its plan, and the name of its output if it writes one. `bytes_` are what it reads.
     `operation` leads a worker to the class: see `exporter.jobs.execute`.
     """
 
@@ -147,7 +147,7 @@ class Task(Struct, frozen=True, kw_only=True):
 
     @contextmanager
     def files(self, ranges: Sequence[Range], scratch: Path) -> Iterator[list[Path]]:
-        """A file for each input in which these ranges can be read."""
+        """The path of a file for each input, in which these ranges can be read: see `Input.file`."""
         wanted: list[list[Range]] = [[] for _ in self.inputs]
         for each in ranges:
             wanted[each.input].append(each)
@@ -155,37 +155,29 @@ class Task(Struct, frozen=True, kw_only=True):
             files = (source.file(some, scratch) for source, some in zip(self.inputs, wanted, strict=True))
             yield [stack.enter_context(file) for file in files]
 
-    @contextmanager
-    def opened(self, ranges: Sequence[Range], scratch: Path) -> Iterator[FewFiles]:
-        """Descriptors of `files`, of which a few are open at a time."""
-        with self.files(ranges, scratch) as paths, FewFiles(paths) as opened:
-            yield opened
-
     def run(self, directory: Directory) -> Receipt:
-        """Do it. What the task writes becomes the object `name` of the directory."""
+        """Do the task; its output becomes the object `name` of the directory."""
         raise NotImplementedError
 
 
 # --- dividing work -----------------------------------------------------------------------------------------
 
 
+# In tasks' bytes: a table of more than the first is divided into pieces of the second. A server reads a table
+# faster in one piece, and two workers write one faster in two.
 _WHOLE, _DIVIDED = 16, 4
-"""A table of more than 16 tasks' bytes is divided into pieces of 4 tasks' bytes: a server reads a table
-faster in one piece, and two workers write one faster in two."""
 
 
 def piece_bytes(size: int, task_bytes: int) -> int | None:
-    """How large the pieces are in which a table of `size` bytes is written; None if it is written in one.
-
-    No piece is larger than what a store copies by one request to where it is published.
-    """
+    """The size of the pieces in which a table of `size` bytes is written; None if it is written in one."""
+    # No piece is larger than what a store copies by one request to where it is published.
     if size <= min(_WHOLE * task_bytes, MOST_COPIED):
         return None
     return min(_DIVIDED * task_bytes, MOST_COPIED)
 
 
 def batches(pieces: Iterable[T], most: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Neighbouring pieces of at most so many bytes together, or one that has more."""
+    """Yield lists of neighbouring pieces of at most `most` bytes together, or one larger piece."""
     batch: list[T] = []
     size = 0
     for piece in pieces:
@@ -208,7 +200,7 @@ _IN_USE: set[FewFiles] = set()  # of all tasks that run in this process
 
 
 class FewFiles:
-    """Descriptors of files by their numbers. A context manager."""
+    """Descriptors of files by their numbers, at most `most_open` at a time. A context manager."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
@@ -224,7 +216,7 @@ class FewFiles:
             self._close_one()
 
     def __getitem__(self, number: int) -> int:
-        """A descriptor to read with before other ones are asked for."""
+        """The descriptor of a file, valid until another one is asked for."""
         if number in self._open:
             self._open.move_to_end(number)
         else:
@@ -234,6 +226,7 @@ class FewFiles:
         return self._open[number][0]
 
     def _opened(self, path: Path) -> tuple[int, ExitStack]:
+        """Open a file; where the process may open no more, own descriptors are closed for it."""
         while True:
             stack = ExitStack()
             try:
@@ -244,13 +237,13 @@ class FewFiles:
             self._close_one()
 
     def _close_one(self) -> None:
-        """Close what was not used for longest."""
+        """Close the file that was not used for longest."""
         _, (_, stack) = self._open.popitem(last=False)
         stack.close()
 
 
 def most_open() -> int:
-    """How many files each task may have open: together, a quarter of what the system allows the process."""
+    """How many files each task may have open: all together a quarter of what the process may have."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     share = allowed // (4 * max(1, len(_IN_USE)))
     return min(_MOST_OPEN, max(1, share)) if allowed != resource.RLIM_INFINITY else _MOST_OPEN
@@ -260,19 +253,19 @@ File = TypeVar("File", bound=Hashable)
 
 
 class RangeChecksums(Generic[File]):
-    """The checksums that tasks report of ranges of files, in any order, of some ranges more than once."""
+    """Joins the checksums that tasks report of ranges of files, in any order, some more than once."""
 
     def __init__(self) -> None:
         self._ranges: dict[File, dict[int, tuple[int, int]]] = defaultdict(dict)
 
     def add(self, file: File, start: int, size: int, crc: int) -> None:
-        """The plain crc32c of `size` bytes from `start` of a file."""
+        """Note the plain crc32c of `size` bytes from `start` of a file; the longest from there counts."""
         ranges = self._ranges[file]
         if size > ranges.get(start, (0, 0))[0]:
             ranges[start] = size, crc
 
     def joined(self, file: File, part: Range, crc: int, whole: Extent) -> int | None:
-        """Add a range of a stored run, in their order; with the last one it gives the checksum of the run."""
+        """Add the next range of a stored run; the run's checksum with the last one, None before."""
         self.add(file, part.offset, part.size, crc)
         is_last = part.offset + part.size == whole.offset + whole.size
         return self.of(file, whole.offset, whole.size) if is_last else None

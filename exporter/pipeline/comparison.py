@@ -25,9 +25,9 @@ from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, index_path, read_cat
 from exporter.delta.compare_rows import differing_rows
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import Change, ChangeKind, Rows, Schema, ServedVariable
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.row_hashes import BlockHasher
 from exporter.delta.row_reader import RowReader, SliceOrder, row_readers
-from exporter.delta.snapshot import Snapshot
 from exporter.delta.spans import Position
 from exporter.delta.table_changes import ServedTable
 from exporter.errors import NotUpdatable, UsageError
@@ -300,7 +300,7 @@ class ComparedState(Struct, frozen=True):
     catalog: Catalog | None = None
 
     @property
-    def published(self) -> Snapshot | None:
+    def published(self) -> LayeredState | None:
         """The values of a position; None of a checkpoint."""
         return self.log.state(self.at.position) if self.log is not None and self.at is not None else None
 
@@ -400,7 +400,7 @@ def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences
     schema = Schema.of(
         contents[name][name] if name in contents else _as_compared(old[name]) for name in common
     )
-    states = (a.published or Snapshot(old), b.published or Snapshot(new))
+    states = (a.published or LayeredState(old), b.published or LayeredState(new))
     found = diff(*states, schema, how)
     in_8_bits = _in_8_bits(a) | _in_8_bits(b)
     variables = tuple(
@@ -505,7 +505,7 @@ def _in_8_bits(side: ComparedState) -> set[str]:
 
 
 def _difference(
-    variable: ServedVariable, old: Snapshot, change: Change, *, is_coded: bool
+    variable: ServedVariable, old: LayeredState, change: Change, *, is_coded: bool
 ) -> VariableDifference:
     """Measure a change: how many rows it has, and how far they are from the old ones."""
     rows = variable.shape[0] if variable.kind is ChangeKind.TABLE else 1

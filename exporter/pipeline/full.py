@@ -28,8 +28,8 @@ from exporter.pipeline.stage_graph import mapped_record, name_plain_version, wri
 from exporter.pipeline.stage_values import write_values
 from exporter.pipeline.staged import Staged, Step
 from exporter.publish.commit import PublishedVersion, Staging, publish_version
-from exporter.publish.made_from import PublishedAlready
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
+from exporter.publish.model import PublishedAlready
 from exporter.publish.versions import read_manifest
 from exporter.terminal.progress import ProgressFactory, no_progress
 from exporter.version import __version__

@@ -40,7 +40,7 @@ from exporter.pipeline.table_layout import lay_out_tables, map_laid_out
 from exporter.pipeline.trainer_graph import training_graph
 from exporter.publish.commit import VersionRule
 from exporter.publish.delta_log import LogBase
-from exporter.publish.made_from import PublishedAlready, newest_made_from
+from exporter.publish.model import PublishedAlready, newest_made_from
 from exporter.publish.permission import Permission
 from exporter.publish.versions import newest_version, require_base_path
 from exporter.storage import mirror

@@ -22,9 +22,9 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
 from exporter.delta.deviation import LeftOut, Rounded, Tolerance
-from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
+from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable, count_rows
+from exporter.delta.layered_state import Changes, CheckedFiles, LayeredState
 from exporter.delta.layers import fold_whole, merge_changes, needs_folding
-from exporter.delta.snapshot import Array, Changes, CheckedFiles, Snapshot
 from exporter.delta.spans import Position, Span
 from exporter.errors import (
     CheckpointChanged,
@@ -48,13 +48,14 @@ from exporter.pipeline.table_deltas import has_room, ordinary, table_changes, wi
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
 from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
 from exporter.publish.delta_log import DeltaLog, log_of, read_log
-from exporter.publish.delta_publication import Publication, count_rows, publish_changes
+from exporter.publish.delta_publication import Publication, publish_changes
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from exporter.publish.versions import VersionDir, newest_of, newest_version, version_dirs
 from exporter.storage import mirror
 from exporter.storage.files import writing
 from exporter.storage.layout import CACHES_DIRECTORY, CHECKED_DIRECTORY, HASHES_DIRECTORY
 from exporter.terminal.progress import ProgressFactory, no_progress
+from exporter.wire.dtypes import Array
 
 if TYPE_CHECKING:
     from exporter.delta.row_hashes import HashIndex
@@ -106,7 +107,7 @@ def as_base(request: ExportRequest) -> ExportRequest:
 
 
 class IncrementalPlan(Struct, frozen=True):
-    """What an incremental export will do; `position` is where the log will stand.
+    """What an incremental export will do; `position` is where the log stands after it.
 
     `remembered` are the rows that were left out so far: laid over what is published, they give the trainer's
     state. `lookups` are the changed contents of lookup tables, of which increments say nothing.
@@ -194,9 +195,9 @@ def plan_incremental(
     # A watch goes on while the next model is being prepared; only a delta must be of the same graph.
     is_idle = is_watching and trainer.plan.is_nothing and not lookups
     graph = SameGraph() if is_idle else check_same_graph(log, request, trainer.catalog)
-    last = log.at.position
     step = None if trainer.catalog.step is None else trainer.plan.step
-    position = next_delta_position(request.out, step, last)
+    is_nothing = trainer.plan.is_nothing and not lookups  # then no other log has to be listed
+    position = log.at.position if is_nothing else next_delta_position(log, step)
     return IncrementalPlan(request, log, trainer, position, remembered, graph, lookups)
 
 
@@ -293,7 +294,7 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         packing = planned.request.delta_dtype
         what = Publication(span, plan.step, made, trained, rounded=found.rounded, packing=packing)
         check = _verify_bytes if planned.request.verify is Verify.BYTES else None
-        published = publish_changes(log, staging, found.changes, what, last=log.at.position, check=check)
+        published = publish_changes(log, staging, found.changes, what, last=log.last, check=check)
         # Inside the staging: changes may lie in its scratch files.
         _keep_for_next_time(planned, found, overlaid, published.manifest.state_id)
     rows = count_rows(without_index(found.changes, log.base.entry.mapping_spec))
@@ -514,7 +515,7 @@ def _of_published(index: HashIndex, stale: Mapping[str, Array], schema: Schema) 
 
 
 def _all_changes(
-    planned: IncrementalPlan, published: Callable[[], Snapshot], scratch: Path, progress: ProgressFactory
+    planned: IncrementalPlan, published: Callable[[], LayeredState], scratch: Path, progress: ProgressFactory
 ) -> _Found:
     """Find all changes since the newest position: from increments, else by comparing every row."""
     log, trainer = planned.log, planned.trainer

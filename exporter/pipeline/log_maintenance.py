@@ -470,8 +470,7 @@ def _require_no_canary_at_work(model: Path) -> None:
 
 def position_of_merger(log: DeltaLog, path: Path) -> int:
     """Return where a merger of the whole log ends: at the newest position, or the next if `path` is lost."""
-    last = log.at.position
-    return next_delta_position(log.model, None, last) if is_taken(log.model, path) else last
+    return next_delta_position(log, None) if is_taken(log.model, path) else log.at.position
 
 
 def skip_abandoned(log: DeltaLog, path: Path) -> DeltaLog:
@@ -488,7 +487,7 @@ def skip_abandoned(log: DeltaLog, path: Path) -> DeltaLog:
         state=log.newest.manifest.state_id,
     )
     with Staging(log.model) as staging:
-        return publish_changes(log, staging, {}, what, last=last.position).log
+        return publish_changes(log, staging, {}, what, last=log.last).log
 
 
 def runner_for(jobs: Jobs, model: Path, tasks: int) -> Runner:

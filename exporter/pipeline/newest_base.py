@@ -21,10 +21,10 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.delta_files import read_tensors, write_delta
 from exporter.delta.format import DeltaHeader
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.layers import fold_whole, merge_changes, needs_folding
 from exporter.delta.merge_base import BaseMerger
 from exporter.delta.row_reader import served_in
-from exporter.delta.snapshot import Snapshot
 from exporter.errors import CheckpointError, UsageError
 from exporter.increments.history import read_history
 from exporter.increments.increment import CheckpointId
@@ -159,10 +159,10 @@ def merge_increments(
         (bundle / VARIABLES_DIRECTORY).rename(before / VARIABLES_DIRECTORY)
     spec, schema, catalog = entry.mapping_spec, entry.schema, read_catalog(before / VARIABLES_PREFIX)
     stored = {found.name: found for each in spec.sources() for found in served_in(catalog, each)}
-    full = Snapshot(stored)
+    full = LayeredState(stored)
     full.check(name for table in spec.dynamic for name in table.keys[:-1])  # rows are placed by the index
     layers = (*trainer.layers(), told_changes(spec, schema, full, trainer, None))
-    state = Snapshot(stored, layers)
+    state = LayeredState(stored, layers)
     if needs_folding(layers, schema):
         layers = fold_whole(layers, schema, full)
     header = DeltaHeader(

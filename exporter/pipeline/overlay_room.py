@@ -20,7 +20,6 @@ from msgspec import Struct
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.delta.format import Schema
-from exporter.delta.snapshot import Array
 from exporter.errors import CheckpointError, OverlayFull
 from exporter.mapping.build import VariableMapping
 from exporter.options import ExportRequest
@@ -29,7 +28,7 @@ from exporter.publish.manifest import MappedRecord
 from exporter.storage.files import make_directories
 from exporter.storage.layout import CACHES_DIRECTORY, OVERLAID_PREFIX
 from exporter.tables.integer_sets import among
-from exporter.wire.dtypes import DType
+from exporter.wire.dtypes import Array, DType
 
 _MOST_PLACES = (1 << 31) - 2
 """A slot is an int32, and place 0 is never used."""

@@ -240,7 +240,7 @@ class DeltaRestorer(Restorer):
         )
         how = UnderLock(is_ours=True, holds=restoration.is_rollback, follows_canary=restoration.by_canary)
         changes = restoring(touched, log.state(of), log.schema, scratch)
-        return publish_changes(log, staging, changes, what, last=log.at.position, under_lock=how)
+        return publish_changes(log, staging, changes, what, last=log.last, under_lock=how)
 
     def _require_room(self, restoration: Restoration) -> None:
         """Refuse rows that servers have no room for: those that changed before the base may come back now.
@@ -268,7 +268,7 @@ class DeltaRestorer(Restorer):
         start = log.at.position
         if restoration.is_rollback:
             start = min([of, *(delta.start for delta in log.deltas if delta.start < of < delta.end)])
-        return Span(start, next_delta_position(log.model, None, log.at.position))
+        return Span(start, next_delta_position(log, None))
 
     def _since(self, restoration: Restoration) -> tuple[LogDelta, ...]:
         """Return the deltas whose rows a restoration takes back; PositionUnknown if none leads on."""

@@ -11,7 +11,7 @@ from msgspec import Struct
 from exporter.catalog import Catalog
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, find_variable
 from exporter.delta.format import Change, Schema
-from exporter.delta.snapshot import CheckedFiles, Snapshot
+from exporter.delta.layered_state import CheckedFiles, LayeredState
 from exporter.delta.table_changes import KeyedChange, ServedTable, compared, upserted
 from exporter.errors import CheckpointError, SchemaChanged
 from exporter.increments.changed_tables import TrainedTable, in_dtype
@@ -65,7 +65,7 @@ def has_room(log: DeltaLog, trainer: TrainerState) -> bool:
         return False
     spec, known = log.base.entry.mapping_spec, embedding_variables(trainer.catalog)
     shapes = {variable.name: variable.shape for variable in log.schema.variables}
-    from exporter.increments.told_tables import keys_to_come
+    from exporter.increments.keyed_changes import keys_to_come
 
     awaited = keys_to_come(trainer.catalog)
     for table in spec.dynamic:
@@ -85,7 +85,7 @@ class _Table(Struct, frozen=True):
     served: ServedTable
 
 
-def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: Snapshot) -> Iterator[_Table]:
+def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: LayeredState) -> Iterator[_Table]:
     """Yield the dynamic tables; SchemaChanged if the checkpoint lacks one or has rows of another kind."""
     known = embedding_variables(catalog)
     for table in spec.dynamic:
@@ -109,7 +109,7 @@ def _told(log: DeltaLog, trainer: TrainerState) -> dict[str, Change]:
 
 
 def told_changes(
-    spec: MappingSpec, schema: Schema, published: Snapshot, trainer: TrainerState, since: str | None
+    spec: MappingSpec, schema: Schema, published: LayeredState, trainer: TrainerState, since: str | None
 ) -> dict[str, Change]:
     """Return the table changes of increments after the increment `since` (None: of all).
 
@@ -120,7 +120,7 @@ def told_changes(
         return {}
     tables = {each.variable.name: each for each in _tables(spec, schema, trainer.catalog, published)}
     told = _told_of(trainer, tables.values())
-    from exporter.increments.told_tables import published_before
+    from exporter.increments.keyed_changes import published_before
 
     before = published_before(trainer.plan.increments, since, tables.keys())
     changes: dict[str, Change] = {}
@@ -139,7 +139,7 @@ def told_changes(
 def _told_of(trainer: TrainerState, tables: Iterable[_Table]) -> dict[str, KeyedChange]:
     """Return what the trainer's increments report of tables, merged, by the checkpoint's names."""
     known = {each.variable.name: each.variable for each in tables}
-    from exporter.increments.told_tables import keyed_changes_of
+    from exporter.increments.keyed_changes import keyed_changes_of
 
     told = keyed_changes_of(trainer.plan.increments, known.keys())
     for name, change in told.items():
@@ -166,7 +166,7 @@ def note_index_written(base: LogBase, log: Path) -> None:
             files.save([run for each in index for run in each.runs])
 
 
-def _check_index(log: DeltaLog, published: Snapshot, spec: MappingSpec) -> None:
+def _check_index(log: DeltaLog, published: LayeredState, spec: MappingSpec) -> None:
     """Verify the checksums of the tables' indexes, unless that was done and their files are the same."""
     files = CheckedFiles.of(log.path / CHECKED_DIRECTORY, published.stored.values())
     published.trust(known := files.known(published.stored.values()))

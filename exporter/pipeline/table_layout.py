@@ -17,7 +17,7 @@ from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding
 from exporter.errors import CheckpointError, MissingTensors, ShapeMismatch, UsageError
 from exporter.graph.inference_graph import GraphDynamicTable, GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.graph.lookup_tables import with_table_shapes
-from exporter.increments.told_tables import keys_to_come
+from exporter.increments.keyed_changes import keys_to_come
 from exporter.jobs.runner import Job, Runner
 from exporter.mapping.build import VariableMapping, build_mapping
 from exporter.mapping.mapping_rules import MappingRules

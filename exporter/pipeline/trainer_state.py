@@ -15,8 +15,8 @@ from exporter.checkpoint import candidates, open_checkpoint
 from exporter.checkpoint.identity import index_digest
 from exporter.checkpoint.tensor_bundle import index_path
 from exporter.delta.format import Rows, Schema
+from exporter.delta.layered_state import Changes, LayeredState
 from exporter.delta.row_reader import row_readers, translate
-from exporter.delta.snapshot import Array, Changes, Snapshot
 from exporter.errors import SchemaChanged
 from exporter.increments.deeprec import abandoned_increment, plan_deeprec_changes, read_increment
 from exporter.increments.history import History, read_history
@@ -28,6 +28,7 @@ from exporter.mapping.mapping_spec import MappingSpec
 from exporter.mapping.tensor_source import TensorSource
 from exporter.publish.delta_log import DeltaLog
 from exporter.tables.integer_sets import among, distinct
+from exporter.wire.dtypes import Array
 
 
 class TrainerState(Struct, frozen=True):
@@ -55,11 +56,11 @@ class TrainerState(Struct, frozen=True):
         newest_first = [self._translated(each, by_tensor, newer) for each in reversed(self.plan.increments)]
         return tuple(reversed(newest_first))
 
-    def state(self) -> Snapshot:
+    def state(self) -> LayeredState:
         """The values of all served variables."""
         stored = (found for source in self.mapping.sources for found in row_readers(self.catalog, source))
         layers = () if self.plan.is_known else self.layers()
-        return Snapshot({variable.name: variable for variable in stored}, layers)
+        return LayeredState({variable.name: variable for variable in stored}, layers)
 
     def changed_lookups(self, log: DeltaLog) -> Changes:
         """Return the lookup tables that changed, where increments report everything else; else {}.

@@ -25,7 +25,7 @@ from exporter.pipeline.full import Exported, export
 from exporter.pipeline.trainer_graph import require_graph
 from exporter.pipeline.watch_loop import EVERY_SECOND, Poll, Watching, follow
 from exporter.publish.commit import model_lock
-from exporter.publish.made_from import PublishedAlready
+from exporter.publish.model import PublishedAlready
 from exporter.storage.arrivals import Arrivals
 from exporter.storage.files import make_directories, writing
 from exporter.storage.layout import WATCH_LOCK_FILE

@@ -89,7 +89,7 @@ def _masked_crc(path: Path) -> int:
 
 
 def _set_mode(path: Path, mode: int) -> None:
-    """What temporary-file functions and copies of private files leave is private: servers run as others."""
+    """Set a file's mode if it has another: temporary files are private, and servers run as other users."""
     if stat.S_IMODE(path.stat().st_mode) != mode:
         path.chmod(mode)
 
@@ -123,7 +123,7 @@ LARGEST_ASKED = _MAX_VERSION >> 1
 
 
 class VersionRule(Struct, frozen=True):
-    """What names the version: its position (the default), the clock in seconds since 1970, or a number."""
+    """The rule that numbers a version: its position (the default), seconds since 1970, or a given number."""
 
     choice: int | Literal["position", "time"] = "position"
 
@@ -180,7 +180,7 @@ class ReservedPosition(Struct, frozen=True):
 
 
 class PublishedVersion(Struct, frozen=True):
-    """What `publish_version` did; `removed` and `kept` tell of versions beyond `keep`.
+    """A version that was published; `removed` and `kept` are the older ones beyond `keep`.
 
     `warnings` are what went wrong after the version could be seen.
     """
@@ -202,7 +202,7 @@ class PublishedVersion(Struct, frozen=True):
 
 
 class PublishedDelta(Struct, frozen=True):
-    """What `publish_delta` did; `warnings` are what went wrong after the delta could be seen.
+    """A delta that was published; `warnings` are what went wrong after readers could see it.
 
     `log` is the newest version's log as it was right after that, under the model's lock.
     """
@@ -245,17 +245,22 @@ def reserve_position(model: Path, step: int | None) -> ReservedPosition:
     versions = version_dirs(model)
     last, others = last_position(model, versions), taken(model)
     newest = greatest(last, versions[0].version if versions else None, others.version)
-    return ReservedPosition(next_delta_position(model, step, newest), last)
+    return ReservedPosition(_next_of_log(step, greatest(newest, others.position)), last)
 
 
-def next_delta_position(model: Path, step: int | None, last: int | None) -> int:
-    """The next position of a delta, or of a base that takes deltas; no other process has begun there.
+def next_delta_position(log: DeltaLog, step: int | None) -> int:
+    """The position after `log.last` for a delta of a log; no other process has begun there.
 
     Raises:
         VersionExists: see `next_position`.
         PositionError: it would be greater than any delta's.
     """
-    position = next_position(step, greatest(last, taken(model).position))
+    return _next_of_log(step, greatest(log.last, taken(log.model).position))
+
+
+def _next_of_log(step: int | None, last: int | None) -> int:
+    """The next position of a delta, or of a base that takes deltas."""
+    position = next_position(step, last)
     if position >= POSITION_LIMIT:
         raise PositionError(
             f"the next position is {position}, and deltas count to {POSITION_LIMIT - 1}",
@@ -352,7 +357,7 @@ def publish_delta(
         files = seal(staging.path)
         with _locked(staging.model, is_ours=under_lock.is_ours):
             # Others may have published, merged or removed since the log was read; under the lock none can.
-            now = log if under_lock.is_ours else _log_now(staging.model, last)
+            now = log if under_lock.is_ours else _log_now(log, last)
             under_lock.permit(now)
             make_directories(log.path)
             delta = LogDelta(log.path, draft.from_position or 0, position)
@@ -381,13 +386,14 @@ def _commit(
 ) -> PublishedVersion:
     newest = versions[0].version if versions else None
     if isinstance(rule, ReservedPosition):
-        if not rule.is_passed:
-            _require(staging.model, rule.last, last_position(staging.model, versions))
         number = position = rule.position
         if newest is not None and newest >= number:
             if rule.is_passed:
                 raise PositionMoved(f"version {newest} was published meanwhile")
-            raise VersionExists(f"version {newest} is published, {number} would not be the newest")
+            if not versions[0].has_manifest:
+                raise VersionExists(f"version {newest} is there, {number} would not be the newest")
+        if not rule.is_passed:
+            _require(staging.model, rule.last, last_position(staging.model, versions))
     else:
         last, newest = last_position(staging.model, versions), greatest(newest, taken(staging.model).version)
         number, position = rule.choose(draft.step, newest=newest, last=last, now=now)
@@ -396,22 +402,25 @@ def _commit(
     return PublishedVersion(target, number, manifest, warnings=_install(staging, target))
 
 
-def _log_now(model: Path, last: int | None) -> DeltaLog:
-    """The log of the newest version, whose greatest position has to be `last`, if that matters."""
+def _log_now(log: DeltaLog, last: int | None) -> DeltaLog:
+    """The log of the newest version: still this one, and `last` the model's greatest position, if that
+    matters.
+    """
+    model = log.model
     versions = version_dirs(model)
     try:
-        log = log_of(model, versions)
+        now = log_of(model, versions)
     except NotUpdatable:  # a version that takes no deltas has ended the log: it has a position, too
         if last is not None:
             _require(model, last, last_position(model, versions))
         raise
     if last is not None:
-        _require(model, last, log.last())
-    return log
+        _require(model, last, now.last, is_same_log=now.lineage == log.lineage)
+    return now
 
 
-def _require(model: Path, expected: int | None, found: int | None) -> None:
-    if found != expected:
+def _require(model: Path, expected: int | None, found: int | None, *, is_same_log: bool = True) -> None:
+    if found != expected or not is_same_log:
         raise PositionMoved(
             f"another command published under {model}: position {found} is the newest now, it was {expected}"
         )
@@ -454,7 +463,7 @@ NO_SYNC_HINT = "keep the model on a local disk or NFS and push it from there, if
 
 
 def cannot_sync(model: Path) -> str:
-    """What durability is left where the file system cannot wait for directories."""
+    """The sentence about durability for a file system that cannot sync directories."""
     return (
         f"the file system of {model} does not say when the names of files are on disk: readers see what is "
         "published whole or not at all, but a power cut of its server may lose the last of it"

@@ -32,16 +32,18 @@ from exporter.publish.versions import (
     newest_of,
     nothing_published,
     read_manifest,
+    unread_positions,
     version_dirs,
 )
 from exporter.storage.layout import DELTA_NAME, DELTAS_DIRECTORY, MANIFEST_FILE, VARIABLES_PREFIX
 from exporter.storage.local_paths import quoted
+from exporter.wire.dtypes import Array
 
 if TYPE_CHECKING:
     from exporter.catalog import Catalog
     from exporter.delta.delta_files import DeltaTensors
+    from exporter.delta.layered_state import LayeredState
     from exporter.delta.row_reader import RowReader
-    from exporter.delta.snapshot import Array, Snapshot
 
 BROKEN_LOG_HINT = "publish a new base, which leaves this log behind: the same export with --updatable --again"
 
@@ -120,7 +122,7 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
 
     @property
     def merged_count(self) -> int:
-        """How many publications it holds."""
+        """The number of publications merged in it; 1 if none are."""
         return self.entry.parts
 
 
@@ -154,7 +156,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @property
     def schema(self) -> Schema:
-        """What its deltas hold."""
+        """The schema of the variables that its deltas hold."""
         return self.base.entry.schema
 
     @cached_property
@@ -174,7 +176,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @cached_property
     def newest(self) -> LogBase | LogDelta:
-        """What leads to, or is, the newest position."""
+        """The delta that leads to the newest position, or the base that stands there."""
         last = max(self.deltas, key=lambda delta: (delta.end, delta.start), default=None)
         return last if last is not None and last.end > self.base.at.position else self.base
 
@@ -188,10 +190,12 @@ class DeltaLog(Struct, frozen=True, dict=True):
         """The trainer's state at the newest position."""
         return self.newest.entry.trained
 
+    @cached_property
     def last(self) -> int:
-        """The greatest position published for the model, in this log as it was listed or in others."""
+        """The greatest position in use of the model, in this log as it was listed or elsewhere."""
         ends = [delta.end for delta in self.deltas]
-        return max([self.base.at.position, *ends, *delta_positions(self.model, but=self.path)])
+        others = [*unread_positions(self.versions), *delta_positions(self.model, but=self.path)]
+        return max([self.base.at.position, *ends, *others])
 
     def followed_by(self, delta: LogDelta) -> DeltaLog:
         """The log with a delta that was published since it was read."""
@@ -202,10 +206,6 @@ class DeltaLog(Struct, frozen=True, dict=True):
     def chain(self, start: int, target: int | None = None) -> tuple[LogDelta, ...]:
         """The deltas that lead from `start` to `target`, or to the newest position."""
         return plan_chain(self.deltas, start, target)
-
-    def ahead_of(self, position: int, hold: int | None) -> tuple[LogDelta, ...]:
-        """The deltas that a server at `position` takes by itself: as far as they lead, never past a hold."""
-        return plan_chain([delta for delta in self.deltas if hold is None or delta.end <= hold], position)
 
     def open(self, delta: LogDelta, *, only: Collection[str] | None = None) -> Delta:
         """The delta's changes as memory maps, every checksum compared; of variables `only`."""
@@ -243,16 +243,16 @@ class DeltaLog(Struct, frozen=True, dict=True):
             _check_listed(found.catalog, delta.manifest)
             return found
 
-    def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> Snapshot:
+    def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> LayeredState:
         """The values at a position, by default at the newest; of variables `only`, if these are named."""
-        from exporter.delta.snapshot import Snapshot
+        from exporter.delta.layered_state import LayeredState
 
         target = self.at.position if position is None else position
         by_position = {base.at.position: base for base in self.bases}
         base = by_position[nearest_base(self.deltas, by_position, target)]
         chain = self.chain(base.at.position, target)
         layers = tuple(self.open(delta, only=only).changes for delta in chain)
-        return Snapshot(base.stored(), layers, hint=BROKEN_LOG_HINT)
+        return LayeredState(base.stored(), layers, hint=BROKEN_LOG_HINT)
 
     def trained_at(self, position: int) -> tuple[TrainerVersion, int | None]:
         """The trainer's state at a position, and its step."""
@@ -270,7 +270,11 @@ class DeltaLog(Struct, frozen=True, dict=True):
         return self.hold.approved()
 
     def standing(self, position: int) -> LogBase | LogDelta:
-        """What leads to, or is, a position."""
+        """The delta that leads to a position, or the base that stands there.
+
+        Raises:
+            PositionUnknown: there is neither.
+        """
         for base in self.bases:
             if base.at.position == position:
                 return base

@@ -10,7 +10,7 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.delta_files import write_delta
 from exporter.delta.deviation import Rounded
-from exporter.delta.format import Change, DeltaHeader, Rows
+from exporter.delta.format import Change, DeltaHeader, count_rows
 from exporter.delta.spans import Span
 from exporter.increments.trained import TrainerVersion
 from exporter.options import DeltaDtype
@@ -95,7 +95,7 @@ def publish_written(
     last: int | None,
     under_lock: UnderLock,
 ) -> PublishedDelta:
-    """Publish the delta of so many rows that lies in a staging directory, with `header_of` as its header.
+    """Publish the staged delta, which holds `rows` rows and has `header_of` as its header.
 
     Where the log's model wants finite values, the caller has checked them (`exporter.publish.finite`).
 
@@ -129,8 +129,3 @@ def publish_written(
         ),
     )
     return publish_delta(staging, draft, log, position=span.end, last=last, under_lock=under_lock)
-
-
-def count_rows(changes: Mapping[str, Change]) -> int:
-    """Rows of all tables together."""
-    return sum(len(change.ids) for change in changes.values() if isinstance(change, Rows))

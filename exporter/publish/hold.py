@@ -77,7 +77,7 @@ class Hold(Struct, frozen=True):
         return None
 
     def for_servers(self) -> tuple[int | None, bool]:
-        """How far servers go by themselves, and whether a canary set that: one reading says both.
+        """The position at which servers stop, and whether a canary set it, from one reading.
 
         None without a hold. Where it cannot be read they go nowhere, as while a rollback is published: -1.
         """

@@ -73,7 +73,7 @@ def read_ahead(version: Path, record: MappedRecord, goes_on: Callable[[], bool])
 
 
 def _available_bytes(path: Path = Path("/proc/meminfo")) -> int:
-    """Half of the memory that can be had without pushing out what is used; nothing if that is unknown."""
+    """Half of the memory that is available, in bytes; 0 if that is unknown."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", path.read_text(), re.MULTILINE)
     return 0 if found is None else (int(found[1]) << 10) // 2
 

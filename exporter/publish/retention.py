@@ -16,9 +16,15 @@ from exporter.delta.spans import expendable
 from exporter.errors import ManifestError, PositionMoved
 from exporter.publish.delta_log import DeltaLog, LogDelta, list_deltas
 from exporter.publish.manifest import BaseEntry
-from exporter.publish.versions import VersionDir, published_versions, read_head, read_manifest
+from exporter.publish.versions import (
+    VersionDir,
+    log_directories,
+    published_versions,
+    read_head,
+    read_manifest,
+)
 from exporter.storage.files import close_lock, open_lock, try_lock
-from exporter.storage.layout import DELTAS_DIRECTORY, MANIFEST_FILE, TRASH_PREFIX
+from exporter.storage.layout import MANIFEST_FILE, TRASH_PREFIX
 
 GRACE_SECONDS = 300.0
 """How long a superseded version stays: a server polls each second but loads for minutes, and one that began
@@ -35,7 +41,7 @@ class KeptVersion(Struct, frozen=True):
 
 
 class Retired(Struct, frozen=True):
-    """What retention did. `trash` is out of every reader's sight and only needs to be deleted."""
+    """The versions that retention removed and kept; `trash` is out of readers' sight, to be deleted."""
 
     removed: tuple[int, ...] = ()
     kept: tuple[KeptVersion, ...] = ()
@@ -156,12 +162,10 @@ def logs_without_base(model: Path, current: Path | None) -> list[Path]:
 
     Empty while the manifest of a version cannot be read.
     """
-    directory = model / DELTAS_DIRECTORY
-    found = sorted(directory.iterdir()) if directory.is_dir() else []
     others = [
         path
-        for path in found
-        if _LOG.fullmatch(path.name) and path != current and path.is_dir() and not path.is_symlink()
+        for path in log_directories(model)
+        if _LOG.fullmatch(path.name) and path != current and not path.is_symlink()
     ]
     if not others:  # as a rule; then no version's manifest has to be read
         return []
@@ -194,7 +198,7 @@ def _created(delta: LogDelta) -> float:
 
 
 def _in_grace(successor: VersionDir, now: float, grace_seconds: float) -> str:
-    """Why a version whose successor is this one must stay for now, or nothing."""
+    """The reason to keep the version before `successor` for now; empty if there is none."""
     if grace_seconds <= 0:
         return ""
     try:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TypeVar
 
@@ -43,7 +44,7 @@ def nothing_published(model: Path) -> NotUpdatable:
 
 
 def likely_model(model: Path) -> Path | None:
-    """The model base path that is nearest to one under which nothing is published."""
+    """The published model whose path is nearest to `model`, which has no version; None if there is none."""
     place = model if model.exists() else nearest(model)
     if place is None:
         return None
@@ -190,17 +191,28 @@ def itself_a_version(place: object, above: object) -> UsageError:
 
 
 def last_position(model: Path, versions: Iterable[VersionDir]) -> int | None:
-    """The greatest position of a base or delta published for a model; None if there is neither.
+    """The greatest position in use of a model, whose `versions` are as `version_dirs` lists them.
 
     Versions and positions grow together, whatever named the versions, so that of all bases the newest has
-    the greatest position: only its manifest is read, however many there are.
+    the greatest position: only its manifest is read, however many there are. None if nothing is published.
 
     Raises:
         ManifestError: the manifest of the newest base is damaged, so that its position is unknown.
     """
+    versions = tuple(versions)
     newest = newest_of(versions)
     bases = [] if newest is None else [read_head(newest.path).position]
-    return max([*bases, *delta_positions(model)], default=None)
+    return max([*bases, *unread_positions(versions), *delta_positions(model)], default=None)
+
+
+def unread_positions(versions: Iterable[VersionDir]) -> list[int]:
+    """The numbers of versions without a manifest that are newer than every version with one.
+
+    A base stands at its number, and may have lost its manifest: what is published at that position a second
+    time would be taken for it by a server that has loaded it.
+    """
+    unread = takewhile(lambda child: not child.has_manifest, versions)
+    return [child.version for child in unread if child.version >= 0]
 
 
 class AbandonedNumbers(Struct, frozen=True):
@@ -214,7 +226,7 @@ class AbandonedNumbers(Struct, frozen=True):
 
 
 def taken(model: Path) -> AbandonedNumbers:
-    """The numbers that nothing may be published under."""
+    """The greatest abandoned version and position, as the store's list has them."""
     names = [PurePosixPath(path).name for path in _taken_paths(model)]
     ends = [int(match[2]) for name in names if (match := _DELTA.fullmatch(name))]
     numbers = [number for name in names if (number := served_version(name)) is not None]
@@ -222,7 +234,7 @@ def taken(model: Path) -> AbandonedNumbers:
 
 
 def is_taken(model: Path, path: Path) -> bool:
-    """True if nothing may be published at a path of the model."""
+    """True if a path of the model is in the store's list of abandoned ones."""
     return path.relative_to(model).as_posix() in _taken_paths(model)
 
 
@@ -368,9 +380,14 @@ def _delta_named(name: str) -> tuple[str, int, int] | None:
 
 def delta_positions(model: Path, *, but: Path | None = None) -> Iterator[int]:
     """Where each delta of each log ends, of all logs `but` one, from names alone: there may be thousands."""
-    for log in _entries(model / DELTAS_DIRECTORY):
-        if log.is_dir() and Path(log.path) != but:
-            yield from (end for _, _, end in delta_names(Path(log.path)))
+    for log in log_directories(model):
+        if log != but:
+            yield from (end for _, _, end in delta_names(log))
+
+
+def log_directories(model: Path) -> list[Path]:
+    """The directories of the logs of a model, also of those that have no base any more."""
+    return sorted(Path(entry.path) for entry in _entries(model / DELTAS_DIRECTORY) if entry.is_dir())
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:

@@ -34,6 +34,7 @@ from exporter.errors import NotServable
 from exporter.graph.editor import CPU, GraphEditor, PlacedFunction, privately_named
 from exporter.graph.nodes import input_names
 from exporter.graph.signatures import SignatureTensor, StaticShape, canonical
+from exporter.late_names import tf
 from exporter.subgraph.state import SETTLED, StateNodes, Tensor, assign, read, sleep
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
@@ -41,14 +42,12 @@ from exporter.wire.protos import Proto
 HANDLE_MARK = "_updated_handle"
 """The attribute of nodes through which signatures take the handles of variables that updates write."""
 
-_LARGE_CONSTANT_BYTES = 1024
-"""The function takes constants above this size from the graph, and holds copies of smaller ones."""
-
+_LARGE_CONSTANT_BYTES = 1024  # larger ones the function takes from the graph, smaller ones it copies
 _MOST_TRIES = 12
 
+# After try number n a reader asks for quiet of `_QUIET ** n` times what that try took: on a busy machine the
+# next one may take longer.
 _QUIET = 1.5
-"""After try number n a reader asks for quiet of `_QUIET ** n` times what that try took: on a busy machine the
-next one may take longer."""
 
 _STATE = ("sequence", "since", "quiet", "unsettled")
 
@@ -69,7 +68,7 @@ class SharedNodes(Struct, frozen=True):
 def order_handles(
     editor: GraphEditor, state: StateNodes, handles: Iterable[str], patience_seconds: float
 ) -> SharedNodes:
-    """Order every use of `handles` (VarHandleOps) after a first read of the sequence."""
+    """Reroute every use of `handles` (VarHandleOps) through nodes that run after a read of the sequence."""
     consumers = list(editor.graph_def.node)
     before = editor.node("before", "ReadVariableOp", [state.sequence], device=CPU, dtype=DType.INT64)
     ordered = {}
@@ -85,16 +84,6 @@ def order_handles(
     return SharedNodes(state, before, ordered, patience_seconds)
 
 
-class Isolated(Struct, frozen=True):
-    """A signature's new outputs by the tensors that they replace, and its position vector.
-
-    `position` is None if the caller did not ask for it.
-    """
-
-    tensors: dict[str, str]
-    position: str | None
-
-
 def isolate(
     editor: GraphEditor,
     isolation: SharedNodes,
@@ -104,11 +93,11 @@ def isolate(
     *,
     with_position: bool,
     warmed: bool,
-) -> Isolated:
+) -> tuple[dict[str, str], str | None]:
     """Make a signature compute again if an update wrote in between.
 
-    A signature that reads no variable that updates write keeps its outputs. With `warmed` the signature's
-    first call goes through the function that tries again.
+    Returns its new outputs by the tensors that they replace, none if it reads nothing that updates write; and
+    its position vector, if asked for. With `warmed` the first call goes through the function that retries.
     """
     fetches = [(output.name, output.dtype) for output in outputs]
     read_position = None
@@ -121,32 +110,25 @@ def isolate(
         canonical(node) for handle, node in isolation.handles.items() if handle != isolation.state.position
     }
     if not written & {name for name, _ in forward.captures}:
-        return Isolated({}, read_position)
+        return {}, read_position
     retry = _Retry(isolation, forward, tuple(dtype for _, dtype in fetches), with_position, warmed)
     part = editor.function(
         f"{signature}_again", retry.build, retry.inputs(inputs), inline=False, as_written=True
     )
-    merged = _first_try_or(editor, isolation, signature, fetches, part, retry)
-    return Isolated(
-        {output.name: result for output, result in zip(outputs, merged, strict=False)},
-        merged[-1] if with_position else None,
-    )
-
-
-def _is_ordered(tensor: str, isolation: SharedNodes) -> bool:
-    return tensor in map(canonical, isolation.handles.values())
+    merged = _first_try_or(editor, signature, fetches, part, retry)
+    tensors = {output.name: result for output, result in zip(outputs, merged, strict=False)}
+    return tensors, merged[-1] if with_position else None
 
 
 def _first_try_or(
     editor: GraphEditor,
-    isolation: SharedNodes,
     signature: str,
     fetches: Sequence[tuple[str, DType]],
     again: PlacedFunction,
     retry: _Retry,
 ) -> list[str]:
-    """The outputs of the first try if it was clean, else those of the function `again`."""
-    state = isolation.state
+    """Add the branch: the outputs of the first try if it was clean, else those of the function `again`."""
+    state, before = retry.isolation.state, retry.isolation.before
     after = [name.partition(":")[0] for name, _ in fetches]
     after_read = editor.node(
         f"{signature}/after",
@@ -160,9 +142,7 @@ def _first_try_or(
     # number that the sequence does not return to. `before` precedes all handles and `after` follows all
     # outputs: an update that wrote while the pass read has changed the sequence.
     mask = editor.constant(f"{signature}/even", ~1, DType.INT64)
-    even = editor.node(
-        f"{signature}/before_even", "BitwiseAnd", [isolation.before, mask], device=CPU, T=DType.INT64
-    )
+    even = editor.node(f"{signature}/before_even", "BitwiseAnd", [before, mask], device=CPU, T=DType.INT64)
     clean, warm = _clean(editor, signature, even, after_read, warmed=retry.warmed)
     first = [
         editor.node(f"{signature}/first_{n}", "Switch", [name, clean], T=dtype)
@@ -186,10 +166,8 @@ def _first_try_or(
 def _clean(
     editor: GraphEditor, signature: str, even: str, after: str, *, warmed: bool
 ) -> tuple[str, tuple[str, ...]]:
-    """The node that is true if the first try counts, and the handle of the signature's `warm` if it has one.
-
-    With `warmed` the first try does not count until the function has run once.
-    """
+    """Add the node that is true if the first try counts, with `warmed` not before the function has run."""
+    # The second value has the handle of the variable that tells so, if there is one.
     if not warmed:
         return editor.node(f"{signature}/clean", "Equal", [even, after], device=CPU, T=DType.INT64), ()
     same = editor.node(f"{signature}/same", "Equal", [even, after], device=CPU, T=DType.INT64)
@@ -199,7 +177,7 @@ def _clean(
 
 
 class _Retry(Struct, frozen=True):
-    """The function that computes a forward pass until no update wrote meanwhile."""
+    """Builds the function that computes a forward pass until no update wrote meanwhile."""
 
     isolation: SharedNodes
     forward: Forward
@@ -208,7 +186,7 @@ class _Retry(Struct, frozen=True):
     warmed: bool
 
     def inputs(self, feeds: Sequence[SignatureTensor]) -> dict[str, tuple[DType, StaticShape]]:
-        """Its arguments: `_STATE`, `warm` (with `warmed`), captures, feeds, the outputs of the first try."""
+        """The function's arguments: `_STATE`, `warm` (with `warmed`), captures, feeds, first outputs."""
         names = (*_STATE, "warm") if self.warmed else _STATE
         handles = dict.fromkeys(names, (DType.RESOURCE, ()))
         captures = {f"capture_{n}": (dtype, None) for n, (_, dtype) in enumerate(self.forward.captures)}
@@ -220,9 +198,7 @@ class _Retry(Struct, frozen=True):
     def build(
         self, sequence: Tensor, since: Tensor, quiet: Tensor, unsettled: Tensor, *others: Tensor
     ) -> list[Tensor]:
-        """The function's nodes; see `inputs` for its arguments."""
-        import tensorflow as tf
-
+        """Add the function's nodes, over the arguments of `inputs`; the signature's outputs."""
         warm, others = others[: self.warmed], others[self.warmed :]
         names = [*(name for name, _ in self.forward.captures), *self.forward.feeds]
         outer = dict(zip(names, others, strict=False))
@@ -266,24 +242,17 @@ class _Retry(Struct, frozen=True):
             return [tf.identity(output) for output in outputs]
 
     def _compute(self, outer: dict[str, Tensor], before: Tensor) -> list[Tensor]:
-        """The forward pass over handles that depend on the read of the sequence."""
-        import tensorflow as tf
-
+        """Add the forward pass, over handles that depend on the read of the sequence; its outputs."""
         # An identity on the handle, not on a value: each read through it comes after the sequence was read.
         with tf.control_dependencies([before]):
-            inputs = {
-                name: tf.identity(tensor)
-                for name, tensor in outer.items()
-                if _is_ordered(name, self.isolation)
-            }
+            ordered = set(map(canonical, self.isolation.handles.values()))
+            inputs = {name: tf.identity(tensor) for name, tensor in outer.items() if name in ordered}
         # The importer accepts tensors of the innermost graph only: an identity brings the others into it.
         inputs |= {name: tf.identity(tensor) for name, tensor in outer.items() if name not in inputs}
         return self.forward.compute(inputs)
 
     def _wait_until_even(self, sequence: Tensor, since: Tensor) -> Tensor:
-        """The sequence as soon as it is even; odd if patience ends first."""
-        import tensorflow as tf
-
+        """Add a loop that waits for the sequence to become even: its value, odd if patience ends first."""
         deadline = tf.timestamp() + self.isolation.patience_seconds
 
         def poll(_: Tensor) -> Tensor:
@@ -305,19 +274,13 @@ class _Retry(Struct, frozen=True):
 
 
 def _is_odd(sequence: Tensor) -> Tensor:
-    import tensorflow as tf
-
     return tf.not_equal(tf.bitwise.bitwise_and(sequence, 1), 0)
 
 
 def _assign_greater(handle: Tensor, value: Tensor) -> Tensor:
-    """Assign the greater of the variable and `value`.
-
-    This read and this write are two operations: of two calls at once one may be lost. A reader whose request
-    is lost, and whose next try is not clean, asks again.
-    """
-    import tensorflow as tf
-
+    """Add an assignment of the greater of the variable and `value`."""
+    # This read and this write are two operations: of two calls at once one may be lost. A reader whose
+    # request is lost, and whose next try is not clean, asks again.
     return assign(handle, tf.maximum(read(handle, DType.DOUBLE, ()), tf.cast(value, tf.float64)))
 
 
@@ -334,9 +297,7 @@ class Forward(Struct, frozen=True):
     captures: tuple[tuple[str, DType], ...]
 
     def compute(self, inputs: dict[str, Any]) -> list[Any]:
-        """Build the nodes in TensorFlow's default graph, over tensors for `feeds` and `captures` by name."""
-        import tensorflow as tf
-
+        """Import the nodes into the default graph, over tensors by name; the tensors of `fetches`."""
         graph_def = privately_named(self.library, self.nodes)
         native = tf.compat.v1.GraphDef.FromString(graph_def.SerializeToString())
         passed_on = {name: inputs[name] for name in self.fetches if name in inputs}
@@ -353,7 +314,7 @@ class Forward(Struct, frozen=True):
 
 
 def cut_out(graph_def: Proto, fetches: Sequence[str], feeds: Iterable[str]) -> Forward:
-    """The nodes that compute the tensors `fetches` from the tensors `feeds`."""
+    """Find the nodes that compute the tensors `fetches` from the tensors `feeds`, and what they capture."""
     by_name = {node.name: node for node in graph_def.node}
     given = {canonical(feed) for feed in feeds}
     inside: dict[str, Proto] = {}
@@ -383,13 +344,15 @@ def cut_out(graph_def: Proto, fetches: Sequence[str], feeds: Iterable[str]) -> F
 
 
 def _kept_outside(node: Proto) -> DType | None:
-    """The dtype of a node's output if the node stays outside, None if the function repeats the node."""
+    """The dtype of an output whose node stays outside, None if it is repeated; NotServable: a reference."""
     if node.op == "Const":
         large = node.ByteSize() > _LARGE_CONSTANT_BYTES and not node.input
         return DType(node.attr["dtype"].type) if large else None
     if HANDLE_MARK in node.attr:
         return DType.RESOURCE
-    definition = _definition(node.op)
+    from tensorflow.python.framework import op_def_registry  # the public API does not give an op's outputs
+
+    definition = op_def_registry.get(node.op)
     outputs = definition.output_arg if definition is not None else ()
     if any(argument.is_ref for argument in outputs):
         raise NotServable(
@@ -401,14 +364,9 @@ def _kept_outside(node: Proto) -> DType | None:
 
 
 def _without_outer_controls(node: Proto, inside: dict[str, Proto]) -> Proto:
+    """The node without control inputs from outside of the function: a copy, if it has any."""
     if all(not ref.startswith("^") or ref[1:] in inside for ref in node.input):
         return node
     copy = deepcopy(node)
     copy.input[:] = [ref for ref in node.input if not ref.startswith("^") or ref[1:] in inside]
     return copy
-
-
-def _definition(op: str) -> Any:
-    from tensorflow.python.framework import op_def_registry  # the public API does not give an op's outputs
-
-    return op_def_registry.get(op)

@@ -26,7 +26,7 @@ from exporter.delta.chunk_digest import cheapest_chunk
 from exporter.delta.format import OPEN, ChangeKind, Schema, ServedVariable, TableContents, TableSide, log_name
 from exporter.errors import NotServable
 from exporter.graph.editor import GraphEditor
-from exporter.graph.inference_graph import Asset, GraphVariable, InferenceGraph
+from exporter.graph.inference_graph import Asset, GraphTable, GraphVariable, InferenceGraph
 from exporter.graph.lookup_tables import makers
 from exporter.graph.overlaid_reads import SCATTERED, overlay_reads
 from exporter.graph.signatures import rename_tensors, signature_nodes, tensors_of
@@ -35,7 +35,7 @@ from exporter.options import Isolation, Updates
 from exporter.storage.layout import UPDATABLE_NAME
 from exporter.subgraph.isolation import isolate, order_handles
 from exporter.subgraph.overlay import COUNTER, add_overlays
-from exporter.subgraph.state import StateNodes
+from exporter.subgraph.state import StateNodes, add_state
 from exporter.subgraph.update_signatures import (
     OVERLAY_OUTPUTS,
     PREDICT_METHOD,
@@ -84,11 +84,11 @@ def make_updatable(
     scratch: Path,
     overlays: Mapping[str, int] = NO_OVERLAYS,
 ) -> InferenceGraph:
-    """A copy of the graph that takes deltas. Its new asset is written into the directory `scratch`.
+    """Copy the graph and make the copy take deltas; its new asset is written into the directory `scratch`.
 
-    `overlays` are the mapped tables, by the nodes of their handles: for how many changed rows each has room.
-    Variables must have the dtype in which they are served: casts come before this. Lookup tables must have
-    the names and shapes that a mapping found.
+    `overlays` has the mapped tables, by the nodes of their handles, and for how many changed rows each has
+    room. Variables must have the dtype in which they are served: casts come before this. Lookup tables must
+    have the names and shapes that a mapping found.
 
     Raises:
         NotServable: the graph has no variables; a signature has a reserved name or output, or cannot be
@@ -101,7 +101,7 @@ def make_updatable(
     served = _served(graph, uses(graph_def))
     schema = Schema.of(served.keys())
     editor = GraphEditor.onto(graph_def, "incremental", f"{options.lineage}/{options.position}")
-    state = StateNodes.add(editor)
+    state = add_state(editor)
     overlaid = add_overlays(editor, graph.variables, overlays)
     by_node = {variable.node: variable for variable in graph.variables}
     overlay_reads(graph_def, {node: nodes.reads(by_node[node]) for node, nodes in overlaid.items()})
@@ -110,29 +110,23 @@ def make_updatable(
     _isolate_signatures(editor, state, signatures, handles, options)
     largest = options.snapshot_max_rows if options.isolation is Isolation.SNAPSHOT else -1
     how = HowToUpdate(options.finite, largest)
-    names = {"log": log_name(options.log), "lineage": options.lineage}
-    signatures[UPDATE_SIGNATURE].CopyFrom(add_update(editor, state, served, overlaid, how, **names))
+    texts = {"log": log_name(options.log), "lineage": options.lineage}
+    signatures[UPDATE_SIGNATURE].CopyFrom(add_update(editor, state, served, overlaid, how, texts))
     signatures[STATUS_SIGNATURE].CopyFrom(add_status(editor, state, options.lineage, overlaid.values()))
     if options.digest:
         signatures[DIGEST_SIGNATURE].CopyFrom(add_digest(editor, state, served, overlaid))
     asset = _add_asset(editor, scratch / UPDATABLE_NAME, schema, options)
     start = options.position, options.step
     init_op = add_init(editor, state, overlaid.values(), asset.node, graph.init_op, start)
-    return replace(
-        graph,
-        meta_graph=meta_graph,
-        assets=(*graph.assets, asset),
-        init_op=init_op,
-    )
+    return replace(graph, meta_graph=meta_graph, assets=(*graph.assets, asset), init_op=init_op)
 
 
 def first_requests(schema: Schema, signatures: Mapping[str, Proto]) -> tuple[str, ...]:
-    """Warm-up requests, in REST's JSON, of the signatures that a base has for updates; the first catches up.
-
-    The first call of a signature is prepared under a lock that all predictions take: 0.1 to 0.7 s. These ask
-    for all outputs, as agents and commands do; another choice of outputs would be prepared by itself. A
-    digest of one chunk prepares those of all variables. Without chunks every digest fails, so there is none.
-    """
+    """Warm-up requests, in REST's JSON, of the signatures that a base adds; the first catches up."""
+    # The first call of a signature is prepared under a lock that all predictions take: 0.1 to 0.7 s. These
+    # ask for all outputs, as agents and commands do; another choice of outputs would be prepared by itself. A
+    # digest of one chunk prepares those of all variables. Without chunks every digest fails, so there is
+    # none.
     chunk = cheapest_chunk(schema) if DIGEST_SIGNATURE in signatures else None
     if chunk is None:
         return CATCH_UP_REQUEST, STATUS_REQUEST
@@ -141,40 +135,32 @@ def first_requests(schema: Schema, signatures: Mapping[str, Proto]) -> tuple[str
 
 
 def mapped_counter(graph: InferenceGraph) -> str:
-    """The node of the variable that counts mapped tables; empty if the graph has no overlays."""
+    """The name of the variable's node that counts mapped tables; "" if the graph has no overlays."""
     outputs = graph.meta_graph.signature_def[STATUS_SIGNATURE].outputs
     scope = outputs["position"].name.partition("/")[0]
     return f"{scope}/{COUNTER}" if set(OVERLAY_OUTPUTS) <= set(outputs) else ""
 
 
 def schema_of(graph: InferenceGraph) -> Schema:
-    """The schema of the deltas that `make_updatable(graph, ...)` will take.
-
-    Raises:
-        NotServable: as `make_updatable`.
-    """
+    """The schema of the deltas that `make_updatable(graph, ...)` will take; NotServable as there."""
     graph_def = deepcopy(graph.meta_graph.graph_def)
     read_rows_only(graph_def, signature_nodes(graph.meta_graph))
     return Schema.of(_served(graph, uses(graph_def)).keys())
 
 
 def _lookups(graph: InferenceGraph) -> Served:
-    """The contents of lookup tables as deltas write them; the nodes that make a table stand with its keys."""
+    """The two halves of each lookup table; the nodes that make the table stand with its keys."""
     served: dict[ServedVariable, tuple[str, ...]] = {}
     for table in graph.tables:
-        keys, values = (
-            ServedVariable(
-                name,
-                dtype,
-                (OPEN, *(shape or ())),
-                ChangeKind.DENSE,
-                TableContents(table.node, role, table.has_all_buckets),
-            )
-            for role, name, dtype, shape in (
-                (TableSide.KEYS, table.keys, table.key_dtype, table.key_shape),
-                (TableSide.VALUES, table.values, table.value_dtype, table.value_shape),
-            )
-        )
+
+        def half(
+            role: TableSide, name: str, dtype: DType, shape: tuple[int, ...] | None, table: GraphTable = table
+        ) -> ServedVariable:
+            contents = TableContents(table.node, role, table.has_all_buckets)
+            return ServedVariable(name, dtype, (OPEN, *(shape or ())), ChangeKind.DENSE, contents)
+
+        keys = half(TableSide.KEYS, table.keys, table.key_dtype, table.key_shape)
+        values = half(TableSide.VALUES, table.values, table.value_dtype, table.value_shape)
         served |= {keys: makers(graph.meta_graph.graph_def, table.node), values: ()}
     return served
 
@@ -195,7 +181,7 @@ def _refuse_reserved_names(signatures: Mapping[str, Proto], options: Incremental
 
 
 def _served(graph: InferenceGraph, found: Mapping[str, Use]) -> Served:
-    """The variables and tables that deltas write, each with its handles: several if they share one tensor."""
+    """The variables and tables that deltas write, each with its handles; NotServable if there are none."""
     served = {**_variables(graph.variables, found), **_lookups(graph)}
     if not served:
         raise NotServable(
@@ -207,10 +193,8 @@ def _served(graph: InferenceGraph, found: Mapping[str, Use]) -> Served:
 
 
 def _variables(variables: tuple[GraphVariable, ...], found: Mapping[str, Use]) -> Served:
-    """The variables that deltas write, each with its handles.
-
-    A variable is a table if every use in the graph reads it by rows; any other is written whole.
-    """
+    """The variables that deltas write, each with its handles: several if restored from one tensor."""
+    # A variable is a table if every use in the graph reads it by rows; any other is dense.
     by_name: dict[str, list[GraphVariable]] = {}
     for variable in variables:
         by_name.setdefault(variable.served_name, []).append(variable)
@@ -234,6 +218,7 @@ def _isolate_signatures(
     handles: list[str],
     options: IncrementalOptions,
 ) -> None:
+    """Isolate each signature, if that is asked for, and give it the outputs that tell its position."""
     snapshot = options.isolation is Isolation.SNAPSHOT
     isolation = order_handles(editor, state, handles, options.patience_seconds) if snapshot else None
     for name in sorted(signatures):
@@ -242,24 +227,18 @@ def _isolate_signatures(
         stamped = options.stamp and signature.method_name == PREDICT_METHOD
         position = None
         if isolation is not None:
-            isolated = isolate(
-                editor,
-                isolation,
-                name,
-                tensors_of(signature.inputs),
-                outputs,
-                with_position=stamped,
-                warmed=name in options.warmed,
+            inputs, warmed = tensors_of(signature.inputs), name in options.warmed
+            renamed, position = isolate(
+                editor, isolation, name, inputs, outputs, with_position=stamped, warmed=warmed
             )
             for info in signature.outputs.values():
-                rename_tensors(info, isolated.tensors)
-            position = isolated.position
+                rename_tensors(info, renamed)
         if stamped:
             add_stamps(editor, state, name, signature, position)
 
 
 def _add_asset(editor: GraphEditor, path: Path, schema: Schema, options: IncrementalOptions) -> Asset:
-    """Write the file that describes which deltas the base takes; its path tells the graph where it lies."""
+    """Write the file that describes which deltas the base takes, and add the asset that leads to it."""
     document = {
         "format_version": 1,
         "lineage": options.lineage,

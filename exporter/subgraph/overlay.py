@@ -16,15 +16,15 @@ from msgspec import Struct
 from exporter.graph.editor import GraphEditor
 from exporter.graph.inference_graph import GraphVariable
 from exporter.graph.overlaid_reads import OverlaidReads
+from exporter.late_names import tf
 from exporter.subgraph.state import Tensor, read
 from exporter.wire.dtypes import DType
 
 
 class OverlayNodes(Struct, frozen=True):
-    """The nodes of the handles of one table's overlay, which has `capacity` places.
+    """Nodes of one table's overlay: variables, and the `shape` of rows with place 0, which is never used."""
 
-    `used`, int64 [], is how many of them are given. `shape` is that of the overlay: place 0 is never used.
-    """
+    # `used`, int64 [], is how many of the `capacity` places are given.
 
     slots: str
     rows: str
@@ -48,28 +48,27 @@ class OverlayNodes(Struct, frozen=True):
 
     @property
     def capacity(self) -> int:
-        """For how many changed rows there is room."""
+        """The number of changed rows that there is room for."""
         return self.shape[0] - 1
 
     @property
     def handles(self) -> tuple[str, str, str]:
-        """The nodes that an update takes, in the order of `Overlay`."""
+        """The nodes of the variables that an update takes, in the order of `Overlay`."""
         return self.slots, self.rows, self.used
 
     def reads(self, variable: GraphVariable) -> OverlaidReads:
-        """How the graph reads the table from now on."""
+        """Describe how the graph is to read the table, for `overlay_reads`."""
         return OverlaidReads(variable.node, self.dtype, self.shape[1:], self.slots, self.rows)
 
     def add_first_values(self, editor: GraphEditor) -> dict[str, tuple[str, DType]]:
-        """Add what the variables hold when a model is loaded: value and dtype by handle."""
+        """Add the variables' values of a model that is loaded: value and dtype by handle."""
+        slots = _empty(editor, self.slots, (self.table_rows,), DType.INT32, is_zero=True)
+        rows = _empty(editor, self.rows, self.shape, self.dtype, is_zero=False)
+        used = editor.constant(f"{_name(self.used)}/none", 0, DType.INT64)
         return {
-            # Stateful: constant folding would compute a `Fill`, and keep it a second time.
-            self.slots: (
-                _empty(editor, self.slots, (self.table_rows,), DType.INT32, is_zero=True),
-                DType.INT32,
-            ),
-            self.rows: (_empty(editor, self.rows, self.shape, self.dtype, is_zero=False), self.dtype),
-            self.used: (editor.constant(f"{_name(self.used)}/none", 0, DType.INT64), DType.INT64),
+            self.slots: (slots, DType.INT32),
+            self.rows: (rows, self.dtype),
+            self.used: (used, DType.INT64),
         }
 
 
@@ -78,7 +77,9 @@ def _name(handle: str) -> str:
 
 
 def _empty(editor: GraphEditor, handle: str, shape: tuple[int, ...], dtype: DType, *, is_zero: bool) -> str:
+    """Add the first value of a variable: memory that is zero, or whose pages are never touched."""
     sizes = editor.constant(f"{_name(handle)}/sizes", shape, DType.INT32)
+    # Stateful: constant folding would compute a `Fill`, and keep it a second time.
     return editor.node(f"{_name(handle)}/first", "Empty", [sizes], dtype=dtype, init=is_zero)
 
 
@@ -87,17 +88,12 @@ COUNTER = "overlay/mapped"
 
 
 def add_fill(editor: GraphEditor, overlays: Collection[OverlayNodes]) -> tuple[str, str, str]:
-    """Add nodes that report on the overlays; tensors int64 [].
-
-    They are how many tables are mapped, how many were to be, and how full the fullest overlay is in percent.
-    An overlay that has room for every row of its table never becomes full, and does not count.
-    """
+    """Add counts, int64 []: tables that are mapped, that were to be, percent used of the fullest overlay."""
     counter = editor.variable(COUNTER, DType.INT64)
+    # An overlay that has room for every row of its table never becomes full, and does not count.
     bounded = [overlay for overlay in overlays if overlay.capacity < overlay.table_rows]
 
     def report(counter: Tensor, *used: Tensor) -> list[Tensor]:
-        import tensorflow as tf
-
         rooms = [max(1, overlay.capacity) for overlay in bounded]
         percents = [100 * read(each, DType.INT64, ()) // room for each, room in zip(used, rooms, strict=True)]
         count, none = tf.constant(len(overlays), tf.int64), tf.constant(0, tf.int64)
@@ -121,9 +117,7 @@ class Overlay(Struct, frozen=True):
     nodes: OverlayNodes
 
     def gather(self, ids: Tensor) -> Tensor:
-        """Rows as they are now, for row numbers int64 [n]."""
-        import tensorflow as tf
-
+        """Add a gather of the rows as they are now, for row numbers int64 [n]."""
         dtype = tf.as_dtype(int(self.nodes.dtype))
         slots = self._slots_of(ids)
         at = tf.reshape(tf.raw_ops.Where(condition=slots), [-1])
@@ -132,15 +126,11 @@ class Overlay(Struct, frozen=True):
         return tf.raw_ops.InplaceUpdate(x=gathered, i=tf.cast(at, tf.int32), v=changed)
 
     def place(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Where rows go that change, for row numbers int64 [n] that differ: the last three of `Places`.
-
-        `used` is assigned last. If an update died before, it may have led slots beyond it; the update that
-        repairs changes the same rows at least, and so finds these slots here.
-        """
-        import tensorflow as tf
-
+        """Add the choice of places for changed rows `ids`, which differ: the last three of `Places`."""
         slots = tf.cast(self._slots_of(ids), tf.int64)
         is_new = tf.equal(slots, 0)
+        # `used` is assigned last. If an update died before, it may have led slots beyond it; the update that
+        # repairs changes the same rows at least, and so finds these slots here.
         used = tf.maximum(read(self.used, DType.INT64, ()), tf.reduce_max(tf.concat([slots, [0]], 0)))
         places = tf.where(is_new, used + tf.cumsum(tf.cast(is_new, tf.int64)), slots)
         more = tf.reduce_sum(tf.cast(is_new, tf.int64))
@@ -151,14 +141,12 @@ class Overlay(Struct, frozen=True):
         return places.used > self.nodes.capacity
 
     def _slots_of(self, ids: Tensor) -> Tensor:
-        import tensorflow as tf
-
         return tf.raw_ops.ResourceGather(resource=self.slots, indices=ids, dtype=tf.int32)
 
 
 class Places(Struct, frozen=True):
-    """Where changed rows of a table go: `ids`, `rows` int64 [n], `slots` int32 [n]: the places, as indices of
-    rows and as contents of slots. `used`, int64 [], is how many are given then.
+    """Where changed rows `ids` go: their places in the overlay as indices `rows` int64 [n] and as contents of
+    `slots` int32 [n]; `used`, int64 [], is how many places are given then.
     """
 
     ids: Tensor

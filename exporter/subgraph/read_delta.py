@@ -14,11 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
 from exporter.delta.format import (
     FORMAT_VERSION,
@@ -32,20 +30,16 @@ from exporter.delta.format import (
     ServedVariable,
 )
 from exporter.delta.packing import LARGEST_SCALE, SMALLEST_SCALE
+from exporter.late_names import tf
 from exporter.options import DeltaDtype
 from exporter.storage.layout import DELTA_NAME
 from exporter.subgraph.state import Tensor
-from exporter.wire.dtypes import DType
+from exporter.wire.dtypes import Array, DType
 from exporter.wire.update_status import UpdateStatus
-
-Array = NDArray[Any]
-
-Dataset = Any
-"""A `tf.data.Dataset`."""
 
 
 class Expected(Struct, frozen=True):
-    """What a base demands of a delta: lineage, string [], and schema; with `finite` no NaN or infinity."""
+    """The demands of a base on a delta: lineage, string [], and schema; with `finite` no NaN or infinity."""
 
     lineage: Tensor
     schema: Schema
@@ -77,9 +71,7 @@ class DeltaRefusal(Struct, frozen=True):
 
 
 def read_delta(directory: Tensor, name: Tensor, position: Tensor, expected: Expected) -> ReadDelta:
-    """Read and check the delta `<directory>/<name>` for a state at `position`."""
-    import tensorflow as tf
-
+    """Add nodes that read the delta `<directory>/<name>` and check it for a state at `position`."""
     prefix = tf.strings.join([directory, name, DELTA_NAME], separator="/")
     fields, lineage, digest = _read_header(prefix)
     step, flags, rows = fields[3], fields[4], fields[5]
@@ -92,8 +84,7 @@ def read_delta(directory: Tensor, name: Tensor, position: Tensor, expected: Expe
 
 
 def _read_header(prefix: Tensor) -> Sequence[Tensor]:
-    """Fields int64 [6], lineage and schema digest; zeros and empty strings if it cannot be read."""
-    import tensorflow as tf
+    """Read the fields int64 [6], lineage and schema digest; zeros and empty strings if that fails."""
 
     def read(path: Tensor) -> tuple[Tensor, ...]:
         fields, lineage, digest = restore(
@@ -107,14 +98,12 @@ def _read_header(prefix: Tensor) -> Sequence[Tensor]:
 def _read_body(
     prefix: Tensor, name: Tensor, flags: Tensor, rows: Tensor, expected: Expected
 ) -> Sequence[Tensor]:
-    """The refusal, `changed`, the number of entries, and the tensors of the schema's keys as one.
-
-    The checks run in the function that reads, apart from the writes: grappler's shape inference carries the
-    shape that a *later* operation demands back to where it is compared, and replaces the comparison by true.
-    """
-    import tensorflow as tf
-
+    """Read and check the rest: the refusal, `changed`, the number of entries, the schema's tensors as one."""
     schema = expected.schema
+
+    # The checks run in the function that reads, apart from the writes: grappler's shape inference carries the
+    # shape that a *later* operation demands back to where it is compared, and replaces the comparison by
+    # true.
 
     def read(path: Tensor, of: Tensor, forms: Tensor, count: Tensor) -> tuple[Tensor, ...]:
         fault, restored = restore_rows(path, forms, schema)
@@ -137,8 +126,6 @@ def _read_body(
 
 def _first_of(name: Tensor, checks: Sequence[DeltaRefusal]) -> Tensor:
     """`<word>: <name> <text>` of the first check that fails, or an empty string."""
-    import tensorflow as tf
-
     fails = tf.stack([check.fails for check in checks])
     first = tf.argmax(tf.cast(fails, tf.int32))
     word = tf.gather(tf.constant([check.word.value for check in checks]), first)
@@ -150,20 +137,16 @@ def attempt(
     argument: Tensor | tuple[Tensor, ...],
     action: Callable[..., tuple[Tensor, ...]],
     fallback: Sequence[Tensor],
+    *,
+    condition: Callable[..., Tensor] | None = None,
 ) -> Sequence[Tensor]:
-    """The result of `action` on `argument`, or `fallback` if anything in it fails."""
-    import tensorflow as tf
+    """Add nodes that give the result of `action` on `argument`, or `fallback` if anything in it fails.
 
-    return first_success(tf.data.Dataset.from_tensors(argument), action, fallback)
-
-
-def first_success(
-    arguments: Dataset, action: Callable[..., tuple[Tensor, ...]], fallback: Sequence[Tensor]
-) -> Sequence[Tensor]:
-    """The first result of `action` on one of `arguments` that does not fail, or `fallback` if all fail."""
-    import tensorflow as tf
-
-    tried = arguments.map(action).ignore_errors()
+    Where `condition`, if one is given, is false of the argument, the action is not tried.
+    """
+    arguments = tf.data.Dataset.from_tensors(argument)
+    chosen = arguments if condition is None else arguments.filter(condition)
+    tried = chosen.map(action).ignore_errors()
     either = tried.concatenate(tf.data.Dataset.from_tensors(tuple(fallback))).take(1)
     found: Sequence[Tensor] = either.get_single_element()
     return found
@@ -172,8 +155,6 @@ def first_success(
 def _checks_of_header(
     name: Tensor, position: Tensor, fields: Tensor, lineage: Tensor, digest: Tensor, expected: Expected
 ) -> list[DeltaRefusal]:
-    import tensorflow as tf
-
     version, start, end, flags = fields[0], fields[1], fields[2], fields[4]
     leads = tf.strings.join(
         [tf.strings.as_string(p, width=20, fill="0") for p in (start, end)], separator="-"
@@ -182,9 +163,8 @@ def _checks_of_header(
     both = sum(PACKINGS.values())
     unknown = tf.not_equal(tf.bitwise.bitwise_and(flags, ~sum(Flag)), 0)
     unknown |= tf.equal(tf.bitwise.bitwise_and(flags, both), both)
-    form = tf.strings.join(
-        ["has format ", tf.strings.as_string(version), ", flags ", tf.strings.as_string(flags)]
-    )
+    numbers = tf.strings.as_string(version), tf.strings.as_string(flags)
+    form = tf.strings.join(["has format ", numbers[0], ", flags ", numbers[1]])
     return [
         DeltaRefusal(tf.equal(version, 0), UpdateStatus.DAMAGED, "cannot be read"),
         DeltaRefusal(tf.not_equal(version, FORMAT_VERSION) | unknown, UpdateStatus.FORMAT, form),
@@ -204,19 +184,14 @@ def _checks_of_header(
 
 
 class Lengths(Struct, frozen=True):
-    """The lengths of a delta's tensors, int64: of each table's ids, and of each variable's values.
-
-    A dense variable's values have the length 1, or 0 if the delta does not hold it.
-    """
+    """The lengths of each table's ids and of each variable's values (dense: 0 or 1) in a delta, int64."""
 
     ids: Tensor
     values: Tensor
 
     @classmethod
     def of(cls, schema: Schema, tensors: Sequence[Tensor]) -> Lengths:
-        """The lengths of the tensors of `Schema.keys`, by a few nodes however many tensors there are."""
-        import tensorflow as tf
-
+        """Add a few nodes, however many tensors of `Schema.keys` there are, that give their lengths."""
         shapes: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             own = [n for n, tensor in enumerate(tensors) if tensor.dtype == dtype]
@@ -240,13 +215,9 @@ class Lengths(Struct, frozen=True):
 def _checks_of_rows(
     rows: Tensor, tensors: Sequence[Tensor], schema: Schema, lengths: Lengths
 ) -> list[DeltaRefusal]:
-    """Row numbers increase within their table and have a row each; a dense variable has one value or none.
-
-    All tables are checked together: a server prepares every node before the first call, and nodes for each of
-    hundreds of tables would make that slow.
-    """
-    import tensorflow as tf
-
+    """Refuse row numbers that do not increase in their table, or lack a row; more than one dense value."""
+    # All tables are checked together: a server prepares every node before the first call, and nodes for each
+    # of hundreds of tables would make that slow.
     tables, dense = (
         np.array([n for n, variable in enumerate(schema.variables) if variable.kind is kind], np.int64)
         for kind in (ChangeKind.TABLE, ChangeKind.DENSE)
@@ -272,9 +243,7 @@ def _checks_of_rows(
 
 
 def _are_no_rows(ids: Sequence[Tensor], counts: Tensor, limits: Array) -> Tensor:
-    """For each table whether its `ids`, of which there are `counts`, fail to increase within [0, limit)."""
-    import tensorflow as tf
-
+    """True for each table whose `ids`, of which there are `counts`, fail to increase within [0, limit)."""
     every = tf.concat([*ids, [0]], 0)  # one more, so that an empty last table has an element at its start
     ends = tf.cumsum(counts)
     starts = ends - counts
@@ -289,9 +258,7 @@ def _are_no_rows(ids: Sequence[Tensor], counts: Tensor, limits: Array) -> Tensor
 
 
 def _checks_of_lookups(tensors: Sequence[Tensor], schema: Schema) -> list[DeltaRefusal]:
-    """Each key of a lookup table has a value; a table stored with its buckets has a power of two of them."""
-    import tensorflow as tf
-
+    """Refuse lookup tables whose keys and values differ in number, or whose buckets are no power of two."""
     values_of = {variable.name: tensor for variable, (*_, tensor) in by_variable(schema, tensors)}
     checks = []
     for keys, values in schema.lookups:
@@ -308,8 +275,6 @@ def _checks_of_lookups(tensors: Sequence[Tensor], schema: Schema) -> list[DeltaR
 
 
 def _checks_of_values(tensors: Sequence[Tensor], schema: Schema) -> list[DeltaRefusal]:
-    import tensorflow as tf
-
     return [
         DeltaRefusal(
             tf.logical_not(tf.reduce_all(tf.math.is_finite(found[-1]))),
@@ -328,9 +293,7 @@ def by_variable(schema: Schema, tensors: Sequence[Tensor]) -> list[tuple[ServedV
 
 
 def restore(path: Tensor, keys: Sequence[str], dtypes: Sequence[DType]) -> list[Tensor]:
-    """Tensors of the bundle at `path`, each verified against its checksum."""
-    import tensorflow as tf
-
+    """Add the operation that reads tensors of the bundle at `path`, each verified against its checksum."""
     restored: list[Tensor] = tf.raw_ops.RestoreV2(
         prefix=path,
         tensor_names=list(keys),
@@ -341,12 +304,7 @@ def restore(path: Tensor, keys: Sequence[str], dtypes: Sequence[DType]) -> list[
 
 
 def restore_rows(path: Tensor, flags: Tensor, schema: Schema) -> tuple[Tensor, Tensor]:
-    """Read and unpack rows: a fault (string [], empty if none), and the tensors of `schema.keys` as one.
-
-    The graph fails here if the bundle cannot be read or its tensors do not fit each other.
-    """
-    import tensorflow as tf
-
+    """Read rows, or fail: a fault (string [], empty if none), and the tensors of `schema.keys` as one."""
     packings = [packing for packing in PACKINGS if any(v.packed(packing) for v in schema.variables)]
     if not packings:
         return tf.constant(""), _as_one(restore(path, schema.keys, schema.dtypes))
@@ -361,9 +319,7 @@ def restore_rows(path: Tensor, flags: Tensor, schema: Schema) -> tuple[Tensor, T
 
 
 def _restore_as(packing: DeltaDtype | None, path: Tensor, schema: Schema) -> list[Tensor]:
-    """The fault, and the tensors of `schema.keys` as one, of a delta of this form (None: exact)."""
-    import tensorflow as tf
-
+    """Read a delta of this form (None: exact): the fault, and the tensors of `schema.keys` as one."""
     packed = [variable for variable in schema.variables if variable.packed(packing)]
     extra = [tensor for variable in packed for tensor in variable.packed(packing)]
     keys = [*schema.keys, *(tensor.key for tensor in extra)]
@@ -393,13 +349,9 @@ def _restore_as(packing: DeltaDtype | None, path: Tensor, schema: Schema) -> lis
 
 
 def _out_of_line(read: Callable[[Tensor], list[Tensor]], path: Tensor) -> list[Tensor]:
-    """Call `read` as a function that is not inlined: a server prepares it when it meets the first such delta.
-
-    With both forms inlined, the first update of a model of a hundred tables takes seconds longer.
-    """
-    import tensorflow as tf
-
-    # Graph optimizers leave functions with `_tf_data_function` alone (see `GraphEditor.function`).
+    """Call `read` as a function that is not inlined: a server prepares it for the first such delta."""
+    # With both forms inlined, the first update of a model of a hundred tables takes seconds longer. Graph
+    # optimizers leave functions with `_tf_data_function` alone (see `GraphEditor.function`).
     attributes = {"_noinline": True, "_tf_data_function": True}
     found: list[Tensor] = tf.function(read, autograph=False, experimental_attributes=attributes)(path)
     return found
@@ -408,13 +360,8 @@ def _out_of_line(read: Callable[[Tensor], list[Tensor]], path: Tensor) -> list[T
 def _unpack(
     ids: Tensor, exact: Tensor, places: Tensor, codes: Tensor, *scales: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """All rows in the order of `ids`: `exact` at `places`, the decoded ones elsewhere; and a bool [].
-
-    It is true if they are sound: `places` increase, each id has one row, and each scale is 0 or in the range
-    in which no code overflows.
-    """
-    import tensorflow as tf
-
+    """All rows in the order of `ids`, and a bool []: each id has one row, and places and scales are sound."""
+    # Places are if they increase, a scale if it is 0 or in the range in which no code overflows.
     values = tf.cast(codes, tf.float32)
     rows, packed = tf.size(ids), tf.shape(codes)[0]
     sound = tf.equal(tf.size(places) + packed, rows) & tf.equal(tf.size(places), tf.shape(exact)[0])
@@ -430,25 +377,19 @@ def _unpack(
 
 
 def tensors_in(whole: Tensor, schema: Schema) -> list[Tensor]:
-    """The tensors of `schema.keys` from the one that `restore_rows` gave.
-
-    The graph fails here if a tensor of the file has another shape than its variable allows.
-    """
+    """Take the tensors of `schema.keys` out of the one of `restore_rows`; fails if a shape does not fit."""
     return _taken_apart(whole, schema.dtypes, _shapes(schema))
 
 
 def _as_one(tensors: Sequence[Tensor]) -> Tensor:
-    """A scalar that holds the tensors without a copy: loops and branches pass on one tensor, not hundreds."""
-    import tensorflow as tf
-
+    """A scalar that holds the tensors, without a copy of them."""
+    # Loops and branches then pass on one tensor, not hundreds.
     return tf.raw_ops.OptionalFromValue(components=list(tensors))
 
 
 def _taken_apart(
     whole: Tensor, dtypes: Sequence[DType], shapes: Sequence[Sequence[int | None]]
 ) -> list[Tensor]:
-    import tensorflow as tf
-
     found: list[Tensor] = tf.raw_ops.OptionalGetValue(
         optional=whole,
         output_types=[tf.as_dtype(int(dtype)) for dtype in dtypes],
@@ -461,6 +402,6 @@ def _shapes(schema: Schema) -> list[list[int | None]]:
     """The static shapes of the tensors of `Schema.keys`; the number of rows is None."""
     shapes: list[list[int | None]] = []
     for variable in schema.variables:
-        ids: list[list[int | None]] = [[None]] if variable.kind is ChangeKind.TABLE else []
-        shapes += [*ids, [None, *variable.element_shape]]
+        shapes += [[None]] if variable.is_table else []
+        shapes.append([None, *variable.element_shape])
     return shapes

@@ -15,125 +15,92 @@ One variable holds position, step and target, so that one read sees all three of
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from exporter.graph.editor import GraphEditor
+from exporter.late_names import tf
 from exporter.wire.dtypes import DType
 
 Tensor = Any
 """A symbolic tensor of TensorFlow, which has no type information to offer."""
 
-_POLL_MICROSECONDS = 200
-"""How often a waiting loop looks again: short beside the milliseconds that an update writes."""
+_POLL_MICROSECONDS = 200  # short beside the milliseconds that an update writes
 
 SETTLED = -1
 """The third field of `position` while no update is under way."""
 
-
-class StateNodes(Struct, frozen=True):
-    """Names of the nodes that create the handles, in the order in which functions take them."""
-
-    sequence: str
-    position: str
-    since: str
-    base: str
-    warm: str
-    turn: str
-    holder: str
-    quiet: str
-    unsettled: str
-
-    @classmethod
-    def add(cls, editor: GraphEditor) -> StateNodes:
-        """Add the variables to a graph."""
-        return cls(
-            sequence=editor.variable("sequence", DType.INT64),
-            position=editor.variable("position", DType.INT64, (3,)),
-            since=editor.variable("since", DType.DOUBLE),
-            base=editor.variable("base", DType.STRING),
-            warm=editor.variable("update/warm", DType.BOOL),
-            turn=editor.variable("turn", DType.INT64, (3,)),
-            holder=editor.variable("holder", DType.STRING, (1,)),
-            quiet=editor.variable("quiet", DType.DOUBLE),
-            unsettled=editor.variable("unsettled", DType.INT64),
-        )
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all nodes."""
-        return [getattr(self, name) for name in self.__struct_fields__]
+T = TypeVar("T")
 
 
-STATE_INPUTS: dict[str, tuple[DType, tuple[int, ...]]] = dict.fromkeys(
-    StateNodes.__struct_fields__, (DType.RESOURCE, ())
-)
-"""The inputs of a function that takes the state."""
-
-
-class UpdateState(Struct, frozen=True):
-    """The handles inside a function, and reads of them.
+class State(Struct, Generic[T], frozen=True):
+    """The state's variables, in the order in which functions take them: as nodes, or as handles inside one.
 
     TensorFlow orders accesses to one variable at most: the caller orders reads and writes of several by
     control dependencies.
     """
 
-    sequence: Tensor
-    position: Tensor
-    since: Tensor
-    base: Tensor
-    warm: Tensor
-    turn: Tensor
-    holder: Tensor
-    quiet: Tensor
-    unsettled: Tensor
+    sequence: T
+    position: T
+    since: T
+    base: T
+    warm: T
+    turn: T
+    holder: T
+    quiet: T
+    unsettled: T
 
-    def read_sequence(self) -> Tensor:
-        """The sequence, int64 []."""
-        return read(self.sequence, DType.INT64, ())
+    @property
+    def all(self) -> list[T]:
+        """All variables, in order."""
+        return [*astuple(self)]
 
-    def read_position(self) -> Tensor:
-        """Position, step and the unfinished target, int64 [3]."""
-        return read(self.position, DType.INT64, (3,))
+    def read(self, name: str) -> Tensor:
+        """The value of a variable, given by its name, inside a function."""
+        return read(getattr(self, name), *_KINDS[name])
 
-    def read_holder(self) -> Tensor:
-        """The name of the call that took the turn last, string []."""
-        return read(self.holder, DType.STRING, (1,))[0]
 
-    def read_quiet(self) -> Tensor:
-        """The end of the quiet that readers ask for, in seconds since 1970, float64 []."""
-        return read(self.quiet, DType.DOUBLE, ())
+StateNodes: TypeAlias = "State[str]"
+UpdateState: TypeAlias = "State[Tensor]"
 
-    def read_base(self) -> Tensor:
-        """The model base path, string []."""
-        return read(self.base, DType.STRING, ())
+_KINDS: dict[str, tuple[DType, tuple[int, ...]]] = {
+    "sequence": (DType.INT64, ()),
+    "position": (DType.INT64, (3,)),
+    "since": (DType.DOUBLE, ()),
+    "base": (DType.STRING, ()),
+    "warm": (DType.BOOL, ()),
+    "turn": (DType.INT64, (3,)),
+    "holder": (DType.STRING, (1,)),
+    "quiet": (DType.DOUBLE, ()),
+    "unsettled": (DType.INT64, ()),
+}
+STATE_INPUTS: dict[str, tuple[DType, tuple[int, ...]]] = dict.fromkeys(_KINDS, (DType.RESOURCE, ()))
+"""The inputs of a function that takes the state."""
 
-    def read_warm(self) -> Tensor:
-        """Whether an update has run, bool []."""
-        return read(self.warm, DType.BOOL, ())
+
+def add_state(editor: GraphEditor) -> StateNodes:
+    """Add the variables to a graph."""
+    # A name that ends in `/warm` is set to false while a model is loaded: see `add_init`.
+    names = {name: "update/warm" if name == "warm" else name for name in _KINDS}
+    return State(**{name: editor.variable(names[name], *kind) for name, kind in _KINDS.items()})
 
 
 def read(handle: Tensor, dtype: DType, shape: tuple[int, ...]) -> Tensor:
-    """The value of a variable, with a static shape."""
-    import tensorflow as tf
-
+    """Read a variable; the value has a static shape."""
     value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.as_dtype(int(dtype)))
     value.set_shape(shape)
     return value
 
 
 def assign(handle: Tensor, value: Tensor) -> Tensor:
-    """The operation that assigns a value to a variable."""
-    import tensorflow as tf
-
+    """Add the operation that assigns a value to a variable."""
     return tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
 def sleep(microseconds: int = _POLL_MICROSECONDS) -> Tensor:
-    """An operation that ends a little later, and meanwhile blocks no thread of the server's compute pool."""
-    import tensorflow as tf
-
+    """Add an operation that waits, and meanwhile blocks no thread of the server's compute pool."""
     kind: dict[str, Any] = {"output_types": [tf.int32], "output_shapes": [tf.TensorShape([])]}
     element = tf.raw_ops.TensorDataset(components=[tf.constant(0)], output_shapes=kind["output_shapes"])
     slow = tf.raw_ops.SleepDataset(

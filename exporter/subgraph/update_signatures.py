@@ -19,9 +19,10 @@ from exporter.delta.chunk_digest import CHUNK_ROWS, GOLDEN, LAST_SHIFT, ROUNDS, 
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
 from exporter.graph.editor import CPU, GraphEditor, TracedFunction, trace
 from exporter.graph.signatures import SignatureTensor, canonical, tensors_of
+from exporter.late_names import tf
 from exporter.subgraph.overlay import Overlay, OverlayNodes, add_fill
 from exporter.subgraph.read_delta import Expected
-from exporter.subgraph.state import SETTLED, STATE_INPUTS, StateNodes, Tensor, UpdateState, read
+from exporter.subgraph.state import SETTLED, STATE_INPUTS, State, StateNodes, Tensor, UpdateState, read
 from exporter.subgraph.update import UpdateRules, update
 from exporter.subgraph.write_delta import UpdateTarget
 from exporter.wire.dtypes import DType
@@ -41,12 +42,9 @@ def add_update(
     served: Served,
     overlays: Mapping[str, OverlayNodes],
     how: HowToUpdate,
-    *,
-    log: str,
-    lineage: str,
+    texts: Mapping[str, str],
 ) -> Proto:
-    """Add the nodes of `incremental_update` and return its signature; `log` is the name of a directory."""
-    texts = {"log": log, "lineage": lineage}
+    """Add the nodes of `incremental_update`, and return its signature; `texts` are log and lineage."""
     up_to, outputs = _add_part(editor, state, served, overlays, "update", "up_to", how, texts)
     dtypes = (*[DType.INT64] * 4, DType.STRING)
     position, step, rows, deltas, status = _unless_refused(editor, "update", outputs, dtypes)
@@ -55,7 +53,7 @@ def add_update(
 
 
 class HowToUpdate(Struct, frozen=True):
-    """What the traced update depends on besides the schema: see `Expected` and `UpdateRules`."""
+    """Traces `update`. By its fields, and the schema, traced updates are told apart."""
 
     finite: bool
     snapshot_max_rows: int
@@ -63,7 +61,7 @@ class HowToUpdate(Struct, frozen=True):
     def __call__(
         self, up_to: Tensor, state: UpdateState, target: UpdateTarget, log: Tensor, lineage: Tensor
     ) -> tuple[Tensor, ...]:
-        """Trace `update`; log and lineage, string [], are inputs, so that bases share what is traced."""
+        """Trace `update`; log and lineage, string [], are inputs, so that bases share the function."""
         expected = Expected(lineage, target.schema, self.finite)
         return update(up_to, state, target, UpdateRules(log, expected, self.snapshot_max_rows))
 
@@ -81,7 +79,7 @@ def add_digest(
 
 
 OVERLAY_OUTPUTS = ("mapped_tables", "tables_to_map", "overlay_percent")
-"""What `incremental_status` says besides of a base with mapped tables: `overlay.add_fill`."""
+"""Further outputs of `incremental_status` of a base with mapped tables: `overlay.add_fill`."""
 
 
 def add_status(
@@ -90,8 +88,6 @@ def add_status(
     """Add the nodes of `incremental_status` and return its signature."""
 
     def build(probe: Tensor, position: Tensor, unsettled: Tensor) -> list[Tensor]:
-        import tensorflow as tf
-
         vector = read(position, DType.INT64, (3,))  # once: position and step are of one moment
         values = vector[0], vector[1], read(unsettled, DType.INT64, ()), tf.constant(lineage)
         return [tf.fill(tf.shape(probe), value) for value in values]
@@ -104,8 +100,6 @@ def add_status(
     if overlays:
 
         def fill(probe: Tensor, *values: Tensor) -> list[Tensor]:
-            import tensorflow as tf
-
             return [tf.fill(tf.shape(probe), value) for value in values]
 
         kinds = {"probe": (DType.INT64, (None,)), **dict.fromkeys(OVERLAY_OUTPUTS, (DType.INT64, ()))}
@@ -118,7 +112,7 @@ def add_status(
 def add_stamps(
     editor: GraphEditor, state: StateNodes, name: str, signature: Proto, position: str | None
 ) -> None:
-    """Give a signature the outputs `model_position` and `model_step`, each with one value for a batch's row.
+    """Give a signature the outputs `model_position` and `model_step`, with a value for each row of a batch.
 
     `position` is the tensor of the position that the answer was computed at; None reads it beside the answer.
     """
@@ -130,8 +124,6 @@ def add_stamps(
     shape = editor.node(f"{name}/batch", "Shape", [batched.name], T=batched.dtype, out_type=DType.INT64)
 
     def stamps(shape: Tensor, vector: Tensor) -> list[Tensor]:
-        import tensorflow as tf
-
         rows = tf.concat([shape, [1]], 0)[:1]  # a scalar counts as one row
         return [tf.fill(rows, vector[0]), tf.fill(rows, vector[1])]
 
@@ -143,14 +135,14 @@ def add_stamps(
 
 
 def _batched(tensors: Sequence[SignatureTensor]) -> SignatureTensor:
-    """The tensor whose length is the batch size: the first of unknown length, else the first that has one."""
+    """The tensor whose length is the batch size: the first of unknown length, else of any length."""
     open_ = [t for t in tensors if t.shape and t.shape[0] is None]
     vectors = [t for t in tensors if t.shape != ()]
     return next(iter([*open_, *vectors, *tensors]))
 
 
 class _Handles(Struct, frozen=True):
-    """The handles that a part takes, by what it needs to know of them: not of which log they are.
+    """The handles that a traced function takes, without their log, so that bases share what is traced.
 
     `owners` are the variables of the handles, in their order; `overlays` has one for each handle, or None.
     """
@@ -160,11 +152,12 @@ class _Handles(Struct, frozen=True):
     overlays: tuple[OverlayNodes | None, ...]
 
     def target(self, handles: Sequence[Tensor]) -> UpdateTarget:
-        """The tensors of the handles, those of overlays last, by the variables' names."""
+        """Sort the function's arguments by the variables' names: handles, then those of overlays."""
         by_name: dict[str, list[Tensor | Overlay]] = {variable.name: [] for variable in self.schema.variables}
         further = iter(handles[len(self.owners) :])
         for owner, overlay, handle in zip(self.owners, self.overlays, handles, strict=False):
-            valued = _with_value(handle, owner)
+            # Shape inference needs dtype and shape to read a variable; a lookup table is not read so.
+            valued = handle if owner.contents else _with_handle_data(handle, owner.dtype, owner.shape)
             if overlay is not None:
                 slots, rows, used = (next(further) for _ in overlay.handles)
                 slots = _with_handle_data(slots, DType.INT32, owner.shape[:1])
@@ -185,10 +178,7 @@ def _add_part(
     build: Callable[..., tuple[Tensor, ...]],
     texts: Mapping[str, str] = NO_TEXTS,
 ) -> tuple[str, list[str]]:
-    """Add `build` as a function of int64 [n], the state, all served variables, overlays and texts; call it.
-
-    Returns the placeholder of the argument, and the call's outputs.
-    """
+    """Add a call of `build` on int64 [n], state, variables, overlays, texts; its placeholder and outputs."""
     schema = Schema.of(served)
     owners = tuple(variable for variable in schema.variables for _ in served[variable])
     nodes = [node for variable in schema.variables for node in served[variable]]
@@ -197,33 +187,29 @@ def _add_part(
     part = editor.place(name, _traced(build, argument, _Handles(schema, owners, overlaid), tuple(texts)))
     given = editor.placeholder(argument, DType.INT64, (None,))
     said = [editor.constant(f"{name}/{key}", text, DType.STRING) for key, text in texts.items()]
-    return given, editor.call(name, part, [given, *state.names, *nodes, *further, *said])
+    return given, editor.call(name, part, [given, *state.all, *nodes, *further, *said])
 
 
 @lru_cache(maxsize=8)
 def _traced(
     build: Callable[..., tuple[Tensor, ...]], argument: str, handles: _Handles, texts: tuple[str, ...]
 ) -> TracedFunction:
-    """`build` as a function, traced once for all bases of one schema: it takes a second."""
+    """Trace `build` as a function, once for all bases of one schema."""
+    # It takes a second.
     further = sum(len(overlay.handles) for overlay in handles.overlays if overlay is not None)
     count = len(handles.owners) + further
 
     def part(given: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         state, own = inputs[: len(STATE_INPUTS)], inputs[len(STATE_INPUTS) :]
-        return build(given, UpdateState(*state), handles.target(own[:count]), *own[count:])
+        return build(given, State(*state), handles.target(own[:count]), *own[count:])
 
     resources = STATE_INPUTS | {f"variable_{n}": (DType.RESOURCE, ()) for n in range(count)}
     kinds = {argument: (DType.INT64, (None,))} | resources | dict.fromkeys(texts, (DType.STRING, ()))
     return trace(part, kinds, as_written=True)
 
 
-def _with_value(handle: Tensor, variable: ServedVariable) -> Tensor:
-    """The handle; a variable's with the dtype and shape that shape inference needs to read it."""
-    return handle if variable.contents else _with_handle_data(handle, variable.dtype, variable.shape)
-
-
 def _with_handle_data(handle: Tensor, dtype: DType, shape: tuple[int, ...]) -> Tensor:
-    import tensorflow as tf
+    """Give a handle the dtype and shape of its variable."""
     from tensorflow.python.ops import handle_data_util  # the public API cannot set them
 
     known = handle_data_util.create_handle_data(tf.TensorShape(shape), tf.as_dtype(int(dtype)))
@@ -234,10 +220,8 @@ def _with_handle_data(handle: Tensor, dtype: DType, shape: tuple[int, ...]) -> T
 def _unless_refused(
     editor: GraphEditor, name: str, outputs: Sequence[str], dtypes: Sequence[DType]
 ) -> list[str]:
-    """All outputs but the last; the call fails with the last as its message unless that is empty.
-
-    The check is outside the function: inside, TensorFlow would put the function's name before the message.
-    """
+    """All outputs but the last; the call fails with the last as its message unless that is empty."""
+    # The check is outside the function: inside, TensorFlow would put the function's name before the message.
     *results, refusal = outputs
     none = editor.constant(f"{name}/none", "", DType.STRING)
     accepted = editor.node(f"{name}/accepted", "Equal", [refusal, none], device=CPU, T=DType.STRING)
@@ -250,12 +234,13 @@ def _unless_refused(
 
 def _signature(inputs: Mapping[str, str], numbers: Mapping[str, str], texts: Mapping[str, str]) -> Proto:
     signature = message_class("SignatureDef")(method_name=PREDICT_METHOD)
-    for key, tensor in inputs.items():
-        signature.inputs[key].CopyFrom(_vector_info(tensor, DType.INT64))
-    for key, tensor in numbers.items():
-        signature.outputs[key].CopyFrom(_vector_info(tensor, DType.INT64))
-    for key, tensor in texts.items():
-        signature.outputs[key].CopyFrom(_vector_info(tensor, DType.STRING))
+    for infos, tensors, dtype in (
+        (signature.inputs, inputs, DType.INT64),
+        (signature.outputs, numbers, DType.INT64),
+        (signature.outputs, texts, DType.STRING),
+    ):
+        for key, tensor in tensors.items():
+            infos[key].CopyFrom(_vector_info(tensor, dtype))
     return signature
 
 
@@ -273,16 +258,13 @@ def add_init(
     before: str | None,
     start: tuple[int, int],
 ) -> str:
-    """Add the op that initializes the state, and runs the node `before`, too; returns its node.
+    """Add the op that initializes the state, and runs the node `before`, too; its name.
 
-    `asset` is the node of the asset whose path is `<base>/<version>/assets/<file>`. `start` is position and
-    step.
+    `asset` is the node of the asset at `<base>/<version>/assets/<file>`; `start` is position and step.
     """
 
     def model_base(path: Tensor) -> Tensor:
         """`<base>` of the asset's path: `.` if the path begins with the version, `..` if that is a dot."""
-        import tensorflow as tf
-
         version = tf.strings.regex_replace(path, "/+[^/]+/+[^/]+$", "")
         base = tf.strings.regex_replace(version, "/*[^/]+/*$", "")
         relative = tf.logical_not(tf.strings.regex_full_match(version, "(?s)/.*"))
@@ -317,14 +299,9 @@ def add_init(
 
 
 def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[Tensor, ...]:
-    """Digests of the chunks with these numbers, string [n]; the position before and after, int64 [n]; a
-    refusal, string [].
-
-    A position is -1 while an update is unfinished. The refusal is empty, or the message with which the call
-    fails: a chunk of such a number does not exist.
-    """
-    import tensorflow as tf
-
+    """Add the nodes of digests: of chunks string [n], positions before and after int64 [n], a refusal."""
+    # A position is -1 while an update is unfinished. The refusal, string [], is empty, or the message with
+    # which the call fails: a chunk of such a number does not exist.
     variables = digested(target.schema)
     counts = [-(-row_count(variable) // CHUNK_ROWS) for variable in variables]
     first = np.cumsum([0, *counts], dtype=np.int64)
@@ -350,31 +327,28 @@ def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[T
 
 
 def _branch(variable: ServedVariable, handle: Tensor | Overlay) -> Callable[[Tensor], Tensor]:
-    """A function from the first row of a chunk of `variable` to the chunk's digest."""
-    import tensorflow as tf
-
+    """A function that adds nodes: from the first row of a chunk of `variable` to the chunk's digest."""
     dtype = tf.as_dtype(int(variable.dtype))
 
     def of_rows(start: Tensor) -> Tensor:
         if variable.dtype is DType.STRING:
             return tf.constant(0, tf.int64)
         stop = tf.minimum(start + CHUNK_ROWS, row_count(variable))
-        if variable.kind is ChangeKind.TABLE:  # reading it whole would copy it: see `graph.variable_uses`
+        if variable.kind is ChangeKind.DENSE:
+            whole = tf.reshape(read(handle, variable.dtype, variable.shape), [row_count(variable), -1])
+            rows = whole[start:stop]
+        elif isinstance(handle, Overlay):
+            rows = handle.gather(tf.range(start, stop))
+        else:  # reading it whole would copy it: see `graph.variable_uses`
             ids = tf.range(start, stop)
-            if isinstance(handle, Overlay):
-                return _digest_of(handle.gather(ids), variable.dtype)
-            return _digest_of(
-                tf.raw_ops.ResourceGather(resource=handle, indices=ids, dtype=dtype), variable.dtype
-            )
-        whole = tf.reshape(read(handle, variable.dtype, variable.shape), [row_count(variable), -1])
-        return _digest_of(whole[start:stop], variable.dtype)
+            rows = tf.raw_ops.ResourceGather(resource=handle, indices=ids, dtype=dtype)
+        return _digest_of(rows, variable.dtype)
 
     return of_rows
 
 
 def _digest_of(rows: Tensor, dtype: DType) -> Tensor:
-    import tensorflow as tf
-
+    """Add the nodes of `exporter.delta.chunk_digest.chunk_digest`, int64 []."""
     flat = tf.reshape(rows, [-1])
     if dtype is not DType.BOOL:
         flat = tf.reshape(tf.bitcast(flat, f"uint{8 * word_size(dtype.numpy)}"), [-1])
@@ -386,13 +360,10 @@ def _digest_of(rows: Tensor, dtype: DType) -> Tensor:
 
 
 def _shifted_xor(words: Tensor, shift: int) -> Tensor:
-    import tensorflow as tf
-
     return tf.bitwise.bitwise_xor(words, tf.bitwise.right_shift(words, tf.constant(shift, tf.uint64)))
 
 
 def _settled_position(state: UpdateState) -> Tensor:
-    import tensorflow as tf
-
-    vector = state.read_position()
+    """The position, -1 while an update is unfinished."""
+    vector = state.read("position")
     return tf.where(tf.equal(vector[2], SETTLED), vector[0], SETTLED)

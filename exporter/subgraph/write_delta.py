@@ -21,6 +21,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from exporter.delta.format import ChangeKind, Schema
+from exporter.late_names import tf
 from exporter.subgraph.overlay import Overlay, Places
 from exporter.subgraph.read_delta import ReadDelta, by_variable, tensors_in
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign, sleep
@@ -28,11 +29,9 @@ from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign, sleep
 CHUNK_ROWS = 4096
 """Rows written under one lock of a table, which lookups wait for: about a millisecond for 64 floats a row."""
 
-_LONGEST_QUIET_SECONDS = 30.0
-"""An update waits no longer than this for readers, also if they asked for more, or the clock was set back."""
+_LONGEST_QUIET_SECONDS = 30.0  # that an update waits, if readers asked for more or the clock was set back
 
-_AT_ONCE = 4
-"""Scatters that run at the same time: a model with fewer tables than this has them cut into parts."""
+_AT_ONCE = 4  # scatters at the same time: a model with fewer tables than this has them cut into parts
 
 
 DeltaPlaces: TypeAlias = dict[tuple[str, int], Places]
@@ -50,12 +49,8 @@ class UpdateTarget(Struct, frozen=True):
     handles: Mapping[str, Sequence[Tensor | Overlay]]
 
     def places(self, delta: ReadDelta) -> DeltaPlaces:
-        """Where a delta's rows go in overlays; nowhere, if it is refused: its row numbers may be any.
-
-        Slots are read once, before anything is written: the same places tell whether there is room.
-        """
-        import tensorflow as tf
-
+        """Choose where a delta's rows go in overlays; nowhere if it is refused: its ids may be any."""
+        # Slots are read once, before anything is written: the same places tell whether there is room.
         overlays = {
             (name, number): handle
             for name, handles in self.handles.items()
@@ -80,8 +75,6 @@ class UpdateTarget(Struct, frozen=True):
 
     def full_overlay(self, places: DeltaPlaces) -> Tensor:
         """The name of the first table whose overlay has no room for a delta's rows, string []; or empty."""
-        import tensorflow as tf
-
         name = tf.constant("")
         for (table, number), found in reversed(places.items()):
             overlay = self.handles[table][number]
@@ -90,9 +83,7 @@ class UpdateTarget(Struct, frozen=True):
         return name
 
     def writes(self, delta: ReadDelta, places: DeltaPlaces) -> Writes:
-        """The writes that a delta needs, given its `places`. Variables without elements need none."""
-        import tensorflow as tf
-
+        """List the writes that a delta needs, given its `places`. Variables without elements need none."""
         tensors = tensors_in(delta.tensors, self.schema)
         writes = Writes(tensors, [], [], [], [], [], [])
         flags = tf.unstack(delta.changed)  # one node, where an index takes three for each variable
@@ -147,13 +138,8 @@ def write_snapshot(
     start: Tensor,
     end: Tensor,
 ) -> Tensor:
-    """Write all tensors while the sequence is odd. Returns the last operation.
-
-    `start` and `end` are the values of `position` during the writes and after them, int64 [3]. The caller
-    makes whatever has to follow depend on the operation that is returned.
-    """
-    import tensorflow as tf
-
+    """Add the writes of all tensors while the sequence is odd; the last operation, for others to wait for."""
+    # `start` and `end` are the values of `position` during the writes and after them, int64 [3].
     writes = target.writes(delta, places)
     # Readers wait while the sequence is odd. So everything else is done before it becomes odd: the delta was
     # read and checked, values are chosen and cut here, and quiet is granted. Only writes are left.
@@ -169,7 +155,7 @@ def write_snapshot(
         # lose patience at once with an old one. The target before the first write: see the module.
         noted = [assign(state.since, tf.timestamp()), assign(state.position, start)]
         # `| 1`, not `+ 1`: if an update died while the sequence was odd, `+ 1` would make it even here.
-        odd = tf.bitwise.bitwise_or(state.read_sequence(), 1)
+        odd = tf.bitwise.bitwise_or(state.read("sequence"), 1)
     with tf.control_dependencies(noted):
         begun = assign(state.sequence, odd)
     with tf.control_dependencies([begun]):
@@ -189,8 +175,6 @@ def write_snapshot(
 
 
 def _scatter(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
-    import tensorflow as tf
-
     return [
         tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=ids, updates=rows)
         for handle, ids, rows in tables
@@ -198,30 +182,24 @@ def _scatter(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
 
 
 def _grant_quiet(state: UpdateState) -> Tensor:
-    """Wait as long as readers ask for now. What they ask for meanwhile is granted by the next update.
+    """Add a loop that waits for the quiet that readers ask for; the time at its end."""
 
-    So readers delay an update once, but never keep it out. This is the only loop of a snapshot, and it stands
-    before all writes: a call that is cancelled in it has written nothing.
-    """
-    import tensorflow as tf
-
+    # What they ask for meanwhile is granted by the next update: they delay an update once, but never keep it
+    # out. This is the only loop of a snapshot, and it stands before all writes: a call that is cancelled in
+    # it has written nothing.
     def wait(_: Tensor) -> Tensor:
         with tf.control_dependencies([sleep()]):
             return tf.timestamp()
 
     now = tf.timestamp()
-    until = tf.minimum(state.read_quiet(), now + _LONGEST_QUIET_SECONDS)
+    until = tf.minimum(state.read("quiet"), now + _LONGEST_QUIET_SECONDS)
     (granted,) = tf.while_loop(lambda now: now < until, wait, [now], parallel_iterations=1)
     return granted
 
 
 def _in_parts(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The rows of a few tables cut into parts, to be written at the same time; many tables as they are.
-
-    The kernel copies row by row in one thread (source: tensorflow/core/kernels/scatter_functor.h).
-    """
-    import tensorflow as tf
-
+    """Cut the rows of a few tables into parts, to be written at the same time; of many tables none."""
+    # The kernel copies row by row in one thread (source: tensorflow/core/kernels/scatter_functor.h).
     count = _AT_ONCE // len(tables) if tables else 1
     if count < 2:
         return list(tables)
@@ -242,13 +220,11 @@ def write_rows(
     start: Tensor,
     end: Tensor,
 ) -> Tensor:
-    """Write all tensors, tables chunk by chunk, outside the sequence. Returns the last operation."""
-    import tensorflow as tf
-
+    """Add the writes of all tensors outside of the sequence, tables chunk by chunk; the last operation."""
     writes = target.writes(delta, places)
     placed = [at for _, *places in (*writes.overlaid, *writes.slots) for at in places[:1]]
     with tf.control_dependencies([*writes.tensors, start, end, *placed, *(used for _, used in writes.used)]):
-        sequence = state.read_sequence()
+        sequence = state.read("sequence")
         noted = assign(state.position, start)
     # The target is noted before the first write: see the module.
     with tf.control_dependencies([noted]):
@@ -266,9 +242,7 @@ def write_rows(
 
 
 def _settle(state: UpdateState, end: Tensor, written: Sequence[Tensor], sequence: Tensor) -> Tensor:
-    """After all writes assign the position, then the sequence. Returns the last operation."""
-    import tensorflow as tf
-
+    """Add the assignment of the position after all writes, then that of the sequence: the last operation."""
     # The position follows the writes: a call that fails in one leaves the target in it. It precedes the
     # sequence: a reader that finds the sequence even and unchanged has read this position, too.
     with tf.control_dependencies(written):
@@ -278,16 +252,11 @@ def _settle(state: UpdateState, end: Tensor, written: Sequence[Tensor], sequence
 
 
 def _value_if(handle: Tensor, changed: Tensor, value: Tensor) -> Tensor:
-    """The value to assign: `value` [1, ...] without its first dimension, or the variable's own if `changed`
-    is false and `value` is [0, ...].
-
-    The variable's own value is not copied: reading and assigning it share one buffer. The branch chooses the
-    value and the assignment is unconditional: servers with `enable_mlir_graph_optimization` lose the order of
-    an assignment that stands in a branch. It is made of raw ops, because `tf.cond` makes two functions for
-    each variable, and a server takes seconds to inline them all.
-    """
-    import tensorflow as tf
-
+    """The value to assign: the only one of `value` [1, ...] or, if not `changed`, the variable's own."""
+    # The variable's own value is not copied: reading and assigning it share one buffer. The branch chooses
+    # the value and the assignment is unconditional: servers with `enable_mlir_graph_optimization` lose the
+    # order of an assignment that stands in a branch. It is made of raw ops, because `tf.cond` makes two
+    # functions for each variable, and a server takes seconds to inline them all.
     held = tf.raw_ops.ReadVariableOp(resource=handle, dtype=value.dtype)
     kept = tf.raw_ops.Switch(data=held, pred=changed).output_false
     taken = tf.raw_ops.Switch(data=value, pred=changed).output_true
@@ -295,13 +264,10 @@ def _value_if(handle: Tensor, changed: Tensor, value: Tensor) -> Tensor:
 
 
 def _import_if(handle: Tensor, changed: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Replace all entries of a lookup table by `keys` and `values` [1, n, ...]; nothing if not `changed`.
+    """Add the replacement of a lookup table's entries by `keys` and `values` [1, n, ...], if `changed`."""
 
-    The kernels clear and fill a table under its lock: a lookup sees all old entries or all new ones (source:
-    tensorflow/core/kernels/lookup_table_op.cc, `ImportValues`).
-    """
-    import tensorflow as tf
-
+    # The kernels clear and fill a table under its lock: a lookup sees all old entries or all new ones
+    # (source: tensorflow/core/kernels/lookup_table_op.cc, `ImportValues`).
     def replace() -> Tensor:
         # Shape inference takes keys for scalars, but tables that store all their buckets hold keys of shape
         # [1]. So it is shown tensors of unknown shape.
@@ -317,17 +283,10 @@ def _import_if(handle: Tensor, changed: Tensor, keys: Tensor, values: Tensor) ->
 
 
 def _scatter_chunks(target: UpdateTarget, delta: ReadDelta, places: DeltaPlaces) -> Tensor:
-    """Scatter the rows of all tables: each round of a loop writes the next chunk of every table.
+    """Add a loop that writes the next chunk of every table in each round, then one for slots of overlays."""
 
-    The loop takes the delta as one tensor and holds a few raw ops for each table: a server prepares all of
-    them before its first update, which with a hundred tables takes noticeable time for each node.
-
-    The slots of overlays follow in a loop of their own, which begins with the end of the first. In one loop
-    they would be ordered by control edges alone, and servers with `enable_mlir_graph_optimization` lose
-    those: places were read before their rows were written.
-    """
-    import tensorflow as tf
-
+    # The loop takes the delta as one tensor and holds a few raw ops for each table: a server prepares all of
+    # them before its first update, which with a hundred tables takes noticeable time for each node.
     def write(start: Tensor, *, leads: bool) -> Tensor:
         end = start + CHUNK_ROWS
         rows = {"begin": start[tf.newaxis], "end": end[tf.newaxis], "strides": tf.constant([1])}
@@ -356,11 +315,12 @@ def _scatter_chunks(target: UpdateTarget, delta: ReadDelta, places: DeltaPlaces)
     lengths = tf.raw_ops.ShapeN(input=[ids for _, ids, _ in (*writes.tables, *writes.overlaid)])
     rows = tf.reduce_max(tf.concat(lengths, 0))
     end = run(tf.constant(0), leads=False)
+    # A loop of its own, which begins with the end of the first. In one loop slots would be ordered behind
+    # rows by control edges alone, and servers with `enable_mlir_graph_optimization` lose those: places were
+    # read before their rows were written.
     return run(tf.minimum(end, 0), leads=True) if writes.slots else end
 
 
 def position_vector(position: Tensor, step: Tensor, target: Tensor | int = SETTLED) -> Tensor:
-    """The value of the position variable, int64 [3]."""
-    import tensorflow as tf
-
+    """A value of the position variable, int64 [3]."""
     return tf.stack([position, step, tf.cast(target, tf.int64)])

@@ -7,7 +7,7 @@ get other slots, too.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from msgspec import Struct
@@ -16,14 +16,13 @@ from exporter.errors import TableFull
 from exporter.tables.geometry import WINDOW, TableGeometry
 from exporter.tables.integer_sets import among, distinct
 from exporter.tables.spread import Crowded, spread, table_full
+from exporter.wire.dtypes import Array
 
-Array = np.ndarray[Any, Any]
-
-_SCAN = 1 << 20
+_SCAN = 1 << 20  # slots that are read at a time
 
 
 class TableState(Protocol):
-    """Reads a table's variables as they are published, at any numbers (int64) in any order."""
+    """Reads elements of a published table's variables, at any numbers (int64) in any order."""
 
     def seeds(self, groups: Array) -> Array:
         """Elements of `index_seeds`."""
@@ -36,40 +35,40 @@ class TableState(Protocol):
 
 
 class ArrayState(Struct, frozen=True):
-    """A table whose variables are arrays, or mapped files."""
+    """A `TableState` whose variables are arrays, or mapped files."""
 
     index_seeds: Array
     index_rows: Array
     row_keys: Array
 
     def seeds(self, groups: Array) -> Array:
-        """Elements of `index_seeds`."""
+        """See `TableState`."""
         return self.index_seeds[groups]
 
     def rows(self, slots: Array) -> Array:
-        """Elements of `index_rows`."""
+        """See `TableState`."""
         return self.index_rows[slots]
 
     def keys(self, rows: Array) -> Array:
-        """Elements of `keys`."""
+        """See `TableState`."""
         return self.row_keys[rows]
 
 
 class Elements(Struct, frozen=True):
-    """Elements of one variable that change: strictly increasing numbers, and their values."""
+    """Elements of one variable to write: strictly increasing numbers, and their values."""
 
     ids: Array
     values: Array
 
     @classmethod
     def of(cls, ids: Array, values: Array) -> Elements:
-        """The elements in order; the numbers are distinct."""
+        """Sort elements whose numbers are distinct."""
         order = np.argsort(ids)
         return cls(ids[order].astype(np.int64), values[order])
 
 
 class IndexChange(Struct, frozen=True):
-    """What changes in a table's index; `added` is the row of each key that was to be added, in order."""
+    """The elements of a table's index to write; `added` is the row of each key to be added, in order."""
 
     seeds: Elements
     rows: Elements
@@ -92,13 +91,10 @@ def live_rows(geometry: TableGeometry, state: TableState) -> Array:
 
 
 def change_index(geometry: TableGeometry, state: TableState, add: Array, drop: Array) -> IndexChange:
-    """Add keys (int64, distinct) and drop others; an added key that is there keeps its row.
+    """Plan to add keys (int64, distinct) and drop others; an added key that is there keeps its row.
 
-    Dropped keys that are absent are left out. Rows that become free are given to new keys first.
-
-    Raises:
-        TableFull: there are not enough free rows, or a group of keys finds no seed.
-        ValueError: a key occurs twice, or is to be added and dropped.
+    Absent keys are dropped in vain. Rows that become free are given to new keys first. TableFull if rows run
+    out or a group finds no seed; ValueError if a key is named twice.
     """
     both = np.concatenate([add, drop])
     if len(distinct(both)) != len(both):
@@ -130,17 +126,17 @@ class _Found(Struct, frozen=True):
 
     @classmethod
     def of(cls, geometry: TableGeometry, state: TableState, keys: Array) -> _Found:
-        """Look keys up."""
+        """Look keys up: one seed, one slot and one row each."""
         groups = geometry.groups_of(keys)
         slots = geometry.slots_of(keys, groups, state.seeds(groups))
         held = state.rows(slots).astype(np.int64)
-        # Key -1 may be absent and find the last row's key.
+        # An absent key -1 finds the last row, whose key is -1: see the module `geometry`.
         present = (state.keys(held) == keys) & (held != geometry.empty_row)
         return cls(np.where(present, held, -1), slots, held)
 
 
 def _take_rows(geometry: TableGeometry, state: TableState, gone: Array, count: int) -> tuple[Array, int]:
-    """Free rows for `count` keys, and the cursor then. Rows of dropped keys go first, then unused ones."""
+    """Choose rows for `count` keys, dropped keys' first, then unused ones; these and the cursor then."""
     cursor = int(state.keys(np.array([geometry.cursor_row]))[0])
     taken = np.sort(gone)[:count]
     fresh = np.arange(cursor, min(cursor + count - len(taken), geometry.usable_rows))
@@ -165,17 +161,15 @@ class _Placed(Struct, frozen=True):
     keys: Array
 
     def at(self, which: Array) -> _Placed:
-        """Those that a mask, or numbers, choose."""
+        """The entries that a mask, or numbers, choose."""
         return _Placed(self.slots[which], self.rows[which], self.keys[which])
 
 
 def _insert(
     geometry: TableGeometry, state: TableState, new: _Placed, is_free: Array, gone_slots: Array
 ) -> tuple[Elements, Elements]:
-    """Place new keys and clear the slots of those that went: changed seeds and slots.
-
-    Where all of a group's new keys find their slots free, nothing around them has to be read.
-    """
+    """Place new keys and clear the slots of dropped ones: the seeds and slots to write."""
+    # Where all of a group's new keys find their slots free, nothing around them has to be read.
     groups = geometry.groups_of(new.keys)
     fits = is_free & _is_first(new.slots)
     fits &= ~among(groups, np.sort(groups[~fits]))
@@ -196,7 +190,7 @@ def _insert(
 
 
 def _is_first(values: Array) -> Array:
-    """Which values are the first of their kind, as a mask."""
+    """A mask of the values that do not occur before."""
     order = np.argsort(values, kind="stable")
     first = np.ones(len(values), bool)
     first[order[1:]] = values[order[1:]] != values[order[:-1]]
@@ -204,10 +198,9 @@ def _is_first(values: Array) -> Array:
 
 
 class _Area(Struct):
-    """The windows of some groups, as one run of slots: `starts` is where each window begins in it.
+    """The slots of some groups' windows, one behind another; `starts` is where each window begins."""
 
-    Windows that overlap share their slots; the others lie behind each other.
-    """
+    # Windows that overlap share their slots.
 
     geometry: TableGeometry
     groups: Array
@@ -221,7 +214,7 @@ class _Area(Struct):
     def around(
         cls, geometry: TableGeometry, state: TableState, groups: Array, cleared: Array, placed: _Placed
     ) -> _Area:
-        """The windows of these groups, with `cleared` slots taken for empty, and what was `placed` since."""
+        """Read the windows of these groups, then empty `cleared` slots and fill those `placed`."""
         groups = distinct(groups)
         steps = np.minimum(np.diff(groups) * geometry.stride, WINDOW)
         lengths = np.append(steps, WINDOW)[: len(groups)]
@@ -238,12 +231,12 @@ class _Area(Struct):
         return cls(geometry, groups, starts, slots, before, rows, keys)
 
     def changed(self) -> Elements:
-        """The slots that hold another row than before."""
+        """The slots that hold another row than was read."""
         differ = np.flatnonzero(self.rows != self.before)
         return Elements(self.slots[differ], self.rows[differ])
 
     def move(self, new: _Placed) -> Elements:
-        """Choose another seed for each group, and place its keys with these new ones by it: all seeds."""
+        """Choose a new seed for each group, and place its keys and the new ones by it; the seeds to write."""
         filled = np.flatnonzero(self.rows != self.geometry.empty_row)
         groups = self.geometry.groups_of(self.keys[filled])
         # A window has keys of other groups, too: they stay where they are.
@@ -263,7 +256,7 @@ class _Area(Struct):
 
 
 def _put(values: Array, ids: Array, wanted: Array, given: Array | np.generic) -> None:
-    """Set those of `values`, whose ids are in ascending order, that have the wanted ids, if any have."""
+    """Set the `values` at the places where `ids`, ascending, have the wanted ones, if they are there."""
     if len(ids):
         places = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
         inside = ids[places] == wanted

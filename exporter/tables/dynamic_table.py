@@ -21,17 +21,18 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from exporter.errors import UsageError
+from exporter.late_names import tf
 from exporter.tables.geometry import TableGeometry
 from exporter.tables.lookup import DEFAULTS, PART, TABLE, TableLookups, add_rows
 from exporter.tables.parts import PARTS
 from exporter.wire import protos, tensor_proto
-from exporter.wire.dtypes import DType
+from exporter.wire.dtypes import Array, DType
 
 
 def dynamic_embedding(
     name: str, dim: int, dtype: str = "float32", default: Any = 0.0, combiner: str | None = None
 ) -> Any:
-    """A layer that gives ids their rows in the table `name`; see `DynamicTable` for the arguments.
+    """A Keras layer that gives ids their rows in the table `name`; see `DynamicTable` for the arguments.
 
     With a `combiner` ("sum", "mean" or "sqrtn") the rows along the last dimension of the ids are combined, as
     `tf.nn.embedding_lookup_sparse` does it; those of a dense tensor count all.
@@ -40,11 +41,11 @@ def dynamic_embedding(
 
 
 class ServedEmbedding:
-    """What takes the place of a `trainable_embedding` where a model is made from its config to be served."""
+    """Takes the place of a `trainable_embedding` where a model is made from its config to be served."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Any:
-        """The layer of `dynamic_embedding` for a layer's config."""
+        """Make the layer of `dynamic_embedding` from a layer's config; ValueError if a field is missing."""
         missing = {"table", "dim", "dtype", "default", "combiner", "name"} - config.keys()
         if missing:
             raise ValueError(f"a trainable_embedding's config has no {', '.join(sorted(missing))}")
@@ -60,8 +61,6 @@ def _layer(table: DynamicTable, combiner: str | None, name: str) -> Any:
         """Rows of a dynamic table, which the checkpoint has; nothing of it is trained here."""
 
         def call(self, ids: Any) -> Any:
-            import tensorflow as tf
-
             if combiner is None:
                 return table.lookup(ids)
             if isinstance(ids, tf.RaggedTensor):
@@ -84,12 +83,9 @@ def _keras() -> Any:
     """The Keras that the program uses: the one that it has imported, else TensorFlow's own."""
     if "tf_keras" in sys.modules and "keras" not in sys.modules:
         return sys.modules["tf_keras"]
-    import tensorflow as tf
-
     return tf.keras
 
 
-Array = np.ndarray[Any, Any]
 Tensor = Any
 
 _HANDLES = ("seeds", "rows", "keys", "values")
@@ -118,9 +114,7 @@ class DynamicTable(TableLookups):
         return found
 
     def _import(self, ids: Tensor) -> Tensor:
-        """The nodes of a lookup, in the graph that is being built."""
-        import tensorflow as tf
-
+        """Add the nodes of a lookup to the graph that is being built; the rows."""
         tensors = [*(variable.handle for variable in self._variables()), ids]
         graph_def = protos.GraphDef()
         for name, dtype in [*((name, DType.RESOURCE) for name in _HANDLES), ("ids", DType.INT64)]:
@@ -134,8 +128,6 @@ class DynamicTable(TableLookups):
 
     def _variables(self) -> list[Any]:
         """The table's variables in the graph that is being built."""
-        import tensorflow as tf
-
         with tf.init_scope():
             if tf.executing_eagerly():
                 raise UsageError(
@@ -148,7 +140,6 @@ class DynamicTable(TableLookups):
         return self._made[graph]
 
     def _variable(self, graph: Any, part: str) -> Any:
-        import tensorflow as tf
         from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
         size = TableGeometry.unset(len(self._defaults))
@@ -178,14 +169,14 @@ class DynamicTable(TableLookups):
 
 
 def _captured(tensor: Tensor) -> Tensor:
-    """The tensor as a function that is being traced sees it: importing nodes captures nothing by itself."""
-    import tensorflow as tf
-
+    """The tensor as seen by the function that is being traced, if any."""
+    # Importing nodes captures nothing by itself.
     graph = tf.compat.v1.get_default_graph()
     return graph.capture(tensor) if hasattr(graph, "capture") else tensor
 
 
 def _default_rows(default: Any, dim: int, dtype: DType, name: str) -> Array:
+    """The default rows [d, dim] of a number, a row, or several rows; UsageError for anything else."""
     given = np.asarray(default, np.float64)
     if given.ndim > 2 or (given.ndim and given.shape[-1] != dim) or not given.size:
         raise UsageError(
@@ -197,8 +188,6 @@ def _default_rows(default: Any, dim: int, dtype: DType, name: str) -> Array:
 
 
 def _tensor(array: Array) -> Any:
-    import tensorflow as tf
-
     message = protos.TensorProto()
     tensor_proto.fill(message, array)
     return tf.make_tensor_proto(0).FromString(message.SerializeToString())

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -44,9 +43,7 @@ from exporter.catalog import Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.embedding_variables import EmbeddingVariable
 from exporter.errors import UsageError
 from exporter.tables.parts import INDEX_ROWS, INDEX_SEEDS, KEYS, VALUES
-from exporter.wire.dtypes import DType
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array, DType
 
 OFFSET = 0x243F6A8885A308D3
 """Added to keys first: 0, and others that end in many zeros, would go to the same slots under every seed."""
@@ -58,11 +55,8 @@ WINDOW_BITS = 7
 WINDOW = 1 << WINDOW_BITS
 """Slots that a group's keys may lie in: as crowded as the table is, a window has free ones."""
 
-SLOTS_PER_ROW = 1.5
-"""Slots for each row of the capacity, at least."""
-
-ROWS_PER_GROUP = 3.6
-"""Rows of the capacity for each group, at most; half of that at least."""
+SLOTS_PER_ROW = 1.5  # of the capacity, at least
+ROWS_PER_GROUP = 3.6  # of the capacity, at most; half of that at least
 
 EMPTY_KEY = -1
 """The key of the last row, which empty slots lead to."""
@@ -83,7 +77,7 @@ class TableGeometry(Struct, frozen=True):
 
     @classmethod
     def for_keys(cls, count: int, head_room: float = 0.25, defaults: int = 1) -> TableGeometry:
-        """The sizes for `count` keys now, and room for `head_room` times as many more (1,000 at least)."""
+        """The sizes for `count` keys and `head_room` times as many more, 1,000 at least."""
         usable = count + max(math.ceil(count * head_room), 1000)
         group_bits = max(1, math.ceil(math.log2(usable / ROWS_PER_GROUP)))
         stride = max(1, math.ceil(usable * SLOTS_PER_ROW / (1 << group_bits)))
@@ -91,7 +85,7 @@ class TableGeometry(Struct, frozen=True):
 
     @classmethod
     def of_shapes(cls, groups: int, slots: int, capacity: int, defaults: int = 1) -> TableGeometry:
-        """The sizes of variables that were published."""
+        """The sizes of published variables, by their shapes; ValueError if these make no table."""
         group_bits = groups.bit_length() - 1
         stride, rest = divmod(slots - WINDOW, groups) if groups > 0 else (0, 1)
         if rest or stride < 1 or groups != 1 << group_bits or capacity < defaults + 1 or defaults < 1:
@@ -107,23 +101,23 @@ class TableGeometry(Struct, frozen=True):
 
     @property
     def groups(self) -> int:
-        """Elements of `index_seeds`."""
+        """The length of `index_seeds`."""
         return 1 << self.group_bits
 
     @property
     def slots(self) -> int:
-        """Elements of `index_rows`."""
+        """The length of `index_rows`."""
         return self.groups * self.stride + WINDOW
 
     @property
     def usable_rows(self) -> int:
-        """Rows that keys may have: 0 to this, exclusive."""
+        """The number of rows that keys may have, from row 0 on."""
         return self.capacity - self.defaults - 1
 
     @property
     def cursor_row(self) -> int:
-        """The row whose key is the cursor."""
-        return self.capacity - self.defaults - 1
+        """The row whose key is the cursor: behind those that keys may have."""
+        return self.usable_rows
 
     @property
     def first_default(self) -> int:
@@ -132,12 +126,12 @@ class TableGeometry(Struct, frozen=True):
 
     @property
     def empty_row(self) -> int:
-        """What an empty slot holds."""
+        """The row that empty slots hold."""
         return self.capacity - 1
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of all that is not values."""
+        """The bytes of all variables but the values."""
         return 8 * self.groups + 4 * self.slots + 8 * self.capacity
 
     def groups_of(self, keys: Array) -> Array:
@@ -145,16 +139,16 @@ class TableGeometry(Struct, frozen=True):
         return self.group_of_hash(hashes_of(keys))
 
     def group_of_hash(self, hashed: Array) -> Array:
-        """The group of each key by its hash, as int64."""
+        """The group of each hash, as int64."""
         return (hashed >> np.uint64(64 - self.group_bits)).view(np.int64)
 
     def slots_of(self, keys: Array, groups: Array, seeds: Array) -> Array:
-        """The slot of each key, whose group has the seed beside it."""
+        """The slot of each key, given its group and that group's seed."""
         return groups * self.stride + places_of(keys, seeds)
 
 
 def hashes_of(keys: Array) -> Array:
-    """The hash of each key; no two keys have the same."""
+    """The hash, uint64, of each key; no two keys have the same."""
     return (keys.view(np.uint64) + np.uint64(OFFSET)) * np.uint64(MULTIPLIER)
 
 
@@ -164,16 +158,14 @@ def keys_of(hashed: Array) -> Array:
 
 
 def places_of(keys: Array, seeds: Array) -> Array:
-    """The place of each key in its window under the seed beside it."""
+    """The place of each key in its group's window, given the group's seed."""
     spread = (keys.view(np.uint64) + np.uint64(OFFSET)) * seeds.view(np.uint64)
     return (spread >> np.uint64(64 - WINDOW_BITS)).view(np.int64)
 
 
 def seeds(first: int, count: int) -> Array:
-    """The seeds number `first` and following: odd numbers that look random, to be tried in this order.
-
-    Source of the mixing: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (splitmix64).
-    """
+    """The `count` seeds from number `first` on, in the order in which they are tried: odd, pseudorandom."""
+    # Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (splitmix64).
     state = np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(MULTIPLIER)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -193,14 +185,9 @@ class TablePlan(Struct, frozen=True, eq=False):
 
     @classmethod
     def of(
-        cls,
-        name: str,
-        variable: EmbeddingVariable,
-        defaults: Array,
-        head_room: float,
-        awaited: int = 0,
+        cls, name: str, variable: EmbeddingVariable, defaults: Array, head_room: float, awaited: int = 0
     ) -> TablePlan:
-        """The plan for all keys of a variable and `awaited` more, with room for `head_room` times as many."""
+        """Plan a table for a variable's keys, `awaited` more, and head room; UsageError if too many."""
         geometry = TableGeometry.for_keys(variable.rows + awaited, head_room, len(defaults))
         if geometry.capacity > MAX_ROWS:
             raise UsageError(
@@ -210,9 +197,9 @@ class TablePlan(Struct, frozen=True, eq=False):
         return cls(name, variable, geometry, defaults)
 
     def tensors(self, shard: int, offset: int) -> tuple[dict[str, TensorRef], int]:
-        """Its four tensors by the last part of their names, and where the shard goes on behind them.
+        """The table's four tensors by the last part of their names, without checksums if yet to be written.
 
-        What is to be written has no checksums yet.
+        They begin in a shard at `offset`; the second value is where they end.
         """
         size, place = self.geometry, _Allocation(shard, offset)
         parts, wide = self.variable.parts, self.variable.key_dtype is DType.INT64
@@ -233,7 +220,9 @@ class TablePlan(Struct, frozen=True, eq=False):
         slices, row = [], 0
         for ref in stored:
             if ref.shape[0]:
-                slices.append(SliceRef(row_box(shape, row, ref.shape[0]), ref.extent or _to_come(ref)))
+                # What has no extent is copied into a bundle before it is read: see `TableLayout.with_source`.
+                extent = ref.extent or Extent(-1, 0, ref.bytes_, 0)
+                slices.append(SliceRef(row_box(shape, row, ref.shape[0]), extent))
                 row += ref.shape[0]
         rest = row_box(shape, row, shape[0] - row)
         extent = place.take(int(np.prod(rest.lengths)) * (dtype.itemsize or 0))
@@ -244,23 +233,19 @@ class TablePlan(Struct, frozen=True, eq=False):
 
 
 class _Allocation(Struct):
-    """Hands out places in a shard, one behind the other."""
+    """Hands out aligned places in a shard, one behind the other."""
 
     shard: int
     offset: int
 
     def take(self, size: int) -> Extent:
+        """The next place, of `size` bytes."""
         extent = Extent(self.shard, self.offset, size, 0)
         self.offset += -(-size // _ALIGNED) * _ALIGNED
         return extent
 
 
-def _to_come(ref: TensorRef) -> Extent:
-    """The extent of what is copied into a bundle before it is read: see `TableLayout.with_source`."""
-    return Extent(-1, 0, ref.bytes_, 0)
-
-
 def row_box(shape: tuple[int, ...], first: int, count: int) -> SliceSpec:
-    """The box of some rows."""
+    """The box of `count` whole rows."""
     rest = shape[1:]
     return SliceSpec(shape, (first, *(0 for _ in rest)), (count, *rest))

@@ -24,9 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from exporter.errors import UsageError
+from exporter.late_names import tf
 
 Tensor = Any
 Variable = Any
@@ -34,18 +35,15 @@ Variable = Any
 ABSENT = -1
 
 
-class MakeVariable(Protocol):
-    """Makes a variable that nothing trains; it is not saved."""
-
-    def __call__(self, part: str, value: Callable[[], Tensor]) -> Variable:
-        """The variable called `part`, with the value that `value` gives at first."""
+MakeVariable = Callable[[str, Callable[[], Tensor]], Variable]
+"""Makes a variable of this name and initial value that nothing trains or saves."""
 
 
 class KeyIndex:
-    """Which row each key has, of `capacity`; in graphs and eagerly.
+    """Gives up to `capacity` keys a row each; in graphs and eagerly.
 
     `at_home` is the context in which operations are placed where the index lies. `reset` is called with
-    rows that had another key before, and gives the operation by which they begin again. With `shared` all
+    rows that had another key before, and adds the operation by which they begin again. With `shared` all
     sessions of a server use the same index; eagerly each has its own.
     """
 
@@ -59,10 +57,10 @@ class KeyIndex:
         *,
         shared: bool = True,
     ) -> None:
-        import tensorflow as tf
-
         if capacity < 1:
-            raise UsageError(f"dynamic table {name!r} has a capacity of {capacity}", hint="give it some")
+            raise UsageError(
+                f"dynamic table {name!r} has a capacity of {capacity}", hint="capacity must be at least 1"
+            )
         self.name, self.capacity, self._shared = name, capacity, shared
         self._at_home, self._reset = at_home, reset
         self.row_keys = variable("row_keys", lambda: tf.zeros([capacity], tf.int64))
@@ -79,12 +77,10 @@ class KeyIndex:
         return (self.row_keys, self.free, self.cursors, self.changed, self.is_recorded)
 
     def locked(self, function: Callable[[], Tensor]) -> Tensor:
-        """What a function gives that is run by one caller at a time."""
-        import tensorflow as tf
-
+        """Run a function by one caller at a time, and give its result."""
         if tf.executing_eagerly():
             return self._lock.execute(function)
-        # What it notes there is for locks that share resources; a MetaGraph could not hold it.
+        # `execute` adds to this collection, for locks that share resources; a MetaGraph could not hold it.
         noted = tf.compat.v1.get_default_graph().get_collection_ref("critical_section_executions")
         before = list(noted)
         result = self._lock.execute(function)
@@ -92,18 +88,14 @@ class KeyIndex:
         return result
 
     def find(self, keys: Tensor) -> Tensor:
-        """The row of each key of a vector, `ABSENT` for those that have none."""
-        import tensorflow as tf
-
+        """The row of each key of a vector, `ABSENT` if it has none."""
         with self._at_home():
             rows = self._lookup(keys)
             named = tf.gather(self.row_keys, tf.maximum(rows, 0))
             return tf.where((rows >= 0) & tf.equal(named, keys), rows, tf.constant(ABSENT, tf.int64))
 
     def find_or_add(self, keys: Tensor) -> Tensor:
-        """The row of each key of a vector, whose keys are distinct; those that have none are given one."""
-        import tensorflow as tf
-
+        """The row of each key of a vector of distinct keys, which is given one if it has none."""
         found = self.find(keys)
         with self._at_home():
             return tf.cond(
@@ -111,12 +103,9 @@ class KeyIndex:
             )
 
     def remove(self, keys: Tensor, also: Callable[[Tensor], list[Any]]) -> Tensor:
-        """How many of these distinct keys were there; they have no rows any more.
+        """Take away the rows of distinct keys; the number of keys that had one."""
 
-        `also` gives operations that are run with the rows before these may be given to others.
-        """
-        import tensorflow as tf
-
+        # `also` adds operations on these rows, which run before other keys may be given them.
         def take_away() -> Tensor:
             rows = self.find(keys)
             gone, rows = tf.boolean_mask(keys, rows >= 0), tf.boolean_mask(rows, rows >= 0)
@@ -137,29 +126,21 @@ class KeyIndex:
             return self.locked(take_away)
 
     def in_use(self) -> tuple[Tensor, Tensor]:
-        """The rows that have keys, ascending, and these keys."""
-        import tensorflow as tf
-
+        """The rows in use, ascending, and their keys."""
         with self._at_home():
             keys = self.row_keys.read_value()[: self.cursors.read_value()[0]]
             is_used = tf.equal(self._lookup(keys), tf.range(tf.size(keys, tf.int64)))
             return tf.where(is_used)[:, 0], tf.boolean_mask(keys, is_used)
 
     def is_in_use(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether each of these rows has a key, and the key."""
-        import tensorflow as tf
-
+        """A mask of the rows that are in use, and the key that each names."""
         with self._at_home():
             keys = tf.gather(self.row_keys, rows)
             return tf.equal(self._lookup(keys), rows), keys
 
     def restore(self, keys: Tensor, rows: Tensor, also: Callable[[], list[Any]] = list) -> Any:
-        """The operation that gives these keys these rows, and no others any.
-
-        `also` gives operations that are run before the index leads to the rows.
-        """
-        import tensorflow as tf
-
+        """Add the operation that gives these keys these rows, and all others none."""
+        # `also` adds operations that run before the index leads to the rows.
         fits = tf.debugging.assert_less(
             tf.concat([[tf.constant(-1, tf.int64)], rows], 0),
             tf.constant(self.capacity, tf.int64),
@@ -180,12 +161,9 @@ class KeyIndex:
             return self.locked(replace)
 
     def lay_over(self, keys: Tensor, rows: Tensor, removed: Tensor) -> Any:
-        """The operation that takes away keys and gives others, or the same, rows of their own.
+        """Add the operation that takes away keys, then gives others, or the same, these rows."""
 
-        Keys that have these rows lose them, and are noted as removed: other workers may have met new keys.
-        """
-        import tensorflow as tf
-
+        # Keys that have these rows lose them, and are noted as removed: other workers may have met new keys.
         def change() -> Tensor:
             left = tf.concat([self.find(removed), self.find(keys)], 0)
             lost = self._others_with(rows, keys)
@@ -210,9 +188,7 @@ class KeyIndex:
             return self.locked(change)
 
     def take_changed(self) -> Tensor:
-        """Rows that were given to keys since they were last taken."""
-        import tensorflow as tf
-
+        """The rows that were given to keys since the last call; their marks are cleared."""
         with self._at_home():
             rows = tf.where(tf.not_equal(self.changed.read_value(), 0))[:, 0]
             with _after(rows):
@@ -222,9 +198,7 @@ class KeyIndex:
                 return tf.identity(rows)
 
     def take_removed(self) -> Tensor:
-        """Keys that were removed since they were last taken; they may be there again."""
-        import tensorflow as tf
-
+        """The keys that were removed since the last call, some of which may be there again; forgets them."""
         with self._at_home():
             keys, _ = self.removed.export()
             cleared = self.removed.remove(keys)
@@ -232,18 +206,12 @@ class KeyIndex:
                 return tf.identity(keys)
 
     def _lookup(self, keys: Tensor) -> Tensor:
-        """Where the index leads to from the keys of a vector."""
-        import tensorflow as tf
-
+        """The rows that the index has for the keys of a vector, whatever keys these rows name."""
         return tf.ensure_shape(self.index.lookup(keys), [None])
 
     def _add(self, keys: Tensor) -> Tensor:
-        """Rows for those keys that still have none, and the rows of all; one caller at a time.
-
-        A row has everything before the index leads to it, and is marked as changed after.
-        """
-        import tensorflow as tf
-
+        """Give rows to those keys that still have none; the rows of all. For one caller at a time."""
+        # A row has everything before the index leads to it, and is marked as changed after.
         found = self.find(keys)
         new = tf.boolean_mask(keys, found < 0)
         count = tf.size(new, tf.int64)
@@ -272,22 +240,18 @@ class KeyIndex:
             return tf.tensor_scatter_nd_update(found, tf.where(found < 0), rows)
 
     def _others_with(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """The keys that have these rows now, and are to lose them to these keys."""
-        import tensorflow as tf
-
+        """Previous owners of rows that are reassigned to these keys."""
         named = tf.gather(self.row_keys, rows)
         return tf.boolean_mask(named, tf.equal(self._lookup(named), rows) & tf.not_equal(named, keys))
 
     def _forget(self, keys: Tensor) -> list[Any]:
-        """Operations that take keys out of the index, and note that."""
+        """Add operations that take keys out of the index, and note them as removed."""
         removed = self.index.remove(keys)
         with _after(removed):
             return [removed, self._note_removed(keys)]
 
     def _find_lost_rows(self, count: Tensor) -> Any:
-        """Find out again which rows are free, if there seem to be fewer than these."""
-        import tensorflow as tf
-
+        """Add the operation that finds out again which rows are free, if fewer than `count` seem to be."""
         given, first, last = tf.unstack(self.cursors.read_value())
 
         def find() -> Tensor:
@@ -297,27 +261,19 @@ class KeyIndex:
         return tf.cond(count > self.capacity - given + last - first, find, lambda: tf.constant(0))
 
     def _note_removed(self, keys: Tensor) -> Any:
-        """Remember keys, if they are asked for: otherwise nothing would ever forget them.
-
-        Without a branch: where the caller's worker has died, no function is called any more.
-        """
-        import tensorflow as tf
-
+        """Add the operation that notes keys as removed, if anybody is to ask for them and so forget them."""
+        # Without a branch: where the caller's worker has died, no function is called any more.
         noted = tf.boolean_mask(keys, tf.fill([tf.size(keys)], self.is_recorded.read_value()))
         return self.removed.insert(noted, tf.zeros_like(noted))
 
     def _restore_free(self, rows: Tensor) -> list[Any]:
-        """Assignments by which all rows but these are free."""
-        import tensorflow as tf
-
+        """Add assignments by which all rows but these are free."""
         given = tf.reduce_max(tf.concat([[tf.constant(-1, tf.int64)], rows], 0)) + 1
         is_used = tf.scatter_nd(rows[:, tf.newaxis], tf.ones_like(rows), given[tf.newaxis])
         return self._set_free(1 - is_used)
 
     def _set_free(self, is_free: Tensor) -> list[Any]:
-        """Assignments by which those rows are free that are 1; rows behind were never given."""
-        import tensorflow as tf
-
+        """Add assignments by which the rows with a 1 are free, and those behind were never given."""
         free = tf.where(tf.equal(is_free, 1))[:, 0]
         count, given = tf.size(free, tf.int64), tf.size(is_free, tf.int64)
         rest = tf.zeros([self.capacity - count], tf.int64)
@@ -325,8 +281,6 @@ class KeyIndex:
         return [self.free.assign(tf.concat([free, rest], 0)), self.cursors.assign(cursors)]
 
     def _hash_table(self, part: str) -> Any:
-        import tensorflow as tf
-
         return tf.lookup.experimental.MutableHashTable(
             tf.int64,
             tf.int64,
@@ -337,8 +291,6 @@ class KeyIndex:
 
 
 def _after(*operations: Any) -> AbstractContextManager[Any]:
-    """The context of what is run after operations; eagerly these are None, and done."""
-    import tensorflow as tf
-
+    """The context of nodes that run after operations; eagerly these are None, and done."""
     there = [each for each in operations if each is not None]
     return tf.control_dependencies(there)  # type: ignore[no-any-return]  # TensorFlow is untyped

@@ -16,12 +16,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,13 +29,13 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
 from exporter.checkpoint.admission import Admission
-from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables
+from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.checkpoint.source_shard import open_shard
 from exporter.checkpoint.tensor_values import compare_checksum
 from exporter.errors import CheckpointChanged, CorruptFile
 from exporter.jobs.runner import LOCAL, Job, Runner
+from exporter.jobs.shard_sections import NewShard, WrittenRun
 from exporter.jobs.task import ZEROS, Input, RangeChecksums, Receipt, Task, batches
-from exporter.jobs.write_shard import NewShard, WrittenRun
 from exporter.storage import mirror
 from exporter.storage.files import writing
 from exporter.storage.open_files import write_at
@@ -54,27 +53,10 @@ from exporter.tables.place_keys import (
 )
 from exporter.terminal.progress import Progress
 from exporter.wire.crc32c import chunks_of, combine, extend, mask, zeros_crc
+from exporter.wire.dtypes import Array
 
-Array = np.ndarray[Any, Any]
-
-_LEAST_RANGES = 16
-"""Ranges of a run, if the table has so many: a part of the range behind each run is placed twice."""
-
-_LEAST_RUNS = 4
-"""Runs of a table, if it has enough ranges: so that a few threads have something to do."""
-
-
-class IndexedTable(Struct, frozen=True):
-    """A table whose index is to be built."""
-
-    name: str
-    variable: EmbeddingVariable
-    geometry: TableGeometry
-
-    @property
-    def ranges(self) -> KeyRanges:
-        """The ranges of its groups."""
-        return KeyRanges.of(self.geometry, self.variable.rows)
+_LEAST_RANGES = 16  # of a run, if the table has so many: a part of the range behind each run is placed twice
+_LEAST_RUNS = 4  # of a table, if it has enough ranges: so that a few threads have something to do
 
 
 class WrittenPart(Struct, frozen=True):
@@ -91,57 +73,55 @@ class WrittenPart(Struct, frozen=True):
 
 
 class IndexJob:
-    """The tasks for the tables of a checkpoint."""
+    """The tasks that build the indexes of tables, from the keys in a checkpoint."""
 
     def __init__(
-        self, catalog: Catalog, tables: Sequence[IndexedTable], admission: Admission, task_bytes: int
+        self, catalog: Catalog, tables: Sequence[TablePlan], admission: Admission, task_bytes: int
     ) -> None:
         self._catalog = catalog
         self._read = RangeChecksums[int]()
         self._shown = mirror.shown(os.fspath(catalog.prefix))  # the local path is another in each process
         self._planned = cache(Input.of)
-        runs = [_Run(table, run) for table in tables for run in _key_runs(table, admission, task_bytes)]
-        self._sorted = list(batches(runs, task_bytes, lambda each: each.run.part(each.run.keys).size))
+        runs = [(table.name, run) for table in tables for run in _key_runs(table, admission, task_bytes)]
+        self._sorted = list(batches(runs, task_bytes, lambda each: each[1].part(each[1].keys).size))
         places = chain.from_iterable(_Wanted.of_table(table, task_bytes) for table in tables)
         self._placed = list(
             batches(places, task_bytes, lambda each: each.bytes_ if each.is_whole else task_bytes)
         )
         self.partitions = [
-            self._partition(number, batch, admission) for number, batch in enumerate(self._sorted)
+            self._partition(number, [run for _, run in batch], admission)
+            for number, batch in enumerate(self._sorted)
         ]
 
     @property
     def plan(self) -> list[Task]:
-        """All tasks, as far as they are known before the first one is done."""
+        """All tasks; those that place keys without their inputs, which other tasks write."""
         return [*self.partitions, *(self._place(*each, {}) for each in enumerate(self._placed))]
 
     @property
     def size_of_work(self) -> tuple[int, int]:
-        """How many tasks it is, and how many bytes they read, about."""
+        """The number of tasks, and about how many bytes they read."""
         size = sum(task.bytes_ for task in self.partitions)
         size += sum(each.bytes_ for batch in self._placed for each in batch)
         return len(self.partitions) + len(self._placed), size
 
     def run(self, job: Job, progress: Progress | None = None) -> list[WrittenPart]:
-        """Do it, in a job of this `plan`; what was written."""
+        """Do the tasks in a job of this `plan`, and compare what they read; the parts that they wrote."""
         pieces: list[WrittenPart] = []
         place = job.directory.place
         sections: dict[str, list[_Sorted]] = {}
         with closing(job.receipts(progress, self.partitions)) as receipts:
             for batch, receipt in zip(self._sorted, receipts, strict=True):
-                self._compare(batch, receipt)
+                self._compare((run for _, run in batch), receipt)
                 source = Input(f"{place}/{receipt.task}", receipt.written, "")
                 counts, wide, offset = np.array(receipt.counts, np.int64), iter(receipt.wrote), 0
-                for table, run in ((each.table, each.run) for each in batch):
+                for table, run in batch:
                     own, counts = np.split(counts, [run.ranges.count])
-                    sections.setdefault(table.name, []).append(_Sorted(source, offset, own))
+                    sections.setdefault(table, []).append(_Sorted(source, offset, own))
                     if not run.is_wide:
                         keys, at = run.stop - run.start, offset + run.sorted_bytes
-                        pieces.append(
-                            WrittenPart(
-                                table.name, KEYS, run.row, keys, receipt.task, at, 8 * keys, next(wide)
-                            )
-                        )
+                        place_of = receipt.task, at, 8 * keys, next(wide)
+                        pieces.append(WrittenPart(table, KEYS, run.row, keys, *place_of))
                     offset += run.written_bytes
         tasks = [self._place(number, batch, sections) for number, batch in enumerate(self._placed)]
         with closing(job.receipts(progress, tasks)) as receipts:
@@ -149,10 +129,9 @@ class IndexJob:
                 pieces += _index_pieces(task, receipt)
         return pieces
 
-    def _partition(self, number: int, batch: Sequence[_Run], admission: Admission) -> Partition:
-        refs = [ref for each in batch for ref in each.run.tensors]
-        shards = sorted({extent.shard for ref in refs for extent in ref.extents})
-        runs = tuple(each.run.renumbered(shards) for each in batch)
+    def _partition(self, number: int, batch: Sequence[KeyRun], admission: Admission) -> Partition:
+        shards = sorted({extent.shard for run in batch for ref in run.tensors for extent in ref.extents})
+        runs = tuple(run.renumbered(shards) for run in batch)
         return Partition(
             name=f"keys-{number:05d}",
             inputs=tuple(self._planned(self._catalog.shards[shard]) for shard in shards),
@@ -163,17 +142,18 @@ class IndexJob:
             step=self._catalog.step,
         )
 
-    def _compare(self, batch: Iterable[_Run], receipt: Receipt) -> None:
-        """Compare the checksums of the tensors that are read to their end by a task, the last of several."""
+    def _compare(self, batch: Iterable[KeyRun], receipt: Receipt) -> None:
+        """Note the checksums in a receipt, and compare those of tensors of which this is the last part."""
         crcs = iter(receipt.read)
-        for each in batch:
-            for ref in each.run.counted:
-                part, (extent,) = each.run.part(ref), ref.extents
+        for run in batch:
+            for ref in run.counted:
+                part, (extent,) = run.part(ref), ref.extents
                 crc = self._read.joined(part.input, part, next(crcs), extent)
                 if crc is not None:
                     compare_checksum(self._catalog.path_of(extent), ref.name, extent, mask(crc))
 
     def _place(self, number: int, batch: Sequence[_Wanted], found: dict[str, list[_Sorted]]) -> PlaceKeys:
+        """The task that places these ranges, given where the sorted keys of each table lie."""
         inputs: dict[Input, int] = {}
         runs = []
         for wanted in batch:
@@ -194,28 +174,21 @@ class IndexJob:
         )
 
 
-class _Run(Struct, frozen=True):
-    """A run of keys and its table."""
-
-    table: IndexedTable
-    run: KeyRun
-
-
 class _Wanted(Struct, frozen=True):
-    """A run of ranges, without sections, and about how many bytes of sorted keys it has."""
+    """A run of ranges to place, without sections, and about how many bytes of sorted keys it has."""
 
     run: RangeRun
     bytes_: int
 
     @property
     def is_whole(self) -> bool:
-        """True if it is all ranges of the table, so that others may share its task."""
+        """True if it has all ranges of the table: then others may share its task."""
         return self.run.stop - self.run.start == self.run.ranges.count
 
     @classmethod
-    def of_table(cls, table: IndexedTable, task_bytes: int) -> Iterator[_Wanted]:
-        """All ranges of a table, in runs of an even number."""
-        ranges, stored = table.ranges, tuple((part.keys.name, part.rows) for part in table.variable.parts)
+    def of_table(cls, table: TablePlan, task_bytes: int) -> Iterator[_Wanted]:
+        """Yield all ranges of a table, in runs of an even number."""
+        ranges, stored = _ranges(table), tuple((part.keys.name, part.rows) for part in table.variable.parts)
         bytes_of_range = max(1, KEY_BYTES * table.variable.rows // ranges.count)
         most = max(_LEAST_RANGES, task_bytes // bytes_of_range)
         runs = max(-(-ranges.count // most), min(_LEAST_RUNS, ranges.count // _LEAST_RANGES))
@@ -227,15 +200,19 @@ class _Wanted(Struct, frozen=True):
 
 
 class _Sorted(Struct, frozen=True, eq=False):
-    """Sorted keys of one run: in an object from an offset on, so many of each range."""
+    """One run's sorted keys: object, offset, count per range."""
 
     source: Input
     offset: int
     counts: Array
 
 
-def _key_runs(table: IndexedTable, admission: Admission, task_bytes: int) -> Iterator[KeyRun]:
-    """The keys of a table in runs of at most so many bytes."""
+def _ranges(table: TablePlan) -> KeyRanges:
+    return KeyRanges.of(table.geometry, table.variable.rows)
+
+
+def _key_runs(table: TablePlan, admission: Admission, task_bytes: int) -> Iterator[KeyRun]:
+    """Yield the keys of a table, and what decides on their admission, in runs of `task_bytes` at most."""
     variable, row = table.variable, 0
     has_freqs = admission.min_freq > 0 and all(part.freqs is not None for part in variable.parts)
     has_versions = admission.max_age_steps is not None and all(
@@ -245,20 +222,13 @@ def _key_runs(table: IndexedTable, admission: Admission, task_bytes: int) -> Ite
     for part in variable.parts:
         for start in range(0, max(1, part.rows), most):
             stop = min(start + most, part.rows)
-            yield KeyRun(
-                table.ranges,
-                part.keys,
-                start,
-                stop,
-                row + start,
-                part.offsets,
-                part.freqs if has_freqs else None,
-                part.versions if has_versions else None,
-            )
+            freqs, versions = part.freqs if has_freqs else None, part.versions if has_versions else None
+            yield KeyRun(_ranges(table), part.keys, start, stop, row + start, part.offsets, freqs, versions)
         row += part.rows
 
 
 def _index_pieces(task: PlaceKeys, receipt: Receipt) -> Iterator[WrittenPart]:
+    """Yield the seeds and slots that a task wrote."""
     crcs, offset = iter(receipt.wrote), 0
     for run in task.runs:
         for part, (first, count), size in ((INDEX_SEEDS, run.groups, 8), (INDEX_ROWS, run.slots, 4)):
@@ -274,10 +244,8 @@ def join_pieces(
     directory: Directory,
     home: Directory,
 ) -> Catalog:
-    """The catalog with its last shard in `home`: what the tasks wrote into `directory`, and all the rest.
-
-    The shard is named by its contents. A command that resumes the job finds it there.
-    """
+    """Write the catalog's last shard into `home`, from what tasks wrote into `directory`; the catalog."""
+    # The shard is named by its contents: a command that resumes the job finds it there.
     number, size = len(catalog.shards) - 1, catalog.shard_sizes[-1]
     written = defaultdict[str, list[WrittenPart]](list)
     for piece in pieces:
@@ -285,15 +253,21 @@ def join_pieces(
     tensors: dict[str, TensorRef] = {}
     digest = hashlib.sha256()
     with new_file(home.scratch) as (descriptor, path):
-        with writing(path), _Objects(directory) as objects:
+        with writing(path), ExitStack() as stack:
+
+            @cache
+            def opened(name: str) -> tuple[Path, int]:
+                place = directory.as_local() / name
+                return place, stack.enter_context(open_shard(place))
+
             shard = NewShard(descriptor, home.scratch)
             for table in tables:
-                tails = {part: (first, elements) for part, first, elements in _tails(table)}
+                tails = _tails(table)
                 for _, elements in tails.values():
                     digest.update(elements.tobytes())
                 for ref in _tensors(catalog, table):
                     tail = tails.get(ref.name.rpartition("/")[2])
-                    tensors[ref.name] = _written(ref, number, shard, written[ref.name], tail, objects)
+                    tensors[ref.name] = _written(ref, number, shard, written[ref.name], tail, opened)
             os.ftruncate(descriptor, size)
         digest.update(msgspec.json.encode(list(tensors.values())))
         name = f"tables-{digest.hexdigest()[:16]}.data"
@@ -309,19 +283,24 @@ def show_pieces(
     directory: Directory,
     scratch: Path,
 ) -> Catalog:
-    """The catalog with what tasks wrote as shards of their own, beside a small one with what is left.
-
-    Room for more rows is read from a file of zeros in `scratch`, which workers need not see (`Input`).
-    """
+    """The catalog with each object that tasks wrote as a shard, and a small new shard with the rest."""
+    # Room for more rows is read from a file of zeros in `scratch`, which workers need not see (`Input`).
     first = len(catalog.shards) - 1
     objects = {name: first + n for n, name in enumerate(sorted({piece.object for piece in pieces}))}
     rest, tensors = _Rest(first + len(objects)), dict(catalog.tensors)
     for table in tables:
-        tails = {part: (row, elements) for part, row, elements in _tails(table)}
+        tails = _tails(table)
         for ref in _tensors(catalog, table):
             part = ref.name.rpartition("/")[2]
             slices = [each for each in ref.slices if each.extent is not None and each.extent.shard < first]
-            slices += _slices(ref, table, part, pieces, objects)
+            slices += [
+                SliceRef(
+                    row_box(ref.shape, piece.first, piece.count),
+                    Extent(objects[piece.object], piece.offset, piece.size, mask(piece.crc)),
+                )
+                for piece in pieces
+                if (piece.table, piece.part) == (table.name, part)
+            ]
             if part in tails:
                 slices += rest.behind(ref, sum(each.spec.lengths[0] for each in slices), *tails[part])
             if len(slices) == 1:
@@ -339,7 +318,7 @@ def show_pieces(
 
 
 class _Rest:
-    """What no task writes: the last rows of keys and values in one shard, zeros before them in the next."""
+    """Collects what no task writes: the last rows of keys and values in one shard, zeros in the next."""
 
     def __init__(self, shard: int) -> None:
         self._shard = shard
@@ -347,8 +326,8 @@ class _Rest:
         self._zeros = 0
 
     def behind(self, ref: TensorRef, held: int, row: int, elements: Array) -> Iterator[SliceRef]:
-        """The slices of a tensor that follow its first rows: zeros, and elements from a row on."""
-        raw = _raw(elements)
+        """Yield the slices of a tensor behind its `held` first rows: zeros up to `row`, then the elements."""
+        raw = np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
         if row > held:
             size = (row - held) * (raw.size // len(elements))
             self._zeros = max(self._zeros, size)
@@ -359,7 +338,8 @@ class _Rest:
         self._content += raw.tobytes()
 
     def put(self, directory: Directory, scratch: Path) -> str:
-        """Make the two; the name of the first in the directory. Its tag stays, so plans that read it do."""
+        """Write both shards, the first one into the directory; its name."""
+        # It is named by its contents and never written again: so its tag stays, and plans that read it do.
         name = f"tables-{hashlib.sha256(self._content).hexdigest()[:16]}.data"
         with writing(scratch), new_file(scratch) as (descriptor, path):
             write_at(descriptor, 0, self._content)
@@ -373,53 +353,26 @@ def _tensors(catalog: Catalog, table: TablePlan) -> Iterator[TensorRef]:
     return (catalog.tensors[f"{table.name}/{part}"] for part in PARTS)
 
 
-def _tails(table: TablePlan) -> Iterator[tuple[str, int, Array]]:
-    """The last rows of keys and values: part, first row, elements."""
+def _tails(table: TablePlan) -> dict[str, tuple[int, Array]]:
+    """The last rows of keys and values: the first one's number, and the elements."""
     geometry, variable = table.geometry, table.variable
     keys = np.zeros(geometry.capacity - geometry.cursor_row, np.int64)
     keys[0], keys[-1] = variable.rows, EMPTY_KEY
-    yield KEYS, geometry.cursor_row, keys
-    yield VALUES, geometry.first_default, table.defaults.astype(variable.value_dtype.numpy)
+    values = table.defaults.astype(variable.value_dtype.numpy)
+    return {KEYS: (geometry.cursor_row, keys), VALUES: (geometry.first_default, values)}
 
 
-def _slices(
-    ref: TensorRef, table: TablePlan, part: str, pieces: Iterable[WrittenPart], objects: Mapping[str, int]
-) -> Iterator[SliceRef]:
-    """What the tasks wrote of a tensor."""
-    for piece in pieces:
-        if (piece.table, piece.part) == (table.name, part):
-            extent = Extent(objects[piece.object], piece.offset, piece.size, mask(piece.crc))
-            yield SliceRef(row_box(ref.shape, piece.first, piece.count), extent)
-
-
-class _Objects:
-    """Open descriptors of what tasks wrote into a local directory."""
-
-    def __init__(self, directory: Directory) -> None:
-        self._root = directory.as_local()
-        self._open = ExitStack()
-        self._descriptors: dict[str, int] = {}
-
-    def __enter__(self) -> _Objects:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
-
-    def copy(self, piece: WrittenPart, run: WrittenRun) -> None:
-        """Append a piece to a run of a shard, if it is as the task wrote it."""
-        name = piece.object
-        if name not in self._descriptors:
-            self._descriptors[name] = self._open.enter_context(open_shard(self._root / name))
-        crc = done = 0
-        for chunk in chunks_of(self._descriptors[name], piece.offset, piece.size):
-            run.put(data := np.frombuffer(chunk, np.uint8))
-            crc, done = extend(crc, data), done + len(chunk)
-        if done != piece.size:
-            raise CheckpointChanged(f"{self._root / name} became shorter after it was written")
-        if crc != piece.crc:  # else the new shard's own checksum would call damage right
-            raise CorruptFile(f"{self._root / name} is damaged: it is not what a task of the job wrote")
-        run.crc = combine(run.crc, crc, done)
+def _copy(piece: WrittenPart, path: Path, descriptor: int, run: WrittenRun) -> None:
+    """Append a piece of an open object to a run of a shard; an error if it is not as the task wrote it."""
+    crc = done = 0
+    for chunk in chunks_of(descriptor, piece.offset, piece.size):
+        run.put(data := np.frombuffer(chunk, np.uint8))
+        crc, done = extend(crc, data), done + len(chunk)
+    if done != piece.size:
+        raise CheckpointChanged(f"{path} became shorter after it was written")
+    if crc != piece.crc:  # else the new shard's own checksum would call damage right
+        raise CorruptFile(f"{path} is damaged: it is not what a task of the job wrote")
+    run.crc = combine(run.crc, crc, done)
 
 
 def _written(
@@ -428,9 +381,9 @@ def _written(
     shard: NewShard,
     pieces: Iterable[WrittenPart],
     tail: tuple[int, Array] | None,
-    objects: _Objects,
+    opened: Callable[[str], tuple[Path, int]],
 ) -> TensorRef:
-    """Write the elements of a tensor that lie in the new shard; what no task wrote stays a hole of zeros."""
+    """Write the elements of a tensor that lie in the new shard, with holes for zeros; its index entry."""
     (known,) = (extent for extent in ref.extents if extent.shard == number)
     element = int(np.prod(ref.shape[1:])) * ref.dtype.numpy.itemsize
     first = ref.shape[0] - known.size // max(1, element)
@@ -438,7 +391,7 @@ def _written(
     run = shard.reserve(known.size)
     for piece in sorted(pieces, key=lambda each: each.first):
         run.skip((piece.first - first) * element - run.done)
-        objects.copy(piece, run)
+        _copy(piece, *opened(piece.object), run)
     if tail is not None:
         run.skip((tail[0] - first) * element - run.done)
         run.write(tail[1])
@@ -448,10 +401,6 @@ def _written(
         return replace(ref, extent=extent)
     slices = (replace(item, extent=extent) if item.extent == known else item for item in ref.slices)
     return replace(ref, slices=tuple(slices))
-
-
-def _raw(array: Array) -> Array:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 SHARD = "tables.data"
@@ -466,35 +415,35 @@ class TableLayout(Struct, frozen=True, eq=False):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tables' variables by their names."""
+        """The shapes of the tables' variables, by their names."""
         added = self.catalog.tensors.keys() - self.source.tensors.keys()
         return {name: self.catalog.tensors[name].shape for name in added}
 
     @property
     def geometries(self) -> dict[str, TableGeometry]:
-        """The sizes of the tables."""
+        """The sizes of the tables, by their names."""
         return {table.name: table.geometry for table in self.tables}
 
     @property
     def index_names(self) -> frozenset[str]:
-        """The variables that lead from keys to rows."""
+        """The names of the variables that lead from keys to rows."""
         return frozenset(f"{table.name}/{part}" for table in self.tables for part in PARTS[:-1])
 
     @property
     def served_names(self) -> frozenset[str]:
-        """The checkpoint's own tensors that are served as parts of tables."""
+        """The names of the checkpoint's own tensors that are served as parts of tables."""
         parts = chain.from_iterable(table.variable.parts for table in self.tables)
         return frozenset(name for part in parts for name in (part.keys.name, part.values.name))
 
     @property
     def stored_names(self) -> tuple[str, ...]:
-        """All tensors of the checkpoint that the tables are, or may be, read from."""
+        """The names of all tensors of the checkpoint that the tables are, or may be, read from."""
         parts = chain.from_iterable(table.variable.parts for table in self.tables)
         names = chain.from_iterable(part.tensor_names for part in parts)
         return tuple(name for name in names if name in self.source.tensors)
 
     def with_source(self, catalog: Catalog) -> TableLayout:
-        """The same tables laid out in another catalog, to which their tensors were copied."""
+        """Lay the same tables out in another catalog, to which their tensors were copied."""
         # By its keys: a name may depend on tables that were not copied.
         known = {variable.parts[0].keys.name: variable for variable in embedding_variables(catalog).values()}
         moved = [known[plan.variable.parts[0].keys.name] for plan in self.tables]
@@ -502,16 +451,15 @@ class TableLayout(Struct, frozen=True, eq=False):
         return lay_out(catalog, (replace(plan, variable=variable) for plan, variable in plans))
 
     def index_job(self, admission: Admission, task_bytes: int) -> IndexJob:
-        """The tasks that build the indexes."""
-        indexed = [IndexedTable(table.name, table.variable, table.geometry) for table in self.tables]
-        return IndexJob(self.source, indexed, admission, task_bytes)
+        """Plan the tasks that build the indexes."""
+        return IndexJob(self.source, self.tables, admission, task_bytes)
 
     def write(
         self, scratch: Path, admission: Admission, runner: Runner = LOCAL, progress: Progress | None = None
     ) -> tuple[Catalog, Job]:
         """Write what no shard of the checkpoint holds: into `scratch`, or where the runner keeps jobs.
 
-        The catalog with all tensors, and the job, to be left (it is a context manager) once these were read.
+        Returns the catalog with all tensors, and the job, to be left (a context manager) once these are read.
         """
         index = self.index_job(admission, runner.task_bytes)
         with ExitStack() as stack:
@@ -529,7 +477,7 @@ class TableLayout(Struct, frozen=True, eq=False):
 
 
 def lay_out(catalog: Catalog, tables: Iterable[TablePlan]) -> TableLayout:
-    """The catalog with these tables' tensors. Nothing is read or written."""
+    """Add the tables' tensors to a catalog, by its index alone: nothing is read or written."""
     tables = tuple(tables)
     tensors, offset, shard = dict(catalog.tensors), 0, len(catalog.shards)
     for table in tables:

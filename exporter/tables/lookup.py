@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from exporter.late_names import tf
 from exporter.tables.geometry import MULTIPLIER, OFFSET, WINDOW, WINDOW_BITS, TableGeometry
 from exporter.wire import tensor_proto
 from exporter.wire.dtypes import DType
@@ -23,7 +24,7 @@ Tensor = Any
 
 
 class TableLookups(ABC):
-    """Lookups of a table whose rows are those of the variable `values`."""
+    """Looks ids up in a table whose rows are those of the variable `values`."""
 
     values: Any
 
@@ -33,8 +34,6 @@ class TableLookups(ABC):
 
     def rows(self, ids: Any) -> Any:
         """The row number of each id, of a tensor of any shape, a SparseTensor or a RaggedTensor."""
-        import tensorflow as tf
-
         if isinstance(ids, tf.SparseTensor):
             return tf.SparseTensor(ids.indices, self.rows(ids.values), ids.dense_shape)
         if isinstance(ids, tf.RaggedTensor):
@@ -43,16 +42,12 @@ class TableLookups(ABC):
 
     def lookup(self, ids: Any) -> Any:
         """The rows of ids, of shape `ids.shape + [dim]`; ragged for ragged ids."""
-        import tensorflow as tf
-
         if isinstance(ids, tf.RaggedTensor):
             return ids.with_flat_values(self.lookup(ids.flat_values))
         return tf.nn.embedding_lookup(self.values, self.rows(ids))
 
     def lookup_sparse(self, ids: Any, weights: Any = None, combiner: str = "mean") -> Any:
         """The combined rows of each row of a SparseTensor; `combiner` is "sum", "mean" or "sqrtn"."""
-        import tensorflow as tf
-
         return tf.nn.embedding_lookup_sparse(self.values, self.rows(ids), weights, combiner=combiner)
 
 
@@ -68,11 +63,11 @@ PART = "_dynamic_table_part"
 DEFAULTS = "_dynamic_table_defaults"
 """The attribute of the values' VarHandleOp with the default rows, a tensor [d, dim]."""
 
-_UNSET = 1
+_UNSET = 1  # until `set_sizes`
 
 
 class RowNodes(Struct, frozen=True):
-    """The nodes of a lookup: `rows` (int32), default rows of those that are not `found` (bool)."""
+    """The nodes of a lookup: `rows` (int32), which are default rows where `found` (bool) is false."""
 
     rows: str
     found: str
@@ -83,8 +78,8 @@ def add_rows(
 ) -> RowNodes:
     """Add nodes under `name/` that find the rows of `ids`, int64 of any shape, in a table.
 
-    `handles` are the tensors of its variables in the order of `geometry.PARTS`, `defaults` is how many
-    default rows it has. What is gathered from the values by `rows` is the lookup's result.
+    `handles` are the tensors of its variables in the order of `geometry.PARTS`, `defaults` is the number of
+    its default rows. The rows index the values.
     """
     nodes = _Nodes(graph_def, name, table)
     seeds, index_rows, keys, _ = handles
@@ -110,7 +105,7 @@ def add_rows(
 
 
 def set_sizes(graph_def: Proto, tables: Mapping[str, TableGeometry]) -> None:
-    """Fill in the sizes of tables, by their names, wherever the graph or a function of it needs one."""
+    """Fill in the sizes of tables, by their names, in the constants of a graph and its functions."""
     for node in all_nodes(graph_def):
         if SIZE in node.attr:
             geometry = tables.get(node.attr[TABLE].s.decode())
@@ -147,39 +142,39 @@ def _set_value(node: Proto, value: np.ndarray[Any, Any]) -> None:
 
 
 class _Nodes(Struct, frozen=True):
-    """Adds nodes of one lookup to a graph."""
+    """Adds nodes of one lookup to a graph; each method gives the new node's name."""
 
     graph_def: Proto
     scope: str
     table: str
 
     def add(self, name: str, op: str, *inputs: str, of: DType = DType.INT64) -> str:
-        """A node whose operands have one type."""
+        """Add a node whose operands have one type."""
         node = self._node(name, op, *inputs)
         node.attr["T"].type = int(of)
         return str(node.name)
 
     def cast(self, name: str, value: str, source: DType, target: DType) -> str:
-        """A cast."""
+        """Add a cast."""
         node = self._node(name, "Cast", value)
         node.attr["SrcT"].type, node.attr["DstT"].type = int(source), int(target)
         return str(node.name)
 
     def gather(self, name: str, handle: str, indices: str, *, of: DType, by: DType = DType.INT64) -> str:
-        """Rows of a variable."""
+        """Add a gather of a variable's rows."""
         node = self._node(name, "ResourceGather", handle, indices)
         node.attr["dtype"].type, node.attr["Tindices"].type = int(of), int(by)
         return str(node.name)
 
     def constant(self, name: str, value: int, dtype: DType = DType.INT64) -> str:
-        """A scalar."""
+        """Add a scalar constant."""
         node = self._node(name, "Const")
         node.attr["dtype"].type = int(dtype)
         _set_value(node, np.array(value, dtype.numpy))
         return str(node.name)
 
     def size(self, which: str, dtype: DType = DType.INT64) -> str:
-        """A size of the table, which is not known yet."""
+        """Add a constant for a size of the table, which `set_sizes` fills in."""
         name = self.constant(which, _UNSET, dtype)
         node = self.graph_def.node[-1]
         node.attr[TABLE].s, node.attr[SIZE].s = self.table.encode(), which.encode()

@@ -17,9 +17,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from msgspec import Struct
@@ -38,18 +39,15 @@ from exporter.storage.waiting import workers
 from exporter.tables.geometry import WINDOW, TableGeometry, hashes_of, keys_of
 from exporter.tables.spread import Crowded, spread, table_full
 from exporter.wire.crc32c import crc_of, extend
-from exporter.wire.dtypes import DType
-
-Array = np.ndarray[Any, Any]
+from exporter.wire.dtypes import Array, DType
 
 RANGE_KEYS = 1 << 18
-"""Keys of a range, at most twice as many as on average: all ranges are equally wide, and hashes even."""
+"""Keys of a range on average at most, half of that at least: all are equally wide, and hashes even."""
 
 KEY_BYTES = 12
 """Bytes of a sorted key: its hash (uint64) and its row (int32)."""
 
-_LEAST_GROUPS = WINDOW
-"""Groups that a range has at least: its slots begin and end with a window of their own."""
+_LEAST_GROUPS = WINDOW  # of a range: its slots begin and end with a window of their own
 
 
 class KeyRanges(Struct, frozen=True):
@@ -67,33 +65,33 @@ class KeyRanges(Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """How many ranges there are."""
+        """The number of ranges."""
         return 1 << self.bits
 
     @property
     def groups(self) -> int:
-        """Groups of each range."""
+        """The number of groups of each range."""
         return self.geometry.groups >> self.bits
 
     @property
     def slots(self) -> int:
-        """Slots of each range, but for the window in which it reaches into the next one."""
+        """The number of slots of each range, but for the window in which it reaches into the next one."""
         return self.groups * self.geometry.stride
 
     @property
     def room(self) -> int:
-        """More keys than this have no place in a range."""
+        """The number of keys that have a place in a range, at most."""
         return self.slots + WINDOW
 
     def of_hashes(self, hashed: Array) -> Array:
-        """The range of each hash, in a type that is sorted quickly."""
+        """The number of each hash's range."""
         if not self.bits:
             return np.zeros(len(hashed), np.uint8)
+        # numpy sorts small integers by radix.
         return (hashed >> np.uint64(64 - self.bits)).astype(np.uint8 if self.bits <= 8 else np.uint16)
 
 
-_BLOCK = 1 << 20
-"""Keys in memory at a time."""
+_BLOCK = 1 << 20  # keys in memory at a time
 
 
 class KeyRun(Struct, frozen=True):
@@ -114,17 +112,17 @@ class KeyRun(Struct, frozen=True):
 
     @property
     def is_wide(self) -> bool:
-        """True if keys are stored as they are served."""
+        """True if keys are stored as they are served: as int64."""
         return self.keys.dtype is DType.INT64
 
     @property
     def counted(self) -> tuple[TensorRef, ...]:
-        """The tensors of which a part is read: its checksum is in the receipt, in this order."""
+        """The tensors of which a part is read, in the order of its checksums in the receipt."""
         return tuple(ref for ref in (self.keys, self.freqs, self.versions) if ref is not None)
 
     @property
     def tensors(self) -> tuple[TensorRef, ...]:
-        """All of which something is read."""
+        """All tensors that are read, whole or in part."""
         return self.counted if self.offsets is None else (*self.counted, self.offsets)
 
     def renumbered(self, shards: Sequence[int]) -> KeyRun:
@@ -142,23 +140,23 @@ class KeyRun(Struct, frozen=True):
 
     @property
     def sorted_bytes(self) -> int:
-        """Bytes of the sorted keys in the object."""
+        """The number of bytes of sorted keys in the object."""
         return KEY_BYTES * (self.stop - self.start)
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of the run in the object."""
+        """The number of bytes of the run in the object."""
         return self.sorted_bytes + (0 if self.is_wide else 8 * (self.stop - self.start))
 
     def part(self, ref: TensorRef) -> Range:
-        """Where the run's elements of a tensor lie."""
+        """The range of the run's elements of a tensor."""
         (extent,) = ref.extents
         size = ref.dtype.numpy.itemsize
         return Range(extent.shard, extent.offset + self.start * size, (self.stop - self.start) * size)
 
     @property
     def ranges_read(self) -> Iterator[Range]:
-        """All bytes that are read."""
+        """Yield the ranges of all bytes that are read."""
         yield from map(self.part, self.counted)
         if self.offsets is not None:
             (extent,) = self.offsets.extents
@@ -166,7 +164,7 @@ class KeyRun(Struct, frozen=True):
 
 
 class Partition(Task, frozen=True, kw_only=True):
-    """Sort runs of keys by ranges.
+    """Sorts runs of keys by ranges.
 
     The receipt has the checksums of what was read of each run's `counted`, of the keys as int64 where they
     are written so, and in `counts` how many keys each range of each run has.
@@ -210,7 +208,7 @@ class Partition(Task, frozen=True, kw_only=True):
 
 
 class _Sorting:
-    """Sorts one run into a file from `offset` on: counts the keys of each range first."""
+    """Sorts one run into a file from `offset` on; `counts`, `read` and `wide_crc` are for the receipt."""
 
     def __init__(self, task: Partition, run: KeyRun, catalog: Catalog, target: int, offset: int) -> None:
         self.run = run
@@ -221,6 +219,7 @@ class _Sorting:
         self._target, self._offset = target, offset
 
     def sort(self) -> None:
+        """Count the keys of each range, then read them again and write each to its place."""
         of_blocks = list(self._count())
         self.counts = np.sum([self.counts, *of_blocks], axis=0)
         left_out = self._left_out()
@@ -241,7 +240,7 @@ class _Sorting:
             hashes_at, rows_at = hashes_at + 8 * counts, rows_at + 4 * counts
 
     def _count(self) -> Iterator[Array]:
-        """How many keys of each block are in each range; they are checked, and written where that is due."""
+        """Yield the number of keys in each range, block by block; checks them, and writes int32 as int64."""
         run, crc = self.run, 0
         offsets = None if run.offsets is None else read_offsets(self._catalog, run.keys, run.offsets)
         for first, block in self._blocks(run.keys):
@@ -256,23 +255,21 @@ class _Sorting:
         self.read = (crc,)
 
     def _left_out(self) -> Array | None:
-        """Which keys of the run are not served; None if all are."""
+        """A mask of the run's keys that are not admitted; None if all are."""
         run, task = self.run, self._task
         found = np.zeros(run.stop - run.start, bool)
         for ref in run.counted[1:]:
             crc = 0
             for first, block in self._blocks(ref):
                 crc = extend(crc, block.view(np.uint8))
-                is_freq = ref is run.freqs
-                admitted = (
-                    task.admission.enough(block) if is_freq else task.admission.recent(block, task.step)
-                )
+                of_freqs, rule = ref is run.freqs, task.admission
+                admitted = rule.enough(block) if of_freqs else rule.recent(block, task.step)
                 found[first : first + len(block)] |= np.logical_not(admitted)
             self.read += (crc,)
         return found if found.any() else None
 
     def _blocks(self, ref: TensorRef) -> Iterator[tuple[int, Array]]:
-        """The run's elements of a tensor, and the number of the first in the run."""
+        """Yield blocks of the run's elements of a tensor, each with the number of its first in the run."""
         count, dtype, at = self.run.stop - self.run.start, ref.dtype.numpy, self.run.part(ref)
         with open_shard(self._catalog.shards[at.input]) as descriptor:
             for first in range(0, count, _BLOCK):
@@ -284,15 +281,19 @@ class _Sorting:
 
 
 def bytes_of(array: Array) -> memoryview:
-    """The bytes of an array, to be written or filled."""
+    """A view of an array's bytes, to be written or filled."""
     return array.view(np.uint8).data
 
 
 KeysOfRange = Callable[[int, int], tuple[Array, Array]]
-"""Reads a range, by its number, up to so many keys: their hashes and rows, `~row` for keys not served."""
+"""Reads up to so many keys of the range of a number: their hashes and rows, `~row` for keys not served."""
 
-_CHUNK_GROUPS = 1 << 16
+_CHUNK_GROUPS = 1 << 16  # that are placed at a time
 _FETCHED = 16  # sections that are fetched at a time
+
+
+Located = tuple[Path, int]
+"""An offset in a file."""
 
 
 class KeyTwice(Exception):
@@ -304,7 +305,7 @@ class KeyTwice(Exception):
 
 
 class SortedKeys(Struct, frozen=True, array_like=True):
-    """Sorted keys of a run of ranges in an input, from `offset` on; `counts` has how many of each range."""
+    """Sorted keys of a run of ranges in an input, from `offset` on; `counts` is their number by range."""
 
     input: int
     offset: int
@@ -312,7 +313,7 @@ class SortedKeys(Struct, frozen=True, array_like=True):
 
     @property
     def bytes_(self) -> int:
-        """Bytes of the keys."""
+        """The number of bytes of the keys."""
         return KEY_BYTES * sum(self.counts)
 
 
@@ -337,23 +338,23 @@ class RangeRun(Struct, frozen=True):
 
     @property
     def groups(self) -> tuple[int, int]:
-        """The first group and how many follow: what the run has of `index_seeds`."""
+        """The first group and the number of groups: the elements of `index_seeds` that the run writes."""
         return self.start * self.ranges.groups, (self.stop - self.start) * self.ranges.groups
 
     @property
     def slots(self) -> tuple[int, int]:
-        """The first slot and how many follow: what the run has of `index_rows`."""
+        """The first slot and the number of slots: the elements of `index_rows` that the run writes."""
         first = self.start * self.ranges.slots + (WINDOW if self.start else 0)
         return first, self.stop * self.ranges.slots + WINDOW - first
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of seeds and slots."""
+        """The number of bytes of seeds and slots."""
         return 8 * self.groups[1] + 4 * self.slots[1]
 
 
 class PlaceKeys(Task, frozen=True, kw_only=True):
-    """Write seeds and slots of runs of ranges, one behind another. The receipt has the checksums of each."""
+    """Writes seeds and slots of runs of ranges, one behind another, whose checksums the receipt has."""
 
     operation: ClassVar[str] = "place"
 
@@ -374,27 +375,27 @@ class PlaceKeys(Task, frozen=True, kw_only=True):
         return Receipt(self.name, (), tuple(wrote), offset, tag, keys)
 
     @contextmanager
-    def _fetched(self, directory: Directory) -> Iterator[list[list[_Located]]]:
-        """Files with the sections of each run; from a store all are fetched into one, many at a time."""
+    def _fetched(self, directory: Directory) -> Iterator[list[list[Located]]]:
+        """Where the sections of each run lie; from a store all are fetched into one file, many at a time."""
         with new_file(directory.scratch) as (descriptor, path), workers(_FETCHED, "sections") as pool:
 
-            def fetch(section: SortedKeys, offset: int) -> _Located:
+            def fetch(section: SortedKeys, offset: int) -> Located:
                 wanted, source = Range(0, section.offset, section.bytes_), self.inputs[section.input]
                 if source.fetch(wanted, descriptor, offset, path):
-                    return _Located(path, offset)
-                return _Located(Path(source.place), section.offset)
+                    return path, offset
+                return Path(source.place), section.offset
 
             sections = [section for run in self.runs for section in run.sections]
             offsets = [0, *accumulate(section.bytes_ for section in sections)]
             places = pool.map(fetch, sections, offsets)
             yield [list(islice(places, len(run.sections))) for run in self.runs]
 
-    def _place(self, run: RangeRun, places: Sequence[_Located], target: int, offset: int) -> tuple[int, int]:
-        """The checksums of the seeds and slots, which go to the target."""
-        sorted_keys = _SortedKeys(run, places)
+    def _place(self, run: RangeRun, places: Sequence[Located], target: int, offset: int) -> tuple[int, int]:
+        """Write seeds and slots of a run to the target from `offset` on; their checksums."""
+        keys = partial(_read_keys, run, places)
         slots_at = offset + 8 * run.groups[1]
         try:
-            for piece in place_ranges(run.ranges, run.start, run.stop, sorted_keys.read):
+            for piece in place_ranges(run.ranges, run.start, run.stop, keys):
                 write_at(target, offset + 8 * (piece.group - run.groups[0]), bytes_of(piece.seeds))
                 write_at(target, slots_at + 4 * (piece.slot - run.slots[0]), bytes_of(piece.rows))
         except KeyTwice as error:
@@ -406,6 +407,7 @@ class PlaceKeys(Task, frozen=True, kw_only=True):
         return crc_of(target, offset, sizes[0]), crc_of(target, slots_at, sizes[1])
 
     def _twice(self, run: RangeRun, error: KeyTwice) -> CorruptFile:
+        """The error of a key in two rows, which names the tensors of these rows."""
         bounds = np.cumsum([rows for _, rows in run.stored])
         places = np.searchsorted(bounds, sorted(error.rows)[:2], side="right")
         names = [run.stored[place][0] for place in places]
@@ -423,7 +425,7 @@ class PlacedSlots(Struct, frozen=True, eq=False):
 
 
 def place_ranges(ranges: KeyRanges, start: int, stop: int, keys: KeysOfRange) -> Iterator[PlacedSlots]:
-    """Seeds and slots of the ranges `start`, an even number, to `stop`; see `RangeRun.slots`."""
+    """Yield seeds and slots of the ranges `start` (even) to `stop`; raises KeyTwice and TableFull."""
     placing = _Placing(ranges, keys)
     empty = np.full(WINDOW, ranges.geometry.empty_row, np.int32)
     ends = dict.fromkeys(range(start, stop + 1), empty)  # the windows that neighbours share
@@ -444,6 +446,7 @@ def place_ranges(ranges: KeyRanges, start: int, stop: int, keys: KeysOfRange) ->
 
 
 def _inner(ranges: KeyRanges, number: int, seeds: Array, area: Array) -> PlacedSlots:
+    """A range without the windows that it shares with its neighbours."""
     slots = np.ascontiguousarray(area[WINDOW:-WINDOW])
     return PlacedSlots(number * ranges.groups, seeds, number * ranges.slots + WINDOW, slots)
 
@@ -457,10 +460,9 @@ class _Placing(Struct, frozen=True):
     def place(
         self, number: int, before: Array, behind: Array, *, only_first: bool = False
     ) -> tuple[Array, Array]:
-        """The seeds of a range's groups, and its slots, around those that its neighbours have in common ones.
-
-        With `only_first` the first slots alone are right.
-        """
+        """Place a range around keys in the windows that it shares; the seeds of its groups, and its slots."""
+        # `before` and `behind` are these windows as its neighbours left them. With `only_first` the first
+        # slots alone are right.
         ranges, geometry = self.ranges, self.ranges.geometry
         hashed, rows, counts = self._by_groups(number)
         area = np.full(ranges.slots + WINDOW, geometry.empty_row, np.int32)
@@ -482,7 +484,7 @@ class _Placing(Struct, frozen=True):
         return chosen, area
 
     def _by_groups(self, number: int) -> tuple[Array, Array, Array]:
-        """Hashes and rows of a range's served keys, ordered by groups, and how many each group has."""
+        """Hashes and rows of a range's served keys, ordered by groups, and the number of keys by group."""
         hashed, rows = self.keys(number, self.ranges.room + 1)
         if len(hashed) > self.ranges.room:
             raise self._refused(number, Crowded(keys_of(hashed)))
@@ -494,7 +496,7 @@ class _Placing(Struct, frozen=True):
                 raise self._twice(number, int(keys_of(ordered[twice[:1]])[0]))
             hashed, rows = hashed[~is_left_out], rows[~is_left_out]
         groups = self.ranges.geometry.group_of_hash(hashed) - number * self.ranges.groups
-        # Numbers below groups, in one word: much quicker than to sort numbers by groups.
+        # Key numbers in the lower half of a word, groups in the upper: much quicker than `argsort`.
         packed = groups.view(np.uint64) << np.uint64(32)
         packed |= np.arange(len(rows), dtype=np.uint64)
         packed.sort()
@@ -503,6 +505,7 @@ class _Placing(Struct, frozen=True):
         return hashed.take(order), rows.take(order), counts
 
     def _refused(self, number: int, crowded: Crowded) -> KeyTwice | TableFull:
+        """The error for keys that find no seed."""
         if crowded.twice is not None:
             return self._twice(number, crowded.twice)
         return table_full(self.ranges.geometry, crowded.keys)
@@ -513,32 +516,19 @@ class _Placing(Struct, frozen=True):
         return KeyTwice(key, np.where(found < 0, ~found, found).tolist())
 
 
-class _Located(Struct, frozen=True):
-    """A file, and an offset in it."""
-
-    path: Path
-    offset: int
-
-
-class _SortedKeys(Struct, frozen=True):
-    """Reads keys of ranges. Files are opened for each read: they may be more than a process may open."""
-
-    run: RangeRun
-    places: Sequence[_Located]
-
-    def read(self, number: int, most: int) -> tuple[Array, Array]:
-        """See `KeysOfRange`."""
-        at = number - self.run.start
-        count = min(sum(section.counts[at] for section in self.run.sections), most)
-        hashed, rows, done = np.empty(count, np.uint64), np.empty(count, np.int32), 0
-        for section, place in zip(self.run.sections, self.places, strict=True):
-            stored = section.counts[at]
-            last = min(done + stored, most)
-            begin = place.offset + KEY_BYTES * sum(section.counts[:at])
-            with open_shard(place.path) as descriptor:
-                for array, offset in ((hashed, begin), (rows, begin + 8 * stored)):
-                    wanted = bytes_of(array[done:last])
-                    if read_at(descriptor, offset, wanted) < len(wanted):
-                        raise CheckpointChanged(f"{place.path} became shorter after it was written")
-            done = last
-        return hashed, rows
+def _read_keys(run: RangeRun, places: Sequence[Located], number: int, most: int) -> tuple[Array, Array]:
+    """Read the sorted keys of a range from files, by its number: see `KeysOfRange`."""
+    at = number - run.start
+    count = min(sum(section.counts[at] for section in run.sections), most)
+    hashed, rows, done = np.empty(count, np.uint64), np.empty(count, np.int32), 0
+    for section, (path, offset) in zip(run.sections, places, strict=True):
+        stored = section.counts[at]
+        last = min(done + stored, most)
+        begin = offset + KEY_BYTES * sum(section.counts[:at])
+        with open_shard(path) as descriptor:  # for each read: they may be more than a process may open
+            for array, start in ((hashed, begin), (rows, begin + 8 * stored)):
+                wanted = bytes_of(array[done:last])
+                if read_at(descriptor, start, wanted) < len(wanted):
+                    raise CheckpointChanged(f"{path} became shorter after it was written")
+        done = last
+    return hashed, rows

@@ -14,15 +14,10 @@ from msgspec import Struct
 
 from exporter.errors import TableFull
 from exporter.tables.geometry import MAX_ROWS, OFFSET, WINDOW, WINDOW_BITS, TableGeometry, hashes_of, seeds
+from exporter.wire.dtypes import Array
 
-Array = np.ndarray[Any, Any]
-
-_EASY = WINDOW // 4
-"""So many keys more than others have are easily placed in a window."""
-
-_AT_ONCE = 1 << 12
-"""So many keys are tried at a time, if fewer are left under several seeds: they cost little more than one."""
-
+_EASY = WINDOW // 4  # keys that a window easily takes beside those that other groups have there
+_AT_ONCE = 1 << 12  # keys in a try; fewer that are left are tried under several seeds for little more time
 _MOST_TRIES = 1 << 21
 
 
@@ -37,10 +32,11 @@ class Crowded(Exception):
 
 
 def spread(keys: Array, counts: Array, windows: Array, occupied: Array) -> tuple[Array, Array]:
-    """A seed for each group, and a slot for each key; the slots are marked in `occupied`.
+    """Choose a seed for each group, and so a slot for each key, which is marked in `occupied`.
 
-    `keys` are those of the first group, then of the second and so on; `counts` is how many each has,
-    `windows` its first slot. Slots are counted in `occupied`, which may be a part of the table.
+    `keys` are those of the first group, then of the second and so on; `counts` is their number by group,
+    `windows` has each group's first slot. Slots are numbered within `occupied`, which may be a part of the
+    table. Crowded if a group finds no seed.
     """
     chosen = np.full(len(counts), seeds(0, 1)[0], np.int64)
     slots = np.empty(len(keys), np.int64)
@@ -64,10 +60,7 @@ def spread(keys: Array, counts: Array, windows: Array, occupied: Array) -> tuple
 
 
 class _Groups(Struct):
-    """Groups of one size that have no seed yet: their numbers, first keys and windows; `keys` [size, groups].
-
-    To the keys the offset is added already.
-    """
+    """Groups of one size without a seed: numbers, first keys, windows; `keys` [size, groups] with offset."""
 
     groups: Array
     firsts: Array
@@ -76,13 +69,13 @@ class _Groups(Struct):
 
     @classmethod
     def of(cls, keys: Array, size: int, groups: Array, firsts: Array, windows: Array) -> _Groups:
-        """The groups with their keys."""
+        """Take the groups' keys out of all."""
         shifted = keys.view(np.uint64).take(firsts + np.arange(size)[:, None])
         shifted += np.uint64(OFFSET)
         return cls(groups, firsts, windows, shifted)
 
     def without(self, placed: Array) -> _Groups:
-        """The groups but for those at some places."""
+        """The groups but for those at these places."""
         is_left = np.ones(len(self.groups), bool)
         is_left[placed] = False
         left = np.flatnonzero(is_left)
@@ -96,7 +89,8 @@ class _Groups(Struct):
 
 
 def _spread_size(left: _Groups, occupied: Array, owner: Array, chosen: Array, slots: Array) -> None:
-    """Seeds for groups of one size. `owner` is room for a number for each slot."""
+    """Choose seeds for groups of one size: writes `occupied`, `chosen`, `slots`; may raise Crowded."""
+    # `owner` is scratch memory: a number for each slot.
     tried = 0
     while len(left.groups):
         count = max(1, _AT_ONCE // left.keys.size)
@@ -118,7 +112,7 @@ def _spread_size(left: _Groups, occupied: Array, owner: Array, chosen: Array, sl
 
 
 def _first_that_fits(left: _Groups, trial: Array, occupied: Array) -> tuple[Array, Array, Array]:
-    """The places of the groups that one of several seeds fits, their slots under it, and the seed."""
+    """The places of the groups that one of several seeds fits, their slots under the first, and this seed."""
     found = left.under(trial.view(np.uint64))
     fits = np.logical_not(occupied.take(found).any(axis=0))
     which, places = np.nonzero(fits)
@@ -130,7 +124,8 @@ def _first_that_fits(left: _Groups, trial: Array, occupied: Array) -> tuple[Arra
 
 
 def _take(found: Array, occupied: Array, owner: Array) -> Array:
-    """Mark the slots of those groups of whose slots no two are the same; the places of these groups."""
+    """Mark the slots of groups that no other group wants; the places of these groups."""
+    # The last writer owns a slot: a group that reads another number than its own has lost one.
     numbers = np.arange(found.size, dtype=np.int32).reshape(found.shape)
     owner[found] = numbers
     alone = np.flatnonzero(
@@ -141,7 +136,7 @@ def _take(found: Array, occupied: Array, owner: Array) -> Array:
 
 
 def _refuse(left: _Groups, tried: int) -> None:
-    """See whether a group has a key twice, or enough seeds were tried."""
+    """Raise Crowded if a group has a key twice, or enough seeds were tried."""
     keys = (left.keys - np.uint64(OFFSET)).view(np.int64)
     ordered = np.sort(keys, axis=0)
     twice = (ordered[1:] == ordered[:-1]).any(axis=0)
@@ -152,9 +147,9 @@ def _refuse(left: _Groups, tried: int) -> None:
 
 
 def _any(masks: Any) -> Array:
-    """Where one of several masks is true: much quicker than `any` along a short axis."""
+    """A mask of the places where one of several masks is true."""
     masks = iter(masks)
-    found: Array = next(masks)
+    found: Array = next(masks)  # much quicker than `any` along a short axis
     for mask in masks:
         found |= mask
     return found
@@ -164,7 +159,7 @@ def _any(masks: Any) -> Array:
 
 
 def table_full(geometry: TableGeometry, keys: Array) -> TableFull:
-    """The error for the keys of a group, in ascending order, that have no place together."""
+    """The error, with a hint, for the keys of a group, in ascending order, that have no place together."""
     found = TableFull(
         f"{len(keys)} of a table's keys fall in one place of its index and do not fit there",
         cause=f"the table has {geometry.groups} places for {geometry.usable_rows} keys",
@@ -181,7 +176,7 @@ def table_full(geometry: TableGeometry, keys: Array) -> TableFull:
 
 
 def _room_to_spread(geometry: TableGeometry, keys: Array) -> int | None:
-    """For how many times as many keys a table must have room to place these easily; None: for too many."""
+    """The least `--table-head-room` with which these keys are easily placed; None if that is too much."""
     hashed = np.sort(hashes_of(keys))
     near = WINDOW // geometry.stride  # groups whose windows overlap
     for more in range(1, 64 - geometry.group_bits):

@@ -25,6 +25,7 @@ from typing import Any
 
 from exporter.checkpoint.embedding_variables import KEYS, ROWS, VALUES, name_in_object
 from exporter.errors import UsageError
+from exporter.late_names import tf
 from exporter.tables.key_index import KeyIndex
 from exporter.tables.lookup import TableLookups
 from exporter.wire.dtypes import DType
@@ -60,8 +61,6 @@ class TrainableTable(TableLookups):
         *,
         records_steps: bool = False,
     ) -> None:
-        import tensorflow as tf
-
         if tf.executing_eagerly():
             raise UsageError(
                 f"dynamic table {name!r} is trained in a graph", hint="open one: with tf.Graph().as_default()"
@@ -91,14 +90,12 @@ class TrainableTable(TableLookups):
         v1.add_to_collection(COLLECTION, name)
 
     def remove(self, keys: Any, slots: Iterable[Variable] | None = None) -> Any:
-        """Take keys away; how many of them were there.
+        """Take keys away; the number of them that were there.
 
         A removed key reads as one that was never seen; when it is met again it starts over. The rows of
         optimizers' `slots` start over as well, with the values that the slot's first row had: by default of
         those that `tf.compat.v1.train` has made for the table so far, so call this after `minimize`.
         """
-        import tensorflow as tf
-
         chosen = list(self._slots() if slots is None else slots)
         with self._at_home():  # before anything is removed: the worker may die
             firsts = [tf.identity(_first_row(slot)) for slot in chosen]
@@ -114,13 +111,11 @@ class TrainableTable(TableLookups):
             return self.index.remove(distinct, begin_anew)
 
     def remove_unseen(self, max_age_steps: int, slots: Iterable[Variable] | None = None) -> Any:
-        """Take keys away that were not looked up in this many global steps; how many these were.
+        """Take keys away that were not looked up in this many global steps; the number of them.
 
         Like `remove`, but it looks at all rows: run it now and then. Ages are not saved: after a restore they
         count from when this is first run.
         """
-        import tensorflow as tf
-
         if self._seen is None:
             raise UsageError(
                 f"dynamic table {self.name!r} does not know when its keys were looked up last",
@@ -137,18 +132,14 @@ class TrainableTable(TableLookups):
         return self.remove(old, slots)
 
     def lay_over(self, keys: Tensor, rows: Tensor, values: Tensor, removed: Tensor) -> Any:
-        """The operation that takes keys away and gives others rows and values."""
-        import tensorflow as tf
-
+        """Add the operation that takes keys away, and then gives others these rows and values."""
         with self._at_home(), self._upkeep():
             written = self.values.scatter_update(tf.IndexedSlices(values, rows))
             with tf.control_dependencies([written]):
                 return self.index.lay_over(keys, rows, removed)
 
     def _rows_of(self, ids: Tensor) -> Tensor:
-        """The row number of each id; new keys get rows."""
-        import tensorflow as tf
-
+        """The row number of each id; new keys are given rows, and the step of the lookup is noted."""
         keys, places = tf.unique(tf.reshape(ids, [-1]))
         with self._upkeep():
             found = self.index.find_or_add(keys)
@@ -162,29 +153,21 @@ class TrainableTable(TableLookups):
         return tf.reshape(tf.gather(found, places), tf.shape(ids))
 
     def _step(self) -> Tensor:
-        import tensorflow as tf
-
         return tf.cast(tf.convert_to_tensor(tf.compat.v1.train.get_or_create_global_step()), tf.int64)
 
     def _begin_anew(self, rows: Tensor) -> Any:
-        import tensorflow as tf
-
         values = tf.gather(self._fresh, rows % min(_FRESH_ROWS, self.capacity))
         with tf.control_dependencies(self._forget_steps(rows)):
             return self.values.scatter_update(tf.IndexedSlices(values, rows))
 
     def _forget_steps(self, rows: Tensor) -> list[Any]:
-        """Operations that set the time of these rows' last lookup to unknown."""
-        import tensorflow as tf
-
+        """Add operations that set the step of these rows' last lookup to unknown."""
         if self._seen is None:
             return []
         unknown = tf.fill([tf.size(rows)], tf.constant(_UNKNOWN, tf.int64))
         return [self._seen.scatter_update(tf.IndexedSlices(unknown, rows))]
 
     def _restore(self, keys: Tensor, rows: Tensor, values: Tensor) -> Any:
-        import tensorflow as tf
-
         def put() -> list[Any]:
             begun = [self.values.assign(self._start), *self._forget_steps(tf.range(self.capacity))]
             with tf.control_dependencies(begun):
@@ -194,8 +177,6 @@ class TrainableTable(TableLookups):
             return self.index.restore(keys, rows, put)
 
     def _slots(self) -> list[Variable]:
-        import tensorflow as tf
-
         beside = f"{self.values.op.name}/"
         variables = tf.compat.v1.global_variables()
         return [
@@ -208,14 +189,10 @@ class TrainableTable(TableLookups):
         return self._graph.colocate_with(self.values.handle)  # type: ignore[no-any-return]  # it is untyped
 
     def _upkeep(self) -> AbstractContextManager[Any]:
-        import tensorflow as tf
-
         mark = tf.compat.v1.AttrValue(b=True)
         return self._graph._attr_scope({UPKEEP: mark})  # type: ignore[no-any-return]  # it is untyped
 
     def _variable(self, part: str, value: Callable[[], Tensor], *collections: str) -> Variable:
-        import tensorflow as tf
-
         v1 = tf.compat.v1
         return v1.Variable(
             value(),
@@ -227,8 +204,7 @@ class TrainableTable(TableLookups):
         )
 
     def _make(self) -> Tensor:
-        """Initialise the variables that were not restored."""
-        import tensorflow as tf
+        """Add the operation that initialises the variables that were not restored."""
 
         def settled(variable: Variable) -> Tensor:
             def make() -> Tensor:  # not by `initializer`: an operation outside of a branch would always run
@@ -242,31 +218,26 @@ class TrainableTable(TableLookups):
 
 
 def trainable_tables() -> tuple[TrainableTable, ...]:
-    """The tables of the graph that is being built."""
-    import tensorflow as tf
-
+    """The trainable tables of the graph that is being built."""
     v1 = tf.compat.v1
     saved = v1.get_collection(v1.GraphKeys.SAVEABLE_OBJECTS)
     return tuple(each.trainable_table for each in saved if is_trainable_table(each))
 
 
 def is_trainable_table(saveable: Any) -> bool:
-    """True for what a Saver stores of a table."""
+    """True for the saveable object of a trainable table."""
     return isinstance(getattr(saveable, "trainable_table", None), TrainableTable)
 
 
 def _first_row(slot: Variable) -> Tensor:
-    """The first row that a slot had, where its initial value is made: that may be another machine."""
-    import tensorflow as tf
-
+    """The first row of a slot's initial value, on the machine where that is made."""
     value = slot.initial_value
     with tf.control_dependencies(None), value.graph.colocate_with(value.op, ignore_existing=True):
         return value[:1]
 
 
 def _saveable(table: TrainableTable) -> Any:
-    """What a Saver stores of a table, and how it restores it."""
-    import tensorflow as tf
+    """The saveable object by which a Saver stores and restores a table."""
     from tensorflow.python.training.saving import saveable_object
 
     class Saveable(saveable_object.SaveableObject):  # type: ignore[misc]  # TensorFlow is untyped
@@ -326,7 +297,6 @@ def trainable_embedding(
 def trainable_embedding_class() -> Any:
     """The layer's class, for `custom_objects={"TrainableEmbedding": ...}` of `keras.saving.load_model`."""
     import keras
-    import tensorflow as tf
 
     @keras.saving.register_keras_serializable("exporter")
     class TrainableEmbedding(keras.layers.Layer):  # type: ignore[misc]  # Keras is untyped
@@ -399,8 +369,7 @@ def trainable_embedding_class() -> Any:
 
 
 def _saved_table(layer: Any) -> Any:
-    import tensorflow as tf
-
+    """Make the index of a layer's keys, as an object that `tf.train.Checkpoint` tracks."""
     rows: Variable = layer.rows.value
     fresh = tf.Variable(rows[: min(_FRESH_ROWS, layer.capacity)], trainable=False)
 
@@ -469,16 +438,14 @@ def _saved_table(layer: Any) -> Any:
 
 
 def _slots(optimizer: Any, rows: Any) -> list[Variable]:
-    """The slots that an optimizer keeps for the rows: they are called after them."""
+    """The slots that an optimizer keeps for the rows, which are named after them."""
     stem = f"{rows.path.replace('/', '_')}_"
     found = [each for each in optimizer.variables if each.path.rpartition("/")[2].startswith(stem)]
     return [each.value for each in found if tuple(each.shape[:1]) == tuple(rows.shape[:1])]
 
 
 def _refuse_clusters(name: str) -> None:
-    """Refuse strategies that the table would not follow."""
-    import tensorflow as tf
-
+    """Raise UsageError under a strategy of several replicas or of parameter servers."""
     strategy = tf.distribute.get_strategy()
     servers = isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy)
     if servers or strategy.num_replicas_in_sync > 1:

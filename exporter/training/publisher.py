@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
 from exporter.delta.format import Change, Rows
@@ -246,7 +246,14 @@ class Publisher:
     def _note(
         self, full: FullCheckpoint, tip: RunTip, *, is_equal: bool, event_time: datetime | None = None
     ) -> None:
-        found = CheckpointMarker(full.id, tip.run, tip.last_increment, is_equal, tip.session, event_time)
+        found = CheckpointMarker(
+            checkpoint=full.id,
+            run=tip.run,
+            session=tip.session,
+            after=tip.last_increment,
+            is_equal=is_equal,
+            event_time=event_time or UNSET,
+        )
         self._store.note(found)
 
     def _look(self) -> bool:

@@ -145,7 +145,7 @@ class Carrier:
         return self.listed() if self._complete(found) else found
 
     def listed(self) -> StoredModel:
-        """What is published now."""
+        """The model in the store, listed now."""
         found = stored_model(self._store)
         self.shown = dict(found.holds)
         return found
@@ -185,7 +185,7 @@ class Carrier:
             self._is_probed = True
 
     def forget(self, paths: Iterable[str]) -> None:
-        """Record abandoned paths, at which nothing may ever be published."""
+        """Record abandoned paths, so that no publisher ever uses them."""
         self._replace(replace(self.head, given_up=self.head.given_up | dict.fromkeys(paths, "")))
 
     def _give_up(self, upload: Upload) -> None:

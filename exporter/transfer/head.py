@@ -49,7 +49,7 @@ _HoldText = Annotated[str, Meta(pattern=r"^[\x00-\xff]*$", max_length=LONGEST_HO
 
 
 class Upload(Struct, frozen=True):
-    """What is being uploaded: its path below the model, the SHA-256 of its manifest, `files_digest` of it."""
+    """An upload in progress: its path below the model, the SHA-256 of its manifest, `files_digest` of it."""
 
     path: _Item
     manifest: str

@@ -35,6 +35,7 @@ from exporter.publish.versions import (
     inside_a_model,
     is_of_a_model,
     itself_a_version,
+    log_directories,
     originals,
     published_versions,
 )
@@ -124,7 +125,7 @@ class StoredItems(StoredModel, frozen=True):
 
 
 def local_items(model: Path) -> list[Item]:
-    """What is published locally, in the order in which it is carried."""
+    """The local versions and deltas, in the order in which they are carried."""
     found = []
     for path in local_paths(model).values():
         try:
@@ -143,8 +144,7 @@ def by_path(items: Iterable[Item]) -> dict[str, Item]:
 def local_paths(model: Path) -> dict[str, Path]:
     """The directories of what is published locally, by their paths below the model."""
     paths = [child.path for child in published_versions(model)]
-    logs = sorted(path for path in (model / DELTAS_DIRECTORY).glob("*") if path.is_dir())
-    paths += [log / name for log in logs for name, _, _ in delta_names(log)]
+    paths += [log / name for log in log_directories(model) for name, _, _ in delta_names(log)]
     return {path.relative_to(model).as_posix(): path for path in paths}
 
 
@@ -155,7 +155,7 @@ def path_of(name: str) -> str | None:
 
 
 def local_item(model: Path, path: Path) -> Item:
-    """What is published in one directory."""
+    """The version or delta in one directory."""
     manifest, content = _manifests.of(path / MANIFEST_FILE, _read_local)
     check_place(manifest, path)
     return Item(path.relative_to(model).as_posix(), manifest, content)
@@ -193,7 +193,7 @@ def looking_again(work: Callable[[], T]) -> T:
 
 
 def stored_model(store: ObjectReader) -> StoredModel:
-    """What is published in a store, by the names of its objects; no manifest is read."""
+    """The model in a store, by the names of its objects; no manifest is read."""
     return looking_again(lambda: _stored_model(store))
 
 
@@ -229,7 +229,7 @@ def stored_items(
     known: StoredItems | None = None,
     look: Callable[[], StoredModel] | None = None,
 ) -> StoredItems:
-    """What is published in a store; a publisher there may `look` in another way than by listing it.
+    """The versions and deltas in a store; a publisher may `look` in another way than by listing it.
 
     Manifests that are `ours`, or were `known` before, are not read.
     """
@@ -338,7 +338,7 @@ class Passage:
         return sorted(self._item.manifest.files, key=lambda file: file.crc32c is None)
 
     def noting(self, file: FileEntry) -> Callable[[int, memoryview], None]:
-        """What takes the checksums of a file, of its parts in any order and from several threads."""
+        """A function that checksums blocks of a file, given in any order and from several threads."""
         path = self._path / file.path
         return self._passed.noting(path, self._cuts.get(path, ()) if file.crc32c is None else ())
 

@@ -82,7 +82,7 @@ from exporter.transfer.push import TakenBack, is_of_a_canary, is_restoration, pa
 def superseded(
     model: Path, here: Mapping[str, Item], stored: Collection[str], *, is_current: bool
 ) -> list[Item]:
-    """What is `here`, is not `stored` any more, and can go, in the order of positions.
+    """The paths that are `here`, are not `stored` any more, and can go, by position.
 
     `is_current`: nothing of what is stored is missing here.
     """
@@ -132,7 +132,7 @@ _AHEAD = 8
 
 
 class Seen(Struct, frozen=True):
-    """What was seen in a store: its head, what was listed after that, and when, by the monotonic clock (s).
+    """A look into a store: its head, what was listed after that, and when, by the monotonic clock (s).
 
     `at` is None if what the head says could not be seen yet.
     """
@@ -147,7 +147,7 @@ class Seen(Struct, frozen=True):
 
 
 class Pulled(Struct, frozen=True):
-    """What a pull did: paths below the model, bytes that were fetched, and where the local model stands.
+    """The result of a pull: paths below the model, bytes that were fetched, and where the local model stands.
 
     `incomplete` have a manifest in the store and not yet all their files; `waiting` is what servers could not
     take after a rollback here (see `exporter.transfer.push`).
@@ -286,7 +286,7 @@ class _Pull:
         return Pulled(fetched, removed, incomplete, size, position, waiting)
 
     def _published_here(self) -> list[Item]:
-        """What lies beyond all that came from the store, or was sent there; and what a canary took back."""
+        """The local items beyond all that the store ever had, and those that a canary took back."""
         head = recall(self._model, self._url)
         last = -1 if head is None else max(map(self._position, head.paths), default=-1)
         gone = (item for path, item in self.here.items() if path not in self._stored.items)

@@ -57,7 +57,7 @@ from exporter.transfer.items import (
 
 
 class TakenBack(Struct, frozen=True):
-    """What a canary took back in a copy: to the values of `to`, at `end`; `log` has the deltas."""
+    """A canary's rollback in a copy: to the values of `to`, at `end`; `log` has the deltas."""
 
     to: int
     end: int
@@ -65,7 +65,7 @@ class TakenBack(Struct, frozen=True):
 
     @classmethod
     def of(cls, own: Iterable[Item]) -> TakenBack | None:
-        """What these publications of the copy's own are; None if they are anything else."""
+        """The rollback that these publications of the copy's own are; None if they are anything else."""
         own = list(own)
         entries = [item.manifest.incremental for item in own]
         deltas = [entry for entry in entries if isinstance(entry, DeltaEntry) and entry.back_to is not None]
@@ -97,7 +97,7 @@ def is_restoration(item: Item) -> bool:
 
 
 class PushPlan(Struct, frozen=True):
-    """What a push will do."""
+    """The plan of a push."""
 
     model: Path
     url: Url

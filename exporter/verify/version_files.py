@@ -23,8 +23,8 @@ from exporter.checkpoint.tensor_bundle import Index, check_values, read_catalog
 from exporter.errors import CheckpointError, VerificationError
 from exporter.jobs.runner import LOCAL, Runner
 from exporter.jobs.shard_job import Stored, stored_runs
+from exporter.jobs.shard_sections import renumbered
 from exporter.jobs.task import Input, Range, RangeChecksums, Receipt, Task
-from exporter.jobs.write_shard import renumbered
 from exporter.publish.manifest import FileEntry, TensorEntry
 from exporter.publish.versions import read_manifest
 from exporter.storage.files import open_regular

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from enum import IntEnum
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+"""An array of any shape and type."""
 
 
 class DType(IntEnum):

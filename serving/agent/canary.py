@@ -31,7 +31,9 @@ from collections.abc import Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from serving.agent.rollout import Observed, PublishedLog, Version
+from exporter.publish.model import Log
+from exporter.publish.served import Served
+from serving.agent.rollout import Observed
 
 LOST_MEANS_BAD = 2
 """If this many replicas in a row stop responding after they were sent to take the same deltas, the deltas are
@@ -102,7 +104,7 @@ Action = Idle | Approve | Learn | Go | Judge | RollBack
 
 
 def decide(
-    log: PublishedLog,
+    log: Log,
     replicas: Mapping[str, Observed],
     trial: Trial | None,
     now: float,
@@ -154,7 +156,7 @@ def _were_asked(replicas: Mapping[str, Observed]) -> bool:
     return all(observed.was_asked for observed in replicas.values())
 
 
-def _begin(log: PublishedLog, replicas: Mapping[str, Observed], trial: Trial | None) -> Action:
+def _begin(log: Log, replicas: Mapping[str, Observed], trial: Trial | None) -> Action:
     """Set the first hold so that it moves no replica, neither back nor forward.
 
     If an operator lifted the hold during a trial, the position of the replica on trial is not approved by
@@ -180,7 +182,7 @@ def _begin(log: PublishedLog, replicas: Mapping[str, Observed], trial: Trial | N
 
 def _ahead(
     replicas: Mapping[str, Observed], lineage: str, approved: int, trial: Trial | None
-) -> tuple[str, Version, int] | None:
+) -> tuple[str, Served, int] | None:
     """The replica furthest beyond the approved position, or None; of several, the one on trial."""
     found = [
         (version.position, trial is not None and address == trial.address, address, version)
@@ -196,7 +198,7 @@ def _ahead(
 
 
 def _send(
-    log: PublishedLog,
+    log: Log,
     approved: int,
     replicas: Mapping[str, Observed],
     able: list[str],
@@ -248,7 +250,7 @@ def _never_took(address: str, replicas: Mapping[str, Observed], approved: int) -
     return all((version.position or 0) <= approved for version in observed.versions)
 
 
-def _can_pass(log: PublishedLog, observed: Observed, approved: int, now: float) -> bool:
+def _can_pass(log: Log, observed: Observed, approved: int, now: float) -> bool:
     """True if deltas that the replica has not refused lately lead it beyond the approved position."""
     version = observed.standing(log.lineage)
     if version is None or version.position is None:

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from exporter.errors import CallFailed, ExportError, TargetBusy, UsageError
 from exporter.publish.approval import approve
 from exporter.publish.commit import model_lock
+from exporter.publish.model import Log, Model
 from exporter.publish.versions import newest_version
 from exporter.storage.layout import CANARY_LOCK_FILE
 from exporter.storage.local_paths import local_path
@@ -45,7 +46,7 @@ from serving.agent.canary import (
 from serving.agent.journal import AgentEvent, EventKind, Journal
 from serving.agent.publications import Publications
 from serving.agent.replica import BYTES_A_SECOND
-from serving.agent.rollout import Observed, PublishedLog, PublishedLogs
+from serving.agent.rollout import Observed
 from serving.client import ModelClient
 from serving.updates import read_incremental_status
 
@@ -126,14 +127,14 @@ class Canary:
         self._clients: dict[str, ModelClient] = {}
         self._seen = 0
 
-    def allowed(self, address: str, published: PublishedLogs) -> PublishedLogs:
+    def allowed(self, address: str, published: Model) -> Model:
         """The part of the published logs that a replica may take."""
         newest = published.newest_log
         if newest is None or (newest.limit is not None and not newest.is_canary):
             return published
         return replace(published, logs={**published.logs, newest.lineage: self._limited(address, newest)})
 
-    def _limited(self, address: str, log: PublishedLog) -> PublishedLog:
+    def _limited(self, address: str, log: Log) -> Log:
         lineage, action = self.current or ("", None)
         if lineage == log.lineage and log.limit is not None:
             match action:
@@ -186,7 +187,7 @@ class Canary:
         approved = log.limit if log.is_canary else None
         key = (log.lineage, approved if approved is not None else -1)
         pending = tuple(span for span in log.deltas if approved is not None and span.end > approved)
-        size = self.publications.directory.size(log.lineage, pending)
+        size = log.size(pending)
         replicas = self._replicas()
         is_there = approved is not None and at_position(replicas, log.lineage, approved) is not None
         action, self._trial = decide(
@@ -222,7 +223,7 @@ class Canary:
             case Idle(reason, True):
                 self._report(EventKind.CANARY_STUCK, reason)
 
-    def _learn(self, log: PublishedLog, address: str, version: int, position: int) -> bool:
+    def _learn(self, log: Log, address: str, version: int, position: int) -> bool:
         """Record the answers at the approved position; True if they are known now."""
         answers = self._ask(log, address, version, position)
         if answers is None:
@@ -241,13 +242,13 @@ class Canary:
         self._reported_kinds, self.failing = kinds, summary(wrong)
         return True
 
-    def _of_log_before(self, log: PublishedLog) -> tuple[Answer, ...] | None:
+    def _of_log_before(self, log: Log) -> tuple[Answer, ...] | None:
         """The last answers of another log; None once answers of this log are known."""
         if any(lineage == log.lineage for lineage, _ in self._answers):
             return None
         return next(reversed(self._answers.values()), None)
 
-    def _judge(self, log: PublishedLog, action: Judge) -> float:
+    def _judge(self, log: Log, action: Judge) -> float:
         before = self._answers.get((log.lineage, action.approved))
         if before is None:
             held = at_position(self._replicas(), log.lineage, action.approved)
@@ -271,7 +272,7 @@ class Canary:
         why = f"{passed}; {len(failing)} failed as before" if failing else passed
         return self._approve(log, action.approved, action.position, why)
 
-    def _ask(self, log: PublishedLog, address: str, version: int, position: int) -> tuple[Answer, ...] | None:
+    def _ask(self, log: Log, address: str, version: int, position: int) -> tuple[Answer, ...] | None:
         """A replica's answers at a position; None if it is gone or has moved, which its own thread will find.
 
         A replica that reports its position but does not answer is asked again until `patience_s` is over;
@@ -299,11 +300,10 @@ class Canary:
         silence = Answer(refused=f"no response in {self._rules.patience_s:g} s")
         return tuple(silence for _ in self._rules.gates.requests)
 
-    def _approve(self, log: PublishedLog, expected: int | None, position: int, why: str) -> float:
-        path = self.publications.directory.log_path(log.lineage)
+    def _approve(self, log: Log, expected: int | None, position: int, why: str) -> float:
         try:
             model = self.publications.model.path
-            done = None if path is None else approve(path, model, expected=expected, position=position)
+            done = approve(log.path, model, expected=expected, position=position)
         except ExportError as error:
             self._report(EventKind.CANARY_STUCK, f"{position} cannot be approved: {error}", position=position)
             return self._pause()
@@ -315,7 +315,7 @@ class Canary:
         self.publications.look()
         return _BUSY_S if done is None else 0.0
 
-    def _roll_back(self, log: PublishedLog, to: int, reason: str) -> float:
+    def _roll_back(self, log: Log, to: int, reason: str) -> float:
         reason = reason[:_LONGEST_REASON]
         self._report(EventKind.CANARY, f"rolling back what lies beyond {to}: {reason}")
         done = _run_rollback(self.publications.model.path, to, f"canary: {reason}")
@@ -344,7 +344,7 @@ class Canary:
             self._waiting_since = {**dict(list(self._waiting_since.items())[-_KEPT:]), key: now}
         return now - self._waiting_since[key] >= self._rules.patience_s
 
-    def _keep(self, log: PublishedLog, position: int, answers: tuple[Answer, ...]) -> None:
+    def _keep(self, log: Log, position: int, answers: tuple[Answer, ...]) -> None:
         """Keep these answers, and those of the position before."""
         kept = list(self._answers.items())[-1:]
         self._answers = {**dict(kept), (log.lineage, position): answers}
@@ -370,12 +370,12 @@ class Canaries:
         self.models = frozenset(rules)
         self.of: dict[str, Canary] = {}
 
-    def allowed(self, model: str, address: str, published: PublishedLogs) -> PublishedLogs:
-        """What a replica may take: all if the model has no canary, nothing before its canary has started."""
+    def allowed(self, model: str, address: str, published: Model) -> Model:
+        """The part that a replica may take: all without a canary, none before the canary has started."""
         if model not in self._rules:
             return published
         canary = self.of.get(model)
-        return PublishedLogs() if canary is None else canary.allowed(address, published)
+        return Model() if canary is None else canary.allowed(address, published)
 
     @contextmanager
     def running(

@@ -173,7 +173,7 @@ class Site(Struct, frozen=True):
                 return self._probe(self.view().wrong(), "replicas have to be restarted")
             case "/status.json":
                 now = self.view()
-                findings = [finding.document for finding in assess(now, self.fresh_within_s).findings]
+                findings = [standing.document(each) for each in assess(now, self.fresh_within_s).findings]
                 document = {"format_version": FORMAT_VERSION, **now.document(), "findings": findings}
                 body = json.dumps(to_builtins(document), indent=2)
                 return "200 OK", "application/json", body.encode()

@@ -147,7 +147,7 @@ class Line(Struct, frozen=True):
 
 
 def lines(events: Iterable[AgentEvent], most: int, seconds: Callable[[float], str]) -> tuple[Line, ...]:
-    """The newest lines, at most so many, and older ones of a kind that stays; `events` begin with the newest.
+    """The newest `most` lines, plus older pinned ones; `events` begin with the newest.
 
     `seconds` writes a duration.
     """
@@ -207,6 +207,6 @@ def _line(group: Sequence[AgentEvent], seconds: Callable[[float], str]) -> Line:
 
 
 def _amount(applied: Sequence[AgentEvent]) -> str:
-    """What was applied, by the replica that had least to catch up."""
+    """The rows and deltas applied by the replica that had least to catch up, in words."""
     least = min(applied, key=lambda event: (event.deltas or 0, event.rows or 0))
     return f"{count(least.deltas or 0, 'delta')}, {count(least.rows or 0, 'row')}"

@@ -10,9 +10,10 @@ from typing import Any, TypeAlias, TypeVar
 
 from msgspec import Struct
 
+from exporter.publish.judge import Code
 from serving.agent.audit import Audited
 from serving.agent.journal import AgentEvent, EventKind
-from serving.agent.standing import State, standing
+from serving.agent.standing import standing
 from serving.agent.view import CanaryView, FleetView, ModelView, PaceView, ReplicaView, StoreView, VersionView
 
 PREFIX = "export_model_agent"
@@ -82,10 +83,10 @@ _OF_REPLICA: _Gauges[ReplicaView] = {
         lambda replica: replica.is_ready,
     ),
 }
-_OF_STATE: _Gauges[State] = {
+_OF_STATE: _Gauges[Code] = {
     "replica_fresh": (
         "1 if the replica answers from the newest publication; absent if it is unknown what is published.",
-        lambda state: None if state is State.UNKNOWN else state is State.FRESH,
+        lambda code: None if code is Code.UNKNOWN else code is Code.FRESH,
     ),
 }
 _OF_AUDIT: _Gauges[Audited] = {
@@ -279,7 +280,7 @@ class _Standing:
         audits = [(labels, each.audited) for labels, each in replicas if each.audited is not None]
         served = [(labels, each.served) for labels, each in replicas if each.served is not None]
         states = [
-            ((model.name, each.address), standing(model, each, math.inf).state)
+            ((model.name, each.address), standing(model, each, math.inf).code)
             for _, model in models
             for each in model.replicas
         ]

@@ -25,7 +25,8 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from serving.agent.rollout import PublishedLog, Version
+from exporter.publish.model import Log
+from exporter.publish.served import Served
 
 FIRST_PAUSE_S = 0.02
 LEAST_PROBES = 50
@@ -33,7 +34,7 @@ _NOISE_S = 0.001
 
 
 class PacePolicy(Struct, frozen=True):
-    """How much slower predictions may become, how long a delta may wait for that, and how often to probe."""
+    """The limits of pacing: the slowdown of predictions, the wait of a delta, the period of probes."""
 
     factor: float
     longest_delay_s: float = 5.0
@@ -76,12 +77,12 @@ def next_pause(pause_s: float, found: Latencies, policy: PacePolicy) -> float:
 
 
 class Waiting:
-    """How long deltas have waited that a version may take; deltas beyond the hold do not wait yet."""
+    """Measures how long deltas have waited for a version; deltas beyond the hold do not wait yet."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[int, int], float] = {}
 
-    def longest_s(self, pairs: Iterable[tuple[Version, PublishedLog]], now: float) -> float:
+    def longest_s(self, pairs: Iterable[tuple[Served, Log]], now: float) -> float:
         """Seconds that the longest waiting delta of any version has waited; 0 if none waits."""
         ends = {
             (version.number, span.end)

@@ -10,9 +10,9 @@ from msgspec import Struct
 
 from exporter.errors import ManifestError
 from exporter.publish.mapped_state import read_ahead
+from exporter.publish.model import Model
 from exporter.publish.versions import read_manifest
 from exporter.storage.arrivals import CHANGED, Arrivals
-from serving.agent.directory import ModelDirectory
 from serving.agent.journal import AgentEvent, EventKind, Journal
 
 
@@ -30,7 +30,6 @@ class Publications:
         self, model: FollowedModel, journal: Journal, poll_s: float, *, reads_ahead: bool = True
     ) -> None:
         self.model = model
-        self.directory = ModelDirectory(model.path)
         self._journal = journal
         self._poll_s = poll_s
         self._reads_ahead = reads_ahead
@@ -38,7 +37,7 @@ class Publications:
         self._looking = threading.Lock()
         self._reported = ""
         self._count = 0
-        self.current = self.directory.read()
+        self.current = Model.look(model.path)
         if self.current.problem:
             self._report(EventKind.UNSEEN, self.current.problem)
 
@@ -61,7 +60,7 @@ class Publications:
         arrivals = Arrivals(kind=CHANGED)
         while not stop.is_set():
             # Before it is listed: what appears in between is reported.
-            if why := arrivals.watch(self.directory.places()):
+            if why := arrivals.watch(self.current.places()):
                 self._report_once(
                     f"changes under {self.model.path} cannot be watched, so the agent polls: {why}"
                 )
@@ -71,7 +70,8 @@ class Publications:
     def look(self) -> None:
         """List the directory now."""
         with self._looking:
-            before, found = self.current, self.directory.read()
+            before = self.current
+            found = Model.look(self.model.path, before)
             self.current = found
         if found == before:
             return

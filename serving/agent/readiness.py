@@ -19,7 +19,9 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import replace
 
-from serving.agent.rollout import Observed, PublishedLogs, Version
+from exporter.publish.model import Model
+from exporter.publish.served import Served
+from serving.agent.rollout import Observed
 
 
 class Readiness(Struct, frozen=True):
@@ -30,7 +32,7 @@ class Readiness(Struct, frozen=True):
     """
 
     is_ready: bool = False
-    version: Version | None = None
+    version: Served | None = None
     goal: int | None = None
     was_sent: bool = False
 
@@ -39,7 +41,7 @@ class Readiness(Struct, frozen=True):
         is_it = self.version is not None and self.version.number == version
         return replace(self, was_sent=True) if is_it else self
 
-    def seen(self, observed: Observed, published: PublishedLogs) -> Readiness:
+    def seen(self, observed: Observed, published: Model) -> Readiness:
         """After the server reported its positions; `published` is what it may take of what is published."""
         before, now = self.version, observed.served
         if now is None:
@@ -55,19 +57,19 @@ class Readiness(Struct, frozen=True):
         return Readiness(False, now, goal)
 
 
-def _place(version: Version) -> tuple[int, int | None]:
+def _place(version: Served) -> tuple[int, int | None]:
     return version.number, version.position
 
 
-def _went_back(before: Version | None, now: Version) -> bool:
+def _went_back(before: Served | None, now: Served) -> bool:
     """True if only a server that restarted can be there."""
     if before is None or now.number != before.number:
         return before is not None and now.number < before.number
     return now.position is not None and before.position is not None and now.position < before.position
 
 
-def _reach(version: Version, observed: Observed, published: PublishedLogs) -> tuple[int, int]:
-    """How far all visible deltas lead a version, and how far those that it has not refused do."""
+def _reach(version: Served, observed: Observed, published: Model) -> tuple[int, int]:
+    """The positions to which all visible deltas lead a version, and to which those not refused do."""
     log, at = published.logs.get(version.lineage), version.position or 0
     if log is None:
         return at, at

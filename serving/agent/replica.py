@@ -17,6 +17,8 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from exporter.errors import CallFailed, ServerError
+from exporter.publish.model import Model
+from exporter.publish.served import Served
 from exporter.terminal.progress import count
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.wire.protos import Proto
@@ -34,15 +36,12 @@ from serving.agent.rollout import (
     Observe,
     Observed,
     Paced,
-    PublishedLogs,
     Refusal,
     RolloutPolicy,
-    Version,
     Wait,
 )
 from serving.client import ModelClient
-from serving.status import VersionState, VersionStatus, error_text
-from serving.updates import IncrementalStatus, Updated, call_until_there, read_incremental_status
+from serving.updates import Updated, call_until_there, read_served
 
 BYTES_A_SECOND = 20e6
 """A catch-up gets the time that its deltas take at this rate, in addition to the deadline of any call."""
@@ -52,7 +51,7 @@ _REFUSED = "INVALID_ARGUMENT"
 _NOT_CONNECTED = "failed to connect to all addresses"
 """gRPC's words for a call that it has not sent."""
 
-Allowed = Callable[[str, str, PublishedLogs], PublishedLogs]
+Allowed = Callable[[str, str, Model], Model]
 """The part of the published logs that a replica may take, by model, address and all published logs."""
 
 
@@ -77,7 +76,7 @@ class Pacer:
         """Probe until `stop`, in a thread."""
         threading.Thread(target=self._prober.run, args=(self._access, stop), daemon=True).start()
 
-    def paced(self, versions: Sequence[Version], published: PublishedLogs, now: float) -> Paced:
+    def paced(self, versions: Sequence[Served], published: Model, now: float) -> Paced:
         """The pause, how long a delta has waited that one of the versions may take, and if the replica is
         measured.
         """
@@ -182,7 +181,7 @@ class Replica:
         return not self._thread.is_alive()
 
     @property
-    def published(self) -> PublishedLogs:
+    def published(self) -> Model:
         """The part of the published logs that this replica may take."""
         return self._allowed(self.model, self.address, self.publications.current)
 
@@ -244,7 +243,7 @@ class Replica:
 
     def _observe(self, client: ModelClient) -> None:
         try:
-            versions = _versions(client)
+            versions = [read_served(client, status) for status in client.status()]
         except CallFailed as error:
             self._failed(error)
             self.readiness = Readiness()
@@ -262,7 +261,8 @@ class Replica:
         self.readiness = self.readiness.seen(observed, self.published)
 
     def _apply(self, client: ModelClient, action: Apply) -> None:
-        bytes_ = self.publications.directory.size(action.lineage, action.chain)
+        log = self.publications.current.logs.get(action.lineage)
+        bytes_ = 0 if log is None else log.size(action.chain)
         began = time.monotonic()
         try:
             with self.pacer.applying() if self.pacer else nullcontext():
@@ -299,7 +299,8 @@ class Replica:
             client.deadline_s = self._settings.deadline_s
 
     def _applied(self, action: Apply, done: Updated, seconds: float) -> None:
-        commit = self.publications.directory.commit(action.lineage, done.position)
+        log = self.publications.current.logs.get(action.lineage)
+        commit = None if log is None else log.commits.get(done.position)
         now = datetime.now(timezone.utc)
         age = None if commit is None else (now - commit.created).total_seconds()
         newest = None if commit is None else commit.event_time
@@ -398,35 +399,3 @@ class Replica:
 
     def _report(self, what: EventKind, message: str, **fields: Any) -> None:
         self._journal.write(AgentEvent(what, message, self.model, self.address, **fields))
-
-
-def _versions(client: ModelClient) -> list[Version]:
-    """Every version, and the position of each available one."""
-    return [_version(client, status) for status in client.status()]
-
-
-def _version(client: ModelClient, status: VersionStatus) -> Version:
-    found = _standing(client, status)
-    if found is None:
-        return Version(status.version, status.state, message=error_text(status))
-    return Version(
-        status.version,
-        status.state,
-        found.position,
-        found.step,
-        found.lineage,
-        error_text(status),
-        found.unsettled,
-        found.tables,
-    )
-
-
-def _standing(client: ModelClient, status: VersionStatus) -> IncrementalStatus | None:
-    if status.state is not VersionState.AVAILABLE:
-        return None
-    try:
-        return read_incremental_status(client, status.version)
-    except CallFailed as error:
-        if error.code == "NOT_FOUND":  # unloaded between the two calls
-            return None
-        raise

@@ -19,16 +19,15 @@ plans its own way to a position, by the same rule as `plan_chain`.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Iterable, Sequence
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.delta.spans import Span
+from exporter.publish.model import Log, Model
+from exporter.publish.served import Served, newest_available
 from serving.status import VersionState
-from serving.updates import ServedTables
 
 FIRST_BACK_OFF_S = 0.1
 LONGEST_BACK_OFF_S = 5.0
@@ -42,123 +41,6 @@ _NOTICED_S = 10.0
 """How long a published version is due: by default, servers list their directory each second."""
 _MEASURING_S = 0.1
 """How often the agent checks whether the idle replica is measured."""
-
-
-class Rollback(Struct, frozen=True):
-    """A published rollback: the delta to `position` restores the values of `back_to`."""
-
-    position: int
-    back_to: int
-    reason: str
-
-
-class PublishedLog(Struct, frozen=True, dict=True):
-    """A log at one time: its deltas, and its hold as the limit of all replicas.
-
-    `limit` is the position of the hold; None without one, and -1 if it cannot be read, which stops all
-    replicas. `is_canary` is True if a canary set it, as the position that it approved. `base` is the position
-    of the log's newest base, `rollback` the rollback at which the log is held.
-    """
-
-    lineage: str
-    deltas: tuple[Span, ...] = ()
-    limit: int | None = None
-    is_canary: bool = False
-    base: int = 0
-    rollback: Rollback | None = None
-
-    def up_to(self, position: int) -> PublishedLog:
-        """The log for a call that names a position, to which the hold does not apply."""
-        return replace(self, limit=position)
-
-    def reach(self, position: int, *, without: Collection[Span] = ()) -> tuple[Span, ...]:
-        """The deltas that lead furthest from `position` within the limit, in order; may be empty.
-
-        As the graph plans: each step takes the delta that leads furthest, and of several the smallest.
-        """
-        chain: list[Span] = []
-        while fitting := self.fitting(position, without):
-            chain.append(max(fitting, key=lambda span: (span.end, span.start)))
-            position = chain[-1].end
-        return tuple(chain)
-
-    def fitting(self, position: int, without: Collection[Span] = ()) -> list[Span]:
-        """The deltas within the limit that a state at `position` may take."""
-        beyond = (span for span in self.beyond(position) if self._allows(span.end))
-        return [span for span in beyond if span.accepts(position) and span not in without]
-
-    def beyond(self, position: int) -> Sequence[Span]:
-        """The deltas that lead beyond a position: usually few of the thousands that are kept."""
-        return self._by_end[bisect_right(self._by_end, position, key=lambda span: span.end) :]
-
-    @cached_property
-    def _by_end(self) -> list[Span]:
-        return sorted(self.deltas, key=lambda span: span.end)
-
-    @property
-    def newest(self) -> int:
-        """The furthest position that the limit allows; -1 if there are no deltas within it."""
-        return next((span.end for span in reversed(self._by_end) if self._allows(span.end)), -1)
-
-    @property
-    def released(self) -> int:
-        """The position of a server that loads the newest base and applies what the limit allows."""
-        return max(self.newest, self.base)
-
-    @property
-    def waiting(self) -> int:
-        """How many publications lie beyond that; a merged delta is none of its own."""
-        return len({span.end for span in self.beyond(self.released)})
-
-    def _allows(self, position: int) -> bool:
-        return self.limit is None or position <= self.limit
-
-
-class PublishedLogs(Struct, frozen=True):
-    """The published logs of a model by lineage, the newest first. `problem` says why they cannot be read."""
-
-    logs: Mapping[str, PublishedLog] = field(default_factory=dict)
-    newest_version: int | None = None
-    problem: str = ""
-
-    @property
-    def newest_log(self) -> PublishedLog | None:
-        """The log of the newest base, which the exporter continues."""
-        return next(iter(self.logs.values()), None)
-
-    @property
-    def newest_position(self) -> int | None:
-        """The newest position, whatever keeps replicas from it; a version's number is its position."""
-        log = self.newest_log
-        ends = [] if log is None else [log.base, *(span.end for span in log.deltas)]
-        if self.newest_version is not None:
-            ends.append(self.newest_version)
-        return max(ends, default=None)
-
-    def decided(self) -> PublishedLogs:
-        """The same logs, as if the canary had approved them to their ends."""
-        logs = {
-            lineage: replace(log, limit=None, is_canary=False) if log.is_canary else log
-            for lineage, log in self.logs.items()
-        }
-        return replace(self, logs=logs)
-
-
-class Version(Struct, frozen=True):
-    """A version on a replica; `position` is None if it takes no deltas or did not report it.
-
-    `unsettled` counts its responses that may mix positions; None if the base does not count them. `tables`
-    are those that were to be mapped.
-    """
-
-    number: int
-    state: VersionState
-    position: int | None = None
-    step: int | None = None
-    lineage: str = ""
-    message: str = ""
-    unsettled: int | None = None
-    tables: ServedTables | None = None
 
 
 class Refusal(Struct, frozen=True):
@@ -177,14 +59,14 @@ class Refusal(Struct, frozen=True):
 
 
 class Observed(Struct, frozen=True):
-    """What is known of a replica. Times are seconds of a monotonic clock.
+    """The last observation of a replica. Times are seconds of a monotonic clock.
 
     `seen_at` is None before the first response, and after a call without a response. `was_away` is True if
     the first of the failed calls since then was never sent, because nothing accepted a connection.
     """
 
     seen_at: float | None = None
-    versions: tuple[Version, ...] = ()
+    versions: tuple[Served, ...] = ()
     failures: int = 0
     retry_at: float = 0.0
     error: str = ""
@@ -203,20 +85,19 @@ class Observed(Struct, frozen=True):
         return bool(self.versions) and all(ended)
 
     @property
-    def served(self) -> Version | None:
+    def served(self) -> Served | None:
         """The version that requests without a version got when it responded last: the newest available one;
         None if there was none.
         """
-        return _newest(version for version in self.versions if version.state is VersionState.AVAILABLE)
+        return newest_available(self.versions)
 
-    def standing(self, lineage: str) -> Version | None:
+    def standing(self, lineage: str) -> Served | None:
         """The newest version that it serves of a log; None if it does not respond, or serves none."""
         if self.failures:
             return None
-        serving = (version for version in self.versions if version.state is VersionState.AVAILABLE)
-        return _newest(version for version in serving if version.lineage == lineage)
+        return newest_available(version for version in self.versions if version.lineage == lineage)
 
-    def answered(self, versions: Sequence[Version], now: float) -> Observed:
+    def answered(self, versions: Sequence[Served], now: float) -> Observed:
         """After the replica reported its versions and positions."""
         newest_first = sorted(versions, key=lambda version: -version.number)
         answered = replace(
@@ -273,10 +154,6 @@ class Observed(Struct, frozen=True):
         return replace(self, refusals=tuple(kept))
 
 
-def _newest(versions: Iterable[Version]) -> Version | None:
-    return max(versions, key=lambda version: version.number, default=None)
-
-
 class Wait(Struct, frozen=True):
     """Nothing to do before a time, unless something changes."""
 
@@ -308,7 +185,7 @@ Action = Wait | Observe | Apply | Audit
 
 
 class RolloutPolicy(Struct, frozen=True):
-    """How often a replica is observed and audited, and how fast it takes deltas; times in seconds.
+    """The pace of observing, auditing and updating a replica; times in seconds.
 
     `refresh_s`: between two observations without changes. `step_s`: at least between two deltas (None: all at
     once). `audit_s`: between two audits (None: never). `longest_delay_s`: how long a paced delta may wait
@@ -337,7 +214,7 @@ _UNPACED = Paced()
 
 def next_action(
     observed: Observed,
-    published: PublishedLogs,
+    published: Model,
     policy: RolloutPolicy,
     now: float,
     *,
@@ -398,15 +275,15 @@ def _pause_ends(policy: RolloutPolicy, paced: Paced, now: float, last_applied: f
 
 
 def _advance(
-    version: Version,
+    version: Served,
     observed: Observed,
-    published: PublishedLogs,
+    published: Model,
     policy: RolloutPolicy,
     paced: Paced,
     now: float,
 ) -> Apply | None:
     log = published.logs.get(version.lineage)
-    if log is None or version.position is None or version.state is not VersionState.AVAILABLE:
+    if log is None or version.position is None or not version.is_available:
         return None
     refused = observed.refusals_of(version.lineage, now)
     chain = log.reach(version.position, without=refused)
@@ -421,15 +298,9 @@ def _advance(
     return Apply(version.number, version.lineage, chain[-1].end, chain)
 
 
-def smallest_step(log: PublishedLog, position: int, without: Collection[Span]) -> Span:
+def smallest_step(log: Log, position: int, without: Collection[Span]) -> Span:
     """The delta that leads least far beyond a position; a call to its end makes the graph take it."""
     return min(log.fitting(position, without), key=lambda span: (span.end, -span.start))
-
-
-def behind(version: Version, published: PublishedLogs) -> tuple[Span, ...]:
-    """The deltas within the limit that a version has not applied yet."""
-    log = published.logs.get(version.lineage)
-    return () if log is None or version.position is None else log.reach(version.position)
 
 
 class Quarantined(Struct, frozen=True):
@@ -440,7 +311,7 @@ class Quarantined(Struct, frozen=True):
     reason: str
 
 
-def quarantined(replicas: Iterable[Observed], published: PublishedLogs) -> tuple[Quarantined, ...]:
+def quarantined(replicas: Iterable[Observed], published: Model) -> tuple[Quarantined, ...]:
     """The deltas that every responding replica before them has refused.
 
     Such a delta is damaged or does not fit, so other replicas would refuse it, too. If no other delta leads
@@ -466,7 +337,7 @@ def _refused_or_past(replica: Observed, refusal: Refusal) -> bool:
     return not any(refusal.delta.accepts(v.position) for v in standing if v.position is not None)
 
 
-def needs_base(replicas: Iterable[Observed], published: PublishedLogs) -> bool:
+def needs_base(replicas: Iterable[Observed], published: Model) -> bool:
     """True if a quarantined delta stops a replica, and no other delta leads past it."""
     replicas = tuple(replicas)
     for found in quarantined(replicas, published):
@@ -482,7 +353,7 @@ def needs_base(replicas: Iterable[Observed], published: PublishedLogs) -> bool:
     return False
 
 
-def differences(before: Sequence[Version], now: Sequence[Version]) -> tuple[tuple[Version, str, str], ...]:
+def differences(before: Sequence[Served], now: Sequence[Served]) -> tuple[tuple[Served, str, str], ...]:
     """The events between two observations of a replica: (version, kind of event, text)."""
     known = {version.number: version for version in before}
     events = []

@@ -15,18 +15,19 @@ from typing import Any
 from msgspec import Struct, field, to_builtins
 from msgspec.structs import replace
 
+from exporter.publish.judge import lag, seconds_since, superseded_since
+from exporter.publish.model import Model, Rollback
+from exporter.publish.served import Served, ServedTables
 from serving.agent import rollout
 from serving.agent.audit import Audited
 from serving.agent.canary import Action, Go, Idle, Judge
 from serving.agent.canary_keeper import Canaries
-from serving.agent.directory import ModelDirectory
 from serving.agent.fleet import Fleet
 from serving.agent.publications import Publications
 from serving.agent.puller import Puller
 from serving.agent.replica import Replica
-from serving.agent.rollout import PublishedLogs, Quarantined, Rollback, Version
+from serving.agent.rollout import Quarantined
 from serving.status import VersionState
-from serving.updates import ServedTables
 
 
 class VersionView(Struct, frozen=True):
@@ -289,7 +290,7 @@ def _model(fleet: Fleet, publications: Publications, canaries: Canaries, now: da
         None if log is None else log.limit,
         rollout.quarantined(observed, decided),
         rollout.needs_base(observed, decided),
-        tuple(_replica(replica, publications.directory, now) for replica in replicas),
+        tuple(_replica(replica, now) for replica in replicas),
         _canary(canaries, publications, now),
         None if log is None else log.rollback,
         published=published.newest_position,
@@ -309,13 +310,8 @@ def _canary(canaries: Canaries, publications: Publications, now: datetime) -> Ca
     if log.rollback is not None:
         doing = f"waits: the model is rolled back to the values of {log.rollback.back_to}"
     approved = log.limit if log.is_canary else None
-    waiting = [
-        commit.created
-        for span in log.deltas
-        if approved is not None and span.end > approved
-        if (commit := publications.directory.commit(log.lineage, span.end)) is not None
-    ]
-    waited = max((_since(created, now) for created in waiting), default=0.0)
+    waiting = [] if approved is None else log.created(log.beyond(approved))
+    waited = max((seconds_since(created, now) for created in waiting), default=0.0)
     return CanaryView(approved, waited, replica, doing, "" if canary is None else canary.failing)
 
 
@@ -334,11 +330,10 @@ def _doing(action: Action | None) -> tuple[str | None, str]:
             return None, "decides"
 
 
-def _replica(replica: Replica, directory: ModelDirectory, now: datetime) -> ReplicaView:
+def _replica(replica: Replica, now: datetime) -> ReplicaView:
     observed = replica.observed
-    versions = tuple(
-        _version(version, replica.publications.current, directory, now) for version in observed.versions
-    )
+    published = replica.publications.current
+    versions = tuple(_version(version, published, now) for version in observed.versions)
     answering = bool(observed.versions) and not observed.failures
     return ReplicaView(
         replica.model,
@@ -359,61 +354,34 @@ def _pace(replica: Replica) -> PaceView | None:
     return PaceView(replica.pacer.pause_s, found.idle_p99_s, found.applying_p99_s)
 
 
-def _version(
-    version: Version, published: PublishedLogs, directory: ModelDirectory, now: datetime
-) -> VersionView:
-    behind: int | None = None
-    stale = served_age = event_age = None
-    if version.position is not None and version.lineage in published.logs:
-        left = rollout.behind(version, published)
-        behind = len(left)
-        stale = 0.0
-        served = directory.commit(version.lineage, version.position)
-        if served is not None:
-            served_age = _since(served.created, now)
-            event_age = None if served.event_time is None else _since(served.event_time, now)
-        if left:
-            ahead = [
-                commit.created
-                for span in published.logs[version.lineage].beyond(version.position)
-                if (commit := directory.commit(version.lineage, span.end)) is not None
-            ]
-            stale = max((_since(created, now) for created in ahead), default=0.0)
+def _version(version: Served, published: Model, now: datetime) -> VersionView:
+    found = lag(published, version)
+    is_known = found.log is not None
+    event_time = None if found.at is None else found.at.event_time
     return VersionView(
         version.number,
         version.state.name,
         version.position,
         version.step,
-        behind,
-        stale,
-        served_age,
-        event_age,
+        len(found.left) if is_known else None,
+        seconds_since(found.since, now) if is_known else None,
+        None if found.at is None else seconds_since(found.at.created, now),
+        None if event_time is None else seconds_since(event_time, now),
         version.message,
-        superseded_s(version, published, directory, now),
+        superseded_s(version, published, now),
         version.unsettled,
         version.tables,
     )
 
 
-def superseded_s(
-    version: Version, published: PublishedLogs, directory: ModelDirectory, now: datetime
-) -> float | None:
+def superseded_s(version: Served, published: Model, now: datetime) -> float | None:
     """See `VersionView`."""
-    newest = published.newest_log
-    if newest is None or version.state is not VersionState.AVAILABLE:
+    if published.newest_log is None or not version.is_available:
         return None
-    if version.lineage == newest.lineage:
+    if version.lineage == published.newest_log.lineage:
         return 0.0
-    is_of_no_log = version.position is not None and version.lineage not in published.logs
-    begun = directory.begun(newest.lineage)
-    if begun is None or not (is_of_no_log or version.number <= newest.base):
-        return None
-    return _since(begun, now)
-
-
-def _since(created: datetime, now: datetime) -> float:
-    """Seconds since a time; never negative, even if the clocks of two machines differ."""
-    return max(0.0, (now - created).total_seconds())
+    since = superseded_since(published, version)
+    return None if since is None else seconds_since(since, now)
 
 
 PERIOD_S = 1.0

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from exporter.delta.spans import Span
+from exporter.publish.model import Log
+from exporter.publish.served import Served
 from serving.agent.canary import (
     Action,
     Approve,
@@ -19,7 +21,7 @@ from serving.agent.canary import (
     Trial,
     decide,
 )
-from serving.agent.rollout import Observed, PublishedLog, Refusal, Version
+from serving.agent.rollout import Observed, Refusal
 from serving.status import VersionState
 
 Member = tuple[str, Observed]
@@ -29,18 +31,18 @@ NOW = 100.0
 PATIENCE_S = 30.0
 
 
-def log(*ends: int, limit: int | None, is_canary: bool = True) -> PublishedLog:
+def log(*ends: int, limit: int | None, is_canary: bool = True) -> Log:
     """Deltas from 0 to each end in turn."""
     starts = (0, *ends)
     spans = tuple(Span(start, end) for start, end in zip(starts, ends, strict=False))
-    return PublishedLog(LINE, spans, limit, is_canary and limit is not None, base=0)
+    return Log(LINE, spans, limit, is_canary and limit is not None, base=0)
 
 
-def at(position: int | None, number: int = 1, lineage: str = LINE, **more: object) -> Version:
-    return replace(Version(number, VersionState.AVAILABLE, position, position, lineage), **more)
+def at(position: int | None, number: int = 1, lineage: str = LINE, **more: object) -> Served:
+    return replace(Served(number, VersionState.AVAILABLE, position, position, lineage), **more)
 
 
-def replica(name: str, *versions: Version | int) -> Member:
+def replica(name: str, *versions: Served | int) -> Member:
     known = [at(version) if isinstance(version, int) else version for version in versions]
     return (name, Observed().answered(known, NOW))
 
@@ -72,7 +74,7 @@ A0, A1, A2, B0, B1, B2, C1 = (
 )
 HELD = log(1, 2, 3, limit=1)
 STUCK = True
-DECISIONS: dict[str, tuple[PublishedLog, list[Member], Trial | None, bool, Action]] = {
+DECISIONS: dict[str, tuple[Log, list[Member], Trial | None, bool, Action]] = {
     "a person holds it": (
         log(1, 2, limit=1, is_canary=False),
         [A1],
@@ -137,7 +139,7 @@ DECISIONS: dict[str, tuple[PublishedLog, list[Member], Trial | None, bool, Actio
         Approve(None, 1),
     ),
     "no hold, a new log that nobody has loaded": (
-        PublishedLog("new", (), None, base=7),
+        Log("new", (), None, base=7),
         [A1, B1],
         None,
         True,
@@ -196,7 +198,7 @@ DECISIONS: dict[str, tuple[PublishedLog, list[Member], Trial | None, bool, Actio
     "so is that of all": (HELD, [A1, B1], trial("b", 30, lost=("a",)), True, Go("a", 3)),
     "it refuses": (HELD, [refusing("a", 1, 1, 2), B1], trial("a"), True, Go("b", 3)),
     "it refuses, and there is another way": (
-        PublishedLog(LINE, (Span(1, 2), Span(1, 3)), 1, True),
+        Log(LINE, (Span(1, 2), Span(1, 3)), 1, True),
         [refusing("a", 1, 1, 3), B1],
         trial("a"),
         True,
@@ -351,9 +353,9 @@ class World:
         self.now = NOW
 
     @property
-    def log(self) -> PublishedLog:
+    def log(self) -> Log:
         spans = tuple(Span(start, end) for start, end in zip((0, *self.ends), self.ends, strict=False))
-        return PublishedLog(LINE, spans, self.limit, self.is_canary)
+        return Log(LINE, spans, self.limit, self.is_canary)
 
     def step(self) -> Action:
         self.now += 1.0

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from exporter.publish import model as model_module
 from exporter.publish.delta_log import read_log
+from exporter.publish.model import Model
 from exporter.publish.retention import retire_deltas
-from serving.agent import directory
-from serving.agent.directory import ModelDirectory
-from serving.agent.rollout import Version
+from exporter.publish.served import Served
 from serving.agent.view import superseded_s
 from serving.status import VersionState
 from tests.support.logs import Serving, publish_base
@@ -21,39 +21,38 @@ from tests.support.setting import FIRST, Setting, followed
 def test_what_was_removed_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     followed(tmp_path, range(11, 20), published=19)  # eight are merged
     model = Setting(tmp_path).model
-    known = ModelDirectory(model)
-    before = next(iter(known.read().logs.values()))
+    seen = Model.look(model)
+    before = next(iter(seen.logs.values()))
     retired = retire_deltas(read_log(model), now=2.0**40, rollback_positions=1)
     assert retired.removed
-    after = next(iter(known.read().logs.values()))
+    after = next(iter(Model.look(model, seen).logs.values()))
     assert {span.end for span in before.deltas} > {span.end for span in after.deltas}
     assert len(after.deltas) == len(before.deltas) - len(retired.removed)
-    ((_, listed),) = known._deltas.items()
-    assert len(listed) == len(after.deltas)
-    assert known.size(before.lineage, before.deltas) == known.size(after.lineage, after.deltas) > 0
+    assert after.sizes.keys() == {*after.deltas}
+    assert after.size(before.deltas) == after.size(after.deltas) > 0
     gone = min({span.end for span in before.deltas} - {span.end for span in after.deltas})
-    assert known.commit(before.lineage, gone), "a replica may still stand there"
-    monkeypatch.setattr(directory, "_MOST_COMMITS", 2)
-    fresh = ModelDirectory(model)
-    fresh.read()
-    assert len(fresh._commits) <= 2
+    assert after.commits[gone], "a replica may still stand there"
+    monkeypatch.setattr(model_module, "_MOST_COMMITS", 2)
+    ((_, fresh),) = Model.look(model).logs.items()
+    assert len(fresh.commits) <= 2
 
 
 def test_another_model_in_the_same_place_is_read_anew(tmp_path: Path) -> None:
     """Somebody removed the model and exported again: the same names, another lineage."""
-    known = ModelDirectory(Setting(tmp_path).model)
-    lineages, places = [], []
+    model = Setting(tmp_path).model
+    seen, lineages, places = Model.look(model), [], []
     for _ in range(2):
         followed(tmp_path, range(11, 13), published=12)
-        listed = known.read()
-        ((lineage, log),) = listed.logs.items()
-        assert (listed.problem, log.newest) == ("", 12)
-        assert known.commit(lineage, 12) is not None
+        seen = Model.look(model, seen)
+        ((lineage, log),) = seen.logs.items()
+        assert (seen.problem, log.newest) == ("", 12)
+        assert 12 in log.commits
         lineages.append(lineage)
-        places.append(known.places())
+        places.append(seen.places())
         for name in ("model", "train"):
             (tmp_path / name).rename(tmp_path / f"{name}-{len(lineages)}")
-        assert known.read().problem
+        seen = Model.look(model, seen)
+        assert seen.problem
     assert lineages[0] != lineages[1]
     assert places[0].keys() == places[1].keys()
     assert places[0] != places[1], "what watches the first directories has to watch the others now"
@@ -61,12 +60,12 @@ def test_another_model_in_the_same_place_is_read_anew(tmp_path: Path) -> None:
 
 def test_another_model_without_deltas_lacks_none(tmp_path: Path) -> None:
     followed(tmp_path, range(11, 13), published=12)
-    known = ModelDirectory(Setting(tmp_path).model)
-    assert not known.read().problem
+    seen = Model.look(Setting(tmp_path).model)
+    assert not seen.problem
     for name in ("model", "train"):
         (tmp_path / name).rename(tmp_path / f"{name}-before")
     followed(tmp_path, (), published=0)
-    found = known.read()
+    found = Model.look(Setting(tmp_path).model, seen)
     assert not found.problem
     assert found.newest_log is not None
     assert found.newest_log.released == found.newest_log.base > found.newest_log.newest, "nothing but a base"
@@ -75,16 +74,15 @@ def test_another_model_without_deltas_lacks_none(tmp_path: Path) -> None:
 def test_a_log_that_was_begun_supersedes_versions_of_others(tmp_path: Path) -> None:
     trainer = followed(tmp_path, range(11, 13), published=12)
     model = Setting(tmp_path).model
-    known = ModelDirectory(model)
-    (old,) = known.read().logs.values()
+    seen = Model.look(model)
+    (old,) = seen.logs.values()
     trainer.save()
     publish_base(trainer, Serving(), model)
-    found = known.read()
+    found = Model.look(model, seen)
     new = found.newest_log
     assert new is not None
     assert new.lineage != old.lineage
-    begun = known.begun(new.lineage)
-    assert begun is not None
+    assert new.begun is not None
     for lineage, number, state, position, expected in (
         (old.lineage, FIRST, VersionState.AVAILABLE, 12, 60.0),
         ("of nowhere", new.base, VersionState.AVAILABLE, new.base, 60.0),
@@ -93,5 +91,5 @@ def test_a_log_that_was_begun_supersedes_versions_of_others(tmp_path: Path) -> N
         ("", new.base + 1, VersionState.AVAILABLE, None, None),  # a plain version after
         ("", new.base, VersionState.LOADING, None, None),
     ):
-        version = Version(number, state, position, lineage=lineage)
-        assert superseded_s(version, found, known, begun + timedelta(seconds=60)) == expected
+        version = Served(number, state, position, lineage=lineage)
+        assert superseded_s(version, found, new.begun + timedelta(seconds=60)) == expected

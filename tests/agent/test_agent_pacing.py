@@ -9,6 +9,8 @@ import pytest
 
 from exporter.delta.spans import Span
 from exporter.publish.delta_log import read_log
+from exporter.publish.model import Log, Model
+from exporter.publish.served import Served
 from exporter.wire.protos import message_class
 from exporter.wire.tfrecord import encode_records
 from serving.agent.pacing import FIRST_PAUSE_S, LEAST_PROBES, Latencies, PacePolicy, Waiting, next_pause, p99
@@ -18,10 +20,7 @@ from serving.agent.rollout import (
     Apply,
     Observed,
     Paced,
-    PublishedLog,
-    PublishedLogs,
     RolloutPolicy,
-    Version,
     Wait,
     next_action,
 )
@@ -64,8 +63,8 @@ def test_p99_is_a_value_that_was_measured() -> None:
 
 
 LINE = "line"
-LOG = PublishedLog(LINE, (Span(0, 1), Span(1, 2), Span(0, 2), Span(2, 3)))
-BEHIND = Observed().answered([Version(1, VersionState.AVAILABLE, 0, 0, LINE)], 100.0)
+LOG = Log(LINE, (Span(0, 1), Span(1, 2), Span(0, 2), Span(2, 3)))
+BEHIND = Observed().answered([Served(1, VersionState.AVAILABLE, 0, 0, LINE)], 100.0)
 PACED = RolloutPolicy(longest_delay_s=5.0)
 ONE, ALL = Apply(1, LINE, 1, (Span(0, 1),)), Apply(1, LINE, 3, (Span(0, 2), Span(2, 3)))
 ACTIONS: dict[str, tuple[RolloutPolicy, Paced, float, Action]] = {
@@ -90,7 +89,7 @@ ACTIONS: dict[str, tuple[RolloutPolicy, Paced, float, Action]] = {
 @pytest.mark.parametrize("case", ACTIONS)
 def test_pauses_decide_when_and_how_much(case: str) -> None:
     policy, paced, last_applied, expected = ACTIONS[case]
-    published = PublishedLogs({LINE: LOG}, 0)
+    published = Model({LINE: LOG}, 0)
     found = next_action(BEHIND, published, policy, 100.0, last_applied=last_applied, paced=paced)
     if isinstance(found, Wait) and isinstance(expected, Wait):
         assert found.until == pytest.approx(expected.until)
@@ -100,8 +99,8 @@ def test_pauses_decide_when_and_how_much(case: str) -> None:
 
 def test_a_delta_waits_from_when_it_may_be_taken() -> None:
     waiting = Waiting()
-    held, free = PublishedLog(LINE, LOG.deltas, limit=1), LOG
-    start, on = (Version(1, VersionState.AVAILABLE, at, at, LINE) for at in (0, 1))
+    held, free = Log(LINE, LOG.deltas, limit=1), LOG
+    start, on = (Served(1, VersionState.AVAILABLE, at, at, LINE) for at in (0, 1))
     assert waiting.longest_s([(start, held)], 100.0) == 0.0
     assert waiting.longest_s([(start, held)], 101.0) == 1.0
     assert waiting.longest_s([(on, held)], 102.0) == 0.0, "what the hold keeps back does not wait"
@@ -120,12 +119,12 @@ def test_freshness_never_starves() -> None:
         if now >= len(deltas):  # one is published each second
             deltas.append(Span(len(deltas), len(deltas) + 1))
             seen[len(deltas)] = now
-        version = Version(1, VersionState.AVAILABLE, position, position, LINE)
-        log = PublishedLog(LINE, tuple(deltas))
+        version = Served(1, VersionState.AVAILABLE, position, position, LINE)
+        log = Log(LINE, tuple(deltas))
         paced = Paced(pause, waiting.longest_s([(version, log)], now))
         found = next_action(
             Observed().answered([version], now),
-            PublishedLogs({LINE: log}, 0),
+            Model({LINE: log}, 0),
             PACED,
             now,
             last_applied=last_applied,

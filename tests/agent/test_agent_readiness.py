@@ -9,20 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exporter.delta.spans import Span
+from exporter.publish.model import Log, Model
+from exporter.publish.served import Served
 from serving.agent.readiness import Readiness
-from serving.agent.rollout import Observed, PublishedLog, PublishedLogs, Refusal, Version
+from serving.agent.rollout import Observed, Refusal
 from serving.status import VersionState
 
 LINE = "line"
 
 
-def log(*spans: tuple[int, int], limit: int | None = None) -> PublishedLogs:
-    return PublishedLogs({LINE: PublishedLog(LINE, tuple(Span(*span) for span in spans), limit)}, 1)
+def log(*spans: tuple[int, int], limit: int | None = None) -> Model:
+    return Model({LINE: Log(LINE, tuple(Span(*span) for span in spans), limit)}, 1)
 
 
 def at(position: int | None, number: int = 1, *, lineage: str = LINE) -> Observed:
     state = VersionState.AVAILABLE
-    return Observed().answered([Version(number, state, position, position, lineage)], 0.0)
+    return Observed().answered([Served(number, state, position, position, lineage)], 0.0)
 
 
 def refusing(observed: Observed, *spans: tuple[int, int]) -> Observed:
@@ -31,17 +33,17 @@ def refusing(observed: Observed, *spans: tuple[int, int]) -> Observed:
     return observed
 
 
-LOADING = Observed().answered([Version(1, VersionState.LOADING)], 0.0)
+LOADING = Observed().answered([Served(1, VersionState.LOADING)], 0.0)
 THREE = log((0, 1), (1, 2), (2, 3))
-UNSEEN = PublishedLogs(problem="its volume is not mounted")
+UNSEEN = Model(problem="its volume is not mounted")
 VAIN = "a call that fails"
 SILENT = "no response"
-Step = tuple[Observed, PublishedLogs] | str
+Step = tuple[Observed, Model] | str
 STORIES: dict[str, tuple[list[Step], bool]] = {
     "never asked": ([], False),
     "it loads": ([(LOADING, THREE)], False),
     "it is where the newest delta leads": ([(at(3), THREE)], True),
-    "it takes no deltas": ([(at(None), PublishedLogs(newest_version=7))], True),
+    "it takes no deltas": ([(at(None), Model(newest_version=7))], True),
     "it lacks deltas": ([(at(0), THREE), (at(2), THREE)], False),
     "it has caught up": ([(at(0), THREE), (at(3), THREE)], True),
     "more is published while it catches up": ([(at(0), log((0, 1))), (at(1), THREE)], True),

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from exporter.delta.spans import Span, plan_chain
+from exporter.publish.model import Log, Model
+from exporter.publish.served import Served
 from serving.agent.rollout import (
     LONGEST_BACK_OFF_S,
     Action,
@@ -15,13 +17,9 @@ from serving.agent.rollout import (
     Audit,
     Observe,
     Observed,
-    PublishedLog,
-    PublishedLogs,
     Refusal,
     RolloutPolicy,
-    Version,
     Wait,
-    behind,
     differences,
     needs_base,
     next_action,
@@ -33,16 +31,16 @@ LINE = "line"
 POLICY = RolloutPolicy(refresh_s=5.0)
 
 
-def log(*spans: tuple[int, int], limit: int | None = None, lineage: str = LINE) -> PublishedLogs:
-    return PublishedLogs({lineage: PublishedLog(lineage, tuple(Span(*span) for span in spans), limit)}, 0)
+def log(*spans: tuple[int, int], limit: int | None = None, lineage: str = LINE) -> Model:
+    return Model({lineage: Log(lineage, tuple(Span(*span) for span in spans), limit)}, 0)
 
 
-def version(number: int = 1, position: int | None = 0, **more: object) -> Version:
-    known = Version(number, VersionState.AVAILABLE, position, position, LINE if position is not None else "")
+def version(number: int = 1, position: int | None = 0, **more: object) -> Served:
+    known = Served(number, VersionState.AVAILABLE, position, position, LINE if position is not None else "")
     return replace(known, **more)
 
 
-def seen(*versions: Version, at: float = 100.0) -> Observed:
+def seen(*versions: Served, at: float = 100.0) -> Observed:
     return Observed().answered(versions, at)
 
 
@@ -55,9 +53,9 @@ def spans(*pairs: tuple[int, int]) -> tuple[Span, ...]:
 
 
 THREE = log((0, 1), (1, 2), (2, 3))
-DECISIONS: dict[str, tuple[Observed, PublishedLogs, Action]] = {
+DECISIONS: dict[str, tuple[Observed, Model, Action]] = {
     "never seen": (Observed(), THREE, Observe()),
-    "never seen, nothing published": (Observed(), PublishedLogs(problem="unmounted"), Observe()),
+    "never seen, nothing published": (Observed(), Model(problem="unmounted"), Observe()),
     "current": (seen(version(position=3)), THREE, Wait(105.0)),
     "behind": (seen(version()), THREE, Apply(1, LINE, 3, spans((0, 1), (1, 2), (2, 3)))),
     "a merger is shorter": (
@@ -164,7 +162,7 @@ def test_a_refused_delta_that_was_healed_or_gone_around_is_forgotten() -> None:
     assert not stuck.answered([version(position=2)], 101.0).refusals
     assert stuck.answered([version(position=None, state=VersionState.LOADING)], 101.0).refusals
     assert stuck.answered([version(2, 1), version(1, 0)], 101.0).refusals, "the older one has yet to take it"
-    elsewhere = Version(9, VersionState.AVAILABLE, 9, 9, "another log")
+    elsewhere = Served(9, VersionState.AVAILABLE, 9, 9, "another log")
     assert not stuck.answered([elsewhere], 101.0).refusals, "a new base was published, and is served"
 
 
@@ -244,7 +242,7 @@ def test_the_way_is_that_of_the_graph(
 ) -> None:
     """The graph takes what leads furthest within the limit; where it gets, the agent expects it."""
     deltas = tuple({Span(start, start + length, exact) for start, length, exact in drawn})
-    chain = PublishedLog(LINE, deltas, limit).reach(position)
+    chain = Log(LINE, deltas, limit).reach(position)
     at = position
     for span in chain:
         assert span.accepts(at)
@@ -252,9 +250,6 @@ def test_the_way_is_that_of_the_graph(
     assert limit is None or at <= limit or not chain
     if chain:
         assert [span.end for span in plan_chain(deltas, position, at)] == [span.end for span in chain]
-    assert (
-        behind(version(position=position), PublishedLogs({LINE: PublishedLog(LINE, deltas, limit)})) == chain
-    )
 
 
 @given(st.data())
@@ -299,9 +294,9 @@ def test_any_replica_gets_as_far_as_the_log_leads(data: st.DataObject) -> None:
     raise AssertionError(f"at {position} of {count}")
 
 
-def served(log_: PublishedLog, position: int, up_to: int, damaged: set[Span]) -> tuple[int, Span | None]:
+def served(log_: Log, position: int, up_to: int, damaged: set[Span]) -> tuple[int, Span | None]:
     """What a graph does: it takes what leads furthest within `up_to`, until one is bad."""
-    for span in PublishedLog(LINE, log_.deltas, up_to).reach(position):
+    for span in Log(LINE, log_.deltas, up_to).reach(position):
         if span in damaged:
             return position, span
         position = span.end
@@ -315,5 +310,5 @@ def test_what_waits_lies_beyond_what_is_released() -> None:
         found = published.logs[LINE]
         assert (found.released, found.waiting) == (released, waiting), "the merged delta is none of its own"
         assert published.newest_position == 3, "a hold does not change what is published"
-    assert PublishedLogs().newest_position is None
-    assert PublishedLogs(newest_version=7).newest_position == 7
+    assert Model().newest_position is None
+    assert Model(newest_version=7).newest_position == 7

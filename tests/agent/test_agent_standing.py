@@ -10,9 +10,11 @@ from msgspec.structs import replace
 
 from exporter.delta.chunk_digest import Chunk
 from exporter.delta.spans import Span
+from exporter.publish.judge import Code, Level
+from exporter.publish.model import Rollback
 from serving.agent.audit import Audited
-from serving.agent.rollout import Quarantined, Rollback
-from serving.agent.standing import FleetStanding, Level, State, assess, natural
+from serving.agent.rollout import Quarantined
+from serving.agent.standing import FleetStanding, assess, natural
 from serving.agent.view import CanaryView, FleetView, ModelView, ReplicaView, StoreView, VersionView
 
 FRESH_WITHIN_S = 30.0
@@ -37,21 +39,21 @@ def found(*models: ModelView) -> FleetStanding:
 HELD = {"hold": 65, "position": 65, "waiting": 3, "is_held": True}
 AT_65 = {"position": 65, "step": 65}
 DIFFERS = Audited(120, 1, (Chunk("table", 0, 4),))
-OF_ONE: dict[str, tuple[ReplicaView, State]] = {
-    "at the newest": (replica(), State.FRESH),
-    "down": (replica(error="UNAVAILABLE: gone"), State.DOWN),
-    "without the model": (replica(error="NOT_FOUND: m"), State.ABSENT),
-    "not asked yet": (replace(replica(), is_answering=False), State.UNASKED),
-    "at its start": (replica(state="LOADING"), State.LOADING),
-    "it could not load": (replica(state="END", message="no memory"), State.ABSENT),
-    "behind for long": (replica(**AT_65, behind_deltas=2, stale_s=31.0), State.LATE),
-    "behind for a moment": (replica(**AT_65, behind_deltas=2, stale_s=0.2), State.UPDATING),
-    "it takes no deltas": (replica(position=None, behind_deltas=None), State.NOT_UPDATABLE),
-    "of a log that is unknown": (replica(behind_deltas=None), State.NOT_UPDATABLE),
-    "it refused a delta": (replace(replica(**AT_65, behind_deltas=1), error="bad"), State.REFUSES),
-    "a base it does not load": (replica(**AT_65, superseded_s=500.0), State.LATE),
-    "a base that it loads": (replica(**AT_65, superseded_s=3.0), State.UPDATING),
-    "wrong values": (replace(replica(), audited=DIFFERS), State.DIFFERS),
+OF_ONE: dict[str, tuple[ReplicaView, Code]] = {
+    "at the newest": (replica(), Code.FRESH),
+    "down": (replica(error="UNAVAILABLE: gone"), Code.DOWN),
+    "without the model": (replica(error="NOT_FOUND: m"), Code.ABSENT),
+    "not asked yet": (replace(replica(), is_answering=False), Code.UNASKED),
+    "at its start": (replica(state="LOADING"), Code.LOADING),
+    "it could not load": (replica(state="END", message="no memory"), Code.ABSENT),
+    "behind for long": (replica(**AT_65, behind_deltas=2, stale_s=31.0), Code.LATE),
+    "behind for a moment": (replica(**AT_65, behind_deltas=2, stale_s=0.2), Code.UPDATING),
+    "it takes no deltas": (replica(position=None, behind_deltas=None), Code.NOT_UPDATABLE),
+    "of a log that is unknown": (replica(behind_deltas=None), Code.NOT_UPDATABLE),
+    "it refused a delta": (replace(replica(**AT_65, behind_deltas=1), error="bad"), Code.REFUSES),
+    "a base it does not load": (replica(**AT_65, superseded_s=500.0), Code.LATE),
+    "a base that it loads": (replica(**AT_65, superseded_s=3.0), Code.UPDATING),
+    "wrong values": (replace(replica(), audited=DIFFERS), Code.DIFFERS),
 }
 
 
@@ -59,8 +61,8 @@ OF_ONE: dict[str, tuple[ReplicaView, State]] = {
 def test_the_state_of_a_replica(case: str) -> None:
     one, expected = OF_ONE[case]
     (each,) = found(model(one)).models
-    assert each.rows[0].standing.state is expected
-    assert (each.fresh == 1) is (expected is State.FRESH)
+    assert each.rows[0].standing.code is expected
+    assert (each.fresh == 1) is (expected is Code.FRESH)
 
 
 MODELS: dict[str, tuple[ModelView, str]] = {
@@ -152,7 +154,7 @@ def test_nobody_is_fresh_while_it_is_unknown_what_is_published() -> None:
     unseen = model(replica(), problem="/m does not exist", published=None, position=None, newest_version=None)
     standing = found(unseen)
     assert standing.headline == "What is published cannot be seen"
-    assert [row.standing.state for row in standing.models[0].rows] == [State.UNKNOWN]
+    assert [row.standing.code for row in standing.models[0].rows] == [Code.UNKNOWN]
     assert standing.models[0].fresh == 0
 
 
@@ -169,10 +171,10 @@ def test_a_version_that_is_loaded_is_not_late() -> None:
     loading = replace(one.versions[0], number=41, state="LOADING")
     newer = {"published": 41, "newest_version": 41, "position": None}
     states = [
-        found(model(replace(one, versions=versions), **newer)).models[0].rows[0].standing.state
+        found(model(replace(one, versions=versions), **newer)).models[0].rows[0].standing.code
         for versions in (one.versions, (*one.versions, loading))
     ]
-    assert states == [State.LATE, State.UPDATING]
+    assert states == [Code.LATE, Code.UPDATING]
 
 
 @pytest.mark.parametrize(
@@ -181,15 +183,15 @@ def test_a_version_that_is_loaded_is_not_late() -> None:
 def test_what_the_canary_does_names_its_replica(asked: str | None, said: str) -> None:
     canary = CanaryView(65, 0.4, asked, "is judged at 120")
     (finding,) = found(model(replica(**AT_65), hold=65, waiting=1, canary=canary)).findings
-    assert (finding.state, finding.details) == (State.CANARY, said)
+    assert (finding.code, finding.why) == (Code.CANARY, said)
 
 
 def test_the_worst_comes_first_and_nothing_is_left_out() -> None:
     down = replica("r3", error="gone")
     canary = CanaryView(60, 0.0, None, "", "score is NaN")
     worst = model(replica(**AT_65), down, **HELD, rollback=Rollback(65, 60, "NaN"), canary=canary)
-    states = [finding.state for finding in found(worst).findings]
-    assert states == [State.GOLDEN, State.ROLLED_BACK, State.DOWN]
+    states = [finding.code for finding in found(worst).findings]
+    assert states == [Code.GOLDEN, Code.ROLLED_BACK, Code.DOWN]
     both = found(replace(model(replica(), down), name="a"), replace(worst, name="b"))
     assert [finding.model for finding in both.findings] == ["b", "b", "a", "b"]
     assert both.headline == "b: golden requests fail at 60"

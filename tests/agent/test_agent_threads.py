@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from exporter.errors import UsageError
+from exporter.publish.model import Model
 from exporter.storage import arrivals
 from exporter.terminal.server_access import WITHOUT_TLS
 from serving.agent.fleet import Targets
@@ -18,7 +19,6 @@ from serving.agent.journal import AgentEvent, EventKind, Journal
 from serving.agent.probe import Prober
 from serving.agent.publications import FollowedModel, Publications
 from serving.agent.replica import Replica, Settings
-from serving.agent.rollout import PublishedLogs
 from serving.agent_command import AuditFlags, PaceFlags, TimeFlags, _settings
 
 ASK_AT_ONCE = """
@@ -64,7 +64,7 @@ def wait_for(journal: Journal, what: EventKind) -> AgentEvent:
 def test_a_replica_is_looked_after_again_whatever_went_wrong(tmp_path: Path) -> None:
     journal, broken = Journal(), [True]
 
-    def allowed(model: str, address: str, published: PublishedLogs) -> PublishedLogs:
+    def allowed(model: str, address: str, published: Model) -> Model:
         if broken:
             broken.pop()
             raise RuntimeError("a fault of our own")

@@ -18,8 +18,8 @@ from exporter.bundle.variables import Move
 from exporter.catalog import Catalog, Extent, TensorRef
 from exporter.jobs.execute import Outcome, Work, encode
 from exporter.jobs.runner import LocalEngine, Runner, choose_engine
+from exporter.jobs.shard_sections import MovedRows
 from exporter.jobs.task import Input, Range, Receipt
-from exporter.jobs.write_shard import MovedRows
 from exporter.verify.version_files import Checksum, verify_bytes
 from exporter.wire import crc32c
 from exporter.wire.dtypes import DType

@@ -24,9 +24,9 @@ import numpy as np
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import ChangeKind
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.row_hashes import BlockHasher, HashIndex
 from exporter.delta.row_reader import row_readers
-from exporter.delta.snapshot import Snapshot
 from exporter.options import ExportRequest
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import DeltaLog, read_log
@@ -48,7 +48,7 @@ def compare(timer: Timer, model: str, newer: str, known: str = "") -> list[int]:
     """
     log, catalog = read_log(Path(model)), read_catalog(Path(newer))
     sources = log.base.entry.mapping_spec.mapping(catalog).sources
-    new = Snapshot({v.name: v for source in sources for v in row_readers(catalog, source)})
+    new = LayeredState({v.name: v for source in sources for v in row_readers(catalog, source)})
     with tempfile.TemporaryDirectory() as scratch:
         old, index, hasher = log.state(), None, BlockHasher.fresh()
         if known:

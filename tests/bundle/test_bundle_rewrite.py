@@ -19,7 +19,7 @@ from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, CorruptFile, MappingError, UsageError
 from exporter.graph.inference_graph import PartitionStrategy
-from exporter.jobs import write_shard
+from exporter.jobs import shard_sections
 from exporter.jobs.runner import Runner
 from exporter.mapping.build import VariableMapping
 from exporter.mapping.mapping_rules import CastRule, MappingRules
@@ -233,8 +233,8 @@ def test_any_partition_becomes_any_other(
     stored, served = min(stored, max(rows, 1)), min(served, max(rows, 1))
     table = np.random.default_rng(seed).normal(size=(rows, width)).astype(np.float32)
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_shard, "BLOCK_BYTES", block)
-        patch.setattr(write_shard, "COPY_BYTES", block)
+        patch.setattr(shard_sections, "BLOCK_BYTES", block)
+        patch.setattr(shard_sections, "COPY_BYTES", block)
         write_parts(Path(name, "model.ckpt"), in_parts(table, stored, stored_by_mod), table.shape, seed)
         catalog = read_catalog(Path(name, "model.ckpt"))
         mapping = mapping_of(

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from exporter.cli.examination import Check, Finding, Level, diagnosis, examine
+from exporter.cli.examination import Check, check_of, diagnosis, examine
 from exporter.publish.delta_log import log_path
+from exporter.publish.judge import Code, Finding, Level
 from exporter.publish.staging import Staging
 from exporter.storage.layout import STAGING_PREFIX
 from tests.support.commands import Ran, export_model
@@ -221,10 +222,10 @@ def test_what_is_being_published_is_no_left_over(place: Place) -> None:
 
 def test_clocks_that_differ(place: Place) -> None:
     seen = examine(place.model, None, now=time.time() - 7200)
-    assert [found.check for found in seen.findings] == [Check.CLOCK, Check.CLOCK]
+    assert [check_of(found) for found in seen.findings] == [Check.CLOCK, Check.CLOCK]
     published, files = seen.findings
-    assert "as 2 more" in published.message
-    assert "7200 s ahead of" in files.message
+    assert "as 2 more" in published.text
+    assert "7200 s ahead of" in files.text
 
 
 def test_checkpoints_on_another_file_system(place: Place) -> None:
@@ -260,7 +261,7 @@ def test_a_checkpoint_that_cannot_be_exported(place: Place) -> None:
 
 def test_of_several_the_disk_counts_first() -> None:
     def wrong(check: Check) -> Finding:
-        return Finding(check, Level.WRONG, "m", "c")
+        return Finding(Code.UNEXAMINED, "m", command="c", check=check.value)
 
     def code(*checks: Check) -> int:
         error = diagnosis(Path("model"), map(wrong, checks))
@@ -270,7 +271,7 @@ def test_of_several_the_disk_counts_first() -> None:
     assert code(Check.REPLICAS) == 7
     assert code(Check.REPLICAS, Check.CHECKPOINT) == 3
     assert code(Check.REPLICAS, Check.CHECKPOINT, Check.WAYS) == 6
-    assert diagnosis(Path("model"), [Finding(Check.HOLD, Level.WARNING, "m", "c")]) is None
+    assert diagnosis(Path("model"), [Finding(Code.HELD, "m", command="c")]) is None
 
 
 def test_nothing_published_is_a_position_error(tmp_path: Path) -> None:
@@ -303,7 +304,7 @@ def test_another_user_cannot_publish_and_reads_what_doctor_says(place: Place) ->
 
     def look() -> object:
         return [
-            (found.check, found.message) for found in examine(place.model, None, now=time.time()).findings
+            (check_of(found), found.text) for found in examine(place.model, None, now=time.time()).findings
         ]
 
     (found,) = as_user(65534, look)  # type: ignore[misc]  a list, as `look` makes it

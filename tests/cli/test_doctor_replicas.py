@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import time
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
-from exporter.cli.examination import AskedServer, Check, Level, ServedState, judge
-from exporter.verify.log import VerifiedModel, verify_model
+from exporter.delta.format import span_name
+from exporter.publish.delta_log import log_path
+from exporter.publish.judge import Level, Limits, Server, judge
+from exporter.publish.model import Model
+from exporter.publish.served import Served
+from exporter.storage.layout import MANIFEST_FILE
+from exporter.wire.version_state import VersionState
 from serving.cli import app as serve_model
 from serving.server import ModelServer
 from tests.support.commands import Ran, export_model, run_app
@@ -106,50 +111,62 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model
 
 
-def judged(model: Path, found: VerifiedModel, *answers: tuple[int, ServedState]) -> tuple[Level, str] | None:
+AVAILABLE = VersionState.AVAILABLE
+
+
+def judged(model: Model, *answers: Served) -> tuple[Level, str] | None:
     """The finding an hour after the last publication, with a minute's patience; None if there is none."""
-    replica = AskedServer("server:8500", "model", dict(answers))
-    findings = list(judge(model, found, replica, now=time.time() + 3600, patience=60))
-    assert all(finding.check is Check.REPLICAS for finding in findings)
+    server, now = Server("server:8500", "model", answers), datetime.now(timezone.utc) + timedelta(hours=1)
+    findings = judge(model, [server], now, Limits(60))
     assert len(findings) <= 1
-    return (findings[0].level, findings[0].message) if findings else None
+    return (findings[0].level, findings[0].text) if findings else None
+
+
+def lineage_of(model: Model) -> str:
+    assert model.current is not None
+    return model.current.lineage
 
 
 def test_answers_are_judged_by_what_is_published(published: Path) -> None:
-    model, found = published, verify_model(published)
-    lineage = found.log.lineage if found.log else ""
+    model = Model.read(published)
 
-    def at(position: int) -> tuple[int, ServedState]:
-        return 10, ServedState("AVAILABLE", position=position, lineage=lineage)
+    def at(position: int) -> Served:
+        return Served(10, AVAILABLE, position, lineage=lineage_of(model))
 
-    assert judged(model, found, at(30)) is None
-    assert judged(model, found, at(10)) == (
+    assert judged(model, at(30)) is None
+    assert judged(model, at(10)) == (
         Level.WRONG,
         "model on server:8500 stands at 10, 2 deltas behind 30; the oldest is 60 min old",
     )
-    assert judged(model, found, (10, ServedState("AVAILABLE"))) is None, (
-        "it takes no deltas, or does not tell"
-    )
-    assert judged(model, found, (9, ServedState("AVAILABLE"))) == (
+    assert judged(model, Served(10, AVAILABLE)) is None, "it takes no deltas, or does not tell"
+    assert judged(model, Served(9, AVAILABLE)) == (
         Level.WRONG,
         "model on server:8500: version 10 is not known there; it serves 9",
     )
-    broken = judged(
-        model, found, (10, ServedState("END", "DATA_LOSS: a shard")), (9, ServedState("AVAILABLE"))
-    )
+    broken = judged(model, Served(10, VersionState.END, message="DATA_LOSS: a shard"), Served(9, AVAILABLE))
     assert broken == (Level.WRONG, "model on server:8500: version 10 is in state END; it serves 9")
-    ahead = judged(model, found, at(5))
+    ahead = judged(model, at(5))
     assert ahead is not None
     assert "from where no delta leads on" in ahead[1]
 
 
 def test_a_hold_is_where_replicas_should_be(published: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(published, model)
-    (model / "deltas" / f"{10:020d}" / "hold").write_text("20\n")
-    found = verify_model(model)
-    lineage = found.log.lineage if found.log else ""
-    assert judged(model, found, (10, ServedState("AVAILABLE", position=20, lineage=lineage))) is None
-    beyond = judged(model, found, (10, ServedState("AVAILABLE", position=30, lineage=lineage)))
+    path = tmp_path / "model"
+    shutil.copytree(published, path)
+    (path / "deltas" / f"{10:020d}" / "hold").write_text("20\n")
+    model = Model.read(path)
+    assert judged(model, Served(10, AVAILABLE, 20, lineage=lineage_of(model))) is None
+    beyond = judged(model, Served(10, AVAILABLE, 30, lineage=lineage_of(model)))
     assert beyond is not None
     assert (beyond[0], "beyond the hold at 20" in beyond[1]) == (Level.WARNING, True)
+
+
+def test_a_delta_whose_manifest_is_damaged_ends_no_judgement(published: Path, tmp_path: Path) -> None:
+    """Whether it fits a server in its middle stands in its manifest."""
+    path = tmp_path / "model"
+    shutil.copytree(published, path)
+    (log_path(path, 10) / span_name(10, 20) / MANIFEST_FILE).write_text("{")
+    model = Model.read(path)
+    found = judged(model, Served(10, AVAILABLE, 15, lineage=lineage_of(model)))
+    assert found is not None
+    assert (found[0], "stands at 15, from where no delta leads on" in found[1]) == (Level.WRONG, True)

@@ -16,8 +16,8 @@ from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.delta import row_reader
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import ChangeKind, Rows, Schema, ServedVariable
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.row_reader import RowReader, SliceOrder
-from exporter.delta.snapshot import Snapshot
 from exporter.errors import CheckpointChanged
 from exporter.jobs.runner import Runner
 from exporter.publish.delta_log import read_log
@@ -171,7 +171,7 @@ def test_a_task_opens_the_shards_of_its_rows_alone(tmp_path: Path) -> None:
         catalog = sharded(tmp_path / name, table)
         box = SliceSpec.whole(table.shape)
         sides.append(RowReader("t", catalog, catalog.tensors["t"], box, DType.BFLOAT16, SliceOrder()))
-    old, new = (Snapshot({"t": side}) for side in sides)
+    old, new = (LayeredState({"t": side}) for side in sides)
     schema = Schema.of([ServedVariable("t", DType.BFLOAT16, table.shape, ChangeKind.TABLE)])
     engine = Noted()
     found = diff(old, new, schema, Comparison(tmp_path, runner=Runner(engine, task_bytes=64 << 10)))

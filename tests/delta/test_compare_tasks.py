@@ -10,8 +10,8 @@ import pytest
 
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import ChangeKind, Rows, Schema, ServedVariable
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.row_hashes import BlockHasher
-from exporter.delta.snapshot import Snapshot
 from exporter.errors import CheckpointChanged, CorruptFile, EngineFailed
 from exporter.jobs.runner import Runner
 from exporter.wire.dtypes import DType
@@ -31,11 +31,11 @@ def test_tasks_find_what_threads_find(tmp_path: Path, layout: str, layers: tuple
     dtype = ml_dtypes.bfloat16 if layout == "cast" else np.float32
     rows = readers[0].shape[0]
     old, new = (
-        Snapshot({"t": reader}, tuple(layer(10 * side + n, rows, dtype) for n in range(count)))
+        LayeredState({"t": reader}, tuple(layer(10 * side + n, rows, dtype) for n in range(count)))
         for side, (reader, count) in enumerate(zip(readers, layers, strict=True))
     )
     if layers == (1, 2):  # rows that both sides were given alike do not differ
-        new = Snapshot(new.stored, (*new.layers, old.layers[0]))
+        new = LayeredState(new.stored, (*new.layers, old.layers[0]))
     variable = ServedVariable("t", readers[0].dtype, readers[0].shape, ChangeKind.TABLE)
     schema, hasher = Schema.of([variable]), BlockHasher(7)
     expected = diff(old, new, schema, Comparison(tmp_path, hasher=hasher))
@@ -63,7 +63,7 @@ def test_damage_is_found_on_both_sides(tmp_path: Path, layout: str, side: int) -
     with readers[side].catalog.path_of(extent).open("r+b") as file:
         file.seek(extent.offset + extent.size - 2)
         file.write(b"\x99")
-    old, new = (Snapshot({"t": reader}) for reader in readers)
+    old, new = (LayeredState({"t": reader}) for reader in readers)
     schema = Schema.of([ServedVariable("t", DType.FLOAT, table.shape, ChangeKind.TABLE)])
     with pytest.raises(CorruptFile, match="damaged at 't'"):
         diff(old, new, schema, Comparison(tmp_path, runner=Runner(task_bytes=16 << 10)))
@@ -71,7 +71,9 @@ def test_damage_is_found_on_both_sides(tmp_path: Path, layout: str, side: int) -
 
 def test_a_comparison_is_gone_on_with(tmp_path: Path) -> None:
     table = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
-    old, new = (Snapshot({"t": stored(tmp_path / name, "whole", table + n)}) for n, name in enumerate("ab"))
+    old, new = (
+        LayeredState({"t": stored(tmp_path / name, "whole", table + n)}) for n, name in enumerate("ab")
+    )
     schema = Schema.of([ServedVariable("t", DType.FLOAT, table.shape, ChangeKind.TABLE)])
     hasher = BlockHasher(7)
 
@@ -94,7 +96,7 @@ def test_a_small_table_of_a_file_is_compared_here(tmp_path: Path, task_bytes: in
     after = before.copy()
     after[7] += 1
     old, new = (
-        Snapshot({"t": stored(tmp_path / name, "whole", table)})
+        LayeredState({"t": stored(tmp_path / name, "whole", table)})
         for name, table in (("a", before), ("b", after))
     )
     variable = ServedVariable("t", DType.FLOAT, (ROWS, WIDTH), ChangeKind.TABLE)
@@ -108,7 +110,7 @@ def test_a_small_table_of_a_file_is_compared_here(tmp_path: Path, task_bytes: in
 
 def test_a_side_that_is_replaced_meanwhile(tmp_path: Path) -> None:
     table = np.zeros((ROWS, WIDTH), np.float32)
-    old, new = (Snapshot({"t": stored(tmp_path / name, "whole", table)}) for name in "ab")
+    old, new = (LayeredState({"t": stored(tmp_path / name, "whole", table)}) for name in "ab")
     schema = Schema.of([ServedVariable("t", DType.FLOAT, table.shape, ChangeKind.TABLE)])
 
     class Replacing(Noted):

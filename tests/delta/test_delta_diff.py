@@ -18,11 +18,11 @@ from exporter.delta import layers as merging
 from exporter.delta.compare_rows import differing_rows
 from exporter.delta.diff import Comparison, diff
 from exporter.delta.format import ChangeKind, Rows, Schema, ServedVariable
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.layers import merge_changes
 from exporter.delta.row_hashes import BlockHasher, HashIndex, block_rows, most_bytes, read_index, write_index
 from exporter.delta.row_reader import RowReader
 from exporter.delta.row_spill import RowSpill
-from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile
 from exporter.wire.crc32c import masked_crc
 from exporter.wire.dtypes import DType
@@ -31,7 +31,7 @@ SHAPE = (3000, 5)
 TABLE = ServedVariable("t", DType.FLOAT, SHAPE, ChangeKind.TABLE)
 
 
-def state(prefix: Path, **tensors: np.ndarray) -> Snapshot:
+def state(prefix: Path, **tensors: np.ndarray) -> LayeredState:
     with BundleWriter(prefix) as writer:
         writer.add("pad", np.zeros(3, np.uint8))  # so that nothing is aligned
         for name, value in tensors.items():
@@ -42,7 +42,7 @@ def state(prefix: Path, **tensors: np.ndarray) -> Snapshot:
         ref = catalog.tensors[name]
         box = SliceSpec(ref.shape, (0,) * len(ref.shape), ref.shape)
         stored[name] = RowReader(name, catalog, ref, box, ref.dtype)
-    return Snapshot(stored)
+    return LayeredState(stored)
 
 
 @pytest.fixture

@@ -207,8 +207,12 @@ def test_the_nearest_base_is_the_one_with_the_fewest_deltas() -> None:
 
 B = increment("b", A.increment.id, 20, 30)
 C = increment("c", checkpoint(10), 10, 15, generation=2)
-F25 = CheckpointMarker(checkpoint(25), "f" * 16, A.increment.id, is_equal=False, session="1" * 32)
-F30 = CheckpointMarker(checkpoint(30), "f" * 16, B.increment.id, is_equal=True, session="1" * 32)
+F25 = CheckpointMarker(
+    checkpoint=checkpoint(25), run="f" * 16, after=A.increment.id, is_equal=False, session="1" * 32
+)
+F30 = CheckpointMarker(
+    checkpoint=checkpoint(30), run="f" * 16, after=B.increment.id, is_equal=True, session="1" * 32
+)
 RESTORED = increment("d", A.increment.id, 20, 22, generation=2)
 
 
@@ -309,7 +313,12 @@ class WayCase:
             TrainerVersion(checkpoint(12)),
             checkpoint(12),
             History(
-                (A,), (CheckpointMarker(checkpoint(12), "f" * 16, None, is_equal=False, session="1" * 32),)
+                (A,),
+                (
+                    CheckpointMarker(
+                        checkpoint=checkpoint(12), run="f" * 16, after=None, is_equal=False, session="1" * 32
+                    ),
+                ),
             ),
             (A,),
         ),

@@ -22,9 +22,9 @@ from exporter.delta import diff as comparing
 from exporter.delta import row_reader
 from exporter.delta.diff import Compared, Comparison, diff
 from exporter.delta.format import ChangeKind, Rows, Schema, ServedVariable
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.row_hashes import BlockHasher, HashIndex
 from exporter.delta.row_reader import RowReader, SliceOrder
-from exporter.delta.snapshot import Snapshot
 from exporter.delta.tolerance import Tolerance, apply_tolerance
 from exporter.errors import CheckpointChanged, CorruptFile
 from exporter.jobs import task
@@ -108,9 +108,9 @@ def test_what_is_found_in_files(tmp_path: Path, objects: Objects, small: None, l
     here = [stored(objects.directory / name, layout, table) for name, table in tables.items()]
     schema, rows, dtype = schema_of(here[0]), here[0].shape[0], here[0].dtype.numpy
     layers = (layer(1, rows, dtype), layer(2, rows, dtype)), (layer(3, rows, dtype),)
-    local = [Snapshot({"t": reader}, over) for reader, over in zip(here, layers, strict=True)]
+    local = [LayeredState({"t": reader}, over) for reader, over in zip(here, layers, strict=True)]
     there = [in_store(reader, objects) for reader in here]
-    remote = [Snapshot({"t": reader}, over) for reader, over in zip(there, layers, strict=True)]
+    remote = [LayeredState({"t": reader}, over) for reader, over in zip(there, layers, strict=True)]
     expected = diff(*local, schema, Comparison(tmp_path, hasher=HASHER))
     of_old = diff(local[0], local[0], schema, Comparison(tmp_path, hasher=HASHER)).hashes
     known = HashIndex("", 0, HASHER, of_old, "")
@@ -137,7 +137,7 @@ def test_what_several_variables_are_made_of_is_fetched_once(
     objects.traffic.requests.clear()
     found = []
     for part, box in enumerate(boxes):
-        sides = [Snapshot({"t": replace(reader, box=box, order=order, part=part)}) for reader in readers]
+        sides = [LayeredState({"t": replace(reader, box=box, order=order, part=part)}) for reader in readers]
         schema = schema_of(sides[0].stored["t"])
         found.append(diff(*sides, schema, Comparison(tmp_path / "scratch", hasher=HASHER)).changes["t"])
     assert [len(changes.ids) for changes in found] == [box.lengths[0] for box in boxes]
@@ -176,14 +176,14 @@ def test_damage_is_found(
 ) -> None:
     table = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
     here = [stored(objects.directory / name, layout, table + n) for n, name in enumerate("ab")]
-    local = Snapshot({"t": here[0]})
+    local = LayeredState({"t": here[0]})
     schema = schema_of(here[0])
     expected = diff(local, local, schema, Comparison(tmp_path, hasher=HASHER)).hashes
     extent = here[side].tensor.extents[-1]
     with here[side].catalog.path_of(extent).open("r+b") as file:
         file.seek(extent.offset + extent.size - 2)
         file.write(b"\x99")
-    old, new = (Snapshot({"t": in_store(reader, objects)}) for reader in here)
+    old, new = (LayeredState({"t": in_store(reader, objects)}) for reader in here)
     known = HashIndex("", 0, HASHER, expected, "") if hashes == "known" else None
     with pytest.raises(CorruptFile, match="damaged at 't'"):
         diff(old, new, schema, Comparison(tmp_path / "scratch", known, HASHER))
@@ -220,9 +220,9 @@ def large(prefix: Path, tables: dict[str, np.ndarray], parts: int) -> None:
                 writer.add(name, table[rows], spec if parts > 1 else None)
 
 
-def states(catalogs: list[Catalog], names: str) -> list[Snapshot]:
+def states(catalogs: list[Catalog], names: str) -> list[LayeredState]:
     return [
-        Snapshot(
+        LayeredState(
             {
                 name: RowReader(
                     name, each, each.tensors[name], SliceSpec.whole(each.tensors[name].shape), DType.FLOAT
@@ -274,7 +274,7 @@ def test_a_watch_leaves_nothing_behind(
 def test_an_object_that_is_replaced_meanwhile(tmp_path: Path, objects: Objects, small: None) -> None:
     table = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
     here = [stored(objects.directory / name, "whole", table + n) for n, name in enumerate("ab")]
-    old, new = (Snapshot({"t": in_store(reader, objects)}) for reader in here)
+    old, new = (LayeredState({"t": in_store(reader, objects)}) for reader in here)
 
     class Replacing(NoProgress):
         def advance(self, amount: int) -> None:

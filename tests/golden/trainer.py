@@ -72,7 +72,11 @@ class Trainer:
         saved = identify(prefix, self.step)
         if isinstance(self.parent, str):
             run, session = given_id("run", 1), given_id("session", self.session)
-            Store(self.directory).note(CheckpointMarker(saved, run, self.parent, not self.touched, session))
+            Store(self.directory).note(
+                CheckpointMarker(
+                    checkpoint=saved, run=run, after=self.parent, is_equal=not self.touched, session=session
+                )
+            )
         else:
             self.parent, self.parent_step, self.touched = saved, self.step, {}
         return saved

@@ -145,7 +145,7 @@ def test_a_checkpoint_that_is_named_and_not_the_newest_is_not_waited_for(publish
 
 
 def marked(at: CheckpointId) -> CheckpointMarker:
-    return CheckpointMarker(at, A.increment.run, None, is_equal=False)
+    return CheckpointMarker(checkpoint=at, run=A.increment.run, after=None, is_equal=False)
 
 
 OLD, NEW = checkpoint(10), checkpoint(25)

@@ -73,7 +73,16 @@ def test_a_manifest_comes_back(increment: Increment) -> None:
     assert from_json(to_json(increment).encode(), Path("manifest.json")) == increment
 
 
-@given(st.builds(CheckpointMarker, CHECKPOINTS, HEX, HEX | st.none(), st.booleans(), HEX | st.none()))
+@given(
+    st.builds(
+        CheckpointMarker,
+        checkpoint=CHECKPOINTS,
+        run=HEX,
+        after=HEX | st.none(),
+        is_equal=st.booleans(),
+        session=HEX | st.none(),
+    )
+)
 def test_a_milestone_comes_back(marker: CheckpointMarker) -> None:
     assert CheckpointMarker.from_json(marker.to_json().encode(), Path("x.json")) == marker
 
@@ -258,7 +267,7 @@ def test_a_chain_is_followed_from_parent_to_child() -> None:
 
 
 def test_a_full_checkpoint_joins_the_chain_by_its_milestone() -> None:
-    noted = (CheckpointMarker(LATER, "run", "b", False, "1" * 32),)
+    noted = (CheckpointMarker(checkpoint=LATER, run="run", after="b", is_equal=False, session="1" * 32),)
     chain = history(("a", FIRST, 1), ("b", "a", 1), ("c", "b", 1), markers=noted)
     assert names(chain.after(LATER)) == ["c"]
     assert (
@@ -270,12 +279,14 @@ def test_a_full_checkpoint_joins_the_chain_by_its_milestone() -> None:
 
 
 def test_a_full_checkpoint_that_was_written_before_the_first_increment_joins_the_chain() -> None:
-    noted = (CheckpointMarker(LATER, EXAMPLE.run, None, False, "1" * 32),)
+    noted = (
+        CheckpointMarker(checkpoint=LATER, run=EXAMPLE.run, after=None, is_equal=False, session="1" * 32),
+    )
     assert names(history(("a", FIRST, 1), ("b", "a", 1), markers=noted).after(LATER)) == ["a", "b"]
 
 
 def test_the_younger_fork_is_followed() -> None:
-    noted = (CheckpointMarker(LATER, "run", "b", False, "1" * 32),)
+    noted = (CheckpointMarker(checkpoint=LATER, run="run", after="b", is_equal=False, session="1" * 32),)
     forked = history(
         ("a", FIRST, 1), ("b", "a", 1), ("c", "b", 1), ("d", LATER, 2), ("e", "d", 2), markers=noted
     )
@@ -285,7 +296,7 @@ def test_the_younger_fork_is_followed() -> None:
 
 def test_a_milestone_counts_for_the_increments_of_its_own_session() -> None:
     """What changed between b and the full checkpoint, another session that restored b does not know of."""
-    noted = (CheckpointMarker(LATER, "run", "b", False, "1" * 32),)
+    noted = (CheckpointMarker(checkpoint=LATER, run="run", after="b", is_equal=False, session="1" * 32),)
     restored = history(("a", FIRST, 1), ("b", "a", 1), ("x", "b", 2), ("y", "x", 2), markers=noted)
     assert names(restored.after(LATER)) == []
     assert names(restored.after(FIRST)) == ["a", "b", "x", "y"]
@@ -295,7 +306,7 @@ def test_a_milestone_counts_for_the_increments_of_its_own_session() -> None:
 
 
 def test_a_full_checkpoint_that_equals_an_increment_is_that_increment_to_every_session() -> None:
-    noted = (CheckpointMarker(LATER, "run", "b", True, "1" * 32),)
+    noted = (CheckpointMarker(checkpoint=LATER, run="run", after="b", is_equal=True, session="1" * 32),)
     chain = history(("a", FIRST, 1), ("b", "a", 1), ("x", LATER, 2), ("y", "x", 2), markers=noted)
     assert names(chain.after(FIRST)) == ["a", "b", "x", "y"]
     assert names(chain.chain("a", "y") or ()) == ["b", "x", "y"]
@@ -303,7 +314,7 @@ def test_a_full_checkpoint_that_equals_an_increment_is_that_increment_to_every_s
 
 
 def test_files_of_releases_that_noted_no_session_may_lead_on_but_not_for_certain() -> None:
-    noted = (CheckpointMarker(LATER, EXAMPLE.run, "b", False),)
+    noted = (CheckpointMarker(checkpoint=LATER, run=EXAMPLE.run, after="b", is_equal=False),)
     known = history(("a", FIRST, 1), ("b", "a", 1), ("c", "b", 1), ("d", "c", 1))
     old = [structs.replace(s, increment=structs.replace(s.increment, session=None)) for s in known.increments]
     chain = History(tuple(old), noted)
@@ -316,7 +327,11 @@ def test_files_of_releases_that_noted_no_session_may_lead_on_but_not_for_certain
 
 def test_a_ring_ends() -> None:
     assert names(history(("a", "b", 1), ("b", "a", 1), ("c", FIRST, 1)).after(FIRST)) == ["c"]
-    ring = history(("a", "b", 1), ("b", "a", 1), markers=(CheckpointMarker(FIRST, "run", "a", False),))
+    ring = history(
+        ("a", "b", 1),
+        ("b", "a", 1),
+        markers=(CheckpointMarker(checkpoint=FIRST, run="run", after="a", is_equal=False),),
+    )
     assert len(ring.after(FIRST)) <= 2
 
 
@@ -329,7 +344,7 @@ def test_a_directory_of_increments(tmp_path: Path) -> None:
     (root / ".staging-1").mkdir()
     (root / "notes").mkdir()
     (root / f"{1:020d}-{2:020d}").mkdir()  # being removed
-    marker = CheckpointMarker(FIRST, "b" * 32, None, False)
+    marker = CheckpointMarker(checkpoint=FIRST, run="b" * 32, after=None, is_equal=False)
     (root / marker.file_name).write_text(marker.to_json())
     assert read_history(tmp_path) == History((stored, twin), (marker,))
 

@@ -39,14 +39,14 @@ from tensorflow.python.ops.lookup_ops import StaticHashTable
 import exporter
 from exporter.bundle import mapped_tables
 from exporter.delta.format import Schema
-from exporter.errors import ExportError, UsageError
+from exporter.errors import ExportError, NotUpdatable, UsageError
 from exporter.pipeline import log_maintenance
 from exporter.publish.approval import approve
 from exporter.publish.delta_log import DeltaLog, list_deltas, read_log
 from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.staging import remove_leftovers
 from exporter.publish.versions import version_dirs
-from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY
+from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY, MANIFEST_FILE
 from exporter.verify.log import verify_model
 from exporter.wire.int8_codes import beside_codes, to_codes, values_of
 from tests.support.commands import Ran, export_small
@@ -530,7 +530,7 @@ class World:
         path = self._any_file()
         if path is None:
             return
-        before, arguments = newest_of(self.model), self._any_command()
+        before, arguments, newest = newest_of(self.model), self._any_command(), self.log.base.path
         # What truncates a file that is mapped ends the process: so a copy of it is damaged.
         in_place = not (self.kind.maps and path.is_relative_to(self.model) and ".data-" in path.name)
         with damaged(path, self.dice, in_place=in_place) as how:
@@ -541,7 +541,19 @@ class World:
                 self.assert_only_said(before, ran.err)
             if how == "gone" and path.is_relative_to(self.trainer.directory):
                 self.account()  # meanwhile the trainer's newest state was another
+            if how == "gone" and path == newest / MANIFEST_FILE:
+                self._account_older()
         self.account()
+
+    def _account_older(self) -> None:
+        """The log of an older base may have gone on: its replicas serve that, and the newest log is as it
+        was.
+        """
+        trained = self.trained
+        with suppress(NotUpdatable):
+            if self.log.base.path != version_dirs(self.model)[0].path:
+                self.account()
+                self.trained = trained
 
     def assert_only_said(self, before: tuple[tuple[str, ...], tuple[str, ...]], said: str) -> None:
         """A command that failed published nothing, or the delta that it names without its base."""

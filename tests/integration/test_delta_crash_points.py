@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from exporter.delta.format import ChangeKind
-from exporter.delta.snapshot import Snapshot
+from exporter.delta.layered_state import LayeredState
 from exporter.errors import UsageError
 from exporter.options import ExportRequest
 from exporter.pipeline import log_maintenance
@@ -93,7 +93,7 @@ def check_what_servers_do(model: Path, to: int, *, is_published: bool) -> None:
             assert way == [*before, 31], "at once, past no bad position, and no further"
             layers = [log.open(delta).changes for delta in log.chain(10, position)]
             last = [log.open(delta).changes for delta in log.deltas if delta.end == 31]
-            jumped = Snapshot(log.base.stored(), (*layers, *last[-1:]))
+            jumped = LayeredState(log.base.stored(), (*layers, *last[-1:]))
             if position >= to:
                 for variable in log.schema.variables:
                     whole = variable.kind is ChangeKind.DENSE

@@ -16,9 +16,10 @@ import pytest
 from exporter.options import Updates
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
+from exporter.publish.served import ServedTables
 from serving.cli import app
 from serving.client import ModelClient
-from serving.updates import ServedTables, read_incremental_status, update
+from serving.updates import read_incremental_status, update
 from tests.support.commands import run_app
 from tests.support.mapped_models import IDS, ROWS, MappedModel, mapped_below
 from tests.support.server_processes import DEADLINE_SECONDS, ROOT, running

@@ -176,7 +176,7 @@ def test_each_incident_has_its_headline_and_a_picture(number: int, scene: str, t
     assert [finding["text"] for finding in told] == [finding.text for finding in standing.findings]
     found, addresses = Found(page), re.findall('<td class="where"><code>(.*?)</code>', page)
     assert standing.headline in found.text
-    assert standing.level in found.classes_of("header")
+    assert standing.level.on_page in found.classes_of("header")
     assert (standing.level == "good") is (scene in ("two", "thirty"))
     for model in standing.models:
         assert f"{model.fresh} of {len(model.rows)} fresh" in found.text

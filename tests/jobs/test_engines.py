@@ -37,8 +37,8 @@ from exporter.jobs.engines.engine_options import require_reachable, require_room
 from exporter.jobs.engines.process import Asked, ProcessEngine
 from exporter.jobs.execute import OPERATIONS, decode, encode, failed
 from exporter.jobs.runner import choose_engine
+from exporter.jobs.shard_sections import MovedRows
 from exporter.jobs.task import Input
-from exporter.jobs.write_shard import MovedRows
 from exporter.storage.output_directory import open_directory
 from exporter.tables.geometry import TableGeometry
 from exporter.tables.place_keys import KeyRanges, KeyRun, Partition, PlaceKeys, RangeRun, SortedKeys

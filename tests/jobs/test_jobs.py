@@ -22,12 +22,12 @@ from exporter.catalog import Catalog, Extent
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.errors import CheckpointChanged, CorruptFile, EngineFailed, MappingError, UsageError
 from exporter.graph.inference_graph import GraphVariable
-from exporter.jobs import shard_job, write_shard
+from exporter.jobs import shard_job, shard_sections
 from exporter.jobs.execute import decode, encode, execute
 from exporter.jobs.runner import LocalEngine, Runner, plan_digest
 from exporter.jobs.shard_job import Sources, Stored
+from exporter.jobs.shard_sections import MovedRows
 from exporter.jobs.task import Input, Range, RangeChecksums, Receipt
-from exporter.jobs.write_shard import MovedRows
 from exporter.mapping.build import VariableMapping
 from exporter.mapping.tensor_source import TensorSource
 from exporter.storage.layout import RECEIPTS_DIRECTORY
@@ -190,7 +190,7 @@ def test_copied_bytes_have_their_checksums_however_they_are_cut(
     content = np.random.default_rng(0).bytes(sum(read))
     ends = sorted(min(cut, len(content)) for cut in [0, *cuts, len(content)])
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_shard, "COPY_BYTES", buffer)
+        patch.setattr(shard_sections, "COPY_BYTES", buffer)
         (Path(name) / "source").write_bytes(b"before" + content)
         sources, at = [], 6
         for size in read:

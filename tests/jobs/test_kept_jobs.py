@@ -137,7 +137,7 @@ def test_a_job_that_nobody_goes_on_with_is_swept(tmp_path: Path, age: float, is_
         used = runner.use(str(job))
         for path in (job, job / RECEIPTS_DIRECTORY):
             os.utime(path, (0, 0))  # a task that takes a month
-    is_told = any("left-over" in finding.message for finding in left_overs(tmp_path))
+    is_told = any("left-over" in finding.text for finding in left_overs(tmp_path))
     with Staging(tmp_path):
         pass
     assert job.exists() == (is_used or age < WEEK)

@@ -19,7 +19,7 @@ from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import execute, export, plan
 from exporter.pipeline.watch import watch
 from exporter.pipeline.watch_loop import StopWhen, Watching
-from exporter.publish.made_from import PublishedAlready
+from exporter.publish.model import PublishedAlready
 from exporter.publish.versions import version_dirs
 from tests.support.commands import export_model
 from tests.support.step_models import MODEL, request_of, save

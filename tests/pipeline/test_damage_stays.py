@@ -16,8 +16,8 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta import row_reader
 from exporter.delta.format import span_name
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.row_reader import row_readers
-from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile, ManifestError, VerificationError
 from exporter.options import DeltaDtype, Verify
 from exporter.pipeline import incremental, log_maintenance
@@ -277,7 +277,7 @@ def test_each_partition_is_read_once_however_many_parts_are_served_from_it(
     catalog = read_catalog(trainer.directory / "model.ckpt-10")
     sources = serving.mapping_spec().mapping(catalog).sources
     variables = [found for source in sources for found in row_readers(catalog, source)]
-    state = Snapshot({variable.name: variable for variable in variables})
+    state = LayeredState({variable.name: variable for variable in variables})
     read: list[object] = []
     check = row_reader.check_values
     monkeypatch.setattr(

@@ -8,8 +8,8 @@ import pytest
 
 from exporter.bundle.variables import write_variables
 from exporter.checkpoint.tensor_bundle import read_catalog
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.row_reader import served_in
-from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile
 from exporter.increments.history import identify
 from exporter.increments.trained import TrainerVersion
@@ -58,7 +58,7 @@ def test_what_is_served_is_what_is_trained(tmp_path: Path, trained_parts: int, s
     written = merge_increments(base.entry, base.state, base.bundle, base.scratch)
     assert written == read_catalog(base.bundle / VARIABLES_PREFIX)
     readers = (each for source in base.entry.mapping_spec.sources() for each in served_in(written, source))
-    state = Snapshot({each.name: each for each in readers})
+    state = LayeredState({each.name: each for each in readers})
     state.check(state.stored)
     for name, value in served_now(base.trainer, serving).items():
         found = state.whole(name)

@@ -26,7 +26,7 @@ from exporter.errors import (
 from exporter.options import DeltaDtype
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.commit import model_lock
-from exporter.publish.made_from import newest_made_from
+from exporter.publish.model import newest_made_from
 from exporter.publish.versions import read_manifest, version_dirs
 from exporter.storage.layout import WATCH_LOCK_FILE
 from exporter.terminal.progress import NoProgress

@@ -16,7 +16,8 @@ from exporter.options import ExportRequest
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
-from exporter.publish.timeline import read_timeline
+from exporter.publish.delta_log import log_path
+from exporter.publish.model import Model
 from exporter.publish.versions import read_manifest
 from exporter.transfer.push import plan_push, push
 from serving.cli import app
@@ -137,12 +138,27 @@ def test_versions_without_deltas_have_a_position_and_an_age(request_: ExportRequ
 def test_a_server_of_another_log_under_the_same_number_is_not_compared(tmp_path: Path) -> None:
     """The model was removed and begun anew: the position means something else."""
     followed(tmp_path, (20,), published=20)
-    published = read_timeline(Setting(tmp_path).model)
-    assert published.log is not None
+    published = Model.history(Setting(tmp_path).model)
+    assert published.current is not None
     served = (
         ServedVersion(10, "AVAILABLE", "OK", "", position=10, step=10, lineage=lineage)
-        for lineage in (published.log.lineage, "another")
+        for lineage in (published.current.lineage, "another")
     )
     own, other = compare(list(served), published, datetime.now(timezone.utc))
     assert (own.behind_deltas, other.behind_deltas) == (1, None)
     assert other.problem is not None and "belongs to another log" in other.problem
+
+
+def test_nothing_is_behind_a_hold_that_cannot_be_read(tmp_path: Path) -> None:
+    """No server moves then; a hold of the model itself binds publishers alone."""
+    followed(tmp_path, (20,), published=20)
+    model = Setting(tmp_path).model
+    found = []
+    for hold in (model / "hold", log_path(model, 10) / "hold"):
+        hold.write_text("no position\n")
+        published = Model.history(model)
+        assert published.current is not None
+        lineage = published.current.lineage
+        served = ServedVersion(10, "AVAILABLE", "OK", "", position=10, step=10, lineage=lineage)
+        found += compare([served], published, datetime.now(timezone.utc))
+    assert [(each.behind_deltas, each.problem) for each in found] == [(1, None), (0, None)]

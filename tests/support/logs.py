@@ -102,7 +102,11 @@ class Trainer:
         saved = identify(prefix, self.step)
         self.saved[saved] = dict(self.values)
         if isinstance(self.parent, str):
-            Store(self.directory).note(CheckpointMarker(saved, self.run, self.parent, is_equal, self.session))
+            Store(self.directory).note(
+                CheckpointMarker(
+                    checkpoint=saved, run=self.run, after=self.parent, is_equal=is_equal, session=self.session
+                )
+            )
         else:  # increments lead on from the last checkpoint before the first of them
             self.parent, self.parent_step, self.touched = saved, self.step, {}
         return saved

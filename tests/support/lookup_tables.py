@@ -143,7 +143,11 @@ class TableTrainer:
             self.saver.save(self.session, str(self.directory / "model.ckpt"), self.step)
         saved = identify(self.directory / f"model.ckpt-{self.step}", self.step)
         if isinstance(self.parent, str):
-            Store(self.directory).note(CheckpointMarker(saved, self.run, self.parent, is_equal, self.run))
+            Store(self.directory).note(
+                CheckpointMarker(
+                    checkpoint=saved, run=self.run, after=self.parent, is_equal=is_equal, session=self.run
+                )
+            )
         else:
             self.parent, self.parent_step, self.touched = saved, self.step, set()
         return saved

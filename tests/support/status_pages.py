@@ -23,11 +23,12 @@ from msgspec.structs import replace
 
 from exporter.delta.chunk_digest import Chunk
 from exporter.delta.spans import Span
+from exporter.publish.model import Rollback
 from serving.agent.audit import Audited
 from serving.agent.http import Site, page, serving
 from serving.agent.journal import AgentEvent, EventKind, Journal
 from serving.agent.metrics import Metrics
-from serving.agent.rollout import Quarantined, Rollback
+from serving.agent.rollout import Quarantined
 from serving.agent.view import (
     CanaryView,
     FleetView,

@@ -15,7 +15,7 @@ from exporter.errors import UsageError, VerificationError
 from exporter.options import DataMode, ExportRequest, Updates, Verify
 from exporter.pipeline.full import Exported, export
 from exporter.publish.delta_log import read_log
-from exporter.publish.made_from import PublishedAlready
+from exporter.publish.model import PublishedAlready
 from exporter.tables import DynamicTable, dynamic_embedding
 from exporter.tables.parts import PARTS
 from exporter.tables.place_keys import PlacedSlots, place_ranges

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.publish.timeline import read_timeline
+from exporter.publish.model import Model
 from exporter.storage.layout import HEAD_FILE, JOBS_DIRECTORY, MANIFEST_FILE, RECEIPTS_DIRECTORY
 from exporter.storage.mirror import ReadAhead
 from exporter.transfer.items import local_items
@@ -89,9 +89,9 @@ def test_what_another_machine_removes_meanwhile(traffic: Traffic, tmp_path: Path
     first, *_ = Setting(tmp_path).deltas
     with opened(URL, read_only=True) as model:
         shutil.rmtree(first)
-        found = model.carry(lambda: read_timeline(model.path))
-    assert len(found.events) == DELTAS + 1
-    assert first.name not in {event.path.name for event in found.events}
+        found = model.carry(lambda: Model.history(model.path))
+    assert len(found.publications) == DELTAS + 1
+    assert first.name not in {event.path.name for event in found.publications}
 
 
 def test_a_copy_asks_for_what_it_lacks(trainer: Trainer, traffic: Traffic, tmp_path: Path) -> None:

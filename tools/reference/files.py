@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from exporter.increments.history import MarkerDocument
+from exporter.increments.history import CheckpointMarker
 from exporter.increments.increment import IncrementDocument
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.options import Updates
@@ -24,7 +24,7 @@ SCHEMA_FILE = "files.schema.json"
 FILES: Mapping[str, tuple[type, ...]] = {
     "manifest": (VersionDocument, DeltaDocument),
     "increment": (IncrementDocument,),
-    "marker": (MarkerDocument,),
+    "marker": (CheckpointMarker,),
 }
 """The documents by the mark in docs/reference/formats.md that their tables stand behind."""
 _FOR_THE_EXPORTER = (MappingSpec,)

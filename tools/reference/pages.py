@@ -8,7 +8,18 @@ from pathlib import Path
 
 from exporter.cli.app import app as export_model
 from serving.cli import app as serve_model
-from tools.reference import alerts, commands, documents, failures, files, keywords, metrics, rooms, tf_serving
+from tools.reference import (
+    alerts,
+    commands,
+    documents,
+    failures,
+    files,
+    findings,
+    keywords,
+    metrics,
+    rooms,
+    tf_serving,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 NOTE = "<!-- Made from the code by `python -m tools.reference`; edit the code instead. -->\n\n"
@@ -20,6 +31,7 @@ _REFERENCE: dict[str, Callable[[], str]] = {
     "tensorflow-serving.md": tf_serving.page,
     "documents.md": documents.page,
     "exit-codes.md": failures.exit_codes,
+    "findings.md": findings.page,
     "metrics.md": metrics.page,
     "troubleshooting.md": failures.troubleshooting,
 }

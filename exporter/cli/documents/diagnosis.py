@@ -7,7 +7,22 @@ from typing import Literal
 
 from msgspec import Struct
 
-from exporter.cli.examination import Finding
+
+class Finding(Struct, frozen=True):
+    """Something that is wrong, or will be."""
+
+    check: str
+    """What was looked at: `files`, `ways`, `hold`, `replicas`, ..."""
+    level: Literal["wrong", "warning"]
+    """`wrong`: something is not served as it should be. `warning`: it works, and costs or will end."""
+    message: str
+    """What was found."""
+    command: str
+    """The next command."""
+    cause: str | None
+    """Why, or since when."""
+    code: str
+    """What it is, in a word; [what each means](findings.md)."""
 
 
 class Target(Struct, frozen=True):

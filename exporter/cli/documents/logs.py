@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from exporter.cli.documents import Status
+from exporter.publish.model import Event
 from exporter.publish.retention import KeptVersion
-from exporter.publish.timeline import Event
 
 
 class Push(Struct, frozen=True, kw_only=True):

@@ -12,8 +12,8 @@ class Engine(Protocol):
     name: str
 
     def run(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:
-        """The outcomes in any order, of each work at least one; `works` is read as far as is needed.
+        """Do the works and yield their outcomes, in any order, at least one of each.
 
-        A worker that is lost is the engine's to replace. Closing the iterator cancels what has not begun,
-        and leaves no process behind.
+        `works` is read as far as is needed. A worker that is lost is the engine's to replace. Closing the
+        iterator cancels what has not begun, and leaves no process behind.
         """

@@ -68,7 +68,7 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
 
 
 class Pipeline:
-    """A pipeline: on the runner that the options name, that of an address, or on this machine."""
+    """Runs a pipeline in a thread: on the runner of the options, that of an address, or on this machine."""
 
     error: BaseException | None = None
 
@@ -83,27 +83,25 @@ class Pipeline:
         self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
 
     def begin(self) -> None:
-        """Do the works that are at its place."""
+        """Begin to do the works in its directory."""
         # Beam's own runner loses workers in threads of its own, and waits.
         threading.excepthook = self._failed
         self._thread.start()
 
     @property
     def is_over(self) -> bool:
-        """No task will be done any more."""
+        """True if no work will be done any more."""
         return self.error is not None or not self._thread.is_alive()
 
     def end(self) -> None:
-        """Cancel it, if it runs elsewhere; what runs here ends with this process."""
+        """Cancel the pipeline if it runs elsewhere; on this machine it ends with this process."""
         for each in self._running:
             if self._thread.is_alive():
                 each.cancel()
 
     def failure(self, stall_s: float, results: str) -> EngineFailed:
-        """Why it is abandoned: its error, or that nothing came for so many seconds.
-
-        `results` is the directory of outcomes where that is on other machines, whose workers may go on.
-        """
+        """The error to raise: the pipeline's own, or that nothing came for `stall_s` seconds."""
+        # `results` is the directory of outcomes where that is on other machines, whose workers may go on.
         if self.error is not None:
             cause, hint = why(self.error)
             found = EngineFailed("the pipeline of Beam failed", cause=cause, hint=hint)
@@ -135,7 +133,7 @@ class Pipeline:
 
 
 def put_works(directory: Directory, works: Iterable[bytes]) -> int:
-    """Put works where workers find them; their number."""
+    """Write works into the directory, where workers find them; their number."""
     waiting, count = iter(works), 0
     while some := list(islice(waiting, _FEW)):
         directory.put(f"{_WORKS}/{count}", b"\n".join(some))
@@ -144,14 +142,14 @@ def put_works(directory: Directory, works: Iterable[bytes]) -> int:
 
 
 def outcomes_of(directory: Directory, name: str) -> Iterator[tuple[int, bytes]]:
-    """The outcomes in a file of them, each with its work's number."""
+    """Read a file of outcomes: yield the number of each work, and its outcome."""
     for line in (directory.read(name) or b"").splitlines():
         number, _, outcome = line.partition(b" ")
         yield int(number), outcome
 
 
 def numbered_works(place: str, name: str) -> Iterator[tuple[int, bytes]]:
-    """The works in a file of them, each with its number."""
+    """Read a file of works, on a worker: yield the number of each, and the work."""
     content = open_directory(place).read(name)
     if content is None:
         raise EngineFailed(f"a worker on {gethostname()} does not see {place}")
@@ -159,6 +157,6 @@ def numbered_works(place: str, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def do(place: str, works: list[tuple[int, bytes]]) -> None:
-    """Do works and report them together: in a store the command waits for each file that it reads."""
+    """Do works, on a worker, and write one file of their outcomes: the command waits for each file."""
     outcomes = (b"%d %s" % (number, execute(work)) for number, work in works)
     open_directory(place).put(f"{OUTCOMES}/{urandom(8).hex()}", b"\n".join(outcomes))

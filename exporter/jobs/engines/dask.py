@@ -62,33 +62,32 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
 
 
 class Bundles:
-    """Works put together into calls of about `_CALL_SECONDS`, going by the last ones done.
+    """Puts works together into calls of about `_CALL_SECONDS`, going by the last ones done."""
 
-    To hand a work over takes Dask longer than most works take.
-    """
+    # To hand a work over takes Dask longer than most works take.
 
     def __init__(self, works: Iterator[bytes]) -> None:
         self._works = works
         self._size = 1
 
     def take(self, count: int) -> list[list[bytes]]:
-        """The next calls, so many at most."""
+        """The next calls, at most `count`, each a list of works."""
         return [some for _ in range(count) if (some := list(islice(self._works, self._size)))]
 
     def note(self, seconds: float) -> None:
-        """How long a work took that was done."""
+        """Let the next calls be as large as a work that took so many seconds suggests."""
         self._size = max(1, min(_MOST_WORKS, int(_CALL_SECONDS / max(seconds, 1e-6))))
 
 
 def execute_all(works: list[bytes]) -> tuple[list[bytes], float]:
-    """The outcomes, and how long each took (s)."""
+    """Do works one after the other: their outcomes, and the mean time of one in seconds."""
     began = time.perf_counter()
     outcomes = [execute(work) for work in works]
     return outcomes, (time.perf_counter() - began) / len(works)
 
 
 def by_value() -> Callable[[list[bytes]], tuple[list[bytes], float]]:
-    """`execute_all` as a function that is sent as its code: importing this module can fail in it alone."""
+    """`execute_all` as a function that is sent as its code, so that a failing import fails in the call."""
 
     def call(works: list[bytes]) -> tuple[list[bytes], float]:
         from exporter.jobs.engines.dask import execute_all  # a name of this module would be imported at once

@@ -19,10 +19,8 @@ _LACKS = ("ModuleNotFoundError:", "ImportError:", "AttributeError: Can't get att
 
 
 def why(error: BaseException) -> tuple[str, str]:
-    """Why an engine gave up, and what helps; empty if that is what helps with any engine.
-
-    Libraries report a worker's error as a traceback; the last line is the cause.
-    """
+    """The cause of an engine's error, and a hint; "" if none is better than the usual one."""
+    # Libraries report a worker's error as a traceback, whose last line is the cause.
     said = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
     is_traceback = any(line.startswith('File "') for line in said)
     cause = said[-1] if is_traceback else " ".join(said)
@@ -45,7 +43,7 @@ _OF_RAY = len("/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 
 
 def require_known(engine: str, options: Collection[str], known: Collection[str]) -> None:
-    """Refuse option names that an engine does not know."""
+    """Raise UsageError if there is an option whose name an engine does not know."""
     if unknown := set(options) - set(known):
         raise UsageError(
             f"{engine} does not take --engine-option {', '.join(sorted(unknown))}",
@@ -54,7 +52,7 @@ def require_known(engine: str, options: Collection[str], known: Collection[str])
 
 
 def require_room(options: Mapping[str, Any], there: Mapping[str, float]) -> None:
-    """Refuse resources that no machine of Ray's has."""
+    """Raise UsageError if a task asks for resources that Ray on this machine has not got."""
     wanted = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), "memory": options.get("memory")}
     for name, amount in {**wanted, **(options.get("resources") or {})}.items():
         if amount and amount > there.get(name, 0):
@@ -65,7 +63,7 @@ def require_room(options: Mapping[str, Any], there: Mapping[str, float]) -> None
 
 
 def workers_with_room(workers: int, there: int) -> int:
-    """`workers`, if a machine with `there` bytes of memory has room for so many processes."""
+    """The number of processes that `there` bytes have room for; UsageError if fewer than `workers`."""
     if workers * _WORKER_BYTES > there:
         raise UsageError(
             f"{workers} workers of an engine take about {human_bytes(workers * _WORKER_BYTES)} of memory, "
@@ -77,7 +75,7 @@ def workers_with_room(workers: int, there: int) -> int:
 
 
 def require_reachable(engine: str, address: str) -> None:
-    """Connect to the host and port of an address: engines themselves try for long, or for ever."""
+    """Try to connect to an address; UsageError if it is none, EngineFailed if nothing answers."""
     scheme, _, rest = address.rpartition("://")
     host, _, port = rest.rstrip("/").rpartition(":")
     if (engine, address) == ("ray", "auto"):  # it finds the cluster of this machine
@@ -92,7 +90,7 @@ def require_reachable(engine: str, address: str) -> None:
 
 
 def require_short(path: str) -> None:
-    """Refuse a directory below which Ray's sockets would have longer names than sockets may have."""
+    """Raise UsageError if Ray's sockets below a directory would have too long names."""
     if len(os.fsencode(path)) > _LONGEST_OF_SOCKETS - _OF_RAY:
         raise UsageError(
             f"{path} is too long a path for the files of Ray, which have sockets among them",
@@ -101,7 +99,7 @@ def require_short(path: str) -> None:
 
 
 def seconds(name: str, text: str) -> float:
-    """An option that is a time."""
+    """The value of an option that is a number of seconds; UsageError if it is none."""
     try:
         return float(text)
     except ValueError as error:
@@ -109,5 +107,5 @@ def seconds(name: str, text: str) -> float:
 
 
 def place(name: str, text: str) -> str:
-    """An option that is a directory, or the URL of an object store."""
+    """The value of an option that is a directory, or the URL of an object store."""
     return text if Url.parse(text) is not None else local_name(f"--engine-option {name}", text)

@@ -37,30 +37,36 @@ _GENERATIONS = 10  # killing one orphans the next, which this process adopts
 
 
 class Asked(Struct, frozen=True):
-    """How a job is to be run: workers (0: as many as there are), where, and an engine's own options."""
+    """A request to an engine: workers (0: as many as there are), where, and the engine's own options.
+
+    `files` is a directory for the engine's files, which is removed at the end. Within `silent_s` seconds it
+    must have started, or reached its cluster.
+    """
 
     engine: str
     workers: int = 0
     address: str = ""
     options: Mapping[str, str] = {}
     files: str = ""
-    """A directory for the engine's files; it is removed at the end."""
     silent_s: float = 120.0
-    """How long it may take until it begins: to start, or to reach its cluster."""
 
     @property
     def cores(self) -> int:
-        """How many workers this machine is to have, each a process."""
+        """The number of workers for this machine, each a process; UsageError if there is no room for them."""
         room = workers_with_room(self.workers, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         return self.workers or min(len(os.sched_getaffinity(0)), room)
 
     def values(self) -> dict[str, Any]:
-        """Options whose text is JSON as what that says (`2`, `true`, `{"a": 1}`), any other text as it is."""
-        return {name: _value(text) for name, text in self.options.items()}
+        """The values of the options: decoded if the text is JSON (`2`, `true`, `{"a": 1}`), else the text."""
+        found: dict[str, Any] = dict(self.options)
+        for name, text in self.options.items():
+            with suppress(msgspec.DecodeError):
+                found[name] = msgspec.json.decode(text)
+        return found
 
 
 class ProcessEngine:
-    """An engine from a module with `LIBRARY`, to import, and `run(works, asked)`, which yields outcomes."""
+    """Runs an engine's module in a process; UsageError if its `LIBRARY` is not installed."""
 
     def __init__(self, asked: Asked) -> None:
         self.name = asked.engine
@@ -88,6 +94,7 @@ class ProcessEngine:
 
 @contextmanager
 def _started(asked: Asked, talk: Path, works: Iterable[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the engine's process, which a thread feeds works; its stderr goes to `talk`. Ends its group."""
     command = [sys.executable, "-c", _MAIN, msgspec.json.encode(asked).decode()]
     environment = os.environ | {"TMPDIR": asked.files}  # libraries leave things behind
     with (
@@ -112,6 +119,7 @@ def _started(asked: Asked, talk: Path, works: Iterable[bytes]) -> Iterator[subpr
 
 
 def _feed(pipe: IO[bytes], works: Iterable[bytes]) -> None:
+    """Write works into the pipe, line by line, as long as the process reads them."""
     try:
         for work in works:
             pipe.write(work + b"\n")  # JSON: no line breaks in it
@@ -125,7 +133,7 @@ def _feed(pipe: IO[bytes], works: Iterable[bytes]) -> None:
 
 
 def main() -> None:
-    """Be the process of the engine that the arguments ask for."""
+    """Run the engine of the arguments, with works from stdin and outcomes to stdout; then kill its group."""
     asked = msgspec.json.decode(sys.argv[1], type=Asked)
     _adopt_orphans()
     outcomes = os.fdopen(os.dup(1), "wb")
@@ -152,7 +160,7 @@ def main() -> None:
 
 
 def _give_up(asked: Asked, outcomes: IO[bytes]) -> None:
-    """End without the main thread, which waits for a cluster in an engine's library."""
+    """Report that the engine did not begin, and end: the main thread waits in the engine's library."""
     where = f"at {asked.address}" if asked.address else "here"
     error = EngineFailed(
         f"{asked.engine} did not begin {where} within {asked.silent_s:g} s",
@@ -165,7 +173,7 @@ def _give_up(asked: Asked, outcomes: IO[bytes]) -> None:
 
 
 def _end(asked: Asked, outcomes: IO[bytes]) -> None:
-    """End this process and what it started."""
+    """Kill this process, after the last outcome, and all that it started."""
     with suppress(BrokenPipeError):
         outcomes.write(_END)
         outcomes.flush()
@@ -175,7 +183,7 @@ def _end(asked: Asked, outcomes: IO[bytes]) -> None:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of workers whose own parent dies: Ray's begin sessions of their own, and linger."""
+    """Become the parent of orphaned workers: Ray's begin sessions of their own, and linger."""
     import ctypes
 
     with suppress(AttributeError, OSError):  # Linux alone has it
@@ -183,7 +191,7 @@ def _adopt_orphans() -> None:
 
 
 def _kill_children() -> None:
-    """Kill them, and those that are orphaned by that, until none is left."""
+    """Kill the children of this process, and those that are orphaned by that, until none is left."""
     for _ in range(_GENERATIONS):
         children = [pid for pid, parent in _processes() if parent == os.getpid()]
         for pid in children:
@@ -197,7 +205,7 @@ def _kill_children() -> None:
 
 
 def _processes() -> Iterator[tuple[int, int]]:
-    """Every process's number and its parent's; none where there is no /proc."""
+    """Yield the number of every process and of its parent; nothing where there is no /proc."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             after_name = path.read_text().rpartition(")")[2].split()
@@ -205,10 +213,8 @@ def _processes() -> Iterator[tuple[int, int]]:
 
 
 def _works(silent: threading.Timer) -> Iterator[bytes]:
-    """The lines of stdin up to an empty one.
-
-    An engine asks for the first one when it has reached its cluster: only then the timer of its start ends.
-    """
+    """Yield the lines of stdin up to an empty one; the first call ends the timer `silent`."""
+    # An engine asks for the first work when it has reached its cluster.
     lines: SimpleQueue[bytes] = SimpleQueue()
 
     def read() -> None:
@@ -223,10 +229,3 @@ def _works(silent: threading.Timer) -> Iterator[bytes]:
 
 def _module(engine: str) -> Any:
     return import_module(f"{__package__}.{engine}")
-
-
-def _value(text: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return text

@@ -7,7 +7,6 @@ of everything written: a flipped bit never gets a new checksum that calls it rig
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,32 +23,25 @@ from exporter.storage.files import writing
 from exporter.storage.open_files import read_at, write_at
 from exporter.storage.output_directory import Directory, new_file
 from exporter.wire import crc32c
-from exporter.wire.dtypes import DType
+from exporter.wire.dtypes import Array, DType
 from exporter.wire.int8_codes import SCALE_BYTES, beside_codes, to_codes, values_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-
-Array = np.ndarray[Any, Any]
-
 BLOCK_BYTES = 1 << 20
 """Source bytes in memory at a time: what is checked and written is still in the processor's cache."""
 
 TURN_BYTES = 16 << 10
-"""What is read of each source at least, where rows are taken in turns from many."""
+"""Bytes that are read of each source at least, where rows are taken in turns from many."""
 
+# Bytes are copied through one buffer, with one checksum for what is read and written. That takes 1.45 times
+# the processor time of `cp`; a checksum for each took 2.0 times.
 COPY_BYTES = 512 << 10
-"""The same where bytes are copied as they are: through one buffer, with one checksum for what is read and
-written. That takes 1.45 times the processor time of `cp`; a checksum for each took 2.0 times."""
 
 
 class ReadRun:
-    """A range of a file, read once from its beginning, and the checksum of what was read.
-
-    Raises:
-        CheckpointChanged: the file, which is called `place`, ends before.
-    """
+    """Reads a range of a file once, with a checksum; CheckpointChanged if the file became shorter."""
 
     def __init__(self, files: FewFiles, wanted: Range, place: str) -> None:
         self._files, self._input = files, wanted.input
@@ -59,17 +51,17 @@ class ReadRun:
 
     @property
     def done(self) -> int:
-        """Bytes that were read."""
+        """The number of bytes that were read."""
         return self.size - self.left
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """The next values."""
+        """Read the next values."""
         values = np.empty(shape, dtype)
         self.fill(values.reshape(-1).view(np.uint8))
         return values
 
     def fill(self, flat: Array) -> Array:
-        """Fill bytes with the next ones, as far as the run goes; those that are left."""
+        """Fill an array of bytes with the next ones, as far as the run goes; the part that is left over."""
         count = min(len(flat), self.left)
         for start in range(0, count, crc32c.CHUNK):  # small enough to be in a core's cache still
             data = self.read(flat[start : min(start + crc32c.CHUNK, count)])
@@ -77,7 +69,7 @@ class ReadRun:
         return flat[count:]
 
     def read(self, buffer: Array) -> Array:
-        """Fill a buffer of bytes with the next ones, whose checksum is the caller's to take."""
+        """Fill a buffer with the next bytes, and give it back; their checksum is the caller's to take."""
         # A read, not a map: a file that shrinks under a map kills the process.
         if read_at(self._files[self._input], self._offset + self.done, buffer.data) != len(buffer):
             raise CheckpointChanged(f"{self.place} became shorter after its index was read")
@@ -86,14 +78,11 @@ class ReadRun:
 
 
 class WrittenRun:
-    """A place in a file that fills from its beginning, and the checksum of what was written."""
+    """Fills a place in a file from its beginning, with the checksum and number of bytes that are `done`."""
 
     def __init__(self, descriptor: int, offset: int) -> None:
-        self._descriptor = descriptor
-        self._offset = offset
-        self.done = 0
-        """Bytes that were written."""
-        self.crc = 0
+        self._descriptor, self._offset = descriptor, offset
+        self.done = self.crc = 0
 
     def write(self, values: Array) -> None:
         """Append values."""
@@ -114,15 +103,12 @@ class WrittenRun:
 
 
 class NewShard:
-    """The file that a task writes: runs of bytes one behind another. Large passing values go to `scratch`."""
+    """The file that a task writes, run by run; large passing values go to files in `scratch`."""
 
     def __init__(self, descriptor: int, scratch: Path) -> None:
-        self._descriptor = descriptor
+        self._descriptor, self.scratch = descriptor, scratch
         self._runs: list[WrittenRun] = []
-        self.scratch = scratch
-        self.size = 0
-        self.rows = 0
-        """How many rows its sections counted."""
+        self.size = self.rows = 0
 
     @property
     def crcs(self) -> tuple[int, ...]:
@@ -130,14 +116,14 @@ class NewShard:
         return tuple(run.crc for run in self._runs)
 
     def reserve(self, size: int) -> WrittenRun:
-        """A run of so many bytes, which the caller writes."""
+        """Add a run of `size` bytes, which the caller writes."""
         run = WrittenRun(self._descriptor, self.size)
         self._runs.append(run)
         self.size += size
         return run
 
     def append(self, blocks: Iterable[Array]) -> None:
-        """A run of these values, however many there are."""
+        """Write a run of these values, however many there are."""
         run = self.reserve(0)
         for block in blocks:
             run.write(block)
@@ -145,24 +131,24 @@ class NewShard:
 
 
 class Section(Struct, frozen=True, array_like=True):
-    """The base of what a shard is made of: it reads `ranges` of a task's inputs, and writes runs of bytes."""
+    """The base of a shard's sections: each reads `ranges` of a task's inputs, and writes runs of bytes."""
 
     counted: ClassVar[int] = 0
-    """How many numbers the receipt has of it."""
+    """The number of its numbers in the receipt."""
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """What is read, in the order of the receipt's checksums."""
+        """The ranges that it reads, in the order of the receipt's checksums."""
         raise NotImplementedError
 
     @property
     def bytes_(self) -> int:
-        """By how many bytes a task grows with the section."""
+        """The number of bytes by which the section adds to a task."""
         return sum(each.size for each in self.ranges)
 
     @property
     def is_verbatim(self) -> bool:
-        """True if what it writes are ranges as they are."""
+        """True if it writes its ranges as they are."""
         return False
 
     def renumbered(self, numbers: Mapping[int, int]) -> Self:
@@ -170,23 +156,16 @@ class Section(Struct, frozen=True, array_like=True):
         raise NotImplementedError
 
     def sizes(self, *counts: int) -> tuple[int, ...]:
-        """The bytes of each run that was written, given what `write` returned."""
+        """The bytes of each run, given the numbers that `write` returned."""
         raise NotImplementedError
 
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
-        """Write its runs from its ranges; the numbers, `counted` of them, that `sizes` wants."""
+        """Write its runs from its ranges; the `counted` numbers for the receipt."""
         raise NotImplementedError
 
 
 class WriteShard(Task, frozen=True, kw_only=True):
-    """Write a shard. The receipt's checksums are those of all ranges and runs, in order.
-
-    Each operation names the sections of its shards.
-
-    Raises:
-        CheckpointChanged: a source vanished, was replaced or became shorter.
-        CorruptFile, MappingError, NotFinite: as a section raises for its values.
-    """
+    """Writes a shard of sections; the receipt has the checksums of all ranges and runs, in order."""
 
     sections: tuple[Any, ...]
 
@@ -196,7 +175,8 @@ class WriteShard(Task, frozen=True, kw_only=True):
         read: list[int] = []
         counts: list[int] = []
         with (
-            self.opened(ranges, directory.scratch) as files,
+            self.files(ranges, directory.scratch) as paths,
+            FewFiles(paths) as files,
             new_file(directory.scratch) as (target, path),
         ):
             shard = NewShard(target, directory.scratch)
@@ -210,19 +190,16 @@ class WriteShard(Task, frozen=True, kw_only=True):
 
 
 def renumbered(ranges: Sequence[Range], numbers: Mapping[int, int]) -> tuple[Range, ...]:
-    """Ranges of the same files with other numbers of inputs."""
+    """The ranges, with the number of each input replaced."""
     return tuple(replace(each, input=numbers[each.input]) for each in ranges)
 
 
 class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
-    """Rows of one tensor.
+    """Writes rows of one tensor.
 
     `sources` hold them one after another or, if they take `turns_in`, row i in source i % n. They are written
     as runs of `counts` rows, one behind another in the shard; with `turns_out` row i goes to run i % n.
-    A row has `width` elements of `dtype`, which are cast to `to`.
-
-    Raises:
-        MappingError: a value is too large for the dtype that it is cast to.
+    A row has `width` elements of `dtype`, which are cast to `to`; MappingError if a value does not fit.
     """
 
     name: str
@@ -236,7 +213,7 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
 
     @classmethod
     def copied(cls, name: str, source: Range) -> MovedRows:
-        """Bytes as they are."""
+        """The section that copies a range as it is."""
         return cls(name, DType.UINT8, DType.UINT8, source.size, (source,), False, (1,), False)
 
     @property
@@ -246,12 +223,12 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
 
     @property
     def bytes_(self) -> int:
-        """Bytes that are written, which decide how large shards are."""
+        """The number of bytes that are written, which decide how large shards are."""
         return sum(self.counts) * self.row_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row as it is written."""
+        """The bytes of a row as it is written."""
         return self.width * self.to.numpy.itemsize
 
     @property
@@ -273,11 +250,11 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
         if self.is_verbatim:
             self._copy(sources, runs)
         else:
-            self._deal(self._blocks(sources), runs, self._converted)
+            self._deal(self._blocks(sources), runs, lambda rows: cast_values(rows, self.to, self.name))
         return ()
 
     def _copy(self, sources: Sequence[ReadRun], runs: Sequence[WrittenRun]) -> None:
-        """Copy bytes as they are: what is read has the checksum of what is written, which is taken once."""
+        """Copy the sources into the runs; what is read and what is written have one checksum."""
         buffer = np.empty(min(COPY_BYTES, max((source.size for source in sources), default=0)), np.uint8)
         waiting = zip(runs, self.counts, strict=True)
         room = 0
@@ -296,7 +273,7 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
                 room -= size
 
     def _blocks(self, sources: Sequence[ReadRun]) -> Iterator[Array]:
-        """The rows in their natural order, as blocks [n, width]."""
+        """Yield the rows in their natural order, as blocks [n, width]."""
         row_bytes = max(1, self.width * self.dtype.numpy.itemsize)
         rows = max(1, BLOCK_BYTES // row_bytes)
         if not self.turns_in:
@@ -318,6 +295,7 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
     def _deal(
         self, blocks: Iterable[Array], runs: Sequence[WrittenRun], converted: Callable[[Array], Array]
     ) -> None:
+        """Write blocks of rows, converted, to the runs that they belong to."""
         first = 0
         ends = np.cumsum([0, *self.counts])
         for block in blocks:
@@ -330,25 +308,18 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
                 run.write(converted(rows))
             first += len(block)
 
-    def _converted(self, rows: Array) -> Array:
-        return cast_values(rows, self.to, self.name)
-
 
 class QuantisedRows(MovedRows, frozen=True, array_like=True, tag="rows8"):
-    """Rows of a table [n, width] in 8 bits, each with its scale: see `exporter.wire.int8_codes`.
+    """Writes rows [n, width] in 8 bits with scales; counts `RowErrors.bits`; NotFinite if one has none."""
 
-    It counts by how much values differ: the largest difference and the sum of all, as the bits of float64,
-    and how many values there are, but for rows of zeros.
-
-    Raises:
-        NotFinite: a row holds NaN or infinity, or is too large for a scale.
-    """
+    # See `exporter.wire.int8_codes`. A row that holds NaN or infinity, or is too large for a scale, has no
+    # codes.
 
     counted: ClassVar[int] = 3
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row as it is written."""
+        """The bytes of a row as it is written."""
         return self.width + SCALE_BYTES
 
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
@@ -368,17 +339,16 @@ class QuantisedRows(MovedRows, frozen=True, array_like=True, tag="rows8"):
 
 
 class RowErrors:
-    """By how much rows that were rounded differ: the largest difference, and the sum of those of all values.
+    """Counts how far rounded rows are off: the largest difference of a value, and the sum of all."""
 
-    Rows of zeros, as of the room that a table by keys has for more, are no `values`.
-    """
+    # Rows of zeros, as of the room that a table by keys has for more, are no `values`.
 
     def __init__(self) -> None:
         self.largest = self.sum = 0.0
         self.values = 0
 
     def add(self, differences: Array, values: int) -> None:
-        """Count some more."""
+        """Count the differences of further values."""
         self.largest = max(self.largest, float(differences.max(initial=0)))
         self.sum += float(differences.sum(dtype=np.float64))
         self.values += values
@@ -390,20 +360,20 @@ class RowErrors:
 
     @property
     def bits(self) -> tuple[int, int, int]:
-        """As numbers of a receipt."""
-        largest, total = struct.unpack("<qq", struct.pack("<dd", self.largest, self.sum))
+        """Three integers for a receipt: the bits of the largest difference and of the sum, and `values`."""
+        largest, total = np.array([self.largest, self.sum]).view(np.int64).tolist()
         return largest, total, self.values
 
     @classmethod
     def of(cls, bits: Sequence[int]) -> RowErrors:
-        """What a receipt says."""
+        """The counts that `bits` gave."""
         found = cls()
-        largest, total, found.values = bits
-        found.largest, found.sum = struct.unpack("<dd", struct.pack("<qq", largest, total))
+        *floats, found.values = bits
+        found.largest, found.sum = np.array(floats, np.int64).view(np.float64).tolist()
         return found
 
     def join(self, other: RowErrors) -> None:
-        """Count those of other rows, too."""
+        """Add the counts of other rows."""
         self.largest, self.sum = max(self.largest, other.largest), self.sum + other.sum
         self.values += other.values
 
@@ -414,5 +384,6 @@ def _followed(crc: int, by: int, done: int, size: int) -> int:
 
 
 def _cut(rows: int, most: int) -> Iterator[int]:
+    """Yield parts of a number, of at most `most`."""
     for start in range(0, rows, most):
         yield min(most, rows - start)

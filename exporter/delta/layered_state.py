@@ -21,7 +21,6 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from msgspec import Struct, field
@@ -32,26 +31,27 @@ from exporter.errors import CheckpointError
 from exporter.storage import mirror
 from exporter.storage.files import beside, kept_identity
 from exporter.tables.integer_sets import among, distinct
+from exporter.wire.dtypes import Array
 
 _Identity = list[int]
 _RunKey = tuple[str, int, int, int]
 
 
 class CheckedFiles(Struct, frozen=True):
-    """The cache in a file; `identities` are those of the shards before anything was read."""
+    """The cache at `path`; `identities` are those of the shards before anything was read."""
 
     path: Path
     identities: dict[str, _Identity]
 
     @classmethod
     def of(cls, path: Path, variables: Iterable[RowReader]) -> CheckedFiles:
-        """The cache for what these variables are made of."""
+        """The cache for the shards of these variables, whose identities are noted now."""
         shards = {run.path for variable in variables for run in variable.runs}
         found = {shard.name: _identity(shard) for shard in shards}
         return cls(path, {name: identity for name, identity in found.items() if identity})
 
     def known(self, variables: Iterable[RowReader]) -> frozenset[StoredRun]:
-        """The runs that were compared before, in files that have not changed since."""
+        """The runs that the cache says were compared, in files that have not changed since."""
         try:
             document = json.loads(self.path.read_bytes())
             same = {name for name, was in document["files"].items() if self.identities.get(name) == was}
@@ -61,7 +61,7 @@ class CheckedFiles(Struct, frozen=True):
         return frozenset(run for variable in variables for run in variable.runs if _key(run) in checked)
 
     def save(self, checked: Collection[StoredRun]) -> None:
-        """Save what was verified; failing to do so does no harm."""
+        """Write the cache with these runs; an error of the file system is passed over."""
         runs = [_key(run) for run in checked if run.path.name in self.identities]
         content = json.dumps({"files": self.identities, "runs": sorted(runs)})
         temporary = beside(self.path)
@@ -82,14 +82,12 @@ def _key(run: StoredRun) -> _RunKey:
     return (run.path.name, run.extent.offset, run.extent.size, run.extent.crc32c)
 
 
-Array = np.ndarray[Any, Any]
-
 Changes = Mapping[str, Change]
 """Changes by the served variable's name."""
 
 
-class Snapshot(Struct, frozen=True, eq=False):
-    """Variables as stored, by name, and the changes since, oldest first; `hint` is for errors of damage."""
+class LayeredState(Struct, frozen=True, eq=False):
+    """Readers of stored variables by name, changes on top, oldest first, and a hint for damage."""
 
     stored: Mapping[str, RowReader]
     layers: tuple[Changes, ...] = ()
@@ -109,19 +107,19 @@ class Snapshot(Struct, frozen=True, eq=False):
         return frozenset(self._checked)
 
     def trust(self, runs: Iterable[StoredRun]) -> None:
-        """Skip the checksums of these variables: they are known to be right."""
-        self._trusted.update(runs)
+        """Have `check` skip these runs, which are known to be right; they do not become `checked`."""
+        self._trusted.update(runs)  # hashes of blocks vouch for them: no checksum was compared
 
     def note_checked(self, runs: Iterable[StoredRun]) -> None:
-        """Note that checksums were verified while values were streamed."""
+        """Note that the checksums of these runs were verified while values were streamed."""
         self._checked.update(runs)
 
     def touched(self, name: str) -> Array:
-        """The rows of a table that changes touch, ascending."""
+        """The numbers of a table's rows that changes touch, ascending."""
         ids = [change.ids for layer in self.layers if isinstance(change := layer.get(name), Rows)]
         return distinct(np.concatenate([np.empty(0, np.int64), *ids]))
 
-    def is_stored_as(self, other: Snapshot, name: str) -> bool:
+    def is_stored_as(self, other: LayeredState, name: str) -> bool:
         """True if a variable is made of the same bytes in both, apart from changes on top."""
         a, b = self.stored[name], other.stored[name]
         runs = list(a.runs), list(b.runs)
@@ -135,11 +133,11 @@ class Snapshot(Struct, frozen=True, eq=False):
         )
 
     def replaces(self, name: str) -> bool:
-        """True if a variable is replaced as a whole by a change."""
+        """True if a change replaces a variable as a whole."""
         return any(name in layer and not isinstance(layer[name], Rows) for layer in self.layers)
 
     def rows(self, name: str, start: int, stop: int) -> Array:
-        """Rows `start` to `stop` of a table."""
+        """Rows `start` to `stop` of a table: a view of the stored ones if no change touches them."""
         values = self.stored[name].rows(start, stop)
         own = False
         for layer in self.layers:
@@ -151,7 +149,7 @@ class Snapshot(Struct, frozen=True, eq=False):
                 continue
             low, high = np.searchsorted(change.ids, (start, stop))
             if low < high:
-                values = values if own else np.array(values)
+                values = values if own else np.array(values)  # it may be a view of a file
                 own = True
                 values[change.ids[low:high] - start] = change.values[low:high]
         return values
@@ -168,7 +166,7 @@ class Snapshot(Struct, frozen=True, eq=False):
         return values
 
     def whole(self, name: str) -> Array:
-        """A variable that is read as a whole, with rows of changes applied."""
+        """A whole variable, checksum verified, with changes of the variable or of its rows applied."""
         with self._naming_damage():
             value = self.stored[name].whole()
         own = False
@@ -184,6 +182,7 @@ class Snapshot(Struct, frozen=True, eq=False):
 
     @contextmanager
     def _naming_damage(self) -> Iterator[None]:
+        """Give errors of damaged files the hint of this state."""
         try:
             yield
         except CheckpointError as error:
@@ -191,11 +190,13 @@ class Snapshot(Struct, frozen=True, eq=False):
             raise
 
 
-_SPARSE = 64  # a byte for each row between the first and the last that is asked for costs less than a search
+_SPARSE = (
+    64  # times as many rows: up to there a byte for each between first and last is cheaper than a search
+)
 
 
 def _lay_over(values: Array, ids: Array, change: Rows) -> None:
-    """Apply the rows of a change to `values`, which are the rows `ids`."""
+    """Write the rows of a change into `values`, which are the rows `ids`."""
     if not len(ids) or not len(change.ids):
         return
     first, last = int(ids.min()), int(ids.max())

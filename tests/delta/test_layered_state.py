@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
 from exporter.delta.format import Rows
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.row_reader import RowReader
-from exporter.delta.snapshot import Snapshot
 from exporter.errors import CorruptFile
 from tests.support.bundles import write
 
@@ -40,7 +40,7 @@ def test_rows_at_any_places_are_those_in_a_row(
         {"t": Rows(np.array(sorted(rows), np.int64), np.full((len(rows), 2), number, np.float32))}
         for number, rows in enumerate(layers, 1)
     ]
-    state = Snapshot({"t": reader}, tuple(changes))
+    state = LayeredState({"t": reader}, tuple(changes))
     wanted = np.array([*ids, *range(100)] if dense else ids, np.int64)
     found = state.rows_at("t", wanted)
     assert np.array_equal(found, state.rows("t", 0, SIZE)[wanted])

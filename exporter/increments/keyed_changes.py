@@ -1,0 +1,47 @@
+"""The changes of tables by keys that a trainer's increments of either kind hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+from exporter.catalog import Catalog
+from exporter.delta.table_changes import KeyedChange, KeyedRows, merged
+from exporter.increments.deeprec import DeepRecIncrement, read_increment
+from exporter.increments.history import identify, read_history
+from exporter.increments.plan import AnyIncrement
+
+
+def keyed_changes_of(increments: Iterable[AnyIncrement], names: Collection[str]) -> dict[str, KeyedChange]:
+    """Merge consecutive increments' changes of the named tables, by name; every checksum is verified.
+
+    Raises:
+        CorruptFile: a checksum is wrong, or rows do not fit their table.
+    """
+    return merged(change for each in increments for change in each.keyed_changes(names))
+
+
+def published_before(
+    increments: Iterable[AnyIncrement], last: str | None, names: Collection[str]
+) -> Mapping[str, KeyedRows]:
+    """The rows that the increment published last held and the next holds again, by table: DeepRec's alone."""
+    deeprec = (each for each in increments if isinstance(each, DeepRecIncrement))
+    newest = next(deeprec, None)
+    return {} if newest is None else newest.published_before(last, names)
+
+
+def keys_to_come(catalog: Catalog) -> Counter[str]:
+    """How many keys of each table the increments on top of a full checkpoint hold; some may not be new.
+
+    Raises:
+        CheckpointError: an increment, or a manifest, is damaged.
+    """
+    history = read_history(catalog.prefix.parent)
+    full = identify(catalog.prefix, catalog.step or 0) if history.increments else None
+    increments: list[AnyIncrement] = [] if full is None else [*history.after(full)]
+    if not increments and (newest := read_increment(catalog)) is not None:
+        increments.append(newest)
+    found: Counter[str] = Counter()
+    for each in increments:
+        found.update(each.key_counts())
+    return found

@@ -1,0 +1,269 @@
+"""Judge what servers serve by what is published: the one place that says whether one is behind, and why.
+
+`lag` compares one version with the model: the doctor, `serve-model status` and the agent take it from here.
+`judge` makes findings of what servers said. Each finding has a code, the same wherever it is printed;
+docs/reference/findings.md explains each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from msgspec import Struct
+
+from exporter.delta.spans import Span, plan_chain
+from exporter.errors import CallFailed, ManifestError, PositionError
+from exporter.newer_python import StrEnum
+from exporter.publish.model import Commit, Log, Model
+from exporter.publish.served import Served
+from exporter.publish.versions import newest_of, read_head
+from exporter.storage.local_paths import quoted
+from exporter.terminal.progress import count, human_time
+
+
+class Level(StrEnum):
+    """The severity of a finding, the worst first; `BUSY` and `GOOD` need nobody."""
+
+    WRONG = "wrong"
+    WARNING = "warning"
+    BUSY = "busy"
+    GOOD = "good"
+
+    @property
+    def on_page(self) -> str:
+        """Its name on the agent's page and in `/status.json`, which alerts read: there `wrong` is `bad`."""
+        return "bad" if self is Level.WRONG else self.value
+
+
+class Code(StrEnum):
+    """The kind of a finding, the worst first, with its word for a row of a table and its usual level."""
+
+    word: str
+    level: Level
+    rank: int
+
+    def __new__(cls, code: str, word: str, level: Level) -> Code:
+        """A member, ranked as it is listed."""
+        member = str.__new__(cls, code)
+        member._value_ = code
+        member.word, member.level, member.rank = word, level, len(cls.__members__)
+        return member
+
+    DAMAGED = "damaged", "damaged", Level.WRONG
+    NO_WAY = "no-way", "no way", Level.WRONG
+    NOT_FINITE = "not-finite", "not finite", Level.WRONG
+    NOT_LOADABLE = "not-loadable", "not loadable", Level.WRONG
+    UNREADABLE = "unreadable", "unreadable", Level.WRONG
+    CHECKPOINT = "checkpoint", "checkpoint", Level.WRONG
+    UNEXAMINED = "unexamined", "not examined", Level.WRONG
+    SILENT = "silent", "silent", Level.WRONG
+    GOLDEN = "golden", "golden requests fail", Level.WRONG
+    ROLLED_BACK = "rolled-back", "rolled back", Level.WRONG
+    DIFFERS = "differs", "wrong values", Level.WRONG
+    HOLD_UNREADABLE = "hold-unreadable", "held", Level.WRONG
+    PUBLICATIONS_HELD = "publications-held", "held", Level.WRONG
+    UNSEEN = "unseen", "unseen", Level.WRONG
+    BASE_WANTED = "base-wanted", "base wanted", Level.WRONG
+    QUARANTINED = "quarantined", "delta refused", Level.WRONG
+    NO_REPLICA = "no-replica", "no replica", Level.WRONG
+    DOWN = "down", "down", Level.WRONG
+    ABSENT = "absent", "serves nothing", Level.WRONG
+    NOT_UPDATABLE = "not-updatable", "not updatable", Level.WRONG
+    STUCK = "stuck", "stuck", Level.WRONG
+    REFUSES = "refuses", "refuses a delta", Level.WRONG
+    LATE = "late", "late", Level.WRONG
+    OVERLAY = "overlay", "overlay fills", Level.WARNING
+    CANARY_LATE = "canary-late", "canary waits", Level.WARNING
+    STORE = "store", "store unseen", Level.WARNING
+    WITHHELD = "withheld", "withheld", Level.WARNING
+    HELD = "held", "held", Level.WARNING
+    BEYOND_HOLD = "beyond-hold", "beyond the hold", Level.WARNING
+    LOADING = "loading", "loading", Level.WARNING
+    UNKNOWN = "unknown", "unknown", Level.WARNING
+    FOREIGN = "foreign", "foreign", Level.WARNING
+    ORPHANS = "orphans", "orphans", Level.WARNING
+    LEFT_OVERS = "left-overs", "left-overs", Level.WARNING
+    CLOCK = "clock", "clock", Level.WARNING
+    DURABILITY = "durability", "not durable", Level.WARNING
+    KEPT_OUT = "kept-out", "kept out", Level.WARNING
+    NOT_WRITABLE = "not-writable", "not writable", Level.WARNING
+    COPIES = "copies", "copies", Level.WARNING
+    TABLE_FULL = "table-full", "table fills", Level.WARNING
+    NOT_MAPPED = "not-mapped", "not mapped", Level.WARNING
+    UNASKED = "unasked", "not asked yet", Level.BUSY
+    CANARY = "canary", "waits for canary", Level.BUSY
+    UPDATING = "updating", "updating", Level.BUSY
+    FRESH = "fresh", "fresh", Level.GOOD
+
+
+class Finding(Struct, frozen=True):
+    """A finding: its text, why or since when, and the command that helps; the last two may be empty.
+
+    `level` is that of its code, unless it is known better. `model` is its name where there are several.
+    `check` is what could not be looked at; other codes say what was.
+    """
+
+    code: Code
+    text: str
+    why: str = ""
+    command: str = ""
+    known_level: Level | None = None
+    model: str = ""
+    check: str = ""
+
+    @property
+    def level(self) -> Level:
+        """The known level, else that of the code."""
+        return self.known_level or self.code.level
+
+
+class Limits(Struct, frozen=True):
+    """The seconds for which a server may lack what is published before it is late."""
+
+    late_s: float
+
+
+class Server(Struct, frozen=True):
+    """A server's answers about a model; `failure` says why there are none."""
+
+    address: str
+    name: str
+    versions: tuple[Served, ...] = ()
+    failure: CallFailed | None = None
+
+
+class Lag(Struct, frozen=True):
+    """The distance of a served version from what is published.
+
+    `log` is its own, None if it takes no deltas or if no base of its log is there. `left` are the deltas that
+    it has not taken and may take, in order; `gap` says why they end before the log does. `since` is when the
+    oldest of what it lacks was published, `at` the publication that it serves.
+    """
+
+    log: Log | None = None
+    left: tuple[Span, ...] = ()
+    gap: str = ""
+    since: datetime | None = None
+    at: Commit | None = None
+
+
+def lag(model: Model, served: Served) -> Lag:
+    """Compare a served version with the hold of its log, or with its end."""
+    log, position = model.logs.get(served.lineage), served.position
+    if log is None or position is None:
+        return Lag()
+    gap, left = "", log.reach(position)
+    goal = left[-1].end if left else position
+    if goal < log.newest:
+        try:
+            plan_chain(log.within, position)
+        except PositionError as error:
+            gap, goal = error.message, log.newest
+    lacks = log.created(span for span in log.beyond(position) if span.end <= goal)
+    return Lag(log, left, gap, min(lacks, default=None), log.commits.get(position))
+
+
+def seconds_since(time: datetime | None, now: datetime) -> float:
+    """Seconds since a time, 0 if it is unknown; never negative, even if the clocks of two machines differ."""
+    return 0.0 if time is None else max(0.0, (now - time).total_seconds())
+
+
+def superseded_since(model: Model, served: Served) -> datetime | None:
+    """Since when only a version of a newer log can be fresh; None for a version of the newest log."""
+    newest = model.newest_log
+    if newest is None or served.lineage == newest.lineage:
+        return None
+    is_of_no_log = served.position is not None and served.lineage not in model.logs
+    return newest.begun if is_of_no_log or served.number <= newest.base else None
+
+
+def judge(model: Model, servers: Sequence[Server], now: datetime, limits: Limits) -> list[Finding]:
+    """The findings about servers of a model; a server that lacks something only for a moment is a warning."""
+    return [finding for server in servers for finding in _of_server(model, server, now, limits)]
+
+
+def command(*words: str | Path) -> str:
+    """A command line to paste into a shell."""
+    return " ".join(map(quoted, words))
+
+
+def _of_server(model: Model, server: Server, now: datetime, limits: Limits) -> Iterator[Finding]:
+    where = f"{server.name} on {server.address}"
+    status = command("serve-model", "status", server.address, "--model", server.name)
+    if (failure := server.failure) is not None:
+        start = command("serve-model", "run", model.path, "--port", server.address.rpartition(":")[2])
+        if failure.code == "UNAVAILABLE":
+            yield Finding(Code.DOWN, failure.message, failure.cause, start)
+        else:
+            status = command("serve-model", "status", server.address, "--model", "NAME")
+            yield Finding(Code.ABSENT, failure.message, failure.cause, status)
+        return
+    newest = newest_of(model.versions)
+    if newest is None:
+        return
+    answer = next((each for each in server.versions if each.number == newest.version), None)
+    if answer is None or not answer.is_available:
+        yield _not_loaded(model, server, answer, now, limits)
+    elif answer.position is None or model.current is None:
+        return
+    elif answer.lineage and answer.lineage != model.current.lineage:
+        text = f"{where}: version {newest.version} is not the one published under {model.path}: "
+        text += "it takes no delta of its log"
+        why = f"its lineage is {answer.lineage}, expected {model.current.lineage}"
+        yield Finding(Code.NOT_UPDATABLE, text, why, status)
+    else:
+        yield from _behind(model, server, answer, now, limits)
+
+
+def _not_loaded(
+    model: Model, server: Server, answer: Served | None, now: datetime, limits: Limits
+) -> Finding:
+    """The server does not serve the newest version; it may be about to."""
+    newest = newest_of(model.versions)
+    assert newest is not None
+    serves = [str(each.number) for each in server.versions if each.is_available]
+    is_young = bool(serves) and not (answer and answer.message) and _age(newest.path, now) < limits.late_s
+    state = "is not known there" if answer is None else f"is in state {answer.state.name}"
+    return Finding(
+        Code.LATE if serves else Code.ABSENT,
+        f"{server.name} on {server.address}: version {newest.version} {state}; it serves "
+        f"{', '.join(serves) or 'nothing'}",
+        answer.message if answer else "",
+        command("serve-model", "status", server.address, "--model", server.name),
+        known_level=Level.WARNING if is_young else Level.WRONG,
+    )
+
+
+def _behind(model: Model, server: Server, served: Served, now: datetime, limits: Limits) -> Iterator[Finding]:
+    found, position = lag(model, served), served.position
+    log, where = found.log, f"{server.name} on {server.address} stands at {served.position}"
+    if log is None or position is None:
+        return
+    if log.limit is not None and 0 <= log.limit < position and not log.is_canary:
+        yield Finding(
+            Code.BEYOND_HOLD,
+            f"{where}, beyond the hold at {log.limit}: only a rollback leads back",
+            command=command("export-model", "rollback", model.path, "--to", str(log.limit)),
+        )
+    elif found.gap:
+        verify = command("export-model", "verify", model.path)
+        yield Finding(Code.STUCK, f"{where}, from where no delta leads on", found.gap, verify)
+    elif found.left:
+        age = seconds_since(found.since, now)
+        yield Finding(
+            Code.LATE,
+            f"{where}, {count(len(found.left), 'delta')} behind {found.left[-1].end}; the oldest is "
+            f"{human_time(age)} old",
+            command=command("serve-model", "update", server.address, "--model", server.name),
+            known_level=Level.WARNING if age < limits.late_s else Level.WRONG,
+        )
+
+
+def _age(published: Path, now: datetime) -> float:
+    """Seconds since a version was published; 0 if it does not say."""
+    try:
+        return seconds_since(read_head(published).created, now)
+    except ManifestError:
+        return 0.0

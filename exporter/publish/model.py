@@ -1,0 +1,593 @@
+"""What is published for a model, by one listing of its directories; each manifest is read once.
+
+`Model.read` raises if there is nothing to read. `Model.look` is for who looks again and again, as the agent
+does: it never raises, and keeps what was read before.
+
+`publications` are all versions and deltas in the order of positions, also of logs that have ended: what
+`history` prints. `logs` are those of which a base is there, each as servers see it: its deltas and its hold.
+Retention may have removed some of what was published; a merged delta tells how many publications it holds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from stat import S_ISDIR
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from exporter.delta.spans import Position, Span, furthest
+from exporter.errors import ExportError, ManifestError, NothingChanged, NotUpdatable
+from exporter.newer_python import StrEnum
+from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta, list_deltas, log_path
+from exporter.publish.hold import Hold
+from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin, Manifest, ManifestHead
+from exporter.publish.versions import (
+    MAX_MANIFEST_BYTES,
+    VersionDir,
+    log_directories,
+    newest_of,
+    nothing_published,
+    read_head,
+    read_manifest,
+    version_dirs,
+)
+from exporter.storage.files import FileIdentity, is_gone, read_regular
+from exporter.storage.layout import DELTAS_DIRECTORY, MANIFEST_FILE
+
+_MOST_COMMITS = 20_000
+
+
+class PublicationKind(StrEnum):
+    """The kind of an event; a `version` takes no deltas, a `rebase` is a base in the middle of its log."""
+
+    VERSION = "version"
+    BASE = "base"
+    REBASE = "rebase"
+    DELTA = "delta"
+    MERGE = "merge"
+    ROLLBACK = "rollback"
+    RESUME = "resume"
+    DAMAGED = "damaged"
+
+
+class Event(Struct, frozen=True):
+    """Something that was published; what is damaged has only a name."""
+
+    what: PublicationKind
+    """`version` (takes no deltas), `base`, `rebase`, `delta`, `merge`, `rollback`, `resume` or `damaged`."""
+    path: Path
+    """Its directory."""
+    position: int
+    """Where it leads."""
+    from_position: int | None = None
+    """Where a delta begins."""
+    created: datetime | None = None
+    """When it was published."""
+    step: int | None = None
+    """The training step of its values."""
+    log: int | None = None
+    """The log that it belongs to."""
+    checkpoint: str = ""
+    """The checkpoint that it was made from."""
+    rows: int | None = None
+    """Rows in a delta."""
+    compared: bool = False
+    """True if a delta's rows were found by comparing checkpoints."""
+    parts: int = 1
+    """How many publications a merger holds."""
+    merged_away: int = 0
+    """How many of those are not there any more by themselves."""
+    merged_into: str | None = None
+    """A merger that leads past this delta."""
+    back_to: int | None = None
+    """The position or version whose values a rollback or resumption brought back."""
+    reason: str = ""
+    """Why, as it was said then; empty if nothing was."""
+    is_past_hold: bool = False
+    """True if servers do not go there by themselves."""
+    is_current: bool = True
+    """False if it belongs to a log that has ended."""
+    problem: str = ""
+    """What is wrong with it; empty if nothing is."""
+    event_time: datetime | None = None
+    """When the newest event happened that its values were trained on."""
+
+
+class Commit(Struct, frozen=True):
+    """A publication's time and training step, from its manifest.
+
+    `event_time` is the time of the newest event that it was trained on; None if unknown.
+    """
+
+    created: datetime
+    step: int | None
+    event_time: datetime | None = None
+
+
+class Rollback(Struct, frozen=True):
+    """A published rollback: the delta to `position` restores the values of `back_to`."""
+
+    position: int
+    back_to: int
+    reason: str
+
+
+class Log(Struct, frozen=True, dict=True):
+    """A log at one time: its deltas, and its hold as the limit of all replicas.
+
+    `limit` is the position of the hold; None without one, and -1 if it cannot be read, which stops all
+    replicas. `is_canary` is True if a canary set it, as the position that it approved. `base` is the position
+    of the log's newest base, `rollback` the rollback at which the log is held.
+
+    `path` is the directory of its deltas, which need not exist; `begun` is when the first base that is there
+    was published. `commits` are the first publications at positions, also of deltas that retention has
+    removed: a replica may still stand there. `sizes` are those of deltas, in bytes.
+    """
+
+    lineage: str
+    deltas: tuple[Span, ...] = ()
+    limit: int | None = None
+    is_canary: bool = False
+    base: int = 0
+    rollback: Rollback | None = None
+    path: Path = Path()
+    begun: datetime | None = None
+    commits: Mapping[int, Commit] = field(default_factory=dict)
+    sizes: Mapping[Span, int] = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        """The position of its first base, by which its directory is named."""
+        return int(self.path.name)
+
+    def up_to(self, position: int) -> Log:
+        """The log for a call that names a position, to which the hold does not apply."""
+        return replace(self, limit=position)
+
+    def reach(self, position: int, *, without: Collection[Span] = ()) -> tuple[Span, ...]:
+        """The deltas that lead furthest from `position` within the limit, in order; may be empty."""
+        within = [span for span in self.beyond(position) if self._allows(span.end) and span not in without]
+        return furthest(within, position)
+
+    @property
+    def within(self) -> list[Span]:
+        """The deltas within the limit."""
+        return [span for span in self.deltas if self._allows(span.end)]
+
+    def fitting(self, position: int, without: Collection[Span] = ()) -> list[Span]:
+        """The deltas within the limit that a state at `position` may take."""
+        beyond = (span for span in self.beyond(position) if self._allows(span.end))
+        return [span for span in beyond if span.accepts(position) and span not in without]
+
+    def beyond(self, position: int) -> Sequence[Span]:
+        """The deltas that lead beyond a position: usually few of the thousands that are kept."""
+        return self._by_end[bisect_right(self._by_end, position, key=lambda span: span.end) :]
+
+    @cached_property
+    def _by_end(self) -> list[Span]:
+        return sorted(self.deltas, key=lambda span: span.end)
+
+    def _allows(self, position: int) -> bool:
+        return self.limit is None or position <= self.limit
+
+    @property
+    def newest(self) -> int:
+        """The furthest position that the limit allows; -1 if there are no deltas within it."""
+        return next((span.end for span in reversed(self._by_end) if self._allows(span.end)), -1)
+
+    @property
+    def last(self) -> int:
+        """The furthest position, whatever keeps replicas from it."""
+        return max([self.base, *(span.end for span in self._by_end[-1:])])
+
+    @property
+    def released(self) -> int:
+        """The position of a server that loads the newest base and applies what the limit allows."""
+        return max(self.newest, self.base)
+
+    @property
+    def waiting(self) -> int:
+        """The number of publications beyond `released`; a merged delta is none of its own."""
+        return len({span.end for span in self.beyond(self.released)})
+
+    def created(self, spans: Iterable[Span]) -> list[datetime]:
+        """When each of these deltas was published, as far as that is known."""
+        found = (self.commits.get(span.end) for span in spans)
+        return [commit.created for commit in found if commit is not None]
+
+    def size(self, spans: Iterable[Span]) -> int:
+        """The total size of listed deltas, in bytes."""
+        return sum(self.sizes.get(span, 0) for span in spans)
+
+
+class _Known(Struct):
+    """The manifests of one model, kept from one reading to the next.
+
+    Another model may take its place: a base counts as long as its manifest is the same file.
+    """
+
+    bases: dict[Path, tuple[FileIdentity, LogBase | None]] = field(default_factory=dict)
+    deltas: dict[str, dict[tuple[int, int], tuple[Span, int]]] = field(default_factory=dict)
+    commits: dict[str, dict[int, Commit]] = field(default_factory=dict)
+    rollbacks: dict[tuple[str, int], Rollback] = field(default_factory=dict)
+
+    def base(self, path: Path) -> LogBase | None:
+        """A version that takes deltas; None if it takes none, or cannot be read (`doctor` reports that)."""
+        try:
+            file = FileIdentity.of((path / MANIFEST_FILE).stat())
+            known = self.bases.get(path)
+            if known is not None and known[0] == file:
+                return known[1]
+            base = LogBase.read(path)
+        except NotUpdatable:
+            self.bases[path] = file, None
+            return None
+        except (FileNotFoundError, ManifestError):
+            return None
+        self.bases[path] = file, base
+        self._remember(base.manifest, base.entry, base.manifest.lineage or "")
+        return base
+
+    def log(self, base: LogBase, hold: tuple[int | None, bool], listed: Sequence[LogDelta]) -> Log:
+        """The log of its newest base, with the deltas of it that can be read."""
+        lineage, (limit, is_canary) = base.manifest.lineage or "", hold
+        known, found = self.deltas.get(lineage, {}), {}
+        for delta in listed:
+            read = known.get((delta.start, delta.end)) or self._delta(delta, lineage)
+            if read is not None:
+                found[delta.start, delta.end] = read
+        self.deltas[lineage] = found
+        bases = [base for _, base in self.bases.values() if base is not None]
+        return Log(
+            lineage,
+            tuple(span for span, _ in found.values()),
+            limit,
+            is_canary,
+            base.at.position,
+            None if limit is None or is_canary else self.rollbacks.get((lineage, limit)),
+            log_path(base.path.parent, base.entry.log),
+            min(base.manifest.created for base in bases if base.manifest.lineage == lineage),
+            self.commits[lineage],
+            dict(found.values()),
+        )
+
+    def forget_all_but(self, versions: Collection[Path], lineages: Collection[str]) -> None:
+        """Forget versions that are not there any more, and logs whose bases are gone."""
+        self.bases = {path: base for path, base in self.bases.items() if path in versions}
+        self.deltas = {lineage: self.deltas[lineage] for lineage in lineages}
+        known = {*lineages, *(base.manifest.lineage for _, base in self.bases.values() if base is not None)}
+        self.commits = {lineage: found for lineage, found in self.commits.items() if lineage in known}
+
+    def _delta(self, delta: LogDelta, lineage: str) -> tuple[Span, int] | None:
+        """A delta and its size in bytes; None if it was just removed, or is damaged."""
+        try:
+            manifest, entry = delta.manifest, delta.entry
+        except ManifestError:
+            return None
+        self._remember(manifest, entry, lineage)
+        if entry.made is DeltaOrigin.ROLLBACK and entry.back_to is not None:
+            self.rollbacks[lineage, delta.end] = Rollback(delta.end, entry.back_to, entry.reason or "")
+        size = sum(file.bytes_ for file in manifest.files)
+        return Span(delta.start, delta.end, entry.only_from, entry.parts), size
+
+    def _remember(self, manifest: Manifest, entry: BaseEntry | DeltaEntry, lineage: str) -> None:
+        commits = self.commits.setdefault(lineage, {})
+        found = [Commit(manifest.created, manifest.step, entry.trained.newest_event)]
+        if manifest.position in commits:
+            found = sorted([commits[manifest.position], *found], key=lambda commit: commit.created)
+        event_time = next((commit.event_time for commit in found if commit.event_time is not None), None)
+        commits[manifest.position] = replace(found[0], event_time=event_time)
+        if len(commits) > _MOST_COMMITS:  # a replica may serve a merged position, but not one this old
+            for position in list(commits)[: _MOST_COMMITS // 2]:
+                del commits[position]
+
+
+class _Lost(ManifestError):
+    """A log that was read before has vanished, as if its volume were not mounted."""
+
+
+class Model(Struct, frozen=True, dict=True):
+    """A published model at one time: its `logs` by lineage, the newest first.
+
+    `problem` says why it cannot be read; there are no logs then. `hold` is the position that servers do not
+    pass by themselves, None without a hold or if it cannot be read. `versions` are as `version_dirs` lists
+    them, `deltas` those of each directory of a log.
+    """
+
+    logs: Mapping[str, Log] = field(default_factory=dict)
+    newest_version: int | None = None
+    problem: str = ""
+    path: Path = Path()
+    hold: int | None = None
+    versions: tuple[VersionDir, ...] = ()
+    deltas: Mapping[Path, tuple[LogDelta, ...]] = field(default_factory=dict)
+    known: _Known = field(default_factory=_Known)
+
+    @classmethod
+    def read(cls, path: Path, before: Model | None = None) -> Model:
+        """Read the model under a base path; manifests that were read `before` are not read again.
+
+        Raises:
+            NotUpdatable: nothing is published.
+            ManifestError: the model cannot be looked at.
+        """
+        known = _Known() if before is None else before.known
+        versions = version_dirs(path)
+        newest = newest_of(versions)
+        if newest is None:
+            raise nothing_published(path)
+        # The holds before the deltas, as the graph reads them: then the delta of a rollback is there if its
+        # hold is (`_list_and_hold` in subgraph/update.py).
+        own = Hold(path)
+        held = own.position
+        holds = {place: Hold(place).for_servers() for place in log_directories(path)}
+        deltas = {place: list_deltas(place) for place in holds}
+        bases = {child.version: known.base(child.path) for child in versions if child.has_manifest}
+        if (base := bases[newest.version]) is not None:
+            place = log_path(path, base.entry.log)
+            if place not in holds and known.deltas.get(base.manifest.lineage or ""):
+                raise _Lost(f"{place} has vanished: is its volume mounted?")
+            limit, _ = holds.get(place, (None, False))
+            held = held if own.is_set or limit == -1 else limit
+        logs: dict[str, Log] = {}
+        for base in bases.values():
+            if base is not None and (lineage := base.manifest.lineage) and lineage not in logs:
+                place = log_path(path, base.entry.log)
+                logs[lineage] = known.log(base, holds.get(place, (None, False)), deltas.get(place, ()))
+        known.forget_all_but({child.path for child in versions}, logs)
+        return cls(logs, newest.version, "", path, held, versions, deltas, known)
+
+    @classmethod
+    def history(cls, path: Path) -> Model:
+        """As `read`, with the manifests of all `publications` read before it returns.
+
+        Raises:
+            NotUpdatable, ManifestError: as `read`.
+        """
+        found = cls.read(path)
+        _ = found.publications, found.at  # for who reads a model in a store: what moves is read again there
+        return found
+
+    @classmethod
+    def look(cls, path: Path, before: Model | None = None) -> Model:
+        """As `read`, but an unreadable directory is a `problem`, never an exception."""
+        seen = cls(path=path) if before is None else before
+        was_seen = bool(seen.versions)
+        try:
+            return cls.read(path, seen)
+        except NotUpdatable:
+            problem = f"nothing is published under {path}" + (": is its volume mounted?" if was_seen else "")
+            if not path.is_dir():
+                is_there = path.exists()
+                begun = "" if was_seen or is_there else "has anything been published, and "
+                what = "is not a directory" if is_there else "does not exist"
+                problem = f"{path} {what}: {begun}is its volume mounted?"
+        except _Lost as lost:
+            problem = lost.message
+        except (OSError, ExportError) as error:
+            problem = f"{path} cannot be read: {error}"
+        return replace(seen, logs={}, newest_version=None, problem=problem)
+
+    def places(self) -> dict[Path, int]:
+        """The directories that a publication changes now, with their inode numbers: a new directory at the
+        same path has another number.
+        """
+        found = [self.path, self.path / DELTAS_DIRECTORY]
+        with suppress(OSError, ManifestError):
+            found += log_directories(self.path)
+        places = {}
+        for place in found:
+            with suppress(OSError):
+                status = place.stat()
+                if S_ISDIR(status.st_mode):
+                    places[place] = status.st_ino
+        return places
+
+    @property
+    def newest_log(self) -> Log | None:
+        """The log of the newest base, which the exporter continues."""
+        return next(iter(self.logs.values()), None)
+
+    @property
+    def newest_position(self) -> int | None:
+        """The newest position, whatever keeps replicas from it; a version's number is its position."""
+        ends = [] if self.newest_log is None else [self.newest_log.last]
+        if self.newest_version is not None:
+            ends.append(self.newest_version)
+        return max(ends, default=None)
+
+    def decided(self) -> Model:
+        """The same logs, as if the canary had approved them to their ends."""
+        logs = {
+            lineage: replace(log, limit=None, is_canary=False) if log.is_canary else log
+            for lineage, log in self.logs.items()
+        }
+        return replace(self, logs=logs)
+
+    @cached_property
+    def current(self) -> DeltaLog | None:
+        """The log of the newest version; None if that takes no deltas, or its manifest cannot be read."""
+        newest = newest_of(self.versions)
+        base = None if newest is None else self.known.base(newest.path)
+        if base is None:
+            return None
+        listed = self.deltas.get(log_path(self.path, base.entry.log), ())
+        return DeltaLog(self.path, base, self.versions, listed)
+
+    @cached_property
+    def at(self) -> Position | None:
+        """The newest position of the newest version's log, or of that version; None if it cannot be read."""
+        if self.current is not None:
+            with suppress(ManifestError):
+                return self.current.at
+            return None
+        newest = newest_of(self.versions)
+        event = None if newest is None else _version(newest, self.known)
+        is_readable = event is not None and event.what is not PublicationKind.DAMAGED and event.log is None
+        return Position(event.position, event.step) if event is not None and is_readable else None
+
+    @cached_property
+    def publications(self) -> tuple[Event, ...]:
+        """Everything that is there, by position; of what leads to one position, in the order of time."""
+        events = [_version(child, self.known) for child in self.versions if child.has_manifest]
+        for deltas in self.deltas.values():
+            events += _deltas(deltas)
+        # What is damaged and gone, retention has removed meanwhile.
+        there = (one for one in events if one.what is not PublicationKind.DAMAGED or not is_gone(one.path))
+        number = None if self.current is None else self.current.number
+        return tuple(sorted((_placed(one, number, self.hold) for one in there), key=_order))
+
+
+def _order(event: Event) -> tuple[int, float, int]:
+    return event.position, event.created.timestamp() if event.created else 0.0, event.from_position or 0
+
+
+def _placed(event: Event, log: int | None, hold: int | None) -> Event:
+    is_current = event.log == log
+    past = hold is not None and is_current and event.position > hold
+    return replace(event, is_current=is_current, is_past_hold=past)
+
+
+def _version(child: VersionDir, known: _Known) -> Event:
+    try:
+        base = known.base(child.path)
+        manifest = read_manifest(child.path) if base is None else base.manifest
+    except ManifestError as error:
+        return Event(PublicationKind.DAMAGED, child.path, child.version, problem=error.message)
+    what, back_to, log, reason = PublicationKind.VERSION, None, None, ""
+    if isinstance(manifest.incremental, BaseEntry):
+        log = manifest.incremental.log
+        what = PublicationKind.BASE if log == manifest.position else PublicationKind.REBASE
+    if manifest.taken_back is not None:
+        what, back_to = PublicationKind(manifest.taken_back.made), manifest.taken_back.back_to
+        reason = manifest.taken_back.reason or ""
+    return replace(_event(what, child.path, manifest), log=log, back_to=back_to, reason=reason)
+
+
+def _event(what: PublicationKind, path: Path, manifest: Manifest) -> Event:
+    return Event(
+        what,
+        path,
+        manifest.position,
+        created=manifest.created,
+        step=manifest.step,
+        from_position=manifest.from_position,
+        checkpoint=manifest.source.checkpoint,
+        event_time=None if manifest.incremental is None else manifest.incremental.trained.newest_event,
+    )
+
+
+def _deltas(deltas: Sequence[LogDelta]) -> Iterator[Event]:
+    events = [_delta(delta) for delta in deltas]
+    for event in events:
+        if event.what is PublicationKind.MERGE:
+            inside = [
+                other
+                for other in events
+                if other.what is not PublicationKind.MERGE and _leads_past(event, other)
+            ]
+            away = max(0, event.parts - sum(other.parts for other in inside))
+            yield replace(event, merged_away=away, merged_into=_merger(events, event))
+        else:
+            yield replace(event, merged_into=_merger(events, event))
+
+
+def _leads_past(merger: Event, other: Event) -> bool:
+    if merger.from_position is None or other.from_position is None or other.path == merger.path:
+        return False
+    return merger.from_position <= other.from_position and other.position <= merger.position
+
+
+def _merger(events: Iterable[Event], part: Event) -> str | None:
+    """The name of the longest merger that holds a delta."""
+    found = [event for event in events if event.what is PublicationKind.MERGE and _leads_past(event, part)]
+    longest = max(found, key=lambda event: event.position - (event.from_position or 0), default=None)
+    return None if longest is None else f"{longest.from_position}-{longest.position}"
+
+
+def _delta(delta: LogDelta) -> Event:
+    try:
+        manifest, entry = delta.manifest, delta.entry
+    except ManifestError as error:
+        log = int(delta.path.parent.name) if delta.path.parent.name.isdecimal() else None
+        return Event(
+            PublicationKind.DAMAGED, delta.path, delta.end, delta.start, log=log, problem=error.message
+        )
+    return replace(
+        _event(_kind(entry), delta.path, manifest),
+        log=entry.log,
+        rows=entry.rows,
+        compared=entry.made is DeltaOrigin.COMPARISON,
+        parts=entry.parts,
+        back_to=entry.back_to,
+        reason=entry.reason or "",
+    )
+
+
+def _kind(entry: DeltaEntry) -> PublicationKind:
+    return {
+        DeltaOrigin.MERGE: PublicationKind.MERGE,
+        DeltaOrigin.ROLLBACK: PublicationKind.ROLLBACK,
+        DeltaOrigin.RESUME: PublicationKind.RESUME,
+    }.get(entry.made, PublicationKind.DELTA)
+
+
+class MadeVersion(Struct, frozen=True):
+    """A version that was made from a checkpoint, and the greatest version number in use."""
+
+    version: int
+    path: Path
+    head: ManifestHead
+    newest: int
+
+    def is_by(self, plan_digest: str, *, takes_deltas: bool, number: int | None) -> bool:
+        """True if the plan would make this version again; `number` is one that it asks for by name.
+
+        Versions of earlier releases do not tell their plan: of those the checkpoint decides, and whether
+        they take deltas.
+        """
+        if number is not None and number != self.version:
+            return False
+        if self.head.plan_digest is None:
+            return (self.head.log is not None) == takes_deltas
+        return self.head.plan_digest == plan_digest
+
+
+class PublishedAlready(NothingChanged):
+    """A checkpoint is published, by the same plan; `made` is the version."""
+
+    def __init__(self, made: MadeVersion) -> None:
+        super().__init__(
+            f"{made.head.source.checkpoint} is published already: {made.path}",
+            hint="publish it once more, as the newest version: --again",
+        )
+        self.made = made
+
+
+def newest_made_from(model: Path, digest: str) -> MadeVersion | None:
+    """The newest version that was made from the checkpoint with this digest.
+
+    Raises:
+        ManifestError: the model, or that version's manifest, cannot be read.
+    """
+    versions = version_dirs(model)
+    for child in versions:
+        if child.has_manifest and _mentions(child.path, digest):
+            head = read_head(child.path)
+            if head.source.digest == digest:
+                return MadeVersion(child.version, child.path, head, versions[0].version)
+    return None
+
+
+def _mentions(version: Path, digest: str) -> bool:
+    """A quick look: parsing the manifests of many versions takes long. What vanishes is not published."""
+    try:
+        return digest.encode("ascii") in read_regular(version / MANIFEST_FILE, MAX_MANIFEST_BYTES)
+    except OSError:
+        return False

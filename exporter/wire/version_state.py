@@ -1,0 +1,16 @@
+"""The states of a version on a model server."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class VersionState(IntEnum):
+    """The state of a version (source: tensorflow_serving/apis/get_model_status.proto)."""
+
+    UNKNOWN = 0
+    START = 10
+    LOADING = 20
+    AVAILABLE = 30
+    UNLOADING = 40
+    END = 50

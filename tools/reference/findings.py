@@ -1,0 +1,247 @@
+"""The page of findings: what each code means, and what to do about it.
+
+A code of `exporter.publish.judge` without an entry here fails the making of the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from exporter.cli.examination import CHECKS
+from exporter.publish.judge import Code, Level
+from tools.reference.markdown import code
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a finding says, and what to do: Markdown, one or two sentences each."""
+
+    says: str
+    do: str
+
+
+_NOTHING = "Nothing."
+MEANINGS: Mapping[Code, Meaning] = {
+    Code.DAMAGED: Meaning(
+        "A file of a version or delta is missing, cut or changed; its manifest says otherwise.",
+        "Run the command of the finding. It removes what no server needs, or publishes again what one does.",
+    ),
+    Code.NO_WAY: Meaning(
+        "No chain of deltas leads from a base to the newest position: servers that load the base stay "
+        "behind.",
+        "Publish a new base, as the command says. Servers load it and need no delta before it.",
+    ),
+    Code.NOT_FINITE: Meaning(
+        "A delta holds NaN or infinity, and the base was exported to refuse that: servers stay before it.",
+        "Merge past it if what follows is finite again, else roll back. The command is the right one of "
+        "both.",
+    ),
+    Code.NOT_LOADABLE: Meaning(
+        "A file, or a directory without a SavedModel, has the greatest number: servers take it for the "
+        "newest "
+        "version, and load no other.",
+        "Move it away: the command puts a dot before its name.",
+    ),
+    Code.UNREADABLE: Meaning(
+        "Fewer users may read a published file than may look into the model's directory: a server of another "
+        "user sees the version and fails to load it.",
+        "Give the right to read, as the command does, and look for what took it: a `umask`, or a copy.",
+    ),
+    Code.CHECKPOINT: Meaning(
+        "The checkpoint that the next export would read is damaged, incomplete or not there.",
+        "Follow the hint. If the trainer is writing it just now, look again later.",
+    ),
+    Code.UNEXAMINED: Meaning(
+        "Something could not be looked at, so nothing is known of it. `check` says what.",
+        "Give this user the right to read it, or run the doctor as one that has it.",
+    ),
+    Code.SILENT: Meaning(
+        "None of several replicas answers the agent.",
+        "Look at the network between them, and whether the servers run. It is hardly all servers at once.",
+    ),
+    Code.GOLDEN: Meaning(
+        "The answers at the position that the canary has approved fail golden requests. No delta is the "
+        "cause.",
+        "Compare the requests with the model: a new base may answer otherwise. Else export a base that "
+        "passes.",
+    ),
+    Code.ROLLED_BACK: Meaning(
+        "The log is held at a rollback, a person's or a canary's. What is published later waits.",
+        "Train on and repair what was wrong; then `export-model resume`.",
+    ),
+    Code.DIFFERS: Meaning(
+        "An audit found values on a replica that are not those that were published at its position.",
+        "Restart the server, which loads the base again. With `--rebuild-config` the agent does that.",
+    ),
+    Code.HOLD_UNREADABLE: Meaning(
+        "The hold is there and says no position: servers follow no delta at all. A rollback that was killed "
+        "leaves a link that leads nowhere; anything else was written by hand.",
+        "Run the rollback again, or lift the hold: `export-model resume`.",
+    ),
+    Code.PUBLICATIONS_HELD: Meaning(
+        "A person's hold stands, and what is published beyond it waits.",
+        "`export-model resume`, when it may be served.",
+    ),
+    Code.UNSEEN: Meaning(
+        "The model's directory cannot be read, or what was there has vanished. Replicas answer as before.",
+        "Look whether the volume is mounted, and whether the agent may read it.",
+    ),
+    Code.BASE_WANTED: Meaning(
+        "Replicas refuse a delta, and no other leads past it.",
+        "Publish a new base: the same export with `--updatable --again`.",
+    ),
+    Code.QUARANTINED: Meaning(
+        "Every replica that needs a delta refuses it: it is damaged, or does not fit.",
+        "`export-model verify` says what is wrong with it. If another delta leads past it, nothing else "
+        "is to do.",
+    ),
+    Code.NO_REPLICA: Meaning(
+        "The agent knows no server: a name resolves to no address.",
+        "Look at the name that `--target` gives, and whether servers have started.",
+    ),
+    Code.DOWN: Meaning(
+        "A server does not answer.",
+        "Look whether it runs and listens there. The agent finds it within seconds when it is back.",
+    ),
+    Code.ABSENT: Meaning(
+        "A server answers, and serves no version of the model: it does not know the name, or could not "
+        "load any.",
+        "`serve-model status` prints why loading failed.",
+    ),
+    Code.NOT_UPDATABLE: Meaning(
+        "A server serves a version that takes no delta of what is published: a plain version, or one of "
+        "another "
+        "log, as where a model was begun anew in the same place.",
+        "Let the server load what is published: restart it, or `serve-model reload`.",
+    ),
+    Code.STUCK: Meaning(
+        "No delta leads on from the position of a server: those in between are gone, or were never there.",
+        "`export-model verify` finds out whether the log is whole. Restart the server: it loads the "
+        "newest base.",
+    ),
+    Code.REFUSES: Meaning(
+        "A replica refuses a delta that others may have taken. The agent tries it again, a minute later "
+        "at most.",
+        "Read the reason. A server that sees the directory late, or with other rights, gets over it by "
+        "itself.",
+    ),
+    Code.LATE: Meaning(
+        "A server lacks what is published for longer than it may (`--patience`, `--fresh-within`), or "
+        "has not "
+        "loaded the newest base.",
+        "`serve-model update` brings it on. Where an agent runs, read its last events: they name the cause.",
+    ),
+    Code.OVERLAY: Meaning(
+        "The room for changed rows beside mapped tables is nearly used up. When it is, a server refuses "
+        "deltas.",
+        "Nothing where a watch runs: it publishes a new base. Else publish one; `--overlay-rows` gives "
+        "more room.",
+    ),
+    Code.CANARY_LATE: Meaning(
+        "Publications wait for a canary, for longer than it should need.",
+        "Look at the agent that has it: does it run, and can a replica go first? If it is given up: "
+        "`export-model resume --lift-canary`.",
+    ),
+    Code.STORE: Meaning(
+        "The agent cannot read the store that it fetches from. Replicas serve what was fetched.",
+        "Look at the reason: credentials, the network, the name of the bucket.",
+    ),
+    Code.WITHHELD: Meaning(
+        "Publications of the store do not fit after the rollback that a canary made here.",
+        "Merge in the store, as the command says, or let the trainer publish further.",
+    ),
+    Code.HELD: Meaning(
+        "A person's hold stands. Servers follow no delta beyond it, and new versions are refused.",
+        "`export-model resume`, when it may go on.",
+    ),
+    Code.BEYOND_HOLD: Meaning(
+        "A server stands beyond the hold: it took the deltas before that was set.",
+        "Nothing, if its values are good; else a rollback leads it back.",
+    ),
+    Code.LOADING: Meaning(
+        "A server serves nothing yet, and loads a version.",
+        "Wait. If it takes long, `serve-model status` shows its state.",
+    ),
+    Code.UNKNOWN: Meaning(
+        "Whether a replica is fresh cannot be said, because what is published cannot be read.",
+        f"See [{Code.UNSEEN.value}](#{Code.UNSEEN.value}).",
+    ),
+    Code.FOREIGN: Meaning(
+        "A version has no manifest: this program did not publish it, or its manifest is lost. Servers "
+        "load it in "
+        "the place of the newest one that has.",
+        "Keep it if it is meant; else move it away, as the command does.",
+    ),
+    Code.ORPHANS: Meaning(
+        "Deltas are there whose bases are all gone: no server can take them.",
+        "Nothing: the next increment that is exported removes them. The command does it now.",
+    ),
+    Code.LEFT_OVERS: Meaning(
+        "Exporters that were killed left files behind, which cost space alone.",
+        "Nothing: the next export removes what it may. The command does it now.",
+    ),
+    Code.CLOCK: Meaning(
+        "Times differ: of a file system and this machine, or of a publication that lies in the future. "
+        "Retention "
+        "and ages go by them.",
+        "Set the clock that is wrong.",
+    ),
+    Code.DURABILITY: Meaning(
+        "The file system cannot say when names are on disk: a power cut may lose the last publication, "
+        "never half "
+        "of one.",
+        "Keep the model on a local disk or NFS, and push it from there, if that is not enough.",
+    ),
+    Code.KEPT_OUT: Meaning(
+        "A directory above keeps other users out: a server that runs as one of them reads nothing.",
+        "Give the right, as the command does, unless the server runs as this user.",
+    ),
+    Code.NOT_WRITABLE: Meaning(
+        "This user cannot publish here.",
+        "Nothing, if another one publishes; else the command shows, or takes, who may.",
+    ),
+    Code.COPIES: Meaning(
+        "A full export copies the checkpoint's values instead of linking them, which costs time and space.",
+        "Put checkpoints and model on one file system, and let this user read the shards.",
+    ),
+    Code.TABLE_FULL: Meaning(
+        "A table by keys has little room for new keys left. When it is full, a delta is refused.",
+        "Publish a new base, which has more room. A watch does so by itself.",
+    ),
+    Code.NOT_MAPPED: Meaning(
+        "Servers here do not map the tables that were made for it, or map them where that is dangerous.",
+        "Export again with the directory as servers see it (`--served-at`), as the command says.",
+    ),
+    Code.UNASKED: Meaning("The agent has not asked a replica yet.", _NOTHING),
+    Code.CANARY: Meaning("The canary decides about what is published.", _NOTHING),
+    Code.UPDATING: Meaning("A replica takes what was published a moment ago.", _NOTHING),
+    Code.FRESH: Meaning("A replica answers from the newest publication.", _NOTHING),
+}
+
+_PAGE = """\
+# Findings
+
+What `export-model doctor` lists, and what the agent's page and `/status.json` say, has a `code`: a word that
+does not change, while the sentences may. This page explains each, the worst first.
+[JSON documents](documents.md) has the other fields.
+
+What is `wrong` (on the agent's page `bad`) is not served as it should be: somebody has to act. A `warning`
+works, and costs or will end. `busy` and `good` need nobody. That a server lacks something is a warning for a
+moment, and wrong later.
+"""
+_LEVELS = {Level.WRONG: "wrong", Level.WARNING: "a warning", Level.BUSY: "busy", Level.GOOD: "good"}
+
+
+def page() -> str:
+    """The page."""
+    return "\n".join([_PAGE, *(_section(each) for each in Code)])
+
+
+def _section(each: Code) -> str:
+    meaning, check = MEANINGS[each], CHECKS.get(each)
+    where = f"; the doctor's check {code(check.value)}" if check is not None else ""
+    return (
+        f"## {each.value}\n\n“{each.word}”: {_LEVELS[each.level]}{where}.\n\n{meaning.says}\n\n"
+        f"*What to do.* {meaning.do}\n"
+    )
