@@ -3,7 +3,7 @@
 The table itself cannot be written (`exporter.bundle.mapped_tables`). Beside it are
 
     slots    int32 [rows]             0: the row is as it is in the table; else its place in the overlay
-    overlay  dtype [capacity + 1, ...]    changed rows; place 0 is never used
+    overlay  dtype [2 * capacity + 1, ...]    changed rows, each with two places; place 0 is never used
 
 and a gather becomes
 

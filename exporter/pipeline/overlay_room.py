@@ -30,17 +30,18 @@ from exporter.storage.layout import CACHES_DIRECTORY, OVERLAID_PREFIX
 from exporter.tables.integer_sets import among
 from exporter.wire.dtypes import Array, DType
 
-_MOST_PLACES = (1 << 31) - 2
-"""A slot is an int32, and place 0 is never used."""
-_USUAL_SHARE = 0.25
-"""Memory is taken by the rows that change. So a bound is what a host needs that has room for the mapped model
-alone; with a quarter of the rows, lookups of many ids take 1.6 times as long.
+_MOST_ROWS = (1 << 30) - 1
+"""A slot is an int32, place 0 is never used, and a row has two places."""
+_USUAL_SHARE = 0.125
+"""Memory is taken by the rows that change, twice by those that change twice. So a bound is what a host needs
+that has room for the mapped model alone; with a quarter of the rows, lookups of many ids take 1.6 times as
+long. Linux refuses a server more address space at once than the machine has memory.
 """
 
 
 def room_for(rows: int, asked: int | None) -> int:
     """Return for how many changed rows of a table there is room; `asked` is `--overlay-rows`."""
-    return min(rows, math.ceil(rows * _USUAL_SHARE) if asked is None else asked, _MOST_PLACES)
+    return min(rows, math.ceil(rows * _USUAL_SHARE) if asked is None else asked, _MOST_ROWS)
 
 
 def room_of_mapped(mapping: VariableMapping, request: ExportRequest) -> dict[str, int]:

@@ -1,10 +1,16 @@
 """Changed rows of a mapped table, inside the graph: an overlay beside memory that cannot be written.
 
-`exporter.graph.overlaid_reads` says what lies where, and how signatures read it. An update writes a row into
-its place in the overlay; a row that has none gets the next free one. Places are never given back: a rollback
-writes the former values over them.
+`exporter.graph.overlaid_reads` says what lies where, and how signatures read it. A changed row has two
+places, `capacity` apart: its slot leads to one, and an update writes into the other, where nobody reads,
+before it leads the slot there. A row that has none gets the next free pair. Pairs are never given back: a
+rollback writes the former values again.
 
-Memory is taken by what changes: `Empty` leaves the overlay's pages untouched, and places are given in order.
+Nobody sees a half-written row. A reader that still follows the slot of before the last flip began before that
+flip, which changed the sequence: its pass is not clean and is computed again. One that began after the flip
+follows the other place.
+
+Memory is taken by what changes: `Empty` leaves the overlay's pages untouched, first places are given in
+order, and second ones are used by rows that change twice.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from exporter.wire.dtypes import DType
 class OverlayNodes(Struct, frozen=True):
     """Nodes of one table's overlay: variables, and the `shape` of rows with place 0, which is never used."""
 
-    # `used`, int64 [], is how many of the `capacity` places are given.
+    # `used`, int64 [], is how many of `capacity` rows have a pair of places.
 
     slots: str
     rows: str
@@ -36,7 +42,7 @@ class OverlayNodes(Struct, frozen=True):
     @classmethod
     def add(cls, editor: GraphEditor, variable: GraphVariable, capacity: int) -> OverlayNodes:
         """Add the variables of an overlay to a graph."""
-        name, shape = f"overlay/{variable.node}", (capacity + 1, *variable.shape[1:])
+        name, shape = f"overlay/{variable.node}", (2 * capacity + 1, *variable.shape[1:])
         return cls(
             slots=editor.variable(f"{name}/slots", DType.INT32, variable.shape[:1]),
             rows=editor.variable(f"{name}/rows", variable.dtype, shape),
@@ -49,7 +55,7 @@ class OverlayNodes(Struct, frozen=True):
     @property
     def capacity(self) -> int:
         """The number of changed rows that there is room for."""
-        return self.shape[0] - 1
+        return self.shape[0] // 2
 
     @property
     def handles(self) -> tuple[str, str, str]:
@@ -128,11 +134,14 @@ class Overlay(Struct, frozen=True):
     def place(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Add the choice of places for changed rows `ids`, which differ: the last three of `Places`."""
         slots = tf.cast(self._slots_of(ids), tf.int64)
-        is_new = tf.equal(slots, 0)
+        is_new, is_second = tf.equal(slots, 0), slots > self.nodes.capacity
+        first = tf.where(is_second, slots - self.nodes.capacity, slots)
         # `used` is assigned last. If an update died before, it may have led slots beyond it; the update that
         # repairs changes the same rows at least, and so finds these slots here.
-        used = tf.maximum(read(self.used, DType.INT64, ()), tf.reduce_max(tf.concat([slots, [0]], 0)))
-        places = tf.where(is_new, used + tf.cumsum(tf.cast(is_new, tf.int64)), slots)
+        used = tf.maximum(read(self.used, DType.INT64, ()), tf.reduce_max(tf.concat([first, [0]], 0)))
+        # No slot leads to the other place now.
+        other = tf.where(is_second, first, slots + self.nodes.capacity)
+        places = tf.where(is_new, used + tf.cumsum(tf.cast(is_new, tf.int64)), other)
         more = tf.reduce_sum(tf.cast(is_new, tf.int64))
         return places, tf.cast(places, tf.int32), used + more
 
@@ -146,7 +155,7 @@ class Overlay(Struct, frozen=True):
 
 class Places(Struct, frozen=True):
     """Where changed rows `ids` go: their places in the overlay as indices `rows` int64 [n] and as contents of
-    `slots` int32 [n]; `used`, int64 [], is how many places are given then.
+    `slots` int32 [n]; `used`, int64 [], is how many rows have places then.
     """
 
     ids: Tensor

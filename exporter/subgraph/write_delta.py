@@ -1,10 +1,10 @@
 """Write a checked delta into the served variables, inside the graph.
 
-*Snapshot*: the sequence becomes odd, all writes run without a loop between them, position and step follow,
-the sequence becomes even. TensorFlow cancels a call at a loop's condition and nowhere else, so a cancelled
-call does not leave a straight line half done. *Rows*: tables are written chunk by chunk, outside the
-sequence, each chunk under the table's exclusive lock: a response may mix rows of two deltas, but every row
-that it reads is whole.
+*Snapshot*: rows of overlays are written into places that no slot leads to. Then the sequence becomes odd, all
+other writes run without a loop between them, position and step follow, the sequence becomes even. TensorFlow
+cancels a call at a loop's condition and nowhere else, so a cancelled call does not leave a straight line half
+done. *Rows*: tables are written chunk by chunk, outside the sequence, each chunk under the table's exclusive
+lock: a response may mix rows of two deltas, but every row that it reads is whole.
 
 Either way the update first notes where it is going, in the third field of `position`. If it dies after all
 (the process survives, a kernel failed), only a delta that leads at least that far overwrites everything that
@@ -59,19 +59,23 @@ class UpdateTarget(Struct, frozen=True):
         }
         if not overlays:
             return {}
-        found = by_variable(self.schema, tensors_in(delta.tensors, self.schema))
-        changed = {variable.name: its_tensors[0] for variable, its_tensors in found}
-        ids = {key: changed[key[0]] for key in overlays}
 
         def place() -> list[Tensor]:
-            return [part for key, overlay in overlays.items() for part in overlay.place(ids[key])]
+            # Inside the branch: a refused delta has no tensors, and to take them would fail the call.
+            found = by_variable(self.schema, tensors_in(delta.tensors, self.schema))
+            changed = {variable.name: its_tensors[0] for variable, its_tensors in found}
+            ids = {key: changed[key[0]] for key in overlays}
+            return [
+                part for key, overlay in overlays.items() for part in (ids[key], *overlay.place(ids[key]))
+            ]
 
         def nowhere() -> list[Tensor]:
-            return [tf.zeros([0], tf.int64), tf.zeros([0], tf.int32), tf.constant(0, tf.int64)] * len(ids)
+            none = tf.zeros([0], tf.int64)
+            return [none, none, tf.zeros([0], tf.int32), tf.constant(0, tf.int64)] * len(overlays)
 
         parts = tf.cond(tf.equal(delta.refusal, ""), place, nowhere)
-        each = (parts[start : start + 3] for start in range(0, len(parts), 3))
-        return {key: Places(its, *where) for (key, its), where in zip(ids.items(), each, strict=True)}
+        each = (parts[start : start + 4] for start in range(0, len(parts), 4))
+        return {key: Places(*where) for key, where in zip(overlays, each, strict=True)}
 
     def full_overlay(self, places: DeltaPlaces) -> Tensor:
         """The name of the first table whose overlay has no room for a delta's rows, string []; or empty."""
@@ -116,9 +120,9 @@ class Writes(Struct, frozen=True):
     value), the entries of `lookups` replaced (handle, whether they changed, keys, values).
 
     Of overlays `overlaid` rows are scattered first (handle, places, rows), then the `slots` that lead to them
-    (handle, ids, places), and last how many places are `used` is assigned. So a slot leads to a row that is
-    there; and an update that dies takes no place for good: `Overlay.place` of the one that repairs looks at
-    the slots, too.
+    (handle, ids, places), and last how many rows have places (`used`) is assigned. So a slot leads to a row
+    that is there; and an update that dies takes no place for good: `Overlay.place` of the one that repairs
+    looks at the slots, too.
     """
 
     tensors: Sequence[Tensor]
@@ -148,7 +152,10 @@ def write_snapshot(
     scattered = (*tables, *overlaid, *slots)
     chosen = (value for _, *values in (*scattered, *dense, *writes.used) for value in values)
     prepared = [*writes.tensors, start, end, *chosen]
+    # Rows of overlays, too: no slot leads to where they are written (`exporter.subgraph.overlay`).
     with tf.control_dependencies(prepared):
+        rows = _scatter(overlaid)
+    with tf.control_dependencies([*prepared, *rows]):
         granted = _grant_quiet(state)
     with tf.control_dependencies([granted]):
         # `since` before odd: a reader that finds the sequence odd takes `since` for its beginning, and would
@@ -165,9 +172,6 @@ def write_snapshot(
         written = _scatter(tables)
         written += [assign(handle, value) for handle, value in dense]
         written += [_import_if(*write) for write in writes.lookups]
-        rows = _scatter(overlaid)
-    # In order: a reader that has lost patience, or waits for no one, follows slots all the same.
-    with tf.control_dependencies(rows):
         led = _scatter(slots)
     with tf.control_dependencies(led):
         written += [assign(handle, used) for handle, used in writes.used]

@@ -168,6 +168,44 @@ def test_a_delta_without_room_is_refused_and_a_smaller_one_is_not(tmp_path: Path
         assert (status["mapped_tables"][0], status["tables_to_map"][0]) == (1, 1)
 
 
+def test_a_refused_delta_is_named_on_a_base_with_overlays(tmp_path: Path) -> None:
+    """Where its rows go was looked up before it was known to be refused, so that the call failed."""
+    model = updatable_model(tmp_path, plain, {"ids": [0]}, mapped=True)
+    ones = np.ones((3, DIM), np.float32)
+    model.publish_rows(100, 110, "table", np.arange(3), ones)
+    data = next(model.log.glob("*/delta.data-*"))
+    good = data.read_bytes()
+    with loaded(model) as server:
+        data.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        assert server.update()["status"].startswith("damaged: ")
+        data.write_bytes(good)
+        assert server.update()["position"] == 110
+
+
+def test_a_row_that_changes_again_goes_where_nobody_reads(tmp_path: Path) -> None:
+    """Its slot leads to one of two places; the other one is written, and the next time the first again."""
+    model = updatable_model(tmp_path, plain, {"ids": [0]}, mapped=True, overlay_rows=10)
+    for position in range(100, 140, 10):
+        rows = np.full((10, DIM), position, np.float32)
+        model.publish_rows(position, position + 10, "table", np.arange(10), rows)
+    with loaded(model) as server:
+        handles = {
+            op.name.rpartition("/")[2]: op.outputs[0]
+            for op in server.session.graph.get_operations()
+            if op.type == "VarHandleOp" and "/overlay/" in op.name
+        }
+        with server.session.graph.as_default():
+            slots = tf.raw_ops.ReadVariableOp(resource=handles["slots"], dtype=tf.int32)
+        seen = []
+        for position in range(110, 150, 10):
+            assert server.update(position)["position"] == position
+            seen.append(server.session.run(slots)[:10].tolist())
+            found = server.predict(ids=np.arange(12))["rows"]
+            np.testing.assert_array_equal(found, model.at(position)["table"][:12])
+    assert seen[0] == seen[2] == [*range(1, 11)]
+    assert seen[1] == seen[3] == [*range(11, 21)]
+
+
 def test_an_overlay_with_room_for_every_row_is_never_nearly_full(tmp_path: Path) -> None:
     model = updatable_model(tmp_path, plain, {"ids": [0]}, mapped=True, overlay_rows=1 << 20)
     rows = len(model.at(100)["table"])
