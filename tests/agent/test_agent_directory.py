@@ -14,7 +14,7 @@ from serving.agent import directory
 from serving.agent.directory import ModelDirectory
 from serving.agent.publications import changes
 from serving.agent.rollout import Version
-from serving.agent.view import superseded_s
+from serving.agent.view import _version, superseded_s
 from serving.status import VersionState
 from tests.support.logs import Serving, publish_base
 from tests.support.setting import FIRST, Setting, followed
@@ -72,6 +72,21 @@ def test_another_model_without_deltas_lacks_none(tmp_path: Path) -> None:
     assert not found.problem
     assert found.newest_log is not None
     assert found.newest_log.released == found.newest_log.base > found.newest_log.newest, "nothing but a base"
+
+
+def test_a_version_is_as_stale_as_the_oldest_delta_that_it_lacks(tmp_path: Path) -> None:
+    followed(tmp_path, range(11, 14), published=13)
+    known = ModelDirectory(Setting(tmp_path).model)
+    listed = known.read()
+    ((lineage, _),) = listed.logs.items()
+    published = known.commit(lineage, 12)
+    assert published is not None
+
+    def stale_s(position: int) -> float | None:
+        version = Version(FIRST, VersionState.AVAILABLE, position, position, lineage)
+        return _version(version, listed, known, published.created + timedelta(minutes=1)).stale_s
+
+    assert [stale_s(11), stale_s(13)] == [60.0, 0.0]
 
 
 def test_a_log_that_was_begun_supersedes_versions_of_others(tmp_path: Path) -> None:
