@@ -394,6 +394,7 @@ class TestKernelCopy:
         ranges = coalesce(extents)
         for first, second in pairwise(ranges):
             assert second.target == first.target + first.size
+            assert second.source != first.source + first.size, "neighbours are one range"
         with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
             source, target = Path(name, "source"), Path(name, "target")
             source.write_bytes(data)
