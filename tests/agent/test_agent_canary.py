@@ -51,7 +51,7 @@ def down(name: str, *versions: int) -> Member:
     return (name, replica(name, *versions)[1].failed("UNAVAILABLE", NOW, 0.0))
 
 
-def away(name: str, *versions: int) -> Member:
+def away(name: str, *versions: Version | int) -> Member:
     """Nothing listened when it was called, nor does anything since."""
     known = replica(name, *versions)[1].failed("UNAVAILABLE", NOW, 0.0, was_sent=False)
     return (name, known.failed("UNAVAILABLE", NOW, 0.0))
@@ -227,6 +227,13 @@ DECISIONS: dict[str, tuple[Log, list[Member], Trial | None, bool, Action]] = {
         trial("a"),
         True,
         Idle("waiting for a, which goes first", STUCK),
+    ),
+    "it ended without a position, before anything is approved": (
+        log(1, 2, limit=0),
+        [away("a", at(None)), B0],
+        trial("a", approved=0),
+        True,
+        Go("b", 2),
     ),
     "it stood beyond, and is gone since": (
         HELD,

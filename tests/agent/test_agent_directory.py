@@ -12,7 +12,7 @@ from exporter.publish.delta_log import read_log
 from exporter.publish.model import Model
 from exporter.publish.retention import retire_deltas
 from exporter.publish.served import Served
-from serving.agent.view import superseded_s
+from serving.agent.view import _version, superseded_s
 from serving.status import VersionState
 from tests.support.logs import Serving, publish_base
 from tests.support.setting import FIRST, Setting, followed
@@ -69,6 +69,19 @@ def test_another_model_without_deltas_lacks_none(tmp_path: Path) -> None:
     assert not found.problem
     assert found.newest_log is not None
     assert found.newest_log.released == found.newest_log.base > found.newest_log.newest, "nothing but a base"
+
+
+def test_a_version_is_as_stale_as_the_oldest_delta_that_it_lacks(tmp_path: Path) -> None:
+    followed(tmp_path, range(11, 14), published=13)
+    published = Model.read(Setting(tmp_path).model)
+    ((lineage, log),) = published.logs.items()
+    missing = log.commits[12]
+
+    def stale_s(position: int) -> float | None:
+        version = Served(FIRST, VersionState.AVAILABLE, position, position, lineage)
+        return _version(version, published, missing.created + timedelta(minutes=1)).stale_s
+
+    assert [stale_s(11), stale_s(13)] == [60.0, 0.0]
 
 
 def test_a_log_that_was_begun_supersedes_versions_of_others(tmp_path: Path) -> None:

@@ -196,6 +196,21 @@ def test_requests_are_compared_with_the_signatures_of_what_is_published(model: M
         check_signatures((), tmp_path)
 
 
+def test_a_canary_does_not_begin_with_requests_that_no_server_can_answer(
+    ranker_graph: Path, tmp_path: Path
+) -> None:
+    wrong = written(tmp_path, {**ROW, "signature_name": "other"})
+    with pytest.raises(UsageError, match="does not fit"):
+        canary_rules(
+            [str(wrong)],
+            {"m": ranker_graph.parent},
+            drift=None,
+            patience_s=1,
+            deadline_s=1,
+            access=WITHOUT_TLS,
+        )
+
+
 def test_options_name_a_model_where_there_are_several(tmp_path: Path) -> None:
     file = written(tmp_path, ROW)
     nowhere = {"a": tmp_path / "a", "b": tmp_path / "b"}

@@ -189,7 +189,7 @@ def test_rows_outside_the_bundle_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.ckpt-11-a_t-ssd_record.index").touch()  # of another checkpoint
     assert embedding_variables(read_catalog(prefix))
     (tmp_path / name).touch()
-    with pytest.raises(UnsupportedFormat, match="holds rows of an embedding variable outside"):
+    with pytest.raises(UnsupportedFormat, match="rows of an embedding variable outside"):
         embedding_variables(read_catalog(prefix))
 
 

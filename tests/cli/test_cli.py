@@ -48,6 +48,12 @@ def test_export_says_what_it_did_and_what_comes_next(
     assert lines["next"] == f"serve-model run {tmp_path / 'm'}"
 
 
+def test_an_export_says_how_rows_are_put_in_order(ranker: Path, ranker_graph: Path, tmp_path: Path) -> None:
+    strategy = ["--partition-strategy", "ranker/user_embedding=mod"]
+    ran = export_model("--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path / "m", *strategy)
+    assert "  ranker/user_embedding: rows gathered from 3 mod partitions\n" in ran.out, ran.out + ran.err
+
+
 def test_export_is_a_command_too(ranker: Path, ranker_graph: Path, tmp_path: Path) -> None:
     options = ["--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path / "m", "--json"]
     assert export_model("export", *options, "--version", "7").document["version"] == 7

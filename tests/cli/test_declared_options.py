@@ -121,6 +121,14 @@ def test_options_say_what_a_request_says() -> None:
     assert option_of(Updates, "finite") == "--require-finite"
 
 
+@pytest.mark.parametrize(
+    ("typed", "size"), [("100B", 100), ("64KiB", 1 << 16), ("3mib", 3 << 20), ("2GiB", 2 << 30)]
+)
+def test_a_size_is_read_in_its_unit(typed: str, size: int) -> None:
+    (declaration,) = [one for one in declared(Jobs) if one.name == "--task-size"]
+    assert declaration.option.parse("--task-size", typed) == size
+
+
 class Twin(Struct, frozen=True):
     alone: Annotated[bool, Option("Alone.")] = False
     either: Annotated[bool, Option("Either.", goes_with="--alone or --other")] = False

@@ -138,6 +138,10 @@ def test_answers_are_judged_by_what_is_published(published: Path) -> None:
         Level.WRONG,
         "model on server:8500 stands at 10, 2 deltas behind 30; the oldest is 60 min old",
     )
+    assert judged(model, at(20)) == (
+        Level.WRONG,
+        "model on server:8500 stands at 20, 1 delta behind 30; the oldest is 60 min old",
+    )
     assert judged(model, Served(10, AVAILABLE)) is None, "it takes no deltas, or does not tell"
     assert judged(model, Served(9, AVAILABLE)) == (
         Level.WRONG,

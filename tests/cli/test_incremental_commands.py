@@ -133,6 +133,8 @@ def test_diff_shows_rows_and_norms_of_checkpoints(setting: Log, tmp_path: Path) 
         "largest": 3.0,
     }
     assert (found["compared"], found["only_a"], found["only_b"]) == (3, ["only/a-1"], ["only/b-2"])
+    said = export_model("diff", tmp_path / "a-1", tmp_path / "b-2").out.splitlines()
+    assert [line.rpartition(", ")[2] for line in said[:2]] == ["step 1", "step 2"]
     assert export_model("diff", setting.model, setting.train, "--json").document["equal"] is False
 
 

@@ -21,11 +21,13 @@ from exporter.delta.spans import (
     nearest_base,
     plan_chain,
 )
+from exporter.delta.tolerance import Rounded
 from exporter.errors import DeltaGap, ForeignLineage, PositionUnknown, SchemaChanged, StaleDelta
 from exporter.increments.history import CheckpointMarker, History
 from exporter.increments.increment import CheckpointId, StoredIncrement
 from exporter.increments.plan import plan_changes
 from exporter.increments.trained import TrainerVersion
+from exporter.options import DeltaDtype
 from tests.support.increments import A, checkpoint, increment
 
 HEADER = DeltaHeader("a", "digest", 10, 20, 200)
@@ -376,3 +378,9 @@ def test_what_lies_before_a_full_checkpoint_is_no_state_of_it() -> None:
     assert plan_changes(published, checkpoint(25), history, awaits_increment=True).is_nothing
     assert not plan_changes(published, checkpoint(25), history).is_nothing
     assert plan_changes(published, checkpoint(25), History((A, B), (F25,))).increments == (B,)
+
+
+def test_rows_that_are_rounded_as_the_next_ones_count_as_exact() -> None:
+    rounded = TrainerVersion(checkpoint(10), rounded=Rounded(DeltaDtype.INT8, 3, 0.1))
+    assert rounded.exact_but_for(DeltaDtype.INT8).is_exact
+    assert [rounded.exact_but_for(dtype) for dtype in (DeltaDtype.BFLOAT16, None)] == [rounded] * 2

@@ -181,7 +181,7 @@ def test_state_that_a_saver_restores_by_an_operation_of_its_own(tmp_path: Path) 
 
 
 def test_state_that_no_saver_restores_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotServable, match="nothing in the graph fills BoostedTreesEnsembleResourceHandleOp"):
+    with pytest.raises(NotServable, match="fills BoostedTreesEnsembleResourceHandleOp"):
         export(trees(tmp_path, is_saved=False))
 
 

@@ -188,10 +188,16 @@ def attention(x: Any) -> Any:
     return tf.reduce_sum(tf.reshape(mixed, [BATCH, STEPS, 2, 4]), 1)
 
 
+def picked_and_summed(x: Any) -> Any:
+    """Rows by places that are made of the features, and sums that name their axes."""
+    picked = tf.gather_nd(variable("table", [2, STEPS * WIDTH]), tf.cast(x[:, 0, :1] > 0.0, tf.int64))
+    return tf.einsum("btw,wu->bu", x + tf.reshape(picked, [BATCH, STEPS, WIDTH]), kernel(WIDTH))
+
+
 OPENED = [
     reshaped, flattened_by_its_shape, steps_as_rows, time_major, concatenated_zeros, filled, zeros_like,
     tiled, broadcast_constant, large_constant, sliced, square, squared_by_row, recurrent, convolved,
-    keras_lstm, attention,
+    keras_lstm, attention, picked_and_summed,
 ]  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def test_a_module_without_signatures_is_refused() -> None:
 def test_a_signature_that_is_no_function_is_refused() -> None:
     module = tf.Module()
     module.signatures = {"serving_default": print}
-    with pytest.raises(BuilderError, match=r"signature 'serving_default' is not a tf\.function"):
+    with pytest.raises(BuilderError, match=r"'serving_default' is not a tf\.function"):
         loaded(lambda: module)
 
 

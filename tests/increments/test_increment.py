@@ -87,6 +87,13 @@ def test_a_milestone_comes_back(marker: CheckpointMarker) -> None:
     assert CheckpointMarker.from_json(marker.to_json().encode(), Path("x.json")) == marker
 
 
+def test_a_milestone_equals_no_increment_unless_it_says_so() -> None:
+    marker = CheckpointMarker(CheckpointId("model.ckpt-3", 3, "c" * 64), "b" * 32, "a" * 32, True)
+    document = json.loads(marker.to_json())
+    assert document.pop("is_equal") is True
+    assert not CheckpointMarker.from_json(json.dumps(document).encode(), Path("x.json")).is_equal
+
+
 EXAMPLE = Increment(
     id="a" * 32,
     run="b" * 32,

@@ -67,7 +67,7 @@ def test_what_the_extras_install_fits_together() -> None:
 
 def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="--engine ray needs ray, which is not installed") as caught:
+    with pytest.raises(UsageError, match="--engine ray needs ray") as caught:
         choose_engine("ray")
     assert "pip install '.[ray]'" in caught.value.hint
 

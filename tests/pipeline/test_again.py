@@ -145,6 +145,7 @@ def test_a_rollback_stays_and_a_hold_does_not_fail_the_retry(directory: Path) ->
     assert back.hold == 21
     retry = ran()
     assert (retry["status"], retry["version"], retry["hold"]) == ("nothing_to_do", 20, 21)
+    assert "at 21, until export-model resume models/ranker\n" in export_model(*EXPORT).out
     assert export_model(*EXPORT, "--again").code == 5, "what is to be published is held"
     assert export_model(*EXPORT, "--cast", "bfloat16").code == 5
     log_maintenance.resume(Path("models/ranker"), lift_only=True)

@@ -104,9 +104,7 @@ def test_changes_without_room_are_no_delta(model: MappedModel) -> None:
     assert OverlaidRows.of(log).tables == (OverlaidTable("emb", 90, 100),)
     shutil.rmtree(log.path / ".state")  # the row numbers of the deltas tell the same
     assert OverlaidRows.of(read_log(model.out)).tables == (OverlaidTable("emb", 90, 100),)
-    with pytest.raises(
-        OverlayFull, match="110 rows have changed since the base, it has room for 100"
-    ) as caught:
+    with pytest.raises(OverlayFull, match="room for 100") as caught:
         delta(model, 10, np.arange(20, 110))
     assert "--full-on-mismatch" in caught.value.hint
     assert read_log(model.out).at.position == 9
@@ -270,7 +268,7 @@ def mapped_findings(directory: Path) -> list[dict[str, Any]]:
 
 
 def test_room_is_for_bases_that_take_deltas(model: MappedModel) -> None:
-    with pytest.raises(UsageError, match="--overlay-rows: this version takes no deltas"):
+    with pytest.raises(UsageError, match="this version takes no deltas"):
         plan(model.request(overlay_rows=5))
     with pytest.raises(UsageError, match="--overlay-rows goes with --map-tables"):
         plan(model.request(map_tables=False, overlay_rows=5, updates=UPDATES))

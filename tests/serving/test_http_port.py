@@ -24,11 +24,11 @@ def echo(request: HttpRequest) -> HttpResponse:
 
 @contextmanager
 def listening(
-    application: Callable[[HttpRequest], HttpResponse] = echo, **options: Any
+    application: Callable[[HttpRequest], HttpResponse] = echo, *, host: str = "127.0.0.1", **options: Any
 ) -> Iterator[HttpPort]:
     defaults = {"threads": 2, "max_body_bytes": 1 << 20, "request_seconds": WAIT_S}
     asked = defaults | {"is_quick": lambda request: request.target == "/healthz"} | options
-    port = HttpPort(application, "127.0.0.1", 0, option="--port", **asked)
+    port = HttpPort(application, host, 0, option="--port", **asked)
     try:
         yield port
     finally:
@@ -66,6 +66,12 @@ HALVES = [
     b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nx",
     b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nfff\r\nx",
 ]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_all_interfaces_of_ipv6_are_those_of_ipv4_too() -> None:
+    with listening(host="::") as port:
+        assert ask(port) == (200, b"ok")
 
 
 def test_clients_that_dawdle_keep_nobody_waiting() -> None:

@@ -48,6 +48,10 @@ def test_every_flag_has_a_row() -> None:
     assert {flag.name for flag in STOCK_FLAGS} == set(FLAGS.split())
 
 
+def test_codes_have_the_numbers_of_grpc() -> None:
+    assert {code.name: code.value for code in Code} == {code.name: code.value[0] for code in grpc.StatusCode}
+
+
 def stock_methods() -> dict[str, Any]:
     """Every method of TensorFlow Serving's API, by `Service/Method`."""
     from tensorflow_serving.apis import model_service_pb2, prediction_service_pb2, session_service_pb2

@@ -15,7 +15,7 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.admission import EVERYONE, Admission
 from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.checkpoint.tensor_bundle import check_values, read_array, read_catalog
-from exporter.errors import CorruptFile, TableFull
+from exporter.errors import CorruptFile, TableFull, UsageError
 from exporter.jobs.runner import LOCAL, Job, LocalEngine, Runner, plan_digest
 from exporter.jobs.task import ZEROS, Input
 from exporter.storage import mirror
@@ -81,6 +81,18 @@ def assert_right(layout: TableLayout, catalog: Catalog) -> None:
         assert np.array_equal(found[KEYS], np.append(keys, room))
         absent = np.zeros((geometry.first_default - len(keys), DIM), np.float32)
         assert np.array_equal(found[VALUES], np.concatenate([values, absent, DEFAULTS]))
+
+
+def test_a_table_has_no_more_rows_than_its_index_can_name(layout: TableLayout) -> None:
+    variable = layout.tables[0].variable
+
+    def planned(rows: int) -> TablePlan:
+        others = variable.rows + 1000 + 1 + len(DEFAULTS)  # the least room, the cursor, the default rows
+        return TablePlan.of("t", variable, DEFAULTS, 0.0, awaited=rows - others)
+
+    assert planned(2**31 - 1).geometry.capacity == 2**31 - 1
+    with pytest.raises(UsageError, match="2147483647 are possible"):
+        planned(2**31)
 
 
 def break_off(job: Job) -> None:
@@ -260,7 +272,7 @@ def test_keys_that_crowd(tmp_path: Path) -> None:
     prefix = write_full(
         tmp_path / "model.ckpt-1", {"t": Ev(keys, np.zeros((400, 1), np.float32))}, old=True, parts=0
     )
-    with pytest.raises(TableFull, match="table 't': 400 of a table's keys fall in one place") as refused:
+    with pytest.raises(TableFull, match="400 of a table's keys") as refused:
         laid_out(prefix).write(tmp_path, EVERYONE, LOCAL)
     assert "made to collide" in refused.value.hint
 
@@ -286,5 +298,5 @@ def test_damage_of_what_a_task_wrote_gets_no_checksum_of_its_own(layout: TableLa
         content = bytearray(damaged.read_bytes())
         content[pieces[0].offset] ^= 1
         damaged.write_bytes(content)
-        with pytest.raises(CorruptFile, match="is damaged: it is not what a task of the job wrote"):
+        with pytest.raises(CorruptFile, match="not what a task of the job wrote"):
             join_pieces(layout.catalog, layout.tables, pieces, job.directory, job.directory)

@@ -295,9 +295,7 @@ def test_a_table_without_room_says_so_and_publishes_nothing(trainer: DeepRecTrai
     trainer.step += 1
     trainer.increment()
     before = read_log(model).at
-    with pytest.raises(
-        TableFull, match="'emb/user' is full: 2000 new keys, and room for 1000 in a table of 1306 rows"
-    ):
+    with pytest.raises(TableFull, match="'emb/user' is full: 2000 new keys"):
         export_incremental(request(trainer, model))
     assert read_log(model).at == before
     assert not list(model.glob(".staging*"))

@@ -156,7 +156,7 @@ def test_keras_own_files_are_exported(tmp_path: Path, kind: str) -> None:
     done = export(ExportRequest(path, tmp_path / "model", verify=Verify.OUTPUTS, **built))
     assert done.published.manifest.step == 5
     np.testing.assert_allclose(Server(done.published.path).scores(), answers(made), rtol=1e-6)
-    with pytest.raises(UsageError, match="not a tensor bundle: what changes in it cannot be followed"):
+    with pytest.raises(UsageError, match="not a tensor bundle"):
         export_incremental(ExportRequest(path, tmp_path / "other", updates=Updates(), **built))
 
 

@@ -114,6 +114,14 @@ def test_rows_are_given_once_whoever_asks_first() -> None:
         assert len(np.unique(seen)) == count, "no key has two rows"
 
 
+def test_new_rows_begin_near_zero() -> None:
+    trainer = Trainer()
+    with trainer.session() as session:
+        rows = session.run(trainer.table.values)
+    assert 0.03 < rows.std() < 0.06
+    assert np.abs(rows).max() <= 0.1
+
+
 def test_a_full_table_is_an_error_that_names_it() -> None:
     import tensorflow as tf
 

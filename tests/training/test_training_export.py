@@ -175,6 +175,10 @@ def test_nonsense_is_refused(options: dict[str, Any]) -> None:
         ExportHook(ExportRequest(Path("a"), Path("b")), **options)
 
 
+def test_an_export_may_be_waited_for_less_than_a_second() -> None:
+    assert ExportHook(ExportRequest(Path("a"), Path("b")), wait_seconds=0.5)
+
+
 def test_the_export_has_no_role_and_no_gpu() -> None:
     environ = {
         "TF_CONFIG": json.dumps({"cluster": {"ps": ["a:1"]}, "task": {"type": "ps", "index": 0}}),
