@@ -51,7 +51,7 @@ def down(name: str, *versions: int) -> Member:
     return (name, replica(name, *versions)[1].failed("UNAVAILABLE", NOW, 0.0))
 
 
-def away(name: str, *versions: Version | int) -> Member:
+def away(name: str, *versions: Served | int) -> Member:
     """Nothing listened when it was called, nor does anything since."""
     known = replica(name, *versions)[1].failed("UNAVAILABLE", NOW, 0.0, was_sent=False)
     return (name, known.failed("UNAVAILABLE", NOW, 0.0))
