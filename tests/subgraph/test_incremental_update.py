@@ -487,7 +487,6 @@ def tables_of_all_kinds() -> tuple[dict[str, object], dict[str, object]]:
     return {"ids": ids}, {"sums": tf.stack(rows)}
 
 
-@pytest.mark.landing
 def test_packed_rows_of_every_shape_and_dtype(tmp_path: Path) -> None:
     model = updatable_model(tmp_path, tables_of_all_kinds, {"ids": [0]}, stamp=False)
     values = model.values
