@@ -19,8 +19,9 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
-from exporter.delta.format import Schema
+from exporter.delta.format import Schema, ServedVariable
 from exporter.errors import CheckpointError, OverlayFull
+from exporter.graph.inference_graph import GraphVariable
 from exporter.mapping.build import VariableMapping
 from exporter.options import ExportRequest
 from exporter.publish.delta_log import DeltaLog
@@ -32,16 +33,19 @@ from exporter.wire.dtypes import Array, DType
 
 _MOST_ROWS = (1 << 30) - 1
 """A slot is an int32, place 0 is never used, and a row has two places."""
-_USUAL_SHARE = 0.125
+_USUAL_SHARE, _LARGE_SHARE, _LARGE_BYTES = 0.25, 0.125, 8 << 30
 """Memory is taken by the rows that change, twice by those that change twice. So a bound is what a host needs
 that has room for the mapped model alone; with a quarter of the rows, lookups of many ids take 1.6 times as
-long. Linux refuses a server more address space at once than the machine has memory.
+long. Of a large table it is an eighth: Linux refuses a server more address space at once than the machine has
+memory, and both places of all rows are one tensor.
 """
 
 
-def room_for(rows: int, asked: int | None) -> int:
+def room_for(table: GraphVariable | ServedVariable, asked: int | None) -> int:
     """Return for how many changed rows of a table there is room; `asked` is `--overlay-rows`."""
-    return min(rows, math.ceil(rows * _USUAL_SHARE) if asked is None else asked, _MOST_ROWS)
+    rows, size = table.shape[0], math.prod(table.shape) * (table.dtype.itemsize or 1)
+    usual = math.ceil(rows * (_USUAL_SHARE if size <= _LARGE_BYTES else _LARGE_SHARE))
+    return min(rows, usual if asked is None else asked, _MOST_ROWS)
 
 
 def room_of_mapped(mapping: VariableMapping, request: ExportRequest) -> dict[str, int]:
@@ -50,7 +54,7 @@ def room_of_mapped(mapping: VariableMapping, request: ExportRequest) -> dict[str
         return {}
     mapped = (source for source in mapping.sources if source.is_mapped)
     return {
-        variable.node: room_for(variable.shape[0], request.overlay_rows)
+        variable.node: room_for(variable, request.overlay_rows)
         for source in mapped
         for variable in source.variables
     }
@@ -58,9 +62,9 @@ def room_of_mapped(mapping: VariableMapping, request: ExportRequest) -> dict[str
 
 def asked_room(schema: Schema, record: MappedRecord) -> int | None:
     """Return the `--overlay-rows` that a base was made with; None if it was not given."""
-    rows = {variable.name: variable.shape[0] for variable in schema.variables if variable.is_table}
+    mapped = {variable.name: variable for variable in schema.variables if variable.is_table}
     rooms = {table.name: table.overlay_rows for table in record.tables}
-    if all(room == room_for(rows[name], None) for name, room in rooms.items()):
+    if all(room == room_for(mapped[name], None) for name, room in rooms.items()):
         return None
     return max(room for room in rooms.values() if room is not None)
 

@@ -7,7 +7,7 @@ rollback writes the former values again.
 
 Nobody sees a half-written row. A reader that still follows the slot of before the last flip began before that
 flip, which changed the sequence: its pass is not clean and is computed again. One that began after the flip
-follows the other place.
+follows the other place. Row isolation has no sequence: there rows are written under the overlay's lock.
 
 Memory is taken by what changes: `Empty` leaves the overlay's pages untouched, first places are given in
 order, and second ones are used by rows that change twice.

@@ -66,7 +66,7 @@ def test_a_base_is_mapped_and_takes_deltas(model: MappedModel) -> None:
     version = base(model).published.path
     record = read_manifest(version).mapped
     assert record is not None
-    assert [(table.name, table.overlay_rows) for table in record.tables] == [("emb", ROWS // 8)]
+    assert [(table.name, table.overlay_rows) for table in record.tables] == [("emb", ROWS // 4)]
     with loaded(version) as server:
         assert len(mapped_below(model.out)) == 1
         assert_answers(server, model, 7)
@@ -319,7 +319,7 @@ def resident(path: Path) -> float:
 
 
 def test_the_next_base_has_as_much_room_as_was_asked_for(model: MappedModel) -> None:
-    for room, expected in ((100, 100), (None, ROWS // 8)):
+    for room, expected in ((100, 100), (None, ROWS // 4)):
         base(model, overlay_rows=room, again=True)
         assert as_base(model.request(map_tables=False)).overlay_rows == room
         done = export(as_base(model.request(map_tables=False, updates=None)))

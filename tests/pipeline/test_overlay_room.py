@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exporter.delta.format import ChangeKind, ServedVariable
 from exporter.errors import CorruptFile, OverlayFull
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
-from exporter.pipeline.overlay_room import OverlaidRows
+from exporter.pipeline.overlay_room import OverlaidRows, room_for
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.storage.layout import DELTA_NAME
+from exporter.wire.dtypes import DType
 from tests.support.logs import damage_tensor
 from tests.support.mapped_models import ROWS, MappedModel
 
@@ -100,3 +102,11 @@ def test_a_damaged_cache_is_made_again(model: MappedModel, damage: str | None) -
         damage_tensor(index.with_suffix(""), damage)
     (table,) = OverlaidRows.of(read_log(model.out)).tables
     assert table.rows == 2
+
+
+@pytest.mark.parametrize(("rows", "share"), [(1000, 4), ((8 << 30) // 256, 4), ((8 << 30) // 256 + 8, 8)])
+def test_a_large_table_has_room_for_a_smaller_share(rows: int, share: int) -> None:
+    """A server asks for the memory of both places of all rows at once."""
+    table = ServedVariable("table", DType.FLOAT, (rows, 64), ChangeKind.TABLE)
+    assert room_for(table, None) == rows // share
+    assert room_for(table, 10) == 10
