@@ -335,7 +335,7 @@ def agent(
         channel_credentials(access)  # report bad files once now, not for each replica
         sink.json_lines = True
         paths = _models(tuple(model_base_path))
-        models = [FollowedModel(name, path) for name, path in paths.items()]
+        models = [FollowedModel(name, path, bool(pull)) for name, path in paths.items()]
         journal = Journal()
         pullers = pullers_of(pull or (), models, journal, times.poll_seconds)
         settings = _settings(times, pacing, audits, access, paths)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
+from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
 from stat import S_ISDIR
@@ -209,13 +209,15 @@ class Log(Struct, frozen=True, dict=True):
 class _Known(Struct):
     """The manifests of one model, kept from one reading to the next.
 
-    Another model may take its place: a base counts as long as its manifest is the same file.
+    Another model may take its place: a base counts as long as its manifest is the same file. What is read now
+    appeared after `since`, by this machine's clock; None: times are those of whoever published.
     """
 
     bases: dict[Path, tuple[FileIdentity, LogBase | None]] = field(default_factory=dict)
     deltas: dict[str, dict[tuple[int, int], tuple[Span, int]]] = field(default_factory=dict)
     commits: dict[str, dict[int, Commit]] = field(default_factory=dict)
     rollbacks: dict[tuple[str, int], Rollback] = field(default_factory=dict)
+    since: datetime | None = None
 
     def base(self, path: Path) -> LogBase | None:
         """A version that takes deltas; None if it takes none, or cannot be read (`doctor` reports that)."""
@@ -277,8 +279,11 @@ class _Known(Struct):
         return Span(delta.start, delta.end, entry.only_from, entry.parts), size
 
     def _remember(self, manifest: Manifest, entry: BaseEntry | DeltaEntry, lineage: str) -> None:
-        commits = self.commits.setdefault(lineage, {})
-        found = [Commit(manifest.created, manifest.step, entry.trained.newest_event)]
+        commits, created = self.commits.setdefault(lineage, {}), manifest.created
+        if self.since is not None:
+            # The publisher's clock may be minutes ahead or behind: it counts as far as it can be true here.
+            created = min(max(created, self.since), datetime.now(timezone.utc))
+        found = [Commit(created, manifest.step, entry.trained.newest_event)]
         if manifest.position in commits:
             found = sorted([commits[manifest.position], *found], key=lambda commit: commit.created)
         event_time = next((commit.event_time for commit in found if commit.event_time is not None), None)
@@ -355,9 +360,13 @@ class Model(Struct, frozen=True, dict=True):
         return found
 
     @classmethod
-    def look(cls, path: Path, before: Model | None = None) -> Model:
-        """As `read`, but an unreadable directory is a `problem`, never an exception."""
+    def look(cls, path: Path, before: Model | None = None, *, since: datetime | None = None) -> Model:
+        """As `read`, but an unreadable directory is a `problem`, never an exception.
+
+        With `since`, what was not there before counts as published after that time and not later than now.
+        """
         seen = cls(path=path) if before is None else before
+        seen.known.since = since
         was_seen = bool(seen.versions)
         try:
             return cls.read(path, seen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 
 from msgspec import Struct
@@ -15,12 +16,15 @@ from exporter.publish.versions import read_manifest
 from exporter.storage.arrivals import CHANGED, Arrivals
 from serving.agent.journal import AgentEvent, EventKind, Journal
 
+_EVER = datetime.min.replace(tzinfo=timezone.utc)
+
 
 class FollowedModel(Struct, frozen=True):
-    """A model's name on the servers, and its base path as the agent sees it."""
+    """A model's name on the servers, and its base path as the agent sees it; `is_copy`: it is fetched."""
 
     name: str
     path: Path
+    is_copy: bool = False
 
 
 class Publications:
@@ -37,7 +41,8 @@ class Publications:
         self._looking = threading.Lock()
         self._reported = ""
         self._count = 0
-        self.current = Model.look(model.path)
+        self._looked = _EVER
+        self.current = self._listed(None)
         if self.current.problem:
             self._report(EventKind.UNSEEN, self.current.problem)
 
@@ -71,8 +76,7 @@ class Publications:
         """List the directory now."""
         with self._looking:
             before = self.current
-            found = Model.look(self.model.path, before)
-            self.current = found
+            found = self.current = self._listed(before)
         if found == before:
             return
         if found.problem != before.problem:
@@ -81,6 +85,14 @@ class Publications:
         self.wake()
         if self._reads_ahead and found.newest_version not in (None, before.newest_version):
             threading.Thread(target=self._read_ahead, args=(found.newest_version,), daemon=True).start()
+
+    def _listed(self, before: Model | None) -> Model:
+        """The model now; what is new appeared since the last look, or if it was fetched, at any time."""
+        since, now = self._looked, datetime.now(timezone.utc)
+        found = Model.look(self.model.path, before, since=since)
+        if not (self.model.is_copy or found.problem):
+            self._looked = now
+        return found
 
     def _read_ahead(self, number: int) -> None:
         """Let the kernel read the mapped tables of a new version, until there is a newer one."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+import re
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from exporter.publish.delta_log import read_log
 from exporter.publish.model import Model
 from exporter.publish.retention import retire_deltas
 from exporter.publish.served import Served
+from exporter.storage.layout import MANIFEST_FILE
+from serving.agent.journal import Journal
+from serving.agent.publications import FollowedModel, Publications
 from serving.agent.view import _version, superseded_s
 from serving.status import VersionState
 from tests.support.logs import Serving, publish_base
@@ -82,6 +86,38 @@ def test_a_version_is_as_stale_as_the_oldest_delta_that_it_lacks(tmp_path: Path)
         return _version(version, published, missing.created + timedelta(minutes=1)).stale_s
 
     assert [stale_s(11), stale_s(13)] == [60.0, 0.0]
+
+
+@pytest.mark.parametrize("ahead", [timedelta(minutes=20), timedelta(minutes=-20)])
+def test_a_publication_is_as_old_as_it_can_be_here_whatever_its_publishers_clock_says(
+    tmp_path: Path, ahead: timedelta
+) -> None:
+    """Where it is a copy, it may have been published long before it was fetched."""
+    followed(tmp_path, range(11, 14), published=13)
+    model, away = Setting(tmp_path).model, tmp_path / "away"
+    (newest,) = (delta.path for delta in read_log(model).deltas if delta.end == 13 and delta.start == 12)
+    newest.rename(away)
+    manifest = away / MANIFEST_FILE
+    text = manifest.read_text()
+    (told,) = re.findall(r'"created": ?"([^"]+)"', text)
+    said = datetime.now(timezone.utc) + ahead
+    manifest.write_text(text.replace(told, said.isoformat().replace("+00:00", "Z")))
+    followed_, copied = (
+        Publications(FollowedModel("m", model, is_copy), Journal(), 60.0) for is_copy in (False, True)
+    )
+    before = datetime.now(timezone.utc)
+    away.rename(newest)
+
+    def seen(publications: Publications) -> datetime:
+        publications.look()
+        ((_, log),) = publications.current.logs.items()
+        return log.commits[13].created
+
+    assert before - timedelta(minutes=1) <= seen(followed_) <= datetime.now(timezone.utc)
+    if ahead > timedelta():
+        assert seen(copied) <= datetime.now(timezone.utc)
+    else:
+        assert seen(copied) == said
 
 
 def test_a_log_that_was_begun_supersedes_versions_of_others(tmp_path: Path) -> None:
