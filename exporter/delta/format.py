@@ -57,9 +57,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import IntFlag
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from msgspec import Struct, convert, to_builtins
+from msgspec import Meta, Struct, convert, to_builtins
 
 from exporter.newer_python import StrEnum
 from exporter.options import DeltaDtype
@@ -202,6 +202,9 @@ class ServedVariable(Struct, frozen=True, array_like=True):
         return (places, codes) if packing is DeltaDtype.BFLOAT16 else (places, codes, scales)
 
 
+_Row: TypeAlias = Annotated[tuple[Any, ...], Meta(min_length=4)]
+
+
 class Schema(Struct, frozen=True, dict=True):
     """The served variables in the order of their names."""
 
@@ -263,10 +266,10 @@ class Schema(Struct, frozen=True, dict=True):
 
     @classmethod
     def from_json(cls, value: Any) -> Schema:
-        """The schema that `to_json` gave; ValueError if `value` is none."""
+        """The schema that `to_json` gave; ValueError if `value` is something else."""
         rows = [
             [name, DType.of(convert(dtype, DtypeLabel)), *others]
-            for name, dtype, *others in convert(value, list[tuple[Any, ...]])
+            for name, dtype, *others in convert(value, list[_Row])
         ]
         return cls.of(convert(rows, list[ServedVariable]))
 

@@ -392,7 +392,7 @@ def translate(
     """Convert a trainer's change of a tensor into changes of the variables that are served from it.
 
     The ids of rows count through the tensor as it is stored. Rows stay rows, also of dense variables: see
-    `exporter.delta.newest_rows.fold_whole`.
+    `exporter.delta.layers.fold_whole`.
     """
     if not isinstance(change, Rows):
         return dict(_parts_of_whole(source, change, schema))

@@ -88,7 +88,7 @@ class GraphDynamicTable(Struct, frozen=True, eq=False):
     """A table whose rows have arbitrary integers as keys; it is served from four ordinary variables."""
 
     name: str  # in a checkpoint, without a part's number
-    nodes: tuple[str, str, str, str]  # its VarHandleOps, in the order of `exporter.tables.geometry.PARTS`
+    nodes: tuple[str, str, str, str]  # its VarHandleOps, in the order of `exporter.tables.parts.PARTS`
     key_dtype: DType
     value_dtype: DType
     dim: int

@@ -66,7 +66,7 @@ class DynamicTable(
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The names of its variables, in the order of `exporter.tables.geometry.PARTS`."""
+        """The names of its variables, in the order of `exporter.tables.parts.PARTS`."""
         return tuple(f"{self.name}/{part}" for part in PARTS)
 
 

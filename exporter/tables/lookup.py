@@ -58,7 +58,7 @@ SIZE = "_dynamic_table_size"
 """The attribute of a constant that says which size of its table it is."""
 
 PART = "_dynamic_table_part"
-"""The attribute of a VarHandleOp that says which of `geometry.PARTS` it is; `TABLE` is there, too."""
+"""The attribute of a VarHandleOp that says which of `parts.PARTS` it is; `TABLE` is there, too."""
 
 DEFAULTS = "_dynamic_table_defaults"
 """The attribute of the values' VarHandleOp with the default rows, a tensor [d, dim]."""
@@ -78,7 +78,7 @@ def add_rows(
 ) -> RowNodes:
     """Add nodes under `name/` that find the rows of `ids`, int64 of any shape, in a table.
 
-    `handles` are the tensors of its variables in the order of `geometry.PARTS`, `defaults` is the number of
+    `handles` are the tensors of its variables in the order of `parts.PARTS`, `defaults` is the number of
     its default rows. The rows index the values.
     """
     nodes = _Nodes(graph_def, name, table)
