@@ -241,7 +241,7 @@ class _Library:
             self._process.stdin.flush()
 
     def _ending(self) -> CheckpointError:
-        """Wait for the process to end; the error that says why it did."""
+        """Wait for the process to end; returns the error that says why it did."""
         assert self._process.stderr is not None
         said, code = self._process.stderr.read(), self._process.wait()
         path = self._source.path

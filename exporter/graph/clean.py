@@ -251,7 +251,11 @@ def _needed(
     roots: list[str],
     init_op: str | None,
 ) -> tuple[Reached, list[str], StateMakers]:
-    """The nodes that outputs need, the initialisers of their tables and state, and that state's makers."""
+    """The nodes that outputs need, the initialisers of their tables and state, and that state's makers.
+
+    Raises:
+        GraphError: there is a cycle outside of loops, or a table that training alone fills.
+    """
     filling: list[str] = []
     while True:  # initialisers may need more tables
         needed = reach(nodes, [*roots, *filling], replaced)

@@ -240,7 +240,7 @@ def _file_name_node(nodes: Mapping[str, Proto], node: Proto) -> str:
 
 
 def _existing(source: SourceGraph, name: str, node: Proto) -> Path:
-    """The existing file that a Const names, or MissingAsset."""
+    """The existing file that a Const names, or MissingAsset; AccessRefused if the graph may not read it."""
     path = _named_file(source, name, node)
     # A SavedModel's own asset is a whole path already; a path in a constant may be relative to the graph.
     for candidate in (path,) if name in source.assets else _places(source, path):
@@ -250,7 +250,12 @@ def _existing(source: SourceGraph, name: str, node: Proto) -> Path:
 
 
 def _is_there(source: SourceGraph, name: str, path: Path) -> bool:
-    """True if a file that the node `name` asks for exists; AccessRefused if it may not have it."""
+    """True if a file that the node `name` asks for exists.
+
+    Raises:
+        AccessRefused: the graph may not read it.
+        MissingAsset: the system cannot look it up, for instance because its name is too long.
+    """
     try:
         source.trust.require_file(path, source.directory)
         return path.is_file()
@@ -294,7 +299,10 @@ def files_to_feed(source: SourceGraph) -> dict[str, Path]:
 
 
 def _free_file_name(path: Path, taken: dict[str, Path]) -> str:
-    """A free name under `assets/`, which is taken then; files of two directories may have one name."""
+    """The name that `path` has in `assets/`: its own, or with a number if another path has that in `taken`.
+
+    Adds it to `taken`; a path that is there keeps its name.
+    """
     name, number = path.name, 0
     while taken.setdefault(name, path) != path:
         number += 1

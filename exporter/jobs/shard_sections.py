@@ -61,7 +61,7 @@ class ReadRun:
         return values
 
     def fill(self, flat: Array) -> Array:
-        """Fill an array of bytes with the next ones, as far as the run goes; the part that is left over."""
+        """Fill an array of bytes with the run's next ones; returns the part of it that is not filled."""
         count = min(len(flat), self.left)
         for start in range(0, count, crc32c.CHUNK):  # small enough to be in a core's cache still
             data = self.read(flat[start : min(start + crc32c.CHUNK, count)])

@@ -288,7 +288,7 @@ def _by_layer(open_: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str,
 
 
 def _refuse_left_over_twins(found: Mapping[str, str], catalog: Catalog) -> None:
-    """Refuse a checkpoint with one more layer of a kind: numbered names may stand for other layers then."""
+    """Raise NoCertainMatch if the checkpoint has a layer more of a kind, which may shift names' numbers."""
     taken = {_group(name) for name in found.values()}
     used = {(stems(ref.owner), *_kind(ref)) for ref in catalog.tensors.values() if _group(ref.name) in taken}
     for ref in catalog.tensors.values():

@@ -75,10 +75,10 @@ def take(values: Struct, own: Collection[str] = ()) -> None:
 
 
 def place(name: str, given: Any, parse: Callable[[str, StrPath], Path] = local_path) -> Path:
-    """The value as a Path, by `parse`.
+    """The Path that `parse` makes of a string or of a path that was given for `name`.
 
     Raises:
-        UsageError: it is neither, it is empty, or `parse` refuses it.
+        UsageError: it is neither string nor path, it is empty, or `parse` refuses it.
     """
     if isinstance(given, os.PathLike) and isinstance(text := os.fspath(given), str):
         return parse(name, given if isinstance(given, Path) else text)

@@ -168,7 +168,7 @@ below a second where neither the graph nor the training step is large."""
 
 
 def _known(prefix: Path, full: CheckpointId) -> _Known:
-    """Return when this process met the directory's newest full checkpoint; remember it if it is new."""
+    """Return since when this process knows `full`, its directory's newest; notes one that it did not know."""
     known = _KNOWN.get(prefix.parent)
     if known is None or known.full != full:
         age = 0.0

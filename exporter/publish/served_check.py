@@ -49,7 +49,7 @@ def _said(variable: ServedVariable) -> Stored:
 
 
 def _made(source: TensorSource, tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Stored]]:
-    """Yield the served tensors of a source by name, after comparing its tensor with the bundle's."""
+    """Yield the served tensors of a source by name; DocumentError if the bundle's is absent or another."""
     found, label = tensors.get(source.key), source.dtype.label
     if found is None:
         raise DocumentError(f"manifest.incremental.recipe: there is no tensor {source.key!r}")

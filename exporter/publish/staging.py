@@ -75,7 +75,7 @@ class Staging:
             _forget_name(error)
 
     def _create(self, root: Path) -> bool:
-        """False if another process's cleaning came between making the directory and locking it."""
+        """Make the staging directory and lock it; False if another process's cleaning came in between."""
         root.mkdir()
         try:
             lock = open_lock(root / _LOCK)

@@ -77,7 +77,7 @@ class TakenBack(Struct, frozen=True):
         return cls(to, max(item.manifest.position for item in own), logs.pop())
 
     def withholds(self, item: Item) -> bool:
-        """True if servers of the copy would go wrong with it."""
+        """True for what servers must not get: versions up to the rollback's end, deltas from inside it."""
         start = item.manifest.from_position
         if start is None:
             return item.manifest.position <= self.end

@@ -53,7 +53,7 @@ class Damage(Struct, frozen=True):
 
 
 def _problem(path: Path, error: ExportError | OSError) -> Damage:
-    """The damage of a path; an error that is none, because something changed or is full, is raised."""
+    """The damage that an error shows; raises the error if it is none: a file changed, or the disk is full."""
     if isinstance(error, CheckpointChanged | PositionMoved | DiskFull):
         raise error
     if isinstance(error, OSError):

@@ -218,6 +218,8 @@ def _prefix_of_saved_model(bundle: Path, found: Collection[str]) -> Path:
 def verify_file(bundle: Path, entry: FileEntry, passed: Passed | None = None) -> None:
     """Compare a file of a directory with its entry in the manifest.
 
+    It is read only where its checksum is neither left out of the entry nor known to `passed`.
+
     Raises:
         VerificationError: it is not there as a file, or of another size or checksum.
     """

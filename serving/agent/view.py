@@ -231,7 +231,7 @@ class FleetView(Struct, frozen=True):
 
 
 def _unseen(model: ModelView) -> Iterator[str]:
-    """Why it is unknown what is published."""
+    """Yield the reasons why it is unknown what is published; nothing if it is known."""
     if model.problem:
         yield model.problem
         if model.store is not None and model.store.problem:

@@ -100,7 +100,7 @@ class Pipeline:
                 each.cancel()
 
     def failure(self, stall_s: float, results: str) -> EngineFailed:
-        """The error to raise: the pipeline's own, or that nothing came for `stall_s` seconds."""
+        """The error to raise: that the pipeline failed, or that nothing came of it for `stall_s` seconds."""
         # `results` is the directory of outcomes where that is on other machines, whose workers may go on.
         if self.error is not None:
             cause, hint = why(self.error)

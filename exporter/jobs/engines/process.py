@@ -213,7 +213,10 @@ def _processes() -> Iterator[tuple[int, int]]:
 
 
 def _works(silent: threading.Timer) -> Iterator[bytes]:
-    """Yield the lines of stdin up to an empty one; the first call ends the timer `silent`."""
+    """Yield the lines of stdin up to an empty one, waiting for each; the first call ends the timer `silent`.
+
+    When stdin ends, this process gets a SIGTERM.
+    """
     # An engine asks for the first work when it has reached its cluster.
     lines: SimpleQueue[bytes] = SimpleQueue()
 
