@@ -246,7 +246,10 @@ def is_series(names: Collection[str]) -> bool:
 
 
 def saved_model_without_variables(prefix: Path) -> Path | None:
-    """The SavedModel's file if `prefix` is where its variables would be and none of their files is there."""
+    """The file of the SavedModel whose variables `prefix` names, if none of their files is there.
+
+    None if some are, or there is no such SavedModel.
+    """
     directory = prefix.parent
     if Path(directory.name, prefix.name) != VARIABLES_PREFIX or (
         directory.is_dir() and any(directory.iterdir())

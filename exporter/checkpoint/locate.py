@@ -143,7 +143,10 @@ def _in_directory(directory: Path) -> list[Path]:
 
 
 def _without_index(directory: Path, names: list[str], named: Path | None) -> list[Path]:
-    """The candidates of a directory without a tensor bundle: one below, V1, one archive, a series."""
+    """The candidates of a directory without a tensor bundle: one below, V1, one archive, a series.
+
+    CheckpointNotFound if there are none, or several archives that are no series.
+    """
     if alone := SAVED_MODEL.candidates(directory, names):
         return alone
     nested = next((below for mark, below in _NESTED if mark in names and below in names), None)

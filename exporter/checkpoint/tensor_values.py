@@ -273,7 +273,7 @@ def _variant_crc(raw: Array, count: int, where: str) -> int:
 
 
 def _decode_lengths(raw: Array, count: int, where: str) -> tuple[Array, int]:
-    """The first `count` varints, uint64, and the position behind them."""
+    """The first `count` varints, uint64, and the position behind them; CorruptFile if one does not end."""
     batches, position = [np.empty(0, np.uint64)], 0
     while count:
         chunk = raw[position : position + CHUNK]
@@ -300,7 +300,10 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_range(fd: int, offset: int, size: int) -> Array:
-    """A range of an open file's bytes as a read-only map, which lives as long as an array of it."""
+    """A range of an open file's bytes as a read-only map, which lives as long as an array of it.
+
+    ValueError if the range ends behind the file.
+    """
     if size == 0:  # nothing to map, and the system refuses
         return np.empty(0, np.uint8)
     if offset + size > os.fstat(fd).st_size:

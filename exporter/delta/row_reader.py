@@ -290,7 +290,10 @@ class RowReader(Struct, frozen=True, dict=True):
         return inside, natural[inside] - first
 
     def _contiguous(self, first: int, last: int) -> Array:
-        """Natural rows `first` to `last` in the box's columns, joined from the pieces."""
+        """Natural rows `first` to `last` in the box's columns, joined from the pieces.
+
+        CorruptFile if some of them are in no piece.
+        """
         region = SliceSpec(
             self.box.full_shape,
             (first, *self.box.starts[1:]),
@@ -370,7 +373,10 @@ def row_readers(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
 
 
 def served_in(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
-    """Yield readers of the same variables over a published bundle, where they lie as they are served."""
+    """Yield readers of the same variables over a published bundle, where they lie as they are served.
+
+    CorruptFile if the bundle has no such tensor.
+    """
     tensor = catalog.tensors.get(source.key)
     if tensor is None:
         raise CorruptFile(f"{catalog.prefix} has no tensor {source.key!r}")

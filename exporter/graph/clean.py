@@ -188,7 +188,10 @@ def clean(source: SourceGraph) -> InferenceGraph:
 def _with_constants(
     index: GraphIndex, source: SourceGraph, signatures: Iterable[SignatureEnds]
 ) -> dict[str, Proto]:
-    """The graph's nodes, with constants for placeholders that `--feed` fixes, and for the paths of assets."""
+    """The graph's nodes, with constants for placeholders that `--feed` fixes, and for the paths of assets.
+
+    UsageError if a signature has such a placeholder as input.
+    """
     both = source.feeds.keys() & {tensor.node for ends in signatures for tensor in ends.inputs}
     if both:
         raise UsageError(
@@ -448,7 +451,7 @@ def _written_out(
     scope = free_name(nodes, f"kept_state/{call.name}")
 
     def moved(text: str) -> str:
-        """An input in the body as the graph spells it."""
+        """An input in the body as the graph spells it; NotServable if outputs cannot be counted."""
         name, *output = text.removeprefix("^").split(":")
         if text.startswith("^"):
             return f"^{scope}/{name}"
@@ -469,7 +472,10 @@ def _written_out(
 
 
 def _narrow_reads(nodes: dict[str, Proto], importing: Iterable[str], prefix: str) -> tuple[str, ...]:
-    """Let the RestoreV2 nodes before others read, in place, what these take; returns the tensors' names."""
+    """Let the RestoreV2 nodes before others read, in place, what these take; returns the tensors' names.
+
+    NotServable if another node takes the prefix.
+    """
 
     def sources(name: str) -> list[str]:
         if nodes[name].op == _READS:
@@ -484,7 +490,10 @@ def _narrow_reads(nodes: dict[str, Proto], importing: Iterable[str], prefix: str
 
 
 def _narrow_read(nodes: dict[str, Proto], name: str, before: Iterable[str]) -> list[str]:
-    """Let a RestoreV2 node read, in place, what the nodes `before` take of it; returns the tensors' names."""
+    """Let a RestoreV2 node read, in place, what the nodes `before` take of it; returns the tensors' names.
+
+    NotServable if the names and slices are not constants.
+    """
     node = nodes[name]
     names, slices = (
         const_texts(nodes.get(through_identities(nodes, text))) for text in input_names(node)[1:3]

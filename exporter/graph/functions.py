@@ -119,7 +119,10 @@ def _prune_reachable(
 
 
 def pruned_body(function: Proto, changing: set[str], stock: Collection[str] | None = None) -> Proto:
-    """Reduce a function, in place, to the nodes that its results need; with `stock`, these must be known."""
+    """Reduce a function, in place, to the nodes that its results need; with `stock`, these must be known.
+
+    A function with control flow stays. GraphError if a node cannot be served, or reads what is not there.
+    """
     nodes = {node.name: node for node in function.node_def}
     if has_control_flow(nodes):
         return function  # control edges bind nodes to branches here, see `Pivots`
@@ -404,7 +407,10 @@ def _make_handle(node: Proto, shared_name: str) -> None:
 def graph_variables(
     nodes: Mapping[str, Proto], keys: Mapping[str, VariableKey], without: Collection[str] = ()
 ) -> tuple[GraphVariable, ...]:
-    """The variables of a graph's VarHandleOps, each once, except the nodes `without`."""
+    """The variables of a graph's VarHandleOps, each once, except the nodes `without`.
+
+    NotServable if one has no static shape.
+    """
     found = []
     for name, node in nodes.items():
         if node.op != "VarHandleOp" or attr_text(node, "shared_name") != name or name in without:

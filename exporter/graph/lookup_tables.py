@@ -157,7 +157,10 @@ def _has_fill(function: Proto) -> bool:
 
 
 def add_init_op(meta_graph: Proto, index: GraphIndex) -> str | None:
-    """Add a NoOp that runs the graph's collected initialisers of tables, as sessions do; returns its name."""
+    """Add a NoOp that runs the graph's collected initialisers of tables, as sessions do; returns its name.
+
+    None if there are none.
+    """
     if _INIT_COLLECTION not in meta_graph.collection_def:
         return None
     listed = [endpoint(name).node for name in meta_graph.collection_def[_INIT_COLLECTION].node_list.value]
@@ -225,7 +228,10 @@ def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterab
 
 
 def _file_name_node(nodes: Mapping[str, Proto], node: Proto) -> str:
-    """The Const with the file of a table's initialiser, or NotServable if the file is computed."""
+    """The Const with the file of a table's initialiser, or NotServable if the file is computed.
+
+    GraphError if it names none.
+    """
     inputs = data_inputs(node)
     if len(inputs) < 2:
         raise GraphError(f"table initialiser {node.name!r} names no file")

@@ -105,7 +105,10 @@ def _forget_module(name: str) -> None:
 
 
 def _import_file(path: Path) -> Any:
-    """A file as a module, with its directory first on the path."""
+    """A file as a module, with its directory first on the path.
+
+    FileNotFoundError, or ImportError, if it is none.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     _put_first(path.parent.resolve())
@@ -257,7 +260,10 @@ def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
 
 
 def code_digest(where: str) -> str | None:
-    """The digest of the code of `pkg.mod` or `path/file.py`; None if its file is not found."""
+    """The digest of the code of `pkg.mod` or `path/file.py`.
+
+    None if the file is not found, or is no Python.
+    """
     with contextlib.suppress(BuilderError):
         found = find_builder(where)
         return None if found is None else _code(_parse(found.path))

@@ -329,7 +329,10 @@ def _verdict(parts: Array | None) -> tuple[_Kind, float | None]:
 
 
 def _parts(node: Proto, source: Proto, span: Array | None, bound: Array | None) -> Array | None:
-    """The probability that comparing a number in the span with `bound` is False, for each of its elements."""
+    """The probability that comparing a number in the span with `bound` is False, for each of its elements.
+
+    None if the span or the bound is unknown, or the span is one number.
+    """
     if span is None or bound is None or span[0] == span[1]:
         return None
     low, high = span.min(), span.max()
@@ -339,7 +342,10 @@ def _parts(node: Proto, source: Proto, span: Array | None, bound: Array | None) 
 
 
 def _dropped_by_floor(span: Array | None) -> Array | None:
-    """The probability that a number in the span, rounded down, is the smallest that it can be."""
+    """The probability that a number in the span, rounded down, is the smallest that it can be.
+
+    None if the span is unknown, or one number.
+    """
     if span is None or span[0] == span[1]:
         return None
     low, high = span.min(), span.max()

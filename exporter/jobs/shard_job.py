@@ -298,7 +298,7 @@ def with_inputs(tasks: Iterable[AnyTask], others: Mapping[Input, Input]) -> list
 
 
 def _named(file: Input) -> Input:
-    """The input named by the digest of its contents, which are read."""
+    """The input named by the digest of its contents, which are read; PublishError if they cannot be."""
     try:
         with Path(file.place).open("rb") as content:
             digest = sha256_of(content)
@@ -308,7 +308,10 @@ def _named(file: Input) -> Input:
 
 
 def _copied(name: Input, file: Input, directory: Directory) -> Input:
-    """The copy of a named file in the job's directory, made unless it is there."""
+    """The copy of a named file in the job's directory, made unless it is there.
+
+    PublishError if it cannot be made.
+    """
     found = directory.look(name.place)
     if found is None or found[0] != name.size:
         with new_file(directory.scratch) as (_, copy):

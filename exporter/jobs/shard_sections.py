@@ -69,7 +69,10 @@ class ReadRun:
         return flat[count:]
 
     def read(self, buffer: Array) -> Array:
-        """Fill a buffer with the next bytes, and give it back; their checksum is the caller's to take."""
+        """Fill a buffer with the next bytes, and give it back; their checksum is the caller's to take.
+
+        CheckpointChanged if the file has become shorter.
+        """
         # A read, not a map: a file that shrinks under a map kills the process.
         if read_at(self._files[self._input], self._offset + self.done, buffer.data) != len(buffer):
             raise CheckpointChanged(f"{self.place} became shorter after its index was read")

@@ -549,7 +549,7 @@ def _bytes_of(variable: ServedVariable) -> int:
 
 
 def _runner(request: ExportRequest) -> Runner | None:
-    """Return a runner whose tasks compare, if an engine is named."""
+    """Return a runner whose tasks compare, if an engine is named, else None."""
     if request.jobs.engine is None:
         return None
     from exporter.jobs.runner import Runner

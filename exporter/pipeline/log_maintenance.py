@@ -117,6 +117,8 @@ def merge(
 def plan_merge(model: Path, start: int | None, end: int | None, jobs: Jobs) -> Merging | None:
     """Return what `merge` would do now; the deltas are read and checked, and nothing is written.
 
+    None if there are not two deltas to merge, or they are merged already.
+
     Raises:
         DeltaGap, StaleDelta, CheckpointError, ModelHeld: as `merge`.
     """
@@ -142,7 +144,10 @@ def plan_merge(model: Path, start: int | None, end: int | None, jobs: Jobs) -> M
 
 
 def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, ...]:
-    """Return the deltas that lead from `start` to `end`; at both, something published has to stand."""
+    """Return the deltas that lead from `start` to `end`; at both, something published has to stand.
+
+    UsageError if `start` does not come before `end`.
+    """
     for position in (start, end):
         if position is not None:
             log.standing(position)
@@ -394,6 +399,8 @@ def _resumption(
 ) -> tuple[Restoration | None, int | None, bool]:
     """Return what a resumption publishes, where a canary's hold is left, and whether it lifts any hold.
 
+    UsageError if the hold of a rollback was lifted before.
+
     Nothing is published (None) where the values stay: nothing is held, or they have come back already.
     """
     if lift_canary and restorer.log is not None:
@@ -444,7 +451,10 @@ def _undisturbed(model: Path, first: Restorer, plan: Callable[[Restorer], T]) ->
 
 @contextmanager
 def _operating(model: Path) -> Iterator[tuple[Restorer, Staging]]:
-    """Read a model and keep its lock for a block: no other process publishes, merges or tidies."""
+    """Read a model and keep its lock for a block: no other process publishes, merges or tidies.
+
+    NotUpdatable, and nothing is made, where nothing is published.
+    """
     if newest_version(model) is None:  # where nothing is published nothing is made, not even a lock
         raise nothing_published(model)
     with Staging(model) as staging, writing(staging.path), model_lock(model):

@@ -137,7 +137,10 @@ def told_changes(
 
 
 def _told_of(trainer: TrainerState, tables: Iterable[_Table]) -> dict[str, KeyedChange]:
-    """Return what the trainer's increments report of tables, merged, by the checkpoint's names."""
+    """Return what the trainer's increments report of tables, merged, by the checkpoint's names.
+
+    SchemaChanged if rows have another dtype or dimension than the checkpoint's.
+    """
     known = {each.variable.name: each.variable for each in tables}
     from exporter.increments.keyed_changes import keyed_changes_of
 

@@ -81,6 +81,7 @@ class TrainerState(Struct, frozen=True):
     ) -> Changes:
         """Return an increment as changes of served variables, without the rows in 8 bits that are in `newer`.
 
+        SchemaChanged if a variable has another dtype or shape than in the checkpoint.
         Its own rows in 8 bits are added to `newer`: increments are translated from the newest to the oldest.
         """
         kinds = {variable.name: variable for variable in self.schema.variables}

@@ -57,7 +57,7 @@ class LogBase(Struct, frozen=True):
 
     @classmethod
     def read(cls, path: Path) -> LogBase:
-        """The base in a version's directory."""
+        """The base in a version's directory; NotUpdatable if it takes no deltas."""
         manifest = read_manifest(path)
         check_place(manifest, path)
         if not isinstance(manifest.incremental, BaseEntry):
@@ -104,7 +104,7 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
 
     @property
     def entry(self) -> DeltaEntry:
-        """Its place in the log."""
+        """Its place in the log, by its manifest; ManifestError if that names none."""
         entry = self.manifest.incremental
         if not isinstance(entry, DeltaEntry):
             raise ManifestError(f"{self.path / MANIFEST_FILE} does not say which log the delta is of")
@@ -230,7 +230,10 @@ class DeltaLog(Struct, frozen=True, dict=True):
             return {variable.name: row_numbers(tensors, variable) for variable in chosen}
 
     def tensors(self, delta: LogDelta) -> DeltaTensors:
-        """The delta's tensors, whose values are not read."""
+        """The delta's tensors, whose values are not read.
+
+        CorruptFile if its positions or tensors are not those of its name and manifest.
+        """
         from exporter.delta.delta_files import read_tensors
 
         with _hinted():

@@ -162,7 +162,10 @@ class Carrier:
         return as_bytes(head.holds) if is_shown else {**stored.holds, **as_bytes(head.holds)}
 
     def _complete(self, stored: StoredModel) -> bool:
-        """Reveal what is published and is not shown; True if `stored` is out of date then."""
+        """Reveal what is published and is not shown; True if `stored` is out of date then.
+
+        ManifestError if the pending manifest is another one than the head names.
+        """
         head = self.head
         pending = _pending(head.path, head.manifest)
         if pending in stored.objects:

@@ -467,7 +467,9 @@ def _named(text: str, models: Mapping[str, Path]) -> tuple[str, str]:
 
 
 def _check_published(name: str, model: Path, requests: Sequence[GoldenRequest]) -> None:
-    """Compare the requests with the newest published version, if there is one yet."""
+    """Refuse, by a UsageError, a model that cannot be written, or whose newest version lacks the requests'
+    signatures. One that is not there yet, or cannot be read, passes.
+    """
     if not model.is_dir():
         return
     if not os.access(model, os.W_OK):

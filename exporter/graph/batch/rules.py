@@ -645,7 +645,10 @@ def _ensured(call: Call) -> Outputs:
 
 
 def _as_declared(call: Call, node: Proto, what: str, shape: Sequence[Dim]) -> tuple[Dim, ...]:
-    """A shape that the attribute `what` of a node declares, too; a declared batch size is opened."""
+    """A shape that the attribute `what` of a node declares, too; a declared batch size is opened.
+
+    `shape` itself if nothing is declared; Unclear if both differ.
+    """
     declared = attr_shape(node, what)
     if declared is None:
         return tuple(shape)

@@ -79,7 +79,7 @@ class ProcessEngine:
             )
 
     def run(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:
-        """See `Engine`."""
+        """See `Engine`; EngineFailed if the process ends before all is done."""
         with TemporaryDirectory(prefix=f"{self.name}-") as files:
             talk = Path(files) / "talk"
             with _started(replace(self._asked, files=files), talk, works) as process:
