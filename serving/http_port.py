@@ -61,7 +61,10 @@ class HttpTls(Struct, frozen=True):
 
     @classmethod
     def of(cls, certificate: str | None, key: str | None, client_ca: str | None) -> HttpTls | None:
-        """The files that `--tls-cert`, `--tls-key` and `--client-ca` name; None without them."""
+        """The files that `--tls-cert`, `--tls-key` and `--client-ca` name; None without them.
+
+        UsageError if one is missing, or they cannot be used.
+        """
         if certificate is None and key is None and client_ca is None:
             return None
         if certificate is None or key is None:

@@ -104,7 +104,8 @@ def multi_inference(
 ) -> None:
     """Fill a `MultiInferenceResponse`: several classify and regress signatures over one input, in one step.
 
-    The examples are fed to the input tensor of each signature: in TensorFlow 2 each has its own.
+    The examples are fed to the input tensor of each signature: in TensorFlow 2 each has its own. StatusError
+    for other methods, and for what does not fit the signatures.
     """
     tasks = [(task, _task_signature(model, request.tasks, index)) for index, task in enumerate(request.tasks)]
     inputs: set[str] = set()
@@ -226,7 +227,10 @@ def _task_signature(model: Model, tasks: Sequence[Proto], index: int) -> Proto:
 
 
 def _classify_tensors(signature: Proto, how: Inference) -> tuple[str, list[str]]:
-    """The name of the input tensor, and of the tensors `classes` and `scores` that the signature has."""
+    """The name of the input tensor, and of the tensors `classes` and `scores` that the signature has.
+
+    StatusError if it has not one input, or neither of these.
+    """
     _expect_method(signature, CLASSIFY, "classification", how)
     if len(signature.inputs) != 1:
         raise invalid("Expected one input Tensor.")
@@ -263,7 +267,8 @@ def _input_tensor(signature: Proto, kind: str) -> str:
 def _examples(input_: Proto, max_filled_bytes: int) -> NDArray[Any]:
     """Serialised `tf.Example`s, string [n], each after the shared context if there is one.
 
-    Concatenated messages merge when they are parsed, and the later one, the example, wins.
+    Concatenated messages merge when they are parsed, and the later one, the example, wins. StatusError if
+    there are none, or too many bytes of them.
     """
     kind = input_.WhichOneof("kind")
     messages = getattr(input_, kind).examples if kind else ()

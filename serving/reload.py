@@ -98,7 +98,7 @@ def needed_versions(model: Proto) -> set[int]:
 
 
 def require_there(new: Iterable[Proto]) -> None:
-    """Check that the files of new models exist, before a server receives the models."""
+    """Raise ModelPathNotFound if files of new models do not exist, before a server receives the models."""
     for entry in new:
         if problem := absent(entry):
             raise ModelPathNotFound(
@@ -157,7 +157,10 @@ class Reloader:
         return Labels(available, {label: version for label, version in found.items() if version is not None})
 
     def _served(self, client: ModelClient, model: Proto) -> list[int]:
-        """Wait until a model is served as its entry requires; returns its available versions."""
+        """Wait until a model is served as its entry requires; returns its available versions.
+
+        ServerError if it cannot be loaded, or the time is over.
+        """
         began = time.monotonic()
         while (problem := problem_of(model, statuses := _statuses(client))) is not None:
             is_settled = time.monotonic() >= min(began + _SETTLE_SECONDS, self._until)

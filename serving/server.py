@@ -434,7 +434,10 @@ class ModelService:
 
 
 def _timeout_ms(context: Context) -> int | None:
-    """The rest of the caller's deadline, after which the session stops the step, as TF Serving's does."""
+    """The rest of the caller's deadline, after which the session stops the step, as TF Serving's does.
+
+    None if the caller waits for ever.
+    """
     seconds = _seconds_left(context)
     return None if seconds is None else int(seconds * 1000)
 

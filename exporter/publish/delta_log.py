@@ -314,7 +314,10 @@ def _check_values(delta: Delta, schema: Schema, only: Collection[str] | None) ->
 
 
 def _check_listed(catalog: Catalog, manifest: Manifest) -> None:
-    """Compare a bundle's index with the manifest beside it, both ways; the values are not read."""
+    """Raise CorruptFile unless a bundle's index and the manifest beside it list the same tensors.
+
+    The values are not read.
+    """
     listed, found = (
         {entry.name: entry for entry in entries} for entries in (manifest.tensors, tensor_entries(catalog))
     )

@@ -31,7 +31,7 @@ class Stored(Struct, frozen=True):
 
 
 def require_fitting(schema: Schema, spec: MappingSpec, tensors: Mapping[str, Stored]) -> None:
-    """Compare a base's served variables with its recipe, and this with its tensors."""
+    """Raise DocumentError unless a base's served variables, its recipe and its tensors fit each other."""
     made = {name: stored for source in spec.sources() for name, stored in _made(source, tensors)}
     said = {variable.name: _said(variable) for variable in schema.variables}
     for name in sorted(made.keys() | said.keys()):

@@ -86,7 +86,10 @@ class Mirror:
         return self.root if self._is_directory else self.root / self._asked.name
 
     def refresh(self) -> None:
-        """List the objects again: new ones appear, replaced ones become new files, others are removed."""
+        """List the objects again: new ones appear, replaced ones become new files, others are removed.
+
+        CheckpointError if there are too many.
+        """
         base = self.url.key("")
         found = {each.key[len(base) :]: each for each in self._list() if each.key.startswith(base)}
         if len(found) > _MOST_FILES:
@@ -138,7 +141,10 @@ class Mirror:
         return inode not in self._stand_ins and inode != self._inodes.get(name)
 
     def stand_in(self, path: Path, each: RemoteObject) -> None:
-        """Make a new file that stands for an object of the bucket, also when it is renamed below the root."""
+        """Make a new file that stands for an object of the bucket, also when it is renamed below the root.
+
+        PublishError if the disk does not take it.
+        """
         pinned = self._private / f"{len(self._stand_ins)}"  # its inode is not given to another file
         try:
             pinned.parent.mkdir(exist_ok=True)

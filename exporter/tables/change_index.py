@@ -136,7 +136,10 @@ class _Found(Struct, frozen=True):
 
 
 def _take_rows(geometry: TableGeometry, state: TableState, gone: Array, count: int) -> tuple[Array, int]:
-    """Choose rows for `count` keys, dropped keys' first, then unused ones; these and the cursor then."""
+    """Choose rows for `count` keys, dropped keys' first, then unused ones; these and the cursor then.
+
+    TableFull if there are fewer.
+    """
     cursor = int(state.keys(np.array([geometry.cursor_row]))[0])
     taken = np.sort(gone)[:count]
     fresh = np.arange(cursor, min(cursor + count - len(taken), geometry.usable_rows))

@@ -65,7 +65,10 @@ MISSPELT: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("MISSPELT", defau
 
 
 def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
-    """The options that a variable or file sets, by parameter; the file's values are put into `given`."""
+    """The options that a variable or file sets, by parameter; the file's values are put into `given`.
+
+    UsageError for an option of the file that there is not.
+    """
     by_name = {max(one.opts, key=len): one for one in context.command.params}
     found = {}
     for name, one in by_name.items():

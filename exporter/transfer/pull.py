@@ -248,7 +248,10 @@ class _Pull:
         self._kept_hold = ""
 
     def run(self, progress: ProgressFactory, *, prune: bool) -> Pulled:
-        """Fetch what is missing."""
+        """Fetch what is missing, and settle the holds; with `prune`, remove first what is superseded.
+
+        PositionMoved if something was published here and something else in the store.
+        """
         wanted = sorted(
             (item for item in self._stored.items.values() if not self._has(item)), key=lambda item: item.order
         )

@@ -162,7 +162,10 @@ def _damaged_deltas(log: DeltaLog) -> Iterator[Damage]:
 
 
 def _verify_delta(log: DeltaLog, delta: LogDelta) -> None:
-    """Compare one delta with its manifest, its name and its log."""
+    """Raise an error by name unless a delta fits its manifest, its name and its log.
+
+    VerificationError or CorruptFile, whose hint is about a broken log.
+    """
     try:
         verify_files(delta.path, delta.manifest.tensors, delta.manifest.files, prefix=Path(DELTA_NAME))
     except VerificationError as error:

@@ -58,7 +58,7 @@ def page(view: Callable[[], FleetView], recorder: Recorder, journal: Journal, fr
 
 
 def seconds(value: float | None) -> str:
-    """A duration as text: `120 ms`, `4.2 s`, `3 min`, `2 h`."""
+    """A duration as text: `120 ms`, `4.2 s`, `3 min`, `2 h`; "" for None."""
     if value is None:
         return ""
     if value < 1:
