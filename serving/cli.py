@@ -215,7 +215,7 @@ app = application(_HELP, COMMANDS)
 
 @app.callback()
 def serve_model(own_version: VersionFlag = False) -> None:
-    """The root command; its only option is `-V`."""
+    """Do nothing: this is the root command; its only option is `-V`."""
 
 
 def _from_stock(arguments: list[str]) -> tuple[list[str], list[str]]:

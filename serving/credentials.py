@@ -111,7 +111,7 @@ def _key_pair(access: ServerAccess) -> tuple[bytes | None, bytes | None]:
 
 
 def require_key_pair(certificate: Path, key: Path) -> None:
-    """Check that a certificate and a private key belong together."""
+    """Raise SSLError, or OSError, unless a certificate and a private key can be read and belong together."""
     ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(certificate, key, _no_password)
 
 

@@ -134,7 +134,10 @@ def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
 
 
 def _require_files(directory: Path) -> None:
-    """Refuse pipes and devices: TensorFlow would open one and block for ever, and with it all later loads."""
+    """Raise StatusError for pipes and devices: TensorFlow would open one and block for ever.
+
+    All later loads would wait for it.
+    """
     for path in directory.rglob("*"):
         with suppress(OSError):
             mode = path.stat().st_mode

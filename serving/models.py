@@ -164,7 +164,10 @@ class ServedModels:
             manager.start()
 
     def _check_labels(self, wanted: Sequence[ModelConfig]) -> None:
-        """Refuse to move a label to a version that is not available: requests with the label would fail."""
+        """Raise StatusError if a label moves to a version that is not available: its requests would fail.
+
+        Unless labels of such versions are allowed, a new one may not name one either.
+        """
         for model in wanted:
             current = self.labels(model.name)
             available = self._available(model.name)

@@ -120,7 +120,7 @@ class Reloader:
         *,
         checks_paths: bool = True,
     ) -> None:
-        """Prepare; `run` sends the configuration.
+        """Prepare a reload; `run` sends the configuration.
 
         Args:
             wanted: the `ModelServerConfig`; it lists at least one model.

@@ -274,7 +274,7 @@ def _single(base_path: str | PathLike[str] | None, name: str | None) -> tuple[Mo
 
 
 def _require_unused(path: Path) -> None:
-    """Refuse a socket on which another server listens: gRPC would replace the file without an error."""
+    """Raise ServerError for a socket on which another server listens: gRPC would replace the file."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))

@@ -72,6 +72,7 @@ def open_checkpoint(path: Path) -> Catalog:
     Waits a moment for files that are being written. In a directory, a checkpoint that is incomplete, or
     changes while it is read, is passed over for the next newest, and a note in the catalog says so. Damage
     that stays is an error, never a reason to take an older checkpoint. A prefix is taken or refused.
+    CheckpointNotFound if none is complete.
     """
     path = mirror.local(path)
     if _directory(path) is None:

@@ -133,7 +133,10 @@ def read_step(catalog: Catalog, *names: str) -> int | None:
 def check_values(
     catalog: Catalog, ref: TensorRef, part: SliceRef | None = None, *, keep: bool = True
 ) -> None:
-    """Read one extent and require the index's checksum; bytes of a store are kept for others if `keep`."""
+    """Read one extent and require the index's checksum; CorruptFile if it differs.
+
+    Bytes of a store are kept for others if `keep`.
+    """
     extent, shape = stored_extent(ref, part)
     path, where = catalog.path_of(extent), _damaged(catalog, ref, extent)
     if not keep and ref.dtype.itemsize is not None:
@@ -165,7 +168,7 @@ def compare_checksum(path: Path, name: str, extent: Extent, found: int, *, hint:
 
 
 def check_tensor(catalog: Catalog, ref: TensorRef) -> None:
-    """`check_values` of each stored slice of a tensor."""
+    """Read each stored slice of a tensor and require the index's checksum: see `check_values`."""
     for part in ref.slices or (None,):
         if part is None or part.extent is not None:
             check_values(catalog, ref, part)

@@ -397,7 +397,7 @@ class StateMakers(Struct, frozen=True):
         ]
 
     def require_filled(self, nodes: Mapping[str, Proto], filling: Iterable[str]) -> None:
-        """Refuse state that none of the nodes `filling` takes."""
+        """Raise NotServable for state that none of the nodes `filling` takes."""
         filled = {identity for name in filling for identity in self.taken_by(nodes[name])}
         for name, identity in self.identities.items():
             if identity not in filled:

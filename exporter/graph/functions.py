@@ -178,7 +178,10 @@ def reachable(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> set[str]:
 
 
 def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[str]:
-    """The functions that `nodes` call, directly or not, each after those that it calls; refuses recursion."""
+    """The functions that `nodes` call, directly or not, each after those that it calls.
+
+    NotServable for recursion, and for functions that nest too deeply or expand to too many nodes.
+    """
     nodes = [*nodes]
     calls = {name: [*_callees(library[name].node_def, library)] for name in sorted(reachable(nodes, library))}
     try:
@@ -198,7 +201,7 @@ def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[
 def _require_expandable(
     ordered: Iterable[str], calls: Mapping[str, Iterable[str]], library: Mapping[str, Proto]
 ) -> None:
-    """Refuse functions (`ordered`: callees first) that nest too deeply, or expand to too many nodes."""
+    """Raise NotServable if functions (`ordered`: callees first) nest too deeply or expand to too much."""
     sizes, levels = dict[str, int](), dict[str, int]()
     for name in ordered:
         sizes[name] = len(library[name].node_def) + sum(sizes[callee] for callee in calls[name])

@@ -213,7 +213,10 @@ def _find_spec(name: str, places: list[str] | None) -> ModuleSpec | None:
 
 
 def require_function(found: BuilderFile, where: str, name: str) -> None:
-    """Refuse a function that a builder's module certainly lacks; an import decides about doubtful names."""
+    """Raise BuilderError for a function that a builder's module certainly lacks.
+
+    An import decides about doubtful names.
+    """
     bound, functions = _bound.of(found.path, lambda path: _bound_names(_parse(path)))
     if bound is not None and name.split(".")[0] not in bound:
         raise no_function(where, name, functions)

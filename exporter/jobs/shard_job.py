@@ -101,7 +101,10 @@ class Sources:
             self._compare(run)
 
     def check(self) -> None:
-        """Compare the runs that are left: their ranges came in another order, or tasks did not read all."""
+        """Compare the runs that are left: their ranges came in another order, or tasks did not read all.
+
+        Reads these; CorruptFile if a checksum differs.
+        """
         for run in list(self._runs):
             if not self._compare(run):
                 stored = self._runs[run]

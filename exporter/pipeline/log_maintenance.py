@@ -323,7 +323,7 @@ def plan_rollback(model: Path, to: int, *, if_canary: bool = False) -> RollbackP
 
 
 def _require_canary(hold: Hold, to: int, if_canary: bool) -> None:
-    """Refuse, if a canary asks, unless its hold stands at `to`."""
+    """Raise PositionMoved, if a canary asks, unless its hold stands at `to`."""
     if if_canary and hold.approved() != to:
         raise PositionMoved(f"{hold.directory} is not held at {to} by a canary: others decided meanwhile")
 
@@ -464,7 +464,7 @@ def _operating(model: Path) -> Iterator[tuple[Restorer, Staging]]:
 
 
 def _require_no_canary_at_work(model: Path) -> None:
-    """Refuse to lift the hold of a canary that would have it back within a second."""
+    """Raise TargetBusy if a canary at work would have the hold, that is lifted, back within a second."""
     if not (model / CANARY_LOCK_FILE).exists():
         return
     try:

@@ -303,7 +303,10 @@ def _hinted() -> Iterator[None]:
 
 
 def _check_values(delta: Delta, schema: Schema, only: Collection[str] | None) -> None:
-    """Compare the checksums of a delta's tensors, or of those of some variables, which are not packed."""
+    """Compare the checksums of a delta's tensors, or of those of some variables, which are not packed.
+
+    CorruptFile if one differs.
+    """
     from exporter.checkpoint.tensor_bundle import check_tensor
 
     names = set(delta.catalog.tensors)

@@ -32,7 +32,7 @@ class Permission(Struct, frozen=True):
     plain: bool = False
 
     def check(self, model: Path, *, takes_deltas: bool, versions: Sequence[VersionDir] | None = None) -> None:
-        """Refuse to publish over a hold, or to end a log, unless that was asked for.
+        """Refuse to publish over a hold (ModelHeld), or to end a log (ChainEnds), unless that was asked for.
 
         The model's `versions` are listed unless they are given.
         """

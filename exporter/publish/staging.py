@@ -91,7 +91,10 @@ class Staging:
 
 
 def _forget_name(error: ExportError) -> None:
-    """The name is random and gone: with it, a watch would take each failure of one kind for another one."""
+    """Put `.staging` into an error's message, in place of the directory's random name, which is gone.
+
+    With it, a watch would take each failure of one kind for another one.
+    """
     error.message = _OWN_NAME.sub(".staging", error.message)
     error.args = (error.message,)
 

@@ -456,7 +456,7 @@ def copy_ranges(
     target: Path,
     advance: Callable[[int], None],
 ) -> None:
-    """`Mirror.copy` of a file that stands for an object."""
+    """Fetch pieces of a file that stands for an object into an open file: see `Mirror.copy`."""
     found = _find(path)
     assert found is not None, path
     found[0].copy(found[1], descriptor, pieces, target, advance)

@@ -346,16 +346,22 @@ class Passage:
         return self._passed.noting(path, self._cuts.get(path, ()) if file.crc32c is None else ())
 
     def check_file(self, file: FileEntry) -> None:
-        """Compare a file that is there with the manifest."""
+        """Compare a file that is there with the manifest; VerificationError if it differs."""
         verify_file(self._path, file, self._passed)
 
     def check_files(self) -> None:
-        """Compare all files, which are there, and the index with the manifest."""
+        """Compare all files, which are there, and the index with the manifest.
+
+        VerificationError if one differs.
+        """
         manifest, prefix = self._item.manifest, Path(DELTA_NAME) if self._item.is_delta else None
         verify_files(self._path, manifest.tensors, manifest.files, prefix=prefix, passed=self._passed)
 
     def check_values(self, shards: Iterable[FileEntry] | None = None) -> None:
-        """Compare the stored values with the index; those of some data shards, if these are named."""
+        """Compare the stored values with the index; those of some data shards, if these are named.
+
+        VerificationError if one differs; nothing is compared where there is no index.
+        """
         if not self._index.exists():
             return
         catalog = read_catalog(self._prefix)

@@ -234,7 +234,7 @@ def remove_stored(store: ObjectWriter, stored: StoredModel, *paths: str) -> None
 
 
 def _require_ours(plan: PushPlan, head: Head) -> None:
-    """Refuse to go on from a publication, or from holds, that this directory does not know."""
+    """Raise PositionMoved if the head has a publication, or holds, that this directory does not know."""
     known = recall(plan.model, plan.url)
     directory = plan.model / head.path
     if (directory / MANIFEST_FILE).is_file():

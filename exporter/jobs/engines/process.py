@@ -183,7 +183,7 @@ def _end(asked: Asked, outcomes: IO[bytes]) -> None:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of orphaned workers: Ray's begin sessions of their own, and linger."""
+    """Become the parent of orphaned workers, on Linux: Ray's begin sessions of their own, and linger."""
     import ctypes
 
     with suppress(AttributeError, OSError):  # Linux alone has it
