@@ -92,7 +92,7 @@ class Calls:
         return response
 
     def status(self, request: Proto) -> Proto:
-        """The state of each version of a model."""
+        """The state of each version of a model; StatusError if there is no such model or version."""
         _require_spec(request)
         response = message_class("serving.GetModelStatusResponse")()
         for status in self.models.statuses(request.model_spec):

@@ -54,7 +54,7 @@ class Model(Protocol):
 
 
 def predict(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
-    """Fill a `PredictResponse`'s outputs."""
+    """Fill a `PredictResponse`'s outputs; StatusError as TF Serving if request or signature does not fit."""
     signature = _predict_signature(model, request.model_spec.signature_name, how)
     feeds = _feeds(signature, request.inputs, how.max_filled_bytes)
     aliases = _output_aliases(signature, request.output_filter)
@@ -82,7 +82,10 @@ def predict_arrays(
 
 
 def classify(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
-    """Fill a `ClassificationResponse`'s result."""
+    """Fill a `ClassificationResponse`'s result.
+
+    StatusError as TF Serving if request or signature does not fit.
+    """
     signature = _signature_of(model, request.model_spec)
     input_, outputs = _classify_tensors(signature, how)
     examples = _examples(request.input, how.max_filled_bytes)
@@ -91,7 +94,10 @@ def classify(model: Model, request: Proto, response: Proto, how: Inference = DEF
 
 
 def regress(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
-    """Fill a `RegressionResponse`'s result."""
+    """Fill a `RegressionResponse`'s result.
+
+    StatusError as TF Serving if request or signature does not fit.
+    """
     signature = _signature_of(model, request.model_spec)
     input_, output = _regress_tensors(signature, how)
     examples = _examples(request.input, how.max_filled_bytes)

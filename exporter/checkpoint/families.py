@@ -265,7 +265,10 @@ def v1_pattern(name: str) -> str:
 
 
 def v1_files(prefix: Path) -> list[Path]:
-    """The files of a checkpoint of format V1, whose prefix is a file's name or a glob pattern of shards."""
+    """The files, sorted, of a checkpoint of format V1; `prefix` is a file's name or a glob pattern of shards.
+
+    None of them if there are none, or the directory cannot be listed.
+    """
     with suppress(OSError):
         return sorted(
             path for path in prefix.parent.iterdir() if _is_v1(prefix, path.name) and path.is_file()

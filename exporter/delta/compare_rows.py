@@ -124,7 +124,7 @@ class ComparedRows:
         return Found(local + start, np.array(new[local]), hashes, new.nbytes, old_read, new_read)
 
     def _compare_with_known(self, old: Array, blocks: Array, start: int) -> None:
-        """Set `is_old_as_known` to False unless the old rows of these blocks of a chunk have the known hashes."""
+        """Set `is_old_as_known` to False unless old rows of these blocks of a chunk have the known hashes."""
         # Where they differ, rows are damaged; or some of them were held back, whose hashes are unknown.
         if self.known is not None:
             known = self.known[blocks + start // self.block]

@@ -141,7 +141,7 @@ def _symbols_saved(keras: Any) -> WhileNeeded:
 
 
 def _in_recorders(save: Callable[[Any, Any], None], before: Callable[[Any, Any], None]) -> Any:
-    """A method that does `save` for recorders, and `before` for other stores, as of a thread that saves."""
+    """A method that calls `save` for stores that are recorders, and `before` for those of other threads."""
 
     def save_own_variables(self: Any, store: Any) -> None:
         (save if isinstance(store, _Recorder) else before)(self, store)

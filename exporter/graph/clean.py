@@ -206,7 +206,10 @@ def _with_constants(
 def _cut(
     index: GraphIndex, nodes: dict[str, Proto], signatures: Iterable[SignatureEnds], foreign: Collection[str]
 ) -> dict[Endpoint, Endpoint]:
-    """Check the nodes that each signature runs, and cut its inputs off; returns {input: its placeholder}."""
+    """Refuse nodes that no signature may run, and cut the signatures' inputs off.
+
+    Returns {input: its placeholder}.
+    """
     computed: set[str] = set()
     given: dict[Endpoint, str] = {}
     for ends in signatures:

@@ -101,7 +101,10 @@ class Converted(Struct, frozen=True):
 
 
 def convert_deeprec(meta_graph: Proto, absent_keys: Mapping[str, str]) -> Converted:
-    """Rewrite, in place, the lookups in embedding variables that the signatures' outputs need."""
+    """Rewrite, in place, the lookups in embedding variables that the signatures' outputs need.
+
+    Returns the tables that these become, and notes; NotServable for a variable that cannot become one.
+    """
     if not absent_keys and not is_deeprecs(meta_graph.graph_def.node):
         return Converted()
     index = GraphIndex.of(meta_graph)
@@ -253,7 +256,10 @@ def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, tuple[str, int]]
 
 
 def _kind(variable: str, handles: Iterable[Proto]) -> tuple[DType, DType, int]:
-    """The dtypes of a variable's keys and values, and its dimension; NotServable if parts differ."""
+    """The dtypes of a variable's keys and values, and its dimension.
+
+    NotServable if no dynamic table can have them, or parts differ.
+    """
     kinds = set()
     for handle in handles:
         keys, values = attr_dtype(handle, "Tkeys"), attr_dtype(handle, "dtype")

@@ -290,7 +290,10 @@ class _Uses:
         return _verdict(parts if kept or parts is None else 1 - parts)
 
     def _kept_where(self, comparison: Proto) -> bool | None:
-        """The comparison's outcome where a mask made of it keeps its input; None if it makes no mask."""
+        """The comparison's outcome where a mask made of it keeps its input; None if it makes no mask.
+
+        True, too, if that is not found within `_MOST_PLACES` places.
+        """
         pending = [(comparison, True)]
         for _ in range(_MOST_PLACES):
             if not pending:

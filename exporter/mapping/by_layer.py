@@ -119,6 +119,7 @@ def match_unnamed(
 
     `named` are variables for which rules have spoken; a variable whose very name a tensor has is left to
     names. `by_order` says that equal shapes in a list are in the order of the graph's variables.
+    NoCertainMatch if a match would be a guess.
     """
     wanted = {variable.key: variable for variable in graph.variables}
     open_ = {key: v for key, v in wanted.items() if key not in catalog.tensors and key not in {*named}}

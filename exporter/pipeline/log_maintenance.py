@@ -162,7 +162,10 @@ def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, .
 def merge_run(
     log: DeltaLog, run: Sequence[LogDelta], jobs: Jobs = LOCALLY, progress: ProgressFactory = no_progress
 ) -> Merged | None:
-    """Publish neighbouring deltas as one; None if that one is published already."""
+    """Publish neighbouring deltas as one.
+
+    None if that one is published already, NotFinite if the model refuses it.
+    """
     _require_finite(log, run)
     with Staging(log.model) as staging, writing(staging.path), ExitStack() as stack:
         merger, what = _merger(log, run, staging.path, jobs)
@@ -425,7 +428,7 @@ def _resumption(
 
 
 def restorer_of(model: Path) -> Restorer:
-    """Read what is published of a model: a log, or plain versions."""
+    """Read what is published of a model: a log, or plain versions; NotUpdatable if nothing is."""
     from exporter.pipeline.restoration import (  # late: deltas bring nothing back
         DeltaRestorer,
         VersionRestorer,

@@ -247,7 +247,10 @@ class DeltaLog(Struct, frozen=True, dict=True):
             return found
 
     def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> LayeredState:
-        """The values at a position, by default at the newest; of variables `only`, if these are named."""
+        """The values at a position, by default at the newest; of variables `only`, if these are named.
+
+        Opens the deltas that lead there: DeltaGap if none do, CheckpointError if one is damaged.
+        """
         from exporter.delta.layered_state import LayeredState
 
         target = self.at.position if position is None else position
@@ -294,7 +297,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
 @contextmanager
 def _hinted() -> Iterator[None]:
-    """Say what helps against damage: the reader of bundles takes a delta for a checkpoint."""
+    """Give CheckpointErrors of the block a log's hint: the reader takes a delta for a checkpoint."""
     try:
         yield
     except CheckpointError as error:

@@ -589,7 +589,10 @@ def newest_made_from(model: Path, digest: str) -> MadeVersion | None:
 
 
 def _mentions(version: Path, digest: str) -> bool:
-    """A quick look: parsing the manifests of many versions takes long. What vanishes is not published."""
+    """True if a version's manifest, unparsed, has this text; False also if it cannot be read.
+
+    Parsing the manifests of many versions takes long. What vanishes is not published.
+    """
     try:
         return digest.encode("ascii") in read_regular(version / MANIFEST_FILE, MAX_MANIFEST_BYTES)
     except OSError:

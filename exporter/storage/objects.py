@@ -284,7 +284,10 @@ class ObjectWriter(ObjectReader):
         self._put(key, content, "overwrite")
 
     def fetch(self, key: str, limit: int) -> tuple[bytes, Tag] | None:
-        """A small object and its tag; None if there is none."""
+        """A small object and its tag.
+
+        None if there is none, CheckpointError if it has more than `limit` bytes.
+        """
         import obstore
 
         def fetched() -> tuple[bytes, Tag]:

@@ -239,7 +239,10 @@ class _Area(Struct):
         return Elements(self.slots[differ], self.rows[differ])
 
     def move(self, new: _Placed) -> Elements:
-        """Choose a new seed for each group, and place its keys and the new ones by it; the seeds to write."""
+        """Choose a new seed for each group, and place its keys and the new ones by it; the seeds to write.
+
+        Crowded if a group finds none.
+        """
         filled = np.flatnonzero(self.rows != self.geometry.empty_row)
         groups = self.geometry.groups_of(self.keys[filled])
         # A window has keys of other groups, too: they stay where they are.

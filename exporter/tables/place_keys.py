@@ -240,7 +240,10 @@ class _Sorting:
             hashes_at, rows_at = hashes_at + 8 * counts, rows_at + 4 * counts
 
     def _count(self) -> Iterator[Array]:
-        """Yield the number of keys in each range, block by block; checks them, and writes int32 as int64."""
+        """Yield the number of keys in each range, block by block; write int32 keys as int64 to the target.
+
+        Notes their checksums; CorruptFile if a key is not in its bucket.
+        """
         run, crc = self.run, 0
         offsets = None if run.offsets is None else read_offsets(self._catalog, run.keys, run.offsets)
         for first, block in self._blocks(run.keys):

@@ -172,7 +172,10 @@ _WORDS = {word: word for word in ("MODEL", "WHAT", "PATH", "MODEL_BASE_PATH")} |
 
 
 def with_names(error: ExportError) -> ExportError:
-    """The error, with words as MODEL in its hint replaced by what was typed, so that the hint can be run."""
+    """Replace words as MODEL in an error's hint by what was typed, so that it can be run.
+
+    Returns the error.
+    """
     typed = _TYPED.get() or {}
     if error.hint == UsageError.default_hint:
         error.hint = f"see {COMMAND.get()} --help"

@@ -242,7 +242,10 @@ class Carrier:
 
     @contextmanager
     def _beating(self) -> Iterator[_Check]:
-        """Say again and again that the upload goes on; `check` raises if somebody has given it up."""
+        """Renew the head in a thread while the upload goes on; yields a function that checks if it may go on.
+
+        That, and the end of the block, raises PositionMoved if somebody has given the upload up.
+        """
         ended, interrupted, failure = threading.Event(), threading.Event(), list[ExportError]()
 
         def beat() -> None:

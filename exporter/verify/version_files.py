@@ -45,7 +45,7 @@ class Checksum(Task, frozen=True, kw_only=True):
     ranges: tuple[Range, ...]
 
     def run(self, directory: Directory) -> Receipt:
-        """See `Task`."""
+        """Read the ranges of every input: a receipt with the checksum of each."""
         crcs = [0] * len(self.ranges)
         for number, source in enumerate(self.inputs):
             mine = [index for index, each in enumerate(self.ranges) if each.input == number]
