@@ -163,7 +163,10 @@ def _not_pem(option: str, file: str, error: Exception) -> NoReturn:
 
 
 def server_credentials(path: Path) -> grpc.ServerCredentials:
-    """The credentials of a port: the server's key and certificate, and the authority of its clients."""
+    """The credentials of a port: the server's key and certificate, and the authority of its clients.
+
+    UsageError if the file, or what it holds, cannot be used.
+    """
     import grpc
 
     config = read_text_config(_OPTION, path, "SSLConfig", is_secret=True)

@@ -135,7 +135,11 @@ class Reloader:
         self._checks_paths = checks_paths
 
     def run(self) -> list[Reloaded]:
-        """Send the configuration, and wait until it is served."""
+        """Send the configuration, and wait until it is served; returns what is served of each model.
+
+        ModelPathNotFound or UsageError, and nothing is sent, if a server would wait for ever; CallFailed if
+        it refuses, ServerError if a model is not served in time.
+        """
         check_to_send(self._wanted)
         with ExitStack() as stack:
             models = {model.name: model for model in self._wanted.model_config_list.config}

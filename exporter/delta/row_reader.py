@@ -114,7 +114,10 @@ class _ObjectRange(Struct, frozen=True):
         self._require_same()
 
     def read(self, starts: Array, stops: Array) -> Array | None:
-        """Read ranges of the extent from the store and keep nothing; None if the file has them."""
+        """Read ranges of the extent from the store and keep nothing; None if the file has them.
+
+        CheckpointChanged if the object is another one now.
+        """
         first, ends = self.extent.offset, np.cumsum(stops - starts)
         columns = starts + first, stops + first, ends - (stops - starts)
         found = np.empty(ends[-1], np.uint8)

@@ -290,7 +290,10 @@ def rows_of(catalog: Catalog, ref: TensorRef, ids: Array) -> Array:
 
 
 def _change(catalog: Catalog, changed: Changed) -> Change:
-    """Read the rows or the value of a variable from an increment's bundle."""
+    """Read the rows or the value of a variable from an increment's bundle.
+
+    CorruptFile if they do not fit it.
+    """
     variable = changed.variable
     tensors = []
     for key, dtype in zip(variable.keys, variable.dtypes, strict=True):

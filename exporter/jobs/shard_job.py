@@ -207,6 +207,7 @@ class ShardJob(Generic[T]):
 
         A kept job ends with the stack: when its shards are published. `before` and `behind` are how many
         shards the caller writes. Files below `made` are the command's own: see `exporter.jobs.shard_job`.
+        CorruptFile if a checksum differs, EngineFailed if the engine ends before.
         """
         shards = before + self.tasks + behind
         names = (shard_path(prefix, before + number, shards).name for number in range(self.tasks))

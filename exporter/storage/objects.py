@@ -226,7 +226,10 @@ class ObjectWriter(ObjectReader):
         return _open(self.url, _SLOW)
 
     def upload(self, key: str, file: Path, note: Callable[[int, memoryview], None] | None = None) -> str:
-        """Put a file under a key; returns its tag. `note` gets each part's offset and bytes as it goes."""
+        """Put a file under a key; returns its tag, "" if the store gives none.
+
+        `note` gets each part's offset and bytes as it goes.
+        """
         import obstore
 
         with writing_to(self.url, key), file.open("rb") as opened:

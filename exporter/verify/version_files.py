@@ -313,7 +313,10 @@ def _tasks(catalog: Catalog, batches: Iterable[list[_Piece]]) -> list[Checksum]:
 
 
 def _compare(jobs: Iterable[tuple[list[_Piece], Receipt]]) -> None:
-    """Join the pieces' checksums, in the files' order, into those of the runs, and compare them."""
+    """Join the pieces' checksums, in the files' order, into those of the runs.
+
+    VerificationError if one differs.
+    """
     crc = 0
     for batch, receipt in jobs:
         for (run, piece), piece_crc in zip(batch, receipt.read, strict=True):

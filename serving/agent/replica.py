@@ -378,7 +378,10 @@ class Replica:
         self._observe(client)
 
     def _restore(self) -> None:
-        """Add a model again that a killed agent had removed from the server."""
+        """Add a model again that a killed agent had removed from the server.
+
+        A failure is noted as of a call.
+        """
         if self._rebuilder is None or not self.observed.was_left_out:
             return
         try:
