@@ -88,7 +88,7 @@ class _Uncertain(Exception):
 def made_up_requests(graph: InferenceGraph) -> tuple[WarmupRequest, ...]:
     """One request for each signature that certainly answers it; TensorFlow runs each once.
 
-    None at all if the graph's calls cannot be written out.
+    Empty if the graph's calls cannot be written out.
     """
     graph_def = message_class("GraphDef")()
     graph_def.CopyFrom(graph.meta_graph.graph_def)

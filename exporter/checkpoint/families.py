@@ -267,7 +267,7 @@ def v1_pattern(name: str) -> str:
 def v1_files(prefix: Path) -> list[Path]:
     """The files, sorted, of a checkpoint of format V1; `prefix` is a file's name or a glob pattern of shards.
 
-    None of them if there are none, or the directory cannot be listed.
+    Empty if there are none, or the directory cannot be listed.
     """
     with suppress(OSError):
         return sorted(

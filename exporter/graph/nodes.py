@@ -287,7 +287,7 @@ class GraphIndex:
 def _argument_dtypes(node: Proto, op_def: Proto, argument: Proto) -> list[DType]:
     """The dtypes of one output argument: one, `number_attr` equal ones, or a list of them.
 
-    GraphError for an impossible number of outputs; none if the node does not tell.
+    Empty if the node does not tell; GraphError for an impossible number of outputs.
     """
     if argument.type_list_attr:
         types = _attr_or_default(node, op_def, argument.type_list_attr)

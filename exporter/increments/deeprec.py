@@ -377,7 +377,7 @@ def plan_deeprec_changes(
 def _range_of(tensor: TensorRef, part: int | None) -> tuple[int, int]:
     """First row and number of rows of a tensor's part, of the whole tensor for None.
 
-    CorruptFile without it.
+    CorruptFile if there is no such part.
     """
     if part is None:
         return 0, tensor.shape[0]

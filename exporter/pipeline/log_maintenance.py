@@ -467,7 +467,7 @@ def _operating(model: Path) -> Iterator[tuple[Restorer, Staging]]:
 
 
 def _require_no_canary_at_work(model: Path) -> None:
-    """Raise TargetBusy if a canary at work would have the hold, that is lifted, back within a second."""
+    """Raise TargetBusy while an agent's canary is at work: it would have its hold back within a second."""
     if not (model / CANARY_LOCK_FILE).exists():
         return
     try:

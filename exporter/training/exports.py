@@ -535,7 +535,7 @@ class NewCheckpoints:
     def new(self) -> Path | None:
         """The newest checkpoint (prefix or archive) if it is new or was written again since the last look.
 
-        None otherwise; this is a look.
+        None otherwise. This is a look, too.
         """
         looked = (identity_of(self._ckpt_dir), identity_of(self._ckpt_dir / CHECKPOINT_STATE_FILE))
         if looked == self._looked and not self._is_overwritten():

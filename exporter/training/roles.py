@@ -207,7 +207,7 @@ def _unclear(cause: str) -> RoleUnknown:
 def _indices(addresses: Any, job: str) -> frozenset[int]:
     """The tasks of a job, which lists their addresses, or maps some of their indices to addresses.
 
-    None listed is no tasks; RoleUnknown for anything else.
+    A job that lists nothing has no tasks; RoleUnknown for anything else.
     """
     match addresses:
         case list():

@@ -467,8 +467,9 @@ def _named(text: str, models: Mapping[str, Path]) -> tuple[str, str]:
 
 
 def _check_published(name: str, model: Path, requests: Sequence[GoldenRequest]) -> None:
-    """Refuse, by a UsageError, a model that cannot be written, or whose newest version lacks the requests'
-    signatures. One that is not there yet, or cannot be read, passes.
+    """Refuse, by a UsageError, a model that cannot be written, or one that the requests do not fit.
+
+    They are compared with its newest version. A model that is not there yet, or cannot be read, passes.
     """
     if not model.is_dir():
         return

@@ -85,7 +85,7 @@ def _all_equal(call: Call) -> Outputs:
 
 
 def _equal_inputs(call: Call) -> tuple[Dim, ...]:
-    """The shape that all inputs must have for the graph to run; Unclear if they have not."""
+    """The shape that all inputs must have for the graph to run; Unclear if they differ."""
     shape = call.shape(0)
     for at in range(1, len(call.inputs)):
         shape = equal_shapes(call, shape, call.shape(at))
