@@ -106,7 +106,11 @@ def _dtype(ref: TensorRef) -> Any:
 
 
 def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]:
-    """Yield a tensor stored as a whole, `count` elements at a time, after its checksum was verified."""
+    """Yield a tensor stored as a whole, `count` elements at a time, after its checksum was verified.
+
+    Tensors of other files than bundles come in blocks of their own, without a checksum; else CorruptFile if
+    that differs.
+    """
     if ref.content is not None:
         yield from ref.content.blocks()
         return

@@ -102,7 +102,10 @@ def _prune_reachable(
     keep_whole: set[str],
     stock: Collection[str] | None,
 ) -> dict[str, Proto]:
-    """Pruned copies of the functions that nodes call, by name; `stock` None allows foreign operations."""
+    """Pruned copies of the functions that nodes call, by name; `stock` None allows foreign operations.
+
+    GraphError if one cannot be served.
+    """
     found: dict[str, Proto] = {}
     pending = [*nodes]
     while pending:  # a pruned body calls fewer functions, so they are pruned while they are found

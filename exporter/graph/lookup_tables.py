@@ -210,7 +210,10 @@ def path_constant(name: str, file_name: str) -> Proto:
 
 
 def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterable[str]) -> tuple[Asset, ...]:
-    """The existing files that kept nodes read: a SavedModel's, initialisers', the asset collection's."""
+    """The existing files that kept nodes read: a SavedModel's, initialisers', the asset collection's.
+
+    MissingAsset if one is absent, AccessRefused if the graph may not read it, NotServable if it is computed.
+    """
     candidates = [name for name in source.assets if name in nodes]
     candidates += [
         _file_name_node(nodes, nodes[name]) for name in filling if _FROM_FILE.fullmatch(nodes[name].op)

@@ -111,7 +111,10 @@ class Sources:
                 check_values(stored.catalog, stored.tensor, stored.part)
 
     def _compare(self, run: Range) -> bool:
-        """Compare a run's checksum; false if it is not known yet, or not of bytes alone, as of strings."""
+        """Compare a run's checksum, unless that is done; CorruptFile if it differs.
+
+        False if it is not known yet, or not of bytes alone, as of strings.
+        """
         stored = self._runs.get(run)
         if stored is None:  # compared before
             return True

@@ -487,7 +487,7 @@ def position_of_merger(log: DeltaLog, path: Path) -> int:
 
 
 def skip_abandoned(log: DeltaLog, path: Path) -> DeltaLog:
-    """Return the log; if nothing may be published at `path` any more, with a new delta without changes."""
+    """Publish a delta without changes if nothing may be published at `path` any more; return the log then."""
     last = log.at
     end = position_of_merger(log, path)
     if end == last.position:

@@ -182,7 +182,12 @@ class Mirror:
         return None
 
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]] | None = None) -> None:
-        """Fetch ranges (start, stop) of a file, or all of it, as far as they are not here."""
+        """Fetch ranges (start, stop) of a file, or all of it, as far as they are not here.
+
+        CheckpointChanged if the object was replaced or is gone, CheckpointError if the store cannot be read,
+        DiskFull or PublishError if the disk does not take it. A file that no object stands behind is passed
+        over.
+        """
         with self._asking(), self._lock:
             found = self._stand_in_of(name)
             if found is None and name in self._found:

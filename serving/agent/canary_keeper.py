@@ -275,8 +275,8 @@ class Canary:
     def _ask(self, log: Log, address: str, version: int, position: int) -> tuple[Answer, ...] | None:
         """A replica's answers at a position; None if it is gone or has moved, which its own thread will find.
 
-        A replica that reports its position but does not answer is asked again until `patience_s` is over;
-        then its silence is the answer.
+        None, too, while a replica that reports its position does not answer: it is asked again until
+        `patience_s` is over, and counts as refusing all requests then.
         """
         if address not in self._clients:
             model = self.publications.model.name

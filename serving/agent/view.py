@@ -207,7 +207,7 @@ class FleetView(Struct, frozen=True):
                 yield f"no replica of {model.name} is known"
 
     def wrong(self) -> tuple[str, ...]:
-        """The replicas whose values differ from what was published, which only a restart repairs."""
+        """A sentence for each replica that does not hold what was published, which only a restart repairs."""
         return tuple(
             f"{name} does not hold what was published"
             for name, replica in self._replicas()
