@@ -262,7 +262,7 @@ class _Certainty:
     def _bound_rows(self, gather: Proto) -> None:
         """Note the limits from which follows that a gather's row numbers are rows of its table.
 
-        _Uncertain if it is no plain gather, the table's shape is unknown, or `_parts` is.
+        _Uncertain if it is no plain gather, the table's shape is unknown, or there are no such limits.
         """
         handle = through_identities(self._nodes, endpoint(gather.input[0]).node)
         is_plain = gather.op == "ResourceGather" and not attr(gather, "batch_dims").i

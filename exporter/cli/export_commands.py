@@ -124,7 +124,8 @@ class RunOptions(Struct, frozen=True):
 def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dry_run: bool) -> None:
     """Publish the next delta, or the base; or print what would be published. A watch goes on until it ends.
 
-    UsageError if `--check-graph` goes with `--watch` or `--full-on-mismatch`; ModelHeld if it would rebase.
+    UsageError if `--check-graph` goes with `--watch` or `--full-on-mismatch`; ModelHeld if `--rebase` meets a
+    hold.
     """
     if request.check_graph and (how.watching is not None or how.full_on_mismatch):
         raise UsageError(
