@@ -399,7 +399,7 @@ def _request(
     options: dict[str, Any],
     progress: ProgressFactory = no_progress,
 ) -> ExportRequest:
-    """The request of a call: the one that was given, or one made of the arguments."""
+    """The request of a call: the one that was given, or one made of the arguments; else UsageError."""
     if not callable(progress):
         raise given.wrong("progress", progress, "a function of a title and a total", "leave progress= out")
     if isinstance(ckpt_dir, ExportRequest):

@@ -92,7 +92,10 @@ class PortFlags(Struct, frozen=True):
         return HttpTls.of(self.tls_cert, self.tls_key, self.client_ca)
 
     def token(self) -> str | None:
-        """The token that requests need, one word; None without --token-file."""
+        """The token that requests need, one word.
+
+        None without --token-file, UsageError if the file has none.
+        """
         if self.token_file is None:
             return None
         file = self.token_file
@@ -187,7 +190,10 @@ class AuditFlags(Struct, frozen=True):
     ] = None
 
     def rebuild(self, models: Sequence[str]) -> Proto | None:
-        """The servers' configuration, for rebuilds; None without --rebuild-config."""
+        """The servers' configuration, for rebuilds; None without --rebuild-config.
+
+        UsageError if nothing is audited, or the file cannot be used.
+        """
         if self.rebuild_config is None:
             return None
         if self.audit_seconds is None:

@@ -57,7 +57,10 @@ class Calls:
         return self._infer(regress, message_class("serving.RegressionResponse")(), request, timeout_ms)
 
     def multi_inference(self, request: Proto, timeout_ms: int | None = None) -> Proto:
-        """Run several classify and regress signatures on the same examples."""
+        """Run several classify and regress signatures on the same examples.
+
+        StatusError as TF Serving answers.
+        """
         if not request.tasks:
             raise invalid("ModelSpec has no name specified.")  # TF Serving reads the spec of the first task
         response = message_class("serving.MultiInferenceResponse")()
@@ -68,7 +71,10 @@ class Calls:
         return response
 
     def metadata(self, request: Proto) -> Proto:
-        """The signatures of a version."""
+        """The signatures of a version.
+
+        StatusError if something else is asked for, or the version is absent.
+        """
         _require_spec(request)
         if not request.metadata_field:
             raise invalid("GetModelMetadataRequest must specify at least one metadata_field")
@@ -86,7 +92,7 @@ class Calls:
         return response
 
     def status(self, request: Proto) -> Proto:
-        """The state of each version of a model."""
+        """The state of each version of a model; StatusError if there is no such model or version."""
         _require_spec(request)
         response = message_class("serving.GetModelStatusResponse")()
         for status in self.models.statuses(request.model_spec):
@@ -96,7 +102,10 @@ class Calls:
         return response
 
     def configure(self, request: Proto, timeout_seconds: float, is_wanted: Callable[[], bool]) -> Proto:
-        """Serve other models, versions or labels. Returns when every new model is available."""
+        """Serve other models, versions or labels. Returns when every new model is available.
+
+        StatusError if the configuration is refused, or one is not available in time.
+        """
         if request.config.WhichOneof("config") != "model_config_list":
             raise invalid(
                 "ServerModelConfig type not supported by HandleReloadConfigRequest. "

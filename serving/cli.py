@@ -215,7 +215,7 @@ app = application(_HELP, COMMANDS)
 
 @app.callback()
 def serve_model(own_version: VersionFlag = False) -> None:
-    """The root command; its only option is `-V`."""
+    """Do nothing: this is the root command; its only option is `-V`."""
 
 
 def _from_stock(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -241,7 +241,7 @@ _FROM_STDIN = "the request itself goes to standard input: echo '...' | serve-mod
 
 
 def _request(source: str) -> dict[str, Any]:
-    """The JSON object in a file, or on standard input."""
+    """The JSON object in a file, or on standard input; UsageError if there is none."""
     import json
 
     from exporter.storage.files import read_regular
@@ -265,7 +265,10 @@ def _request(source: str) -> dict[str, Any]:
 def _ask(
     client: ModelClient, metadata: Metadata, name: str, version: int | None, request: dict[str, Any]
 ) -> tuple[dict[str, Any], int]:
-    """The response in REST's form, and the version that computed it."""
+    """The response in REST's form, and the version that computed it.
+
+    UsageError if the signature is absent, or the request does not fit it.
+    """
     from exporter.wire.rest_json import examples_input, predict_inputs
     from serving import rest_response
 

@@ -111,7 +111,7 @@ def _key_pair(access: ServerAccess) -> tuple[bytes | None, bytes | None]:
 
 
 def require_key_pair(certificate: Path, key: Path) -> None:
-    """Check that a certificate and a private key belong together."""
+    """Raise SSLError, or OSError, unless a certificate and a private key can be read and belong together."""
     ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(certificate, key, _no_password)
 
 
@@ -163,7 +163,10 @@ def _not_pem(option: str, file: str, error: Exception) -> NoReturn:
 
 
 def server_credentials(path: Path) -> grpc.ServerCredentials:
-    """The credentials of a port: the server's key and certificate, and the authority of its clients."""
+    """The credentials of a port: the server's key and certificate, and the authority of its clients.
+
+    UsageError if the file, or what it holds, cannot be used.
+    """
     import grpc
 
     config = read_text_config(_OPTION, path, "SSLConfig", is_secret=True)

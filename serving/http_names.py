@@ -22,7 +22,7 @@ _ALLOWED = re.compile(r"\*|(?:\*\.)?[\w-]+(?:\.[\w-]+)*\.?")
 
 
 def listed_names(option: str | None) -> tuple[str, ...]:
-    """The names in the value of --allow-host, which has commas between them."""
+    """The names in the value of --allow-host, which has commas between them; UsageError if one is none."""
     names = () if option is None else tuple(option.split(","))
     for name in names:
         if not _ALLOWED.fullmatch(name):

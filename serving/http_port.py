@@ -61,7 +61,10 @@ class HttpTls(Struct, frozen=True):
 
     @classmethod
     def of(cls, certificate: str | None, key: str | None, client_ca: str | None) -> HttpTls | None:
-        """The files that `--tls-cert`, `--tls-key` and `--client-ca` name; None without them."""
+        """The files that `--tls-cert`, `--tls-key` and `--client-ca` name; None without them.
+
+        UsageError if one is missing, or they cannot be used.
+        """
         if certificate is None and key is None and client_ca is None:
             return None
         if certificate is None or key is None:
@@ -141,7 +144,7 @@ class HttpPort:
         tls: HttpTls | None = None,
         allow_host: str | None = None,
     ) -> None:
-        """Listen.
+        """Listen, in a thread of its own, and answer requests.
 
         Args:
             application: called in a worker thread for each request.
@@ -464,7 +467,7 @@ class _Connection:
 
 
 def _require_one_end(headers: dict[str, str], version: bytes) -> None:
-    """Refuse requests whose end a proxy and this port could see in different places.
+    """Raise _Refused for requests whose end a proxy and this port could see in different places.
 
     A client could then smuggle a second request into the connection of another client behind the proxy
     (RFC 9112, sections 6.3 and 11.2). h11 accepts the two cases below, as the RFC allows.

@@ -54,7 +54,7 @@ class Model(Protocol):
 
 
 def predict(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
-    """Fill a `PredictResponse`'s outputs."""
+    """Fill a `PredictResponse`'s outputs; StatusError as TF Serving if request or signature does not fit."""
     signature = _predict_signature(model, request.model_spec.signature_name, how)
     feeds = _feeds(signature, request.inputs, how.max_filled_bytes)
     aliases = _output_aliases(signature, request.output_filter)
@@ -82,7 +82,10 @@ def predict_arrays(
 
 
 def classify(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
-    """Fill a `ClassificationResponse`'s result."""
+    """Fill a `ClassificationResponse`'s result.
+
+    StatusError as TF Serving if request or signature does not fit.
+    """
     signature = _signature_of(model, request.model_spec)
     input_, outputs = _classify_tensors(signature, how)
     examples = _examples(request.input, how.max_filled_bytes)
@@ -91,7 +94,10 @@ def classify(model: Model, request: Proto, response: Proto, how: Inference = DEF
 
 
 def regress(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
-    """Fill a `RegressionResponse`'s result."""
+    """Fill a `RegressionResponse`'s result.
+
+    StatusError as TF Serving if request or signature does not fit.
+    """
     signature = _signature_of(model, request.model_spec)
     input_, output = _regress_tensors(signature, how)
     examples = _examples(request.input, how.max_filled_bytes)
@@ -104,7 +110,8 @@ def multi_inference(
 ) -> None:
     """Fill a `MultiInferenceResponse`: several classify and regress signatures over one input, in one step.
 
-    The examples are fed to the input tensor of each signature: in TensorFlow 2 each has its own.
+    The examples are fed to the input tensor of each signature: in TensorFlow 2 each has its own. StatusError
+    for other methods, and for what does not fit the signatures.
     """
     tasks = [(task, _task_signature(model, request.tasks, index)) for index, task in enumerate(request.tasks)]
     inputs: set[str] = set()
@@ -226,7 +233,10 @@ def _task_signature(model: Model, tasks: Sequence[Proto], index: int) -> Proto:
 
 
 def _classify_tensors(signature: Proto, how: Inference) -> tuple[str, list[str]]:
-    """The name of the input tensor, and of the tensors `classes` and `scores` that the signature has."""
+    """The name of the input tensor, and of the tensors `classes` and `scores` that the signature has.
+
+    StatusError if it has not one input, or neither of these.
+    """
     _expect_method(signature, CLASSIFY, "classification", how)
     if len(signature.inputs) != 1:
         raise invalid("Expected one input Tensor.")
@@ -263,7 +273,8 @@ def _input_tensor(signature: Proto, kind: str) -> str:
 def _examples(input_: Proto, max_filled_bytes: int) -> NDArray[Any]:
     """Serialised `tf.Example`s, string [n], each after the shared context if there is one.
 
-    Concatenated messages merge when they are parsed, and the later one, the example, wins.
+    Concatenated messages merge when they are parsed, and the later one, the example, wins. StatusError if
+    there are none, or too many bytes of them.
     """
     kind = input_.WhichOneof("kind")
     messages = getattr(input_, kind).examples if kind else ()

@@ -98,7 +98,10 @@ def has_saved_model(directory: Path) -> bool:
 
 
 def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
-    """Load the SavedModel in `directory`, and hold a shared lock on its manifest until `close`."""
+    """Load the SavedModel in `directory`, and hold a shared lock on its manifest until `close`.
+
+    StatusError if it is absent, being removed, or damaged; TensorFlow's own errors are raised as they are.
+    """
     if not has_saved_model(directory):
         names = " or ".join(SAVED_MODEL_FILES)
         raise StatusError(Code.NOT_FOUND, f"Could not find {names} in {directory}")
@@ -131,7 +134,10 @@ def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
 
 
 def _require_files(directory: Path) -> None:
-    """Refuse pipes and devices: TensorFlow would open one and block for ever, and with it all later loads."""
+    """Raise StatusError for pipes and devices: TensorFlow would open one and block for ever.
+
+    All later loads would wait for it.
+    """
     for path in directory.rglob("*"):
         with suppress(OSError):
             mode = path.stat().st_mode
@@ -140,7 +146,10 @@ def _require_files(directory: Path) -> None:
 
 
 def _lock(manifest: Path) -> int | None:
-    """Take the shared lock that keeps retention from removing the version."""
+    """Take the shared lock that keeps retention from removing the version; None if it has no manifest.
+
+    StatusError if it is being removed.
+    """
     try:
         descriptor = open_regular(manifest)
     except FileNotFoundError:

@@ -56,7 +56,8 @@ def load_warm(
 def warm_up(model: Model, directory: Path, how: Inference = DEFAULT_INFERENCE, *, iterations: int = 1) -> int:
     """Replay the warm-up requests of the SavedModel in `directory`, in file order; returns their number.
 
-    Each is replayed `iterations` times before the next one.
+    Each is replayed `iterations` times before the next one. StatusError for too many, a damaged file, or one
+    that fails.
     """
     from exporter.wire.tfrecord import DamagedRecord, read_records
 
@@ -180,7 +181,10 @@ class VersionManager:
 
     @contextmanager
     def borrow(self, version: int | None) -> Iterator[tuple[int, LoadedModel]]:
-        """Borrow the given version, or the newest available one; it stays loaded inside the `with` block."""
+        """Borrow the given version, or the newest available one; it stays loaded inside the `with` block.
+
+        StatusError NOT_FOUND if it is not available.
+        """
         with self._changed:
             number = version if version is not None else max(self._available(), default=-1)
             if number not in self._available():
@@ -220,7 +224,10 @@ class VersionManager:
             return not self._available() and not self._wanted <= self._failures.keys()
 
     def wait_available(self, timeout_seconds: float, is_wanted: Callable[[], bool] = lambda: True) -> int:
-        """Wait for an available version and return the newest one; stops when `is_wanted` returns False."""
+        """Wait for an available version and return the newest one; stops when `is_wanted` returns False.
+
+        ServerError if it stops so, if the time is over, or if none can come.
+        """
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             while not (available := self._available()) or self._noticed != self._taken_up:

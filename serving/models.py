@@ -68,7 +68,10 @@ class ServedModels:
 
     @contextmanager
     def borrow(self, spec: Proto) -> Iterator[tuple[int, LoadedModel]]:
-        """Borrow the version that a `ModelSpec` names; it stays loaded inside the `with` block."""
+        """Borrow the version that a `ModelSpec` names; it stays loaded inside the `with` block.
+
+        StatusError if there is no such model, version or label.
+        """
         if not spec.name:
             raise invalid("ModelSpec has no name specified.")
         version = self._version(spec)
@@ -86,7 +89,10 @@ class ServedModels:
             yield borrowed
 
     def statuses(self, spec: Proto) -> list[VersionStatus]:
-        """The versions of a model, the newest first, or the one that the `ModelSpec` names."""
+        """The versions of a model, the newest first, or the one that the `ModelSpec` names.
+
+        StatusError if there are none.
+        """
         statuses = self.versions(spec.name)
         version = self._version(spec)
         if version is None:
@@ -158,7 +164,10 @@ class ServedModels:
             manager.start()
 
     def _check_labels(self, wanted: Sequence[ModelConfig]) -> None:
-        """Refuse to move a label to a version that is not available: requests with the label would fail."""
+        """Raise StatusError if a label moves to a version that is not available: its requests would fail.
+
+        Unless labels of such versions are allowed, a new one may not name one either.
+        """
         for model in wanted:
             current = self.labels(model.name)
             available = self._available(model.name)
@@ -210,7 +219,7 @@ class ConfigFile:
         self._problem = ""
 
     def read(self, *, may_be_empty: bool = True) -> tuple[ModelConfig, ...]:
-        """The models that the file lists."""
+        """The models that the file lists; UsageError if it cannot be used, or is empty and may not be."""
         try:
             config = read_config_file(self.path)
             if not may_be_empty and config.WhichOneof("config") is None:

@@ -98,7 +98,7 @@ def needed_versions(model: Proto) -> set[int]:
 
 
 def require_there(new: Iterable[Proto]) -> None:
-    """Check that the files of new models exist, before a server receives the models."""
+    """Raise ModelPathNotFound if files of new models do not exist, before a server receives the models."""
     for entry in new:
         if problem := absent(entry):
             raise ModelPathNotFound(
@@ -120,7 +120,7 @@ class Reloader:
         *,
         checks_paths: bool = True,
     ) -> None:
-        """Prepare; `run` sends the configuration.
+        """Prepare a reload; `run` sends the configuration.
 
         Args:
             wanted: the `ModelServerConfig`; it lists at least one model.
@@ -135,7 +135,11 @@ class Reloader:
         self._checks_paths = checks_paths
 
     def run(self) -> list[Reloaded]:
-        """Send the configuration, and wait until it is served."""
+        """Send the configuration, and wait until it is served; returns what is served of each model.
+
+        ModelPathNotFound or UsageError, and nothing is sent, if a server would wait for ever; CallFailed if
+        it refuses, ServerError if a model is not served in time.
+        """
         check_to_send(self._wanted)
         with ExitStack() as stack:
             models = {model.name: model for model in self._wanted.model_config_list.config}
@@ -157,7 +161,10 @@ class Reloader:
         return Labels(available, {label: version for label, version in found.items() if version is not None})
 
     def _served(self, client: ModelClient, model: Proto) -> list[int]:
-        """Wait until a model is served as its entry requires; returns its available versions."""
+        """Wait until a model is served as its entry requires; returns its available versions.
+
+        ServerError if it cannot be loaded, or the time is over.
+        """
         began = time.monotonic()
         while (problem := problem_of(model, statuses := _statuses(client))) is not None:
             is_settled = time.monotonic() >= min(began + _SETTLE_SECONDS, self._until)

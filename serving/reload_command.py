@@ -48,7 +48,10 @@ class WholeFlags(Struct, frozen=True):
     ] = False
 
     def config(self, entry: EntryFlags) -> Any:
-        """The configuration to send: the file's, or an empty one, with the entry of --model."""
+        """The configuration to send: the file's, or an empty one, with the entry of --model.
+
+        UsageError if it lists no model, or options for a model name none.
+        """
         config = self._given(has_model=entry.model is not None)
         if entry.model is not None:
             entry.put_into(config, entry.model)
@@ -59,7 +62,10 @@ class WholeFlags(Struct, frozen=True):
         return config
 
     def _given(self, *, has_model: bool) -> Any:
-        """The file's configuration, or an empty one."""
+        """The file's configuration, or an empty one.
+
+        UsageError if options exclude each other, or say neither.
+        """
         from exporter.wire.protos import message_class
         from serving.model_config import read_config_file
 
@@ -100,7 +106,10 @@ class EntryFlags(Struct, frozen=True):
     ] = []
 
     def put_into(self, config: Any, name: str) -> None:
-        """Change the model's entry as the options say, or add one; other fields of the entry stay."""
+        """Change the model's entry as the options say, or add one; other fields of the entry stay.
+
+        UsageError if a new one has no base path, or a label no version.
+        """
         policy, base_path = self._policy(), self.model_base_path
         found = [entry for entry in config.model_config_list.config if entry.name == name]
         if not found and base_path is None:

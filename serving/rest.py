@@ -228,7 +228,10 @@ class RestInterface:
 
 
 def _require_types(inputs: Mapping[str, NDArray[Any]], signature: Proto) -> None:
-    """Refuse values of types that TensorFlow Serving does not read from JSON; no value is of any type."""
+    """Raise NoJsonForm for values of types that TensorFlow Serving does not read from JSON.
+
+    No value is of any type.
+    """
     for name, array in inputs.items():
         dtype = DType(signature.inputs[name].dtype)
         if array.size and dtype not in rest_json.REST_TYPES:
@@ -271,10 +274,10 @@ def _require_origin(request: HttpRequest) -> None:
 
 
 def _refuse_other_pages(headers: Mapping[str, str]) -> None:
-    """Refuse what a page of another site makes a browser send without asking first: a form, or such a text.
+    """Raise StatusError for what a page of another site makes a browser send without asking first.
 
-    JSON it would ask for, by OPTIONS, and without CORS in vain. Programs send neither of the two headers
-    (`curl -d` sends a form's type), proxies pass them on.
+    That is a form, or a text like one. JSON it would ask for, by OPTIONS, and without CORS in vain. Programs
+    send neither of the two headers (`curl -d` sends a form's type), proxies pass them on.
     """
     if headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
         return

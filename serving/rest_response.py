@@ -116,7 +116,10 @@ def regressions(values: Sequence[float]) -> dict[str, Json]:
 
 
 def to_json(array: NDArray[Any], name: str) -> Json:
-    """A tensor as nested lists; strings are text, or `{"b64": ...}` where the name ends in `_bytes`."""
+    """A tensor as nested lists; strings are text, or `{"b64": ...}` where the name ends in `_bytes`.
+
+    ValueError if JSON has no form for it.
+    """
     dtype = dtype_of(array)
     if dtype is DType.STRING:
         binary = name.endswith("_bytes")

@@ -162,7 +162,11 @@ def _tables(version: Path) -> str | None:
 def _the_model(
     sink: Output, argument: Path | None, option: Path | None, name: str | None, config_file: Path | None
 ) -> tuple[Path | None, str | None]:
-    """The path and name of the one model to serve; None for both if a file lists the models."""
+    """The path and name of the one model to serve; None for both if a file lists the models.
+
+    The name is None, too, if the path alone is given without an option. UsageError without a path, or for
+    two.
+    """
     if config_file is not None:
         if argument or option or name:
             sink.note(f"{config_file} lists the models: options that name one have no effect")

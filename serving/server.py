@@ -274,7 +274,7 @@ def _single(base_path: str | PathLike[str] | None, name: str | None) -> tuple[Mo
 
 
 def _require_unused(path: Path) -> None:
-    """Refuse a socket on which another server listens: gRPC would replace the file without an error."""
+    """Raise ServerError for a socket on which another server listens: gRPC would replace the file."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
@@ -434,7 +434,10 @@ class ModelService:
 
 
 def _timeout_ms(context: Context) -> int | None:
-    """The rest of the caller's deadline, after which the session stops the step, as TF Serving's does."""
+    """The rest of the caller's deadline, after which the session stops the step, as TF Serving's does.
+
+    None if the caller waits for ever.
+    """
     seconds = _seconds_left(context)
     return None if seconds is None else int(seconds * 1000)
 

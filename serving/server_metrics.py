@@ -119,7 +119,7 @@ class ServerMetrics:
         yield from (states, position, step)
 
     def _stands_at(self, name: str, version: int) -> tuple[int, int] | None:
-        """Position and step of a version, if it takes deltas and responds within a second."""
+        """Position and step of a version, if it takes deltas and responds within a second; else None."""
         spec = message_class("serving.ModelSpec")(name=name)
         spec.version.value = version
         with suppress(Exception), self._models.borrow(spec) as (_, model):

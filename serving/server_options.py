@@ -200,12 +200,15 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     network: NetworkOptions = GRPC_ALONE
 
     def __post_init__(self) -> None:
-        """Check numbers that come from Python; the command line checks them itself."""
+        """Raise UsageError for wrong numbers that come from Python; the command line checks them itself."""
         if self.poll_seconds < 0 or self.threads < 1 or not 0 <= self.port <= 65535:
             raise UsageError("poll_seconds must not be negative, threads positive, and port within 0..65535")
 
     def channel_arguments(self) -> list[tuple[str, int | str]]:
-        """Arguments of the gRPC server by name; a value in digits becomes a number."""
+        """Arguments of the gRPC server by name; a value in digits becomes a number.
+
+        UsageError for another form.
+        """
         arguments: list[tuple[str, int | str]] = []
         for part in filter(None, (self.grpc_channel_arguments or "").split(",")):
             name, equals, value = part.partition("=")

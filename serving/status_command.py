@@ -119,7 +119,10 @@ def _seconds_since(time: datetime | None, now: datetime) -> float | None:
 
 
 def run(client: ModelClient, published: Path | None, sink: Output) -> None:
-    """Ask the server, compare with what is published, and print."""
+    """Ask the server, compare with what is published, and print.
+
+    ServerError, then, if no version is available.
+    """
     statuses = client.status()
     found, target = ask(client, statuses), None
     if published is not None:

@@ -32,7 +32,7 @@ _AT_LEAST = {
 
 
 def check_batching_parameters(path: Path) -> None:
-    """Check a file of `BatchingParameters` in text form."""
+    """Raise UsageError unless a file holds `BatchingParameters`, in text form, that TF Serving accepts."""
     found = read_text_config("--batching_parameters_file", path, "BatchingParameters")
     for problem in _problems(found):
         raise UsageError(
@@ -175,7 +175,10 @@ _TRUE, _FALSE = ("true", "1", "t"), ("false", "0", "f")
 
 
 def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Replace TF Serving's flags by this program's options; returns also notes on flags without effect."""
+    """Replace TF Serving's flags by this program's options; returns also notes on flags without effect.
+
+    UsageError for a flag that is not supported.
+    """
     translated: list[str] = []
     notes: list[str] = []
     ignored: dict[str, str] = {}

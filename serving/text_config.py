@@ -44,7 +44,7 @@ _SCALARS = {"string": "TYPE_STRING", "bool": "TYPE_BOOL", "int64": "TYPE_INT64"}
 
 
 def read_text_config(option: str, path: Path, message: str, *, is_secret: bool = False) -> Proto:
-    """Read a message in text form from a file.
+    """Read a message in text form from a file; UsageError if it cannot be read, or is not one.
 
     Args:
         option: the option that names the file, for errors.

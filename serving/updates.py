@@ -166,7 +166,10 @@ def update(client: ModelClient, *, up_to: int = NEWEST, version: int | None = No
 
 
 def _newer(client: ModelClient, version: int) -> tuple[int, bool] | None:
-    """The newest version above `version` that is available or loading, and whether it is available."""
+    """The newest version above `version` that is available or loading, and whether it is available.
+
+    None if there is none, or the server does not say.
+    """
     with suppress(CallFailed):  # the update itself has succeeded
         for found in client.status():
             coming = found.state in {VersionState.START, VersionState.LOADING, VersionState.AVAILABLE}
@@ -195,7 +198,7 @@ def _update(client: ModelClient, up_to: int, version: int | None) -> Updated:
 
 
 def call_until_there(client: ModelClient, up_to: int, version: int) -> Updated:
-    """Update one version that takes deltas.
+    """Update one version that takes deltas; CallFailed if it does not come to `up_to`.
 
     While another update runs, it calls again until the client's deadline: see `Updated.found_another`.
     """

@@ -42,7 +42,10 @@ class ByteRange(Struct, frozen=True):
 def copy_ranges(
     source: Path, target: Path, ranges: Sequence[ByteRange], *, size: int, pool: Executor, progress: Progress
 ) -> None:
-    """Copy `ranges` of `source`, which has `size` bytes in its catalog, into the new file `target`."""
+    """Copy `ranges` of `source`, which has `size` bytes in its catalog, into the new file `target`.
+
+    CheckpointChanged if the source has another size, or is written to meanwhile.
+    """
     if mirror.is_remote(source):
         pieces = [(each.source, each.source + each.size, each.target) for each in ranges]
         with _target(target) as writer:

@@ -86,7 +86,10 @@ class _Uncertain(Exception):
 
 
 def made_up_requests(graph: InferenceGraph) -> tuple[WarmupRequest, ...]:
-    """One request for each signature that certainly answers it; TensorFlow runs each once."""
+    """One request for each signature that certainly answers it; TensorFlow runs each once.
+
+    Empty if the graph's calls cannot be written out.
+    """
     graph_def = message_class("GraphDef")()
     graph_def.CopyFrom(graph.meta_graph.graph_def)
     signatures = graph.meta_graph.signature_def
@@ -257,7 +260,10 @@ class _Certainty:
         return endpoint(reference).node in self._valued and canonical(reference) not in self._steady
 
     def _bound_rows(self, gather: Proto) -> None:
-        """Note the limits from which follows that a gather's row numbers are rows of its table."""
+        """Note the limits from which follows that a gather's row numbers are rows of its table.
+
+        _Uncertain if it is no plain gather, the table's shape is unknown, or there are no such limits.
+        """
         handle = through_identities(self._nodes, endpoint(gather.input[0]).node)
         is_plain = gather.op == "ResourceGather" and not attr(gather, "batch_dims").i
         if not is_plain or not self._shape(handle):
@@ -286,7 +292,10 @@ class _Certainty:
         return source == parts[INDEX_ROWS] and handle in table.nodes[PARTS.index(INDEX_ROWS) + 1 :]
 
     def _parts(self, reference: str, rows: int) -> list[tuple[str, int]]:
-        """Tensors with limits from which follows that a tensor's numbers are below `rows`."""
+        """Tensors and their limits, from which follows that a tensor's numbers are below `rows`.
+
+        _Uncertain unless an operation forwards, selects or adds to them.
+        """
         node = self._nodes[endpoint(reference).node]
         inputs = input_names(node)
         if node.op in _SAME_NUMBERS:
@@ -334,7 +343,10 @@ class _Trial(Struct, frozen=True):
 
     @classmethod
     def of(cls, order: Iterable[Proto], variables: Iterable[GraphVariable]) -> _Trial:
-        """The trial of some nodes, with variables for the handles that one of them takes."""
+        """The trial of some nodes, with variables for the handles that one of them takes.
+
+        _Uncertain if such a handle is of none of `variables`.
+        """
         graph_def = message_class("GraphDef")()
         graph_def.node.extend(order)
         known = {variable.node: variable for variable in variables}

@@ -291,7 +291,10 @@ class _Writer:
         return _Placed(ShardReport(source, how, why, bytes_, size, path=target), _relocate(new, ranges))
 
     def _move(self, stack: ExitStack) -> tuple[list[TensorRef], list[ShardReport]]:
-        """Run the tasks that write the last shards: their tensors and reports. An error ends the job."""
+        """Run the tasks that write the last shards: their tensors and reports. An error ends the job.
+
+        Notes in `_rounded` how these tables were rounded.
+        """
         before, runner, made = len(self._kept), self._runner, self._made
         shards = self._moves.run(
             stack, runner, self._prefix, before=before, made=made, progress=self._progress
@@ -526,7 +529,10 @@ def _cut(box: SliceSpec, first: int, last: int) -> SliceSpec:
 
 
 def _moves_rows(source: TensorSource) -> bool:
-    """False if every stored box is served as it is, or may be left for RestoreV2 to join and cut."""
+    """False if every stored box is served as it is, or may be left for RestoreV2 to join and cut.
+
+    MappingError if values have to be laid out anew and a part is not a range of whole rows.
+    """
     if not source.gather_parts and not source.scatter_parts:
         if _is_stored_as_served(source):
             return False

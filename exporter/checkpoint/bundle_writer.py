@@ -153,7 +153,10 @@ class BundleWriter:
         chunks: Iterable[Buffer],
         part: SliceSpec | None = None,
     ) -> Extent:
-        """Write a numeric tensor of `shape`, or such a slice, from pieces of its bytes; returns where."""
+        """Write a numeric tensor of `shape`, or such a slice, from pieces of its bytes; returns the extent.
+
+        ValueError if the dtype has no fixed size, or the pieces' size is not that of the shape.
+        """
         if dtype.itemsize is None:
             raise ValueError(f"{name!r}: {dtype.label} tensors cannot be added as bytes")
         ref = self._announce(name, dtype, shape, part)

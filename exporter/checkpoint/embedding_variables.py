@@ -141,7 +141,7 @@ def embedding_variables(catalog: Catalog) -> Mapping[str, EmbeddingVariable]:
 
 
 def find_variable(known: Mapping[str, EmbeddingVariable], name: str) -> EmbeddingVariable | None:
-    """The variable that is called so, or the only one that a person may mean by it."""
+    """The variable with this name, or the only one that a person may mean by it; None if there is none."""
     if name in known:
         return known[name]
     spelt = {name, name.replace("/", "_")}
@@ -158,7 +158,7 @@ def _of_addons(catalog: Catalog, table: AddonsTable) -> EmbeddingVariable:
 
 
 def _stems(catalog: Catalog) -> Iterator[str]:
-    """Yield the name of each part before its tensors' suffixes."""
+    """Yield the name of each part before its tensors' suffixes; CorruptFile if one lacks keys or values."""
     for tensor in catalog.tensors:
         stem = tensor.removesuffix(VERSIONS)
         if stem == tensor:
@@ -306,7 +306,10 @@ class _Part:
         return FilteredKeys(keys, versions, freqs, self._offsets(FILTERED_OFFSETS))
 
     def _counts(self, suffix: str, rows: int) -> TensorRef | None:
-        """The tensor of numbers beside the keys; None if it is absent, or none were recorded."""
+        """The tensor of numbers beside the keys; None if it is absent, or none were recorded.
+
+        CorruptFile if it is not one int64 for each key.
+        """
         ref = self._find(suffix)
         if ref is None or (ref.shape == (0,) and rows):
             return None

@@ -246,7 +246,10 @@ def is_series(names: Collection[str]) -> bool:
 
 
 def saved_model_without_variables(prefix: Path) -> Path | None:
-    """The SavedModel's file if `prefix` is where its variables would be and none of their files is there."""
+    """The file of the SavedModel whose variables `prefix` names, if none of their files is there.
+
+    None if some are, or there is no such SavedModel.
+    """
     directory = prefix.parent
     if Path(directory.name, prefix.name) != VARIABLES_PREFIX or (
         directory.is_dir() and any(directory.iterdir())
@@ -262,7 +265,10 @@ def v1_pattern(name: str) -> str:
 
 
 def v1_files(prefix: Path) -> list[Path]:
-    """The files of a checkpoint of format V1, whose prefix is a file's name or a glob pattern of shards."""
+    """The files, sorted, of a checkpoint of format V1; `prefix` is a file's name or a glob pattern of shards.
+
+    Empty if there are none, or the directory cannot be listed.
+    """
     with suppress(OSError):
         return sorted(
             path for path in prefix.parent.iterdir() if _is_v1(prefix, path.name) and path.is_file()

@@ -43,7 +43,10 @@ class FileRange(Struct, frozen=True):
 
     @classmethod
     def whole(cls, path: Path) -> FileRange:
-        """The range of all bytes of a regular file."""
+        """The range of all bytes of a regular file; CorruptFile for another kind.
+
+        CheckpointNotFound if it is not there, CheckpointError if it cannot be looked at.
+        """
         try:
             found = path.stat()
         except FileNotFoundError:
@@ -65,7 +68,10 @@ class FileRange(Struct, frozen=True):
 
     @contextmanager
     def open(self) -> Iterator[int]:
-        """A descriptor of the file (not of the range alone); CheckpointChanged if it was replaced."""
+        """A descriptor of the file (not of the range alone), closed after the `with` block.
+
+        CheckpointChanged if the file vanished or was replaced, CheckpointError if it cannot be read.
+        """
         try:
             descriptor = open_regular(self.path)
         except FileNotFoundError:
@@ -102,7 +108,10 @@ class FileRange(Struct, frozen=True):
 
 @lru_cache(maxsize=64)
 def verify(source: FileRange) -> None:
-    """Compare the bytes with zip's checksum, if there is one; once for each range."""
+    """Read the bytes and raise CorruptFile unless zip's checksum, if there is one, fits.
+
+    Once for each range.
+    """
     if source.crc32 is None:
         return
     crc = 0
@@ -116,7 +125,10 @@ def verify(source: FileRange) -> None:
 
 
 def listed_shard(path: Path, name: object) -> Path:
-    """The path of a shard that the list at `path` names; it has to lie beside the list, and be there."""
+    """The path of a shard that the list at `path` names.
+
+    UnsafeArchive unless it lies beside the list, MissingShard if it is not there.
+    """
     shard = below(path.parent, str(name), f"{path}: the shard", UnsafeArchive)
     if not isinstance(name, str) or "/" in name:
         raise UnsafeArchive(f"{path} names the shard {name!r:.99}, which is not beside it")

@@ -94,7 +94,10 @@ class Packed(Struct, frozen=True):
 
 # Keras splits a list of names that is too long for one attribute into `weight_names0`, `weight_names1`, ...
 def read_hdf5(source: FileRange, attributes: Mapping[str, bool]) -> FileContents:
-    """Every dataset of a file, and every group's texts of these attributes (True: it may be continued)."""
+    """Every dataset of a file, and every group's texts of these attributes (True: it may be continued).
+
+    CorruptFile if it is no HDF5 file; else the CheckpointError of the process that reads it.
+    """
     if source.size < len(MAGIC) or source.part(0, len(MAGIC)).read() != MAGIC:
         raise CorruptFile(f"{source.path} is not an HDF5 file", cause="it does not begin as one does")
     limits = {
@@ -205,7 +208,10 @@ class _Library:
         return is_fresh and is_ours and self._source == source
 
     def contents(self, wanted: Mapping[str, Any]) -> Any:
-        """The document that `hdf5_process.Walk` makes; waits for it."""
+        """The document that `hdf5_process.Walk` makes; waits for it.
+
+        UnsafeArchive if it is too long; the CheckpointError of the process if that ends before.
+        """
         self._ask({"list": wanted})
         assert self._process.stdout is not None
         line = self._process.stdout.readline(_MAX_LIST_BYTES)
@@ -218,7 +224,7 @@ class _Library:
         return json.loads(line)
 
     def values(self, path: str, size: int) -> Iterator[bytes]:
-        """Yield the `size` bytes of a dataset."""
+        """Yield the `size` bytes of a dataset; raises the process's CheckpointError if it ends before."""
         self._ask({"values": path})
         assert self._process.stdout is not None
         for start in range(0, size, _BLOCK_BYTES):
@@ -241,7 +247,7 @@ class _Library:
             self._process.stdin.flush()
 
     def _ending(self) -> CheckpointError:
-        """Wait for the process to end; the error that says why it did."""
+        """Wait for the process to end; returns the error that says why it did."""
         assert self._process.stderr is not None
         said, code = self._process.stderr.read(), self._process.wait()
         path = self._source.path

@@ -262,7 +262,7 @@ def _serve(config: Mapping[str, Any], answers: int) -> None:
 
 
 def _require_library() -> None:
-    """Import the library, so that a broken one is not taken for damage of the file."""
+    """Import the library, or raise Refused, so that a broken one is not taken for damage of the file."""
     try:
         import h5py  # noqa: F401
     except (Exception, SystemExit) as error:  # a module that is broken raises what it likes

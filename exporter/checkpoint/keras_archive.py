@@ -176,7 +176,10 @@ def _owner(path: str, names: Mapping[str, str]) -> str:
 
 
 def _sharded(path: Path) -> Catalog:
-    """The catalog of a `.weights.json` and the shards that it names, each a file beside it."""
+    """The catalog of a `.weights.json` and the shards that it names, each a file beside it.
+
+    CorruptFile if it is no such list, UnsafeArchive if it is too large or names what is not beside it.
+    """
     source = FileRange.whole(path)
     if source.size > _MAX_JSON_BYTES:
         raise UnsafeArchive(f"{path} has {source.size} bytes, expected {_MAX_JSON_BYTES} at most")
@@ -193,7 +196,10 @@ def _sharded(path: Path) -> Catalog:
 
 
 def _by_names(path: Path, contents: FileContents) -> Iterator[TensorRef]:
-    """Yield tensors under the variables' names; two of one name get their layer's name in front."""
+    """Yield tensors under the variables' names; two of one name get their layer's name in front.
+
+    CorruptFile if the file lists a name that it does not hold.
+    """
     datasets = {dataset.path: dataset for dataset in contents.datasets}
     found: list[tuple[str, Dataset]] = []
     owners: dict[str, str] = {}

@@ -72,6 +72,7 @@ def open_checkpoint(path: Path) -> Catalog:
     Waits a moment for files that are being written. In a directory, a checkpoint that is incomplete, or
     changes while it is read, is passed over for the next newest, and a note in the catalog says so. Damage
     that stays is an error, never a reason to take an older checkpoint. A prefix is taken or refused.
+    CheckpointNotFound if none is complete.
     """
     path = mirror.local(path)
     if _directory(path) is None:
@@ -143,7 +144,10 @@ def _in_directory(directory: Path) -> list[Path]:
 
 
 def _without_index(directory: Path, names: list[str], named: Path | None) -> list[Path]:
-    """The candidates of a directory without a tensor bundle: one below, V1, one archive, a series."""
+    """The candidates of a directory without a tensor bundle: one below, V1, one archive, a series.
+
+    CheckpointNotFound if there are none, or several archives that are no series.
+    """
     if alone := SAVED_MODEL.candidates(directory, names):
         return alone
     nested = next((below for mark, below in _NESTED if mark in names and below in names), None)

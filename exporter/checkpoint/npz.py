@@ -79,7 +79,10 @@ class NpyValues(Struct, frozen=True):
 
 
 def read_npz(path: Path) -> Catalog:
-    """The catalog of an archive's arrays, by name or as a list; arrays of texts are left out with a note."""
+    """The catalog of an archive's arrays, by name or as a list; arrays of texts are left out with a note.
+
+    CorruptFile if it holds something else, two arrays of one name, or no array of numbers.
+    """
     members = read_members(path)
     found: dict[str, TensorRef] = {}
     skipped = []
@@ -136,7 +139,10 @@ def _unstacked(ref: TensorRef) -> dict[str, TensorRef] | None:
 
 
 def _read_header(path: Path, member: Member) -> _Header | None:
-    """The header of a member, checked against its size; None for an array of texts."""
+    """The header of a member, checked against its size; None for an array of texts.
+
+    A CheckpointError of its kind if it is damaged, cut off, or of a format that is not supported.
+    """
     data = _begin(path, member)
     where = f"{path}: {member.name!r}"
     file = io.BytesIO(data)

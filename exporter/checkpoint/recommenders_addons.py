@@ -100,7 +100,11 @@ def _by_objects(catalog: Catalog) -> Iterator[AddonsTable]:
 
 
 def _listed(catalog: Catalog, objects: ObjectGraph, name: str, number: int) -> Iterator[AddonsTable]:
-    """Yield the table whose shards a list has, unless its values are integers."""
+    """Yield the table whose shards a list has, or none if its values are integers.
+
+    Raises:
+        UnsupportedFormat: its rows lie in files beside the checkpoint.
+    """
     edges = objects.objects[number].children
     stems = {int(edge): objects.objects[edges[edge]].table for edge in edges if _NUMBER.fullmatch(edge)}
     for stem in stems.values():

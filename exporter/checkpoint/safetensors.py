@@ -69,7 +69,7 @@ class _List(Struct, frozen=True):
 
 
 def read_safetensors(path: Path) -> Catalog:
-    """The catalog of a file's tensors, or of all files that a list names."""
+    """The catalog of a file's tensors, or of all files that a list names; MissingShard for one of several."""
     if path.name.endswith(LIST):
         return _catalog(path, "safetensors, sharded", *_sharded(path))
     shard = _SHARD.fullmatch(path.name)
@@ -99,7 +99,10 @@ def _catalog(path: Path, family: str, tensors: Mapping[str, TensorRef], files: l
 
 
 def _sharded(path: Path) -> tuple[dict[str, TensorRef], list[FileRange]]:
-    """The tensors that a list names, each out of its file; and the list with these files."""
+    """The tensors that a list names, each out of its file; and the list with these files.
+
+    CorruptFile if a file lacks a tensor that is placed there, UnsafeArchive if the list is too large.
+    """
     source = FileRange.whole(path)
     if source.size > _MAX_HEADER_BYTES:
         raise UnsafeArchive(f"{path} has {source.size} bytes, expected {_MAX_HEADER_BYTES} at most")
@@ -136,7 +139,10 @@ def _tensors(whole: FileRange) -> dict[str, TensorRef]:
 
 
 def _header(whole: FileRange) -> tuple[dict[str, _Entry], int]:
-    """The header's entry of each tensor, and the offset where the header ends."""
+    """The header's entry of each tensor, and the offset where the header ends.
+
+    TruncatedFile or CorruptFile if the file does not begin with one.
+    """
     if whole.size < _SIZE_BYTES:
         raise TruncatedFile(f"{whole.path} has {whole.size} bytes: it is not a safetensors file")
     (size,) = struct.unpack("<Q", whole.part(0, _SIZE_BYTES).read())

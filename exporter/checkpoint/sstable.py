@@ -41,7 +41,7 @@ _MAX_SNAPPY_RATIO = 22  # three bytes copy 64 at most; a library need not alloca
 
 
 def read_table(data: bytes, path: Path) -> list[Entry]:
-    """All pairs of a table in key order, each block's checksum verified; errors name `path`."""
+    """All pairs of a table in key order, each block's checksum verified; CorruptFile, which names `path`."""
     metaindex, index = _read_footer(data, path)
     entries: list[Entry] = []
     end = 0
@@ -188,7 +188,7 @@ def _parse_block(block: bytes, path: Path, what: str) -> list[Entry]:
 
 
 def write_table(entries: Iterable[Entry]) -> bytes:
-    """The bytes of a table of pairs in strictly increasing key order, exactly as TensorFlow writes it."""
+    """The bytes of a table of pairs, exactly as TensorFlow writes it; ValueError unless the keys increase."""
     table = bytearray()
     index = _BlockBuilder(restart_interval=1)
     block = _BlockBuilder(_RESTART_INTERVAL)

@@ -168,7 +168,10 @@ def _identity(path: Path) -> FileIdentity:
 
 
 def _check_header(table: list[Entry], path: Path) -> int:
-    """The number of shards; UnsupportedFormat if this reader does not understand the header."""
+    """The number of shards; CorruptFile if the header is absent or damaged.
+
+    UnsupportedFormat if this reader does not understand it.
+    """
     if not table or table[0][0] != b"":
         raise CorruptFile(f"{path} is a table, but not an index: it has no header")
     try:

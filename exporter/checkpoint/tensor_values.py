@@ -106,7 +106,11 @@ def _dtype(ref: TensorRef) -> Any:
 
 
 def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]:
-    """Yield a tensor stored as a whole, `count` elements at a time, after its checksum was verified."""
+    """Yield a tensor stored as a whole, `count` elements at a time, after its checksum was verified.
+
+    Tensors of other files than bundles come in blocks of their own, without a checksum; else CorruptFile if
+    that differs.
+    """
     if ref.content is not None:
         yield from ref.content.blocks()
         return
@@ -133,7 +137,10 @@ def read_step(catalog: Catalog, *names: str) -> int | None:
 def check_values(
     catalog: Catalog, ref: TensorRef, part: SliceRef | None = None, *, keep: bool = True
 ) -> None:
-    """Read one extent and require the index's checksum; bytes of a store are kept for others if `keep`."""
+    """Read one extent and require the index's checksum; CorruptFile if it differs.
+
+    Bytes of a store are kept for others if `keep`.
+    """
     extent, shape = stored_extent(ref, part)
     path, where = catalog.path_of(extent), _damaged(catalog, ref, extent)
     if not keep and ref.dtype.itemsize is not None:
@@ -165,7 +172,7 @@ def compare_checksum(path: Path, name: str, extent: Extent, found: int, *, hint:
 
 
 def check_tensor(catalog: Catalog, ref: TensorRef) -> None:
-    """`check_values` of each stored slice of a tensor."""
+    """Read each stored slice of a tensor and require the index's checksum: see `check_values`."""
     for part in ref.slices or (None,):
         if part is None or part.extent is not None:
             check_values(catalog, ref, part)
@@ -273,7 +280,7 @@ def _variant_crc(raw: Array, count: int, where: str) -> int:
 
 
 def _decode_lengths(raw: Array, count: int, where: str) -> tuple[Array, int]:
-    """The first `count` varints, uint64, and the position behind them."""
+    """The first `count` varints, uint64, and the position behind them; CorruptFile if one does not end."""
     batches, position = [np.empty(0, np.uint64)], 0
     while count:
         chunk = raw[position : position + CHUNK]
@@ -300,7 +307,10 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_range(fd: int, offset: int, size: int) -> Array:
-    """A range of an open file's bytes as a read-only map, which lives as long as an array of it."""
+    """A range of an open file's bytes as a read-only map, which lives as long as an array of it.
+
+    ValueError if the range ends behind the file.
+    """
     if size == 0:  # nothing to map, and the system refuses
         return np.empty(0, np.uint8)
     if offset + size > os.fstat(fd).st_size:

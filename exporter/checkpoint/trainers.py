@@ -91,7 +91,10 @@ def _saver(catalog: Catalog) -> str:
 
 
 def _step(catalog: Catalog, objects: ObjectGraph) -> int | None:
-    """A step variable of the checkpoint's own, the only optimizer's iterations, or the number in the name."""
+    """A step variable of the checkpoint's own, the only optimizer's iterations, or the number in the name.
+
+    None if none of these tells.
+    """
     root = objects.objects[ROOT].children
     own = [objects.objects[root[name]].variable for name in _STEPS if name in root]
     counted = [

@@ -50,7 +50,10 @@ class V1Values(Struct, frozen=True):
 
 
 def read_v1(pattern: Path, files: list[Path]) -> Catalog:
-    """The catalog of the checkpoint in these files, which TensorFlow calls `pattern`; imports TensorFlow."""
+    """The catalog of the checkpoint in these files, which TensorFlow calls `pattern`; imports TensorFlow.
+
+    MissingShard if their number is not that in the names, CorruptFile if one is not of format V1.
+    """
     ranges = tuple(FileRange.whole(file) for file in files)
     said = re.search(r"-of-([0-9]{5})$", files[0].name)
     if len(ranges) != (expected := int(said[1]) if said else 1):
@@ -101,7 +104,10 @@ def _meta(file: FileRange) -> Proto:
 
 
 def _spec(path: Path, shape: tuple[int, ...], part: Proto) -> SliceSpec:
-    """The box of a part; a dimension that is taken whole has no length. (Source: tensor_slice.proto.)"""
+    """The box of a part; a dimension that is taken whole has no length. (Source: tensor_slice.proto.)
+
+    CorruptFile if it lies outside of the tensor.
+    """
     starts = tuple(box.start for box in part.extent)
     ends = tuple(
         box.start + box.length if box.HasField("length") else size
@@ -129,7 +135,10 @@ def _listed(pattern: str) -> dict[str, tuple[DType, tuple[int, ...]]]:
 
 
 def _restored(pattern: str, name: str, dtype: DType, part: str) -> np.ndarray[Any, Any]:
-    """A tensor as RestoreV2 reads it, which joins parts; the reader of checkpoints does not."""
+    """A tensor as RestoreV2 reads it, which joins parts; the reader of checkpoints does not.
+
+    CorruptFile if TensorFlow cannot read it.
+    """
     import tensorflow as tf
 
     try:

@@ -39,7 +39,10 @@ class Member(Struct, frozen=True):
     crc32: int
 
     def stream(self) -> Iterator[bytes]:
-        """Yield the unpacked bytes in chunks of bounded size; their checksum is compared at the end."""
+        """Yield the unpacked bytes in chunks of bounded size; their checksum is compared at the end.
+
+        UnsafeArchive for more bytes than declared, TruncatedFile for fewer, CorruptFile for another checksum.
+        """
         crc = done = 0
         for chunk in self._inflated() if self.is_deflated else self.stored.chunks():
             done += len(chunk)
@@ -84,7 +87,10 @@ class Member(Struct, frozen=True):
 
 
 def read_members(path: Path) -> dict[str, Member]:
-    """The members of an archive by name, without directories."""
+    """The members of an archive by name, without directories.
+
+    TruncatedFile or CorruptFile if it cannot be read; UnsafeArchive for too many members, or two of one name.
+    """
     whole = FileRange.whole(path)
     with whole.opened() as file:
         try:
@@ -143,7 +149,10 @@ def _member(whole: FileRange, info: zipfile.ZipInfo) -> Member:
 
 
 def _data_offset(whole: FileRange, info: zipfile.ZipInfo) -> int:
-    """The offset of a member's bytes: behind its own header, whose length is not in the directory."""
+    """The offset of a member's bytes: behind its own header, whose length is not in the directory.
+
+    CorruptFile if there is no header, UnsafeArchive if it names another member.
+    """
     header = whole.part(info.header_offset, _LOCAL_HEADER.size).read()
     magic, *_, name_size, extra_size = _LOCAL_HEADER.unpack(header)
     if magic != _LOCAL_MAGIC:

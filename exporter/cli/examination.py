@@ -127,7 +127,7 @@ _CLOSED = {"others": "users outside its group", "group": "its group", "owner": "
 
 
 def left_overs(model: Path) -> Iterator[Finding]:
-    """Staging and trash of processes that died."""
+    """Find staging and trash of processes that died."""
     found = dead_leftovers(model)
     if found:
         size = sum(map(size_of, found))
@@ -147,7 +147,7 @@ def permissions(model: Path) -> Iterator[Finding]:
 
 
 def checkpoint(model: Path, ckpt_dir: Path) -> Iterator[Finding]:
-    """Whether the next full export can read the checkpoint, and link it rather than copy it."""
+    """Find a checkpoint that the next full export cannot read, or has to copy where it could be linked."""
     try:
         catalog = open_checkpoint(ckpt_dir)
     except CheckpointError as error:
@@ -174,7 +174,7 @@ def checkpoint(model: Path, ckpt_dir: Path) -> Iterator[Finding]:
 
 
 def clock_of_files(model: Path, now: float) -> Iterator[Finding]:
-    """Whether the file system stamps files with the time that it is here."""
+    """Find a file system whose time is not the one here; makes a directory, and removes it."""
     try:
         with Staging(model, sweeps=False) as staging, writing(staging.path):
             ahead = staging.path.stat().st_mtime - now
@@ -190,7 +190,7 @@ def clock_of_files(model: Path, now: float) -> Iterator[Finding]:
 
 
 def durability(model: Path) -> Iterator[Finding]:
-    """Whether what is published there survives a power cut."""
+    """Find a file system on which what is published may not survive a power cut; makes a directory."""
     try:
         with Staging(model, sweeps=False) as staging:
             is_durable = sync(staging.path)
@@ -371,7 +371,7 @@ def _end(deltas: Collection[LogDelta], start: int) -> int:
 
 
 def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
-    """Holds that are set and can be read."""
+    """Find holds that are set and can be read, and deltas that wait for a canary for too long."""
     log = None if found.log is None else found.log.base.entry.log
     for hold in binding(model, log):
         with suppress(ManifestError, OSError):
@@ -523,7 +523,7 @@ def _broken_hold(model: Path, problem: Damage) -> Finding:
 
 
 def _remedy(model: Path, log: DeltaLog | None, problem: Damage, ckpt_dir: Path | None) -> str:
-    """Remove what no server needs; publish again what one does."""
+    """The command that repairs damage: remove what no server needs, or publish a new base."""
     path = problem.path
     if not isinstance(problem.error, DeltaGap):
         if log is not None and path.parent == log.path and _is_spare(log, path):

@@ -122,7 +122,11 @@ class RunOptions(Struct, frozen=True):
 
 
 def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dry_run: bool) -> None:
-    """Publish the next delta, or the base; or print what would be published."""
+    """Publish the next delta, or the base; or print what would be published. A watch goes on until it ends.
+
+    UsageError if `--check-graph` goes with `--watch` or `--full-on-mismatch`; ModelHeld if `--rebase` meets a
+    hold.
+    """
     if request.check_graph and (how.watching is not None or how.full_on_mismatch):
         raise UsageError(
             "--check-graph goes neither with --watch nor with --full-on-mismatch",
@@ -186,7 +190,10 @@ def _look(request: ExportRequest, sink: Output, how: RunOptions) -> Poll[Increme
 
 
 def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebased | None:
-    """Publish a new base with all deltas; None if the newest base stands at the newest position."""
+    """Publish a new base with all deltas; None if the newest base stands at the newest position.
+
+    NoNewBase if that fails after `done` has published a delta; without one, the error itself.
+    """
     from exporter.pipeline.rebase import rebase
 
     try:
@@ -231,7 +238,10 @@ def _report(done: Incremental, sink: Output, how: RunOptions, based: Rebased | N
 def exported(
     done: ExportedDelta, sink: Output, servers: Servers = NOBODY, based: Rebased | None = None
 ) -> None:
-    """Tell servers of what was published, if any are named, and print what an incremental export did."""
+    """Tell servers of what was published, if any are named, and print what an incremental export did.
+
+    A server that does not take it is a warning, and so is an error that came after the delta was published.
+    """
     plan = done.plan
     left_out, rounded = done.left_out, done.rounded
     document = DeltaExport(

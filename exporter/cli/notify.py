@@ -42,7 +42,7 @@ class Servers(Struct, frozen=True):
     _hanging: dict[str, float] = field(default_factory=dict)  # until when each is left out
 
     def check(self) -> None:
-        """Read the files for TLS, so that an error comes before anything is published."""
+        """Read the files for TLS, so that errors come before publishing; UsageError without a server."""
         if self.access == WITHOUT_TLS:
             return
         if not self.addresses:

@@ -124,7 +124,7 @@ class ComparedRows:
         return Found(local + start, np.array(new[local]), hashes, new.nbytes, old_read, new_read)
 
     def _compare_with_known(self, old: Array, blocks: Array, start: int) -> None:
-        """Compare the old rows of these blocks of a chunk with known hashes; sets `is_old_as_known`."""
+        """Set `is_old_as_known` to False unless old rows of these blocks of a chunk have the known hashes."""
         # Where they differ, rows are damaged; or some of them were held back, whose hashes are unknown.
         if self.known is not None:
             known = self.known[blocks + start // self.block]
@@ -333,7 +333,10 @@ class TaskComparison:
         return self._found(name, self._rows[name]) if name in self._rows else None
 
     def check(self) -> None:
-        """Compare the checksums of all runs of the tables; what no task has read is read."""
+        """Compare the checksums of all runs of the tables; CorruptFile if one differs.
+
+        What no task has read is read.
+        """
         for side in self._checksums:
             side.check(self._rows)
 
@@ -436,7 +439,10 @@ class StoredChecksums:
             self._ranges.add(each.run, each.start, each.size, each.crc)
 
     def check(self, names: Iterable[str]) -> None:
-        """Compare the checksums of all runs of these variables; those that were not read whole are read."""
+        """Compare the checksums of all runs of these variables; CorruptFile if one differs.
+
+        Those that were not read whole are read.
+        """
         names = list(names)
         for variable in (self._state.stored[name] for name in names):
             for run in variable.runs:

@@ -158,7 +158,10 @@ def header_tensors(header: DeltaHeader, rows: int) -> dict[str, Array]:
 
 
 def _header(catalog: Catalog) -> tuple[DeltaHeader, int]:
-    """Read the header of a delta, and the number of rows that it declares."""
+    """Read the header of a delta, and the number of rows that it declares.
+
+    UnsupportedFormat for another version or unknown flags, CorruptFile if its values cannot be.
+    """
     position = _read(catalog, POSITION_KEY, DType.INT64, (6,))
     version, start, end, step, flags, rows = position.tolist()
     packings = [packing for packing, flag in PACKINGS.items() if flags & flag]
@@ -183,7 +186,10 @@ def _read(catalog: Catalog, key: str, dtype: DType, shape: tuple[int, ...]) -> A
 
 
 def _ref(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | None, ...]) -> TensorRef:
-    """Find the tensor `key`; CorruptFile unless it has this dtype and shape (None: any size)."""
+    """Find the tensor `key`; CorruptFile unless it has this dtype and shape (None: any size).
+
+    UnsupportedFormat if it is absent.
+    """
     ref = catalog.tensors.get(key)
     if ref is None:
         raise UnsupportedFormat(f"{catalog.prefix} is not a delta: it has no tensor {key!r}")

@@ -235,7 +235,10 @@ class _Table:
         self.bytes_ = row_bytes * variable.shape[0]
 
     def run(self, pool: Executor, tasks: TaskComparison | None) -> tuple[Rows | None, Array]:
-        """The changed rows and the hashes of all; found by tasks, or by threads here; compares checksums."""
+        """The changed rows (None without any) and the hashes of all; found by tasks, or by threads here.
+
+        Compares the stored checksums of what was read, except where tasks read it.
+        """
         by_tasks = None if tasks is None else tasks.found(self._name)
         hashes = np.empty(self._rows.blocks, np.uint64)
         at = 0

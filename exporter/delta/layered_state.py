@@ -96,7 +96,10 @@ class LayeredState(Struct, frozen=True, eq=False):
     _trusted: set[StoredRun] = field(default_factory=set)
 
     def check(self, names: Iterable[str]) -> None:
-        """Verify the stored checksums of these variables, each once however often this is called."""
+        """Verify the stored checksums of these variables, each once however often this is called.
+
+        CorruptFile if one differs.
+        """
         known = self._checked | self._trusted
         with self._naming_damage():
             self._checked.update(check_stored((self.stored[name] for name in names), known))

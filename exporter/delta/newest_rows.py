@@ -276,7 +276,10 @@ def table_sections(
 
 
 def _layers_of(delta: DeltaTensors, variable: ServedVariable) -> Iterator[tuple[Stored, ...]]:
-    """Yield the stored tensors of a table's rows; of a table in slices, those of each range of ids."""
+    """Yield the stored tensors of a table's rows; of a table in slices, those of each range of ids.
+
+    Nothing if the delta does not change the table; CorruptFile if slices of ids and values do not match.
+    """
     refs = delta.tensors.get(variable.name, ())
     if not refs:
         return

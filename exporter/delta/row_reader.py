@@ -114,7 +114,10 @@ class _ObjectRange(Struct, frozen=True):
         self._require_same()
 
     def read(self, starts: Array, stops: Array) -> Array | None:
-        """Read ranges of the extent from the store and keep nothing; None if the file has them."""
+        """Read ranges of the extent from the store and keep nothing; None if the file has them.
+
+        CheckpointChanged if the object is another one now.
+        """
         first, ends = self.extent.offset, np.cumsum(stops - starts)
         columns = starts + first, stops + first, ends - (stops - starts)
         found = np.empty(ends[-1], np.uint8)
@@ -290,7 +293,10 @@ class RowReader(Struct, frozen=True, dict=True):
         return inside, natural[inside] - first
 
     def _contiguous(self, first: int, last: int) -> Array:
-        """Natural rows `first` to `last` in the box's columns, joined from the pieces."""
+        """Natural rows `first` to `last` in the box's columns, joined from the pieces.
+
+        CorruptFile if some of them are in no piece.
+        """
         region = SliceSpec(
             self.box.full_shape,
             (first, *self.box.starts[1:]),
@@ -370,7 +376,10 @@ def row_readers(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
 
 
 def served_in(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
-    """Yield readers of the same variables over a published bundle, where they lie as they are served."""
+    """Yield readers of the same variables over a published bundle, where they lie as they are served.
+
+    CorruptFile if the bundle has no such tensor.
+    """
     tensor = catalog.tensors.get(source.key)
     if tensor is None:
         raise CorruptFile(f"{catalog.prefix} has no tensor {source.key!r}")

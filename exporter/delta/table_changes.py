@@ -132,7 +132,10 @@ class ServedTable(Struct, frozen=True):
         return cls(state, (seeds, rows, keys, values), geometry)
 
     def check(self) -> None:
-        """Compare the checksums of all its variables, fetched whole if they are in a store."""
+        """Compare the checksums of all its variables, fetched whole if they are in a store.
+
+        CorruptFile if one differs.
+        """
         names = [variable.name for variable in self.variables]
         for name in names:  # rows will be read in any order
             self.state.stored[name].fetch()

@@ -105,7 +105,10 @@ def is_known(entry: Entry, known: Mapping[str, Any], keras: Any) -> bool:
 
 
 def entries(value: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, Entry]]:
-    """(place, object) for every object in a config that names a class, outer ones first."""
+    """(place, object) for every object in a config that names a class, outer ones first.
+
+    CodeRefused if it is nested too deeply.
+    """
     if depth > _MAX_DEPTH:
         raise CodeRefused(f"the config is nested more than {_MAX_DEPTH} deep at {place[:99]}")
     if isinstance(value, dict):
@@ -160,7 +163,10 @@ def _function(config: Entry) -> str | None:
 
 
 def _name_of_today(name: str) -> str | None:
-    """The name that today's Keras writes for a function of which an older one may have written another."""
+    """The name that today's TensorFlow or Keras has for a function, by any of its names.
+
+    None if it has none.
+    """
     from tensorflow.python.util import tf_export
 
     if (symbol := tf_export.get_symbol_from_name(name)) is None:

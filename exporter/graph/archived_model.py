@@ -141,7 +141,7 @@ def _symbols_saved(keras: Any) -> WhileNeeded:
 
 
 def _in_recorders(save: Callable[[Any, Any], None], before: Callable[[Any, Any], None]) -> Any:
-    """A method that does `save` for recorders, and `before` for other stores, as of a thread that saves."""
+    """A method that calls `save` for stores that are recorders, and `before` for those of other threads."""
 
     def save_own_variables(self: Any, store: Any) -> None:
         (save if isinstance(store, _Recorder) else before)(self, store)
@@ -213,7 +213,10 @@ def archive_builder(
 
 
 def model_builder(model: Any) -> Builder:
-    """A function that makes a Keras model of this program once more, without weights, in any graph."""
+    """A function that makes a Keras model of this program once more, without weights, in any graph.
+
+    BuilderError if Keras cannot describe the model; the function raises it if Keras cannot make it again.
+    """
     keras, label = keras_of(model), f"the Keras model {model.name!r}"
     try:
         config = keras.saving.serialize_keras_object(model)
@@ -342,7 +345,10 @@ def _named_files(config: Any) -> Iterator[str]:
 
 
 def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, class or function) of modules, which are imported, and may register some with Keras."""
+    """Yield (name, class or function) of modules, which are imported, and may register some with Keras.
+
+    UsageError if one cannot be imported.
+    """
     for name in modules:
         try:
             module = import_code(name)
@@ -383,7 +389,10 @@ def _require_one_keras(
 
 
 def _foreign(config: Any, known: Mapping[str, Any], keras: Any) -> tuple[str, str] | None:
-    """(name, place) of the first class or function in a config that is neither Keras' own nor in `known`."""
+    """(name, place) of the first class or function in a config that is neither Keras' own nor in `known`.
+
+    None if there is none.
+    """
     loaded = [module for name, module in sys.modules.items() if name.startswith(f"{keras.__name__}.")]
     for place, entry in entries(config):
         is_function = entry["class_name"] == "function"

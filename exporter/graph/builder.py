@@ -118,7 +118,10 @@ _INSISTS = (
 
 
 def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
-    """The graph that the request's builder makes, with the signatures that it returns."""
+    """Run the request's builder: its graph, with the signatures that it returns.
+
+    UsageError if the request names tensors, too; BuilderError if it fails, or its files are edited meanwhile.
+    """
     if request.inputs or request.outputs or request.signatures:
         raise UsageError(
             "--input, --output and --signatures name tensors of a .meta file or a SavedModel",
@@ -147,7 +150,10 @@ def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
 
 
 def resolve(model: str | Builder | None) -> tuple[Builder, str]:
-    """The function that `pkg.mod:fn` or `path/file.py:fn` names, imported, and its name for messages."""
+    """The function that `pkg.mod:fn` or `path/file.py:fn` names, imported, and its name for messages.
+
+    BuilderError if there is no such file or function, or importing it fails.
+    """
     if callable(model):
         return model, f"{getattr(model, '__module__', '?')}:{getattr(model, '__qualname__', repr(model))}"
     where, _, name = str(model).rpartition(":")
@@ -175,7 +181,10 @@ def resolve(model: str | Builder | None) -> tuple[Builder, str]:
 
 
 def keyword_arguments(builder: Builder, given: Mapping[str, str], label: str) -> dict[str, Any]:
-    """A builder's arguments: `--model-arg` texts by its annotations or defaults; training flags are off."""
+    """A builder's arguments: `--model-arg` texts by its annotations or defaults; training flags are off.
+
+    UsageError for one that it does not take, or one without a value.
+    """
     parameters = _parameters(builder)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -228,7 +237,10 @@ class _Built(Struct, frozen=True):
 
 
 def _run(builder: Builder, kwargs: Mapping[str, Any], label: str) -> _Built:
-    """The result of a builder in a fresh graph; it runs once more if it failed and asked for TensorFlow 2."""
+    """The result of a builder in a fresh graph, or its BuilderError.
+
+    It runs once more if it failed and asked for TensorFlow 2; the error of the first run is raised then.
+    """
     import tensorflow as tf
 
     try:

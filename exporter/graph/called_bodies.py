@@ -193,7 +193,7 @@ class CalledBody:
         return self._result(node, tensor)
 
     def _result(self, node: Proto, tensor: str) -> Array | None:
-        """The value of a call's result, if it is always the same."""
+        """The value of a call's result; None if it is not always the same, or not known."""
         called = self._one_function(node)
         if called is None:
             return None

@@ -41,7 +41,10 @@ class _Cast(Struct, frozen=True):
         return self.stored is DType.INT8
 
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
-        """Let a node that takes the handle yield what it did before."""
+        """Let a node that takes the handle yield what it did before.
+
+        MappingError unless it is known to read.
+        """
         if self.is_in_8_bits and node.op == "VariableShape":
             _become_shape(body, node, self.shape)
         elif node.op in INDIFFERENT:
@@ -113,7 +116,10 @@ def _become_shape(body: Body, node: Proto, shape: tuple[int, ...]) -> None:
 
 
 def _multiply_rows(body: Body, node: Proto, cast: _Cast) -> None:
-    """Let a gather yield codes and scales under a new name; their product takes its old name."""
+    """Let a gather yield codes and scales under a new name; their product takes its old name.
+
+    MappingError for another read.
+    """
     if node.op != "ResourceGather" or attr(node, "batch_dims").i or len(cast.shape) != 2:
         raise cast.refusal(node)
     name, output = node.name, _READS[node.op]

@@ -101,7 +101,10 @@ def _arguments(function: Proto, changes: Mapping[int, UseChange], *, passes_on: 
 
 
 def _rewrite(body: Body, handles: dict[str, _Here], library: _Library) -> None:
-    """Change every node of a body that takes one of the handles, or a tensor that hands one on."""
+    """Change every node of a body that takes one of the handles, or a tensor that hands one on.
+
+    Raises the change's `refusal` of a node that does not take the handle first, or returns it.
+    """
     _follow(body, handles)
     for node in list(body.nodes):
         inputs = map(body.canonical, input_names(node))
@@ -120,7 +123,10 @@ def _rewrite(body: Body, handles: dict[str, _Here], library: _Library) -> None:
 
 
 def _follow(body: Body, handles: dict[str, _Here]) -> None:
-    """Add to `handles` every tensor that forwards one of them."""
+    """Add to `handles` every tensor that forwards one of them; where they bring further ones, add twin nodes.
+
+    Raises the change's `refusal` of a loop that hands on such a handle.
+    """
     found = True
     while found:
         found = False
@@ -163,7 +169,10 @@ def _twin(body: Body, node: Proto, handle: str) -> Proto:
 
 
 def _change_call(body: Body, node: Proto, here: Mapping[int, _Here], library: _Library) -> None:
-    """Let a call take copies of its functions in which the handles' uses are changed, and further handles."""
+    """Let a call take copies of its functions in which the handles' uses are changed, and further handles.
+
+    Raises a change's `refusal` of a function that is unknown, or that XLA compiles and needs further handles.
+    """
     before = CALLS[node.op]
     changes = {index - before: change for index, (change, _) in here.items()}
     for function in called(node):

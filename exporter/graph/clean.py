@@ -188,7 +188,10 @@ def clean(source: SourceGraph) -> InferenceGraph:
 def _with_constants(
     index: GraphIndex, source: SourceGraph, signatures: Iterable[SignatureEnds]
 ) -> dict[str, Proto]:
-    """The graph's nodes, with constants for placeholders that `--feed` fixes, and for the paths of assets."""
+    """The graph's nodes, with constants for placeholders that `--feed` fixes, and for the paths of assets.
+
+    UsageError if a signature has such a placeholder as input.
+    """
     both = source.feeds.keys() & {tensor.node for ends in signatures for tensor in ends.inputs}
     if both:
         raise UsageError(
@@ -203,7 +206,10 @@ def _with_constants(
 def _cut(
     index: GraphIndex, nodes: dict[str, Proto], signatures: Iterable[SignatureEnds], foreign: Collection[str]
 ) -> dict[Endpoint, Endpoint]:
-    """Check the nodes that each signature runs, and cut its inputs off; returns {input: its placeholder}."""
+    """Refuse nodes that no signature may run, and cut the signatures' inputs off.
+
+    Returns {input: its placeholder}.
+    """
     computed: set[str] = set()
     given: dict[Endpoint, str] = {}
     for ends in signatures:
@@ -251,7 +257,11 @@ def _needed(
     roots: list[str],
     init_op: str | None,
 ) -> tuple[Reached, list[str], StateMakers]:
-    """The nodes that outputs need, the initialisers of their tables and state, and that state's makers."""
+    """The nodes that outputs need, the initialisers of their tables and state, and that state's makers.
+
+    Raises:
+        GraphError: there is a cycle outside of loops, or a table that training alone fills.
+    """
     filling: list[str] = []
     while True:  # initialisers may need more tables
         needed = reach(nodes, [*roots, *filling], replaced)
@@ -390,7 +400,7 @@ class StateMakers(Struct, frozen=True):
         ]
 
     def require_filled(self, nodes: Mapping[str, Proto], filling: Iterable[str]) -> None:
-        """Refuse state that none of the nodes `filling` takes."""
+        """Raise NotServable for state that none of the nodes `filling` takes."""
         filled = {identity for name in filling for identity in self.taken_by(nodes[name])}
         for name, identity in self.identities.items():
             if identity not in filled:
@@ -444,7 +454,7 @@ def _written_out(
     scope = free_name(nodes, f"kept_state/{call.name}")
 
     def moved(text: str) -> str:
-        """An input in the body as the graph spells it."""
+        """An input in the body as the graph spells it; NotServable if outputs cannot be counted."""
         name, *output = text.removeprefix("^").split(":")
         if text.startswith("^"):
             return f"^{scope}/{name}"
@@ -465,7 +475,10 @@ def _written_out(
 
 
 def _narrow_reads(nodes: dict[str, Proto], importing: Iterable[str], prefix: str) -> tuple[str, ...]:
-    """Let the RestoreV2 nodes before others read, in place, what these take; returns the tensors' names."""
+    """Let the RestoreV2 nodes before others read, in place, what these take; returns the tensors' names.
+
+    NotServable if another node takes the prefix.
+    """
 
     def sources(name: str) -> list[str]:
         if nodes[name].op == _READS:
@@ -480,7 +493,10 @@ def _narrow_reads(nodes: dict[str, Proto], importing: Iterable[str], prefix: str
 
 
 def _narrow_read(nodes: dict[str, Proto], name: str, before: Iterable[str]) -> list[str]:
-    """Let a RestoreV2 node read, in place, what the nodes `before` take of it; returns the tensors' names."""
+    """Let a RestoreV2 node read, in place, what the nodes `before` take of it; returns the tensors' names.
+
+    NotServable if the names and slices are not constants.
+    """
     node = nodes[name]
     names, slices = (
         const_texts(nodes.get(through_identities(nodes, text))) for text in input_names(node)[1:3]

@@ -101,7 +101,10 @@ class Converted(Struct, frozen=True):
 
 
 def convert_deeprec(meta_graph: Proto, absent_keys: Mapping[str, str]) -> Converted:
-    """Rewrite, in place, the lookups in embedding variables that the signatures' outputs need."""
+    """Rewrite, in place, the lookups in embedding variables that the signatures' outputs need.
+
+    Returns the tables that these become, and notes; NotServable for a variable that cannot become one.
+    """
     if not absent_keys and not is_deeprecs(meta_graph.graph_def.node):
         return Converted()
     index = GraphIndex.of(meta_graph)
@@ -190,7 +193,10 @@ class _Conversion:
         node.CopyFrom(last)
 
     def _made(self, variable: str) -> GraphDynamicTable:
-        """The table that a variable becomes; its handles are added, and a note on its default rows."""
+        """The table that a variable becomes; its handles are added, and a note on its default rows.
+
+        NotServable for a block of a dynamic-dimension variable, or if its default rows are unknown.
+        """
         handles = self._variables[variable]
         key_dtype, value_dtype, dim = _kind(variable, handles)
         for node in self._initialisers(variable):
@@ -250,7 +256,10 @@ def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, tuple[str, int]]
 
 
 def _kind(variable: str, handles: Iterable[Proto]) -> tuple[DType, DType, int]:
-    """The dtypes of a variable's keys and values, and its dimension; NotServable if parts differ."""
+    """The dtypes of a variable's keys and values, and its dimension.
+
+    NotServable if no dynamic table can have them, or parts differ.
+    """
     kinds = set()
     for handle in handles:
         keys, values = attr_dtype(handle, "Tkeys"), attr_dtype(handle, "dtype")
@@ -407,7 +416,10 @@ def _lookup(
 def _default_rows(
     index: GraphIndex, name: str, parts: list[Proto], dtype: DType, dim: int, given: float | None
 ) -> tuple[Array, str]:
-    """The rows [d, dim] that absent keys read in a table of these parts (`given`: always), and a note."""
+    """The rows [d, dim] that absent keys read in a table of these parts (`given`: always), and a note or "".
+
+    NotServable if the graph does not tell, or tells of different ones.
+    """
     if given is not None:
         return _constant(given, dtype, dim), ""
     found = [_part_defaults(index, part, dtype, dim) for part in parts]
@@ -457,7 +469,10 @@ class AbsentKeys:
 
 
 def _part_defaults(index: GraphIndex, handle: Proto, dtype: DType, dim: int) -> tuple[Array, str] | None:
-    """The default rows of one part, and what they are if its own cannot be known; None if nothing says."""
+    """The default rows of one part, and "" or why its own cannot be known; None if nothing says.
+
+    NotServable if the initial value does not consist of rows of `dim` numbers.
+    """
     made = _initialiser(index, handle.name)
     if made is None:
         return None

@@ -51,7 +51,7 @@ _KEYS = (DType.INT64, DType.INT32)
 
 
 def take_groups_apart(meta_graph: Proto, index: GraphIndex, needed: Collection[str]) -> GraphIndex:
-    """Split, in place, the group lookups among the nodes `needed`; returns the changed graph's index."""
+    """Split, in place, the group lookups among the nodes `needed` that can be; returns the graph's index."""
     read = _outputs_read(index, meta_graph, needed)
     groups = {
         name: group

@@ -108,7 +108,10 @@ class ExampleParser(Struct, frozen=True):
 
 
 def add_parser(meta_graph: Proto, index: GraphIndex, features: Iterable[Feature]) -> ExampleParser:
-    """Let the readers of the features' tensors read, in place, tensors parsed from a new placeholder."""
+    """Let the readers of the features' tensors read, in place, tensors parsed from a new placeholder.
+
+    UsageError if two features are one tensor.
+    """
     resolved = [_Resolved.of(index, feature) for feature in features]
     taken: dict[Endpoint, str] = {}
     for item in resolved:
@@ -151,7 +154,10 @@ class _Resolved(Struct, frozen=True):
 
     @property
     def default(self) -> np.ndarray[Any, Any]:
-        """The values for an Example without the feature, or the padding; empty for a required feature."""
+        """The values for an Example without the feature, or the padding; empty for a required feature.
+
+        UsageError if what is given is not of its type and shape.
+        """
         given, varies = self.feature.default, self.shape[:1] == (-1,)
         kind = object if self.dtype is DType.STRING else self.dtype.numpy
         if given is None and varies:
@@ -193,7 +199,10 @@ def _check_sparse(index: GraphIndex, feature: Feature, tensors: tuple[Endpoint, 
 
 
 def _shape(index: GraphIndex, feature: Feature, tensor: Endpoint) -> tuple[int, ...]:
-    """The shape of a dense feature in one Example: as it says, else the tensor's without the batch."""
+    """The shape of a dense feature in one Example: as it says, else the tensor's without the batch.
+
+    UsageError if neither tells, or if they differ.
+    """
     known = index.shape(tensor)
     shape = feature.shape
     if shape is None:

@@ -129,7 +129,7 @@ def hands_over_batches(op: str) -> bool:
 
 
 def served_shape(index: GraphIndex, tensor: Endpoint) -> tuple[int, ...] | None:
-    """A tensor's shape, in which the fixed size of an input pipeline's batch becomes -1."""
+    """A tensor's shape, in which the fixed size of an input pipeline's batch becomes -1; None if unknown."""
     shape = index.shape(tensor)
     if shape and _BATCHED.fullmatch(index.nodes[tensor.node].op):
         return (-1, *shape[1:])

@@ -102,7 +102,10 @@ def _prune_reachable(
     keep_whole: set[str],
     stock: Collection[str] | None,
 ) -> dict[str, Proto]:
-    """Pruned copies of the functions that nodes call, by name; `stock` None allows foreign operations."""
+    """Pruned copies of the functions that nodes call, by name; `stock` None allows foreign operations.
+
+    GraphError if one cannot be served.
+    """
     found: dict[str, Proto] = {}
     pending = [*nodes]
     while pending:  # a pruned body calls fewer functions, so they are pruned while they are found
@@ -119,7 +122,10 @@ def _prune_reachable(
 
 
 def pruned_body(function: Proto, changing: set[str], stock: Collection[str] | None = None) -> Proto:
-    """Reduce a function, in place, to the nodes that its results need; with `stock`, these must be known."""
+    """Reduce a function, in place, to the nodes that its results need; with `stock`, these must be known.
+
+    A function with control flow stays. GraphError if a node cannot be served, or reads what is not there.
+    """
     nodes = {node.name: node for node in function.node_def}
     if has_control_flow(nodes):
         return function  # control edges bind nodes to branches here, see `Pivots`
@@ -175,7 +181,10 @@ def reachable(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> set[str]:
 
 
 def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[str]:
-    """The functions that `nodes` call, directly or not, each after those that it calls; refuses recursion."""
+    """The functions that `nodes` call, directly or not, each after those that it calls.
+
+    NotServable for recursion, and for functions that nest too deeply or expand to too many nodes.
+    """
     nodes = [*nodes]
     calls = {name: [*_callees(library[name].node_def, library)] for name in sorted(reachable(nodes, library))}
     try:
@@ -195,7 +204,7 @@ def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[
 def _require_expandable(
     ordered: Iterable[str], calls: Mapping[str, Iterable[str]], library: Mapping[str, Proto]
 ) -> None:
-    """Refuse functions (`ordered`: callees first) that nest too deeply, or expand to too many nodes."""
+    """Raise NotServable if functions (`ordered`: callees first) nest too deeply or expand to too much."""
     sizes, levels = dict[str, int](), dict[str, int]()
     for name in ordered:
         sizes[name] = len(library[name].node_def) + sum(sizes[callee] for callee in calls[name])
@@ -404,7 +413,10 @@ def _make_handle(node: Proto, shared_name: str) -> None:
 def graph_variables(
     nodes: Mapping[str, Proto], keys: Mapping[str, VariableKey], without: Collection[str] = ()
 ) -> tuple[GraphVariable, ...]:
-    """The variables of a graph's VarHandleOps, each once, except the nodes `without`."""
+    """The variables of a graph's VarHandleOps, each once, except the nodes `without`.
+
+    NotServable if one has no static shape.
+    """
     found = []
     for name, node in nodes.items():
         if node.op != "VarHandleOp" or attr_text(node, "shared_name") != name or name in without:

@@ -51,7 +51,7 @@ def read_saved_model(path: Path) -> Proto:
 
 
 def read_graph_file(path: Path) -> bytes:
-    """The bytes of a graph's file."""
+    """The bytes of a graph's file; CorruptFile if there are more than 2 GiB, OSError if it cannot be read."""
     try:
         return read_regular(path, MAX_MESSAGE_BYTES)
     except OSError as error:
@@ -63,7 +63,10 @@ def read_graph_file(path: Path) -> bytes:
 
 
 def parse_message(kind: str, data: bytes, path: Path, *, is_text: bool, nonempty: str) -> Proto:
-    """A protocol buffer of the private pool from a file's bytes; its field `nonempty` must be set."""
+    """A protocol buffer of the private pool from a file's bytes; its field `nonempty` must be set.
+
+    CorruptFile if it cannot be parsed, or that field is not set.
+    """
     from google.protobuf import text_format
 
     message = protos.message_class(kind)()

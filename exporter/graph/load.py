@@ -113,7 +113,7 @@ def run_builders_once() -> GraphSource:
 
 
 def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
-    """The graph of the model that a Keras archive describes."""
+    """The graph of the model that a Keras archive describes; UsageError if it holds weights alone."""
     from exporter.graph.archived_model import archive_builder
     from exporter.graph.builder import load_builder
     from exporter.graph.sources import importable
@@ -133,7 +133,7 @@ def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
 
 
 def _load_model(request: GraphRequest) -> SourceGraph:
-    """The graph of a Keras model of this program, built once more."""
+    """The graph of a Keras model of this program, built once more; UsageError if it is given arguments."""
     from exporter.graph.archived_model import model_builder
     from exporter.graph.builder import load_builder
 
@@ -144,7 +144,7 @@ def _load_model(request: GraphRequest) -> SourceGraph:
 
 
 def _load_path(path: Path, request: GraphRequest) -> SourceGraph:
-    """The graph of a `.meta` file or a SavedModel."""
+    """The graph of a `.meta` file or a SavedModel; UsageError for another directory."""
     if not path.is_dir():
         return load_metagraph(path, request)
     if not is_saved_model(path):

@@ -157,7 +157,10 @@ def _has_fill(function: Proto) -> bool:
 
 
 def add_init_op(meta_graph: Proto, index: GraphIndex) -> str | None:
-    """Add a NoOp that runs the graph's collected initialisers of tables, as sessions do; returns its name."""
+    """Add a NoOp that runs the graph's collected initialisers of tables, as sessions do; returns its name.
+
+    None if there are none.
+    """
     if _INIT_COLLECTION not in meta_graph.collection_def:
         return None
     listed = [endpoint(name).node for name in meta_graph.collection_def[_INIT_COLLECTION].node_list.value]
@@ -207,7 +210,10 @@ def path_constant(name: str, file_name: str) -> Proto:
 
 
 def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterable[str]) -> tuple[Asset, ...]:
-    """The existing files that kept nodes read: a SavedModel's, initialisers', the asset collection's."""
+    """The existing files that kept nodes read: a SavedModel's, initialisers', the asset collection's.
+
+    MissingAsset if one is absent, AccessRefused if the graph may not read it, NotServable if it is computed.
+    """
     candidates = [name for name in source.assets if name in nodes]
     candidates += [
         _file_name_node(nodes, nodes[name]) for name in filling if _FROM_FILE.fullmatch(nodes[name].op)
@@ -225,7 +231,10 @@ def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterab
 
 
 def _file_name_node(nodes: Mapping[str, Proto], node: Proto) -> str:
-    """The Const with the file of a table's initialiser, or NotServable if the file is computed."""
+    """The Const with the file of a table's initialiser, or NotServable if the file is computed.
+
+    GraphError if it names none.
+    """
     inputs = data_inputs(node)
     if len(inputs) < 2:
         raise GraphError(f"table initialiser {node.name!r} names no file")
@@ -240,7 +249,7 @@ def _file_name_node(nodes: Mapping[str, Proto], node: Proto) -> str:
 
 
 def _existing(source: SourceGraph, name: str, node: Proto) -> Path:
-    """The existing file that a Const names, or MissingAsset."""
+    """The existing file that a Const names, or MissingAsset; AccessRefused if the graph may not read it."""
     path = _named_file(source, name, node)
     # A SavedModel's own asset is a whole path already; a path in a constant may be relative to the graph.
     for candidate in (path,) if name in source.assets else _places(source, path):
@@ -250,7 +259,12 @@ def _existing(source: SourceGraph, name: str, node: Proto) -> Path:
 
 
 def _is_there(source: SourceGraph, name: str, path: Path) -> bool:
-    """True if a file that the node `name` asks for exists; AccessRefused if it may not have it."""
+    """True if a file that the node `name` asks for exists.
+
+    Raises:
+        AccessRefused: the graph may not read it.
+        MissingAsset: the system cannot look it up, for instance because its name is too long.
+    """
     try:
         source.trust.require_file(path, source.directory)
         return path.is_file()
@@ -294,7 +308,10 @@ def files_to_feed(source: SourceGraph) -> dict[str, Path]:
 
 
 def _free_file_name(path: Path, taken: dict[str, Path]) -> str:
-    """A free name under `assets/`, which is taken then; files of two directories may have one name."""
+    """The name that `path` has in `assets/`: its own, or with a number if another path has that in `taken`.
+
+    Adds it to `taken`; a path that is there keeps its name.
+    """
     name, number = path.name, 0
     while taken.setdefault(name, path) != path:
         number += 1

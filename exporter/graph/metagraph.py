@@ -103,7 +103,10 @@ def readable_version(text: str) -> str:
 
 
 def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, directory: Path) -> SourceGraph:
-    """A source graph, made of `meta_graph` in place, with the request's signatures, else its own."""
+    """A source graph, made of `meta_graph` in place, with the request's signatures, else its own.
+
+    UsageError if there are none. DeepRec's lookups and reference tables become resources.
+    """
     index = GraphIndex.of(meta_graph)
     drop_internal(meta_graph)
     specs = requested_specs(request) or [*filter(None, [collection_spec(meta_graph)])]
@@ -179,7 +182,10 @@ def marked_tables(graph_def: Proto) -> tuple[GraphDynamicTable, ...]:
 
 
 def _table(name: str, nodes: dict[str, Proto]) -> GraphDynamicTable:
-    """The dynamic table of these variables' nodes, by part."""
+    """The dynamic table of these variables' nodes, by part.
+
+    GraphError if parts or default rows are missing.
+    """
     if set(nodes) != set(PARTS) or DEFAULTS not in nodes[PARTS[-1]].attr:
         raise GraphError(
             f"dynamic table {name!r} has the variables {', '.join(sorted(nodes))}",

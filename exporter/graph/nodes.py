@@ -88,7 +88,10 @@ def readers_of(nodes: Iterable[Proto], *, waiting: bool = False) -> dict[str, li
 
 
 def base_dtype(number: int) -> DType:
-    """The DType of an enum's number; a reference type (DT_FLOAT_REF) becomes its base type."""
+    """The DType of an enum's number, GraphError if it is unknown.
+
+    DT_FLOAT_REF, a reference, becomes DT_FLOAT.
+    """
     try:
         return DType(number - _REF if number > _REF else number)
     except ValueError:
@@ -282,7 +285,10 @@ class GraphIndex:
 
 
 def _argument_dtypes(node: Proto, op_def: Proto, argument: Proto) -> list[DType]:
-    """The dtypes of one output argument: one, `number_attr` equal ones, or a list of them."""
+    """The dtypes of one output argument: one, `number_attr` equal ones, or a list of them.
+
+    Empty if the node does not tell; GraphError for an impossible number of outputs.
+    """
     if argument.type_list_attr:
         types = _attr_or_default(node, op_def, argument.type_list_attr)
         return [base_dtype(number) for number in types.list.type] if types is not None else []
@@ -359,7 +365,10 @@ def reach(
     replaced: Mapping[Endpoint, Endpoint] | None = None,
     given: Collection[Endpoint] = (),
 ) -> Reached:
-    """All nodes that `roots` need, with tensors `replaced` by others; the search stops at those `given`."""
+    """All nodes that `roots` need, with tensors `replaced` by others; the search stops at those `given`.
+
+    GraphError if one of them reads a tensor of a node that the graph does not have.
+    """
     pivots = Pivots(nodes)
     replaced = replaced or {}
     inputs: dict[str, tuple[str, ...]] = {}

@@ -40,7 +40,10 @@ def is_object(result: Any) -> bool:
 
 
 def signatures_of(model: Any, label: str) -> dict[str, tuple[Tensors, Tensors]]:
-    """{signature: (inputs, outputs)} of a model or module, called on placeholders in the default graph."""
+    """{signature: (inputs, outputs)} of a model or module, called on placeholders in the default graph.
+
+    BuilderError if it has no signatures, its inputs are unknown, or the call fails.
+    """
     _refuse_foreign_variables(model, label)
     if _is_keras_model(model):
         inputs, arguments = _keras_inputs(model, label)
@@ -209,7 +212,10 @@ def _value_of(item: Any) -> Any:
 
 
 def _keras_inputs(model: Any, label: str) -> tuple[Tensors, Any]:
-    """Placeholders for a Keras model's inputs: by name, and in the structure that it is called with."""
+    """Placeholders for a Keras model's inputs: by name, and in the structure that it is called with.
+
+    BuilderError if the model does not tell its inputs.
+    """
     import tensorflow as tf
 
     structure = _declared_inputs(model)

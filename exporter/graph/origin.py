@@ -190,7 +190,10 @@ def _is_in(builder: Any, path: Path) -> bool:
 
 
 def _graph_file_digest(path: Path) -> str:
-    """The digest of a graph's file; of an archive's config alone, because its weights are not the graph."""
+    """The digest of a graph's file; of an archive's config alone, because its weights are not the graph.
+
+    BuilderError if an archive holds weights alone.
+    """
     from exporter.checkpoint.families import is_archive
     from exporter.wire.protos import MAX_MESSAGE_BYTES
 

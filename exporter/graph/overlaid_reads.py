@@ -54,7 +54,10 @@ class OverlaidReads(Struct, frozen=True):
         return self.slots, self.overlay
 
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
-        """Let a node that takes the table's handle read changed rows from the overlay."""
+        """Let a node that takes the table's handle read changed rows from the overlay.
+
+        NotServable for other uses.
+        """
         if node.op in INDIFFERENT:
             return
         if node.op != "ResourceGather" or attr(node, "batch_dims").i:

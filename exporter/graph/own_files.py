@@ -67,7 +67,10 @@ class OwnFiles:
         return places
 
     def needs_of_call(self, node: Proto, callee: str, places: Iterable[int], scope: Body) -> set[int] | None:
-        """As `needs`, for what a call passes to `callee`, whose arguments at `places` must be own files."""
+        """As `needs`, for what a call passes to `callee`, whose arguments at `places` must be own files.
+
+        None if it is not known what reaches them.
+        """
         inputs, before = input_names(node), CALLS.get(node.op, 0)
         if node.op != callee and not (node.op in CALLS and callee in {each.name for each in called(node)}):
             return None  # an operation that is not known to hand its inputs on as arguments

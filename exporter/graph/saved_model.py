@@ -30,7 +30,10 @@ _UPDATE = "incremental_update"  # the signature that applies deltas, as the subg
 
 
 def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
-    """A SavedModel's graph for serving, or under the request's tag, without signatures for training."""
+    """A SavedModel's graph for serving, or under the request's tag, without signatures for training.
+
+    UsageError if it takes deltas, or has no graph or signature to serve; MissingAsset if a file is absent.
+    """
     meta_graph = choose_graph(read_saved_model(path), path, request.tag)
     if _UPDATE in meta_graph.signature_def:
         raise UsageError(
@@ -72,6 +75,7 @@ def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag
     """The graph with exactly the tags that `tag` (the value of `option`) lists, or the only one with more.
 
     Without `tag`: the only graph, else the one for serving with the fewest other tags (`gpu`, `tpu`).
+    UsageError unless that is one.
     """
     graphs = [*model.meta_graphs]
     if tag is None and len(graphs) == 1:
@@ -96,7 +100,10 @@ def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag
 
 
 def _without_training(meta_graph: Proto, request: GraphRequest, path: Path) -> list[str]:
-    """Remove training signatures from `meta_graph` unless the request names tensors; returns notes."""
+    """Remove training signatures from `meta_graph` unless the request names tensors; returns notes.
+
+    UsageError if none can be served then.
+    """
     drop_internal(meta_graph)
     if requested_specs(request) or not meta_graph.signature_def:
         return []
@@ -112,7 +119,10 @@ def _without_training(meta_graph: Proto, request: GraphRequest, path: Path) -> l
 
 
 def _init_op(meta_graph: Proto) -> str | None:
-    """The node that a SavedModel's loader runs: of the pseudo-signature, else of a collection."""
+    """The node that a SavedModel's loader runs: of the pseudo-signature, else of a collection.
+
+    None without one.
+    """
     if _INIT_SIGNATURE in meta_graph.signature_def:
         name = meta_graph.signature_def[_INIT_SIGNATURE].outputs[_INIT_SIGNATURE].name
         return endpoint(name).node or None
@@ -124,7 +134,10 @@ def _init_op(meta_graph: Proto) -> str | None:
 
 
 def _assets(meta_graph: Proto, path: Path, trust: Trust) -> dict[str, Path]:
-    """{node that gets the path: file} for the assets of a SavedModel, all of which exist and may be read."""
+    """{node that gets the path: file} for the assets of a SavedModel, all of which exist and may be read.
+
+    MissingAsset, AccessRefused or CorruptFile (its name leads out of `assets/`) for any other.
+    """
     said = f"{path} names an asset:"
     directory = path / ASSETS_DIRECTORY
     assets = {name: below(directory, file, said, CorruptFile) for name, file in _asset_files(meta_graph)}
@@ -139,7 +152,10 @@ def _assets(meta_graph: Proto, path: Path, trust: Trust) -> dict[str, Path]:
 
 
 def _asset_files(meta_graph: Proto) -> list[tuple[str, str]]:
-    """(node that gets the path, file name under assets/) for each asset, in the field or older collection."""
+    """(node that gets the path, file name under assets/) for each asset, in the field or older collection.
+
+    CorruptFile if that is damaged.
+    """
     assets = [*meta_graph.asset_file_def]
     if "saved_model_assets" in meta_graph.collection_def:
         for item in meta_graph.collection_def["saved_model_assets"].any_list.value:

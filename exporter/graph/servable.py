@@ -172,6 +172,9 @@ def check_servable(
 ) -> None:
     """Refuse the reached node, nearest to an output, that a server cannot or must not run.
 
+    ForeignOperations for operations that stock TensorFlow lacks, NotServable for others and for a
+    placeholder.
+
     `fed` are the placeholders that a request fills; `allowed` are nodes that run once, at load; `foreign` are
     operations that stock TensorFlow lacks.
     """
@@ -211,7 +214,7 @@ def _refusal(op: str) -> str:
 
 
 def check_known(nodes: Iterable[Proto], function: str, library: Collection[str]) -> None:
-    """Refuse a function whose body has operations that stock TensorFlow lacks."""
+    """Raise ForeignOperations for a function whose body has operations that stock TensorFlow lacks."""
     nodes = [*nodes]
     if foreign := foreign_ops(nodes, library):
         found = {node.name: node.op for node in nodes if node.op in foreign}
@@ -219,7 +222,10 @@ def check_known(nodes: Iterable[Proto], function: str, library: Collection[str])
 
 
 def check_body(nodes: Iterable[Proto], function: str) -> None:
-    """Refuse a function with an operation that a server must not run; its own datasets are allowed."""
+    """Raise NotServable for a function with an operation that a server must not run.
+
+    Its own datasets are allowed.
+    """
     for node in nodes:
         reason = _refusal(node.op)
         if reason and not _FEEDS_TRAINING.fullmatch(node.op):

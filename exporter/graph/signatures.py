@@ -148,7 +148,10 @@ class SignatureSpec(Struct, frozen=True):
 
 
 def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
-    """The signatures of `--signatures`, else of `--input` and `--output`; none if neither is given."""
+    """The signatures of `--signatures`, else of `--input` and `--output`; none if neither is given.
+
+    UsageError if both are, or inputs alone.
+    """
     by_hand = bool(request.inputs or request.outputs)
     if request.signatures is not None:
         if by_hand:
@@ -193,7 +196,10 @@ def _spec(where: str, name: str, entry: Any, document: Mapping[str, Any]) -> Sig
 
 
 def parse_examples(meta_graph: Proto, index: GraphIndex, specs: list[SignatureSpec]) -> list[SignatureSpec]:
-    """The specs with tensors in the place of Examples, which one parser, added to the graph, feeds."""
+    """The specs with tensors in the place of Examples, which one parser, added to the graph, feeds.
+
+    UsageError if two specs parse different features.
+    """
     asking = [spec for spec in specs if spec.examples]
     if not asking:
         return specs
@@ -222,7 +228,10 @@ def _is_names(value: Any) -> bool:
 
 
 def collection_spec(meta_graph: Proto) -> SignatureSpec | None:
-    """The signature in the collections `inputs` and `outputs`, of one JSON object each; None without them."""
+    """The signature in the collections `inputs` and `outputs`, of one JSON object each; None without them.
+
+    GraphError if they hold something else.
+    """
     # Cloud ML's convention: `tf.add_to_collection("inputs", json.dumps({"image": x.name}))`.
     if not {"inputs", "outputs"} <= set(meta_graph.collection_def):
         return None
@@ -314,7 +323,10 @@ def left_out(reasons: Mapping[str, str]) -> list[str]:
 
 
 def keep_answering(meta_graph: Proto, label: str) -> list[str]:
-    """Keep the signatures that TensorFlow Serving can answer, in place; returns notes on those left out."""
+    """Keep the signatures that TensorFlow Serving can answer, in place; returns notes on those left out.
+
+    NotServable if that is all of them.
+    """
     # A server fetches tensors by their names, and at least one. A sparse or ragged tensor has none, so it is
     # served as its components: `ids`, `ids_1` and so on.
     reasons = {}

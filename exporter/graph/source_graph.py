@@ -34,7 +34,10 @@ class Trust(Struct, frozen=True):
     is_found: bool = False  # the request does not name the graph, which gets files from `files` alone
 
     def require_file(self, path: Path, directory: Path) -> None:
-        """Refuse a file that a found graph in `directory` may not read; a link counts as its target."""
+        """Raise AccessRefused for a file that a found graph in `directory` may not read.
+
+        A link counts as its target.
+        """
         places = [directory, *self.files]
         if not self.is_found or any(path.resolve().is_relative_to(place.resolve()) for place in places):
             return

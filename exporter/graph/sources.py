@@ -105,7 +105,10 @@ def _forget_module(name: str) -> None:
 
 
 def _import_file(path: Path) -> Any:
-    """A file as a module, with its directory first on the path."""
+    """A file as a module, with its directory first on the path.
+
+    FileNotFoundError, or ImportError, if it is none.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     _put_first(path.parent.resolve())
@@ -210,7 +213,10 @@ def _find_spec(name: str, places: list[str] | None) -> ModuleSpec | None:
 
 
 def require_function(found: BuilderFile, where: str, name: str) -> None:
-    """Refuse a function that a builder's module certainly lacks; an import decides about doubtful names."""
+    """Raise BuilderError for a function that a builder's module certainly lacks.
+
+    An import decides about doubtful names.
+    """
     bound, functions = _bound.of(found.path, lambda path: _bound_names(_parse(path)))
     if bound is not None and name.split(".")[0] not in bound:
         raise no_function(where, name, functions)
@@ -257,7 +263,10 @@ def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
 
 
 def code_digest(where: str) -> str | None:
-    """The digest of the code of `pkg.mod` or `path/file.py`; None if its file is not found."""
+    """The digest of the code of `pkg.mod` or `path/file.py`.
+
+    None if the file is not found, or is no Python.
+    """
     with contextlib.suppress(BuilderError):
         found = find_builder(where)
         return None if found is None else _code(_parse(found.path))

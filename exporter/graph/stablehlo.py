@@ -109,7 +109,7 @@ class _Reader:
         return self._at >= len(self._content)
 
     def take(self, count: int) -> memoryview:
-        """The next `count` bytes."""
+        """The next `count` bytes; IndexError if there are fewer."""
         taken = self._content[self._at : self._at + count]
         if len(taken) < count:
             raise IndexError("the bytes end too early")
@@ -123,7 +123,7 @@ class _Reader:
         return (int.from_bytes(self.take(more), "little") << 8 | first) >> min(more + 1, 8)
 
     def section(self) -> tuple[int, memoryview]:
-        """The next section's kind and content."""
+        """The next section's kind and content; ValueError if it is aligned."""
         kind = self.take(1)[0]
         if kind & 0x80:
             raise ValueError("an aligned section")
@@ -131,7 +131,10 @@ class _Reader:
 
 
 def _strings(reader: _Reader) -> list[str]:
-    """The table of strings; their lengths, which come first, are in reverse order and count a zero byte."""
+    """The table of strings; their lengths, which come first, are in reverse order and count a zero byte.
+
+    ValueError if bytes are left over.
+    """
     lengths = [reader.number() for _ in range(reader.number())]
     found = [str(reader.take(length)[:-1], "utf-8") for length in reversed(lengths)]
     if not reader.is_at_end:

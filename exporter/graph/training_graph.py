@@ -45,7 +45,10 @@ def drop_training_signatures(meta_graph: Proto, fixed: Collection[str] = ()) -> 
 
 
 def _check_signature(index: GraphIndex, name: str, signature: Proto, fixed: Collection[str]) -> None:
-    """Raise GraphError for a signature that needs operations of training, or tensors that are not there."""
+    """Raise GraphError for a signature that needs operations of training, or tensors that are not there.
+
+    NotServable, which is one, also if it has no outputs.
+    """
     for role, alias, info in signature_tensors(signature):
         for text in tensor_names(info):
             index.resolve(text, f"{role} {alias!r} of {name!r}")
@@ -95,7 +98,10 @@ class TrainingGraph(Struct, frozen=True):
 
 
 def _restored_names(index: GraphIndex, restore_op: str) -> dict[str, None]:
-    """The names that the Saver's restore nodes read, each once; none if there is no Saver."""
+    """The names that the Saver's restore nodes read, each once; none if there is no Saver.
+
+    GraphError if they are computed.
+    """
     found: dict[str, None] = {}
     if not restore_op:
         return found

@@ -290,7 +290,10 @@ class _Uses:
         return _verdict(parts if kept or parts is None else 1 - parts)
 
     def _kept_where(self, comparison: Proto) -> bool | None:
-        """The comparison's outcome where a mask made of it keeps its input; None if it makes no mask."""
+        """The comparison's outcome where a mask made of it keeps its input; None if it makes no mask.
+
+        True, too, if that is not found within `_MOST_PLACES` places.
+        """
         pending = [(comparison, True)]
         for _ in range(_MOST_PLACES):
             if not pending:
@@ -329,7 +332,10 @@ def _verdict(parts: Array | None) -> tuple[_Kind, float | None]:
 
 
 def _parts(node: Proto, source: Proto, span: Array | None, bound: Array | None) -> Array | None:
-    """The probability that comparing a number in the span with `bound` is False, for each of its elements."""
+    """The probability that comparing a number in the span with `bound` is False, for each of its elements.
+
+    None if the span or the bound is unknown, or the span is one number.
+    """
     if span is None or bound is None or span[0] == span[1]:
         return None
     low, high = span.min(), span.max()
@@ -339,7 +345,10 @@ def _parts(node: Proto, source: Proto, span: Array | None, bound: Array | None) 
 
 
 def _dropped_by_floor(span: Array | None) -> Array | None:
-    """The probability that a number in the span, rounded down, is the smallest that it can be."""
+    """The probability that a number in the span, rounded down, is the smallest that it can be.
+
+    None if the span is unknown, or one number.
+    """
     if span is None or span[0] == span[1]:
         return None
     low, high = span.min(), span.max()

@@ -65,7 +65,10 @@ class _Place(NamedTuple):
 
 @contextlib.contextmanager
 def failures(what: str) -> Iterator[None]:
-    """Run a user's code; its errors become BuilderErrors that tell of `what`, the place, and a way out."""
+    """Run a user's code; its errors become BuilderErrors that tell of `what`, the place, and a way out.
+
+    An ExportError behind them is raised as it is.
+    """
     try:
         yield
     except (Exception, SystemExit) as error:

@@ -75,7 +75,10 @@ _INCR_OFFSETS = "-incr_partition_offset"
 
 
 def touched_rows(catalog: Catalog, variables: Mapping[str, EmbeddingVariable]) -> Iterator[KeyedRows]:
-    """Yield the touched rows of each embedding variable, its parts joined, every checksum verified."""
+    """Yield the touched rows of each embedding variable, its parts joined, every checksum verified.
+
+    Frequencies only if all parts have them. CorruptFile if a key is there twice.
+    """
     parts: dict[str, list[KeyedRows]] = {}
     for stem in _stems(catalog):
         if (variable := variables.get(part_of(stem)[0])) is not None:
@@ -135,7 +138,10 @@ class _Part:
         )
 
     def _freqs(self, rows: int) -> Array | None:
-        """The keys' frequencies; None if the full checkpoint records none: then these are zeros."""
+        """The keys' frequencies; None if the increment, or the full checkpoint, records none.
+
+        In the second case the increment has zeros. CorruptFile if they are not one int64 for each key.
+        """
         is_recorded = all(part.freqs is not None for part in self._variable.parts)
         ref = self._find(INCR_FREQS)
         if ref is None or not is_recorded:
@@ -266,7 +272,10 @@ class DeepRecIncrement(Struct, frozen=True):
             raise CorruptFile(f"{self.path}: {name!r} has no keys beside it")
 
     def _rows(self, name: str, tensor: TensorRef, part: int | None) -> Rows:
-        """The rows of an ordinary table's part, numbered within the whole table, in any order."""
+        """The rows of an ordinary table's part, numbered within the whole table, in any order.
+
+        CorruptFile if the values are absent, or do not fit rows and table.
+        """
         values_ref = self.catalog.tensors.get(name.removesuffix(INCR_KEYS) + INCR_VALUES)
         if values_ref is None:
             raise CorruptFile(f"{self.path}: {name!r} has no values beside it")
@@ -366,7 +375,10 @@ def plan_deeprec_changes(
 
 
 def _range_of(tensor: TensorRef, part: int | None) -> tuple[int, int]:
-    """First row and number of rows of a tensor's part, of the whole tensor for None."""
+    """First row and number of rows of a tensor's part, of the whole tensor for None.
+
+    CorruptFile if there is no such part.
+    """
     if part is None:
         return 0, tensor.shape[0]
     boxes = sorted((found.spec for found in tensor.slices), key=lambda spec: spec.starts)

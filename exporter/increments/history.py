@@ -210,7 +210,7 @@ class History(Struct, frozen=True, dict=True):
         return dict(found)
 
     def _made(self, state: StateId) -> StoredIncrement | None:
-        """The increment that ends in a state."""
+        """The increment that ends in a state, or in one that equals it; None if there is none."""
         names = (name for name in self.same(state) if isinstance(name, str))
         return next((stored for name in names if (stored := self.find(name))), None)
 

@@ -219,7 +219,7 @@ def to_json(increment: Increment) -> str:
 
 
 def from_json(text: bytes, path: Path) -> Increment:
-    """The increment whose manifest, read from `path`, is `text`."""
+    """The increment whose manifest, read from `path`, is `text`; CorruptFile if it contradicts itself."""
     document = read_document(text, path, IncrementDocument)
     parent = document.parent.increment or document.parent.checkpoint
     changed = tuple(_changed(variable, path) for variable in document.variables)
@@ -268,7 +268,10 @@ def _damaged(path: Path, cause: str) -> CorruptFile:
 
 
 def rows_of(catalog: Catalog, ref: TensorRef, ids: Array) -> Array:
-    """Rows `ids` of a tensor that is stored whole or in slices of whole rows, in the order of `ids`."""
+    """Rows `ids` of a tensor that is stored whole or in slices of whole rows, in the order of `ids`.
+
+    CorruptFile if it is stored otherwise, or some rows are not.
+    """
     if ref.extent is not None:
         return np.asarray(memory_map(catalog, ref)[ids])
     rows = np.empty((len(ids), *ref.shape[1:]), ref.dtype.numpy)
@@ -287,7 +290,10 @@ def rows_of(catalog: Catalog, ref: TensorRef, ids: Array) -> Array:
 
 
 def _change(catalog: Catalog, changed: Changed) -> Change:
-    """Read the rows or the value of a variable from an increment's bundle."""
+    """Read the rows or the value of a variable from an increment's bundle.
+
+    CorruptFile if they do not fit it.
+    """
     variable = changed.variable
     tensors = []
     for key, dtype in zip(variable.keys, variable.dtypes, strict=True):

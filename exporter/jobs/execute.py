@@ -63,7 +63,7 @@ class Outcome(Struct, frozen=True):
     failure: TaskFailure | None = None
 
     def settle(self) -> Receipt:
-        """The receipt; without one, raises the failure as an error of its class, here."""
+        """The receipt; without one, raises the failure here as its own class of ExportError."""
         if self.receipt is not None:
             return self.receipt
         assert self.failure is not None

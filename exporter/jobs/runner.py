@@ -202,7 +202,10 @@ class Job:
             used.leave()
 
     def _run(self, tasks: Sequence[Task], progress: Progress) -> Generator[Receipt, None, None]:
-        """Yield the receipts that are kept, and those of the other tasks as the engine does them."""
+        """Yield, in the order of `tasks`, the receipts that are kept, and the others as the engine does them.
+
+        EngineFailed if the engine ends before; a task's own failure is raised.
+        """
         keep, place = self.is_kept, self._place and self.directory.place
         found = _known(tasks, self.directory) if keep else {}
         left = [task for task in tasks if task.name not in found]

@@ -101,14 +101,20 @@ class Sources:
             self._compare(run)
 
     def check(self) -> None:
-        """Compare the runs that are left: their ranges came in another order, or tasks did not read all."""
+        """Compare the runs that are left: their ranges came in another order, or tasks did not read all.
+
+        Reads these; CorruptFile if a checksum differs.
+        """
         for run in list(self._runs):
             if not self._compare(run):
                 stored = self._runs[run]
                 check_values(stored.catalog, stored.tensor, stored.part)
 
     def _compare(self, run: Range) -> bool:
-        """Compare a run's checksum; false if it is not known yet, or not of bytes alone, as of strings."""
+        """Compare a run's checksum, unless that is done; CorruptFile if it differs.
+
+        False if it is not known yet, or not of bytes alone, as of strings.
+        """
         stored = self._runs.get(run)
         if stored is None:  # compared before
             return True
@@ -204,6 +210,7 @@ class ShardJob(Generic[T]):
 
         A kept job ends with the stack: when its shards are published. `before` and `behind` are how many
         shards the caller writes. Files below `made` are the command's own: see `exporter.jobs.shard_job`.
+        CorruptFile if a checksum differs, EngineFailed if the engine ends before.
         """
         shards = before + self.tasks + behind
         names = (shard_path(prefix, before + number, shards).name for number in range(self.tasks))
@@ -298,7 +305,7 @@ def with_inputs(tasks: Iterable[AnyTask], others: Mapping[Input, Input]) -> list
 
 
 def _named(file: Input) -> Input:
-    """The input named by the digest of its contents, which are read."""
+    """The input named by the digest of its contents, which are read; PublishError if they cannot be."""
     try:
         with Path(file.place).open("rb") as content:
             digest = sha256_of(content)
@@ -308,7 +315,10 @@ def _named(file: Input) -> Input:
 
 
 def _copied(name: Input, file: Input, directory: Directory) -> Input:
-    """The copy of a named file in the job's directory, made unless it is there."""
+    """The copy of a named file in the job's directory, made unless it is there.
+
+    PublishError if it cannot be made.
+    """
     found = directory.look(name.place)
     if found is None or found[0] != name.size:
         with new_file(directory.scratch) as (_, copy):

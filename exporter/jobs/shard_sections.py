@@ -61,7 +61,7 @@ class ReadRun:
         return values
 
     def fill(self, flat: Array) -> Array:
-        """Fill an array of bytes with the next ones, as far as the run goes; the part that is left over."""
+        """Fill an array of bytes with the run's next ones; returns the part of it that is not filled."""
         count = min(len(flat), self.left)
         for start in range(0, count, crc32c.CHUNK):  # small enough to be in a core's cache still
             data = self.read(flat[start : min(start + crc32c.CHUNK, count)])
@@ -69,7 +69,10 @@ class ReadRun:
         return flat[count:]
 
     def read(self, buffer: Array) -> Array:
-        """Fill a buffer with the next bytes, and give it back; their checksum is the caller's to take."""
+        """Fill a buffer with the next bytes, and give it back; their checksum is the caller's to take.
+
+        CheckpointChanged if the file has become shorter.
+        """
         # A read, not a map: a file that shrinks under a map kills the process.
         if read_at(self._files[self._input], self._offset + self.done, buffer.data) != len(buffer):
             raise CheckpointChanged(f"{self.place} became shorter after its index was read")

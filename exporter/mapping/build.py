@@ -85,7 +85,10 @@ def _listed(trained: TrainedObjects, optimizer: int, edge: str) -> list[str]:
 def find_tables(
     tables: Iterable[GraphTable], catalog: Catalog, renamed: Callable[[str], str | None]
 ) -> Iterator[tuple[GraphTable, TensorRef, TensorRef]]:
-    """Yield each table, named and shaped as in the checkpoint, with its key tensor and value tensor."""
+    """Yield each table, named and shaped as in the checkpoint, with its key tensor and value tensor.
+
+    MissingTensors if the checkpoint lacks one of them.
+    """
     for table in tables:
         names = stored_names(table, renamed)
         missing = [name for name in names if name not in catalog.tensors]
@@ -293,7 +296,10 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
 
 
 def _state(graph: InferenceGraph, catalog: Catalog) -> list[TensorSource]:
-    """The sources that operations of a graph's libraries restore by themselves, under these very names."""
+    """The sources that operations of a graph's libraries restore by themselves, under these very names.
+
+    MissingTensors if the checkpoint lacks one.
+    """
     missing = [name for name in graph.state.tensors if name not in catalog.tensors]
     if missing:
         raise MissingTensors(

@@ -119,6 +119,7 @@ def match_unnamed(
 
     `named` are variables for which rules have spoken; a variable whose very name a tensor has is left to
     names. `by_order` says that equal shapes in a list are in the order of the graph's variables.
+    NoCertainMatch if a match would be a guess.
     """
     wanted = {variable.key: variable for variable in graph.variables}
     open_ = {key: v for key, v in wanted.items() if key not in catalog.tensors and key not in {*named}}
@@ -186,7 +187,10 @@ def _last(name: str) -> str:
 
 
 def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str]:
-    """The tensors of layers named by class and number, by variable, in the order of the numbers."""
+    """The tensors of layers named by class and number, by variable, in the order of the numbers.
+
+    Empty for other files. NoCertainMatch if graph and file have unlike numbers of a kind.
+    """
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for ref in catalog.tensors.values():
         if ref.owner:
@@ -229,7 +233,7 @@ def _by_path(
 
 
 def _refuse_other_structure(stored: Mapping[str, TensorRef], expected: Mapping[str, TensorRef]) -> None:
-    """Require that model and archive have the same layers: numbers shift otherwise."""
+    """Raise NoCertainMatch unless model and archive have the same layers: numbers shift otherwise."""
     more, fewer = stored.keys() - expected.keys(), expected.keys() - stored.keys()
     if not more and not fewer:
         return
@@ -248,7 +252,7 @@ def _refuse_other_structure(stored: Mapping[str, TensorRef], expected: Mapping[s
 
 
 def _refuse_other_names(pairs: Iterable[tuple[TensorRef, TensorRef]]) -> None:
-    """Require that the names of (the model's, the checkpoint's) layers let them belong together."""
+    """Raise NoCertainMatch unless the names of (the model's, the checkpoint's) layers go together."""
     named = (
         NamedPair(own.owner, other.owner, str(_kind(own)))
         for own, other in pairs
@@ -264,7 +268,10 @@ def _refuse_other_names(pairs: Iterable[tuple[TensorRef, TensorRef]]) -> None:
 
 
 def _by_layer(open_: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str]:
-    """The tensors by layers' names: `hidden/kernel` is one of the values of the one layer called `hidden`."""
+    """The tensors by layers' names: `hidden/kernel` is one of the values of the one layer called `hidden`.
+
+    Scopes without a layer are left out. NoCertainMatch if two scopes look like one layer.
+    """
     groups: dict[str, list[TensorRef]] = defaultdict(list)
     for ref in catalog.tensors.values():
         if ref.owner and not _NO_LAYER.search(ref.name):
@@ -288,7 +295,7 @@ def _by_layer(open_: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str,
 
 
 def _refuse_left_over_twins(found: Mapping[str, str], catalog: Catalog) -> None:
-    """Refuse a checkpoint with one more layer of a kind: numbered names may stand for other layers then."""
+    """Raise NoCertainMatch if the checkpoint has a layer more of a kind, which may shift names' numbers."""
     taken = {_group(name) for name in found.values()}
     used = {(stems(ref.owner), *_kind(ref)) for ref in catalog.tensors.values() if _group(ref.name) in taken}
     for ref in catalog.tensors.values():
@@ -301,7 +308,10 @@ def _refuse_left_over_twins(found: Mapping[str, str], catalog: Catalog) -> None:
 
 
 def _group_of(scope: str, groups: Mapping[str, Sequence[TensorRef]]) -> str | None:
-    """The only layer whose name, or path's end, is the scope's, or the reverse; None without one."""
+    """The only layer whose name, or path's end, is the scope's, or the reverse; None without one.
+
+    NoCertainMatch if there are several.
+    """
     fits_in: tuple[Callable[[str], bool], ...] = (
         lambda owner: owner == scope,
         lambda owner: bool(scope) and owner.endswith(f"/{scope}"),
@@ -318,7 +328,10 @@ def _group_of(scope: str, groups: Mapping[str, Sequence[TensorRef]]) -> str | No
 
 
 def _within(scope: str, variables: list[GraphVariable], refs: list[TensorRef]) -> dict[str, str]:
-    """The tensors of one layer: by shape where no two are alike, else in the order of Keras' layers."""
+    """The tensors of one layer: by shape where no two are alike, else in the order of Keras' layers.
+
+    NoCertainMatch if the values differ, or nothing tells two of one shape apart.
+    """
     if Counter(map(_kind, variables)) != Counter(map(_kind, refs)):
         raise NoCertainMatch(
             f"the layer {scope!r} has other values in the graph than in the checkpoint",
@@ -346,7 +359,10 @@ def _number(ref: TensorRef) -> tuple[int, str]:
 
 
 def _by_order(variables: list[GraphVariable], refs: list[TensorRef], is_order_known: bool) -> dict[str, str]:
-    """The tensors of a list for the graph's variables, in their order."""
+    """The tensors of a list for the graph's variables, in their order.
+
+    NoCertainMatch if shapes or dtypes differ, or if only an order that is not known tells two apart.
+    """
     if len(variables) != len(refs):
         raise NoCertainMatch(
             f"the list has {len(refs)} arrays and the graph {len(variables)} variables",

@@ -48,7 +48,10 @@ def row_order(
     trained: PartitionStrategy | None,
     served: PartitionStrategy | None,
 ) -> RowOrder:
-    """The moves between a table as it was trained and as it is looked up; None is unknown, NONE never."""
+    """The moves between a table as it was trained and as it is looked up; None is unknown, NONE never.
+
+    PartitionStrategyUnknown if rows may have to move, and a strategy that matters is unknown.
+    """
     # TF1's `embedding_lookup` on a partitioned variable defaults to `mod`: row i is row i // n of part i % n,
     # while the parts lie on disk as contiguous boxes. Served with another number of parts, or whole, the
     # table would give wrong rows without an error. Nothing in a checkpoint says which strategy training used;
@@ -199,7 +202,7 @@ class RenameRule(Struct, frozen=True, rename={"replacement": "name"}):
 
     @classmethod
     def parse(cls, text: str) -> RenameRule:
-        """The rule in `pattern=replacement`, split at the last `=`."""
+        """The rule in `pattern=replacement`, split at the last `=`, or UsageError."""
         pattern, equals, replacement = text.rpartition("=")
         if not equals or not pattern or not replacement:
             raise UsageError(f"rename rule {text!r} is not of the form PATTERN=NAME", hint=_RENAME_EXAMPLE)
@@ -231,7 +234,10 @@ class CastRule(Struct, frozen=True, rename={"label": "dtype"}):
 
     @classmethod
     def parse(cls, text: str) -> CastRule:
-        """The rule in `pattern=bfloat16` (or float16, int8); without a pattern for every float variable."""
+        """The rule in `pattern=bfloat16` (or float16, int8); without a pattern for every float variable.
+
+        UsageError for another text.
+        """
         pattern, _, label = text.rpartition("=")
         if label not in ("bfloat16", "float16", "int8"):
             raise UsageError(
@@ -271,7 +277,10 @@ class MappingRules(Struct, frozen=True):
     )
 
     def renamed(self, key: str) -> str | None:
-        """The tensor name that the rename rules give a variable, None if none is about it."""
+        """The tensor name that the rename rules give a variable, None if none is about it.
+
+        AmbiguousRename if they disagree.
+        """
         names = {new for rule in self.renames if (new := rule.apply(key)) is not None}
         if len(names) > 1:
             raise AmbiguousRename(

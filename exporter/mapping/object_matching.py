@@ -44,7 +44,7 @@ class TrainedObjects(Struct, frozen=True, dict=True):
 
     @cached_property
     def start(self) -> int | None:
-        """The object that the user's path leads to; None without a path."""
+        """The object that the user's path leads to; None without a path, UsageError if it leads nowhere."""
         if self.object_path is None:
             return None
         found = self.objects.at(self.object_path)
@@ -216,7 +216,10 @@ class _Search(Struct, frozen=True):
                 self.numbers[key] = by_node[variable.node]
 
     def best(self) -> dict[str, str] | None:
-        """The tensors of the one correspondence that fits; None if no objects of the graphs correspond."""
+        """The tensors of the one correspondence that fits; None if no objects of the graphs correspond.
+
+        AmbiguousRename if several fit, MissingTensors if the best one is not complete.
+        """
         partial: list[tuple[_Walk, dict[str, str]]] = []
         for start in self._served_starts():
             walks = [self._walk(start, candidate) for candidate in self._trained_starts()]

@@ -116,7 +116,7 @@ def _declared(kind: type[Struct]) -> Iterator[DeclaredOption]:
 
 
 def struct_in(hint: Any) -> type[Struct] | None:
-    """The struct that a field holds, or may hold."""
+    """The struct that a field of this type holds, or may hold; None if it holds none."""
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return next((one for one in members if isinstance(one, type) and issubclass(one, Struct)), None)
 

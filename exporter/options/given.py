@@ -75,10 +75,10 @@ def take(values: Struct, own: Collection[str] = ()) -> None:
 
 
 def place(name: str, given: Any, parse: Callable[[str, StrPath], Path] = local_path) -> Path:
-    """The value as a Path, by `parse`.
+    """The Path that `parse` makes of a string or of a path that was given for `name`.
 
     Raises:
-        UsageError: it is neither, it is empty, or `parse` refuses it.
+        UsageError: it is neither string nor path, it is empty, or `parse` refuses it.
     """
     if isinstance(given, os.PathLike) and isinstance(text := os.fspath(given), str):
         return parse(name, given if isinstance(given, Path) else text)
@@ -201,7 +201,10 @@ def _taken(name: str, kind: Any, given: Any) -> Any:
 
 
 def _plain(name: str, kind: type, given: Any) -> Any:
-    """The value as a bool, an int, a float or a str, as `kind` says; True is no number, and 1 no flag."""
+    """The value as a bool, an int, a float or a str, as `kind` says; True is no number, and 1 no flag.
+
+    UsageError for another value.
+    """
     if kind is bool:
         return flag(name, given)
     if kind is int:
@@ -226,7 +229,7 @@ def _member(name: str, kind: type[StrEnum], given: Any) -> StrEnum:
 
 
 def _several(name: str, kind: type, given: Any) -> tuple[Any, ...]:
-    """The values of a list or tuple as a tuple; a single string or path is one value."""
+    """The values of a list or tuple as a tuple, or UsageError; a single string or path is one value."""
     alone = isinstance(given, str | os.PathLike)
     if not alone and not isinstance(given, tuple | list):
         raise wrong(name, given, "a list of paths" if kind is Path else "a list of strings")
@@ -235,7 +238,7 @@ def _several(name: str, kind: type, given: Any) -> tuple[Any, ...]:
 
 
 def _pairs(name: str, given: Any) -> dict[str, str]:
-    """A mapping's values as texts, as they would be typed on the command line."""
+    """A mapping's values as texts, as they would be typed on the command line, or UsageError."""
     if not isinstance(given, Mapping):
         raise wrong(name, given, 'a dict: {"name": value}')
     for key, value in given.items():

@@ -45,7 +45,10 @@ def read_both(
     checkpoint: Identity,
     load: GraphSource = load_source,
 ) -> Both:
-    """Read the graph, and complete the rules from both sides."""
+    """Read the graph, and complete the rules from both sides.
+
+    UsageError if deltas are asked for and the checkpoint is no tensor bundle.
+    """
     if request.updates and not catalog.is_bundle:
         raise UsageError(
             f"{catalog.prefix} is not a tensor bundle: what changes in it cannot be followed",

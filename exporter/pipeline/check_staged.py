@@ -13,7 +13,10 @@ from exporter.verify.version_files import verify_bytes, verify_files
 
 
 def check_staged(staged: Staged) -> None:
-    """Check files, bytes, indexes of tables and outputs against the checkpoint, as far as `--verify` says."""
+    """Check files, bytes, indexes of tables and outputs against the checkpoint, as far as `--verify` says.
+
+    VerificationError for what differs; the differences of outputs are noted in `staged`.
+    """
     planned, catalog = staged.plan, staged.variables.catalog
     request, layout = planned.request, planned.layout
     if request.verify.includes(Verify.FILES):
@@ -36,7 +39,10 @@ def check_staged(staged: Staged) -> None:
 
 
 def check_published(staged: Staged) -> None:
-    """Check the values that servers get, increments among them: finite, and as golden requests say."""
+    """Check the values that servers get, increments among them: finite, and as golden requests say.
+
+    NotFinite or VerificationError if they are not.
+    """
     request = staged.plan.request
     if request.updates and request.updates.finite and request.verify.includes(Verify.BYTES):
         require_base_finite(staged.variables.catalog)

@@ -137,7 +137,10 @@ def _strategies(catalog: Catalog) -> Mapping[str, PartitionStrategy]:
 
 
 def _strategy(strategies: Mapping[str, PartitionStrategy], name: str) -> PartitionStrategy | None:
-    """Return a table's strategy; a slot, or an average, has that of the table whose name begins its own."""
+    """Return a table's strategy; a slot, or an average, has that of the table whose name begins its own.
+
+    None if no strategy is known.
+    """
     owners = [owner for owner in strategies if name == owner or name.startswith(f"{owner}/")]
     return strategies[min(owners, key=len)] if owners else None
 
@@ -383,7 +386,10 @@ def _as_bundle(side: ComparedState, directory: Path) -> ComparedState:
 
 
 def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences:
-    """Compare two states whose rows can be read where they lie."""
+    """Compare two states whose rows can be read where they lie.
+
+    UsageError if they have no variable in common.
+    """
     tables, apart = _compared_tables(a, b)
     old, new = _variables(a, b, apart), _variables(b, a, apart)
     contents = _lookups(a) | _lookups(b)

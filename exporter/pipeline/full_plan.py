@@ -265,7 +265,7 @@ def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
 
 
 def _require_own_directory(model: Path, catalog: Catalog) -> None:
-    """Keep versions out of the trainer's directory: it is pruned, copied and removed by other rules."""
+    """Refuse, by a UsageError, the trainer's directory as the model's: other rules prune and copy it."""
     directory = catalog.prefix.parent
     if catalog.is_bundle and model.is_dir() and model.samefile(directory):
         raise UsageError(

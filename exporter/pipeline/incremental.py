@@ -259,7 +259,7 @@ class ExportedDelta(Struct, frozen=True):
 
     @property
     def rounded(self) -> Rounded | None:
-        """The changed rows that are served rounded; if nothing changed, all that are."""
+        """The changed rows that are served rounded, or all that are if nothing changed; None without any."""
         if self.published is None:
             return self.plan.log.trained.rounded
         entry = self.published.manifest.incremental
@@ -495,7 +495,7 @@ def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory)
 
 
 def _rounded_so_far(planned: IncrementalPlan, found: _Found) -> Rounded | None:
-    """Return which rows are served rounded: those of this delta, and with increments the earlier ones."""
+    """Return how many rows are served rounded, with increments also earlier deltas'; None if none are."""
     before = planned.log.trained.rounded
     if not planned.trainer.plan.is_known:
         return found.rounded
@@ -549,7 +549,7 @@ def _bytes_of(variable: ServedVariable) -> int:
 
 
 def _runner(request: ExportRequest) -> Runner | None:
-    """Return a runner whose tasks compare, if an engine is named."""
+    """Return a runner whose tasks compare, if an engine is named, else None."""
     if request.jobs.engine is None:
         return None
     from exporter.jobs.runner import Runner

@@ -94,6 +94,7 @@ def _geometry(
 def _view(name: str, dtype: DType, width: int, geometry: TableGeometry, state: TableState) -> ServedTableView:
     """What people see of a table whose rows are stored as `width` numbers of `dtype`.
 
+    CorruptFile if the index leads to rows that are not there.
     Rows of int8 are codes with a scale behind them: trainers' tables of integers are not served by keys.
     """
     try:

@@ -117,6 +117,8 @@ def merge(
 def plan_merge(model: Path, start: int | None, end: int | None, jobs: Jobs) -> Merging | None:
     """Return what `merge` would do now; the deltas are read and checked, and nothing is written.
 
+    None if there are not two deltas to merge, or they are merged already.
+
     Raises:
         DeltaGap, StaleDelta, CheckpointError, ModelHeld: as `merge`.
     """
@@ -142,7 +144,10 @@ def plan_merge(model: Path, start: int | None, end: int | None, jobs: Jobs) -> M
 
 
 def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, ...]:
-    """Return the deltas that lead from `start` to `end`; at both, something published has to stand."""
+    """Return the deltas that lead from `start` to `end`; at both, something published has to stand.
+
+    UsageError if `start` does not come before `end`.
+    """
     for position in (start, end):
         if position is not None:
             log.standing(position)
@@ -157,7 +162,10 @@ def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, .
 def merge_run(
     log: DeltaLog, run: Sequence[LogDelta], jobs: Jobs = LOCALLY, progress: ProgressFactory = no_progress
 ) -> Merged | None:
-    """Publish neighbouring deltas as one; None if that one is published already."""
+    """Publish neighbouring deltas as one.
+
+    None if that one is published already, NotFinite if the model refuses it.
+    """
     _require_finite(log, run)
     with Staging(log.model) as staging, writing(staging.path), ExitStack() as stack:
         merger, what = _merger(log, run, staging.path, jobs)
@@ -318,7 +326,7 @@ def plan_rollback(model: Path, to: int, *, if_canary: bool = False) -> RollbackP
 
 
 def _require_canary(hold: Hold, to: int, if_canary: bool) -> None:
-    """Refuse, if a canary asks, unless its hold stands at `to`."""
+    """Raise PositionMoved, if a canary asks, unless its hold stands at `to`."""
     if if_canary and hold.approved() != to:
         raise PositionMoved(f"{hold.directory} is not held at {to} by a canary: others decided meanwhile")
 
@@ -394,6 +402,8 @@ def _resumption(
 ) -> tuple[Restoration | None, int | None, bool]:
     """Return what a resumption publishes, where a canary's hold is left, and whether it lifts any hold.
 
+    UsageError if the hold of a rollback was lifted before.
+
     Nothing is published (None) where the values stay: nothing is held, or they have come back already.
     """
     if lift_canary and restorer.log is not None:
@@ -418,7 +428,7 @@ def _resumption(
 
 
 def restorer_of(model: Path) -> Restorer:
-    """Read what is published of a model: a log, or plain versions."""
+    """Read what is published of a model: a log, or plain versions; NotUpdatable if nothing is."""
     from exporter.pipeline.restoration import (  # late: deltas bring nothing back
         DeltaRestorer,
         VersionRestorer,
@@ -444,7 +454,10 @@ def _undisturbed(model: Path, first: Restorer, plan: Callable[[Restorer], T]) ->
 
 @contextmanager
 def _operating(model: Path) -> Iterator[tuple[Restorer, Staging]]:
-    """Read a model and keep its lock for a block: no other process publishes, merges or tidies."""
+    """Read a model and keep its lock for a block: no other process publishes, merges or tidies.
+
+    NotUpdatable, and nothing is made, where nothing is published.
+    """
     if newest_version(model) is None:  # where nothing is published nothing is made, not even a lock
         raise nothing_published(model)
     with Staging(model) as staging, writing(staging.path), model_lock(model):
@@ -454,7 +467,7 @@ def _operating(model: Path) -> Iterator[tuple[Restorer, Staging]]:
 
 
 def _require_no_canary_at_work(model: Path) -> None:
-    """Refuse to lift the hold of a canary that would have it back within a second."""
+    """Raise TargetBusy while an agent's canary is at work: it would have its hold back within a second."""
     if not (model / CANARY_LOCK_FILE).exists():
         return
     try:
@@ -474,7 +487,7 @@ def position_of_merger(log: DeltaLog, path: Path) -> int:
 
 
 def skip_abandoned(log: DeltaLog, path: Path) -> DeltaLog:
-    """Return the log; if nothing may be published at `path` any more, with a new delta without changes."""
+    """Publish a delta without changes if nothing may be published at `path` any more; return the log then."""
     last = log.at
     end = position_of_merger(log, path)
     if end == last.position:

@@ -179,7 +179,10 @@ def merge_increments(
 
 
 def entry_with_origin(staged: Staged) -> BaseEntry | None:
-    """The base's entry with digests of what it was made from; of its tables' files, of the copies in it."""
+    """The base's entry with digests of what it was made from; of its tables' files, of the copies in it.
+
+    Without an origin the entry as it is; None if the version takes no deltas.
+    """
     entry, origin, bundle = staged.entry, staged.plan.origin, staged.bundle
     if entry is None or origin is None:
         return entry

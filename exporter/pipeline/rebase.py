@@ -75,6 +75,8 @@ class Rebasing(Struct, frozen=True):
 def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebasing | None:
     """Return what `rebase` would do now; the deltas are read and checked, the base's values are not.
 
+    None if the newest base stands at the newest position.
+
     Raises:
         ModelHeld, CheckpointError, PositionMoved: as `rebase`.
     """
@@ -185,7 +187,10 @@ def _mapped_tables(base: LogBase) -> tuple[MappedTable, ...]:
 
 
 def _mapped_again(base: LogBase, written: Catalog, position: int) -> MappedRecord | None:
-    """Return the record of the new base's mapped tables: the same ones, in other files, with another id."""
+    """Return the record of the new base's mapped tables: the same ones, in other files, with another id.
+
+    None, or a record without tables, is returned as it is.
+    """
     record = base.manifest.mapped
     if record is None or not record.tables:
         return record
@@ -214,7 +219,10 @@ def _newest_approved(log: DeltaLog) -> LogBase | LogDelta:
 def _copy_graph(
     log_base: LogBase, bundle: Path, position: int, step: int, mapped: MappedRecord | None
 ) -> None:
-    """Copy a base without its variables, for another position, and other files to map."""
+    """Copy a base without its variables, for another position, and other files to map.
+
+    Its files are verified first; ManifestError if the graph has no incremental subgraph that is known.
+    """
     base = log_base.path
     for file in log_base.manifest.files:  # the new manifest would vouch for what is damaged here
         if not file.path.startswith(f"{VARIABLES_DIRECTORY}/"):

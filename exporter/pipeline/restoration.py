@@ -180,7 +180,10 @@ class DeltaRestorer(Restorer):
         return is_judged
 
     def before_rollbacks(self) -> int | None:
-        """As `Restorer.before_rollbacks`; those of earlier releases begin where the log stood before."""
+        """As `Restorer.before_rollbacks`; those of earlier releases begin where the log stood before.
+
+        None if the newest delta is no rollback.
+        """
         at: LogBase | LogDelta = self.published.newest
         before = None
         while isinstance(at, LogDelta) and at.entry.made is DeltaOrigin.ROLLBACK:
@@ -311,7 +314,10 @@ def approved_by_canary(log: DeltaLog) -> int | None:
 
 
 def packing_of(headers: Iterable[DeltaHeader]) -> DeltaDtype | None:
-    """Return the packing of the newest packed delta: what is made of these holds rows that pack so."""
+    """Return the packing of the newest packed delta: what is made of these holds rows that pack so.
+
+    None if no delta is packed.
+    """
     return next((header.packing for header in reversed(list(headers)) if header.packing), None)
 
 
@@ -379,7 +385,10 @@ class VersionRestorer(Restorer):
         return VersionRule().choose(manifest.step, newest=newest, last=last, now=0)[0]
 
     def _whole(self, number: int) -> Manifest:
-        """Read a version's manifest, and compare all of the version's bytes with it."""
+        """Read a version's manifest, and compare all of the version's bytes with it.
+
+        PositionUnknown if there is no such version, UsageError if it takes deltas.
+        """
         ours = [child for child in self._versions if child.has_manifest]
         found = next((child for child in ours if child.version == number), None)
         if found is None:

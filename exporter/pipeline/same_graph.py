@@ -75,7 +75,10 @@ class SameGraph(Struct, frozen=True):
 
 
 def check_same_graph(log: DeltaLog, request: ExportRequest, catalog: Catalog) -> SameGraph:
-    """Compare graph and table files with the base's; SchemaChanged if they differ."""
+    """Compare graph and table files with the base's; SchemaChanged if they differ.
+
+    UsageError if outputs are to be verified, or the graph checked and what it was made from is not known.
+    """
     if request.verify is Verify.OUTPUTS:
         raise UsageError(
             "--verify outputs compares a whole model, a delta has no answers of its own",
@@ -108,7 +111,10 @@ def check_same_graph(log: DeltaLog, request: ExportRequest, catalog: Catalog) ->
 
 
 def _check_built(base: str, origin: GraphOrigin, asked: GraphRequest) -> SameGraph:
-    """Build the graph again, by the builder and TensorFlow, and compare all of it with the base's."""
+    """Build the graph again, by the builder and TensorFlow, and compare all of it with the base's.
+
+    SchemaChanged if it differs, UsageError if no model is named.
+    """
     if asked.model is None:
         raise UsageError("--check-graph: nothing says what to build", hint="name the model again: --model")
     _, differences = _compare_built(origin, asked, SourceFiles())

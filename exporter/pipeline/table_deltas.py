@@ -137,7 +137,10 @@ def told_changes(
 
 
 def _told_of(trainer: TrainerState, tables: Iterable[_Table]) -> dict[str, KeyedChange]:
-    """Return what the trainer's increments report of tables, merged, by the checkpoint's names."""
+    """Return what the trainer's increments report of tables, merged, by the checkpoint's names.
+
+    SchemaChanged if rows have another dtype or dimension than the checkpoint's.
+    """
     known = {each.variable.name: each.variable for each in tables}
     from exporter.increments.keyed_changes import keyed_changes_of
 
@@ -167,7 +170,10 @@ def note_index_written(base: LogBase, log: Path) -> None:
 
 
 def _check_index(log: DeltaLog, published: LayeredState, spec: MappingSpec) -> None:
-    """Verify the checksums of the tables' indexes, unless that was done and their files are the same."""
+    """Verify the checksums of the tables' indexes, unless that was done and their files are the same.
+
+    Writes down what was verified; CorruptFile if one differs.
+    """
     files = CheckedFiles.of(log.path / CHECKED_DIRECTORY, published.stored.values())
     published.trust(known := files.known(published.stored.values()))
     published.check(name for table in spec.dynamic for name in table.keys[:-1])

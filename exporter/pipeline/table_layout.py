@@ -44,7 +44,10 @@ def lay_out_tables(
     admission: Admission,
     head_room: float | None,
 ) -> tuple[InferenceGraph, TableLayout | None]:
-    """Size the graph's dynamic tables by the checkpoint; return the graph, and a layout if it has tables."""
+    """Size the graph's dynamic tables by the checkpoint; return the graph, and a layout if it has tables.
+
+    UsageError for options about tables that it lacks, or a head room that is negative.
+    """
     if not graph.dynamic_tables:
         if not admission.is_everyone:
             raise UsageError(

@@ -64,7 +64,10 @@ def _whole(meta_graph: Proto) -> set[str]:
 
 
 def training_graph(request: ExportRequest, catalog: Catalog) -> TrainingGraph | None:
-    """Read the graph that `--train-tag` names from the source SavedModel; None without the option."""
+    """Read the graph that `--train-tag` names from the source SavedModel; None without the option.
+
+    UsageError if there is none, or it goes with deltas or `--format metagraph`.
+    """
     if request.train_tag is None:
         return None
     if SERVE_TAG in request.train_tag.split(","):

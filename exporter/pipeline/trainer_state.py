@@ -81,6 +81,7 @@ class TrainerState(Struct, frozen=True):
     ) -> Changes:
         """Return an increment as changes of served variables, without the rows in 8 bits that are in `newer`.
 
+        SchemaChanged if a variable has another dtype or shape than in the checkpoint.
         Its own rows in 8 bits are added to `newer`: increments are translated from the newest to the oldest.
         """
         kinds = {variable.name: variable for variable in self.schema.variables}
@@ -168,7 +169,7 @@ below a second where neither the graph nor the training step is large."""
 
 
 def _known(prefix: Path, full: CheckpointId) -> _Known:
-    """Return when this process met the directory's newest full checkpoint; remember it if it is new."""
+    """Return since when this process knows `full`, its directory's newest; notes one that it did not know."""
     known = _KNOWN.get(prefix.parent)
     if known is None or known.full != full:
         age = 0.0

@@ -69,7 +69,10 @@ class WatchProgress(Struct, frozen=True):
 
 
 def parse_duration(option: str, text: str) -> float:
-    """Parse `90`, `90s`, `15m`, `2h` or `1d` into seconds."""
+    """Parse `90`, `90s`, `15m`, `2h` or `1d` into seconds.
+
+    UsageError, which names `option`, for other texts.
+    """
     match = _DURATION.fullmatch(text)
     if match is None:
         raise UsageError(f"{option} {text!r} is not a duration", hint="as in 90 (seconds), 15m, 2h, 1d")

@@ -129,7 +129,10 @@ class VersionRule(Struct, frozen=True):
 
     @classmethod
     def parse(cls, asked: str | int | None) -> VersionRule:
-        """The rule that `--version` names."""
+        """The rule that `--version` names.
+
+        UsageError if it is neither `time` nor an integer from 0 below 2**62.
+        """
         if asked is None:
             return cls()
         text = str(asked)
@@ -148,7 +151,8 @@ class VersionRule(Struct, frozen=True):
     ) -> tuple[int, int]:
         """Version and position of what is published next.
 
-        `newest` is the greatest version number in use, `last` the greatest position.
+        VersionExists if the one asked for is not the newest. `newest` is the greatest version number in use,
+        `last` the greatest position.
         """
         if self.choice == "position":
             position = next_position(step, greatest(newest, last))
@@ -259,7 +263,10 @@ def next_delta_position(log: DeltaLog, step: int | None) -> int:
 
 
 def _next_of_log(step: int | None, last: int | None) -> int:
-    """The next position of a delta, or of a base that takes deltas."""
+    """The next position of a delta, or of a base that takes deltas.
+
+    PositionError if no delta counts so far.
+    """
     position = next_position(step, last)
     if position >= POSITION_LIMIT:
         raise PositionError(
@@ -345,6 +352,8 @@ def publish_delta(
     under_lock: UnderLock,
 ) -> PublishedDelta:
     """Turn `staging.path` into the delta `<from>-<position>` of a log; whole, durable and immutable.
+
+    PositionMoved if that is published already, or another process published meanwhile.
 
     `last` was the greatest position of the model when the delta was made; None where that does not matter,
     as for a merger of deltas that are published already.

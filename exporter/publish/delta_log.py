@@ -57,7 +57,7 @@ class LogBase(Struct, frozen=True):
 
     @classmethod
     def read(cls, path: Path) -> LogBase:
-        """The base in a version's directory."""
+        """The base in a version's directory; NotUpdatable if it takes no deltas."""
         manifest = read_manifest(path)
         check_place(manifest, path)
         if not isinstance(manifest.incremental, BaseEntry):
@@ -104,7 +104,7 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
 
     @property
     def entry(self) -> DeltaEntry:
-        """Its place in the log."""
+        """Its place in the log, by its manifest; ManifestError if that names none."""
         entry = self.manifest.incremental
         if not isinstance(entry, DeltaEntry):
             raise ManifestError(f"{self.path / MANIFEST_FILE} does not say which log the delta is of")
@@ -230,7 +230,10 @@ class DeltaLog(Struct, frozen=True, dict=True):
             return {variable.name: row_numbers(tensors, variable) for variable in chosen}
 
     def tensors(self, delta: LogDelta) -> DeltaTensors:
-        """The delta's tensors, whose values are not read."""
+        """The delta's tensors, whose values are not read.
+
+        CorruptFile if its positions or tensors are not those of its name and manifest.
+        """
         from exporter.delta.delta_files import read_tensors
 
         with _hinted():
@@ -244,7 +247,10 @@ class DeltaLog(Struct, frozen=True, dict=True):
             return found
 
     def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> LayeredState:
-        """The values at a position, by default at the newest; of variables `only`, if these are named."""
+        """The values at a position, by default at the newest; of variables `only`, if these are named.
+
+        Opens the deltas that lead there: DeltaGap if none do, CheckpointError if one is damaged.
+        """
         from exporter.delta.layered_state import LayeredState
 
         target = self.at.position if position is None else position
@@ -291,7 +297,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
 @contextmanager
 def _hinted() -> Iterator[None]:
-    """Say what helps against damage: the reader of bundles takes a delta for a checkpoint."""
+    """Give CheckpointErrors of the block a log's hint: the reader takes a delta for a checkpoint."""
     try:
         yield
     except CheckpointError as error:
@@ -300,7 +306,10 @@ def _hinted() -> Iterator[None]:
 
 
 def _check_values(delta: Delta, schema: Schema, only: Collection[str] | None) -> None:
-    """Compare the checksums of a delta's tensors, or of those of some variables, which are not packed."""
+    """Compare the checksums of a delta's tensors, or of those of some variables, which are not packed.
+
+    CorruptFile if one differs.
+    """
     from exporter.checkpoint.tensor_bundle import check_tensor
 
     names = set(delta.catalog.tensors)
@@ -311,7 +320,10 @@ def _check_values(delta: Delta, schema: Schema, only: Collection[str] | None) ->
 
 
 def _check_listed(catalog: Catalog, manifest: Manifest) -> None:
-    """Compare a bundle's index with the manifest beside it, both ways; the values are not read."""
+    """Raise CorruptFile unless a bundle's index and the manifest beside it list the same tensors.
+
+    The values are not read.
+    """
     listed, found = (
         {entry.name: entry for entry in entries} for entries in (manifest.tensors, tensor_entries(catalog))
     )

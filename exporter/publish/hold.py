@@ -105,7 +105,7 @@ class Hold(Struct, frozen=True):
         return int(text)
 
     def content(self) -> bytes | None:
-        """The file's bytes, none of them if it cannot be read; None without a hold."""
+        """The file's bytes; b"" if it cannot be read, None without a hold."""
         try:
             return read_regular(self.path, LONGEST_HOLD)
         except OSError:

@@ -99,7 +99,7 @@ class BaseEntry(
 
     @cached_property
     def schema(self) -> Schema:
-        """The served variables, as deltas hold them."""
+        """The served variables, as deltas hold them; DocumentError if the rows are not a schema."""
         try:
             return Schema.from_json(self.schema_rows)
         except ValueError as error:
@@ -316,7 +316,7 @@ class ManifestHead(Struct, frozen=True, rename={"created_text": "created"}):
 
     @property
     def log(self) -> int | None:
-        """The log that a base takes deltas of, or a delta belongs to."""
+        """The log that a base takes deltas of, or a delta belongs to; None for a version that takes none."""
         return None if self.incremental is None else self.incremental.log
 
 
@@ -468,7 +468,7 @@ def _check_consistency(manifest: Manifest, schema_digest: str) -> None:
 
 
 def _check_mapped(mapped: MappedRecord, manifest: Manifest) -> None:
-    """Compare what servers map with the files and served variables of the version."""
+    """Raise DocumentError unless what servers map fits the files and served variables of the version."""
     base = manifest.incremental if isinstance(manifest.incremental, BaseEntry) else None
     files = {file.path: file.bytes_ for file in manifest.files}
     rows = {each.name: each.shape[0] for each in base.schema.variables if each.is_table} if base else {}

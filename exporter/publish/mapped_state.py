@@ -79,7 +79,10 @@ def _available_bytes(path: Path = Path("/proc/meminfo")) -> int:
 
 
 def mapped_elsewhere(record: MappedRecord, version: Path) -> str:
-    """The directory that servers map in place of `version`, which is a copy of it; "" if it is its own."""
+    """The directory that servers map in place of `version`, which is a copy of it.
+
+    "" if `version` is that directory, or if the directory is not there, so that nothing is mapped.
+    """
     try:
         is_own = Path(record.directory).samefile(version)
     except (OSError, ValueError):

@@ -400,12 +400,15 @@ class Model(Struct, frozen=True, dict=True):
 
     @property
     def newest_log(self) -> Log | None:
-        """The log of the newest base, which the exporter continues."""
+        """The log of the newest base, which the exporter continues; None without a base."""
         return next(iter(self.logs.values()), None)
 
     @property
     def newest_position(self) -> int | None:
-        """The newest position, whatever keeps replicas from it; a version's number is its position."""
+        """The newest position, whatever keeps replicas from it; a version's number is its position.
+
+        None if nothing is published.
+        """
         ends = [] if self.newest_log is None else [self.newest_log.last]
         if self.newest_version is not None:
             ends.append(self.newest_version)
@@ -514,7 +517,7 @@ def _leads_past(merger: Event, other: Event) -> bool:
 
 
 def _merger(events: Iterable[Event], part: Event) -> str | None:
-    """The name of the longest merger that holds a delta."""
+    """The name of the longest merger that holds a delta; None if there is none."""
     found = [event for event in events if event.what is PublicationKind.MERGE and _leads_past(event, part)]
     longest = max(found, key=lambda event: event.position - (event.from_position or 0), default=None)
     return None if longest is None else f"{longest.from_position}-{longest.position}"
@@ -580,7 +583,7 @@ class PublishedAlready(NothingChanged):
 
 
 def newest_made_from(model: Path, digest: str) -> MadeVersion | None:
-    """The newest version that was made from the checkpoint with this digest.
+    """The newest version that was made from the checkpoint with this digest; None if there is none.
 
     Raises:
         ManifestError: the model, or that version's manifest, cannot be read.
@@ -595,7 +598,10 @@ def newest_made_from(model: Path, digest: str) -> MadeVersion | None:
 
 
 def _mentions(version: Path, digest: str) -> bool:
-    """A quick look: parsing the manifests of many versions takes long. What vanishes is not published."""
+    """True if a version's manifest, unparsed, has this text; False also if it cannot be read.
+
+    Parsing the manifests of many versions takes long. What vanishes is not published.
+    """
     try:
         return digest.encode("ascii") in read_regular(version / MANIFEST_FILE, MAX_MANIFEST_BYTES)
     except OSError:

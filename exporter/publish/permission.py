@@ -32,7 +32,7 @@ class Permission(Struct, frozen=True):
     plain: bool = False
 
     def check(self, model: Path, *, takes_deltas: bool, versions: Sequence[VersionDir] | None = None) -> None:
-        """Refuse to publish over a hold, or to end a log, unless that was asked for.
+        """Refuse to publish over a hold (ModelHeld), or to end a log (ChainEnds), unless that was asked for.
 
         The model's `versions` are listed unless they are given.
         """
@@ -71,7 +71,10 @@ def held_at(model: Path, versions: Sequence[VersionDir] | None = None) -> int | 
 
 
 def hold_in_force(model: Path, versions: Sequence[VersionDir] | None = None) -> Hold | None:
-    """The hold that servers do not pass by themselves: a person's or a canary's; see `held_at`."""
+    """The hold that servers do not pass by themselves: a person's or a canary's; see `held_at`.
+
+    None without one, or if the model cannot be read.
+    """
     with suppress(ManifestError):
         newest = newest_of(version_dirs(model) if versions is None else versions)
         return next(iter(_holds(model, None if newest is None else _log_of(newest))), None)
@@ -117,7 +120,10 @@ def _holds(model: Path, log: int | None) -> list[Hold]:
 
 
 def _log_of(version: VersionDir) -> int | None:
-    """The log that a version takes deltas of; publishing says what is wrong with a damaged manifest."""
+    """The log that a version takes deltas of; None without one, or if the manifest is damaged.
+
+    Publishing says then what is wrong with it.
+    """
     with suppress(ManifestError):
         return read_head(version.path).log
     return None

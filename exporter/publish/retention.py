@@ -182,7 +182,10 @@ _LOG = re.compile(r"[0-9]{20}", re.ASCII)
 
 
 def _written(delta: LogDelta) -> float:
-    """When a delta's manifest was written, as its file system or store says: not before it was `_created`."""
+    """When a delta's manifest was written, as its file system or store says: not before it was `_created`.
+
+    Infinity if that cannot be read.
+    """
     try:
         return (delta.path / MANIFEST_FILE).stat().st_mtime
     except OSError:

@@ -31,7 +31,7 @@ class Stored(Struct, frozen=True):
 
 
 def require_fitting(schema: Schema, spec: MappingSpec, tensors: Mapping[str, Stored]) -> None:
-    """Compare a base's served variables with its recipe, and this with its tensors."""
+    """Raise DocumentError unless a base's served variables, its recipe and its tensors fit each other."""
     made = {name: stored for source in spec.sources() for name, stored in _made(source, tensors)}
     said = {variable.name: _said(variable) for variable in schema.variables}
     for name in sorted(made.keys() | said.keys()):
@@ -49,7 +49,7 @@ def _said(variable: ServedVariable) -> Stored:
 
 
 def _made(source: TensorSource, tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Stored]]:
-    """Yield the served tensors of a source by name, after comparing its tensor with the bundle's."""
+    """Yield the served tensors of a source by name; DocumentError if the bundle's is absent or another."""
     found, label = tensors.get(source.key), source.dtype.label
     if found is None:
         raise DocumentError(f"manifest.incremental.recipe: there is no tensor {source.key!r}")

@@ -75,7 +75,7 @@ class Staging:
             _forget_name(error)
 
     def _create(self, root: Path) -> bool:
-        """False if another process's cleaning came between making the directory and locking it."""
+        """Make the staging directory and lock it; False if another process's cleaning came in between."""
         root.mkdir()
         try:
             lock = open_lock(root / _LOCK)
@@ -91,7 +91,10 @@ class Staging:
 
 
 def _forget_name(error: ExportError) -> None:
-    """The name is random and gone: with it, a watch would take each failure of one kind for another one."""
+    """Put `.staging` into an error's message, in place of the directory's random name, which is gone.
+
+    With it, a watch would take each failure of one kind for another one.
+    """
     error.message = _OWN_NAME.sub(".staging", error.message)
     error.args = (error.message,)
 

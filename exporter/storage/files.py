@@ -65,7 +65,10 @@ def below(
 
 
 def make_directories(path: Path) -> None:
-    """Make `path` and its missing parents, each entry on disk before this returns."""
+    """Make `path` and its missing parents, each entry on disk before this returns.
+
+    NotADirectoryError if `path` is a file.
+    """
     missing = []
     while not path.exists():
         missing.append(path)

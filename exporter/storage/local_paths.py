@@ -205,7 +205,10 @@ def path_parser(what: str) -> Callable[[str], Path]:
 
 
 def _of_file_url(what: str, text: str, rest: str, *, is_whole: bool) -> Path:
-    """The path of `file:///a/b` or `file://localhost/a/b`; of a `Path`, of the first alone."""
+    """The path of `file:///a/b` or `file://localhost/a/b`; of a `Path`, of the first alone.
+
+    UsageError if it names another machine, or no path.
+    """
     host, _, path = rest.partition("/") if is_whole else ("", "", rest)
     if host not in ("", "localhost") or not path:
         raise UsageError(

@@ -86,7 +86,10 @@ class Mirror:
         return self.root if self._is_directory else self.root / self._asked.name
 
     def refresh(self) -> None:
-        """List the objects again: new ones appear, replaced ones become new files, others are removed."""
+        """List the objects again: new ones appear, replaced ones become new files, others are removed.
+
+        CheckpointError if there are too many.
+        """
         base = self.url.key("")
         found = {each.key[len(base) :]: each for each in self._list() if each.key.startswith(base)}
         if len(found) > _MOST_FILES:
@@ -138,7 +141,10 @@ class Mirror:
         return inode not in self._stand_ins and inode != self._inodes.get(name)
 
     def stand_in(self, path: Path, each: RemoteObject) -> None:
-        """Make a new file that stands for an object of the bucket, also when it is renamed below the root."""
+        """Make a new file that stands for an object of the bucket, also when it is renamed below the root.
+
+        PublishError if the disk does not take it.
+        """
         pinned = self._private / f"{len(self._stand_ins)}"  # its inode is not given to another file
         try:
             pinned.parent.mkdir(exist_ok=True)
@@ -176,7 +182,12 @@ class Mirror:
         return None
 
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]] | None = None) -> None:
-        """Fetch ranges (start, stop) of a file, or all of it, as far as they are not here."""
+        """Fetch ranges (start, stop) of a file, or all of it, as far as they are not here.
+
+        CheckpointChanged if the object was replaced or is gone, CheckpointError if the store cannot be read,
+        DiskFull or PublishError if the disk does not take it. A file that no object stands behind is passed
+        over.
+        """
         with self._asking(), self._lock:
             found = self._stand_in_of(name)
             if found is None and name in self._found:
@@ -450,7 +461,7 @@ def copy_ranges(
     target: Path,
     advance: Callable[[int], None],
 ) -> None:
-    """`Mirror.copy` of a file that stands for an object."""
+    """Fetch pieces of a file that stands for an object into an open file: see `Mirror.copy`."""
     found = _find(path)
     assert found is not None, path
     found[0].copy(found[1], descriptor, pieces, target, advance)

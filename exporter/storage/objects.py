@@ -226,7 +226,10 @@ class ObjectWriter(ObjectReader):
         return _open(self.url, _SLOW)
 
     def upload(self, key: str, file: Path, note: Callable[[int, memoryview], None] | None = None) -> str:
-        """Put a file under a key; returns its tag. `note` gets each part's offset and bytes as it goes."""
+        """Put a file under a key; returns its tag, "" if the store gives none.
+
+        `note` gets each part's offset and bytes as it goes.
+        """
         import obstore
 
         with writing_to(self.url, key), file.open("rb") as opened:
@@ -284,7 +287,10 @@ class ObjectWriter(ObjectReader):
         self._put(key, content, "overwrite")
 
     def fetch(self, key: str, limit: int) -> tuple[bytes, Tag] | None:
-        """A small object and its tag; None if there is none."""
+        """A small object and its tag.
+
+        None if there is none, CheckpointError if it has more than `limit` bytes.
+        """
         import obstore
 
         def fetched() -> tuple[bytes, Tag]:
@@ -327,7 +333,10 @@ def _parts(file: BinaryIO, size: int, note: Callable[[int, memoryview], None]) -
 
 
 def _open(url: Url, silence: timedelta | None = None) -> ObjectStore:
-    """A client of a bucket; `silence` is how long a request may take that is not answered yet."""
+    """A client of a bucket; `silence` is how long a request may take that is not answered yet.
+
+    UsageError if the library is not installed.
+    """
     try:
         from obstore import store
     except ImportError:
@@ -405,7 +414,10 @@ def _ignored_condition(store: ObjectWriter, key: str) -> str:
 
 
 def _tag_of(store: ObjectWriter, key: str, content: bytes) -> Tag | None:
-    """The tag of an object that only we write, if it has this content: the answer to its writing was lost."""
+    """The tag of an object that only we write, if it has this content: the answer to its writing was lost.
+
+    None if it has not.
+    """
     found = store.fetch(key, len(content))
     return found[1] if found is not None and found[0] == content else None
 
@@ -458,7 +470,11 @@ def again(ask: Callable[[], T]) -> T:
 
 @contextmanager
 def asking(url: Url, key: str | None = None) -> Iterator[None]:
-    """Raise errors by name for a store's answers to reading."""
+    """Raise errors by name for a store's answers to reading.
+
+    CheckpointNotFound without the bucket, CheckpointChanged if the object `key` vanished or was replaced,
+    else CheckpointError.
+    """
     from obstore import exceptions
 
     where = str(url) if key is None else f"{url.scheme}://{url.bucket}/{key}"

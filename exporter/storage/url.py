@@ -21,7 +21,10 @@ class Url(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Url | None:
-        """The URL of an object store, or of a `Path` made of one (`s3:/b`); None for any other text."""
+        """The URL of an object store, or of a `Path` made of one (`s3:/b`); None for any other text.
+
+        UsageError if a part cannot be in an object's name.
+        """
         found = _URL.fullmatch(text)
         if found is None:
             return None

@@ -193,7 +193,10 @@ def _served(graph: InferenceGraph, found: Mapping[str, Use]) -> Served:
 
 
 def _variables(variables: tuple[GraphVariable, ...], found: Mapping[str, Use]) -> Served:
-    """The variables that deltas write, each with its handles: several if restored from one tensor."""
+    """The variables that deltas write, each with its handles: several if restored from one tensor.
+
+    NotServable if these have different shapes or dtypes.
+    """
     # A variable is a table if every use in the graph reads it by rows; any other is dense.
     by_name: dict[str, list[GraphVariable]] = {}
     for variable in variables:

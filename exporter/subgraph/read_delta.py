@@ -258,7 +258,10 @@ def _are_no_rows(ids: Sequence[Tensor], counts: Tensor, limits: Array) -> Tensor
 
 
 def _checks_of_lookups(tensors: Sequence[Tensor], schema: Schema) -> list[DeltaRefusal]:
-    """Refuse lookup tables whose keys and values differ in number, or whose buckets are no power of two."""
+    """Add the checks of lookup tables: a refusal for each.
+
+    It holds where keys and values differ in number, or where the number of buckets is no power of two.
+    """
     values_of = {variable.name: tensor for variable, (*_, tensor) in by_variable(schema, tensors)}
     checks = []
     for keys, values in schema.lookups:

@@ -142,7 +142,10 @@ def update(up_to: Tensor, state: UpdateState, target: UpdateTarget, rules: Updat
 def _update_in_turn(
     wanted: Tensor, state: UpdateState, target: UpdateTarget, rules: UpdateRules
 ) -> tuple[Tensor, Tensor]:
-    """Add the update to `wanted` under a turn, which without work is not taken; see `Outlook.result`."""
+    """Add the update to `wanted` under a turn: its numbers and status, as `Outlook.result`'s.
+
+    A call without work takes no turn, except the first one.
+    """
     outlook = Outlook.of(wanted, state, rules, tf.constant(True))
 
     def run() -> tuple[Tensor, Tensor]:

@@ -136,7 +136,10 @@ class _Found(Struct, frozen=True):
 
 
 def _take_rows(geometry: TableGeometry, state: TableState, gone: Array, count: int) -> tuple[Array, int]:
-    """Choose rows for `count` keys, dropped keys' first, then unused ones; these and the cursor then."""
+    """Choose rows for `count` keys, dropped keys' first, then unused ones; these and the cursor then.
+
+    TableFull if there are fewer.
+    """
     cursor = int(state.keys(np.array([geometry.cursor_row]))[0])
     taken = np.sort(gone)[:count]
     fresh = np.arange(cursor, min(cursor + count - len(taken), geometry.usable_rows))
@@ -236,7 +239,10 @@ class _Area(Struct):
         return Elements(self.slots[differ], self.rows[differ])
 
     def move(self, new: _Placed) -> Elements:
-        """Choose a new seed for each group, and place its keys and the new ones by it; the seeds to write."""
+        """Choose a new seed for each group, and place its keys and the new ones by it; the seeds to write.
+
+        Crowded if a group finds none.
+        """
         filled = np.flatnonzero(self.rows != self.geometry.empty_row)
         groups = self.geometry.groups_of(self.keys[filled])
         # A window has keys of other groups, too: they stay where they are.

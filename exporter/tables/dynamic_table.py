@@ -127,7 +127,10 @@ class DynamicTable(TableLookups):
         return rows
 
     def _variables(self) -> list[Any]:
-        """The table's variables in the graph that is being built."""
+        """The table's variables in the graph that is being built, made once in each.
+
+        UsageError outside of a graph.
+        """
         with tf.init_scope():
             if tf.executing_eagerly():
                 raise UsageError(

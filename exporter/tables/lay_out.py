@@ -363,7 +363,10 @@ def _tails(table: TablePlan) -> dict[str, tuple[int, Array]]:
 
 
 def _copy(piece: WrittenPart, path: Path, descriptor: int, run: WrittenRun) -> None:
-    """Append a piece of an open object to a run of a shard; an error if it is not as the task wrote it."""
+    """Append a piece of an open object to a run of a shard.
+
+    CheckpointChanged if it became shorter, CorruptFile if it is not as the task wrote it.
+    """
     crc = done = 0
     for chunk in chunks_of(descriptor, piece.offset, piece.size):
         run.put(data := np.frombuffer(chunk, np.uint8))

@@ -167,7 +167,7 @@ class _Nodes(Struct, frozen=True):
         return str(node.name)
 
     def constant(self, name: str, value: int, dtype: DType = DType.INT64) -> str:
-        """Add a scalar constant."""
+        """Add a scalar constant; returns its node's name."""
         node = self._node(name, "Const")
         node.attr["dtype"].type = int(dtype)
         _set_value(node, np.array(value, dtype.numpy))

@@ -240,7 +240,10 @@ class _Sorting:
             hashes_at, rows_at = hashes_at + 8 * counts, rows_at + 4 * counts
 
     def _count(self) -> Iterator[Array]:
-        """Yield the number of keys in each range, block by block; checks them, and writes int32 as int64."""
+        """Yield the number of keys in each range, block by block; write int32 keys as int64 to the target.
+
+        Notes their checksums; CorruptFile if a key is not in its bucket.
+        """
         run, crc = self.run, 0
         offsets = None if run.offsets is None else read_offsets(self._catalog, run.keys, run.offsets)
         for first, block in self._blocks(run.keys):
@@ -269,7 +272,10 @@ class _Sorting:
         return found if found.any() else None
 
     def _blocks(self, ref: TensorRef) -> Iterator[tuple[int, Array]]:
-        """Yield blocks of the run's elements of a tensor, each with the number of its first in the run."""
+        """Yield blocks of the run's elements of a tensor, each with the number of its first in the run.
+
+        CheckpointChanged if the file became shorter.
+        """
         count, dtype, at = self.run.stop - self.run.start, ref.dtype.numpy, self.run.part(ref)
         with open_shard(self._catalog.shards[at.input]) as descriptor:
             for first in range(0, count, _BLOCK):
@@ -391,7 +397,10 @@ class PlaceKeys(Task, frozen=True, kw_only=True):
             yield [list(islice(places, len(run.sections))) for run in self.runs]
 
     def _place(self, run: RangeRun, places: Sequence[Located], target: int, offset: int) -> tuple[int, int]:
-        """Write seeds and slots of a run to the target from `offset` on; their checksums."""
+        """Write seeds and slots of a run to the target from `offset` on; their checksums.
+
+        CorruptFile if a key is there twice; TableFull, which names the table.
+        """
         keys = partial(_read_keys, run, places)
         slots_at = offset + 8 * run.groups[1]
         try:
@@ -460,7 +469,10 @@ class _Placing(Struct, frozen=True):
     def place(
         self, number: int, before: Array, behind: Array, *, only_first: bool = False
     ) -> tuple[Array, Array]:
-        """Place a range around keys in the windows that it shares; the seeds of its groups, and its slots."""
+        """Place a range around keys in the windows that it shares; the seeds of its groups, and its slots.
+
+        KeyTwice or TableFull if keys find no place.
+        """
         # `before` and `behind` are these windows as its neighbours left them. With `only_first` the first
         # slots alone are right.
         ranges, geometry = self.ranges, self.ranges.geometry
@@ -484,7 +496,11 @@ class _Placing(Struct, frozen=True):
         return chosen, area
 
     def _by_groups(self, number: int) -> tuple[Array, Array, Array]:
-        """Hashes and rows of a range's served keys, ordered by groups, and the number of keys by group."""
+        """Hashes and rows of a range's served keys, ordered by groups, and the number of keys by group.
+
+        KeyTwice or TableFull for more keys than the range has room for; KeyTwice for one that is left out,
+        too.
+        """
         hashed, rows = self.keys(number, self.ranges.room + 1)
         if len(hashed) > self.ranges.room:
             raise self._refused(number, Crowded(keys_of(hashed)))
@@ -517,7 +533,10 @@ class _Placing(Struct, frozen=True):
 
 
 def _read_keys(run: RangeRun, places: Sequence[Located], number: int, most: int) -> tuple[Array, Array]:
-    """Read the sorted keys of a range from files, by its number: see `KeysOfRange`."""
+    """Read the sorted keys of a range from files, by its number: see `KeysOfRange`.
+
+    CheckpointChanged if a file became shorter.
+    """
     at = number - run.start
     count = min(sum(section.counts[at] for section in run.sections), most)
     hashed, rows, done = np.empty(count, np.uint64), np.empty(count, np.int32), 0

@@ -113,6 +113,8 @@ class TrainableTable(TableLookups):
     def remove_unseen(self, max_age_steps: int, slots: Iterable[Variable] | None = None) -> Any:
         """Take keys away that were not looked up in this many global steps; the number of them.
 
+        UsageError unless the table records steps.
+
         Like `remove`, but it looks at all rows: run it now and then. Ages are not saved: after a restore they
         count from when this is first run.
         """

@@ -65,7 +65,10 @@ MISSPELT: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("MISSPELT", defau
 
 
 def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
-    """The options that a variable or file sets, by parameter; the file's values are put into `given`."""
+    """The options that a variable or file sets, by parameter; the file's values are put into `given`.
+
+    UsageError for an option of the file that there is not.
+    """
     by_name = {max(one.opts, key=len): one for one in context.command.params}
     found = {}
     for name, one in by_name.items():
@@ -169,7 +172,10 @@ _WORDS = {word: word for word in ("MODEL", "WHAT", "PATH", "MODEL_BASE_PATH")} |
 
 
 def with_names(error: ExportError) -> ExportError:
-    """The error, with words as MODEL in its hint replaced by what was typed, so that the hint can be run."""
+    """Replace words as MODEL in an error's hint by what was typed, so that it can be run.
+
+    Returns the error.
+    """
     typed = _TYPED.get() or {}
     if error.hint == UsageError.default_hint:
         error.hint = f"see {COMMAND.get()} --help"

@@ -109,7 +109,7 @@ def require_fitting() -> None:
 def on_import_of_tensorflow() -> None:
     """Silence imports of TensorFlow from now on, and let one that does not fit raise TensorFlowNeeded.
 
-    Settings that the user made in the environment win.
+    It sees no GPU. Settings that the user made in the environment win.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # an export computes nothing that a device would help

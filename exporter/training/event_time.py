@@ -53,7 +53,7 @@ class EventClock:
             self._step, self._stepped_at = step, self._now()
 
     def read(self, session: Session) -> datetime | None:
-        """The present event time; None if it is unknown or invalid."""
+        """The present event time; None if it is unknown or invalid, which the log warns of once."""
         try:
             if self._source is None:
                 return _as_time(self._stepped_at)
@@ -78,7 +78,7 @@ def _value(source: EventTime, session: Session) -> Any:
 
 
 def _as_time(value: Any) -> datetime | None:
-    """The time that a value stands for.
+    """The time that a value stands for; None if it is none, empty, or not above 0.
 
     Raises:
         ValueError: a time without a zone, or a number that is not a time in seconds since 1970.

@@ -489,7 +489,7 @@ def _typed(what: Any) -> list[str]:
 
 
 def _check_out(typed: Sequence[str]) -> None:
-    """Fail before the training if `--out` is missing or not a path, not at the first checkpoint."""
+    """Raise UsageError if `--out` is missing or not a path: before the training, not at a checkpoint."""
     places = [
         text.partition("=")[2] or following
         for text, following in pairwise((*typed, ""))
@@ -529,11 +529,14 @@ class NewCheckpoints:
 
     @property
     def newest(self) -> Path | None:
-        """The newest checkpoint at the last look."""
+        """The newest checkpoint at the last look; None if there was none."""
         return self._newest[0] if self._newest else None
 
     def new(self) -> Path | None:
-        """The newest checkpoint (prefix or archive) if it is new or was written again since the last look."""
+        """The newest checkpoint (prefix or archive) if it is new or was written again since the last look.
+
+        None otherwise. This is a look, too.
+        """
         looked = (identity_of(self._ckpt_dir), identity_of(self._ckpt_dir / CHECKPOINT_STATE_FILE))
         if looked == self._looked and not self._is_overwritten():
             return None

@@ -95,7 +95,7 @@ class IncrementHook(SessionHook):
         self._unrecorded = 0
 
     def begin(self) -> None:
-        """Extend the graph before it is finalized."""
+        """Extend the graph before it is finalized; UsageError if it has no global step."""
         import tensorflow as tf
 
         v1 = tf.compat.v1
@@ -135,7 +135,10 @@ class IncrementHook(SessionHook):
         self._unrecorded = self._count_unrecorded(session)
 
     def before_run(self, run_context: Any) -> Any:
-        """Fetch the mark of each write that is fetched itself; the chief also fetches the step."""
+        """Fetch the mark of each write that is fetched itself.
+
+        The chief also fetches the step. None for nothing.
+        """
         import tensorflow as tf
 
         marks = self._marks(run_context.original_args.fetches) if self._recording.marks else []
@@ -185,7 +188,10 @@ class IncrementHook(SessionHook):
         return int(session.run(self._chief.global_step))
 
     def _wait_until_ready(self, session: Session, coord: Any) -> None:
-        """Wait until the chief has initialized the flags: a mark before that would be lost, or would fail."""
+        """Wait until the chief has initialized the flags: a mark before that would be lost, or would fail.
+
+        UsageError if it does not in time, or if its graph is another one. Ends early if `coord` stops.
+        """
         deadline = time.monotonic() + READY_SECONDS
         while not session.run(self._recording.are_ready).all():
             if coord is not None and coord.should_stop():

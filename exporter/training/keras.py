@@ -105,7 +105,10 @@ class _Fit:
         self._last_full = 0
 
     def begin(self, model: Any) -> None:
-        """Restore if that is asked for; save a full checkpoint unless the newest one holds these values."""
+        """Restore if that is asked for; save a full checkpoint unless the newest one holds these values.
+
+        UsageError if the directory holds none then with a step in its name.
+        """
         _check(model)
         self._iterations = model.optimizer.iterations
         full = self._store.newest_full()

@@ -191,7 +191,10 @@ class Publisher:
         self._store.prune()
 
     def _continue(self, session: Session, restored: FullCheckpoint, step: int) -> bool:
-        """Apply the increments to the full checkpoint that was restored; False if there are none."""
+        """Apply the increments to the full checkpoint that was restored; False if there are none.
+
+        UsageError if the session has not restored it.
+        """
         history = self._store.history()
         chain = history.after(restored.id) if self._restores else ()
         if not chain:

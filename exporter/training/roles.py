@@ -194,7 +194,7 @@ def _config(text: str) -> Mapping[str, Any]:
 
 
 def _object(value: Any, name: str) -> Mapping[str, Any]:
-    """An object; nothing at all is an empty one."""
+    """An object, or RoleUnknown; nothing at all is an empty one."""
     if value is not None and not isinstance(value, dict):
         raise _unclear(f"TF_CONFIG{name and '.'}{name} is {value!r:.60}, expected an object")
     return value or {}
@@ -205,7 +205,10 @@ def _unclear(cause: str) -> RoleUnknown:
 
 
 def _indices(addresses: Any, job: str) -> frozenset[int]:
-    """The tasks of a job, which lists their addresses, or maps some of their indices to addresses."""
+    """The tasks of a job, which lists their addresses, or maps some of their indices to addresses.
+
+    A job that lists nothing has no tasks; RoleUnknown for anything else.
+    """
     match addresses:
         case list():
             return frozenset(range(len(addresses)))
@@ -233,7 +236,10 @@ def _in_hosts(environ: Mapping[str, str]) -> NodeTask:
 
 
 def _checked(task: NodeTask) -> NodeTask:
-    """The task, if the cluster has it. Evaluators need not be listed, and a launcher may list nothing."""
+    """The task, if the cluster has it, or RoleUnknown.
+
+    Evaluators need not be listed, and a launcher may list nothing.
+    """
     is_listed = not task.jobs or task.index in task.jobs.get(task.type, ())
     if is_listed or (task.type is NodeType.EVALUATOR and NodeType.EVALUATOR not in task.jobs):
         return task
@@ -249,7 +255,7 @@ def _type(text: str, where: str) -> NodeType:
 
 
 def _index(value: Any, where: str) -> int:
-    """A task's index, which some launchers write as text."""
+    """A task's index, which some launchers write as text; RoleUnknown if it is none."""
     if type(value) is int and value >= 0:  # bool is an int to isinstance
         return value
     if isinstance(value, str) and _INDEX.fullmatch(value.strip()):

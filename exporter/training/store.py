@@ -170,5 +170,8 @@ class Store:
         return None if identity is None else (prefix.name, identity)
 
     def state_signature(self) -> FileIdentity | None:
-        """A value that changes whenever a saver has finished a full checkpoint. It costs one system call."""
+        """A value that changes whenever a saver has finished a full checkpoint. It costs one system call.
+
+        None before the first.
+        """
         return identity_of(self._ckpt_dir / CHECKPOINT_STATE_FILE)

@@ -55,7 +55,10 @@ class Carrier:
         self.head, self._tag = found or (Head(), None)
 
     def await_turn(self, is_ours: Callable[[Upload], bool] = lambda upload: False) -> None:
-        """Read the head once nothing is being uploaded; what shows no life, or is ours, is abandoned."""
+        """Read the head once nothing is being uploaded; what shows no life, or is ours, is abandoned.
+
+        Waits for uploads of others; PositionMoved if one of them goes on too long.
+        """
         deadline = time.monotonic() + WAIT_SECONDS
         self.look()
         while (upload := self.head.uploading) is not None:
@@ -72,7 +75,10 @@ class Carrier:
             self.look()
 
     def publish(self, model: Path, item: Item, holds: Mapping[str, bytes], bar: Progress) -> None:
-        """Publish one item of a local model, with these holds."""
+        """Publish one item of a local model, with these holds; PositionMoved if another machine was faster.
+
+        An upload that fails is abandoned. After it, the error of showing the item says that it is published.
+        """
         self.probe()
         before = self.head
         if item.path == before.path and self._store.look(self._url.key(f"{item.path}/{MANIFEST_FILE}")):
@@ -162,7 +168,10 @@ class Carrier:
         return as_bytes(head.holds) if is_shown else {**stored.holds, **as_bytes(head.holds)}
 
     def _complete(self, stored: StoredModel) -> bool:
-        """Reveal what is published and is not shown; True if `stored` is out of date then."""
+        """Reveal what is published and is not shown; True if `stored` is out of date then.
+
+        ManifestError if the pending manifest is another one than the head names.
+        """
         head = self.head
         pending = _pending(head.path, head.manifest)
         if pending in stored.objects:
@@ -214,7 +223,10 @@ class Carrier:
         return 0.0 if found is None else time.time() + self._skew - found.modified
 
     def _replace(self, head: Head) -> None:
-        """Replace the head that was read, or last replaced."""
+        """Replace the head that was read, or last replaced.
+
+        PositionMoved if another machine has replaced it.
+        """
         head = replace(head, owner=self._owner, beat=self.head.beat + 1)
         key, content = self._url.key(HEAD_FILE), head.encoded()
         if self._tag is None:
@@ -230,7 +242,10 @@ class Carrier:
 
     @contextmanager
     def _beating(self) -> Iterator[_Check]:
-        """Say again and again that the upload goes on; `check` raises if somebody has given it up."""
+        """Renew the head in a thread while the upload goes on; yields a function that checks if it may go on.
+
+        That, and the end of the block, raises PositionMoved if somebody has given the upload up.
+        """
         ended, interrupted, failure = threading.Event(), threading.Event(), list[ExportError]()
 
         def beat() -> None:
@@ -261,9 +276,9 @@ class Carrier:
     def _reveal(self, item: Item) -> None:
         """Make visible what the head says is published.
 
-        The store itself copies the pending manifest. If a suspended process resumes too late, another one has
-        done so, and what was published may have been removed again: the pending manifest is gone then, and
-        the late copy does nothing.
+        PositionMoved if another manifest stands in its place. The store itself copies the pending manifest.
+        If a suspended process resumes too late, another one has done so, and what was published may have been
+        removed again: the pending manifest is gone then, and the late copy does nothing.
         """
         is_late = False
         for name, content in as_bytes(self.head.holds or {}).items():

@@ -88,7 +88,7 @@ class Head(Struct, frozen=True):
 
 
 def fetch_head(store: ObjectWriter) -> tuple[Head, Tag] | None:
-    """The head in a store and its tag; None where nothing was published yet."""
+    """The head in a store and its tag; None where nothing was published yet, ManifestError if it is none."""
     found = store.fetch(store.url.key(HEAD_FILE), _LONGEST)
     if found is None:
         return None
@@ -136,7 +136,7 @@ def remember(model: Path, url: Url, head: Head) -> None:
 
 
 def recall(model: Path, url: Url) -> Head | None:
-    """The head that this directory knows of a store."""
+    """The head that this directory knows of a store; None if it knows none."""
     return _heads(model).get(str(url))
 
 

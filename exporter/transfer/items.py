@@ -94,7 +94,7 @@ class Item(Struct, frozen=True):
 
     @property
     def hold(self) -> str | None:
-        """The path of the hold that it brings, as the delta of a rollback does."""
+        """The path of the hold that it brings, as the delta of a rollback does; None if it brings none."""
         return (
             f"{self.log}/{HOLD_FILE}" if any(file.path == HOLD_FILE for file in self.manifest.files) else None
         )
@@ -149,7 +149,10 @@ def local_paths(model: Path) -> dict[str, Path]:
 
 
 def path_of(name: str) -> str | None:
-    """The path of the version or delta that an object is of, by its key below the model."""
+    """The path of the version or delta that an object is of, by its key below the model.
+
+    None for other keys.
+    """
     found = _ITEM.fullmatch(name)
     return None if found is None else found[1]
 
@@ -268,7 +271,7 @@ def is_certainly(each: RemoteObject, item: Item | None) -> bool:
 
 
 def read_stored(store: ObjectReader, path: str, each: RemoteObject) -> bytes:
-    """A manifest in a store."""
+    """A manifest in a store; ManifestError if it is too long."""
     if each.size > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{store.url}/{path}/{MANIFEST_FILE} is longer than {MAX_MANIFEST_BYTES} bytes")
     return bytes(store.read(each, 0, each.size))
@@ -289,7 +292,7 @@ def _manifest(content: bytes, where: object) -> Manifest:
 
 
 def _without_copies(items: Iterable[Item], where: object) -> list[Item]:
-    """The items in the order in which they are carried."""
+    """The items in the order in which they are carried; ManifestError if one version has two numbers."""
     found = sorted(items, key=lambda item: item.order)
     for copy, original in originals(
         {item.path: item.manifest for item in found if not item.is_delta}
@@ -343,16 +346,22 @@ class Passage:
         return self._passed.noting(path, self._cuts.get(path, ()) if file.crc32c is None else ())
 
     def check_file(self, file: FileEntry) -> None:
-        """Compare a file that is there with the manifest."""
+        """Compare a file that is there with the manifest; VerificationError if it differs."""
         verify_file(self._path, file, self._passed)
 
     def check_files(self) -> None:
-        """Compare all files, which are there, and the index with the manifest."""
+        """Compare all files, which are there, and the index with the manifest.
+
+        VerificationError if one differs.
+        """
         manifest, prefix = self._item.manifest, Path(DELTA_NAME) if self._item.is_delta else None
         verify_files(self._path, manifest.tensors, manifest.files, prefix=prefix, passed=self._passed)
 
     def check_values(self, shards: Iterable[FileEntry] | None = None) -> None:
-        """Compare the stored values with the index; those of some data shards, if these are named."""
+        """Compare the stored values with the index; those of some data shards, if these are named.
+
+        VerificationError if one differs; nothing is compared where there is no index.
+        """
         if not self._index.exists():
             return
         catalog = read_catalog(self._prefix)

@@ -100,7 +100,7 @@ def superseded(
 
 
 def _settled(model: Path, items: Iterable[Item]) -> list[Item]:
-    """Those that servers could take for a while now."""
+    """The items that no hold keeps from servers, and that have been there for GRACE_SECONDS."""
     holds: dict[Path, int | None] = {}
     latest, found = time.time() - GRACE_SECONDS, []
     for item in items:
@@ -115,7 +115,7 @@ def _settled(model: Path, items: Iterable[Item]) -> list[Item]:
 
 
 def _replaces(new: Item, old: Item) -> bool:
-    """True if who would have taken `old` takes `new`, and comes as far."""
+    """True if each server that would have taken `old` can take `new` instead, and comes as far with it."""
     if new.manifest.position < old.manifest.position:
         return False
     start, old_start = new.manifest.from_position, old.manifest.from_position
@@ -248,7 +248,10 @@ class _Pull:
         self._kept_hold = ""
 
     def run(self, progress: ProgressFactory, *, prune: bool) -> Pulled:
-        """Fetch what is missing."""
+        """Fetch what is missing, and settle the holds; with `prune`, remove first what is superseded.
+
+        PositionMoved if something was published here and something else in the store.
+        """
         wanted = sorted(
             (item for item in self._stored.items.values() if not self._has(item)), key=lambda item: item.order
         )
@@ -293,7 +296,7 @@ class _Pull:
         return [item for item in gone if item.manifest.position > last or is_of_a_canary(item)]
 
     def _position(self, path: str) -> int:
-        """Where a publication leads, which may be gone; the path of a delta tells."""
+        """The position that the publication at `path` leads to; -1 if it is gone, and was no delta."""
         item = self.here.get(path) or self._stored.items.get(path)
         if item is not None:
             return item.manifest.position
@@ -350,7 +353,7 @@ class _Pull:
         return ours is not None
 
     def _announce(self, item: Item) -> None:
-        """Keep that it is of the store: should this pull be killed, the next may not find it there."""
+        """Write down that an item is of the store: if this pull is killed, the next may not find it there."""
         known = recall(self._model, self._url) or Head()
         coming = known.uploading
         head = known if coming is None else Head(coming.path, coming.manifest, holds=known.holds)
@@ -453,9 +456,10 @@ def _is_there(path: Path, each: RemoteObject) -> bool:
 
 
 def _require_room(staged: Path, size: int) -> None:
-    """Refuse before anything is fetched: a pull that goes on would fetch as much at each look.
+    """Raise DiskFull, before anything is fetched, if `size` bytes have no room beside `staged`.
 
-    What a killed pull left of a file is written over, and counts as room.
+    A pull that goes on would fetch as much at each look. What a killed pull left of a file is written over,
+    and counts as room.
     """
     parts = sum(path.stat().st_size for path in staged.rglob(".*.part"))
     free = shutil.disk_usage(staged).free + parts

@@ -77,7 +77,7 @@ class TakenBack(Struct, frozen=True):
         return cls(to, max(item.manifest.position for item in own), logs.pop())
 
     def withholds(self, item: Item) -> bool:
-        """True if servers of the copy would go wrong with it."""
+        """True for what servers must not get: versions up to the rollback's end, deltas from inside it."""
         start = item.manifest.from_position
         if start is None:
             return item.manifest.position <= self.end
@@ -234,7 +234,7 @@ def remove_stored(store: ObjectWriter, stored: StoredModel, *paths: str) -> None
 
 
 def _require_ours(plan: PushPlan, head: Head) -> None:
-    """Refuse to go on from a publication, or from holds, that this directory does not know."""
+    """Raise PositionMoved if the head has a publication, or holds, that this directory does not know."""
     known = recall(plan.model, plan.url)
     directory = plan.model / head.path
     if (directory / MANIFEST_FILE).is_file():

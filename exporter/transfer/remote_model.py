@@ -69,10 +69,10 @@ class _ModelMirror(Mirror):
     """Something was asked for that is not there any more, whatever became of the error."""
 
     def refresh(self) -> None:
-        """Nothing: see `show`."""
+        """Do nothing: see `show`."""
 
     def show(self, found: Mapping[str, RemoteObject]) -> None:
-        """`Mirror.show`, which also makes files again that a failed command has removed here."""
+        """Show these objects as `Mirror.show` does, and make files again that a failed command removed."""
         with self._lock:
             for name in [name for name in self._found if not (self.root / name).exists()]:
                 del self._found[name], self._fetched[name], self._inodes[name]
@@ -80,7 +80,7 @@ class _ModelMirror(Mirror):
         self.is_outdated = False
 
     def require_current(self) -> None:
-        """Refuse what was read of this if something was missing, also where its reader went on without it."""
+        """Raise PositionMoved if anything read of this was missing, also if its reader went on without it."""
         if self.is_outdated:
             raise PositionMoved(f"another machine published to {self.url} meanwhile")
 
@@ -135,7 +135,10 @@ class RemoteModel:
         self._is_stale = False
 
     def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
-        """Run `work`, which may publish, and carry the result to the store; repeat if another was faster."""
+        """Run `work`, which may publish, and carry the result to the store; repeat if another was faster.
+
+        Its error is raised if the store has not moved, or after the last attempt.
+        """
         for attempt in range(1, _ATTEMPTS + 1):
             self.refresh()
             self._is_stale = not self._read_only
@@ -223,7 +226,11 @@ class RemoteModel:
                 path.write_bytes(content)
 
     def _publish(self, progress: ProgressFactory) -> None:
-        """Carry the difference between what is here and what was shown."""
+        """Carry the difference between what is here and what was shown.
+
+        The first item's errors are raised. Later ones, and what is only tidied, can wait for the next
+        command.
+        """
         stored, carrier, here = self._stored, self._carrier, local_paths(self.path)
         new = [local_item(self.path, path) for name, path in here.items() if name not in stored.manifests]
         new.sort(key=lambda item: (item.manifest.created, item.order))
@@ -257,7 +264,7 @@ class RemoteModel:
             StoredJob(self._mirror.spent.pop(), is_begun=True).remove()
 
     def _put_caches_of_next(self) -> None:
-        """Before a delta is published: what the next one is made by is there when it is."""
+        """Upload, before a delta is published, the caches by which the next one is made."""
         for prefix in _WITH_STATE:
             for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{CACHES_DIRECTORY}/{prefix}*"):
                 name = path.relative_to(self.path).as_posix()
@@ -265,7 +272,10 @@ class RemoteModel:
                     self._store.upload(self.url.key(name), path)
 
     def _put_caches(self) -> None:
-        """After it: hashes, which tell themselves what they are of. Old caches go."""
+        """Upload, after a delta is published, the hashes, which tell themselves what they are of.
+
+        Deletes caches that are not here any more. Errors are ignored.
+        """
         with suppress(ExportError):
             for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{HASHES_DIRECTORY}"):
                 name = path.relative_to(self.path).as_posix()

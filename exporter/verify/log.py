@@ -53,7 +53,7 @@ class Damage(Struct, frozen=True):
 
 
 def _problem(path: Path, error: ExportError | OSError) -> Damage:
-    """The damage of a path; an error that is none, because something changed or is full, is raised."""
+    """The damage that an error shows; raises the error if it is none: a file changed, or the disk is full."""
     if isinstance(error, CheckpointChanged | PositionMoved | DiskFull):
         raise error
     if isinstance(error, OSError):
@@ -162,7 +162,10 @@ def _damaged_deltas(log: DeltaLog) -> Iterator[Damage]:
 
 
 def _verify_delta(log: DeltaLog, delta: LogDelta) -> None:
-    """Compare one delta with its manifest, its name and its log."""
+    """Raise an error by name unless a delta fits its manifest, its name and its log.
+
+    VerificationError or CorruptFile, whose hint is about a broken log.
+    """
     try:
         verify_files(delta.path, delta.manifest.tensors, delta.manifest.files, prefix=Path(DELTA_NAME))
     except VerificationError as error:

@@ -178,7 +178,10 @@ def _has_open_batch(signature: Proto) -> bool:
 
 
 def generated(name: str, signature: Proto, rows: int = _BATCHES[0]) -> Probe:
-    """Inputs that fit a signature: floats in [0, 1), integers 0 and 1, empty strings."""
+    """Inputs that fit a signature: floats in [0, 1), integers 0 and 1, empty strings.
+
+    VerificationError for an input that is sparse, composite or of unknown rank.
+    """
     random = np.random.default_rng(_SEED)
     inputs = {}
     for alias, info in sorted(signature.inputs.items()):

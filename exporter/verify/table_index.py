@@ -74,7 +74,7 @@ class _Elements(Struct, frozen=True):
         return cls(catalog, ref.dtype.numpy, starts, extents)
 
     def at(self, ids: Array) -> Array:
-        """The elements with these numbers."""
+        """The elements with these numbers; CheckpointChanged if a file became shorter."""
         values, size = np.empty(len(ids), self.dtype), self.dtype.itemsize
         owners = np.searchsorted(self.starts, ids, side="right") - 1
         for number, extent in enumerate(self.extents):

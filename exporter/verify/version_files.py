@@ -45,7 +45,7 @@ class Checksum(Task, frozen=True, kw_only=True):
     ranges: tuple[Range, ...]
 
     def run(self, directory: Directory) -> Receipt:
-        """See `Task`."""
+        """Read the ranges of every input: a receipt with the checksum of each."""
         crcs = [0] * len(self.ranges)
         for number, source in enumerate(self.inputs):
             mine = [index for index, each in enumerate(self.ranges) if each.input == number]
@@ -218,6 +218,8 @@ def _prefix_of_saved_model(bundle: Path, found: Collection[str]) -> Path:
 def verify_file(bundle: Path, entry: FileEntry, passed: Passed | None = None) -> None:
     """Compare a file of a directory with its entry in the manifest.
 
+    It is read only where its checksum is neither left out of the entry nor known to `passed`.
+
     Raises:
         VerificationError: it is not there as a file, or of another size or checksum.
     """
@@ -311,7 +313,10 @@ def _tasks(catalog: Catalog, batches: Iterable[list[_Piece]]) -> list[Checksum]:
 
 
 def _compare(jobs: Iterable[tuple[list[_Piece], Receipt]]) -> None:
-    """Join the pieces' checksums, in the files' order, into those of the runs, and compare them."""
+    """Join the pieces' checksums, in the files' order, into those of the runs.
+
+    VerificationError if one differs.
+    """
     crc = 0
     for batch, receipt in jobs:
         for (run, piece), piece_crc in zip(batch, receipt.read, strict=True):

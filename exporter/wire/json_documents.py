@@ -153,7 +153,10 @@ def _made(type_: Any) -> msgspec.json.Decoder[Any]:
 
 
 def _written(value: Any) -> str:
-    """The text of a value that JSON has no form for: a regular expression's pattern."""
+    """The text of a value that JSON has no form for: a regular expression's pattern.
+
+    NotImplementedError for any other.
+    """
     if isinstance(value, re.Pattern):
         return str(value.pattern)
     raise NotImplementedError(f"{type(value).__name__} has no form in JSON")

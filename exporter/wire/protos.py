@@ -46,7 +46,7 @@ _BUILDING = threading.RLock()
 
 
 def __getattr__(name: str) -> Any:
-    """The message class of a short name: `protos.BundleEntryProto()`."""
+    """The message class of a short name: `protos.BundleEntryProto()`; AttributeError if there is none."""
     if name.startswith("_"):
         raise AttributeError(name)
     try:

@@ -60,7 +60,10 @@ class LongList(Struct, frozen=True):
     decoder: json.JSONDecoder
 
     def blocks(self) -> Generator[list[Json], None, int]:
-        """Yield its items by thousands, of an empty list one empty block; returns where it ends."""
+        """Yield its items by thousands, of an empty list one empty block; returns where it ends.
+
+        ValueError, or JSONDecodeError which is one, if it is nested too deeply or is no JSON.
+        """
         text, at = self.text, _space(self.text, self.begin + 1)
         if text.startswith("]", at):
             yield []
@@ -139,7 +142,7 @@ def _parse(text: str) -> Json:
 
 
 def _parse_deep(text: str, decoder: json.JSONDecoder) -> Json:
-    """The value that `decoder.decode` gives, without recursion."""
+    """The value that `decoder.decode` gives, without recursion; JSONDecodeError where that raises it."""
     root: list[Json] = []  # ten times as slow as the decoder, and only for what is nested too deeply for it
     open_: list[list[Json] | dict[str, Json]] = [root]
     at, wants = _space(text, 0), "value"
@@ -184,7 +187,7 @@ def _space(text: str, at: int) -> int:
 
 
 def _key(text: str, at: int, decoder: json.JSONDecoder) -> tuple[str, int]:
-    """A key of an object, and the place where its value begins."""
+    """A key of an object, and the place where its value begins; JSONDecodeError if there is none."""
     if text[at : at + 1] != '"':
         raise json.JSONDecodeError("Expecting property name enclosed in double quotes", text, at)
     key, at = decoder.raw_decode(text, at)
@@ -227,7 +230,10 @@ def _long_object(
 
 
 def _value(text: str, at: int, decoder: json.JSONDecoder) -> tuple[Json, int]:
-    """A value of a long document, and where it ends, within a bounded number of objects."""
+    """A value of a long document, and where it ends, within a bounded number of objects.
+
+    ValueError for more of them, JSONDecodeError for no JSON.
+    """
     with suppress(json.JSONDecodeError):
         value, size = decoder.raw_decode(text[at : at + LONG_BYTES])
         if size < LONG_BYTES:  # else it may be a number that goes on
@@ -361,7 +367,10 @@ def serialized_examples(message: Proto) -> NDArray[Any]:
 
 
 def to_array(value: Json, name: str, info: Proto, check_shape: bool = True) -> NDArray[Any]:
-    """A JSON value as the tensor that `info`, a TensorInfo, describes; its shape is compared if asked."""
+    """A JSON value as the tensor that `info`, a TensorInfo, describes; its shape is compared if asked.
+
+    ValueError if it is none.
+    """
     if isinstance(value, LongList):
         parts = [to_array(block, name, info, False) for block in value.blocks()]
         return _joined(parts, name, info, check_shape)
@@ -423,7 +432,10 @@ def _rounded(doubles: NDArray[Any], dtype: DType) -> NDArray[Any]:
 def _rows(
     rows: Json, signature: Proto, first: int = 0, is_named: bool | None = None
 ) -> dict[str, list[Json]]:
-    """Rows, numbered from `first`, as columns by name; `is_named` if those before are objects of inputs."""
+    """Rows, numbered from `first`, as columns by name; `is_named` if those before are objects of inputs.
+
+    ValueError, which names the row, if it is not like the others or lacks inputs.
+    """
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"expected a list with at least one row in 'instances', found {_brief(rows)}")
     names = sorted(signature.inputs)
@@ -513,7 +525,7 @@ def _converter(dtype: DType) -> Callable[[Json], Any]:
 
 
 def _float(leaf: Json) -> float:
-    """A double; whatever is a number is taken, as by `GetFloat` of the server's parser."""
+    """A double, or ValueError; whatever is a number is taken, as by `GetFloat` of the server's parser."""
     if isinstance(leaf, bool) or not isinstance(leaf, int | float):
         raise ValueError(_brief(leaf))
     try:
@@ -551,7 +563,7 @@ def _is_binary(value: Json) -> bool:
 
 
 def _binary(value: Json) -> bytes | None:
-    """The bytes of `{"b64": "..."}`; None if the value is something else."""
+    """The bytes of `{"b64": "..."}`; None if the value is something else, ValueError if it is not base64."""
     if not _is_binary(value):
         return None
     data = _unescaped(value["b64"])

@@ -275,8 +275,8 @@ class Canary:
     def _ask(self, log: Log, address: str, version: int, position: int) -> tuple[Answer, ...] | None:
         """A replica's answers at a position; None if it is gone or has moved, which its own thread will find.
 
-        A replica that reports its position but does not answer is asked again until `patience_s` is over;
-        then its silence is the answer.
+        None, too, while a replica that reports its position does not answer: it is asked again until
+        `patience_s` is over, and counts as refusing all requests then.
         """
         if address not in self._clients:
             model = self.publications.model.name
@@ -467,7 +467,10 @@ def _named(text: str, models: Mapping[str, Path]) -> tuple[str, str]:
 
 
 def _check_published(name: str, model: Path, requests: Sequence[GoldenRequest]) -> None:
-    """Compare the requests with the newest published version, if there is one yet."""
+    """Refuse, by a UsageError, a model that cannot be written, or one that the requests do not fit.
+
+    They are compared with its newest version. A model that is not there yet, or cannot be read, passes.
+    """
     if not model.is_dir():
         return
     if not os.access(model, os.W_OK):

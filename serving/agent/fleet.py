@@ -38,7 +38,7 @@ class Targets:
     """The values of --target. A name that does not resolve keeps its last addresses."""
 
     def __init__(self, targets: Sequence[str]) -> None:
-        """Check the targets."""
+        """Raise UsageError if there are no targets, or one is none."""
         if not targets:
             raise UsageError("there is no server to keep fresh", hint="name each: --target HOST:PORT")
         for target in targets:

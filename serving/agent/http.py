@@ -58,7 +58,7 @@ def page(view: Callable[[], FleetView], recorder: Recorder, journal: Journal, fr
 
 
 def seconds(value: float | None) -> str:
-    """A duration as text: `120 ms`, `4.2 s`, `3 min`, `2 h`."""
+    """A duration as text: `120 ms`, `4.2 s`, `3 min`, `2 h`; "" for None."""
     if value is None:
         return ""
     if value < 1:
@@ -69,7 +69,10 @@ def seconds(value: float | None) -> str:
 
 
 def plot(series: Sequence[float | None]) -> dict[str, object]:
-    """An SVG path of the values: the newest at the right, `top` at the upper edge, gaps for None."""
+    """The `path` of an SVG for the values, its size, and the value `top` at the upper edge.
+
+    The newest value is at the right; None leaves a gap.
+    """
     top = max([1.0, *(value for value in series if value is not None)])
     heights = [
         None if value is None else f"{_HEIGHT - 2 - (_HEIGHT - 4) * value / top:.1f}" for value in series

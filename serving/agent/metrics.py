@@ -268,7 +268,7 @@ class _Standing:
         self._view = view
 
     def collect(self) -> Iterator[Any]:
-        """For prometheus_client, for each page."""
+        """Yield the gauges of how everything stands now: prometheus_client asks for each page."""
         models = [((model.name,), model) for model in self._view().models]
         replicas = [((*labels, each.address), each) for labels, model in models for each in model.replicas]
         versions = [((*labels, str(each.number)), each) for labels, at in replicas for each in at.versions]

@@ -91,7 +91,7 @@ class Prober:
 
     @contextmanager
     def applying(self) -> Iterator[None]:
-        """Deltas are applied inside the block."""
+        """Count the block as a time in which deltas are applied; its end is noted, too."""
         self._calls += 1
         try:
             yield

@@ -42,7 +42,7 @@ class Readiness(Struct, frozen=True):
         return replace(self, was_sent=True) if is_it else self
 
     def seen(self, observed: Observed, published: Model) -> Readiness:
-        """After the server reported its positions; `published` is what it may take of what is published."""
+        """The readiness after the server reported its positions; `published` is what it may take."""
         before, now = self.version, observed.served
         if now is None:
             return Readiness()

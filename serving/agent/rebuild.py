@@ -80,7 +80,10 @@ class Rebuilder:
             lock.release()
 
     def restore(self, address: str, model: str) -> None:
-        """Send a server the whole configuration, and wait until the server serves it."""
+        """Send a server the whole configuration, and wait until the server serves it.
+
+        ServerError, and nothing is sent, if the server would wait for a model.
+        """
         if problem := self._would_wait(address, model):
             raise ServerError(f"{address} is not sent its configuration: {problem}")
         # The model's own path is not checked: the server served the model from it, on whichever machine.

@@ -94,7 +94,7 @@ class Pacer:
         return self._prober.latencies()
 
     def adapt(self) -> str:
-        """Choose the pause before the next delta; returns an event's text if pauses begin or end."""
+        """Choose the pause before the next delta; returns an event's text if pauses begin or end, else ""."""
         before, found = self.pause_s, self.latencies
         self.pause_s = next_pause(before, found, self._policy)
         if found.applying_p99_s is None or found.idle_p99_s is None:
@@ -187,7 +187,7 @@ class Replica:
 
     @property
     def served_version(self) -> int | None:
-        """The version that requests without a version get."""
+        """The version that requests without a version get; None if none is served."""
         served = self.observed.served
         return None if served is None else served.number
 
@@ -378,7 +378,10 @@ class Replica:
         self._observe(client)
 
     def _restore(self) -> None:
-        """Add a model again that a killed agent had removed from the server."""
+        """Add a model again that a killed agent had removed from the server.
+
+        A failure is noted as of a call.
+        """
         if self._rebuilder is None or not self.observed.was_left_out:
             return
         try:

@@ -98,7 +98,7 @@ class Observed(Struct, frozen=True):
         return newest_available(version for version in self.versions if version.lineage == lineage)
 
     def answered(self, versions: Sequence[Served], now: float) -> Observed:
-        """After the replica reported its versions and positions."""
+        """The observation after the replica reported `versions`; forgets failures and refusals passed by."""
         newest_first = sorted(versions, key=lambda version: -version.number)
         answered = replace(
             self, seen_at=now, versions=tuple(newest_first), failures=0, retry_at=0.0, error=""
@@ -106,7 +106,7 @@ class Observed(Struct, frozen=True):
         return answered._forget_passed()
 
     def moved(self, version: int, position: int, step: int) -> Observed:
-        """After a version confirmed its new position."""
+        """The observation after `version` confirmed `position`; forgets failures and refusals passed by."""
         moved = (
             replace(known, position=position, step=step) if known.number == version else known
             for known in self.versions
@@ -114,7 +114,7 @@ class Observed(Struct, frozen=True):
         return replace(self, versions=tuple(moved), failures=0, retry_at=0.0, error="")._forget_passed()
 
     def failed(self, error: str, now: float, jitter: float, *, was_sent: bool = True) -> Observed:
-        """After a call without a response, or with an error: what is known of the replica is in doubt.
+        """The observation after a call failed: one failure more, a later retry, and nothing seen for certain.
 
         `jitter` is in 0..1, and spreads the retries of replicas that failed together over half of the
         back-off. `was_sent` is False if the call cannot have reached the server.
@@ -128,7 +128,7 @@ class Observed(Struct, frozen=True):
         )
 
     def refused(self, refusal: Refusal) -> Observed:
-        """After the replica refused a delta; its position has to be observed again."""
+        """The observation after the replica refused a delta: counts it; positions have to be seen again."""
         others = tuple(r for r in self.refusals if (r.lineage, r.delta) != (refusal.lineage, refusal.delta))
         before = sum(r.count for r in self.refusals if r not in others)
         again = replace(refusal, count=before + 1)

@@ -88,7 +88,7 @@ class ReplicaView(Struct, frozen=True):
 
     @property
     def served(self) -> VersionView | None:
-        """The version that requests without a version get: the newest available one."""
+        """The version that requests without a version get: the newest available one; None if none is."""
         available = [version for version in self.versions if version.state == VersionState.AVAILABLE.name]
         return max(available, key=lambda version: version.number, default=None)
 
@@ -207,7 +207,7 @@ class FleetView(Struct, frozen=True):
                 yield f"no replica of {model.name} is known"
 
     def wrong(self) -> tuple[str, ...]:
-        """The replicas whose values differ from what was published, which only a restart repairs."""
+        """A sentence for each replica that does not hold what was published, which only a restart repairs."""
         return tuple(
             f"{name} does not hold what was published"
             for name, replica in self._replicas()
@@ -231,7 +231,7 @@ class FleetView(Struct, frozen=True):
 
 
 def _unseen(model: ModelView) -> Iterator[str]:
-    """Why it is unknown what is published."""
+    """Yield the reasons why it is unknown what is published; nothing if it is known."""
     if model.problem:
         yield model.problem
         if model.store is not None and model.store.problem:
@@ -316,7 +316,7 @@ def _canary(canaries: Canaries, publications: Publications, now: datetime) -> Ca
 
 
 def _doing(action: Action | None) -> tuple[str | None, str]:
-    """The replica that goes first now, and a description of the action."""
+    """The replica that goes first now, None if none does, and a description of the action."""
     match action:
         case Go(address, target):
             return address, f"goes first, to {target}"
@@ -375,7 +375,7 @@ def _version(version: Served, published: Model, now: datetime) -> VersionView:
 
 
 def superseded_s(version: Served, published: Model, now: datetime) -> float | None:
-    """See `VersionView`."""
+    """See `VersionView`; None for a version that is not available, or where no base takes deltas."""
     if published.newest_log is None or not version.is_available:
         return None
     if version.lineage == published.newest_log.lineage:

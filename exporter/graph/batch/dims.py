@@ -89,7 +89,10 @@ class Meeting(Struct):
     asked: dict[Slot, RowCount] = field(default_factory=dict)  # found in a pass, to be opened in the next
 
     def equal(self, left: Dim, right: Dim) -> Dim:
-        """The dimension that two must both have for the graph to run; asks to open a number that is rows."""
+        """The dimension that two must both have for the graph to run (None: unknown); Unclear if they differ.
+
+        Asks to open a number that is rows.
+        """
         if left is None or right is None:
             return left if right is None else right
         if isinstance(right, RowCount) and not isinstance(left, RowCount):
@@ -133,7 +136,10 @@ class Meeting(Struct):
         return self.batch is not None and size == count * self.batch
 
     def dim(self, number: Number, slot: Slot) -> Dim:
-        """The dimension that an operation makes from a number in a slot: rows, if the slot is opened."""
+        """The dimension that an operation makes from a number in a slot: rows, if the slot is opened.
+
+        None if the number is unknown.
+        """
         if isinstance(number, Times):
             return RowCount(1, number.each)
         if number is None:
@@ -182,7 +188,7 @@ def _count(dim: Dim) -> int:
 
 
 def _without_rows(total: int, target: Sequence[Number]) -> tuple[Dim, ...]:
-    """The shape of `total` elements, none of which is a row's."""
+    """The shape of `total` elements, none of which is a row's; Unclear if -1 cannot be computed."""
     sizes = [number for number in target if isinstance(number, int)]
     known = math.prod(size for size in sizes if size >= 0)
     if len(sizes) < len(target) or sizes.count(-1) > 1 or (-1 in sizes and (not known or total % known)):
@@ -269,7 +275,7 @@ class Call(Struct):
     nodes: Mapping[str, Proto]
 
     def input(self, at: int) -> Known:
-        """The shape and numbers of input `at`."""
+        """The shape and numbers of input `at`; Unclear if it is not known, or not there."""
         found = self.inputs[at] if -len(self.inputs) <= at < len(self.inputs) else None
         if found is None:
             raise Unclear
@@ -280,14 +286,14 @@ class Call(Struct):
         return self.input(at).shape
 
     def numbers(self, at: int) -> tuple[Number, ...]:
-        """The numbers of input `at`."""
+        """The numbers of input `at`; Unclear if they are not known."""
         numbers = self.input(at).numbers
         if numbers is None:
             raise Unclear
         return numbers
 
     def integers(self, at: int) -> tuple[int, ...]:
-        """The numbers of input `at`, all of them known and none a count of rows."""
+        """The numbers of input `at`; Unclear unless all are known and none is a count of rows."""
         numbers = [number for number in self.numbers(at) if isinstance(number, int)]
         if len(numbers) < len(self.numbers(at)):
             raise Unclear
@@ -299,7 +305,7 @@ class Call(Struct):
         return axis_of(axis, rank)
 
     def dims(self, at: int) -> tuple[Dim, ...]:
-        """The shape that the numbers of input `at` form."""
+        """The shape that the numbers of input `at` form; Unclear if one is unknown or negative."""
         slots = (Slot(self.node.name, str(at), place) for place in range(MAX_NUMBERS))
         dims = [self.meeting.dim(number, slot) for number, slot in zip(self.numbers(at), slots, strict=False)]
         if None in dims or any(isinstance(dim, int) and dim < 0 for dim in dims):
@@ -344,7 +350,7 @@ def require_whole(dim: Dim) -> None:
 
 
 def equal_shapes(call: Call, left: Sequence[Dim], right: Sequence[Dim]) -> tuple[Dim, ...]:
-    """The shape that two must both have for the graph to run, by `Meeting.equal`."""
+    """The shape that two must both have for the graph to run, by `Meeting.equal`; Unclear if they differ."""
     if len(left) != len(right):
         raise Unclear
     return tuple(call.meeting.equal(one, other) for one, other in zip(left, right, strict=True))
@@ -378,5 +384,5 @@ def refuse_taken_rows(call: Call, dim: Dim, size: int) -> None:
 
 
 def as_number(dim: Dim) -> Number:
-    """A dimension as an element of a shape, which no longer remembers its slot."""
+    """A dimension as an element of a shape, which no longer remembers its slot; None if it is unknown."""
     return Times(dim.each) if isinstance(dim, RowCount) else None if dim is None else int(dim)

@@ -276,7 +276,10 @@ class _Opening:
         node.input[at] = target.name
 
     def _follow_request(self, name: str, at: int, opened: Mapping[int, RowCount]) -> None:
-        """Replace a node's shape input `at` by one whose opened numbers are computed at each request."""
+        """Replace a node's shape input `at` by one whose opened numbers are computed at each request.
+
+        _CannotOpen if the numbers of that input are not known.
+        """
         node = self._change(name)
         source = endpoint(node.input[at])
         known = self._traced.values.get(source)
@@ -288,7 +291,10 @@ class _Opening:
         node.input.append(f"^{source.node}")
 
     def _widen_constant(self, name: str, opened: Mapping[int, RowCount]) -> None:
-        """Replace a constant of equal rows by one row, broadcast to the rows of the request."""
+        """Replace a constant of equal rows by one row, broadcast to the rows of the request.
+
+        _CannotOpen if its rows differ.
+        """
         old = self._nodes[name]
         dtype, value = attr_dtype(old, "dtype"), equal_row(old, opened)
         if dtype is None or value is None:
@@ -301,7 +307,10 @@ class _Opening:
         self._nodes[name] = new_node(name, "BroadcastTo", [row.name, shape_of_all], T=dtype, Tidx=DType.INT32)
 
     def _packed(self, name: str, numbers: Sequence[object], dtype: DType) -> str:
-        """Add a node with a shape of numbers and counts of the request's rows; returns its name."""
+        """Add a node with a shape of numbers and counts of the request's rows; returns its name.
+
+        _CannotOpen if a number is unknown.
+        """
         parts = []
         for number in numbers:
             if isinstance(number, RowCount):
@@ -313,7 +322,10 @@ class _Opening:
         return self._add("Pack", f"{name}/any_rows", parts, T=dtype, N=len(parts))
 
     def _count(self, name: str, count: int, dtype: DType) -> str:
-        """The name of a node, added once, with `count` times the number of rows of the request."""
+        """The name of a node, added once, with `count` times the number of rows of the request.
+
+        _CannotOpen if `name` is in a loop, or no batched input is for it.
+        """
         if name in self._loops:  # the count is made outside, and would have to be carried in
             raise _CannotOpen(name)
         tensor = self._input_for(name)
@@ -337,7 +349,7 @@ class _Opening:
         return self._add("Mul", f"{base}/times", [rows, factor.name], T=dtype)
 
     def _input_for(self, name: str) -> Endpoint:
-        """A batched input that all signatures which need the node `name` have."""
+        """A batched input that all signatures which need the node `name` have, or _CannotOpen."""
         wanted = [batched for reached, batched in self._reached if name in reached]
         shared = [tensor for tensor in (wanted or [[]])[0] if all(tensor in others for others in wanted)]
         if not shared:

@@ -85,7 +85,7 @@ def _all_equal(call: Call) -> Outputs:
 
 
 def _equal_inputs(call: Call) -> tuple[Dim, ...]:
-    """The shape that all inputs must have for the graph to run."""
+    """The shape that all inputs must have for the graph to run; Unclear if they differ."""
     shape = call.shape(0)
     for at in range(1, len(call.inputs)):
         shape = equal_shapes(call, shape, call.shape(at))
@@ -645,7 +645,10 @@ def _ensured(call: Call) -> Outputs:
 
 
 def _as_declared(call: Call, node: Proto, what: str, shape: Sequence[Dim]) -> tuple[Dim, ...]:
-    """A shape that the attribute `what` of a node declares, too; a declared batch size is opened."""
+    """A shape that the attribute `what` of a node declares, too; a declared batch size is opened.
+
+    `shape` itself if nothing is declared; Unclear if both differ.
+    """
     declared = attr_shape(node, what)
     if declared is None:
         return tuple(shape)

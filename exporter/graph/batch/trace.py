@@ -118,7 +118,10 @@ class _Pass(Struct):
         return self._recorded_shapes(node) if not asks else []
 
     def _merged(self, node: Proto) -> Known | None:
-        """The common shape of a conditional's branches; for a loop its initial or corrected shape."""
+        """The common shape of a conditional's branches; for a loop its initial or corrected shape.
+
+        None if it is unknown.
+        """
         if node.name in self.loops:
             return self.loops[node.name]
         sources = [tensor for tensor in data_inputs(node) if not self._closes_loop(tensor)]

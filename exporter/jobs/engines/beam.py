@@ -34,7 +34,10 @@ _TELL_S = 1.0  # workers report outcomes after so long: an object of a store for
 
 
 def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
-    """See `ProcessEngine`."""
+    """See `ProcessEngine`; the pipeline's failure is raised.
+
+    UsageError if workers elsewhere are not told where results go.
+    """
     options = dict(asked.options)
     stall_s = seconds("stall", options.pop("stall", "900"))
     results = place("results", options.pop("results", ""))
@@ -100,7 +103,7 @@ class Pipeline:
                 each.cancel()
 
     def failure(self, stall_s: float, results: str) -> EngineFailed:
-        """The error to raise: the pipeline's own, or that nothing came for `stall_s` seconds."""
+        """The error to raise: that the pipeline failed, or that nothing came of it for `stall_s` seconds."""
         # `results` is the directory of outcomes where that is on other machines, whose workers may go on.
         if self.error is not None:
             cause, hint = why(self.error)
@@ -149,7 +152,10 @@ def outcomes_of(directory: Directory, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def numbered_works(place: str, name: str) -> Iterator[tuple[int, bytes]]:
-    """Read a file of works, on a worker: yield the number of each, and the work."""
+    """Read a file of works, on a worker: yield the number of each, and the work.
+
+    EngineFailed if this machine does not see it.
+    """
     content = open_directory(place).read(name)
     if content is None:
         raise EngineFailed(f"a worker on {gethostname()} does not see {place}")

@@ -79,7 +79,7 @@ class ProcessEngine:
             )
 
     def run(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:
-        """See `Engine`."""
+        """See `Engine`; EngineFailed if the process ends before all is done."""
         with TemporaryDirectory(prefix=f"{self.name}-") as files:
             talk = Path(files) / "talk"
             with _started(replace(self._asked, files=files), talk, works) as process:
@@ -183,7 +183,7 @@ def _end(asked: Asked, outcomes: IO[bytes]) -> None:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of orphaned workers: Ray's begin sessions of their own, and linger."""
+    """Become the parent of orphaned workers, on Linux: Ray's begin sessions of their own, and linger."""
     import ctypes
 
     with suppress(AttributeError, OSError):  # Linux alone has it
@@ -213,7 +213,10 @@ def _processes() -> Iterator[tuple[int, int]]:
 
 
 def _works(silent: threading.Timer) -> Iterator[bytes]:
-    """Yield the lines of stdin up to an empty one; the first call ends the timer `silent`."""
+    """Yield the lines of stdin up to an empty one, waiting for each; the first call ends the timer `silent`.
+
+    When stdin ends, this process gets a SIGTERM.
+    """
     # An engine asks for the first work when it has reached its cluster.
     lines: SimpleQueue[bytes] = SimpleQueue()
 

@@ -22,7 +22,7 @@ _LOOPBACK = "127.0.0.2"  # for 127.0.0.1 Ray takes the machine's address in the 
 
 
 def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
-    """See `ProcessEngine`."""
+    """See `ProcessEngine`; UsageError for options that Ray does not take."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     own: dict[str, Any] = {}
     if not asked.address:  # Ray listens on all networks, and runs the code of any caller who has the token
