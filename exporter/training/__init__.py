@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from exporter.training.hook import IncrementHook as IncrementHook
     from exporter.training.hook import MonitoredTrainingSession as MonitoredTrainingSession
     from exporter.training.keras import IncrementCallback as IncrementCallback
-    from exporter.training.publisher import restore_increments as restore_increments
+    from exporter.training.restoring import restore_increments as restore_increments
     from exporter.training.stop_after import StopAfterCallback as StopAfterCallback
     from exporter.training.stop_after import StopAfterHook as StopAfterHook
     from exporter.training.warm_start import LoadReport as LoadReport
@@ -41,7 +41,7 @@ _HOMES = {
     "checkpoint_dir": _CHIEF,
     "is_chief": _CHIEF,
     "load_checkpoint": "exporter.training.warm_start",
-    "restore_increments": "exporter.training.publisher",
+    "restore_increments": "exporter.training.restoring",
 }
 __all__ = sorted(_HOMES)
 _get = late_names(__name__, _HOMES)

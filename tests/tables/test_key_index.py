@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from exporter.tables import TrainableTable
-from exporter.training.access import TableAccess, table_access
+from exporter.training.keyed import TableAccess, table_access
 
 v1 = tf.compat.v1
 
