@@ -20,6 +20,7 @@ from exporter.increments.increment import rows_of
 from exporter.storage.files import sync, writing
 from exporter.tables.integer_sets import among
 from exporter.training import trainer_side
+from exporter.training.session_hook import naming
 from exporter.training.trainer_side import FullCheckpoint, VariablePart, VariableTracking
 from exporter.wire.dtypes import DType
 
@@ -34,6 +35,7 @@ class Bundle(BundleWriter):
         self.add_chunks(key, DType.of(dtype), shape, pieces)
 
 
+@naming("require_claim")
 class Store(trainer_side.Store):
     """The increments of a checkpoint directory; errors are those of `exporter.errors`.
 
