@@ -89,8 +89,8 @@ class IncrementHook(SessionHook, trainer_side.IncrementHook):
     def after_create_session(self, session: Session, coord: Any = None) -> None:
         """Chief: initialize the recording, find out what state the session continues. Others: wait for it."""
         # Tables note removed keys from here on: no change after `begin_session` has looked is missed.
-        if self._tables:
-            session.run([table.recorded for table in self._tables])
+        for table in self._tables:
+            table.begin(session)
         super().after_create_session(session, coord)
 
 

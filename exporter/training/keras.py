@@ -13,14 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
 
 from exporter.options import given
 from exporter.storage.local_paths import trained_path
 from exporter.training import trainer_side
 from exporter.training.hook import EventTime, schedule
-from exporter.training.keyed import KeyedChanges, eager_tables
-from exporter.training.restoring import Access, Publisher, overlay_of
+from exporter.training.keyed import KeyedChanges, layer_access, layer_tracking
+from exporter.training.restoring import Publisher, Write, overlay_of
 from exporter.training.session_hook import naming
 from exporter.training.store import Store
 from exporter.training.trainer_side import (
@@ -86,33 +85,35 @@ class _Fit(trainer_side.Fit):
         return True
 
     def _collector(self, full: FullCheckpoint) -> Collector:
-        tables = {table.name: table for table in eager_tables(self._objects(full)[1].values())}
-        keyed = {name: table.table.rows for name, table in tables.items()}
+        objects = self._objects(full)[1].values()
+        tables = [each for each in objects if getattr(each, "is_dynamic_table", False)]
+        accesses = [layer_access(table) for table in tables]
+        for access in accesses:
+            access.begin(None)
+        keyed = {str(table.name): table.rows for table in tables}
         rows = {id(variable) for variable in keyed.values()}
         found = self._by_key(full)
         others = {name: each for name, each in found if id(getattr(each, "_value", each)) not in rows}
         source = EagerSource(others | keyed)
         tracked = [eager_tracking(name, others[name]) for name in sorted(others)]
-        tracked += [table.tracked() for table in tables.values()]
-        writers: dict[int, Access] = {id(e.parts[0]): _EagerAccess(e.parts[0]) for e in tracked}
-        self._overlay = overlay_of(tracked, writers, tables.values()) if self.restores else None
-        changes = {name: KeyedChanges(table) for name, table in tables.items()}
+        tracked += [layer_tracking(table) for table in tables]
+        writers = {id(part): _writer(part) for entry in tracked for part in entry.parts}
+        self._overlay = overlay_of(tracked, writers, accesses) if self.restores else None
+        changes = {access.name: KeyedChanges(access) for access in accesses}
         return Collector(tracked, source=lambda _: source, tables=changes)
 
     def _make_publisher(self, collector: Collector) -> Publisher:
         return Publisher(self._store, collector, self._timer, self._clock, self._overlay)
 
 
-class _EagerAccess(Struct, frozen=True):
-    """An `Access` to an eager variable."""
+def _writer(part: VariablePart) -> Write:
+    variable = part.variable
 
-    part: VariablePart
-
-    def write(self, session: Any, ids: Array, values: Array) -> None:
-        """See `Access`."""
-        variable = self.part.variable
-        if self.part.shape and len(ids) < self.part.rows:
+    def write(_: Any, ids: Array, values: Array) -> None:
+        if part.shape and len(ids) < part.rows:
             whole = np.array(variable.numpy())
             whole[ids] = values
             values = whole
         variable.assign(values)
+
+    return write

@@ -20,11 +20,11 @@ that other workers have given out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 
 from exporter.increments.changed_tables import ChangedTable, TableRows
 from exporter.tables.trainable_table import TrainableTable
@@ -46,33 +46,28 @@ Array = np.ndarray[Any, Any]
 Session = Any
 
 
-class KeyedAccess(Protocol):
-    """Access to one table by keys, for collecting and restoring. All numbers are int64 [n]."""
+class TableAccess(Struct, frozen=True):
+    """Access to one table by keys, of a graph or of a layer. Each function is given the session, or None.
 
-    @property
-    def name(self) -> str:
-        """The table's name in checkpoints."""
+    `take_given` and `take_removed` give the rows and the keys that were noted since the last time; such keys
+    may have rows again. `rows_of` gives the rows of keys that have one, `find` those of some rows that are in
+    use, and their keys, which are distinct. `write` removes keys, then gives rows and values to others. All
+    numbers are int64 [n]. `begin` has the table note removed keys.
+    """
 
-    def take_given(self, session: Session) -> Array:
-        """The rows that were given to keys since the last call."""
-
-    def take_removed(self, session: Session) -> Array:
-        """The keys that were removed since the last call; they may have rows again."""
-
-    def rows_of(self, session: Session, keys: Array) -> Array:
-        """The rows of the keys; keys without a row are left out."""
-
-    def find(self, session: Session, rows: Array) -> tuple[Array, Array]:
-        """Those of the rows that are in use, and their keys, which are distinct."""
-
-    def write(self, session: Session, change: TableRows) -> None:
-        """Remove keys, then give rows and values to others."""
+    name: str
+    begin: Callable[[Session], object]
+    take_given: Callable[[Session], Array]
+    take_removed: Callable[[Session], Array]
+    rows_of: Callable[[Session, Array], Array]
+    find: Callable[[Session, Array], tuple[Array, Array]]
+    write: Callable[[Session, TableRows], None]
 
 
 class KeyedChanges:
     """What a table by keys noted since its last durable increment, for a `Collector`."""
 
-    def __init__(self, access: KeyedAccess) -> None:
+    def __init__(self, access: TableAccess) -> None:
         self.access = access
         self._session: Session = None
         self.take_none()
@@ -114,68 +109,7 @@ class KeyedChanges:
         writer.add(keys_key, keys)
         writer.add_rows(values_key, entry.dtype, (len(ids), dim), source.rows(entry, ids))
         writer.add(removed_key, self._removed)
-        return table_document(table)
-
-
-def table_document(table: ChangedTable) -> Document:
-    """What an increment's manifest says of a table."""
-    return {
-        "name": table.name,
-        "dtype": table.label,
-        "dim": table.dim,
-        "capacity": table.capacity,
-        "rows": table.rows,
-        "removed": table.removed,
-    }
-
-
-class TableAccess(Struct, frozen=True):
-    """The operations on one table of a graph, on its own device; a `KeyedAccess`.
-
-    `recorded` makes the table note removed keys. `given` and `removed` take the rows and keys that were noted
-    since the last time. `used` gives for each row that is fed whether it is in use, and its key. `rows`,
-    `keys`, `values` and `gone` (removed keys) are placeholders.
-    """
-
-    name: str
-    recorded: Any
-    given: Tensor
-    removed: Tensor
-    used: tuple[Tensor, Tensor]
-    found: Tensor
-    rows: Tensor
-    keys: Tensor
-    values: Tensor
-    gone: Tensor
-    written: Any
-
-    def take_given(self, session: Session) -> Array:
-        """See `KeyedAccess`."""
-        return np.asarray(session.run(self.given))
-
-    def take_removed(self, session: Session) -> Array:
-        """See `KeyedAccess`."""
-        return np.asarray(session.run(self.removed))
-
-    def find(self, session: Session, rows: Array) -> tuple[Array, Array]:
-        """See `KeyedAccess`."""
-        is_used, keys = session.run(self.used, {self.rows: rows})
-        return rows[is_used], keys[is_used]
-
-    def rows_of(self, session: Session, keys: Array) -> Array:
-        """See `KeyedAccess`."""
-        rows = session.run(self.found, {self.keys: keys})
-        return np.asarray(rows[rows >= 0])
-
-    def write(self, session: Session, change: TableRows) -> None:
-        """See `KeyedAccess`."""
-        step = max(1, CHUNK_BYTES // max(1, change.values[:1].nbytes))
-        for start in range(0, max(1, len(change.ids)), step):
-            piece = slice(start, start + step)
-            fed = {self.rows: change.ids[piece], self.keys: change.keys[piece]}
-            # Keys are removed with the first piece, before any row is written.
-            fed |= {self.values: change.values[piece], self.gone: NONE if start else change.removed}
-            session.run(self.written, fed)
+        return to_builtins(table)  # type: ignore[no-any-return]  # a Struct gives a dict
 
 
 def table_access(table: TrainableTable) -> TableAccess:
@@ -188,71 +122,65 @@ def table_access(table: TrainableTable) -> TableAccess:
         values = v1.placeholder(table.values.dtype, [None, table.dim])
         with table.values.graph.colocate_with(table.values.handle):
             recorded = table.index.is_recorded.assign(True).op
-        return TableAccess(
-            name=table.name,
-            recorded=recorded,
-            given=table.index.take_changed(),
-            removed=table.index.take_removed(),
-            used=table.index.is_in_use(rows),
-            found=table.index.find(keys),
-            rows=rows,
-            keys=keys,
-            values=values,
-            gone=gone,
-            written=table.lay_over(keys, rows, values, gone),
-        )
+        given, removed = table.index.take_changed(), table.index.take_removed()
+        used, found = table.index.is_in_use(rows), table.index.find(keys)
+        written = table.lay_over(keys, rows, values, gone)
+
+    def find(session: Session, wanted: Array) -> tuple[Array, Array]:
+        is_used, its_keys = session.run(used, {rows: wanted})
+        return wanted[is_used], its_keys[is_used]
+
+    def write(session: Session, change: TableRows) -> None:
+        step = max(1, CHUNK_BYTES // max(1, change.values[:1].nbytes))
+        for start in range(0, max(1, len(change.ids)), step):
+            piece = slice(start, start + step)
+            fed = {rows: change.ids[piece], keys: change.keys[piece], values: change.values[piece]}
+            # Keys are removed with the first piece, before any row is written.
+            session.run(written, {**fed, gone: NONE if start else change.removed})
+
+    return TableAccess(
+        name=table.name,
+        begin=lambda session: session.run(recorded),
+        take_given=lambda session: session.run(given),
+        take_removed=lambda session: session.run(removed),
+        rows_of=lambda session, wanted: _there(session.run(found, {keys: wanted})),
+        find=find,
+        write=write,
+    )
 
 
-class EagerTableAccess(Struct, frozen=True):
-    """A `KeyedAccess` to the table of a layer (`exporter.tables.trainable_table`)."""
-
-    table: Any
-
-    @property
-    def name(self) -> str:
-        """See `KeyedAccess`."""
-        return str(self.table.name)
-
-    def take_given(self, session: Session) -> Array:
-        """See `KeyedAccess`."""
-        return np.asarray(self.table.take_given().numpy())
-
-    def take_removed(self, session: Session) -> Array:
-        """See `KeyedAccess`."""
-        return np.asarray(self.table.take_removed().numpy())
-
-    def rows_of(self, session: Session, keys: Array) -> Array:
-        """See `KeyedAccess`."""
-        rows = self.table.index.find(_tensor(keys)).numpy()
-        return np.asarray(rows[rows >= 0])
-
-    def find(self, session: Session, rows: Array) -> tuple[Array, Array]:
-        """See `KeyedAccess`. The layer's last row belongs to no key."""
-        rows = rows[rows < self.table.index.capacity]
-        is_used, keys = (each.numpy() for each in self.table.index.is_in_use(_tensor(rows)))
-        return rows[is_used], keys[is_used]
-
-    def write(self, session: Session, change: TableRows) -> None:
-        """See `KeyedAccess`."""
-        self.table.lay_over(_tensor(change.keys), _tensor(change.ids), change.values, _tensor(change.removed))
-
-    def tracked(self) -> VariableTracking:
-        """The table's tracking: by its keys, and by comparing rows."""
-        shape, dtype = tuple(self.table.rows.shape), self.table.dtype
-        part = VariablePart(self.table.rows, shape, (0, 0))
-        mode = TrackingMode.COMPARED
-        return VariableTracking(self.name, dtype.label, dtype.numpy, shape, (part,), mode, is_keyed=True)
-
-
-def eager_tables(objects: Iterable[Any]) -> Iterator[EagerTableAccess]:
-    """The tables among the objects of a checkpoint. From now on they note which keys are removed."""
-    for trackable in objects:
-        if getattr(trackable, "is_dynamic_table", False):
-            trackable.index.is_recorded.assign(True)
-            yield EagerTableAccess(trackable)
-
-
-def _tensor(numbers: Array) -> Any:
+def layer_access(table: Any) -> TableAccess:
+    """Access to the table of a layer (`exporter.tables.trainable_table`), whose last row has no key."""
     import tensorflow as tf
 
-    return tf.constant(numbers, tf.int64)
+    def tensor(numbers: Array) -> Any:
+        return tf.constant(numbers, tf.int64)
+
+    def find(_: Session, rows: Array) -> tuple[Array, Array]:
+        rows = rows[rows < table.index.capacity]
+        is_used, keys = (each.numpy() for each in table.index.is_in_use(tensor(rows)))
+        return rows[is_used], keys[is_used]
+
+    def write(_: Session, change: TableRows) -> None:
+        table.lay_over(tensor(change.keys), tensor(change.ids), change.values, tensor(change.removed))
+
+    return TableAccess(
+        name=str(table.name),
+        begin=lambda _: table.index.is_recorded.assign(True),
+        take_given=lambda _: table.take_given().numpy(),
+        take_removed=lambda _: table.take_removed().numpy(),
+        rows_of=lambda _, keys: _there(table.index.find(tensor(keys)).numpy()),
+        find=find,
+        write=write,
+    )
+
+
+def layer_tracking(table: Any) -> VariableTracking:
+    """How changes of a layer's table are found: by its keys, and by comparing rows."""
+    shape, dtype = tuple(table.rows.shape), table.dtype
+    part, mode = VariablePart(table.rows, shape, (0, 0)), TrackingMode.COMPARED
+    return VariableTracking(str(table.name), dtype.label, dtype.numpy, shape, (part,), mode, is_keyed=True)
+
+
+def _there(rows: Array) -> Array:
+    return rows[rows >= 0]

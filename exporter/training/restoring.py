@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from msgspec import Struct
 
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.format import Change, Rows
@@ -17,7 +16,7 @@ from exporter.options import given
 from exporter.storage.local_paths import trained_path
 from exporter.tables.trainable_table import trainable_tables
 from exporter.training import trainer_side
-from exporter.training.keyed import KeyedAccess, table_access
+from exporter.training.keyed import TableAccess, table_access
 from exporter.training.session_hook import named
 from exporter.training.store import CatalogSource, Store
 from exporter.training.trainer_side import (
@@ -28,7 +27,6 @@ from exporter.training.trainer_side import (
     RunTip,
     VariablePart,
     VariableTracking,
-    inside,
     log,
     pieces,
     plan_tracking,
@@ -36,6 +34,9 @@ from exporter.training.trainer_side import (
 
 Session = Any
 Array = np.ndarray[Any, Any]
+Write = Callable[[Session, Array, Array], None]
+"""Writes rows of a part of a variable, or a scalar."""
+
 Overlay = Callable[[Session, Sequence[StoredIncrement]], None]
 """Writes the values of increments, in order, into a session's variables."""
 
@@ -101,41 +102,12 @@ class Publisher(trainer_side.Publisher):
             self._note(full, self._tip, is_equal=False)
 
 
-class Access(Protocol):
-    """Write access to a variable."""
-
-    @property
-    def part(self) -> VariablePart:
-        """The part that is written."""
-
-    def write(self, session: Session, ids: Array, values: Array) -> None:
-        """Write rows `ids` of a part, or a scalar."""
-
-
-class PartWriter(Struct, frozen=True):
-    """The operations that write one variable of the graph, on its own device; `ids` and `values` are fed."""
-
-    tracked: VariableTracking
-    part: VariablePart
-    ids: Any
-    values: Any
-    written: Any
-
-    def write(self, session: Session, ids: Array, values: Array) -> None:
-        """See `Access`."""
-        if not self.part.shape:
-            session.run(self.written, {self.values: values})
-            return
-        for piece in pieces(np.arange(len(ids)), self.tracked):
-            session.run(self.written, {self.ids: ids[piece], self.values: values[piece]})
-
-
-def writers_of(tracked: Iterable[VariableTracking]) -> dict[int, Access]:
+def writers_of(tracked: Iterable[VariableTracking]) -> dict[int, Write]:
     """Add the operations that write variables to the current default graph; by the id() of each part."""
     return {id(part): _writer(entry, part) for entry in tracked for part in entry.parts}
 
 
-def _writer(entry: VariableTracking, part: VariablePart) -> PartWriter:
+def _writer(entry: VariableTracking, part: VariablePart) -> Write:
     import tensorflow as tf
 
     v1 = tf.compat.v1
@@ -146,7 +118,15 @@ def _writer(entry: VariableTracking, part: VariablePart) -> PartWriter:
             written = tf.group(v1.scatter_update(part.variable, ids, values))
         else:
             written = part.variable.assign(values).op
-        return PartWriter(entry, part, ids, values, written)
+
+    def write(session: Session, rows: Array, found: Array) -> None:
+        if not part.shape:
+            session.run(written, {values: found})
+            return
+        for piece in pieces(np.arange(len(rows)), entry):
+            session.run(written, {ids: rows[piece], values: found[piece]})
+
+    return write
 
 
 def restore_increments(session: Session, ckpt_dir: Path | str) -> int | None:
@@ -184,7 +164,7 @@ def restore_increments(session: Session, ckpt_dir: Path | str) -> int | None:
 
 
 def overlay_of(
-    tracked: Iterable[VariableTracking], writers: Mapping[int, Access], tables: Iterable[KeyedAccess] = ()
+    tracked: Iterable[VariableTracking], writers: Mapping[int, Write], tables: Iterable[TableAccess] = ()
 ) -> Overlay:
     """A function that writes increments into these variables and tables.
 
@@ -202,7 +182,7 @@ def overlay_of(
         for stored in chain:
             for changed, change in stored.changes():
                 for part in entries[changed.variable.name].parts:
-                    _write(session, writers[id(part)], change)
+                    writers[id(part)](session, *_of_part(part, change))
             for table, rows in stored.tables():
                 by_name[table.name].write(session, rows)
 
@@ -240,11 +220,10 @@ def _check_tables(stored: StoredIncrement, by_name: Mapping[str, VariableTrackin
             )
 
 
-def _write(session: Session, access: Access, change: Change) -> None:
-    part = access.part
+def _of_part(part: VariablePart, change: Change) -> tuple[Array, Array]:
+    """The rows of a part that a change has, numbered within it, and their values."""
     if isinstance(change, Rows):
         start, stop = np.searchsorted(change.ids, [part.offset, part.offset + part.rows])
-        access.write(session, inside(part, change.ids) - part.offset, change.values[start:stop])
-        return
+        return change.ids[start:stop] - part.offset, change.values[start:stop]
     box = tuple(slice(start, start + size) for start, size in zip(part.starts, part.shape, strict=True))
-    access.write(session, np.arange(part.rows, dtype=np.int64), change[box])
+    return np.arange(part.rows, dtype=np.int64), change[box]

@@ -966,6 +966,7 @@ def _differing_rows(old: Array, new: Array) -> Array:
 
 _NAME = re.compile(r"[0-9]{20}-[0-9]{20}(-[0-9a-f]{8})?")
 _STATE_PATH = re.compile(r'(?<!\w)model_checkpoint_path\s*:\s*"((?:[^"\\\n]|\\.)*)"')
+_SESSION_BYTES = 1 << 12  # what is larger no training wrote
 _STAGING, _TRASH, _UNFINISHED, _SESSION = ".staging-", ".trash-", ".milestone-", ".session"
 
 StateId = Union[str, Tuple[int, str]]
@@ -1099,10 +1100,10 @@ class Store:
         """
         try:
             with (self.path / _SESSION).open(encoding="ascii") as file:
-                found = file.read(1 << 12).strip()
+                found = file.read(_SESSION_BYTES + 1)
         except (OSError, ValueError):  # without a readable note there is no sign of another session
             return
-        if found != session:
+        if len(found) <= _SESSION_BYTES and found.strip() != session:
             raise Refused(
                 f"another training writes increments to {self.path} since this one began",
                 cause="two trainings share a checkpoint directory, or this one was thought dead and replaced",

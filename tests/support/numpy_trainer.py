@@ -18,7 +18,7 @@ import numpy as np
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.increments.history import StateId, identify, read_history
 from exporter.increments.increment import CheckpointId
-from exporter.training.restoring import Overlay, Publisher, overlay_of
+from exporter.training.restoring import Overlay, Publisher, Write, overlay_of
 from exporter.training.store import Store
 from exporter.training.trainer_side import (
     Collector,
@@ -66,19 +66,18 @@ class Variables(Source):
         yield value if rows is None else value[rows]
 
 
-@dataclass(frozen=True)
-class Access:
+def writer(part: VariablePart) -> Write:
     """How restoring writes."""
 
-    part: VariablePart
-
-    def write(self, session: Variables, ids: np.ndarray, values: np.ndarray) -> None:
-        name = str(self.part.variable)
-        if self.part.shape:
+    def write(session: Variables, ids: np.ndarray, values: np.ndarray) -> None:
+        name = str(part.variable)
+        if part.shape:
             session.values[name] = session.values[name].copy()
             session.values[name][ids] = values
         else:
             session.values[name] = np.array(values)
+
+    return write
 
 
 def named_by(state_file: Path) -> str:
@@ -96,8 +95,8 @@ def collector() -> tuple[Collector, Overlay]:
         mode = TrackingMode.TOUCHED if name in TABLES else TrackingMode.WHOLE
         tracked.append(VariableTracking(name, dtype.name, dtype, shape, (part,), mode))
     groups = tuple(RowGroup(entry.parts, entry.name, entry.name) for entry in tracked if entry.name in TABLES)
-    accesses = {id(entry.parts[0]): Access(entry.parts[0]) for entry in tracked}
-    return Collector(tracked, groups, lambda session: session), overlay_of(tracked, accesses)
+    writers = {id(entry.parts[0]): writer(entry.parts[0]) for entry in tracked}
+    return Collector(tracked, groups, lambda session: session), overlay_of(tracked, writers)
 
 
 @dataclass

@@ -210,7 +210,7 @@ def monitored(job, hook, server=None):
         while not session.should_stop() and session.run(step) < job["steps"] and not os.path.exists(end):
             session.run(train_op)
             time.sleep(job["pause_s"])
-        while is_chief and job["cluster"] and not workers_are_done(job):
+        while is_chief and job["cluster"] and not job["sync"] and not workers_are_done(job):
             time.sleep(0.05)
 
 
