@@ -26,14 +26,16 @@ if TYPE_CHECKING:
     from exporter.training.stop_after import StopAfterHook as StopAfterHook
     from exporter.training.warm_start import LoadReport as LoadReport
     from exporter.training.warm_start import load_checkpoint as load_checkpoint
+    from exporter.training.writer import IncrementWriter as IncrementWriter
 
-_CHIEF = "exporter.training.chief"
+_CHIEF, _WRITER = "exporter.training.chief", "exporter.training.writer"
 _HOMES = {
     "ExportCallback": "exporter.training.exports",
     "ExportHook": "exporter.training.exports",
     "ExportOutcome": "exporter.training.exports",
     "IncrementCallback": "exporter.training.keras",
     "IncrementHook": "exporter.training.hook",
+    "IncrementWriter": _WRITER,
     "LoadReport": "exporter.training.warm_start",
     "MonitoredTrainingSession": "exporter.training.hook",
     "StopAfterCallback": "exporter.training.stop_after",
@@ -48,7 +50,7 @@ _get = late_names(__name__, _HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if _HOMES.get(name, _CHIEF) != _CHIEF:  # what that has is asked without TensorFlow, too
+    if _HOMES.get(name, _CHIEF) not in (_CHIEF, _WRITER):  # what these have works without TensorFlow
         require_fitting()
     return _get(name)
 

@@ -1366,6 +1366,17 @@ class RunTip(NamedTuple):
         }
         return _timed(found, event_time)
 
+    def marker(self, full: FullCheckpoint, is_equal: bool, event_time: Optional[datetime] = None) -> Document:
+        """The marker of a full checkpoint that is written now."""
+        found = {
+            "checkpoint": full.document(),
+            "run": self.run,
+            "session": self.session,
+            "after": self.last_increment,
+            "is_equal": is_equal,
+        }
+        return _timed(found, event_time)
+
 
 def _timed(document: Document, event_time: Optional[datetime]) -> Document:
     if event_time is not None:
@@ -1563,14 +1574,7 @@ class Publisher:
     def _note(
         self, full: FullCheckpoint, tip: RunTip, is_equal: bool, event_time: Optional[datetime] = None
     ) -> None:
-        found = {
-            "checkpoint": full.document(),
-            "run": tip.run,
-            "session": tip.session,
-            "after": tip.last_increment,
-            "is_equal": is_equal,
-        }
-        self._store.note(_timed(found, event_time))
+        self._store.note(tip.marker(full, is_equal, event_time))
 
     def _look(self) -> bool:
         """Look up the newest full checkpoint; True if it is another one than at the last look."""

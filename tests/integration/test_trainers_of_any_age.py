@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.trainer_environments import BY_NAME, TrainerCluster, Trainings, python_of
+from exporter.increments.history import read_history
+from tests.support.environments import BY_NAME, ROOT, clean_environ, python_of
+from tests.support.guide_pages import Page
+from tests.support.increments import differing, full, starts
+from tests.support.trainer_environments import TrainerCluster, Trainings
 
 pytestmark = [pytest.mark.landing, pytest.mark.timeout(1800)]
 
@@ -84,3 +91,78 @@ def test_what_touches_every_row_and_synchronous_workers(
         trainings.assert_followed(server)
     said = trainings.log.read_text()
     assert (" may change any row " in said) == ("sync" not in job)
+
+
+GRAPH = """
+import os, sys
+import tensorflow as tf
+tf.compat.v1.logging.set_verbosity("ERROR")
+step = tf.train.get_or_create_global_step()
+table = tf.get_variable("table", [50, 4])
+rows = tf.gather(table, tf.random_uniform([4], 0, 40, tf.int64))
+train_op = tf.train.AdagradOptimizer(0.1).minimize(tf.reduce_sum(rows ** 2), global_step=step)
+"""
+MODEL = """
+import tensorflow as tf
+
+def model_fn(features, labels, mode):
+    rows = tf.gather(tf.get_variable("table", [50, 4]), tf.random_uniform([4], 0, 40, tf.int64))
+    loss = tf.reduce_sum(rows ** 2)
+    step = tf.train.get_or_create_global_step()
+    train_op = tf.train.AdagradOptimizer(0.1).minimize(loss, global_step=step)
+    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+def input_fn():
+    return tf.data.Dataset.from_tensor_slices(([1.0] * 8, [1.0] * 8)).repeat().batch(2)
+
+estimator = tf.estimator.Estimator(model_fn, "train")
+"""
+LAYERS = """
+import numpy as np
+import tensorflow as tf
+
+model = tf.keras.Sequential([tf.keras.layers.Embedding(50, 4, input_length=3), tf.keras.layers.Flatten(),
+                             tf.keras.layers.Dense(1)])
+model.build((None, 3))
+model.compile("adagrad", "mse")
+inputs, labels = np.random.randint(0, 40, (64, 3)), np.ones((64, 1))
+"""
+NEEDED = {  # by what only that block has: TensorFlow, and the names that it needs
+    "MonitoredTrainingSession": ("1.15.5", f"{GRAPH}\nmaster, is_chief = '', True\n"),
+    "Estimator": ("1.15.5", MODEL),
+    "Supervisor": ("1.15.5", GRAPH),
+    "CheckpointManager": ("2.8.4", LAYERS),
+}
+
+
+@pytest.mark.parametrize("kind", NEEDED)
+def test_the_guide(tmp_path: Path, kind: str) -> None:
+    blocks = Page("docs/from/tensorflow-1.md").tested_by("test_the_guide")
+    assert len(blocks) == len(NEEDED)
+    (text,) = [block.text for block in blocks if kind in block.text or f"{kind.lower()}.train" in block.text]
+    tensorflow, needed = NEEDED[kind]
+    text = text.replace("hooks=[hook]\n", "hooks=[hook, tf.train.StopAtStepHook(30)]\n").replace("2000", "40")
+    text = text.replace("1000", "20")
+    shutil.copy(ROOT / "exporter/training/trainer_side.py", tmp_path / "export_model_trainer.py")
+    (tmp_path / "program.py").write_text(needed + text)
+    python = python_of(tensorflow)
+    environment = {**clean_environ(), "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "-1"}
+    done = subprocess.run(
+        [python, "-W", "ignore", "program.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    train = tmp_path / "train"
+    history = read_history(train)
+    assert history.increments
+    known = starts(history, train)
+    newest = Path(json.loads((train / "checkpoint").read_text().partition(": ")[2].partition("\n")[0])).name
+    last = full(train, newest)
+    assert last in known
+    for start in known:
+        if (chain := history.after(start)) and chain[-1] == history.increments[-1]:
+            found = set(differing(train, start, train / newest, chain))
+            assert found <= {"save_counter/.ATTRIBUTES/VARIABLE_VALUE"}

@@ -1,91 +1,26 @@
-"""Environments of any TensorFlow and Python for `trainer_of_any_age`, made once and kept between runs."""
+"""Trainings by `trainer_of_any_age` in environments of any TensorFlow, and models that follow them."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import pytest
 
 from examples.cluster import free_ports
 from exporter import ExportRequest, Updates, export, export_incremental
 from exporter.increments.history import read_history
+from tests.support.environments import CACHE as CACHE
+from tests.support.environments import clean_environ
 from tests.support.increments import differing, starts, values_of
 from tests.support.updatable import Loaded, loaded
 
-ROOT = Path(__file__).parents[2]
 TRAINER = Path(__file__).with_name("trainer_of_any_age.py")
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "export-model/trainers"
 ROWS = 600
-_OLD_PIP = ("pip<24", "setuptools<66")
-"""What installs the wheels of before 2021."""
-
-
-class Environment(NamedTuple):
-    """A Python, and packages that work together on it; the first is TensorFlow, after which it is called."""
-
-    python: str
-    packages: tuple[str, ...]
-    options: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """TensorFlow's version."""
-        return self.packages[0].partition("==")[2]
-
-
-_1_12 = (
-    "tensorflow==1.12.3 protobuf==3.19.6 numpy==1.16.6 absl-py==0.15.0 gast==0.2.2 astor==0.8.1"
-    " termcolor==1.1.0 six==1.16.0 keras-applications==1.0.8 keras-preprocessing==1.1.2 h5py==2.10.0"
-    " grpcio==1.48.2"
-)
-ENVIRONMENTS = (
-    Environment("3.6", tuple(_1_12.split()), ("--no-deps",)),
-    Environment("3.7", ("tensorflow==1.15.5", "protobuf<3.21", "numpy<1.19", "tensorflow-estimator==1.15.1")),
-    Environment("3.8", ("tensorflow-cpu==2.4.4", "protobuf<3.21", "numpy<1.20")),
-    Environment("3.8", ("tensorflow-cpu==2.8.4", "protobuf<3.21", "numpy<1.24")),
-    Environment("3.9", ("tensorflow-cpu==2.11.1", "protobuf<3.20", "numpy<1.24")),
-    Environment("3.8", ("tensorflow-cpu==2.13.1", "numpy<1.25")),
-)
-BY_NAME = {environment.name: environment for environment in ENVIRONMENTS}
-
-
-def interpreter(version: str) -> str | None:
-    """A Python of that version, on the path or of pyenv."""
-    if found := shutil.which(f"python{version}"):
-        done = subprocess.run([found, "-V"], capture_output=True, text=True, check=False)
-        if done.returncode == 0 and f" {version}." in done.stdout:
-            return found
-    versions = sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python"))
-    return str(versions[-1]) if versions else None
-
-
-def python_of(name: str) -> Path:
-    """The interpreter of the environment of a TensorFlow; the test is skipped if its Python is missing."""
-    environment = BY_NAME[name]
-    found = interpreter(environment.python)
-    if found is None:
-        pytest.skip(f"TensorFlow {name}: there is no Python {environment.python} on the path or of pyenv")
-    CACHE.mkdir(parents=True, exist_ok=True)
-    directory = CACHE / name
-    with (CACHE / f"{name}.lock").open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        if not (directory / ".complete").exists():
-            shutil.rmtree(directory, ignore_errors=True)
-            subprocess.run([found, "-m", "venv", directory], check=True)
-            for packages in (_OLD_PIP, (*environment.options, *environment.packages)):
-                pip = [directory / "bin/python", "-m", "pip", "install", "-q", *packages]
-                subprocess.run(pip, check=True, cwd="/")
-            (directory / ".complete").touch()
-    return directory / "bin/python"
 
 
 class Trainings:
@@ -114,11 +49,7 @@ class Trainings:
         """A process of the training."""
         command = [self.python, "-W", "ignore", TRAINER, json.dumps({**self.job, **job})]
         with self.log.open("ab") as sink:
-            return subprocess.Popen(command, stdout=sink, stderr=sink, env=self._environment)
-
-    @property
-    def _environment(self) -> dict[str, str]:
-        return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TF_CONFIG")}
+            return subprocess.Popen(command, stdout=sink, stderr=sink, env=clean_environ())
 
     @property
     def request(self) -> ExportRequest:

@@ -21,7 +21,7 @@ from exporter.storage import layout
 from exporter.tables import trainable_table
 from exporter.training import trainer_side
 from exporter.training.trainer_side import Bundle, FullCheckpoint, RunTip, Store
-from tests.support.trainer_environments import ROOT, interpreter
+from tests.support.environments import ROOT, interpreter
 
 FILE = ROOT / "exporter/training/trainer_side.py"
 NEEDED = {"numpy", "tensorflow", "tf_keras"}
@@ -82,18 +82,7 @@ def test_it_writes_what_the_package_would_write(tmp_path: Path, event_time: date
         return {"variables": [changed], "tables": []}
 
     path = store.publish(tip.draft(12, event_time), fill)
-    store.note(
-        trainer_side._timed(
-            {
-                "checkpoint": full.document(),
-                "run": tip.run,
-                "session": tip.session,
-                "after": None,
-                "is_equal": False,
-            },
-            event_time,
-        )
-    )
+    store.note(tip.marker(full, is_equal=False, event_time=event_time))
     assert path is not None
     history = read_history(tmp_path)
     (stored,) = history.increments
