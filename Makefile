@@ -85,7 +85,7 @@ engines: $(STAMP)
 	$(BIN)/python -m pytest -s tests/integration/engines.py
 
 soak: $(STAMP)
-	$(BIN)/python -m pytest -s tests/integration/soak_increments.py
+	$(BIN)/python -m pytest -s tests/integration/soak_increments.py tests/integration/soak_old_trainers.py
 
 fuzz: $(STAMP)
 	$(BIN)/python -m pytest -s tests/fuzz_files.py

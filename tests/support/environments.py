@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,15 +69,28 @@ def python_of(name: str) -> Path:
     found = interpreter(environment.python)
     if found is None:
         pytest.skip(f"TensorFlow {name}: there is no Python {environment.python} on the path or of pyenv")
+
+    def make(directory: Path) -> bool:
+        subprocess.run([found, "-m", "venv", directory], check=True)
+        for packages in (_OLD_PIP, (*environment.options, *environment.packages)):
+            pip = [directory / "bin/python", "-m", "pip", "install", "-q", *packages]
+            subprocess.run(pip, check=True, cwd="/")
+        return True
+
+    made = made_once(name, make)
+    assert made is not None
+    return made
+
+
+def made_once(name: str, make: Callable[[Path], bool]) -> Path | None:
+    """The interpreter of an environment that is kept; None if it cannot be made."""
     CACHE.mkdir(parents=True, exist_ok=True)
     directory = CACHE / name
     with (CACHE / f"{name}.lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         if not (directory / ".complete").exists():
             shutil.rmtree(directory, ignore_errors=True)
-            subprocess.run([found, "-m", "venv", directory], check=True)
-            for packages in (_OLD_PIP, (*environment.options, *environment.packages)):
-                pip = [directory / "bin/python", "-m", "pip", "install", "-q", *packages]
-                subprocess.run(pip, check=True, cwd="/")
+            if not make(directory):
+                return None
             (directory / ".complete").touch()
     return directory / "bin/python"

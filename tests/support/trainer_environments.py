@@ -69,12 +69,17 @@ class Trainings:
         return max(found, key=lambda path: int(path.stem.rpartition("-")[2])).with_suffix("")
 
     @contextmanager
-    def served(self) -> Iterator[Loaded]:
-        """A base of what is trained so far, loaded."""
+    def served(self, *, is_quiet: bool = True) -> Iterator[Loaded]:
+        """A base of what is trained so far, loaded; a training that is not quiet goes on meanwhile."""
         base = export(self.request)
         with loaded(base.published.path) as server:
-            self.assert_answers(server)
+            if is_quiet:
+                self.assert_answers(server)
             yield server
+
+    def increments(self) -> set[str]:
+        """The names of the increments that are there."""
+        return {path.name for path in (self.train / "increments").glob("0*")}
 
     def assert_followed(self, server: Loaded) -> None:
         """Publish what increments tell, and nothing else; the model answers as the last checkpoint does."""
