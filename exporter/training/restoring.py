@@ -40,8 +40,6 @@ Write = Callable[[Session, Array, Array], None]
 Overlay = Callable[[Session, Sequence[StoredIncrement]], None]
 """Writes the values of increments, in order, into a session's variables."""
 
-_HINT = "train with the graph that wrote the increments, or move the increments directory away"
-
 
 class Publisher(trainer_side.Publisher):
     """A publisher whose sessions continue where the last increment ended, if it is given an `overlay`."""
@@ -194,29 +192,30 @@ def _check(changed: Changed, by_name: Mapping[str, VariableTracking], stored: St
     if entry is None:
         raise MissingTensors(
             f"{stored.path} holds {variable.name!r}, which this graph lacks",
-            hint=_HINT,
+            hint="train with the graph that wrote the increments, or move the increments directory away",
         )
     if (entry.shape, entry.dtype) != (variable.shape, variable.dtype.label):
         raise ShapeMismatch(
             f"{variable.name!r} is {entry.dtype}{list(entry.shape)}, in {stored.path} it is "
             f"{variable.dtype.label}{list(variable.shape)}",
-            hint=_HINT,
+            hint="train with the graph that wrote the increments, or move the increments directory away",
         )
 
 
 def _check_tables(stored: StoredIncrement, by_name: Mapping[str, VariableTracking]) -> None:
+    hint = "train with the graph that wrote the increments, or move the increments directory away"
     for table, _ in stored.tables():
         entry = by_name.get(table.name)
         if entry is None or not entry.is_keyed:
             raise MissingTensors(
-                f"{stored.path} holds table {table.name!r}, which this graph lacks", hint=_HINT
+                f"{stored.path} holds table {table.name!r}, which this graph lacks", hint=hint
             )
         capacity, dim = entry.shape
         if (entry.dtype, dim) != (table.label, table.dim) or capacity < table.capacity:
             raise ShapeMismatch(
                 f"table {table.name!r} has {capacity} rows {entry.dtype}[{dim}], in {stored.path} it has "
                 f"{table.capacity} rows {table.label}[{table.dim}]",
-                hint=_HINT,
+                hint=hint,
             )
 
 
