@@ -784,7 +784,10 @@ class Bundle:
             fed = [tf.placeholder(tf.as_dtype(value.dtype), value.shape) for _, value in self._tensors]
             names = [key for key, _ in self._tensors]
             save = gen_io_ops.save_v2(self._prefix, names, [""] * len(names), fed)
-            session.run(save, dict(zip(fed, [value for _, value in self._tensors])))
+            try:
+                session.run(save, dict(zip(fed, [value for _, value in self._tensors])))
+            except tf.errors.OpError as error:  # no space left, or no permission
+                raise OSError(error.message) from error
 
 
 # --- collecting what changed --------------------------------------------------------------------------------
@@ -1203,12 +1206,10 @@ class Store:
 
     @contextlib.contextmanager
     def writing(self, path: Path) -> Any:
-        """Turn a failure of the operating system, or of TensorFlow's writer, into `failure`."""
-        import tensorflow as tf
-
+        """Turn a failure of the operating system into `failure`."""
         try:
             yield
-        except (OSError, tf.errors.OpError) as error:
+        except OSError as error:
             raise NotPublished(f"{path} cannot be written: {error}") from error
 
     @staticmethod
@@ -1831,9 +1832,7 @@ def schedule(*secs: Optional[float], steps: Optional[int]) -> Tuple[Optional[flo
     is_number = len(found) == 1 and isinstance(found[0], (int, float)) and not isinstance(found[0], bool)
     if not is_number or not found[0] > 0:
         raise Refused(
-            "give one positive interval for increments, in seconds or in steps; found {}".format(
-                found or "none"
-            ),
+            f"give one positive interval for increments, in seconds or in steps; found {found or 'none'}",
             hint="save_increment_secs=60, or save_increment_steps=1000",
         )
     return (None, steps) if steps is not None else (found[0], None)

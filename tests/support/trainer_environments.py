@@ -13,10 +13,11 @@ import numpy as np
 
 from examples.cluster import free_ports
 from exporter import ExportRequest, Updates, export, export_incremental
+from exporter.checkpoint.locate import candidates
 from exporter.increments.history import read_history
 from tests.support.environments import CACHE as CACHE
 from tests.support.environments import clean_environ
-from tests.support.increments import differing, starts, values_of
+from tests.support.increments import differing, full, starts, values_of
 from tests.support.updatable import Loaded, loaded
 
 TRAINER = Path(__file__).with_name("trainer_of_any_age.py")
@@ -64,9 +65,8 @@ class Trainings:
 
     @property
     def newest(self) -> Path:
-        """The full checkpoint of the highest step."""
-        found = self.train.glob("model.ckpt-*.index")
-        return max(found, key=lambda path: int(path.stem.rpartition("-")[2])).with_suffix("")
+        """The full checkpoint that the state file names: a trainer that was set back leaves higher steps."""
+        return candidates(self.train)[0]
 
     @contextmanager
     def served(self, *, is_quiet: bool = True) -> Iterator[Loaded]:
@@ -109,9 +109,9 @@ class Trainings:
         from that checkpoint: increments of before end there, and claim no more.
         """
         history = read_history(self.train)
-        last = max(history.increments, key=lambda stored: stored.increment.to_step)
+        equal = history.same(full(self.train, self.newest.name))
         chains = {start: history.after(start) for start in starts(history, self.train)}
-        whole = {start: chain for start, chain in chains.items() if chain and chain[-1] == last}
+        whole = {start: chain for start, chain in chains.items() if chain and chain[-1].increment.id in equal}
         assert whole
         for start, chain in whole.items():
             assert differing(self.train, start, self.newest, chain) == [], start

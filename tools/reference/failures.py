@@ -124,7 +124,7 @@ def all_errors() -> Iterator[type[ExportError]]:
 
 
 _TRAINER_SIDE = Refused.__module__.rpartition(".")[2]
-"""A module that imports nothing of ours: what it refuses, users of `exporter.training` meet as a UsageError."""
+"""It imports nothing of ours: what it refuses, users of `exporter.training` meet as a UsageError."""
 
 
 @cache
