@@ -64,11 +64,13 @@ def test_a_cluster(tmp_path: Path, tensorflow: str) -> None:
     number = list(BY_NAME).index(tensorflow)
     optimizers = ("adagrad", *LAZY[2 + number : 3 + number], *_contrib(tensorflow))
     partitioner = ("fixed", "min_max", "axis_size")[number % 3]
-    trainings = Trainings(python_of(tensorflow), tmp_path, optimizers, partitioner=partitioner)
-    with TrainerCluster(trainings, steps=20, filters=True) as cluster:
+    # What a worker writes before the chief's own first checkpoint would begin a new run there.
+    job = {"partitioner": partitioner, "filters": True, "workers_wait": True}
+    trainings = Trainings(python_of(tensorflow), tmp_path, optimizers, **job)
+    with TrainerCluster(trainings, steps=20) as cluster:
         cluster.wait()
     with trainings.served() as server:
-        with TrainerCluster(trainings, steps=60, filters=True) as cluster:
+        with TrainerCluster(trainings, steps=60) as cluster:
             cluster.wait()
         assert trainings.assert_exact() > 1
         trainings.assert_followed(server)
@@ -81,7 +83,8 @@ def test_what_touches_every_row_and_synchronous_workers(
     tmp_path: Path, tensorflow: str, job: dict[str, Any]
 ) -> None:
     """Tables are compared then, and that is said, with the reason."""
-    trainings = Trainings(python_of(tensorflow), tmp_path, **{"optimizers": ["adagrad"], **job})
+    asked = {"optimizers": ["adagrad"], "workers_wait": True, **job}
+    trainings = Trainings(python_of(tensorflow), tmp_path, **asked)
     with TrainerCluster(trainings, steps=20) as cluster:
         cluster.wait()
     with trainings.served() as server:

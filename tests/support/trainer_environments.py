@@ -128,6 +128,7 @@ class TrainerCluster:
         self.cluster: dict[str, list[str]] = {}
 
     def __enter__(self) -> TrainerCluster:
+        (self.trainings.train / "started").unlink(missing_ok=True)
         for name, port in zip(self.names, free_ports(len(self.names)), strict=True):
             self.cluster.setdefault(name.partition("-")[0], []).append(f"127.0.0.1:{port}")
         for name in self.names:

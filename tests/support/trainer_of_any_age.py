@@ -35,6 +35,7 @@ DEFAULTS = {
     "averages": False,
     "sync": False,
     "pause_s": 0.0,
+    "workers_wait": False,
 }
 
 
@@ -206,7 +207,11 @@ def monitored(job, hook, server=None):
         scaffold=scaffold,
         **saves,
     ) as session:
-        end = os.path.join(job["directory"], "end")
+        end, started = (os.path.join(job["directory"], name) for name in ("end", "started"))
+        if is_chief:
+            open(started, "w").close()
+        while job["workers_wait"] and not os.path.exists(started):
+            time.sleep(0.05)
         while not session.should_stop() and session.run(step) < job["steps"] and not os.path.exists(end):
             session.run(train_op)
             time.sleep(job["pause_s"])
