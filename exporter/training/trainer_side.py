@@ -1520,7 +1520,8 @@ class Publisher:
     def values_of(self, full: FullCheckpoint) -> Optional[Source]:
         """A source of the values of a full checkpoint; None if a saver leaves some variables out."""
         there = v1().train.NewCheckpointReader(str(full.prefix)).get_variable_to_shape_map()
-        missing = [entry.name for entry in self._collector.tracked if entry.name not in there]
+        changing = [e.name for e in self._collector.tracked if e.mode is not TrackingMode.FIXED]
+        missing = [name for name in changing if name not in there]
         if missing:
             log.warning("increments: %s lacks %s", full.prefix, ", ".join(missing[:9]))
         return None if missing else CheckpointSource(full.prefix)
