@@ -1,10 +1,15 @@
-"""The trainer's side on TensorFlows and Pythons that people train on, each in an environment of its own."""
+"""The trainer's side on TensorFlows and Pythons that people train on, each in an environment of its own.
+
+`make test-all` does some of this, `make matrix` all.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,14 @@ from tests.support.increments import differing, full, starts
 from tests.support.trainer_environments import TrainerCluster, Trainings
 
 pytestmark = [pytest.mark.landing, pytest.mark.timeout(1800)]
+
+in_matrix = pytest.mark.skipif("OLD_TRAINERS" not in os.environ, reason="a combination of `make matrix`")
+
+
+def some(names: Iterable[str], always: Collection[str]) -> list[Any]:
+    """All names, of which `make test-all` takes `always`."""
+    return [pytest.param(name, marks=() if name in always else in_matrix) for name in names]
+
 
 LAZY = ("sgd", "adagrad", "ftrl", "rmsprop", "momentum", "adadelta", "proximal", "proximal_sgd")
 """Optimizers whose operations name the rows that they write."""
@@ -32,8 +45,8 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("tensorflow", ["1.12.3", "1.15.5", "2.8.4"])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("tensorflow", some(["1.12.3", "1.15.5", "2.8.4"], ["1.15.5"]))
+@pytest.mark.parametrize("loop", some(LOOPS, ["loop", "estimator, another hook saves last"]))
 def test_every_kind_of_loop(tmp_path: Path, tensorflow: str, loop: str) -> None:
     trainings = Trainings(python_of(tensorflow), tmp_path, ["adagrad", "sgd"], **LOOPS[loop])
     trainings.run(20)
@@ -43,11 +56,11 @@ def test_every_kind_of_loop(tmp_path: Path, tensorflow: str, loop: str) -> None:
         trainings.assert_followed(server)
 
 
-@pytest.mark.parametrize("resource", [False, True], ids=["reference", "resource"])
-@pytest.mark.parametrize("tensorflow", ["1.12.3", "1.15.5", "2.8.4"])
-def test_every_optimizer_that_names_its_rows(tmp_path: Path, tensorflow: str, resource: bool) -> None:
+@pytest.mark.parametrize("kind", some(["reference", "resource"], ["reference"]))
+@pytest.mark.parametrize("tensorflow", some(["1.12.3", "1.15.5", "2.8.4"], ["1.15.5"]))
+def test_every_optimizer_that_names_its_rows(tmp_path: Path, tensorflow: str, kind: str) -> None:
     optimizers = (*LAZY, *_contrib(tensorflow))
-    trainings = Trainings(python_of(tensorflow), tmp_path, optimizers, resource=resource)
+    trainings = Trainings(python_of(tensorflow), tmp_path, optimizers, resource=kind == "resource")
     trainings.run(20)
     trainings.run(47)
     assert trainings.assert_exact() > 1
@@ -58,7 +71,7 @@ def _contrib(tensorflow: str) -> tuple[str, ...]:
     return ("lazy_adam",) if tensorflow.startswith("1.") else ()
 
 
-@pytest.mark.parametrize("tensorflow", BY_NAME)
+@pytest.mark.parametrize("tensorflow", some(BY_NAME, ["1.12.3", "1.15.5"]))
 def test_a_cluster(tmp_path: Path, tensorflow: str) -> None:
     """Two parameter servers, a chief and a worker; the model that follows them compares nothing."""
     number = list(BY_NAME).index(tensorflow)
@@ -77,13 +90,18 @@ def test_a_cluster(tmp_path: Path, tensorflow: str) -> None:
     assert " may change any row " not in trainings.log.read_text()
 
 
-@pytest.mark.parametrize("job", [{"optimizers": ["adam"]}, {"averages": True}, {"sync": True}], ids=str)
-@pytest.mark.parametrize("tensorflow", ["1.15.5", "2.8.4"])
-def test_what_touches_every_row_and_synchronous_workers(
-    tmp_path: Path, tensorflow: str, job: dict[str, Any]
-) -> None:
-    """Tables are compared then, and that is said, with the reason."""
-    asked = {"optimizers": ["adagrad"], "workers_wait": True, **job}
+JOBS: dict[str, dict[str, Any]] = {
+    "adam": {"optimizers": ["adam"]},
+    "averages": {"averages": True},
+    "sync": {"sync": True},
+}
+
+
+@pytest.mark.parametrize("kind", some(JOBS, ["adam", "sync"]))
+@pytest.mark.parametrize("tensorflow", some(["1.15.5", "2.8.4"], ["1.15.5"]))
+def test_what_touches_every_row_and_synchronous_workers(tmp_path: Path, tensorflow: str, kind: str) -> None:
+    """Tables are compared if every row may change, and that is said, with the reason."""
+    asked = {"optimizers": ["adagrad"], "workers_wait": True, **JOBS[kind]}
     trainings = Trainings(python_of(tensorflow), tmp_path, **asked)
     with TrainerCluster(trainings, steps=20) as cluster:
         cluster.wait()
@@ -93,7 +111,7 @@ def test_what_touches_every_row_and_synchronous_workers(
         assert trainings.assert_exact() > 1
         trainings.assert_followed(server)
     said = trainings.log.read_text()
-    assert (" may change any row " in said) == ("sync" not in job)
+    assert (" may change any row " in said) == (kind != "sync")
 
 
 GRAPH = """

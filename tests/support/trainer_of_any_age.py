@@ -205,6 +205,7 @@ def monitored(job, hook, server=None):
         hooks=hooks,
         config=config,
         scaffold=scaffold,
+        stop_grace_period_secs=5,  # a thread of SyncReplicasOptimizer waits for gradients that do not come
         **saves,
     ) as session:
         end, started = (os.path.join(job["directory"], name) for name in ("end", "started"))
