@@ -22,7 +22,7 @@ help:
 	@echo "make chaos   all that trainers, exporters, operators and accidents do, in random order; half an hour"
 	@echo "make isolation  a million responses beside updates of mapped tables, none of which mixes positions"
 	@echo "make faults  processes killed and paused, networks cut, disks full, clocks set, beside an agent: MINUTES=10"
-	@echo "make release a wheel, an sdist, checksums and a bill of materials in dist/, tried in an empty environment"
+	@echo "make release two wheels, an sdist, checksums and a bill of materials in dist/, tried in an empty environment"
 	@echo "make lock    the versions that deploy/Dockerfile installs, anew"
 	@echo "make matrix  every supported TensorFlow makes a base, and every one serves it; a quarter of an hour, 10 GB"
 	@echo "make matrix-short  the oldest TensorFlow with the oldest libraries, and the newest Python; some minutes, 4 GB"
@@ -85,7 +85,7 @@ engines: $(STAMP)
 	$(BIN)/python -m pytest -s tests/integration/engines.py
 
 soak: $(STAMP)
-	$(BIN)/python -m pytest -s tests/integration/soak_increments.py
+	$(BIN)/python -m pytest -s tests/integration/soak_increments.py tests/integration/soak_old_trainers.py
 
 fuzz: $(STAMP)
 	$(BIN)/python -m pytest -s tests/fuzz_files.py

@@ -31,9 +31,9 @@ PROMISED = {
         merge node_role open_checkpoint opened plan rebase resume rollback verify_model watch""",
     "exporter.tables": """DynamicTable TrainableTable dynamic_embedding trainable_embedding
         trainable_embedding_class""",
-    "exporter.training": """ExportCallback ExportHook ExportOutcome IncrementCallback IncrementHook LoadReport
-        MonitoredTrainingSession StopAfterCallback StopAfterHook checkpoint_dir is_chief load_checkpoint
-        restore_increments""",
+    "exporter.training": """ExportCallback ExportHook ExportOutcome IncrementCallback IncrementHook
+        IncrementWriter LoadReport MonitoredTrainingSession StopAfterCallback StopAfterHook checkpoint_dir
+        is_chief load_checkpoint restore_increments""",
 }
 """What releases exported; a name leaves it as docs/compatibility.md says."""
 

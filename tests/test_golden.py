@@ -31,12 +31,11 @@ from exporter.publish.manifest import DeltaEntry, from_json, to_json
 from exporter.publish.model import Model
 from exporter.publish.versions import read_manifest
 from exporter.storage.layout import CACHES_DIRECTORY, HASHES_DIRECTORY
-from exporter.training.store import Store
 from exporter.version import __version__
 from exporter.wire.dtypes import DType
 from tests.golden.trainer import given_id
 from tests.support.commands import export_model
-from tests.support.increments import apply_increments, values_of
+from tests.support.increments import apply_increments, publish, values_of
 from tests.support.logs import assert_same_bits, values_at
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -223,7 +222,7 @@ def test_publishing_goes_on_where_the_release_left_off(release: Path, tmp_path: 
         to_step=90,
         variables=(),
     )
-    assert Store(train).publish(draft, fill) is not None
+    publish(train, draft, fill)
     ran = export_model("--ckpt-dir", train, "--out", model, "--incr", "--json")
     assert ran.code == 0, ran.err
     assert (ran.document["from_position"], ran.document["rows"], ran.document["compares"]) == (84, 1, False)

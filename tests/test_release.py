@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.support.environments import interpreter
 from tests.support.project import PROJECT
-from tools.release import BUILT_BY, normalised, of_version
+from tools.release import BUILT_BY, TRAINER, TRAINER_FILE, normalised, of_version, trainer_wheel
 
 ROOT = Path(__file__).parent.parent
 
@@ -75,3 +76,19 @@ def test_nobody_is_told_to_install_from_an_index_that_lacks_this_package() -> No
             text = path.read_text().replace("`", "").replace("'", "")
             assert "install export-model" not in text, path
             assert "export-model[" not in text, path
+
+
+@pytest.mark.parametrize("version", ["3.6", "3.7", "3.13"])
+def test_the_trainers_wheel_is_one_file_that_old_pythons_install(tmp_path: Path, version: str) -> None:
+    code = (ROOT / TRAINER_FILE).read_text()
+    wheel = tmp_path / f"{TRAINER}-0.2.1-py3-none-any.whl"
+    wheel.write_bytes(trainer_wheel(code, "0.2.1", 1_700_000_000))
+    assert wheel.read_bytes() == trainer_wheel(code, "0.2.1", 1_700_000_000)
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"there is no Python {version} on the path or of pyenv")
+    install = ["-m", "pip", "install", "--quiet", "--no-index", "--target", tmp_path / "installed", wheel]
+    subprocess.run([python, *install], check=True, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    assert (tmp_path / f"installed/{TRAINER}.py").read_text() == code
+    about = (tmp_path / f"installed/{TRAINER}-0.2.1.dist-info/METADATA").read_text()
+    assert "Requires-Python: >=3.6" in about and "Requires-Dist" not in about

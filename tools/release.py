@@ -1,4 +1,6 @@
-"""`make release`: what others install, in dist/: a wheel, an sdist, checksums, a bill of materials.
+"""`make release`: what others install, in dist/: two wheels, an sdist, checksums, a bill of materials.
+
+The second wheel is `exporter/training/trainer_side.py` alone, for trainers on Python 3.6 and later.
 
 The same commit gives the same bytes: both are built from the commit's own files (not from the working tree),
 with the commit's time, fixed modes and fixed owners. The wheel is then installed in an empty environment that
@@ -7,6 +9,7 @@ sees nothing of the clone, and runs the first commands of the guide there.
 
 from __future__ import annotations
 
+import base64
 import gzip
 import hashlib
 import io
@@ -17,6 +20,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +31,19 @@ BUILT_BY = "setuptools==84.2.1"
 """Its version stands in the wheel: with any, the same commit would give other bytes next month."""
 EXTRAS = "server,agent,stores"
 """Of the wheel that is tried: what a machine needs that exports, serves, and keeps servers fresh."""
+
+TRAINER, TRAINER_FILE = "export_model_trainer", "exporter/training/trainer_side.py"
+_TRAINER_METADATA = """\
+Metadata-Version: 2.1
+Name: {name}
+Version: {version}
+Summary: The trainer's side of export-model: increments between the checkpoints of a TensorFlow training
+License: Apache-2.0
+Requires-Python: >=3.6
+"""
+"""No dependencies: the trainer has its TensorFlow, and numpy with that."""
+
+_TRAINER_WHEEL = "Wheel-Version: 1.0\nGenerator: make release\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 _TRIED = (
     ("python", "ranker/train.py", "--out", "train", "--steps", "20"),
@@ -49,8 +66,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         wheel = _build(commit, epoch, Path(scratch))
         _require_data(wheel)
+        version = wheel.name.split("-")[1]
+        trainer = DIST / f"{TRAINER}-{version}-py3-none-any.whl"
+        trainer.write_bytes(trainer_wheel(_output("git", "show", f"{commit}:{TRAINER_FILE}"), version, epoch))
         environment = Path(scratch, "environment")
         _try_wheel(wheel, environment, Path(scratch, "elsewhere"))
+        _try_trainer(trainer, environment)
         bill = DIST / f"{wheel.name.removesuffix('.whl')}.cdx.json"
         _bill_of_materials(environment, bill)
     sums = [
@@ -100,6 +121,30 @@ def normalised(sdist: bytes, epoch: int) -> bytes:
     return packed.getvalue()
 
 
+def trainer_wheel(code: str, version: str, epoch: int) -> bytes:
+    """The bytes of the wheel that has the trainer's side as its one module."""
+    about = f"{TRAINER}-{version}.dist-info"
+    files = {
+        f"{TRAINER}.py": f"{code.rstrip()}\n",
+        f"{about}/METADATA": _TRAINER_METADATA.format(name=TRAINER.replace("_", "-"), version=version),
+        f"{about}/WHEEL": _TRAINER_WHEEL,
+    }
+    listed = [f"{name},sha256={_digest(text)},{len(text.encode())}" for name, text in files.items()]
+    record = f"{about}/RECORD"
+    files[record] = "\n".join([*listed, f"{record},,"]) + "\n"
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in files.items():
+            entry = zipfile.ZipInfo(name, time.gmtime(epoch)[:6])
+            entry.external_attr, entry.compress_type = 0o100644 << 16, zipfile.ZIP_DEFLATED
+            archive.writestr(entry, text)
+    return packed.getvalue()
+
+
+def _digest(text: str) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+
+
 def _require_data(wheel: Path) -> None:
     """Refuse a wheel that lacks a file of the packages which git has: pages, templates, markers of types."""
     tracked = set(_output("git", "ls-files", "exporter", "serving").splitlines())
@@ -121,6 +166,14 @@ def _try_wheel(wheel: Path, environment: Path, elsewhere: Path) -> None:
     shutil.copytree(ROOT / "examples" / "ranker", elsewhere / "ranker")  # stands for the user's own code
     for name, *arguments in _TRIED:
         _run([scripts / name, *arguments], elsewhere)
+
+
+def _try_trainer(wheel: Path, environment: Path) -> None:
+    """Install the trainer's wheel, import it, and remove it: it is no part of what the bill lists."""
+    python = environment / "bin/python"
+    _run([python, "-m", "pip", "install", "--quiet", "--no-index", wheel], environment)
+    _run([python, "-c", f"from {TRAINER} import IncrementCallback, IncrementHook"], environment)
+    _run([python, "-m", "pip", "uninstall", "--quiet", "--yes", TRAINER], environment)
 
 
 def _bill_of_materials(environment: Path, out: Path) -> None:

@@ -259,9 +259,8 @@ class _Known(Struct):
             dict(found.values()),
         )
 
-    def forget_all_but(self, versions: Collection[Path], lineages: Collection[str]) -> None:
-        """Forget versions that are not there any more, and logs whose bases are gone."""
-        self.bases = {path: base for path, base in self.bases.items() if path in versions}
+    def forget_all_but(self, lineages: Collection[str]) -> None:
+        """Forget logs whose bases are gone."""
         self.deltas = {lineage: self.deltas[lineage] for lineage in lineages}
         known = {*lineages, *(base.manifest.lineage for _, base in self.bases.values() if base is not None)}
         self.commits = {lineage: found for lineage, found in self.commits.items() if lineage in known}
@@ -333,6 +332,8 @@ class Model(Struct, frozen=True, dict=True):
         held = own.position
         holds = {place: Hold(place).for_servers() for place in log_directories(path)}
         deltas = {place: list_deltas(place) for place in holds}
+        # Before logs are made: a log begins with the oldest of its bases that is there.
+        known.bases = {path: base for path, base in known.bases.items() if path in {c.path for c in versions}}
         bases = {child.version: known.base(child.path) for child in versions if child.has_manifest}
         if (base := bases[newest.version]) is not None:
             place = log_path(path, base.entry.log)
@@ -345,7 +346,7 @@ class Model(Struct, frozen=True, dict=True):
             if base is not None and (lineage := base.manifest.lineage) and lineage not in logs:
                 place = log_path(path, base.entry.log)
                 logs[lineage] = known.log(base, holds.get(place, (None, False)), deltas.get(place, ()))
-        known.forget_all_but({child.path for child in versions}, logs)
+        known.forget_all_but(logs)
         return cls(logs, newest.version, "", path, held, versions, deltas, known)
 
     @classmethod

@@ -21,19 +21,21 @@ if TYPE_CHECKING:
     from exporter.training.hook import IncrementHook as IncrementHook
     from exporter.training.hook import MonitoredTrainingSession as MonitoredTrainingSession
     from exporter.training.keras import IncrementCallback as IncrementCallback
-    from exporter.training.publisher import restore_increments as restore_increments
+    from exporter.training.restoring import restore_increments as restore_increments
     from exporter.training.stop_after import StopAfterCallback as StopAfterCallback
     from exporter.training.stop_after import StopAfterHook as StopAfterHook
     from exporter.training.warm_start import LoadReport as LoadReport
     from exporter.training.warm_start import load_checkpoint as load_checkpoint
+    from exporter.training.writer import IncrementWriter as IncrementWriter
 
-_CHIEF = "exporter.training.chief"
+_CHIEF, _WRITER = "exporter.training.chief", "exporter.training.writer"
 _HOMES = {
     "ExportCallback": "exporter.training.exports",
     "ExportHook": "exporter.training.exports",
     "ExportOutcome": "exporter.training.exports",
     "IncrementCallback": "exporter.training.keras",
     "IncrementHook": "exporter.training.hook",
+    "IncrementWriter": _WRITER,
     "LoadReport": "exporter.training.warm_start",
     "MonitoredTrainingSession": "exporter.training.hook",
     "StopAfterCallback": "exporter.training.stop_after",
@@ -41,14 +43,14 @@ _HOMES = {
     "checkpoint_dir": _CHIEF,
     "is_chief": _CHIEF,
     "load_checkpoint": "exporter.training.warm_start",
-    "restore_increments": "exporter.training.publisher",
+    "restore_increments": "exporter.training.restoring",
 }
 __all__ = sorted(_HOMES)
 _get = late_names(__name__, _HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if _HOMES.get(name, _CHIEF) != _CHIEF:  # what that has is asked without TensorFlow, too
+    if _HOMES.get(name, _CHIEF) not in (_CHIEF, _WRITER):  # what these have works without TensorFlow
         require_fitting()
     return _get(name)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 import socket
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,17 +79,6 @@ def is_multi_worker(strategy: Strategy | None) -> bool:
 
     is_for_several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
     return is_for_several and sum(map(len, _jobs(strategy).values())) > 1
-
-
-def callback_base() -> Any:
-    """The base class of callbacks: tf-keras' if the program uses it (Keras 3 accepts it), or Keras 3's."""
-    if "tf_keras" in sys.modules:
-        import tf_keras
-
-        return tf_keras.callbacks.Callback
-    import tensorflow as tf
-
-    return tf.keras.callbacks.Callback
 
 
 def _role(strategy: Strategy | None) -> roles.Role:

@@ -38,9 +38,10 @@ from exporter.storage.files import FileIdentity, identity_of
 from exporter.storage.layout import CHECKPOINT_STATE_FILE
 from exporter.storage.local_paths import checkpoint_path, trained_path
 from exporter.training import roles
-from exporter.training.chief import callback_base, is_multi_worker
 from exporter.training.chief import is_chief as is_chief_of
+from exporter.training.chief import is_multi_worker
 from exporter.training.session_hook import SessionHook
+from exporter.training.trainer_side import callback_base
 
 log = logging.getLogger(__name__)
 

@@ -1,22 +1,18 @@
-"""`SessionHook`: hooks that TensorFlow takes for its own, while importing them stays cheap.
-
-`Estimator.train` refuses whatever is no instance of `tf.train.SessionRunHook`. That class is not there before
-TensorFlow is imported, so it becomes the base class when the first hook is made.
-"""
+"""What hooks and callbacks of this package share: TensorFlow's own base, and errors by their names."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from exporter.errors import UsageError
 from exporter.terminal.tensorflow_import import said_by_name
+from exporter.training import trainer_side
 
 
-class _Placeholder:
-    """Holds the base's place: Python does not let a class that has none but `object` get another."""
-
-
-class SessionHook(_Placeholder):
-    """A base of classes whose instances are `tf.train.SessionRunHook`s, too.
+class SessionHook(trainer_side.SessionHook):
+    """A base of classes whose instances are `tf.train.SessionRunHook`s, too; importing it stays cheap.
 
     Raises:
         TensorFlowNeeded: there is no TensorFlow, or one that does not fit.
@@ -25,6 +21,24 @@ class SessionHook(_Placeholder):
     def __new__(cls, *_: Any, **__: Any) -> Any:
         """An instance, after TensorFlow's class was made the base."""
         with said_by_name():
-            import tensorflow as tf
-        SessionHook.__bases__ = (tf.compat.v1.train.SessionRunHook,)
-        return object.__new__(cls)
+            return super().__new__(cls)
+
+
+@contextmanager
+def named() -> Iterator[None]:
+    """Raise what the trainer's side refuses as a `UsageError`."""
+    try:
+        yield
+    except trainer_side.Refused as error:
+        raise UsageError(error.message, cause=error.cause, hint=error.hint) from error
+
+
+def naming(*methods: str) -> Callable[[type], type]:
+    """A decorator of a class, in whose `methods` the trainer's side refuses by `UsageError`."""
+
+    def decorate(kind: type) -> type:
+        for name in methods:
+            setattr(kind, name, named()(getattr(kind, name)))
+        return kind
+
+    return decorate

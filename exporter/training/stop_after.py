@@ -12,8 +12,9 @@ from typing import Any
 
 from exporter.errors import UsageError
 from exporter.options import given
-from exporter.training.chief import callback_base, is_multi_worker
+from exporter.training.chief import is_multi_worker
 from exporter.training.session_hook import SessionHook
+from exporter.training.trainer_side import callback_base
 
 log = logging.getLogger(__name__)
 

@@ -1,177 +1,113 @@
-"""Write a trainer's increments directory: publish, note, prune. Every write is atomic and durable."""
+"""The increments directory of a trainer, with this package's reader, writer and errors."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
-from msgspec import Struct
-from msgspec.structs import replace
+import numpy as np
 
-from exporter.catalog import Catalog
+from exporter.catalog import Catalog, TensorRef
+from exporter.checkpoint.embedding_variables import KEYS, ROWS, VALUES, embedding_variables
+from exporter.checkpoint.identity import index_digest
 from exporter.checkpoint.locate import candidates
-from exporter.checkpoint.tensor_bundle import BundleWriter, index_path, read_catalog, step_in_name
-from exporter.errors import CheckpointError, UsageError
-from exporter.increments.history import CheckpointMarker, History, identify, read_history
-from exporter.increments.increment import CheckpointId, Contents, Increment, StoredIncrement, to_json
-from exporter.publish.staging import Staging
-from exporter.storage.files import (
-    FileIdentity,
-    identity_of,
-    make_directories,
-    read_regular,
-    remove_tree,
-    sync,
-    write_durably,
-    writing,
-)
-from exporter.storage.layout import (
-    CHECKPOINT_STATE_FILE,
-    DELTA_NAME,
-    INCREMENTS_DIRECTORY,
-    MANIFEST_FILE,
-    SESSION_FILE,
-    TRASH_PREFIX,
-    UNFINISHED_MARKER_PREFIX,
-)
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
+from exporter.errors import CheckpointError, PublishError
+from exporter.increments.history import History, read_history
+from exporter.increments.increment import rows_of
+from exporter.storage.files import sync, writing
+from exporter.tables.integer_sets import among
+from exporter.training import trainer_side
+from exporter.training.session_hook import naming
+from exporter.training.trainer_side import FullCheckpoint, VariablePart, VariableTracking
+from exporter.wire.dtypes import DType
 
-IndexSignature: TypeAlias = tuple[str, FileIdentity]
-"""A full checkpoint's name, and its index's inode and modification time in nanoseconds."""
-
-_MAX_SESSION_BYTES = 1 << 12
-
-Fill = Callable[[BundleWriter], Contents]
+Array = np.ndarray[Any, Any]
 
 
-class FullCheckpoint(Struct, frozen=True):
-    """A full checkpoint of the trainer."""
+class Bundle(BundleWriter):
+    """A tensor bundle, written as its values come, without TensorFlow."""
 
-    prefix: Path
-    id: CheckpointId
-
-    def catalog(self) -> Catalog:
-        """Its tensors."""
-        return read_catalog(self.prefix)
+    def add_rows(self, key: str, dtype: str, shape: tuple[int, ...], pieces: Iterable[Array]) -> None:
+        """Add a tensor that comes in pieces of whole rows."""
+        self.add_chunks(key, DType.of(dtype), shape, pieces)
 
 
-class Store:
-    """The increments of the checkpoint directory `ckpt_dir`."""
+@naming("require_claim")
+class Store(trainer_side.Store):
+    """The increments of a checkpoint directory; errors are those of `exporter.errors`.
 
-    def __init__(self, ckpt_dir: Path) -> None:
-        self._ckpt_dir = ckpt_dir
-        self.path = ckpt_dir / INCREMENTS_DIRECTORY
+    Every write raises TargetNotWritable, DiskFull or another PublishError if it fails.
+    """
+
+    failure = PublishError
+    bundle = Bundle
 
     def history(self) -> History:
         """The increments and markers of the directory; see `read_history`."""
-        return read_history(self._ckpt_dir)
-
-    def publish(self, draft: Increment, fill: Fill) -> StoredIncrement | None:
-        """Publish the increment that `fill` writes; None if nothing changed.
-
-        Raises:
-            TargetNotWritable, DiskFull, PublishError: nothing was published.
-        """
-        with Staging(self.path) as staging, writing(self.path):
-            with BundleWriter(staging.path / DELTA_NAME) as writer:
-                contents = fill(writer)
-            if not contents:
-                return None
-            increment = replace(draft, variables=contents.variables, tables=contents.tables)
-            # Data and manifest before the rename, the directory after it: after a crash a reader finds either
-            # no increment or a whole one.
-            for file in writer.files:
-                sync(file)
-            write_durably(staging.path / MANIFEST_FILE, to_json(increment).encode("ascii"))
-            sync(staging.path)
-            target = self.path / increment.directory_name
-            if target.exists():  # a trainer that restored an older checkpoint passes the same steps again
-                target = target.with_name(f"{target.name}-{(increment.session or increment.run)[:8]}")
-            staging.path.rename(target)
-            sync(self.path)
-        return StoredIncrement(target, increment)
-
-    def note(self, marker: CheckpointMarker) -> None:
-        """Write a checkpoint's marker; it replaces an older one of the same name.
-
-        Raises:
-            TargetNotWritable, DiskFull, PublishError: it was not written.
-        """
-        self._write(marker.file_name, marker.to_json())
-
-    def claim(self, session: str) -> None:
-        """Note that a session has begun to write here, so that an older one stops.
-
-        Raises:
-            TargetNotWritable, DiskFull, PublishError: it was not noted.
-        """
-        self._write(SESSION_FILE, f"{session}\n")
-
-    def require_claim(self, session: str) -> None:
-        """Check that no other session has begun to write here since.
-
-        Raises:
-            UsageError: another one has.
-        """
-        try:
-            found = read_regular(self.path / SESSION_FILE, _MAX_SESSION_BYTES).decode("ascii").strip()
-        except (OSError, ValueError):  # without a readable note there is no sign of another session
-            return
-        if found != session:
-            raise UsageError(
-                f"another training writes increments to {self.path} since this one began",
-                cause="two trainings share a checkpoint directory, or this one was thought dead and replaced",
-                hint="end one of them, or give each a checkpoint directory of its own",
-            )
-
-    def prune(self) -> None:
-        """Remove increments that no full checkpoint needs, markers of lost checkpoints, and left-overs."""
-        steps = [
-            step for path in self._ckpt_dir.glob("*.index") if (step := step_in_name(path.stem)) is not None
-        ]
-        history = self.history()
-        for stored in history.expired(min(steps, default=0)):
-            trash = self.path / f"{TRASH_PREFIX}{secrets.token_hex(4)}"
-            stored.path.rename(trash)  # readers skip trash, so they never see half an increment
-            remove_tree(trash)
-        for leftover in self.path.glob(f"{UNFINISHED_MARKER_PREFIX}*"):
-            leftover.unlink(missing_ok=True)
-        for marker in history.markers:
-            if not index_path(self._ckpt_dir / marker.checkpoint.name).exists():
-                (self.path / marker.file_name).unlink(missing_ok=True)
+        return read_history(self.ckpt_dir)
 
     def newest_full(self) -> FullCheckpoint | None:
         """The full checkpoint that a trainer would restore now; None if there is none or it has no step."""
         try:
-            prefix = candidates(self._ckpt_dir)[0]
+            prefix = candidates(self.ckpt_dir)[0]
             step = read_catalog(prefix).step
-            return None if step is None else FullCheckpoint(prefix, identify(prefix, step))
+            return None if step is None else FullCheckpoint(prefix, step, index_digest(prefix))
         except CheckpointError:
             return None
 
-    def _write(self, name: str, text: str) -> None:
-        with writing(self.path):
-            make_directories(self.path)
-            temporary = self.path / f"{UNFINISHED_MARKER_PREFIX}{secrets.token_hex(4)}"
-            write_durably(temporary, text.encode("ascii"))
-            temporary.rename(self.path / name)
-            sync(self.path)
-
-    def index_signatures(self) -> frozenset[IndexSignature]:
-        """Signatures of the full checkpoints; a checkpoint that is written again gets another one."""
-        found = (self.index_signature(path.with_suffix("")) for path in self._ckpt_dir.glob("*.index"))
-        return frozenset(filter(None, found))
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Turn a failure of the operating system into its named error."""
+        with writing(path):
+            yield
 
     @staticmethod
-    def index_signature(prefix: Path) -> IndexSignature | None:
-        """The signature of one full checkpoint; None if it is gone."""
-        identity = identity_of(index_path(prefix))
-        return None if identity is None else (prefix.name, identity)
+    def sync(path: Path) -> None:
+        """Wait until a file's bytes, or a directory's entries, are on disk."""
+        sync(path)
 
-    def state_signature(self) -> FileIdentity | None:
-        """A value that changes whenever a saver has finished a full checkpoint. It costs one system call.
 
-        None before the first.
-        """
-        return identity_of(self._ckpt_dir / CHECKPOINT_STATE_FILE)
+class CatalogSource(trainer_side.Source):
+    """The values of a full checkpoint, whose tables are mapped into memory."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def read(self, tracked: VariableTracking, part: VariablePart, rows: Array | None) -> Any:
+        """See `Source`. A checkpoint holds those rows of a table by keys that are in use; others are 0."""
+        if tracked.is_keyed:
+            ref, used = self._part(tracked, VALUES), self._table(tracked, ROWS)
+            if rows is not None:
+                yield rows_of(self._catalog, ref, np.searchsorted(used, rows))
+                return
+            whole = np.zeros(tracked.shape, tracked.numpy)
+            whole[used] = read_array(self._catalog, ref)
+            yield whole
+            return
+        ref = self._catalog.tensors[tracked.name]
+        if ref.shape != tracked.shape:  # a slot of one part, declared with the whole table's shape
+            stored = next(found for found in ref.slices if found.spec.lengths == tracked.shape)
+            ref = TensorRef(ref.name, ref.dtype, tracked.shape, stored.extent)
+        if part.shape and part.shape[1:] == tracked.shape[1:]:
+            wanted = np.arange(part.rows) if rows is None else rows
+            yield rows_of(self._catalog, ref, wanted + part.offset)
+        else:
+            box = tuple(slice(at, at + size) for at, size in zip(part.starts, part.shape, strict=True))
+            yield read_array(self._catalog, ref)[box]
+
+    def keyed(self, tracked: VariableTracking, ids: Array) -> tuple[Array, Array]:
+        """Those of a table's rows `ids` that are in use, and their keys, which are distinct."""
+        rows = self._table(tracked, ROWS)
+        found = ids[among(ids, rows)]
+        return found, self._table(tracked, KEYS)[np.searchsorted(rows, found)]
+
+    def _table(self, entry: VariableTracking, part: str) -> Array:
+        return read_array(self._catalog, self._part(entry, part))
+
+    def _part(self, entry: VariableTracking, part: str) -> TensorRef:
+        """A tensor of a table; Keras' checkpoints name it by the path to the table's object."""
+        keys = embedding_variables(self._catalog)[entry.name].parts[0].keys.name
+        return self._catalog.tensors[keys.removesuffix(KEYS) + part]

@@ -23,12 +23,12 @@ from exporter.options import Updates
 from exporter.pipeline.full import export as run_export
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.storage.layout import DELTA_NAME
-from exporter.training.store import Store
 from exporter.wire.dtypes import DType
 from tests.benchmarks import data
 from tests.benchmarks.harness import Lab, job
 from tests.benchmarks.job import Timer
 from tests.benchmarks.jobs_full_export import export_request
+from tests.support import increments
 
 LABEL = "1.5 GB"
 TABLE, STEP = "table", "global_step"
@@ -152,7 +152,7 @@ def _write_increment(train: Path, parent: Any, shape: tuple[int, ...], rows: Row
         to_step=BASE + 1,
         variables=(),
     )
-    Store(train).publish(draft, fill)
+    increments.publish(train, draft, fill)
 
 
 def _write_newer(catalog: Catalog, rows: Rows, prefix: Path) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from exporter.training.access import Recording, record
-from exporter.training.change_tracking import plan_tracking
+from exporter.training.trainer_side import Recording, plan_tracking, record
 from tests.benchmarks.job import Timer
 
 TABLE_ROWS, WIDTH = 1 << 18, 64

@@ -16,6 +16,7 @@ from exporter.increments.increment import Changed, CheckpointId, Contents, Incre
 from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY as DEEPREC
 from exporter.training.store import Store
 from exporter.wire.dtypes import DType
+from tests.support.increments import note, publish
 
 TABLES = {"users": (8, 4), "users/Adagrad": (8, 4), "items": (7, 16), "items/Adagrad": (7, 16)}
 PARTS = ((0, 4), (4, 7))
@@ -72,11 +73,10 @@ class Trainer:
         saved = identify(prefix, self.step)
         if isinstance(self.parent, str):
             run, session = given_id("run", 1), given_id("session", self.session)
-            Store(self.directory).note(
-                CheckpointMarker(
-                    checkpoint=saved, run=run, after=self.parent, is_equal=not self.touched, session=session
-                )
+            marker = CheckpointMarker(
+                checkpoint=saved, run=run, after=self.parent, is_equal=not self.touched, session=session
             )
+            note(self.directory, marker)
         else:
             self.parent, self.parent_step, self.touched = saved, self.step, {}
         return saved
@@ -99,9 +99,8 @@ class Trainer:
             to_step=self.step,
             variables=(),
         )
-        store = Store(self.directory)
-        assert store.publish(draft, self._fill) is not None
-        store.claim(given_id("session", self.session))
+        publish(self.directory, draft, self._fill)
+        Store(self.directory).claim(given_id("session", self.session))
         self.parent, self.parent_step, self.touched = draft.id, self.step, {}
 
     def deeprec_increment(self) -> None:

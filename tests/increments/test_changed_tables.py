@@ -14,8 +14,9 @@ from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.delta.table_changes import KeyedChange, KeyedRows, merged
 from exporter.errors import CorruptFile
 from exporter.increments.changed_tables import ChangedTable, TableRows
+from exporter.increments.history import read_history
 from exporter.increments.increment import CheckpointId, Contents, Increment, StoredIncrement
-from exporter.training.store import Store
+from tests.support.increments import publish
 
 IDS = np.array([1, 4], np.int64)
 KEYS = np.array([2**63 - 1, -(2**63)], np.int64)
@@ -40,9 +41,8 @@ def published(directory: Path, table: ChangedTable, *tensors: np.ndarray | None)
         to_step=2,
         variables=(),
     )
-    store = Store(directory)
-    assert store.publish(draft, fill) is not None
-    (found,) = store.history().increments
+    publish(directory, draft, fill)
+    (found,) = read_history(directory).increments
     return found
 
 

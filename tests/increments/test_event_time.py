@@ -16,7 +16,7 @@ from exporter.increments.increment import CheckpointId
 from exporter.increments.trained import TrainerVersion
 from exporter.publish.delta_log import read_log
 from exporter.training import MonitoredTrainingSession
-from exporter.training.event_time import EventClock
+from exporter.training.trainer_side import EventClock
 from exporter.wire.json_documents import encode
 from tests.support.agents import Published
 from tests.support.commands import export_model

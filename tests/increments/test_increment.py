@@ -28,9 +28,8 @@ from exporter.increments.increment import (
     to_json,
 )
 from exporter.storage.layout import DELTA_NAME, MANIFEST_FILE, flaw_of
-from exporter.training.store import Store
 from exporter.wire.dtypes import DType
-from tests.support.increments import apply_increments
+from tests.support.increments import apply_increments, publish
 
 HEX = st.text("0123456789abcdef", min_size=32, max_size=32)
 STEPS = st.integers(0, 10**18)
@@ -88,7 +87,9 @@ def test_a_milestone_comes_back(marker: CheckpointMarker) -> None:
 
 
 def test_a_milestone_equals_no_increment_unless_it_says_so() -> None:
-    marker = CheckpointMarker(CheckpointId("model.ckpt-3", 3, "c" * 64), "b" * 32, "a" * 32, True)
+    marker = CheckpointMarker(
+        checkpoint=CheckpointId("model.ckpt-3", 3, "c" * 64), run="b" * 32, after="a" * 32, is_equal=True
+    )
     document = json.loads(marker.to_json())
     assert document.pop("is_equal") is True
     assert not CheckpointMarker.from_json(json.dumps(document).encode(), Path("x.json")).is_equal
@@ -371,8 +372,6 @@ def test_identity_is_content(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_comes_by_the_same_steps_again_keeps_what_was_there(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-
     def fill(value: int) -> Callable[[BundleWriter], Contents]:
         def write(writer: BundleWriter) -> Contents:
             writer.add("w/value", np.array([value], np.int64))
@@ -382,8 +381,8 @@ def test_a_trainer_that_comes_by_the_same_steps_again_keeps_what_was_there(tmp_p
 
     for number in (1, 2):
         draft = structs.replace(EXAMPLE, id=str(number) * 32, session=str(number) * 32)
-        assert store.publish(draft, fill(number)) is not None
-    found = {stored.increment.id[0]: stored for stored in store.history().increments}
+        publish(tmp_path, draft, fill(number))
+    found = {stored.increment.id[0]: stored for stored in read_history(tmp_path).increments}
     assert sorted(found) == ["1", "2"]
     for number, stored in found.items():
         ((_, value),) = stored.changes()

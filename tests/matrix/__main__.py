@@ -9,6 +9,9 @@ Serving, loads each base, too. Each also makes two versions and two bases whose 
 (`--map-tables`), one of each in 8 bits: every loader has to map it, and to answer as the trainer does; the
 bases get a delta, too.
 
+TensorFlow 1.12 to 2.13, on which this package does not run, train with the trainer's side alone: see
+`tests/integration/test_trainers_of_any_age.py`.
+
 One more environment has no TensorFlow. It takes the training and the base of another one, publishes the
 delta, a version of the training's own graph (`.meta`) and the mapped versions, and updates servers by itself.
 
@@ -40,6 +43,7 @@ import numpy as np
 
 from serving.client import ModelClient
 from serving.updates import update
+from tests.support.environments import interpreter
 from tests.support.project import requirements
 
 ROOT = Path(__file__).parents[2]
@@ -386,14 +390,11 @@ def _updated(address: str, name: str, here: Path, made: Path, maker: Environment
     return f"{mixed} of {seen} answers mixed" if mixed else "ok"
 
 
-def interpreter(version: str) -> str | None:
-    """A Python of that version."""
-    if found := shutil.which(f"python{version}"):
-        done = subprocess.run([found, "-V"], capture_output=True, text=True, check=False)
-        if done.returncode == 0 and f" {version}." in done.stdout:
-            return found
-    versions = sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python"))
-    return str(versions[-1]) if versions else None
+def _old_trainers() -> bool:
+    """Train on TensorFlows that are too old for this package; True if all is well."""
+    command = [sys.executable, "-m", "pytest", "-q", "tests/integration/test_trainers_of_any_age.py"]
+    environment = {**os.environ, "OLD_TRAINERS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
 
 
 def main() -> int:
@@ -434,6 +435,9 @@ def main() -> int:
         ):
             report["cells"][loader.name] = cells
             failed |= any(cell != "ok" for cell in cells.values())
+    if only is None:
+        report["old trainers"] = _old_trainers()
+        failed |= not report["old trainers"]
     (work / "matrix.json").write_text(json.dumps(report, indent=1))
     (work / "matrix.md").write_text(_table(makers, report["cells"]))
     print((work / "matrix.md").read_text())

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
+from msgspec.structs import replace
 
 from exporter.catalog import TensorRef
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH, read_array, read_catalog
 from exporter.delta.format import Rows
-from exporter.increments.history import History, identify, read_history
-from exporter.increments.increment import CheckpointId, Increment, StoredIncrement
+from exporter.increments.history import CheckpointMarker, History, identify, read_history
+from exporter.increments.increment import CheckpointId, Contents, Increment, StoredIncrement, to_json
+from exporter.training.store import Store
 
 KeyedTable = dict[int, tuple[int, bytes]]
 
@@ -120,3 +124,24 @@ def increment(
 
 
 A = increment("a", checkpoint(10), 10, 20)
+
+
+def publish(directory: Path, draft: Increment, fill: Callable[[Any], Contents]) -> None:
+    """Have a trainer's store publish an increment, whose bundle `fill` writes."""
+
+    def write(writer: Any) -> dict[str, Any]:
+        contents = fill(writer)
+        written = _fields(to_json(replace(draft, variables=contents.variables, tables=contents.tables)))
+        return {name: written[name] for name in ("variables", "tables") if name in written}
+
+    assert Store(directory).publish(_fields(to_json(draft)), write) is not None
+
+
+def note(directory: Path, marker: CheckpointMarker) -> None:
+    """Have a trainer's store write a marker."""
+    Store(directory).note(_fields(marker.to_json()))
+
+
+def _fields(text: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(text)
+    return {name: value for name, value in document.items() if name not in ("format_version", "kind")}

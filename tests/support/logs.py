@@ -29,10 +29,10 @@ from exporter.publish.delta_log import DeltaLog
 from exporter.publish.manifest import BaseEntry, ManifestDraft, Origin, tensor_entries
 from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY, UPDATABLE_FILE
 from exporter.subgraph.make_updatable import UPDATE_SIGNATURE
-from exporter.training.store import Store
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.tensor_proto import fill
+from tests.support.increments import note, publish
 
 Values = Mapping[str, np.ndarray]
 TABLES = {"users": (23, 3), "items": (10, 2)}
@@ -102,11 +102,10 @@ class Trainer:
         saved = identify(prefix, self.step)
         self.saved[saved] = dict(self.values)
         if isinstance(self.parent, str):
-            Store(self.directory).note(
-                CheckpointMarker(
-                    checkpoint=saved, run=self.run, after=self.parent, is_equal=is_equal, session=self.session
-                )
+            marker = CheckpointMarker(
+                checkpoint=saved, run=self.run, after=self.parent, is_equal=is_equal, session=self.session
             )
+            note(self.directory, marker)
         else:  # increments lead on from the last checkpoint before the first of them
             self.parent, self.parent_step, self.touched = saved, self.step, {}
         return saved
@@ -138,7 +137,7 @@ class Trainer:
             to_step=self.step,
             variables=(),
         )
-        assert Store(self.directory).publish(draft, self._fill) is not None
+        publish(self.directory, draft, self._fill)
         self.parent, self.parent_step, self.touched = draft.id, self.step, {}
 
     def go_back(self, to: CheckpointId) -> None:

@@ -14,9 +14,9 @@ from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.delta.format import ChangeKind, ServedVariable
 from exporter.increments.history import CheckpointMarker, identify
 from exporter.increments.increment import Changed, CheckpointId, Contents, Increment
-from exporter.training.store import Store
 from exporter.wire.dtypes import DType
 from tests.support.graph_runs import v1_graph
+from tests.support.increments import note, publish
 
 ENDS = {"inputs": {"x": "x"}, "outputs": {"y": "y"}}
 
@@ -143,11 +143,10 @@ class TableTrainer:
             self.saver.save(self.session, str(self.directory / "model.ckpt"), self.step)
         saved = identify(self.directory / f"model.ckpt-{self.step}", self.step)
         if isinstance(self.parent, str):
-            Store(self.directory).note(
-                CheckpointMarker(
-                    checkpoint=saved, run=self.run, after=self.parent, is_equal=is_equal, session=self.run
-                )
+            marker = CheckpointMarker(
+                checkpoint=saved, run=self.run, after=self.parent, is_equal=is_equal, session=self.run
             )
+            note(self.directory, marker)
         else:
             self.parent, self.parent_step, self.touched = saved, self.step, set()
         return saved
@@ -165,7 +164,7 @@ class TableTrainer:
             to_step=self.step,
             variables=(),
         )
-        assert Store(self.directory).publish(draft, self._fill) is not None
+        publish(self.directory, draft, self._fill)
         self.parent, self.parent_step, self.touched = draft.id, self.step, set()
 
     def _fill(self, writer: BundleWriter) -> Contents:

@@ -18,13 +18,17 @@ import numpy as np
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
 from exporter.increments.history import StateId, identify, read_history
 from exporter.increments.increment import CheckpointId
-from exporter.training.access import RowGroup
-from exporter.training.change_tracking import TrackingMode, VariablePart, VariableTracking
-from exporter.training.collector import Collector
-from exporter.training.event_time import EventClock
-from exporter.training.publisher import Publisher
+from exporter.training.restoring import Overlay, Publisher, Write, overlay_of
 from exporter.training.store import Store
-from exporter.wire.dtypes import DType
+from exporter.training.trainer_side import (
+    Collector,
+    EventClock,
+    RowGroup,
+    Source,
+    TrackingMode,
+    VariablePart,
+    VariableTracking,
+)
 
 TABLES = {"net/users": (23, 3), "net/items": (10, 2)}
 DENSE = {"net/kernel": (3, 4), "net/scale": ()}
@@ -46,7 +50,7 @@ class Timer:
 
 
 @dataclass
-class Variables:
+class Variables(Source):
     """What a session holds: variables, and flags of touched rows. `run` collects flags, as a graph would."""
 
     values: Values
@@ -55,29 +59,25 @@ class Variables:
     def run(self, names: Iterable[str]) -> list[np.ndarray]:
         return [np.array(sorted(self.touched.pop(name, ())), np.int64) for name in names]
 
-    def rows(self, tracked: VariableTracking, ids: np.ndarray) -> Iterator[np.ndarray]:
-        yield self.values[tracked.name][ids]
-
-    def all_rows(self, tracked: VariableTracking) -> Iterator[tuple[int, np.ndarray]]:
-        yield 0, self.values[tracked.name]
-
-    def wholes(self, tracked: Iterable[VariableTracking]) -> Iterator[tuple[VariableTracking, np.ndarray]]:
-        return ((entry, self.values[entry.name]) for entry in tracked)
+    def read(
+        self, tracked: VariableTracking, part: VariablePart, rows: np.ndarray | None
+    ) -> Iterator[np.ndarray]:
+        value = self.values[tracked.name]
+        yield value if rows is None else value[rows]
 
 
-@dataclass(frozen=True)
-class Access:
+def writer(part: VariablePart) -> Write:
     """How restoring writes."""
 
-    part: VariablePart
-
-    def write(self, session: Variables, ids: np.ndarray, values: np.ndarray) -> None:
-        name = str(self.part.variable)
-        if self.part.shape:
+    def write(session: Variables, ids: np.ndarray, values: np.ndarray) -> None:
+        name = str(part.variable)
+        if part.shape:
             session.values[name] = session.values[name].copy()
             session.values[name][ids] = values
         else:
             session.values[name] = np.array(values)
+
+    return write
 
 
 def named_by(state_file: Path) -> str:
@@ -86,16 +86,17 @@ def named_by(state_file: Path) -> str:
     return found[1] if found else ""
 
 
-def collector() -> Collector:
+def collector() -> tuple[Collector, Overlay]:
+    """What collects, and what restores."""
     tracked = []
     for name, shape in {**TABLES, **DENSE, STEP: ()}.items():
-        part = VariablePart(name, shape, (0,) * len(shape), ())
-        dtype = DType.INT64 if name == STEP else DType.FLOAT
+        part = VariablePart(name, shape, (0,) * len(shape))
+        dtype = np.dtype(np.int64 if name == STEP else np.float32)
         mode = TrackingMode.TOUCHED if name in TABLES else TrackingMode.WHOLE
-        tracked.append(VariableTracking(name, dtype, shape, (part,), mode, ()))
+        tracked.append(VariableTracking(name, dtype.name, dtype, shape, (part,), mode))
     groups = tuple(RowGroup(entry.parts, entry.name, entry.name) for entry in tracked if entry.name in TABLES)
-    accesses = {id(entry.parts[0]): Access(entry.parts[0]) for entry in tracked}
-    return Collector(tuple(tracked), groups, accesses, lambda session: session)
+    writers = {id(entry.parts[0]): writer(entry.parts[0]) for entry in tracked}
+    return Collector(tracked, groups, lambda session: session), overlay_of(tracked, writers)
 
 
 @dataclass
@@ -180,7 +181,8 @@ class NumpyTrainer:
         restored = self.newest()
         variables = Variables(self.values_of(self.directory / self.named))
         clock = EventClock(self.event_time)
-        publisher = Publisher(Store(self.directory), collector(), Timer(), restores=restores, clock=clock)
+        collects, overlay = collector()
+        publisher = Publisher(Store(self.directory), collects, Timer(), clock, overlay if restores else None)
         tip = self.newest_state(restored) if restores else restored
         start = restored
         if saver_first:

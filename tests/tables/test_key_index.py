@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from exporter.increments.changed_tables import TableRows
 from exporter.tables import TrainableTable
-from exporter.training.access import TableAccess, table_access
+from exporter.training.keyed import TableAccess, table_access
 
 v1 = tf.compat.v1
 
@@ -58,7 +59,7 @@ def started(table: TrainableTable) -> Iterator[tuple[Any, TableAccess]]:
     reader = table_access(table)
     with v1.Session() as session:
         session.run([v1.tables_initializer(), v1.global_variables_initializer()])
-        session.run(reader.recorded)
+        reader.begin(session)
         yield session, reader
 
 
@@ -134,13 +135,8 @@ def test_increments_that_are_laid_over_displace_what_workers_met_meanwhile(table
     rows = table.rows(ids)
     with started(table) as (session, reader):
         session.run(rows, {ids: [5, 7, 8]})
-        fed = {
-            reader.rows: np.array([1, 4]),
-            reader.keys: np.array([8, 6]),
-            reader.values: np.ones((2, 2), np.float32),
-            reader.gone: np.array([5]),
-        }
-        session.run(reader.written, fed)
+        change = TableRows(np.array([1, 4]), np.array([8, 6]), np.ones((2, 2), np.float32), np.array([5]))
+        reader.write(session, change)
         assert reader.take_removed(session).tolist() == [7]
         assert session.run(table.index.in_use()[0]).tolist() == [1, 4]
         assert reader.rows_of(session, np.array([8, 6, 5, 7])).tolist() == [1, 4]

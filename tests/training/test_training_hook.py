@@ -22,7 +22,6 @@ from exporter.training import (
     StopAfterHook,
     restore_increments,
 )
-from exporter.training import store as store_module
 from exporter.training.store import Store
 from tests.support.increments import apply_increments, differing, full, starts, values_of
 from tests.support.training_graphs import LAZY, OPTIMIZERS, Training, two_towers, v1
@@ -219,14 +218,14 @@ def test_nothing_is_lost_when_an_increment_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full_disk = threading.Event()
-    sync = store_module.sync
+    sync = Store.sync
 
     def failing_sync(path: Path) -> None:
         if full_disk.is_set():
             raise OSError(28, "No space left on device")
         sync(path)
 
-    monkeypatch.setattr(store_module, "sync", failing_sync)
+    monkeypatch.setattr(Store, "sync", staticmethod(failing_sync))
     training = Training(tmp_path, two_towers("adam", True), save_checkpoint_steps=1000)
     with training.session() as (session, train_op):
         for step in range(20):
@@ -453,7 +452,7 @@ def test_increments_of_a_session_that_restored_nothing_are_refused(tmp_path: Pat
 def test_a_worker_waits_for_the_chief_and_compares_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from exporter.training import hook as module
+    from exporter.training import trainer_side as module
 
     monkeypatch.setattr(module, "READY_SECONDS", 0.2)
     server = tf.distribute.Server.create_local_server()

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from exporter.training.access import access, record
-from exporter.training.change_tracking import plan_tracking
+from exporter.training.trainer_side import SessionSource, plan_tracking, reader_of, record
 
 v1 = tf.compat.v1
 
@@ -24,7 +23,7 @@ def test_a_row_that_is_written_once_is_never_missed() -> None:
         step = v1.train.get_or_create_global_step()
         (tracked,) = [entry for entry in plan_tracking(v1.global_variables()) if entry.name == "t"]
         recording = record((tracked,), step)
-        reader = access(tracked.parts[0])
+        readers = {id(tracked.parts[0]): reader_of(tracked.parts[0])}
         (group,) = recording.groups
         with v1.Session() as session:
             session.run([table.initializer, *(variable.initializer for variable in recording.variables)])
@@ -32,7 +31,7 @@ def test_a_row_that_is_written_once_is_never_missed() -> None:
 
             def collect() -> int:
                 found = session.run(group.collect)
-                pieces = list(reader.read(session, found))
+                pieces = list(SessionSource(session, readers).rows(tracked, found))
                 if pieces:
                     copy[found] = np.concatenate(pieces)
                 return len(found)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from exporter.errors import UsageError
-from exporter.training.change_tracking import (
+from exporter.training.trainer_side import (
+    Refused,
     TrackingMode,
     is_resource,
     plan_tracking,
@@ -153,7 +153,7 @@ def test_columns_of_a_variable_are_written_as_a_whole() -> None:
 def test_a_variable_without_a_fixed_shape_is_refused() -> None:
     with tf.Graph().as_default():
         v1.Variable(v1.placeholder(tf.float32, [None]), validate_shape=False, use_resource=True)
-        with pytest.raises(UsageError, match="its shape is"):
+        with pytest.raises(Refused, match="its shape is"):
             plan_tracking(v1.global_variables())
 
 

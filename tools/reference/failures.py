@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 
 from exporter import errors
-from exporter.errors import CallFailed, Exit, ExportError
+from exporter.errors import CallFailed, Exit, ExportError, UsageError
+from exporter.training.trainer_side import Refused
 from exporter.wire.update_status import UpdateStatus
 from tools.reference.advice import ADVICE
 from tools.reference.markdown import code, table, text
@@ -122,6 +123,10 @@ def all_errors() -> Iterator[type[ExportError]]:
     return under(ExportError)
 
 
+_TRAINER_SIDE = Refused.__module__.rpartition(".")[2]
+"""It imports nothing of ours: what it refuses, users of `exporter.training` meet as a UsageError."""
+
+
 @cache
 def messages() -> dict[str, list[Message]]:
     """The texts that each class is raised with anywhere in the code."""
@@ -129,9 +134,11 @@ def messages() -> dict[str, list[Message]]:
     found: dict[str, dict[str, Message]] = {}
     for path in sorted(path for source in SOURCES for path in (ROOT / source).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
-                for message in _messages(node):
-                    found.setdefault(node.func.id, {}).setdefault(message.text, message)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                is_refusal = path.stem == _TRAINER_SIDE and node.func.id == Refused.__name__
+                name = UsageError.__name__ if is_refusal else node.func.id
+                for message in _messages(node) if name in names else ():
+                    found.setdefault(name, {}).setdefault(message.text, message)
     return {name: sorted(texts.values(), key=lambda m: m.text) for name, texts in found.items()}
 
 

@@ -1,0 +1,197 @@
+"""`IncrementWriter`: increments of a training that knows nothing of TensorFlow, for a model that it serves.
+
+    writer = IncrementWriter("train")
+    writer.save(0, {"users/table": rows})                    # export a base of this: export-model --incr
+    writer.write(100, {"users/table": (ids, rows_of_ids)})   # and a delta of each of these
+
+PyTorch, JAX, a feature store: whatever has arrays. Neither this nor a delta needs TensorFlow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec import to_builtins
+
+from exporter.catalog import Catalog
+from exporter.checkpoint.embedding_variables import (
+    KEYS,
+    VALUES,
+    VERSIONS,
+    EmbeddingVariable,
+    embedding_variables,
+)
+from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
+from exporter.errors import MissingTensors, ShapeMismatch, UsageError
+from exporter.increments.changed_tables import ChangedTable
+from exporter.increments.increment import CheckpointId
+from exporter.options import given
+from exporter.storage.files import make_directories, write_durably, writing
+from exporter.storage.layout import CHECKPOINT_STATE_FILE
+from exporter.storage.local_paths import trained_path
+from exporter.training.store import Bundle, Store
+from exporter.training.trainer_side import NONE, Document, EventClock, FullCheckpoint, RunTip, new_id
+
+Array = np.ndarray[Any, Any]
+Change = Any
+"""Rows `(ids, rows)`, of a table by keys `(keys, rows)`; or all of a variable, an array of its shape."""
+
+
+class IncrementWriter:
+    """Writes full checkpoints and increments into `ckpt_dir`; one process at a time.
+
+    It goes on from the newest increment that is there. Each call of `write` is given what changed since the
+    last one that succeeded, also if a process that has ended made that call; who does not know that calls
+    `save`, after which the next delta is compared.
+
+    Raises:
+        UsageError: `ckpt_dir` is not a path of this machine.
+    """
+
+    def __init__(self, ckpt_dir: Path | str) -> None:
+        self._store = Store(given.place("ckpt_dir", ckpt_dir, trained_path))
+        self._tip: RunTip | None = None
+        full = self._store.newest_full()
+        if full is not None:
+            history = self._store.history()
+            chain = history.after(CheckpointId(full.prefix.name, full.step, full.digest))
+            if chain:
+                last = chain[-1].increment
+                self._tip = RunTip.of(last.run, history.generation, last.id, last.to_step)
+                self._store.claim(self._tip.session)
+                self._catalog = read_catalog(full.prefix)
+            else:
+                self._begin_at(full)
+
+    def save(
+        self,
+        step: int,
+        values: Mapping[str, Array],
+        tables: Mapping[str, tuple[Array, Array]] | None = None,
+    ) -> Path:
+        """Write a full checkpoint, and return its prefix: variables by name, and tables by keys (keys, rows).
+
+        Raises:
+            TargetNotWritable, DiskFull, PublishError: it was not written, or not wholly.
+        """
+        directory = self._store.ckpt_dir
+        prefix = directory / f"model.ckpt-{step}"
+        with writing(directory):
+            make_directories(directory)
+            with BundleWriter(prefix) as bundle:
+                bundle.add("global_step", np.array(step, np.int64))
+                for name, value in values.items():
+                    bundle.add(name, np.asarray(value))
+                for name, (keys, rows) in (tables or {}).items():
+                    bundle.add(f"{name}{KEYS}", np.asarray(keys, np.int64))
+                    bundle.add(f"{name}{VALUES}", np.asarray(rows))
+                    bundle.add(f"{name}{VERSIONS}", NONE)
+            # The state file last: it names the checkpoint once that is whole.
+            unfinished = directory / f".{CHECKPOINT_STATE_FILE}-{new_id()}"
+            write_durably(unfinished, f'model_checkpoint_path: "{prefix.name}"\n'.encode())
+            unfinished.rename(directory / CHECKPOINT_STATE_FILE)
+        full = self._store.newest_full()
+        if full is not None:
+            self._begin_at(full)
+        return prefix
+
+    def write(
+        self,
+        step: int,
+        changes: Mapping[str, Change],
+        removed: Mapping[str, Array] | None = None,
+        event_time: Any = None,
+    ) -> Path | None:
+        """Write an increment; its directory, or None if nothing changed. `removed`: keys of tables by keys.
+
+        `event_time` is when the newest event happened that was trained on: a `datetime` with a time zone, or
+        seconds since 1970.
+
+        Raises:
+            UsageError: there is no full checkpoint, the step does not grow, or another writer has begun.
+            MissingTensors, ShapeMismatch: the full checkpoint has no such variable or table.
+            TargetNotWritable, DiskFull, PublishError: nothing was written.
+        """
+        tip, gone = self._tip, removed or {}
+        if tip is None:
+            raise UsageError(
+                f"there is no full checkpoint in {self._store.ckpt_dir}",
+                hint="writer.save(0, {name: values})",
+            )
+        if step <= tip.step:
+            raise UsageError(
+                f"step {step} does not follow {tip.step}", hint="give each call of write a higher step"
+            )
+        self._store.require_claim(tip.session)
+        tables = embedding_variables(self._catalog)
+
+        def fill(bundle: Bundle) -> Document:
+            told = [
+                _told(bundle, self._catalog, name, changes[name]) for name in changes if name not in tables
+            ]
+            keyed = [
+                _keyed(bundle, tables[name], changes.get(name), gone.get(name, NONE))
+                for name in tables
+                if name in changes or name in gone
+            ]
+            return {"variables": [each for each in told if each], "tables": keyed}
+
+        if unknown := sorted(set(gone) - set(tables)):
+            raise MissingTensors(f"{self._catalog.prefix} has no table by keys {unknown[0]!r}")
+        draft = tip.draft(step, EventClock(event_time).read(None))
+        path = self._store.publish(draft, fill)
+        if path is not None:
+            self._tip = tip._replace(parent=draft["id"], step=step)
+            self._store.prune()
+        return path
+
+    def _begin_at(self, full: FullCheckpoint) -> None:
+        tip = RunTip.of(new_id(), self._store.records().generation, full, full.step)
+        self._store.claim(tip.session)
+        self._store.note(tip.marker(full, is_equal=False))
+        self._tip, self._catalog = tip, read_catalog(full.prefix)
+
+
+def _told(bundle: Bundle, catalog: Catalog, name: str, change: Change) -> Document | None:
+    ref = catalog.tensors.get(name)
+    if ref is None:
+        raise MissingTensors(f"{catalog.prefix} has no variable {name!r}")
+    document = {"name": name, "dtype": ref.dtype.label, "shape": list(ref.shape)}
+    if not isinstance(change, tuple):
+        bundle.add(f"{name}/value", _as(change, ref.dtype.numpy, ref.shape, name)[np.newaxis, ...])
+        return {**document, "kind": "dense", "rows": 1}
+    ids, at = np.unique(np.asarray(change[0], np.int64), return_index=True)
+    if len(ids) < len(change[0]) or (len(ids) and not 0 <= ids[0] <= ids[-1] < ref.shape[0]):
+        raise ShapeMismatch(f"the ids of {name!r} are not distinct rows of {list(ref.shape)}")
+    if not len(ids):
+        return None
+    rows = _as(change[1], ref.dtype.numpy, (len(ids), *ref.shape[1:]), name)
+    bundle.add(f"{name}/ids", ids)
+    bundle.add(f"{name}/values", rows[at])
+    return {**document, "kind": "table", "rows": len(ids)}
+
+
+def _keyed(bundle: Bundle, table: EmbeddingVariable, change: Change, removed: Array) -> Document:
+    keys, rows = change if change is not None else (NONE, np.empty((0, table.dim), table.value_dtype.numpy))
+    keys, gone = np.asarray(keys, np.int64), np.unique(np.asarray(removed, np.int64))
+    if len(np.unique(keys)) < len(keys):
+        raise ShapeMismatch(f"a key of {table.name!r} is there twice")
+    rows = _as(rows, table.value_dtype.numpy, (len(keys), table.dim), table.name)
+    # Numbers of rows are the trainer's own, and this one has none.
+    label, capacity = table.value_dtype.label, max(1, len(keys))
+    found = ChangedTable(table.name, label, table.dim, capacity, len(keys), len(gone))
+    for key, value in zip(found.keys, (np.arange(len(keys)), keys, rows, gone), strict=True):
+        bundle.add(key, value)
+    return dict(to_builtins(found))
+
+
+def _as(value: Any, dtype: Any, shape: tuple[int, ...], name: str) -> Array:
+    found = np.asarray(value)
+    if found.shape != shape or found.dtype != dtype:
+        raise ShapeMismatch(
+            f"the values of {name!r} are {found.dtype}{list(found.shape)}, expected {dtype}{list(shape)}"
+        )
+    return found
