@@ -109,9 +109,11 @@ def read_catalog(prefix: Path) -> Catalog:
     family = "TensorFlow V2, object-based" if OBJECT_GRAPH in index.tensors else "TensorFlow V2, name-based"
     digest = hashlib.sha256(data).hexdigest()
     catalog = Catalog(family, prefix, index.tensors, shards, sizes, index_digest=digest)
-    from exporter.checkpoint.tensor_values import read_step
+    step = None
+    if GLOBAL_STEP in index.tensors:
+        from exporter.checkpoint.tensor_values import read_step  # late: with numpy
 
-    step = read_step(catalog, GLOBAL_STEP)
+        step = read_step(catalog, GLOBAL_STEP)
     return replace(catalog, step=step_in_name(prefix.name) if step is None else step)
 
 

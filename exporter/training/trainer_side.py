@@ -1066,8 +1066,9 @@ class Store:
         staging = self.path / f"{_STAGING}{os.getpid()}-{secrets.token_hex(4)}"
         try:
             with self.writing(self.path):
+                self._make_directory()
                 self._sweep()
-                staging.mkdir(parents=True)
+                staging.mkdir()
                 with self.bundle(staging / "delta") as writer:
                     contents = {name: found for name, found in fill(writer).items() if found}
                 if not contents:
@@ -1180,11 +1181,18 @@ class Store:
 
     def _place(self, name: str, text: str) -> None:
         with self.writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._make_directory()
             temporary = self.path / f"{_UNFINISHED}{secrets.token_hex(4)}"
             self._write(temporary, text)
             temporary.rename(self.path / name)
             self.sync(self.path)
+
+    def _make_directory(self) -> None:
+        """Create the store's directory, with its parents; their names are on disk when this returns."""
+        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            self.sync(path.parent)
 
     def _write(self, path: Path, text: str) -> None:
         """Write a new file; its bytes and its name are on disk when this returns."""
