@@ -22,8 +22,10 @@ from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY, INCREMENTS_DIR
 
 RENAMED = 0x80
 """IN_MOVED_TO of <sys/inotify.h>: what was written elsewhere is complete under its name."""
-CHANGED = 0x3C8
-"""And IN_CLOSE_WRITE, IN_MOVED_FROM, IN_CREATE, IN_DELETE: whatever changes which names are there."""
+CHANGED = 0xFC8
+"""And IN_CLOSE_WRITE, IN_MOVED_FROM, IN_CREATE, IN_DELETE: whatever changes which names are there; and
+IN_DELETE_SELF, IN_MOVE_SELF: the directory itself, as when a volume goes.
+"""
 
 _QUIET_S = 0.003
 """A save, or a publication, renames several files; what comes within so short a time is one arrival."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,14 @@ from tests.support.updatable import loaded, updatable_model
 
 tf1 = tf.compat.v1
 ROWS, DIM = 500, 6
+
+
+@pytest.fixture(autouse=True)
+def control_flow_of_the_process() -> Iterator[None]:
+    """Graphs here choose their kind of loops and branches; what runs afterwards has the process's own."""
+    was_v2 = tf1.control_flow_v2_enabled()
+    yield
+    (tf1.enable_control_flow_v2 if was_v2 else tf1.disable_control_flow_v2)()
 
 
 def _table() -> Any:

@@ -187,7 +187,7 @@ def test_deltas_that_vanish_are_not_taken_for_none(published: Published, server:
         deltas.rename(away)
         try:
             wait(lambda: "has vanished: is its volume mounted?" in running.get("/freshz")[1])
-            assert running.get("/readyz")[0] == 200, "the server answers as before"
+            assert running.get("/readyz")[0] == 200, running.get("/readyz")[1]
         finally:
             away.rename(deltas)
         wait(lambda: running.of("seen"))
@@ -209,7 +209,7 @@ def test_an_empty_directory_where_a_model_was_is_an_unmounted_volume(
             assert f'published_visible{{model="{published.model.name}"}} 0.0' in running.get("/metrics")[1]
             (published.model / "deltas").mkdir()
             assert running.get("/freshz")[0] == 503
-            assert running.get("/readyz")[0] == 200, "the server answers as before"
+            assert running.get("/readyz")[0] == 200, running.get("/readyz")[1]
         finally:
             shutil.rmtree(published.model)
             away.rename(published.model)

@@ -49,6 +49,19 @@ def test_what_is_not_finished_does_not_wake(tmp_path: Path) -> None:
     assert time.monotonic() - began >= 0.19
 
 
+@pytest.mark.parametrize("goes", ["moved", "removed"])
+def test_a_directory_that_goes_wakes_who_wants_all_changes(tmp_path: Path, goes: str) -> None:
+    """As a volume does: nothing of what was in it is reported."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    waiting = Arrivals([directory], CHANGED)
+    waiting.sleep(0.0)
+    directory.rename(tmp_path / "away") if goes == "moved" else directory.rmdir()
+    began = time.monotonic()
+    waiting.wait(FOREVER_S)
+    assert time.monotonic() - began < FOREVER_S / 10
+
+
 def test_without_news_it_sleeps_as_long_as_it_is_told(tmp_path: Path) -> None:
     began = time.monotonic()
     Arrivals([tmp_path, tmp_path / "not there"]).sleep(0.2)
