@@ -9,7 +9,7 @@ from msgspec import Struct
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.delta_files import write_delta
-from exporter.delta.deviation import Rounded
+from exporter.delta.deviation import Budgeted, Rounded, WildRows
 from exporter.delta.format import Change, DeltaHeader, count_rows
 from exporter.delta.spans import Span
 from exporter.increments.trained import TrainerVersion
@@ -27,6 +27,7 @@ class Publication(Struct, frozen=True):
     """The description of a delta: where it leads, to which of the trainer's states, how it was made.
 
     `rounded` describes the rows that were rounded for it; with `packing` rows are stored in fewer bytes.
+    `budget` is how it used a budget, `wild` the rows that are beyond their bounds.
     `state` is that of the values it leads to, if they are published already; `hint` what helps if the model
     refuses these.
     """
@@ -39,6 +40,8 @@ class Publication(Struct, frozen=True):
     before: int | None = None
     rounded: Rounded | None = None
     packing: DeltaDtype | None = None
+    budget: Budgeted | None = None
+    wild: tuple[WildRows, ...] = ()
     state: str | None = None
     reason: str | None = None
     canary: bool = False
@@ -121,6 +124,8 @@ def publish_written(
             back_to=what.back_to,
             before=what.before,
             rounded=what.rounded,
+            budget=what.budget,
+            wild=what.wild,
             state=what.state,
             reason=what.reason,
             canary=what.canary,

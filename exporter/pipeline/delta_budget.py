@@ -1,0 +1,56 @@
+"""How many bytes the next delta may hold, by `--delta-budget` and by what was published lately.
+
+A rate is kept in any ten seconds: a delta may hold what the time since the publication before it allows, and
+together with the deltas of the last ten seconds no more than these allow. So a watch that had nothing to send
+saves up ten seconds at most. What was sent is read from the log, so that a restart forgets nothing of it.
+Merged deltas do not count: no server that follows takes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from exporter.options import DeltaBudget
+from exporter.publish.delta_log import DeltaLog
+from exporter.publish.manifest import DeltaOrigin
+from exporter.storage.layout import MANIFEST_FILE
+
+WINDOW_SECONDS = 10.0
+"""No span of this length gets more than it allows."""
+_WORTH_SECONDS = 1.0
+"""A watch waits until a rate allows what this time allows: each delta has its own price."""
+
+
+class Allowance(Struct, frozen=True):
+    """The bytes that the next delta may hold, and the seconds since the publication before it."""
+
+    room: int
+    seconds: float
+    is_worth: bool = True
+
+    @classmethod
+    def of(cls, log: DeltaLog, text: str, now: float) -> Allowance:
+        """The allowance by the text of `--delta-budget`; `is_worth` is False while a watch is to wait."""
+        budget = DeltaBudget.parse("--delta-budget", text)
+        passed = now - log.newest.manifest.created.timestamp()
+        seconds = passed if passed >= 0 else WINDOW_SECONDS  # a clock was set back
+        if not budget.is_rate:
+            return cls(budget.size, seconds)
+        room = int(budget.size * min(seconds, WINDOW_SECONDS)) 
+        room = max(0, min(room, int(budget.size * WINDOW_SECONDS) - sum(_sent_lately(log, now))))
+        return cls(room, seconds, room >= budget.size * _WORTH_SECONDS)
+
+
+def _sent_lately(log: DeltaLog, now: float) -> Iterator[int]:
+    """Yield the sizes of the deltas of the last ten seconds."""
+    for delta in sorted(log.deltas, key=lambda one: one.end, reverse=True):
+        if delta.entry.made is DeltaOrigin.MERGE:
+            continue
+        age = now - delta.manifest.created.timestamp()
+        if age > WINDOW_SECONDS:
+            return
+        if age >= 0:  # else a clock was set back: when it was published is not known
+            files = sum(file.bytes_ for file in delta.manifest.files)
+            yield files + (delta.path / MANIFEST_FILE).stat().st_size
