@@ -5,27 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated
 
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import Struct, field
 
 from exporter.options import DeltaDtype, OnWild
 from exporter.wire.json_documents import Count, Measure, Moment, Text, doc
 
 
-class LeftOut(Struct, frozen=True):
-    """Rows that were not sent, and how far what is served stays behind, as Euclidean norms.
-
-    `since` is `UNSET`, and not in the file, where no option asks for it; `wild` where no row is.
-    """
+class LeftOut(Struct, frozen=True, omit_defaults=True):
+    """Rows that were not sent, and how far what is served stays behind, as Euclidean norms."""
 
     bound: Annotated[Measure, doc("each row's distance is below it")]
     rows: Annotated[Count, doc("how many")]
     largest: Annotated[Measure, doc("the largest distance of a row")]
     since: Annotated[
-        Moment | UnsetType, doc("since when the oldest of them waits; absent: no option of time or size is set")
-    ] = UNSET
-    wild: Annotated[
-        Count | UnsetType, doc("how many of them are beyond `--max-norm`; absent: none")
-    ] = UNSET
+        Moment | None, doc("since when the oldest of them waits; absent: neither time nor size is limited")
+    ] = None
+    wild: Annotated[Count, doc("how many of them are beyond `--max-norm`; absent: none")] = 0
 
 
 class Rounded(Struct, frozen=True):

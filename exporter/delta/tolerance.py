@@ -22,7 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
-from msgspec import UNSET, Struct, field
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from exporter.checkpoint.bundle_writer import BundleWriter
@@ -135,7 +135,11 @@ def divide(
     since = {name: np.concatenate(sieves[name].since) for name in held}
     budgeted = None if allowed.room is None else _budgeted(sieves.values(), allowed.room, base, due)
     return Divided(
-        {variable.name: (sent | whole)[variable.name] for variable in schema.variables if variable.name in sent | whole},
+        {
+            variable.name: (sent | whole)[variable.name]
+            for variable in schema.variables
+            if variable.name in sent | whole
+        },
         _left_out(sieves.values(), allowed, min((float(each.min()) for each in since.values()), default=0.0)),
         _rounded(sieves.values(), allowed),
         budgeted,
@@ -160,9 +164,7 @@ def row_norms(rows: Array) -> Array:
         return np.asarray(np.sqrt(np.einsum("ij,ij->i", flat, flat)))
 
 
-def save_residual(
-    directory: Path, schema: Schema, header: DeltaHeader, state: str, divided: Divided
-) -> None:
+def save_residual(directory: Path, schema: Schema, header: DeltaHeader, state: str, divided: Divided) -> None:
     """Write the trainer's values of rows that the delta `header` left out as a delta; remove older ones.
 
     `state` distinguishes the delta from another one at its position. Since when they wait is written beside
@@ -242,7 +244,13 @@ class _Sieve:
     """The changed rows of one table: measured, then divided into those that are sent and the others."""
 
     def __init__(
-        self, variable: ServedVariable, change: Rows, published: LayeredState, allowed: Tolerance, *, is_coded: bool
+        self,
+        variable: ServedVariable,
+        change: Rows,
+        published: LayeredState,
+        allowed: Tolerance,
+        *,
+        is_coded: bool,
     ) -> None:
         self._variable, self._change, self._published, self._allowed = variable, change, published, allowed
         self._is_coded = is_coded
@@ -301,7 +309,9 @@ class _Sieve:
             self.moved += float(scores[(scores >= 0) & (scores < np.inf)].sum(dtype=np.float64))
             self._scores[start + moved] = scores
 
-    def _score(self, ids: Array, values: Array, before: Array, waiting: Waiting, first: Array | None) -> Array:
+    def _score(
+        self, ids: Array, values: Array, before: Array, waiting: Waiting, first: Array | None
+    ) -> Array:
         allowed, name = self._allowed, self._variable.name
         if self._is_coded:
             values, before = values_of(values), values_of(before)
@@ -370,8 +380,10 @@ def _left_out(sieves: Collection[_Sieve], allowed: Tolerance, since: float) -> L
     furthest, wild = max(sieve.furthest for sieve in sieves), sum(sieve.wild_held for sieve in sieves)
     is_within = furthest < allowed.bound
     # A score is rounded to float32: the bound is to be above what it was made of.
-    bound = allowed.bound if is_within else min(float(np.nextafter(furthest * (1 + 2**-22), np.inf)), _FURTHEST)
-    found = LeftOut(bound, rows, furthest, wild=wild or UNSET)
+    bound = (
+        allowed.bound if is_within else min(float(np.nextafter(furthest * (1 + 2**-22), np.inf)), _FURTHEST)
+    )
+    found = LeftOut(bound, rows, furthest, wild=wild)
     if allowed.room is None and allowed.overdue is None:
         return found
     return replace(found, since=datetime.fromtimestamp(since, timezone.utc))

@@ -778,7 +778,15 @@ def require_local(request: ExportRequest) -> None:
     local_path("--out", request.out)
 
 
-_OF_DELTAS = {"min_change", "delta_dtype", "delta_budget", "max_row_age", "max_norm", "on_wild", "check_graph"}
+_OF_DELTAS = {
+    "min_change",
+    "delta_dtype",
+    "delta_budget",
+    "max_row_age",
+    "max_norm",
+    "on_wild",
+    "check_graph",
+}
 _FOR_DELTAS = "export(request, save_incr_model=True), or export_incremental(request)"
 
 
@@ -788,6 +796,8 @@ def require_exact(request: ExportRequest, hint: str = _FOR_DELTAS) -> None:
     Raises:
         UsageError: `min_change`, `check_graph` or the like is set: a version is exact, and its own.
     """
-    given = [one.path[0] for one in declared(ExportRequest) if one.path[0] in _OF_DELTAS and one.is_given(request)]
+    given = [
+        one.path[0] for one in declared(ExportRequest) if one.path[0] in _OF_DELTAS and one.is_given(request)
+    ]
     if given:
         raise UsageError(f"{', '.join(given)}: such options are for deltas, a version is exact", hint=hint)

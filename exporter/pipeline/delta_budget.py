@@ -38,7 +38,7 @@ class Allowance(Struct, frozen=True):
         seconds = passed if passed >= 0 else WINDOW_SECONDS  # a clock was set back
         if not budget.is_rate:
             return cls(budget.size, seconds)
-        room = int(budget.size * min(seconds, WINDOW_SECONDS)) 
+        room = int(budget.size * min(seconds, WINDOW_SECONDS))
         room = max(0, min(room, int(budget.size * WINDOW_SECONDS) - sum(_sent_lately(log, now))))
         return cls(room, seconds, room >= budget.size * _WORTH_SECONDS)
 

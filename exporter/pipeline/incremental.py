@@ -243,7 +243,7 @@ def _competes(request: ExportRequest, left_out: LeftOut | None, *, is_watching: 
     if left_out is None:
         return False
     keeps_wild = bool(request.max_norm) and request.on_wild is OnWild.HOLD_ROW
-    if left_out.rows <= (left_out.wild or 0 if keeps_wild else 0) or left_out.bound <= request.min_change:
+    if left_out.rows <= (left_out.wild if keeps_wild else 0) or left_out.bound <= request.min_change:
         return False
     if request.delta_budget is None or not is_watching:
         return True

@@ -1,0 +1,170 @@
+"""A trainer, a log that is kept under a budget, and what is to be served: found by another way than the exporter's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from msgspec.structs import replace
+
+from exporter.delta.format import ChangeKind, Schema
+from exporter.delta.tolerance import load_residual, row_distances
+from exporter.errors import ExportError
+from exporter.pipeline import log_maintenance
+from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.publish.delta_log import DeltaLog, read_log
+from exporter.publish.manifest import DeltaEntry
+from exporter.storage.layout import CACHES_DIRECTORY, MANIFEST_FILE
+from tests.support.drifting import World
+from tests.support.logs import Trainer, Values, assert_same_bits, request, values_at
+
+OVERHEAD = 12_000
+"""More than the index and the manifest of a delta of these small models take."""
+
+
+def export(trainer: Trainer, model: Path, budget: str | None = None, **options: object) -> ExportedDelta:
+    asked = replace(request(trainer, model), delta_budget=budget, **options)
+    done = export_incremental(asked)
+    assert isinstance(done, ExportedDelta)
+    return done
+
+
+def bytes_on_disk(delta: Path) -> int:
+    """All that a delta takes, with its manifest."""
+    return sum(path.stat().st_size for path in delta.iterdir())
+
+
+def differing(served: Values, trained: Values) -> dict[str, np.ndarray]:
+    """The numbers of the rows of each table, or [0] of a variable without rows, that are not the same bits."""
+    found = {}
+    for name, value in trained.items():
+        rows = len(value) if value.ndim else 1
+        a, b = (np.frombuffer(each.tobytes(), np.uint8).reshape(rows, -1) for each in (served[name], value))
+        found[name] = np.flatnonzero((a != b).any(axis=1))
+    return found
+
+
+def assert_divided_well(
+    before: Values, after: Values, trained: Values, schema: Schema, done: ExportedDelta
+) -> None:
+    """Each row is the trainer's or as before; none that stays is further away than one that was sent."""
+    nearest_sent, furthest_held, held_rows = np.inf, 0.0, 0
+    for variable in schema.variables:
+        name = variable.name
+        changed = differing(before, trained)[name]
+        if variable.kind is ChangeKind.DENSE:
+            assert not len(differing(after, trained)[name]), name
+            continue
+        stays = differing(after, trained)[name]
+        assert np.isin(stays, changed).all(), f"{name}: a row is neither the trainer's nor as before"
+        held = stays
+        assert after[name][held].tobytes() == before[name][held].tobytes(), name
+        sent = np.setdiff1d(changed, held)
+        distances = row_distances(trained[name], before[name])
+        finite = sent[np.isfinite(distances[sent])]
+        nearest_sent = min([nearest_sent, *distances[finite]])
+        furthest_held = max([furthest_held, *distances[held]])
+        assert np.isfinite(distances[held]).all(), f"{name}: what is no distance is sent"
+        held_rows += len(held)
+    assert furthest_held <= nearest_sent * (1 + 1e-6) or done.budgeted is None
+    left_out = done.left_out
+    assert (0 if left_out is None else left_out.rows) == held_rows, "told"
+    if left_out is not None:
+        assert (
+            left_out.largest == np.float32(furthest_held)
+            or abs(left_out.largest - furthest_held) < 1e-6 * furthest_held
+        )
+        assert left_out.bound > furthest_held
+
+
+def remembered(log: DeltaLog) -> Mapping[str, np.ndarray]:
+    """The numbers of the rows that the exporter remembers to have held back, by variable."""
+    key = {"lineage": log.lineage, "position": log.at.position, "state": log.newest.manifest.state_id}
+    found = load_residual(log.path / CACHES_DIRECTORY, log.schema, **key)
+    return {} if found is None else {name: change.ids for name, change in found.changes.items()}
+
+
+@dataclass
+class BudgetedWorld(World):
+    """Random life: whatever happens, what is served is what the log says."""
+
+    history: dict[int, Values] = field(default_factory=dict)
+
+    def do(self, what: str, rng: np.random.Generator) -> None:
+        match what:
+            case "budget":
+                self.export_within(int(rng.integers(0, 12)), None, rng)
+            case "aged":
+                self.export_within(int(rng.integers(0, 12)), float(rng.choice([0.0, 1e6])), rng)
+            case "rollback":
+                newest = read_log(self.model).at.position
+                older = [position for position in self.history if position < newest]
+                if older:
+                    self.take_back(int(rng.choice(older)))
+            case "set back":
+                saved = list(self.trainer.saved)
+                self.trainer.go_back(saved[int(rng.integers(len(saved)))])
+                self.trainer.train()
+                self.do(str(rng.choice(["save", "increment"])), rng)
+            case "rebase":
+                self.rebase()
+            case "forget":
+                for path in (read_log(self.model).path / CACHES_DIRECTORY).glob("*"):
+                    path.unlink()
+            case _:
+                super().do(what, rng)
+        log = read_log(self.model)
+        self.history.setdefault(log.at.position, values_at(log))
+        self.check()
+
+    def take_back(self, to: int) -> None:
+        try:
+            values_at(read_log(self.model), to)
+        except ExportError:
+            return
+        log_maintenance.rollback(self.model, to)
+        assert_same_bits(values_at(read_log(self.model)), self.history[to])
+
+    def rebase(self) -> None:
+        from exporter.pipeline.rebase import rebase
+
+        before = values_at(read_log(self.model))
+        try:
+            rebase(self.model)
+        except ExportError:  # it is held
+            return
+        assert_same_bits(values_at(read_log(self.model)), before)
+
+    def export_within(self, rows: int, age: float | None, rng: np.random.Generator) -> None:
+        log = read_log(self.model)
+        before = values_at(log)
+        room = OVERHEAD + 20 * rows
+        dtype = None
+        done = export(self.trainer, self.model, f"{room}B", max_row_age=age)
+        after = values_at(read_log(self.model))
+        if done.published is None:
+            assert_same_bits(after, before)
+            return
+        if age == 0.0:
+            assert_same_bits(after, self.visible)
+            assert done.left_out is None
+            return
+        assert_divided_well(before, after, self.visible, log.schema, done)
+        used = done.budgeted
+        assert used is not None and used.allowed == room
+        assert bytes_on_disk(done.published.path) <= max(room, used.due)
+        assert {n: ids.tolist() for n, ids in remembered(read_log(self.model)).items()} == {
+            name: ids.tolist() for name, ids in differing(after, self.visible).items() if len(ids)
+        }
+
+    def check(self) -> None:
+        """Every position that can be reached serves what it served when it was published."""
+        log = read_log(self.model)
+        for position, values in self.history.items():
+            try:
+                found = values_at(log, position)
+            except ExportError:
+                continue  # retention
+            assert_same_bits(found, values)
