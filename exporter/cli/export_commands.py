@@ -17,7 +17,7 @@ from msgspec.structs import asdict
 from exporter.cli.documents import Status
 from exporter.cli.documents.deltas import DeltaExport, DeltaPlan
 from exporter.cli.notify import NOBODY, Notified, Servers
-from exporter.delta.deviation import Budgeted, WildRows
+from exporter.delta.deviation import Budgeted
 from exporter.errors import (
     ExportError,
     NoNewBase,
@@ -300,7 +300,7 @@ def exported(
     if done.budgeted is not None and done.budgeted.excess:
         sink.warn(budget_exceeded(plan.request, done.budgeted))
     for found in done.wild:
-        sink.warn(f"{wild_rows(found)} (hint: --on-wild hold-row keeps what is served)")
+        sink.warn(f"{found.said} (hint: --on-wild hold-row keeps what is served)")
     for warning in done.warnings:
         sink.warn(f"the delta is published; {warning.message} (hint: {warning.hint})")
     for one in document.notified:
@@ -325,18 +325,12 @@ def budget_used(found: Budgeted) -> str:
 def budget_exceeded(request: ExportRequest, found: Budgeted) -> str:
     """By how much what had to go exceeds the budget, and the budget that would be enough."""
     is_rate = (request.delta_budget or "").endswith("/s")
-    enough = math.ceil(found.due / max(found.seconds, 1.0) if is_rate else found.due)
+    enough = f"{math.ceil(found.due / max(found.seconds, 1.0))}B/s" if is_rate else f"{found.due}B"
     age = "" if request.max_row_age is None else ", rows that waited for --max-row-age,"
     return (
-        f"the budget allowed {found.allowed} B, and {found.due} B had to go: what is served whole, new keys{age} "
-        f"and the delta's own index; --delta-budget {enough}B{'/s' if is_rate else ''} would be enough"
+        f"the budget allowed {found.allowed} B, and {found.due} B had to go: what is served whole, new "
+        f"keys{age} and the delta's own index; --delta-budget {enough} would be enough"
     )
-
-
-def wild_rows(found: WildRows) -> str:
-    """A table's rows beyond their bound, in words."""
-    rows, kept = count(found.rows, "row"), "; servers keep the rows that they have" if found.held else ""
-    return f"{rows} of {found.table!r} beyond the norm {found.bound:.3g}: row {found.row} has {found.norm:.3g}{kept}"
 
 
 def changed(rows: int, variables: int) -> str:

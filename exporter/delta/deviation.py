@@ -63,13 +63,23 @@ class WildRows(Struct, frozen=True):
     bound: Annotated[Measure, doc("the bound of the table")]
     held: Annotated[bool, doc("true: servers keep the rows that they have")]
 
+    @property
+    def said(self) -> str:
+        """A sentence about them."""
+        rows, kept = f"{self.rows} row{'s' * (self.rows != 1)}", "; servers keep what they have of them"
+        found = (
+            f"{rows} of {self.table!r} beyond the norm {self.bound:.3g}: row {self.row} has {self.norm:.3g}"
+        )
+        return found + kept * self.held
+
 
 class Tolerance(Struct, frozen=True):
     """How far what is served may be from the trainer's: rows by less than `bound`, and rounded.
 
-    With `room`, a number of bytes, the delta holds no more, as far as that is possible: rows go first that are
-    furthest from what is served. Rows that wait since before `overdue`, in seconds since 1970, are not held
-    back. `norms` are the bounds of rows' norms by table, beyond which they are treated as `on_wild` says.
+    With `room`, a number of bytes, the delta holds no more, as far as that is possible: rows go first that
+    are furthest from what is served. Rows that wait since before `overdue`, in seconds since 1970, are not
+    held back. `norms` are the bounds of rows' norms by table, beyond which `on_wild` says what becomes of
+    them.
     """
 
     bound: float = 0.0

@@ -159,7 +159,7 @@ class LayeredState(Struct, frozen=True, eq=False):
 
     def rows_at(self, name: str, ids: Array) -> Array:
         """Rows `ids` (int64 [n], in any order) of a table, as a copy."""
-        values = np.array(self.stored[name].rows_at(ids))
+        values = self.stored[name].rows_at(ids)
         for layer in self.layers:
             change = layer.get(name)
             if isinstance(change, Rows):

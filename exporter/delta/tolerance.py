@@ -1,7 +1,7 @@
-"""Approximate deltas: which changed rows are sent, which are rounded, which are held back; and what that leaves.
+"""Approximate deltas: which changed rows are sent, which are rounded, which are held back, and what is told.
 
 Each changed row has a *distance*: the Euclidean norm of what is to be served less what is. Rows below
-`--min-change` are held back; with a budget, the nearest ones are, as many as have to be for the others to fit.
+`--min-change` are held back; with a budget the nearest ones are, as many as must be for the others to fit.
 One threshold divides the rows of all tables: it is the given one, or chooses itself. What is held back is
 remembered, with the time since when, and competes again with its whole distance; see `save_residual`.
 
@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from msgspec import Struct, field
@@ -32,24 +33,25 @@ from exporter.delta.delta_files import read_delta, write_delta
 from exporter.delta.deviation import Budgeted, LeftOut, Rounded, Tolerance, WildRows
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
 from exporter.delta.layered_state import Changes, LayeredState
-from exporter.delta.packing import round_rows, shrinks
-from exporter.delta.row_spill import RowSpill
+from exporter.delta.packing import ChosenRows, round_rows, shrinks
+from exporter.delta.row_spill import spilled
 from exporter.errors import CheckpointError, WildValues
 from exporter.options import DeltaDtype, OnWild
 from exporter.storage.layout import RESIDUAL_PREFIX
 from exporter.wire.dtypes import Array
 from exporter.wire.int8_codes import values_of
 
-_ROWS = 1 << 13  # at a time: of 64 floats, their differences in float64 stay in a processor's cache
+_ROWS = 1 << 12  # at a time: of 64 floats, their differences in float64 stay in a processor's cache
 _SAME, _HELD = -2.0, -1.0
 """Scores of rows that are served already as they would be sent, and of those that are held back anyway."""
 _FURTHEST = sys.float_info.max  # infinity is no number of JSON
 
 
 class Waiting(Struct, frozen=True):
-    """Rows that were left out so far, as the trainer had them; `since` when each waits, in seconds since 1970.
+    """Rows that were left out so far, as the trainer had them.
 
-    Rows that are not among them wait since `otherwise`.
+    `since` is when each began to wait, in seconds since 1970; rows that are not among them, since
+    `otherwise`.
     """
 
     changes: Changes = field(default_factory=dict)
@@ -150,25 +152,29 @@ def divide(
     )
 
 
-def row_distances(a: Array, b: Array) -> Array:
-    """The Euclidean distances, float64 [n], of the rows of two arrays [n, ...] of one shape."""
+def row_distances(a: Array, b: Array, dtype: Any = np.float64) -> Array:
+    """The Euclidean distances [n] of the rows of two arrays [n, ...] of one shape, computed in `dtype`."""
     with np.errstate(invalid="ignore", over="ignore"):
-        moved = np.subtract(a, b, dtype=np.float64, casting="unsafe")
-        return row_norms(moved)
+        return row_norms(np.subtract(a, b, dtype=_at_least_single(dtype), casting="unsafe"), dtype)
 
 
-def row_norms(rows: Array) -> Array:
-    """The Euclidean norms, float64 [n], of rows [n, ...]."""
-    flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(np.float64, copy=False)
+def row_norms(rows: Array, dtype: Any = np.float64) -> Array:
+    """The Euclidean norms [n] of rows [n, ...], computed in `dtype`."""
+    flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(_at_least_single(dtype), copy=False)
     with np.errstate(invalid="ignore", over="ignore"):
         return np.asarray(np.sqrt(np.einsum("ij,ij->i", flat, flat)))
+
+
+def _at_least_single(dtype: Any) -> Any:
+    """The dtype, or float32 for one of 16 bits, whose squares would be infinite from 256 on."""
+    return dtype if np.dtype(dtype) in (np.float32, np.float64) else np.float32
 
 
 def save_residual(directory: Path, schema: Schema, header: DeltaHeader, state: str, divided: Divided) -> None:
     """Write the trainer's values of rows that the delta `header` left out as a delta; remove older ones.
 
     `state` distinguishes the delta from another one at its position. Since when they wait is written beside
-    it, as a bundle. The files are a cache of the exporter's: if they are lost or damaged, states are compared instead.
+    it, as a bundle. The files are a cache: if they are lost or damaged, states are compared.
 
     Raises:
         DiskFull, PublishError: they cannot be written.
@@ -298,24 +304,31 @@ class _Sieve:
         for start in range(0, len(self._change.ids), _ROWS):
             ids, values = self._change.ids[start : start + _ROWS], self._change.values[start : start + _ROWS]
             before = self._published.rows_at(self._variable.name, ids)
-            moved = differing_rows(before, values)
-            if len(moved) < len(ids):
-                ids, values, before = ids[moved], values[moved], before[moved]
-            scores = self._score(ids, values, before, waiting, first)
+            distances = self._distances(values, before)
+            same = np.flatnonzero(~(distances > 0))  # nothing moved; or NaN, which has no distance
+            same = np.delete(same, differing_rows(before[same], values[same]))
+            moved: Array | slice = slice(None)
+            if len(same):
+                moved = np.flatnonzero(~_mask(same, len(ids)))
+                ids, values, before, distances = ids[moved], values[moved], before[moved], distances[moved]
+            scores = self._score(ids, values, distances, waiting, first)
             if self._round_to is not None:
                 is_same = ~_mask(differing_rows(before, round_rows(values, self._round_to)), len(ids))
                 scores[is_same] = _SAME
                 self._note_rounded(ids[is_same], values[is_same], before[is_same])
             self.moved += float(scores[(scores >= 0) & (scores < np.inf)].sum(dtype=np.float64))
-            self._scores[start + moved] = scores
+            self._scores[start : start + _ROWS][moved] = scores
+
+    def _distances(self, a: Array, b: Array) -> Array:
+        """The distances of rows; without a bound for them, of float32 in float32, which is quicker."""
+        if self._is_coded:
+            a, b = values_of(a), values_of(b)
+        return row_distances(a, b, np.float64 if self._allowed.bound else a.dtype)
 
     def _score(
-        self, ids: Array, values: Array, before: Array, waiting: Waiting, first: Array | None
+        self, ids: Array, values: Array, distances: Array, waiting: Waiting, first: Array | None
     ) -> Array:
         allowed, name = self._allowed, self._variable.name
-        if self._is_coded:
-            values, before = values_of(values), values_of(before)
-        distances = row_distances(values, before)
         with np.errstate(over="ignore"):
             scores = distances.astype(np.float32)
         scores[~np.isfinite(scores)] = np.inf
@@ -327,7 +340,7 @@ class _Sieve:
             held &= ~is_due
             scores[is_due] = np.inf
         if (bound := allowed.norms.get(name)) is not None:
-            norms = row_norms(values)
+            norms = row_norms(values_of(values) if self._is_coded else values)
             wild = norms > bound
             if wild.any():
                 largest = int(np.argmax(np.where(wild, norms, 0)))
@@ -343,25 +356,32 @@ class _Sieve:
 
     def send(self, cut: _Cut, waiting: Waiting, scratch: Path) -> None:
         """Divide the rows by their scores; fills the other fields."""
-        with RowSpill(self._variable, scratch) as send, RowSpill(self._variable, scratch) as held_back:
-            for start in range(0, len(self._scores), _ROWS):
-                scores, ids = self._scores[start : start + _ROWS], self._change.ids[start : start + _ROWS]
-                goes = cut.passes(scores, self.row_bytes)
-                stays = ~goes & (scores >= _HELD)
-                if goes.any():
-                    values = image = self._change.values[start + np.flatnonzero(goes)]
-                    if self._round_to is not None:
-                        image = round_rows(values, self._round_to)
-                        self._note_rounded(ids[goes], values, image)
-                    send.add(ids[goes], image)
-                    gone = scores[goes]
-                    self.moved_and_sent += float(gone[gone < np.inf].sum(dtype=np.float64))
-                if stays.any():
-                    held_back.add(ids[stays], self._change.values[start + np.flatnonzero(stays)])
-                    self.since.append(waiting.since_of(self._variable.name, ids[stays]))
-                    self.stale.append(ids[stays])
-                    self.furthest = max(self.furthest, float(scores[stays].max()))
-            self.sent, self.held_back = send.rows(), held_back.rows()
+        goes = cut.passes(self._scores, self.row_bytes)
+        stays = ~goes & (self._scores >= _HELD)
+        self.sent, self.held_back = self._chosen(goes), self._chosen(stays)
+        if self.sent is not None:
+            gone = self._scores[goes]
+            self.moved_and_sent = float(gone[gone < np.inf].sum(dtype=np.float64))
+            if self._round_to is not None:
+                self.sent = spilled(self._variable, scratch, self._rounded(self.sent, self._round_to))
+        if self.held_back is not None:
+            self.since.append(waiting.since_of(self._variable.name, self.held_back.ids))
+            self.stale.append(self.held_back.ids)
+            self.furthest = max(self.furthest, float(self._scores[stays].max()))
+
+    def _chosen(self, mask: Array) -> Rows | None:
+        places = np.flatnonzero(mask)
+        if len(places) == len(mask):
+            return self._change
+        chosen = Rows(self._change.ids[places], ChosenRows(self._change.values, places))
+        return chosen if len(places) else None
+
+    def _rounded(self, rows: Rows, to: DeltaDtype) -> Iterator[tuple[Array, Array]]:
+        for start in range(0, len(rows.ids), _ROWS):
+            ids, values = rows.ids[start : start + _ROWS], rows.values[start : start + _ROWS]
+            image = round_rows(values, to)
+            self._note_rounded(ids, values, image)
+            yield ids, image
 
     def _note_rounded(self, ids: Array, values: Array, image: Array) -> None:
         """Count the rows that are served as `image`, where that is not what the trainer has."""

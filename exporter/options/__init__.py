@@ -267,7 +267,7 @@ class DeltaDtype(StrEnum):
 
 
 class OnWild(StrEnum):
-    """What happens to rows beyond `--max-norm`: nothing is published, the served row stays, or all is sent."""
+    """What is done about rows beyond `--max-norm`: refuse all, keep the served rows, or send and warn."""
 
     REFUSE = "refuse"
     HOLD_ROW = "hold-row"
@@ -335,6 +335,30 @@ class DeltaBudget(Struct, frozen=True):
 def _budget(option: str, text: str) -> str:
     DeltaBudget.parse(option, text)
     return text
+
+
+class NormRule(Struct, frozen=True):
+    """The largest norm of rows of the tables whose whole name matches; None: learned from the base."""
+
+    pattern: re.Pattern[str]
+    bound: float | None
+
+    @classmethod
+    def parse(cls, option: str, text: str) -> "NormRule":
+        """The rule in `auto`, `100` or `PATTERN=100`; UsageError for another text."""
+        pattern, _, number = text.rpartition("=")
+        try:
+            bound = None if number == "auto" else float(number)
+            if bound is not None and not 0 < bound < math.inf:
+                raise ValueError("a bound is positive and finite")
+            return cls(re.compile(pattern or ".*"), bound)
+        except (ValueError, re.error) as error:
+            hint = "as in --max-norm auto, --max-norm 100 or --max-norm 'embedding.*=100'"
+            raise UsageError(f"{option} {text!r} names no bound", cause=str(error), hint=hint) from error
+
+    def is_for(self, variable: str) -> bool:
+        """True if a variable is of such a table: it may be a part of one."""
+        return self.pattern.fullmatch(variable.partition("[")[0]) is not None
 
 
 def _path_or_url(option: str, text: str) -> str:
@@ -738,6 +762,8 @@ class ExportRequest(ExportOptions, frozen=True, metaclass=Checked):
             )
         if self.delta_budget is not None:
             DeltaBudget.parse("--delta-budget", self.delta_budget)
+        for text in self.max_norm:
+            NormRule.parse("--max-norm", text)
         if self.max_row_age is not None and not math.isfinite(self.max_row_age):
             raise UsageError(
                 f"--max-row-age {self.max_row_age} is not a time", hint="as in --max-row-age 600"

@@ -38,9 +38,8 @@ from exporter.errors import (
     PublishError,
     TableFull,
 )
-from exporter.increments.trained import TrainerVersion
-from exporter.mapping.mapping_spec import MappingSpec
 from exporter.mapping.mapping_rules import MappingRules, parse_admission, parse_rules, read_renames
+from exporter.mapping.mapping_spec import MappingSpec
 from exporter.options import DeltaBudget, ExportRequest, OnWild, Updates, Verify, require_local
 from exporter.pipeline.log_maintenance import tidy
 from exporter.pipeline.overlay_room import OverlaidRows, asked_room

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exporter.delta.format import Rows
-from exporter.delta.tolerance import _Cut, _Sieve
+from exporter.delta.tolerance import _Cut
+from exporter.errors import UsageError, WildValues
+from exporter.options import OnWild
 from exporter.pipeline import incremental
 from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import DeltaEntry
@@ -89,10 +91,10 @@ def test_the_rows_that_changed_most_go_first_and_the_others_later(
         after = values_at(read_log(model))
         sent.append({name: ids.tolist() for name, ids in differing(before, after).items() if len(ids)})
     assert sent == [
-        {"s/users/0": [1, 3]},
-        {"s/users/0": [4, 5]},
-        {"s/items/0": [0], "s/users/0": [7]},
-        {"s/items/0": [1], "s/users/0": [0, 2]} if False else {"s/users/0": [0, 2]},
+        {"s/users": [1, 3]},
+        {"s/users": [4, 5]},
+        {"s/items": [0], "s/users": [7]},
+        {"s/users": [0, 2]},
     ]
     assert done.left_out is not None and (done.left_out.rows, done.left_out.largest) == (1, 0.5)
     assert export(trainer, model).left_out is None
@@ -178,3 +180,109 @@ def test_the_cut_sends_as_much_as_fits_from_the_top(tables: list[tuple[list[floa
         highest = max(score for score, _ in left)
         assert highest <= min(gone, default=np.inf)
         assert used + max(size for score, size in left if score == highest) > room
+
+
+def test_a_rate_is_kept_in_any_ten_seconds(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looks come at irregular times, the trainer goes on, and a pause saves up no more than ten seconds."""
+    model, now, rate = tmp_path / "model", time.time(), 3 * OVERHEAD
+    monkeypatch.setattr(incremental.time, "time", lambda: now)
+    rng, sent = np.random.default_rng(5), []
+    wide = {"net/users": np.zeros((23, 3), np.float32)}
+    for pause in [*rng.choice([0.3, 0.7, 1.0, 1.01, 1.4], 60), 45.0, *rng.choice([0.9, 1.0], 30)]:
+        now += float(pause)
+        trainer.values |= {name: value + rng.normal(size=value.shape) for name, value in wide.items()}
+        trainer.values["net/users"] = trainer.values["net/users"].astype(np.float32)
+        trainer.touched, trainer.step = {"net/users": set(range(23))}, trainer.step + 1
+        trainer.increment()
+        done = export(trainer, model, f"{rate}B/s", watches=True)
+        if done.published is not None:
+            sent.append((now, bytes_on_disk(done.published.path)))
+    for at, _ in sent:
+        assert sum(size for when, size in sent if at <= when < at + 10) <= 10 * rate
+    assert len(sent) > 40
+    now -= 3600
+    drift(trainer, 0.5)
+    trainer.increment()
+    assert export(trainer, model, f"{rate}B/s", watches=True).published is not None, "a clock was set back"
+
+
+def test_a_watch_sends_what_is_left_at_its_rate_and_otherwise_with_the_next_news(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, now = tmp_path / "model", time.time() + 100
+    monkeypatch.setattr(incremental.time, "time", lambda: now)
+    drift(trainer, 0.5, rows=8)
+    trainer.increment()
+    assert export(trainer, model, "1B", watches=True).rows == 0
+    assert export(trainer, model, f"{OVERHEAD}B", watches=True).published is None, "no news"
+    assert export(trainer, model, "1B/s", watches=True).published is None, "there is no room yet"
+    assert export(trainer, model, f"{OVERHEAD}B/s", watches=True).rows == 16
+    assert export(trainer, model, f"{OVERHEAD}B/s", watches=True).published is None
+    assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))
+
+
+def test_history_and_the_doctor_tell_what_a_budget_does(trainer: Trainer, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    rooms = ["1B"] * 2 + [f"{OVERHEAD // 2}B"] * 25
+    for number, room in enumerate(rooms):
+        drift(trainer, 0.5, rows=8)
+        trainer.increment()
+        export(trainer, model, room)
+        if number in (1, len(rooms) - 1):
+            found = list(export_model("doctor", model, "--json").document["findings"])
+            told = [one for one in found if one["code"] == "budget"]
+            assert ("exceeded" in told[0]["text"]) if number == 1 else True
+    events = export_model("history", model, "--json").document["events"]
+    used = [event["budget"] for event in events if event["what"] == "delta"]
+    assert used[0]["allowed"] == 1 and used[0]["due"] > 1
+    assert events[1]["left_out"]["rows"] == 16
+    assert "held back" in export_model("history", model).out
+
+
+@pytest.mark.parametrize("on_wild", list(OnWild))
+@pytest.mark.parametrize("rule", ["auto", "500", ".*users.*=500"])
+def test_rows_that_have_gone_wild_are_told_refused_or_kept_from_servers(
+    trainer: Trainer, tmp_path: Path, on_wild: OnWild, rule: str
+) -> None:
+    model = tmp_path / "model"
+    before = values_at(read_log(model))
+    drift(trainer, 0.5)
+    users = trainer.values["net/users"].copy()
+    users[[2, 5]] = [[1e38, 0, 0], [-600, 0, 0]]
+    trainer.values["net/users"] = users
+    trainer.touched["net/users"] |= {2, 5}
+    trainer.increment()
+    given = {"max_norm": (rule,), "on_wild": on_wild}
+    if on_wild is OnWild.REFUSE:
+        with pytest.raises(WildValues, match="2 rows of 's/users'") as caught:
+            export(trainer, model, **given)
+        assert "row 2 has the norm 1e+38" in caught.value.cause
+        assert_same_bits(values_at(read_log(model)), before)
+        return
+    done = export(trainer, model, **given)
+    (found,) = done.wild
+    assert (found.table, found.rows, found.row, found.held) == ("s/users", 2, 2, on_wild is OnWild.HOLD_ROW)
+    trained = served_now(trainer, Serving())
+    if on_wild is OnWild.WARN:
+        assert_same_bits(values_at(read_log(model)), trained)
+    else:
+        trained["s/users"] = trained["s/users"].copy()
+        trained["s/users"][[2, 5]] = before["s/users"][[2, 5]]
+        assert_same_bits(values_at(read_log(model)), trained)
+        assert done.left_out is not None and (done.left_out.rows, done.left_out.wild) == (2, 2)
+    assert export(trainer, model, **given).published is None, "nothing new"
+    codes = [one["code"] for one in export_model("doctor", model, "--json").document["findings"]]
+    assert "wild" in codes
+    users[[2, 5]] = 1
+    trainer.touched["net/users"], trainer.step = {2, 5}, trainer.step + 1
+    trainer.increment()
+    assert export(trainer, model, **given).wild == ()
+    assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))
+
+
+@pytest.mark.parametrize("rule", ["", "lots", "-1", "inf", "nan", "(=1", "a=b"])
+def test_a_norm_is_a_positive_number(trainer: Trainer, tmp_path: Path, rule: str) -> None:
+    with pytest.raises(UsageError, match="--max-norm"):
+        export(trainer, tmp_path / "model", max_norm=(rule,))

@@ -1,22 +1,22 @@
-"""A trainer, a log that is kept under a budget, and what is to be served: found by another way than the exporter's."""
+"""A trainer and a log under a budget, and what is to be served: found by another way than the exporter's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
 
 from exporter.delta.format import ChangeKind, Schema
 from exporter.delta.tolerance import load_residual, row_distances
 from exporter.errors import ExportError
+from exporter.options.given import changed
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.delta_log import DeltaLog, read_log
-from exporter.publish.manifest import DeltaEntry
-from exporter.storage.layout import CACHES_DIRECTORY, MANIFEST_FILE
+from exporter.storage.layout import CACHES_DIRECTORY
 from tests.support.drifting import World
 from tests.support.logs import Trainer, Values, assert_same_bits, request, values_at
 
@@ -24,9 +24,11 @@ OVERHEAD = 12_000
 """More than the index and the manifest of a delta of these small models take."""
 
 
-def export(trainer: Trainer, model: Path, budget: str | None = None, **options: object) -> ExportedDelta:
-    asked = replace(request(trainer, model), delta_budget=budget, **options)
-    done = export_incremental(asked)
+def export(
+    trainer: Trainer, model: Path, budget: str | None = None, *, watches: bool = False, **options: Any
+) -> ExportedDelta:
+    asked = changed(request(trainer, model), delta_budget=budget, **options)
+    done = export_incremental(asked, is_watching=watches)
     assert isinstance(done, ExportedDelta)
     return done
 
@@ -37,7 +39,7 @@ def bytes_on_disk(delta: Path) -> int:
 
 
 def differing(served: Values, trained: Values) -> dict[str, np.ndarray]:
-    """The numbers of the rows of each table, or [0] of a variable without rows, that are not the same bits."""
+    """The numbers of the rows, by variable, that are not the same bits; a scalar is a row."""
     found = {}
     for name, value in trained.items():
         rows = len(value) if value.ndim else 1
@@ -141,7 +143,6 @@ class BudgetedWorld(World):
         log = read_log(self.model)
         before = values_at(log)
         room = OVERHEAD + 20 * rows
-        dtype = None
         done = export(self.trainer, self.model, f"{room}B", max_row_age=age)
         after = values_at(read_log(self.model))
         if done.published is None:
