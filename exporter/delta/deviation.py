@@ -37,15 +37,21 @@ class Rounded(Struct, frozen=True):
         return Rounded(self.dtype, self.rows + before.rows, max(self.largest, before.largest))
 
 
-class Budgeted(Struct, frozen=True):
-    """How a delta of `--delta-budget` used its budget."""
+class Used(Struct, frozen=True):
+    """What a delta sends of all changes."""
 
-    allowed: Annotated[Count, doc("the bytes that it might hold")]
     sent: Annotated[Count, doc("the bytes that it was planned to hold")]
     changes: Annotated[Count, doc("the bytes that all changes would have taken")]
     due: Annotated[Count, doc("the bytes of what went whatever the budget")]
     share: Annotated[Measure, doc("which part of all rows' distances together it sends, from 0 to 1")]
-    seconds: Annotated[Measure, doc("how long after the publication before it")] = 0.0
+
+
+class Budgeted(Used, frozen=True):
+    """How a delta of `--delta-budget` used its budget."""
+
+    allowed: Annotated[Count, doc("the bytes that it might hold")]
+    planned: Annotated[Moment, doc("when it was planned")]
+    seconds: Annotated[Measure, doc("how long after the delta before it, or after the base")]
 
     @property
     def excess(self) -> int:

@@ -9,8 +9,9 @@ All is done only if asked for, and what is published says how far served values 
 A row whose distance is NaN or infinite is always sent, and so is what has no distance: variables that are
 served whole, tables of other types than floating point, and rows of new keys.
 
-*Ranking.* A pass over the rows keeps one float32 of each. Positive floats are in the order of their bits, so
-that two histograms, of the upper and of the lower 16, find the threshold for any number of rows of any sizes.
+*Ranking.* A row's score is its distance for each byte that it takes. A pass over the rows keeps it as a
+float32. Positive floats are in the order of their bits, so that two histograms, of the upper and of the lower
+16, find the threshold for any number of rows of any sizes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from exporter.checkpoint.bundle_writer import BundleWriter
 from exporter.checkpoint.tensor_bundle import check_tensor, memory_map, read_catalog
 from exporter.delta.compare_rows import differing_rows
 from exporter.delta.delta_files import read_delta, write_delta
-from exporter.delta.deviation import Budgeted, LeftOut, Rounded, Tolerance, WildRows
+from exporter.delta.deviation import LeftOut, Rounded, Tolerance, Used, WildRows
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
 from exporter.delta.layered_state import Changes, LayeredState
 from exporter.delta.packing import ChosenRows, round_rows, shrinks
@@ -76,14 +77,14 @@ class Divided(Struct, frozen=True):
     """The `changes` to send: without the rows that are held back, others rounded.
 
     By table, `held_back` has the rows left out, as the trainer has them, `since` when each waits, and `stale`
-    the numbers int64 [n] of all rows that will not be the trainer's. `left_out`, `rounded` and `budgeted` are
+    the numbers int64 [n] of all rows that will not be the trainer's. `left_out`, `rounded` and `used` are
     None if there is nothing to say.
     """
 
     changes: dict[str, Change]
     left_out: LeftOut | None
     rounded: Rounded | None
-    budgeted: Budgeted | None
+    used: Used | None
     wild: tuple[WildRows, ...]
     held_back: Mapping[str, Rows]
     since: Mapping[str, Array]
@@ -135,7 +136,7 @@ def divide(
     sent = {name: sieve.sent for name, sieve in sieves.items() if sieve.sent is not None}
     held = {name: sieve.held_back for name, sieve in sieves.items() if sieve.held_back is not None}
     since = {name: np.concatenate(sieves[name].since) for name in held}
-    budgeted = None if allowed.room is None else _budgeted(sieves.values(), allowed.room, base, due)
+    used = None if allowed.room is None else _used(sieves.values(), base, due)
     return Divided(
         {
             variable.name: (sent | whole)[variable.name]
@@ -144,7 +145,7 @@ def divide(
         },
         _left_out(sieves.values(), allowed, min((float(each.min()) for each in since.values()), default=0.0)),
         _rounded(sieves.values(), allowed),
-        budgeted,
+        used,
         wild,
         held,
         since,
@@ -316,7 +317,8 @@ class _Sieve:
                 is_same = ~_mask(differing_rows(before, round_rows(values, self._round_to)), len(ids))
                 scores[is_same] = _SAME
                 self._note_rounded(ids[is_same], values[is_same], before[is_same])
-            self.moved += float(scores[(scores >= 0) & (scores < np.inf)].sum(dtype=np.float64))
+            finite = scores[(scores >= 0) & (scores < np.inf)]
+            self.moved += float(finite.sum(dtype=np.float64)) * self.row_bytes
             self._scores[start : start + _ROWS][moved] = scores
 
     def _distances(self, a: Array, b: Array) -> Array:
@@ -330,7 +332,7 @@ class _Sieve:
     ) -> Array:
         allowed, name = self._allowed, self._variable.name
         with np.errstate(over="ignore"):
-            scores = distances.astype(np.float32)
+            scores = (distances / self.row_bytes).astype(np.float32)
         scores[~np.isfinite(scores)] = np.inf
         held = distances < (0.0 if self._is_coded else allowed.bound)
         if allowed.overdue is not None or first is not None:
@@ -361,13 +363,13 @@ class _Sieve:
         self.sent, self.held_back = self._chosen(goes), self._chosen(stays)
         if self.sent is not None:
             gone = self._scores[goes]
-            self.moved_and_sent = float(gone[gone < np.inf].sum(dtype=np.float64))
+            self.moved_and_sent = float(gone[gone < np.inf].sum(dtype=np.float64)) * self.row_bytes
             if self._round_to is not None:
                 self.sent = spilled(self._variable, scratch, self._rounded(self.sent, self._round_to))
         if self.held_back is not None:
             self.since.append(waiting.since_of(self._variable.name, self.held_back.ids))
             self.stale.append(self.held_back.ids)
-            self.furthest = max(self.furthest, float(self._scores[stays].max()))
+            self.furthest = max(self.furthest, float(self._scores[stays].max()) * self.row_bytes)
 
     def _chosen(self, mask: Array) -> Rows | None:
         places = np.flatnonzero(mask)
@@ -416,11 +418,11 @@ def _rounded(sieves: Collection[_Sieve], allowed: Tolerance) -> Rounded | None:
     return Rounded(allowed.delta_dtype, rows, max(sieve.largest_error for sieve in sieves))
 
 
-def _budgeted(sieves: Collection[_Sieve], room: int, base: int, due: int) -> Budgeted:
+def _used(sieves: Collection[_Sieve], base: int, due: int) -> Used:
     sent = sum(len(sieve.sent.ids) * sieve.row_bytes for sieve in sieves if sieve.sent is not None)
     changes = sum(sieve.changed_rows * sieve.row_bytes for sieve in sieves)
     moved, gone = sum(sieve.moved for sieve in sieves), sum(sieve.moved_and_sent for sieve in sieves)
-    return Budgeted(max(0, room), base + sent, base + changes, due, min(1.0, gone / moved) if moved else 1.0)
+    return Used(base + sent, base + changes, due, min(1.0, gone / moved) if moved else 1.0)
 
 
 def _refused(wild: Collection[WildRows]) -> WildValues:

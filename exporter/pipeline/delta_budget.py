@@ -9,12 +9,15 @@ Merged deltas do not count: no server that follows takes one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime, timezone
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
+from exporter.delta.deviation import Budgeted, Used
 from exporter.options import DeltaBudget
 from exporter.publish.delta_log import DeltaLog
-from exporter.publish.manifest import DeltaOrigin
+from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from exporter.storage.layout import MANIFEST_FILE
 
 WINDOW_SECONDS = 10.0
@@ -24,23 +27,35 @@ _WORTH_SECONDS = 1.0
 
 
 class Allowance(Struct, frozen=True):
-    """The bytes that the next delta may hold, and the seconds since the publication before it."""
+    """The bytes that the delta may hold that is planned `now`, and the seconds since the one before it.
+
+    `now` is in seconds since 1970. `is_worth` is False while a watch is to wait.
+    """
 
     room: int
     seconds: float
+    now: float
     is_worth: bool = True
 
     @classmethod
     def of(cls, log: DeltaLog, text: str, now: float) -> Allowance:
-        """The allowance by the text of `--delta-budget`; `is_worth` is False while a watch is to wait."""
+        """The allowance by the text of `--delta-budget`."""
         budget = DeltaBudget.parse("--delta-budget", text)
-        passed = now - log.newest.manifest.created.timestamp()
+        entry, before = log.newest.entry, log.newest.manifest.created
+        if isinstance(entry, DeltaEntry) and entry.budget is not None:
+            before = entry.budget.planned  # what it took to publish it is not lost
+        passed = now - before.timestamp()
         seconds = passed if passed >= 0 else WINDOW_SECONDS  # a clock was set back
         if not budget.is_rate:
-            return cls(budget.size, seconds)
+            return cls(budget.size, seconds, now)
         room = int(budget.size * min(seconds, WINDOW_SECONDS))
         room = max(0, min(room, int(budget.size * WINDOW_SECONDS) - sum(_sent_lately(log, now))))
-        return cls(room, seconds, room >= budget.size * _WORTH_SECONDS)
+        return cls(room, seconds, now, room >= budget.size * _WORTH_SECONDS)
+
+    def told(self, used: Used) -> Budgeted:
+        """What the delta's manifest says of its budget."""
+        planned = datetime.fromtimestamp(self.now, timezone.utc)
+        return Budgeted(**asdict(used), allowed=self.room, planned=planned, seconds=self.seconds)
 
 
 def _sent_lately(log: DeltaLog, now: float) -> Iterator[int]:

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from exporter.delta.row_hashes import HashIndex
     from exporter.delta.tolerance import Divided, Waiting
     from exporter.jobs.runner import Runner
+    from exporter.pipeline.delta_budget import Allowance
     from exporter.pipeline.full import Exported
 
 
@@ -114,8 +115,7 @@ class IncrementalPlan(Struct, frozen=True):
     state; None if there are none, or they are not known any more. With `resends` they compete for the next
     delta, also if the trainer has no news. `lookups` are the changed contents of lookup tables, of which
     increments say nothing. `is_nothing`: the newest of the trainer's states is published, or a budget says
-    when. `allowed` is how far what is served may be from it, and `seconds` the time since the publication
-    before.
+    when: that is `allowance`. `allowed` is how far what is served may be from it.
     """
 
     request: ExportRequest
@@ -124,7 +124,7 @@ class IncrementalPlan(Struct, frozen=True):
     position: int
     is_nothing: bool
     allowed: Tolerance
-    seconds: float = 0.0
+    allowance: Allowance | None = None
     waiting: Waiting | None = None
     resends: bool = False
     graph: SameGraph = field(default_factory=SameGraph)
@@ -195,12 +195,12 @@ def plan_incremental(
     )
     lookups = trainer.changed_lookups(log)
     is_nothing = trainer.plan.is_nothing and not lookups and not resends
-    allowed, seconds = Tolerance(request.min_change, request.delta_dtype, overdue=overdue), 0.0
+    allowed, allowance = Tolerance(request.min_change, request.delta_dtype, overdue=overdue), None
     if request.delta_budget is not None and not is_nothing:
         from exporter.pipeline.delta_budget import Allowance  # late: few deltas have a budget
 
         allowance = Allowance.of(log, request.delta_budget, now)
-        allowed, seconds = replace(allowed, room=allowance.room), allowance.seconds
+        allowed = replace(allowed, room=allowance.room)
         is_nothing = is_watching and not allowance.is_worth and not is_overdue
     # A watch goes on while the next model is being prepared; only a delta must be of the same graph.
     graph = SameGraph() if is_watching and is_nothing else check_same_graph(log, request, trainer.catalog)
@@ -208,7 +208,7 @@ def plan_incremental(
     # Where there is nothing to do, no other log has to be listed.
     position = log.at.position if is_nothing else next_delta_position(log, step)
     return IncrementalPlan(
-        request, log, trainer, position, is_nothing, allowed, seconds, waiting, resends, graph, lookups
+        request, log, trainer, position, is_nothing, allowed, allowance, waiting, resends, graph, lookups
     )
 
 
@@ -328,7 +328,7 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
             return ExportedDelta(planned, None, 0, 0, 0, time.monotonic() - started)
         overlaid = _overlaid(planned, found.changes)
         made = DeltaOrigin.INCREMENTS if plan.is_known else DeltaOrigin.COMPARISON
-        left_out, rounded, budgeted, wild = found.told(planned.seconds)
+        left_out, rounded, budgeted, wild = found.told(planned.allowance)
         trained = replace(plan.target, left_out=left_out, rounded=_rounded_so_far(planned, rounded))
         what = Publication(
             replace(planned.span, only_from=bool(left_out or rounded)),
@@ -522,12 +522,13 @@ class _Found(Struct, frozen=True):
     divided: Divided | None = None
 
     def told(
-        self, seconds: float
+        self, allowance: Allowance | None
     ) -> tuple[LeftOut | None, Rounded | None, Budgeted | None, tuple[WildRows, ...]]:
-        """What the manifest says of rows left out, rounded and wild, and of the budget since `seconds`."""
+        """What the manifest says of rows left out, rounded and wild, and of the budget."""
         if (found := self.divided) is None:
             return None, None, None, ()
-        budgeted = None if found.budgeted is None else replace(found.budgeted, seconds=seconds)
+        is_told = found.used is not None and allowance is not None
+        budgeted = allowance.told(found.used) if is_told else None
         return found.left_out, found.rounded, budgeted, found.wild
 
 

@@ -51,8 +51,8 @@ def differing(served: Values, trained: Values) -> dict[str, np.ndarray]:
 def assert_divided_well(
     before: Values, after: Values, trained: Values, schema: Schema, done: ExportedDelta
 ) -> None:
-    """Each row is the trainer's or as before; none that stays is further away than one that was sent."""
-    nearest_sent, furthest_held, held_rows = np.inf, 0.0, 0
+    """Each row is the trainer's or as before; none that stays is further, for its size, than one sent."""
+    lowest_sent, highest_held, furthest_held, held_rows = np.inf, 0.0, 0.0, 0
     for variable in schema.variables:
         name = variable.name
         changed = differing(before, trained)[name]
@@ -66,11 +66,13 @@ def assert_divided_well(
         sent = np.setdiff1d(changed, held)
         distances = row_distances(trained[name], before[name])
         finite = sent[np.isfinite(distances[sent])]
-        nearest_sent = min([nearest_sent, *distances[finite]])
+        size = 8 + trained[name][0].nbytes
+        lowest_sent = min([lowest_sent, *distances[finite] / size])
+        highest_held = max([highest_held, *distances[held] / size])
         furthest_held = max([furthest_held, *distances[held]])
         assert np.isfinite(distances[held]).all(), f"{name}: what is no distance is sent"
         held_rows += len(held)
-    assert furthest_held <= nearest_sent * (1 + 1e-6) or done.budgeted is None
+    assert highest_held <= lowest_sent * (1 + 1e-5) or done.budgeted is None
     left_out = done.left_out
     assert (0 if left_out is None else left_out.rows) == held_rows, "told"
     if left_out is not None:
