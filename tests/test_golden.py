@@ -181,7 +181,7 @@ def test_caches_are_read(release: Path) -> None:
         log.path / CACHES_DIRECTORY, log.schema, lineage=lineage, position=50, state=of_50.manifest.state_id
     )
     assert kept is not None
-    assert sum(len(change.ids) for change in kept.values() if isinstance(change, Rows)) == 3
+    assert sum(len(change.ids) for change in kept.changes.values() if isinstance(change, Rows)) == 3
     newest = next(delta for delta in list_deltas(log.path) if (delta.start, delta.end) == (70, 80))
     hashes = read_index(
         log.path / HASHES_DIRECTORY, lineage=lineage, position=80, state=newest.manifest.state_id

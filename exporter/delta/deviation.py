@@ -96,6 +96,11 @@ class Tolerance(Struct, frozen=True):
     on_wild: OnWild = OnWild.WARN
 
     @property
+    def counts_time(self) -> bool:
+        """True if it is told since when rows wait."""
+        return self.room is not None or self.overdue is not None
+
+    @property
     def is_nothing(self) -> bool:
         """True if what is served is to be the trainer's bit for bit."""
         return self == Tolerance(overdue=self.overdue)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import BundleWriter
 from exporter.checkpoint.tensor_bundle import check_tensor, memory_map, read_catalog
 from exporter.delta.compare_rows import differing_rows
@@ -76,9 +78,9 @@ class Waiting(Struct, frozen=True):
 class Divided(Struct, frozen=True):
     """The `changes` to send: without the rows that are held back, others rounded.
 
-    By table, `held_back` has the rows left out, as the trainer has them, `since` when each waits, and `stale`
-    the numbers int64 [n] of all rows that will not be the trainer's. `left_out`, `rounded` and `used` are
-    None if there is nothing to say.
+    By table, `held_back` has the rows left out, as the trainer has them, `since` when each waits, if that
+    counts, and `stale` the numbers int64 [n] of all rows that will not be the trainer's. `left_out`,
+    `rounded` and `used` are None if there is nothing to say.
     """
 
     changes: dict[str, Change]
@@ -132,10 +134,10 @@ def divide(
     due = base + sum(sieve.due_rows * sieve.row_bytes for sieve in sieves.values())
     cut = _Cut() if allowed.room is None else _Cut.of(sieves.values(), allowed.room - due)
     for sieve in sieves.values():
-        sieve.send(cut, waiting, scratch)
+        sieve.send(cut, scratch)
     sent = {name: sieve.sent for name, sieve in sieves.items() if sieve.sent is not None}
     held = {name: sieve.held_back for name, sieve in sieves.items() if sieve.held_back is not None}
-    since = {name: np.concatenate(sieves[name].since) for name in held}
+    since = {name: waiting.since_of(name, held[name].ids) for name in held if allowed.counts_time}
     used = None if allowed.room is None else _used(sieves.values(), base, due)
     return Divided(
         {
@@ -183,9 +185,10 @@ def save_residual(directory: Path, schema: Schema, header: DeltaHeader, state: s
     directory.mkdir(exist_ok=True)
     name = f"{RESIDUAL_PREFIX}{header.to_position}-{state}"
     write_delta(directory / name, schema, header, divided.held_back)
-    with BundleWriter(directory / f"{name}{_SINCE}") as writer:
-        for table in sorted(divided.since):
-            writer.add(table, divided.since[table])
+    if divided.since:
+        with BundleWriter(directory / f"{name}{_SINCE}") as writer:
+            for table in sorted(divided.since):
+                writer.add(table, divided.since[table])
     for path in directory.glob(f"{RESIDUAL_PREFIX}*"):
         if path.name.partition(".")[0] != name:
             path.unlink(missing_ok=True)
@@ -195,23 +198,41 @@ _SINCE = ".since"
 
 
 def load_residual(
-    directory: Path, schema: Schema, *, lineage: str, position: int, state: str, otherwise: float = 0.0
+    directory: Path,
+    schema: Schema,
+    *,
+    lineage: str,
+    position: int,
+    state: str,
+    now: float = 0.0,
+    unknown: float = 0.0,
 ) -> Waiting | None:
-    """The rows that `save_residual` wrote for a state of a log; None if they are lost or damaged."""
+    """The rows that `save_residual` wrote for a state of a log; None if they are lost or damaged.
+
+    They wait since `unknown` where no times are kept, or these are lost. A clock that is behind
+    `now` counts as right.
+    """
     prefix = directory / f"{RESIDUAL_PREFIX}{position}-{state}"
     try:
-        found, times = read_delta(prefix, schema), read_catalog(directory / f"{prefix.name}{_SINCE}")
-        for catalog in (found.catalog, times):
-            for ref in catalog.tensors.values():
-                check_tensor(catalog, ref)
+        found = read_delta(prefix, schema)
+        _check_all(found.catalog)
     except CheckpointError:
         return None
-    since = {name: np.minimum(memory_map(times, ref), otherwise) for name, ref in times.tensors.items()}
+    if (found.header.lineage, found.header.to_position) != (lineage, position):
+        return None
     rows = {name: len(change.ids) for name, change in found.changes.items() if isinstance(change, Rows)}
-    header = found.header
-    is_it = (header.lineage, header.to_position) == (lineage, position)
-    is_whole = {name: len(each) for name, each in since.items()} == rows
-    return Waiting(found.changes, since, otherwise) if is_it and is_whole else None
+    since = {name: np.full(count, unknown) for name, count in rows.items()}
+    with suppress(CheckpointError):
+        _check_all(times := read_catalog(directory / f"{prefix.name}{_SINCE}"))
+        kept = {name: memory_map(times, ref) for name, ref in times.tensors.items()}
+        if {name: each.shape for name, each in kept.items()} == {n: (count,) for n, count in rows.items()}:
+            since = {name: np.minimum(each, now) for name, each in kept.items()}
+    return Waiting(found.changes, since, now)
+
+
+def _check_all(catalog: Catalog) -> None:
+    for ref in catalog.tensors.values():
+        check_tensor(catalog, ref)
 
 
 class _Cut:
@@ -223,10 +244,11 @@ class _Cut:
     @classmethod
     def of(cls, sieves: Iterable[_Sieve], room: int) -> _Cut:
         """The lowest score from which on all rows that are not due fit into `room` bytes."""
+        room = max(0, room)
         pools = [(sieve.competing.view(np.uint32), sieve.row_bytes) for sieve in sieves]
         if sum(len(bits) * size for bits, size in pools) <= room:
             return cls()
-        room, score = max(0, room), 0
+        score = 0
         for shift in (16, 0):
             weights = np.zeros(1 << 16, np.int64)
             for bits, size in pools:
@@ -267,7 +289,6 @@ class _Sieve:
         self._scores = np.full(len(change.ids), _SAME, np.float32)
         self.sent: Rows | None = None
         self.held_back: Rows | None = None
-        self.since: list[Array] = []
         self.stale: list[Array] = []
         self.furthest = 0.0
         self.moved, self.moved_and_sent = 0.0, 0.0
@@ -356,7 +377,7 @@ class _Sieve:
         scores[held] = _HELD
         return scores
 
-    def send(self, cut: _Cut, waiting: Waiting, scratch: Path) -> None:
+    def send(self, cut: _Cut, scratch: Path) -> None:
         """Divide the rows by their scores; fills the other fields."""
         goes = cut.passes(self._scores, self.row_bytes)
         stays = ~goes & (self._scores >= _HELD)
@@ -367,16 +388,14 @@ class _Sieve:
             if self._round_to is not None:
                 self.sent = spilled(self._variable, scratch, self._rounded(self.sent, self._round_to))
         if self.held_back is not None:
-            self.since.append(waiting.since_of(self._variable.name, self.held_back.ids))
             self.stale.append(self.held_back.ids)
             self.furthest = max(self.furthest, float(self._scores[stays].max()) * self.row_bytes)
 
     def _chosen(self, mask: Array) -> Rows | None:
+        if not mask.any() or mask.all():
+            return self._change if mask.any() else None
         places = np.flatnonzero(mask)
-        if len(places) == len(mask):
-            return self._change
-        chosen = Rows(self._change.ids[places], ChosenRows(self._change.values, places))
-        return chosen if len(places) else None
+        return Rows(self._change.ids[places], ChosenRows(self._change.values, places))
 
     def _rounded(self, rows: Rows, to: DeltaDtype) -> Iterator[tuple[Array, Array]]:
         for start in range(0, len(rows.ids), _ROWS):
@@ -406,7 +425,7 @@ def _left_out(sieves: Collection[_Sieve], allowed: Tolerance, since: float) -> L
         allowed.bound if is_within else min(float(np.nextafter(furthest * (1 + 2**-22), np.inf)), _FURTHEST)
     )
     found = LeftOut(bound, rows, furthest, wild=wild)
-    if allowed.room is None and allowed.overdue is None:
+    if not allowed.counts_time:
         return found
     return replace(found, since=datetime.fromtimestamp(since, timezone.utc))
 

@@ -180,7 +180,7 @@ def plan_incremental(
     entry.mapping_spec.check_rules(_rules(request), parse_admission(request))
     entry.check_updates(request.updates)
     published, now = log.trained.exact_but_for(request.delta_dtype), time.time()
-    waiting = _waiting(log, now)
+    waiting = _waiting(log, request, now)
     overdue = None if request.max_row_age is None else now - request.max_row_age + look_seconds
     is_overdue = overdue is not None and waiting is not None and waiting.oldest <= overdue
     resends = is_overdue or _competes(request, published.left_out, is_watching=is_watching)
@@ -225,13 +225,26 @@ def _rules(request: ExportRequest) -> MappingRules:
     return replace(rules, renames=(*rules.renames, *read_renames(request.rename_file).rules))
 
 
-def _waiting(log: DeltaLog, now: float) -> Waiting | None:
-    """Return the rows that were left out; None without any, or if they are lost: then all is compared."""
-    if log.trained.left_out is None:
+def _waiting(log: DeltaLog, request: ExportRequest, now: float) -> Waiting | None:
+    """Return the rows that were left out; None without any, or if they are lost: then all is compared.
+
+    It is compared, too, where a bound alone left them out, and is lower now.
+    """
+    left_out = log.trained.left_out
+    if left_out is None:
+        return None
+    is_timed = left_out.since is not None or request.delta_budget is not None
+    if left_out.bound > request.min_change and not is_timed:
         return None
     from exporter.delta.tolerance import load_residual
 
-    return load_residual(log.path / CACHES_DIRECTORY, log.schema, **_state_key(log), otherwise=now)
+    unknown = _since(left_out, now)
+    return load_residual(log.path / CACHES_DIRECTORY, log.schema, **_state_key(log), now=now, unknown=unknown)
+
+
+def _since(left_out: LeftOut, otherwise: float) -> float:
+    """Return since when a row waits at most of which no time is known, in seconds since 1970."""
+    return otherwise if left_out.since is None else left_out.since.timestamp()
 
 
 def _competes(request: ExportRequest, left_out: LeftOut | None, *, is_watching: bool) -> bool:
@@ -527,8 +540,7 @@ class _Found(Struct, frozen=True):
         """What the manifest says of rows left out, rounded and wild, and of the budget."""
         if (found := self.divided) is None:
             return None, None, None, ()
-        is_told = found.used is not None and allowance is not None
-        budgeted = allowance.told(found.used) if is_told else None
+        budgeted = None if found.used is None or allowance is None else allowance.told(found.used)
         return found.left_out, found.rounded, budgeted, found.wild
 
 
@@ -548,15 +560,14 @@ def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory)
         from exporter.pipeline.norm_bounds import norm_bounds
 
         allowed = replace(allowed, norms=norm_bounds(log, request.max_norm, coded), on_wild=request.on_wild)
-    lost = log.trained.left_out if planned.waiting is None else None
-    since = lost.since.timestamp() if lost is not None and lost.since else time.time()
+    lost, now = log.trained.left_out if planned.waiting is None else None, time.time()
     divided = divide(
         found.changes,
         state,
         log.schema,
         allowed,
         scratch,
-        planned.waiting or Waiting(otherwise=since),
+        planned.waiting or Waiting(otherwise=now if lost is None else _since(lost, now)),
         coded=coded,
         first=_new_rows(found.changes, spec),
     )

@@ -65,7 +65,7 @@ def synthetic(events: int = 240_000) -> Stream:
         u, i, p, _ = ids[start : start + step].T
         score = base[i] + place[p] + 0.5 * np.einsum("ij,ij->i", taste[u], item[i]) - 0.7
         labels[start : start + step] = rng.random(len(u)) < 1 / (1 + np.exp(-score))
-    return Stream(ids, labels, ("user", "item", "place", "device"), ((0, 1, 32), (2, 3, 8)))
+    return Stream(ids, labels, ("user", "item", "place", "device"), ((0, 1, 63), (2, 3, 15)))
 
 
 def flights(package: Path) -> Stream:
@@ -88,7 +88,7 @@ def flights(package: Path) -> Stream:
     ]
     ids = np.stack([np.unique(column, return_inverse=True)[1] for column in columns], axis=1)
     labels = np.array([int(row["dep_delay"]) > 15 for row in rows])
-    return Stream(ids, labels, ("plane", "route", "day", "carrier_hour"), ((0, 1, 32), (2, 3, 8)))
+    return Stream(ids, labels, ("plane", "route", "day", "carrier_hour"), ((0, 1, 63), (2, 3, 15)))
 
 
 def films(columns: Path) -> Stream:
@@ -104,7 +104,7 @@ def films(columns: Path) -> Stream:
         np.stack([users, movies, genres, years], axis=1),
         labels,
         ("user", "film", "genres", "year"),
-        ((0, 1, 32), (2, 3, 8)),
+        ((0, 1, 63), (2, 3, 15)),
     )
 
 
@@ -162,7 +162,7 @@ def loss(values: Mapping[str, Array], stream: Stream, start: int, stop: int) -> 
     return float(np.logaddexp(0, np.where(stream.labels[start:stop], -scores, scores)).sum())
 
 
-def intervals(stream: Stream, count: int = 40, begin: float = 0.4) -> Iterator[tuple[int, int]]:
+def intervals(stream: Stream, count: int = 150, begin: float = 0.4) -> Iterator[tuple[int, int]]:
     """Yield the events of each interval behind those that the base is trained on."""
     edges = np.linspace(int(len(stream.labels) * begin), len(stream.labels), count + 1).astype(int).tolist()
     yield from pairwise(edges)
