@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exporter.delta.packing import round_rows
 from exporter.delta.tolerance import _Cut
 from exporter.errors import UsageError, WildValues
-from exporter.options import OnWild
+from exporter.options import DeltaDtype, OnWild
 from exporter.pipeline import incremental
 from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import DeltaEntry
+from exporter.storage.layout import CACHES_DIRECTORY
 from tests.support.budget import times
 from tests.support.budgets import OVERHEAD, BudgetedWorld, bytes_on_disk, differing, export
 from tests.support.commands import export_model
@@ -296,3 +299,61 @@ def test_rows_that_have_gone_wild_are_told_refused_or_kept_from_servers(
 def test_a_norm_is_a_positive_number(trainer: Trainer, tmp_path: Path, rule: str) -> None:
     with pytest.raises(UsageError, match="--max-norm"):
         export(trainer, tmp_path / "model", max_norm=(rule,))
+
+
+def test_rows_are_rounded_under_a_budget_of_more_of_them(trainer: Trainer, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    drift(trainer, 0.5, rows=8)
+    trainer.increment()
+    before, trained = values_at(read_log(model)), served_now(trainer, Serving())
+    due = export_model(
+        "--ckpt-dir", trainer.directory, "--out", model, "--incr", "--delta-budget", "1B", "--json"
+    )
+    room = due.document["budget"]["due"] + 60  # rows of users take 15 bytes each, of items as they are 16
+    done = export(trainer, model, f"{room}B", delta_dtype=DeltaDtype.INT8)
+    assert 3 <= done.rows <= 4 and done.published is not None
+    log = read_log(model)
+    assert done.left_out is not None and done.left_out.rows == 16 - done.rows
+    for name, served in values_at(log).items():
+        image = round_rows(trained[name], DeltaDtype.INT8) if trained[name].ndim == 2 else trained[name]
+        for row in differing({name: served}, {name: before[name]})[name]:
+            assert served[row].tobytes() in (image[row].tobytes(), trained[name][row].tobytes())
+    whole = export(trainer, model, delta_dtype=DeltaDtype.INT8)
+    assert whole.left_out is None and whole.rounded is not None
+    assert export(trainer, model).rounded is None
+    assert_same_bits(values_at(read_log(model)), trained)
+
+
+def test_a_watch_follows_under_a_rate(trainer: Trainer, tmp_path: Path) -> None:
+    """The command itself: it sends what fits, then the rest, and ends when nothing waits."""
+    drift(trainer, 0.5, rows=8)
+    trainer.increment()
+    command = ["--ckpt-dir", trainer.directory, "--out", tmp_path / "model", "--incr", "--watch"]
+    limits = ["--delta-budget", "10KB/s", "--max-row-age", 60, "--interval", 0.1, "--stop-idle", 3, "--json"]
+    ran = export_model(*command, *limits)
+    assert ran.code == 0
+    assert read_log(tmp_path / "model").trained.left_out is None
+    assert_same_bits(values_at(read_log(tmp_path / "model")), served_now(trainer, Serving()))
+
+
+def test_what_an_exporter_forgot_is_found_by_comparing_and_waits_as_long_as_was_told(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, now = tmp_path / "model", time.time() + 100
+    monkeypatch.setattr(incremental.time, "time", lambda: now)
+    drift(trainer, 0.5, rows=8)
+    trainer.increment()
+    told = export(trainer, model, "1B").left_out
+    shutil.rmtree(read_log(model).path / CACHES_DIRECTORY)
+    began, now = now, now + 50
+    drift(trainer, 0.5, rows=2)
+    trainer.increment()
+    done = export(trainer, model, "1B", max_row_age=51.0)
+    assert done.compared_bytes and done.left_out is not None and told is not None
+    assert (done.rows, done.left_out.since) == (0, told.since)
+    assert told.since == datetime.fromtimestamp(began, timezone.utc)
+    now += 2
+    assert export(trainer, model, "1B", max_row_age=51.0).rows == 16
+    now += 100
+    assert export(trainer, model, "1B", max_row_age=51.0).left_out is None
+    assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))
