@@ -189,7 +189,7 @@ def plan_incremental(
         entry.mapping_spec,
         log.schema,
         published if waiting is None else replace(published, left_out=None),
-        -math.inf if resends else request.min_change if request.delta_budget is None else math.inf,
+        -math.inf if resends else math.inf,  # what may not stay away is sent again
         is_watching=is_watching,
         marker_seconds=marker_seconds,
     )
@@ -233,8 +233,8 @@ def _waiting(log: DeltaLog, request: ExportRequest, now: float) -> Waiting | Non
     left_out = log.trained.left_out
     if left_out is None:
         return None
-    is_timed = left_out.since is not None or request.delta_budget is not None
-    if left_out.bound > request.min_change and not is_timed:
+    is_by_bound = left_out.since is None and not left_out.wild and request.delta_budget is None
+    if is_by_bound and left_out.bound > request.min_change:
         return None
     from exporter.delta.tolerance import load_residual
 

@@ -352,8 +352,6 @@ def test_what_an_exporter_forgot_is_found_by_comparing_and_waits_as_long_as_was_
     assert done.compared_bytes and done.left_out is not None and told is not None
     assert (done.rows, done.left_out.since) == (0, told.since)
     assert told.since == datetime.fromtimestamp(began, timezone.utc)
-    now += 2
-    assert export(trainer, model, "1B", max_row_age=51.0).rows == 16
-    now += 100
+    now += 2  # of all rows that differ it is not known any more which of them waited
     assert export(trainer, model, "1B", max_row_age=51.0).left_out is None
     assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))
