@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from exporter.publish.hold import HeldBy
+
 
 class ServedModel(Struct, frozen=True):
     """A model that `run` serves."""
@@ -46,6 +48,8 @@ class Published(Struct, frozen=True):
     """The training step of its values."""
     hold: int | None
     """The position at which a hold stops the model; null without one."""
+    held_by: HeldBy | None
+    """Who set the hold, when and why; null if nothing says so."""
 
 
 class ServedVersion(Struct, frozen=True):

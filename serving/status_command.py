@@ -153,13 +153,15 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
 
 def _published(history: Model) -> Published:
     at = history.at
-    return Published(at.position if at else None, at.step if at else None, history.hold)
+    return Published(at.position if at else None, at.step if at else None, history.hold, history.held_by)
 
 
 def _newest(target: Model | None) -> str:
     if target is None:
         return ""
-    held = "" if target.hold is None else f", held at {target.hold}"
+    held, by = "" if target.hold is None else f", held at {target.hold}", target.held_by
+    if by is not None:
+        held += f" ({by.text})"
     return f"; published: position {target.at or 'unknown'}{held}"
 
 

@@ -375,11 +375,13 @@ def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
     log = None if found.log is None else found.log.base.entry.log
     for hold in binding(model, log):
         with suppress(ManifestError, OSError):
-            since = _told(hold.path.lstat().st_mtime)
+            by = hold.by
+            since = f"since {_told(hold.path.lstat().st_mtime)}" if by is None else by.origin
             yield Finding(
                 Code.HELD,
-                f"held at {hold.read()} since {since}: servers follow no delta beyond it, and new versions "
+                f"held at {hold.read()}, {since}: servers follow no delta beyond it, and new versions "
                 "are refused",
+                "" if by is None else by.why,
                 command=command("export-model", "resume", model),
             )
     if found.log is not None and found.log.hold.is_canary:

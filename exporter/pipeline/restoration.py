@@ -222,7 +222,7 @@ class DeltaRestorer(Restorer):
         # Before the hold: what servers would refuse would leave them held at the values that are to go.
         self._require_room(restoration)
         if restoration.is_rollback:
-            self._stop_at(of, staging)
+            self._stop_at(of, staging, restoration.reason)
         trained, step = log.trained_at(of)
         taken_back = [log.open(delta) for delta in self._since(restoration)]
         touched = [delta.changes for delta in taken_back]
@@ -241,7 +241,12 @@ class DeltaRestorer(Restorer):
             failed=restoration.by_canary,
             hint=self._instead(restoration),
         )
-        how = UnderLock(is_ours=True, holds=restoration.is_rollback, follows_canary=restoration.by_canary)
+        how = UnderLock(
+            is_ours=True,
+            holds=restoration.is_rollback,
+            follows_canary=restoration.by_canary,
+            why=restoration.reason,
+        )
         changes = restoring(touched, log.state(of), log.schema, scratch)
         return publish_changes(log, staging, changes, what, last=log.last, under_lock=how)
 
@@ -280,14 +285,14 @@ class DeltaRestorer(Restorer):
             raise PositionUnknown(f"no delta leads on from position {restoration.of}")
         return chain
 
-    def _stop_at(self, to: int, staging: Staging) -> None:
+    def _stop_at(self, to: int, staging: Staging, why: str | None) -> None:
         """Hold the log at `to`, unless it is held at an earlier position."""
         try:
             held = self.hold.read()
         except ManifestError:
             return  # no server passes it
         if held is None or held > to:
-            self.hold.put(to, staging)
+            self.hold.put(to, staging, why=why)
 
     def _instead(self, restoration: Restoration) -> str:
         """Return the hint for values that the model, which wants finite ones, refuses."""
@@ -355,7 +360,7 @@ class VersionRestorer(Restorer):
         """As `Restorer.publish`."""
         manifest = self._whole(restoration.of)
         if restoration.is_rollback:
-            self.hold.put(self._next(manifest), staging)
+            self.hold.put(self._next(manifest), staging, why=restoration.reason)
         for entry in manifest.files:
             target = staging.path / entry.path
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,7 @@ from exporter.errors import (
     os_error,
 )
 from exporter.publish.delta_log import DeltaLog, LogDelta, log_of
+from exporter.publish.hold import HeldBy
 from exporter.publish.manifest import FileEntry, Manifest, ManifestDraft, to_json
 from exporter.publish.permission import REFUSING, Permission
 from exporter.publish.retention import GRACE_SECONDS, KeptVersion, Retired, retire
@@ -226,13 +227,14 @@ class UnderLock(Struct, frozen=True):
     `is_ours` says that the caller has the lock already, and has read the log under it. `permit` raises if the
     delta may not be published; it is given the log as it is under the lock. With `holds` the log is held
     where the delta leads, from the instant in which it can be seen; or, if a canary's hold keeps everybody
-    before the delta, right after it (`follows_canary`).
+    before the delta, right after it (`follows_canary`); `why` is kept with the hold.
     """
 
     is_ours: bool = False
     permit: Callable[[DeltaLog], None] = lambda _: None
     holds: bool = False
     follows_canary: bool = False
+    why: str | None = None
 
 
 TAKING_THE_LOCK = UnderLock()
@@ -374,6 +376,8 @@ def publish_delta(
             if target.exists():
                 raise PositionMoved(f"{target} is published already")
             manifest = _complete(staging, draft, files, position, time.time())
+            if held is not None:
+                log.hold.announce(HeldBy.now(position, under_lock.why), staging)
             # A link into the delta: with one rename the delta is seen and the hold is read. A hold that came
             # first would let servers go on to what is rolled back (`exporter.pipeline.restoration`).
             if held is not None and not under_lock.follows_canary:

@@ -194,11 +194,12 @@ def _findings(model: ModelView, rows: Sequence[Row]) -> Iterator[Finding]:
 def _of_publications(model: ModelView) -> Iterator[Finding]:
     """Findings about the published model, and about replicas that cannot take it."""
     waits = "nothing waits yet" if not model.waiting else _waits(model)
+    by = model.held_by
     if model.rollback is not None:
         yield Finding(
             Code.ROLLED_BACK,
             f"rolled back to the values of {model.rollback.back_to}: {waits}",
-            model.rollback.reason,
+            model.rollback.reason if by is None else by.text,
             f"export-model resume {quoted(model.path)}",
         )
     elif model.is_held and model.hold is not None and model.hold < 0:
@@ -210,7 +211,10 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
     elif model.is_held:
         code = Code.PUBLICATIONS_HELD if model.waiting else Code.HELD
         yield Finding(
-            code, f"held at {model.hold}: {waits}", command=f"export-model resume {quoted(model.path)}"
+            code,
+            f"held at {model.hold}: {waits}",
+            "" if by is None else by.text,
+            f"export-model resume {quoted(model.path)}",
         )
     if model.problem:
         yield Finding(Code.UNSEEN, "what is published cannot be seen", model.problem)
