@@ -25,6 +25,7 @@ from exporter.increments.history import CheckpointMarker, read_history
 from exporter.increments.increment import Changed, Contents, Increment
 from exporter.increments.increment import from_json as increment_from_json
 from exporter.increments.increment import to_json as increment_to_json
+from exporter.publish.approval import approve
 from exporter.publish.delta_log import DeltaLog, LogBase, list_deltas, read_log
 from exporter.publish.hold import Hold
 from exporter.publish.manifest import DeltaEntry, from_json, to_json
@@ -247,6 +248,22 @@ def test_tensorflow_serves_every_position(release: Path) -> None:
             }
             assert found["number"].tolist() == [entries.get(word, -1) for word in words]
             assert set(found["model_position"].tolist()) == {position}
+
+
+@pytest.mark.landing
+def test_a_hold_of_this_release_stops_servers_of_each(release: Path, tmp_path: Path) -> None:
+    """Its document lies where graphs list deltas; the number is all that they read."""
+    from tests.support.updatable import loaded
+
+    model = Path(shutil.copytree(release / "models/ranker", tmp_path / "ranker"))
+    log = read_log(model)
+    log.hold.lift()
+    first, *_, newest = sorted({delta.end for delta in log.deltas})
+    assert approve(log.path, model, expected=None, position=first) == first
+    with loaded(model / "10") as server:
+        assert server.update()["position"] == first
+        assert approve(log.path, model, expected=first, position=newest) == newest
+        assert server.update()["position"] == newest
 
 
 @pytest.mark.landing
