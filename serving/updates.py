@@ -78,6 +78,8 @@ def read_incremental_status(client: ModelClient, version: int) -> IncrementalSta
 def read_served(client: ModelClient, status: VersionStatus) -> Served:
     """A version of a server, with its position if it is available and takes deltas.
 
+    Its state is END, with the reason, if it was unloaded after the server told its status.
+
     Raises:
         CallFailed (exporter.errors): the server did not respond, or refused.
     """
@@ -87,9 +89,9 @@ def read_served(client: ModelClient, status: VersionStatus) -> Served:
     try:
         found = read_incremental_status(client, status.version)
     except CallFailed as error:
-        if error.code == "NOT_FOUND":  # unloaded between the two calls
-            return version
-        raise
+        if error.code != "NOT_FOUND":
+            raise
+        return replace(version, state=VersionState.END, message=error.cause or error.message)
     if found is None:
         return version
     return replace(
