@@ -54,6 +54,7 @@ from exporter.storage.files import (
     writing,
 )
 from exporter.storage.layout import HOLD_FILE, LOCK_FILE, MANIFEST_FILE
+from exporter.storage.local_paths import quoted
 from exporter.wire.crc32c import crc_of, mask
 
 _DATA_SHARD = re.compile(r".*\.data-[0-9]{5}-of-[0-9]{5}")
@@ -401,10 +402,14 @@ def _commit(
     if isinstance(rule, ReservedPosition):
         number = position = rule.position
         if newest is not None and newest >= number:
+            if not versions[0].has_manifest:
+                raise VersionExists(
+                    f"{versions[0].path} is in the way of version {number}: it has no {MANIFEST_FILE}",
+                    cause="it has lost that file, or something else has made the directory",
+                    hint=f"see what to do with it: export-model doctor {quoted(staging.model)}",
+                )
             if rule.is_passed:
                 raise PositionMoved(f"version {newest} was published meanwhile")
-            if not versions[0].has_manifest:
-                raise VersionExists(f"version {newest} is there, {number} would not be the newest")
         if not rule.is_passed:
             _require(staging.model, rule.last, last_position(staging.model, versions))
     else:
