@@ -11,14 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from collections.abc import Mapping as MappingOf
-from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog, Naming, TensorRef
+from exporter.catalog import Catalog, Extra, ExtraKind, Naming, TensorRef
 from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.checkpoint.object_graph import SUFFIX, read_object_graph
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
@@ -146,25 +145,6 @@ def _fits(shape: tuple[int, ...], table: GraphTable) -> bool:
 
 # The slot name of `tf.train.ExponentialMovingAverage` unless the trainer chose another.
 TF_AVERAGE = "ExponentialMovingAverage"
-
-
-class ExtraKind(Enum):
-    """The purpose of an ignored tensor, in the report's words."""
-
-    SLOT = "optimizer slot"
-    GLOBAL_STEP = "global step"
-    MOVING_AVERAGE = "moving average"
-    COUNTER = "counter"
-    BOOKKEEPING = "embedding bookkeeping"
-    OBJECT_GRAPH = "object graph"
-    OTHER = "other"
-
-
-class Extra(Struct, frozen=True):
-    """A tensor of the checkpoint that inference does not need."""
-
-    tensor: TensorRef
-    kind: ExtraKind
 
 
 _SLOT_NAME = re.compile(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from exporter.catalog import TensorRef
+from exporter.catalog import ExtraKind, TensorRef
 from exporter.checkpoint.object_graph import SUFFIX
 from exporter.errors import (
     AmbiguousRename,
@@ -14,7 +14,7 @@ from exporter.errors import (
     UsageError,
 )
 from exporter.graph.inference_graph import PartitionStrategy
-from exporter.mapping.build import ExtraKind, VariableMapping, build_mapping, check_casts
+from exporter.mapping.build import VariableMapping, build_mapping, check_casts
 from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import DocumentError, decode, encode
