@@ -267,7 +267,7 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
             TensorSource(key, variables, tensor, match.via, cast, order.gather_parts, order.scatter_parts)
         )
     twins = _twin_notes(sources, catalog) if objects is None and catalog.naming is Naming.NAMES else ()
-    notes = (*_notes(sources, rules), *twins)
+    notes = (*_notes(sources, rules, catalog), *twins)
     tables = tuple(find_tables(graph.tables, catalog, rules.renamed))
     contents = {ref.name: ref for _, *refs in tables for ref in refs}
     sources += [TensorSource(name, (), ref, "table") for name, ref in contents.items()]
@@ -481,7 +481,7 @@ def _why_not(tensor: TensorRef, variable: GraphVariable, claimed_by: str | None)
     return f"{tensor.name!r} (would fit)"
 
 
-def _notes(sources: Iterable[TensorSource], rules: MappingRules) -> Iterator[str]:
+def _notes(sources: Iterable[TensorSource], rules: MappingRules, catalog: Catalog) -> Iterator[str]:
     if not rules.average:
         return
     via = Counter(source.via for source in sources)
@@ -489,7 +489,10 @@ def _notes(sources: Iterable[TensorSource], rules: MappingRules) -> Iterator[str
     if not via["average"]:
         raise MissingTensors(
             f"--average {rules.average}: the checkpoint has no moving average of any served variable",
-            hint="leave --average out, or give the trainer's own average name: --average NAME",
+            cause="" if catalog.naming is Naming.NAMES else "its format has no names for moving averages",
+            hint="leave --average out, or give the trainer's own average name: --average NAME"
+            if catalog.naming is Naming.NAMES
+            else "save a tf.train.Checkpoint of model and optimizer, which names them; or leave --average out",
         )
     if raw:
         more = f" and {len(raw) - 5} more" if len(raw) > 5 else ""
