@@ -179,7 +179,9 @@ def update(
             f"{model} version {done.version} is at position {done.position} (step {done.step}): "
             f"{count(done.deltas, 'delta')}, {count(done.rows, 'row')}; {done.status}"
         )
-        document = Update(address=address, model=model, **asdict(done))
+        document = Update(
+            address=address, model=model, message=done.status, **asdict(done) | {"status": done.word}
+        )
         _print(sink, document, line, is_done=True)
         if done.loading is not None:
             sink.warn(

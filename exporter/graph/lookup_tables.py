@@ -106,12 +106,10 @@ def check_filled(meta_graph: Proto, filling: Collection[str]) -> None:
     if empty:
         finds = (node for node in index.nodes.values() if node.op.startswith("LookupTableFind"))
         reader = next((node.name for node in finds if empty[0] in tables.behind(_table_of(node))), "")
-        given = (
-            ": a StringLookup or IntegerLookup takes vocabulary=[...]" if _OF_KERAS.match(empty[0]) else ""
-        )
+        where = f", which {reader!r} reads" if reader else ""
+        given = ": StringLookup and IntegerLookup take vocabulary=[...]" if _OF_KERAS.match(empty[0]) else ""
         raise NotServable(
-            f"nothing in the graph fills table {empty[0]!r}"
-            + (f", which {reader!r} reads" if reader else ""),
+            f"nothing in the graph fills table {empty[0]!r}{where}",
             cause="it would be empty when served",
             hint=f"build the graph with the table's initializer{given}; or choose other outputs",
         )

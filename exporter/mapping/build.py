@@ -492,7 +492,7 @@ def _notes(sources: Iterable[TensorSource], rules: MappingRules, catalog: Catalo
             cause="" if catalog.naming is Naming.NAMES else "its format has no names for moving averages",
             hint="leave --average out, or give the trainer's own average name: --average NAME"
             if catalog.naming is Naming.NAMES
-            else "save a tf.train.Checkpoint of model and optimizer, which names them; or leave --average out",
+            else "save a tf.train.Checkpoint of model and optimizer, which has names; or leave --average out",
         )
     if raw:
         more = f" and {len(raw) - 5} more" if len(raw) > 5 else ""
