@@ -15,11 +15,10 @@ from exporter.terminal.edge import (
     AS_TEXT,
     EXIT_CODES,
     OutputFlags,
-    VersionFlag,
+    VersionOption,
     command,
     run,
 )
-from exporter.terminal.help import PlainCommand
 from exporter.terminal.output import Output, as_json, escape
 from exporter.terminal.progress import count
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
@@ -155,7 +154,7 @@ def update(
     access: ServerAccess = WITHOUT_TLS,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """Apply the deltas that export-model published to the variables of a running model.
+    """Apply published deltas to the variables of a running model.
 
     The model lists and applies them itself, without a reload; without new deltas nothing happens. The
     command also works with TF Serving's own servers. Every replica needs its own call: do not send it to a
@@ -180,7 +179,9 @@ def update(
             f"{model} version {done.version} is at position {done.position} (step {done.step}): "
             f"{count(done.deltas, 'delta')}, {count(done.rows, 'row')}; {done.status}"
         )
-        document = Update(address=address, model=model, **asdict(done))
+        document = Update(
+            address=address, model=model, message=done.status, **asdict(done) | {"status": done.word}
+        )
         _print(sink, document, line, is_done=True)
         if done.loading is not None:
             sink.warn(
@@ -195,27 +196,19 @@ def update(
 
 
 COMMANDS = {
-    "run": LateCommand(
-        "serving.run_command", "run_server", {"cls": PlainCommand, "short_help": "Serve models over gRPC."}
-    ),
-    "status": LateCommand(__name__, "status", {"short_help": "Versions of a model on a server."}),
-    "reload": LateCommand(
-        "serving.reload_command", "reload", {"short_help": "Change which models a running server serves."}
-    ),
-    "agent": LateCommand(
-        "serving.agent_command",
-        "agent",
-        {"cls": PlainCommand, "short_help": "Keep replicas as fresh as what is published."},
-    ),
-    "predict": LateCommand(__name__, "predict", {"short_help": "Send one request to a server."}),
-    "update": LateCommand(__name__, "update", {"short_help": "Apply published deltas to a running model."}),
+    "run": LateCommand("serving.run_command", "run_server"),
+    "status": LateCommand(__name__, "status"),
+    "reload": LateCommand("serving.reload_command", "reload"),
+    "agent": LateCommand("serving.agent_command", "agent"),
+    "predict": LateCommand(__name__, "predict"),
+    "update": LateCommand(__name__, "update"),
 }
 app = application(_HELP, COMMANDS)
 
 
 @app.callback()
-def serve_model(own_version: VersionFlag = False) -> None:
-    """Do nothing: this is the root command; its only option is `-V`."""
+def serve_model(own_version: VersionOption = False) -> None:
+    """Do nothing: this is the root command; its only option is `--version`."""
 
 
 def _from_stock(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -240,14 +233,19 @@ def _print(sink: Output, document: Struct, line: str, *, is_done: bool = False) 
 _FROM_STDIN = "the request itself goes to standard input: echo '...' | serve-model predict ... --json-input -"
 
 
+def _content(path: Path) -> str:
+    """The text of a file, or of a pipe such as a shell's <(command)."""
+    from exporter.storage.files import read_regular
+
+    return path.read_text() if path.is_fifo() else read_regular(path).decode()
+
+
 def _request(source: str) -> dict[str, Any]:
     """The JSON object in a file, or on standard input; UsageError if there is none."""
     import json
 
-    from exporter.storage.files import read_regular
-
     try:
-        text = sys.stdin.read() if source == "-" else read_regular(local_path("--json-input", source))
+        text = sys.stdin.read() if source == "-" else _content(local_path("--json-input", source))
         document = json.loads(text)
     except OSError as error:
         raise UsageError(

@@ -156,7 +156,9 @@ class Update(Struct, frozen=True):
     deltas: int
     """Deltas that were applied."""
     status: str
-    """Why it stopped, in the model's words; the first word is a code: `reached`, `current`, `hold`, ..."""
+    """Why it stopped, as a code: `reached`, `current`, `hold`, ..."""
+    message: str
+    """Why it stopped, in the model's words."""
     loading: int | None
     """A newer version that was not available in time, so it was not updated."""
 

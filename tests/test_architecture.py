@@ -36,7 +36,8 @@ STAGES = [
     {"publish"},
     {"verify", "training"},
     {"pipeline", "transfer"},
-    {"api", "cli"},
+    {"api"},
+    {"cli"},
     {"__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(STAGES) for room in rooms}

@@ -74,7 +74,7 @@ def inspected(found: Inspection, sink: Output, *, tensors: bool) -> None:
         return
     if isinstance(found, GraphView):
         columns = dict.fromkeys(("tensor", "dtype", "shape"), "left")
-        rows = ([spec.tensor, spec.dtype, spec.shape_text] for spec in found.tensors)
+        rows = ([spec.tensor, spec.dtype, spec.shape_text] for spec in found.read_tensors())
         sink.table("", columns, rows)
     elif found.catalog is not None:
         columns = {"tensor": "left", "dtype": "left", "shape": "left", "slices": "right", "bytes": "right"}
@@ -132,7 +132,7 @@ def _graph_document(found: GraphView, *, tensors: bool) -> inspections.GraphInsp
         batches=found.batches,
         likely_outputs=found.likely_outputs,
         signatures=found.signatures,
-        tensors=list(found.tensors) if tensors else None,
+        tensors=list(found.read_tensors()) if tensors else None,
     )
 
 

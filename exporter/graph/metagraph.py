@@ -142,10 +142,19 @@ def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, dir
 def _nothing_to_serve(index: GraphIndex, label: str) -> UsageError:
     """The error for a graph without signatures; it suggests inputs and outputs."""
     placeholders = [node.name for node in input_placeholders(index)]
+    fed = f"its placeholders are {_listed(placeholders)}" if placeholders else "it has no placeholders"
+    batches = [
+        str(Endpoint(name, output))
+        for name, node in index.nodes.items()
+        if hands_over_batches(node.op)
+        for output in range(len(index.output_dtypes(node) or ()))
+    ]
+    if batches:
+        fed += f", and is trained with {_listed(batches)}"
     scores = [tensor.as_input for tensor in likely_outputs(index)]
     return UsageError(
         f"nothing says what to serve: {label} has no signatures",
-        cause=f"its placeholders are {_listed(placeholders)}; likely outputs are {_listed(scores)}",
+        cause=f"{fed}; likely outputs are {_listed(scores)}",
         hint="--input NAME=TENSOR --output NAME=TENSOR; "
         f"all names: export-model inspect {quoted(label)} --tensors",
     )
@@ -273,6 +282,15 @@ def _variables_values(index: GraphIndex) -> set[str]:
 
 def _inputs(index: GraphIndex) -> list[str]:
     placeholders = [node.name for node in input_placeholders(index)]
+    fed = f"its placeholders are {_listed(placeholders)}" if placeholders else "it has no placeholders"
+    batches = [
+        str(Endpoint(name, output))
+        for name, node in index.nodes.items()
+        if hands_over_batches(node.op)
+        for output in range(len(index.output_dtypes(node) or ()))
+    ]
+    if batches:
+        fed += f", and is trained with {_listed(batches)}"
     return placeholders + [name for name, node in index.nodes.items() if hands_over_batches(node.op)]
 
 

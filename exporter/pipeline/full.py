@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -32,10 +31,8 @@ from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.publish.model import PublishedAlready
 from exporter.publish.versions import read_manifest
 from exporter.terminal.progress import ProgressFactory, no_progress
+from exporter.verify.difference import Difference
 from exporter.version import __version__
-
-if TYPE_CHECKING:
-    from exporter.verify.outputs import Difference
 
 __all__ = ["Exported", "Plan", "execute", "export", "export_unless_published", "plan"]
 

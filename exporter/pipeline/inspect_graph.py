@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from exporter.graph.deeprec_conversion import looked_up
 from exporter.graph.feeds import hands_over_batches
 from exporter.graph.metagraph import input_placeholders, likely_outputs, read_metagraph
 from exporter.graph.nodes import Endpoint, GraphIndex
-from exporter.pipeline.inspected import GraphView, TensorSpec, label_of, outputs, shape_of, signatures_of
+from exporter.pipeline.inspected import GraphView, TensorSpec, label_of, shape_of, signatures_of
 from exporter.wire.protos import Proto
 
 
@@ -24,11 +25,17 @@ def inspect_graph(path: Path) -> GraphView:
         len(variables),
         looked_up(meta_graph, index),
         tuple(map(_placeholder, input_placeholders(index))),
-        tuple(spec for node in nodes if hands_over_batches(node.op) for spec in outputs(index, node.name)),
+        tuple(spec for node in nodes if hands_over_batches(node.op) for spec in _outputs(index, node.name)),
         tuple(_tensor(index, tensor) for tensor in likely_outputs(index)),
         signatures_of(meta_graph),
-        index,
+        lambda: (spec for name in sorted(index.nodes) for spec in _outputs(index, name)),
     )
+
+
+def _outputs(index: GraphIndex, name: str) -> Iterator[TensorSpec]:
+    for output, dtype in enumerate(index.output_dtypes(index.nodes[name]) or ()):
+        tensor = Endpoint(name, output)
+        yield TensorSpec(str(tensor), str(tensor), dtype.label, index.shape(tensor))
 
 
 def _tensor(index: GraphIndex, tensor: Endpoint) -> TensorSpec:

@@ -403,7 +403,7 @@ class VersionRestorer(Restorer):
                 hint += "; to leave the values as they are: export-model resume MODEL --lift-only"
             raise PositionUnknown(
                 f"there is no version {number}",
-                cause=f"there are {known}",
+                cause=f"published versions: {known}",
                 hint=hint,
             )
         manifest = read_manifest(found.path)

@@ -318,6 +318,12 @@ class Model(Struct, frozen=True, dict=True):
     known: _Known = field(default_factory=_Known)
     held_by: HeldBy | None = None
 
+    def __repr__(self) -> str:
+        if self.problem:
+            return f"Model({str(self.path)!r}, problem={self.problem!r})"
+        held = "" if self.hold is None else f", hold={self.hold}"
+        return f"Model({str(self.path)!r}, publications: {len(self.publications)}, at={self.at}{held})"
+
     @classmethod
     def read(cls, path: Path, before: Model | None = None) -> Model:
         """Read the model under a base path; manifests that were read `before` are not read again.

@@ -159,6 +159,13 @@ def checkpoint_path(what: str, place: str | os.PathLike[str]) -> Path:
             hint=f"write {without_secrets(known)}"
             + (", and set AZURE_STORAGE_ACCOUNT_NAME" if known.startswith("az") else ""),
         )
+    found = _URL.match(text)
+    if found is not None and (scheme := found[1].lower()) not in ("file", *_BUCKETS):
+        url = without_secrets(f"{scheme}://{found[2]}").rstrip("/")
+        raise UsageError(
+            f"{what} {url}: expected s3://, gs://, az:// or a local path",
+            hint=_copy(scheme, url, writes=what == "--out"),
+        )
     return local_path(what, place)
 
 

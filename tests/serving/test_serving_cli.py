@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -104,6 +105,27 @@ def test_an_update_of_a_version_that_takes_no_deltas_tells_how_to_publish_one(se
     assert done.exit_code == 2
     assert "version 7 of ranker takes no deltas" in done.stderr
     assert "--updatable" in done.stderr, "--incr would be refused as long as this version is the newest"
+
+
+def test_a_taken_port_is_one_message(server: ModelServer, tmp_path: Path) -> None:
+    port = server.address.rpartition(":")[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "serving", "run", tmp_path, "--port", port],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 7
+    assert f"\nerror: cannot listen on 127.0.0.1:{port}\n" in done.stderr
+    assert not re.search("^[EWI][0-9]{4}", done.stderr, re.MULTILINE), "a line of gRPC's own"
+
+
+def test_a_request_comes_from_a_pipe(server: ModelServer) -> None:
+    line = f"predict {server.address} --model ranker --json-input <(echo '{{\"inputs\": [[1, 2]]}}') --json"
+    asked = f"{sys.executable} -m serving {line}"
+    done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["outputs"] == [[0.1, 0.2]]
 
 
 def test_status_of_a_model_that_is_not_available(tmp_path: Path) -> None:
