@@ -15,6 +15,7 @@ from exporter.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from exporter.api import diff as diff
+    from exporter.api import doctor as doctor
     from exporter.api import execute as execute
     from exporter.api import export as export
     from exporter.api import export_incremental as export_incremental
@@ -51,8 +52,8 @@ if TYPE_CHECKING:
 
 
 _NAMES = {
-    "exporter.api": "diff execute export export_incremental history inspect merge open_checkpoint plan "
-    "pull push rebase resume rollback verify_model watch",
+    "exporter.api": "diff doctor execute export export_incremental history inspect merge open_checkpoint "
+    "plan pull push rebase resume rollback verify_model watch",
     "exporter.catalog": "Catalog",
     "exporter.errors": "ExportError ExportWarning",
     "exporter.options": "DataMode DeltaDtype ExportRequest Jobs Updates Verify",

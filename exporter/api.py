@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect as inspection_of
 import os
+import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
@@ -29,6 +30,7 @@ from exporter.pipeline.watch_loop import EVERY_SECOND, Watching
 from exporter.storage.local_paths import checkpoint_path, local_path, quoted
 from exporter.storage.url import Url
 from exporter.terminal.progress import ProgressFactory, no_progress
+from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.terminal.tensorflow_import import said_by_name
 from exporter.transfer.opened import LocalModel, OpenModel, data_mode, opened, opened_if_model, require_apart
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from exporter.pipeline.comparison import Differences
+    from exporter.pipeline.doctor import Examination
     from exporter.pipeline.full import Exported, Plan
     from exporter.pipeline.incremental import ExportedDelta, Incremental
     from exporter.pipeline.inspected import Inspection
@@ -425,6 +428,44 @@ def pull(url: str, model: StrPath, *, prune: bool = False, progress: ProgressFac
     from exporter.transfer import pull as transfer
 
     return transfer.pull(url, local_path("model", os.fspath(model)), prune=prune, progress=progress)
+
+
+def doctor(
+    model: StrPath,
+    *,
+    ckpt_dir: StrPath | None = None,
+    targets: Sequence[str] = (),
+    model_name: str | None = None,
+    patience: float = 60.0,
+    deadline: float = 5.0,
+    access: ServerAccess = WITHOUT_TLS,
+) -> Examination:
+    """Find what is wrong with a published model, or soon will be: `findings`, each with what helps.
+
+    With `ckpt_dir` also of the checkpoints that the next export would read; with `targets` (HOST:PORT) of
+    these servers, which call the model `model_name` (by default its last part), have `deadline` seconds for
+    an answer, and `patience` seconds to serve what is published.
+
+    Raises:
+        NotUpdatable: nothing is published there.
+        UsageError: an argument is not what it should be.
+    """
+    from exporter.pipeline.doctor import ask, examine
+
+    place = None if ckpt_dir is None else given.place("ckpt_dir", ckpt_dir, checkpoint_path)
+    with opened(given.place("model", model, checkpoint_path), read_only=True) as target:
+        name = model_name or target.path.resolve().name
+        servers = tuple(ask(address, name, deadline, access) for address in targets)
+        return target.carry(
+            lambda: examine(
+                target.path,
+                place,
+                now=time.time(),
+                is_remote=target.is_remote,
+                servers=servers,
+                patience=patience,
+            )
+        )
 
 
 def open_checkpoint(path: StrPath) -> Catalog:

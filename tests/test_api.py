@@ -28,9 +28,9 @@ from tests.support.step_models import MODEL, save, versions
 
 PROMISED = {
     "exporter": """Catalog DataMode DeltaDtype ExportError ExportRequest ExportWarning Exported ExportedDelta
-        Jobs Plan Role StopWhen Updates Verify Watching diff execute export export_incremental history inspect
-        is_chief merge node_role open_checkpoint opened plan pull push rebase resume rollback verify_model
-        watch""",
+        Jobs Plan Role StopWhen Updates Verify Watching diff doctor execute export export_incremental history
+        inspect is_chief merge node_role open_checkpoint opened plan pull push rebase resume rollback
+        verify_model watch""",
     "exporter.tables": """DynamicTable TrainableTable dynamic_embedding trainable_embedding
         trainable_embedding_class""",
     "exporter.training": """ExportCallback ExportHook ExportOutcome IncrementCallback IncrementHook
@@ -358,7 +358,11 @@ WRONG: dict[str, tuple[Callable[[], object], str, str]] = {
     "a number for a model": (lambda: exporter.resume(_any(3)), "model=3: expected a path", "model="),
     "nothing to inspect": (lambda: exporter.inspect(_any(None)), "path=None: expected a path", "path="),
     "a checkpoint's typo": (lambda: exporter.open_checkpoint("trian"), "there is no trian", "train"),
-    "another store": (lambda: export("hdfs://n/train", "m"), "only local paths", "hdfs dfs -get"),
+    "another store": (
+        lambda: export("hdfs://n/train", "m"),
+        "only local paths, s3://, gs:// and az://",
+        "hdfs dfs -get",
+    ),
     "exports without a model": (lambda: ExportHook(_any("train")), "expected an ExportRequest", "--ckpt-dir"),
     "exports of a function": (
         lambda: ExportHook(ExportRequest("train", "m", lambda: 0)),
@@ -440,6 +444,9 @@ def test_a_published_model_is_read_compared_and_carried(
     first, second = exporter.history("m").publications
     assert (first.step, second.step) == (10, 20)
     assert str(exporter.history(Path("m"))) == "Model('m', publications: 2, at=20 (step 20))"
+    seen = exporter.doctor("m", ckpt_dir="train", targets=["127.0.0.1:1"], deadline=0.5)
+    assert [finding.code.value for finding in seen.findings if finding.level.value == "wrong"] == ["down"]
+    assert (seen.is_well, exporter.doctor("m", ckpt_dir="train").is_well) == (False, True)
     found = exporter.diff(f"m/{first.position}", Path("m") / str(second.position))
     assert not found.is_empty
     assert exporter.diff("train", f"m/{second.position}").only_a == ("global_step",), "it is not served"
