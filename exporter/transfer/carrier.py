@@ -276,9 +276,10 @@ class Carrier:
     def _reveal(self, item: Item) -> None:
         """Make visible what the head says is published.
 
-        PositionMoved if another manifest stands in its place. The store itself copies the pending manifest.
-        If a suspended process resumes too late, another one has done so, and what was published may have been
-        removed again: the pending manifest is gone then, and the late copy does nothing.
+        PositionMoved if another manifest stands in its place, PublishError if the store refuses something.
+        The store itself copies the pending manifest. If a suspended process resumes too late, another one has
+        done so, and what was published may have been removed again: the pending manifest is gone then, and
+        the late copy does nothing.
         """
         is_late = False
         for name, content in (self.head.hold_files or {}).items():
