@@ -212,7 +212,10 @@ class Carrier:
             self._give_up(upload)  # the head was replaced by a beat of ours that was not waited for
 
     def _silence(self) -> float:
-        """Seconds since the head was written, by the store's clock."""
+        """Seconds since the head was written, by the store's clock; 0 if there is no head.
+
+        The first call writes an object and removes it, to learn how far the two clocks are apart.
+        """
         if self._skew is None:
             key = self._url.key(f".probe-{self._owner}")
             self._store.put(key, b"")
