@@ -122,7 +122,7 @@ class ModelServer:
         return f"http://{_host_and_port(self.host, self.rest_port)}/v1/models"
 
     def wait_available(self, timeout_seconds: float) -> int:
-        """Wait until every model has an available version; returns that of the first model."""
+        """Wait until every model has an available version; returns that of the first model, 0 without any."""
         deadline = time.monotonic() + timeout_seconds
         served = self.models.served().values()
         versions = [model.wait_available(max(0.0, deadline - time.monotonic())) for model in served]

@@ -222,7 +222,7 @@ def upserted(table: ServedTable, rows: KeyedRows, removed: Array) -> dict[str, C
     """The changes of a table's variables that remove keys, then put these rows, also of new keys.
 
     Values are as they are served. A key that is removed and put keeps its place. TableFull if there is no
-    room for the new keys.
+    room for the new keys, CorruptFile if the index does not fit the manifest.
     """
     change = table.change(rows.keys, removed[rows.rows_of(removed) < 0])
     changes = _index_changes(table, change)
@@ -233,7 +233,10 @@ def upserted(table: ServedTable, rows: KeyedRows, removed: Array) -> dict[str, C
 
 
 def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[str, Change]:
-    """The changes that make a table hold just the trainer's keys and rows; TableFull without room."""
+    """The changes that make a table hold just the trainer's keys and rows.
+
+    TableFull without room, CorruptFile if the index does not fit the manifest.
+    """
     rows = table.find(trained.keys)
     live, live_keys = table.live()
     drop = live_keys[~among(live, np.sort(rows[rows >= 0]))]

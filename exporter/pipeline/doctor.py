@@ -266,7 +266,10 @@ def _not_writable(model: Path) -> Iterator[Finding]:
 
 
 def _why_not_linked(model: Path, catalog: Catalog) -> str:
-    """Why the shards cannot be linked, found by linking each of them once; "" if they can."""
+    """Why the shards cannot be linked, found by linking each of them once; "" if they can.
+
+    CheckpointError if a shard is not what its index was read for, PublishError if nothing can be written.
+    """
     with Staging(model, sweeps=False) as staging, writing(staging.path):
         new_file = NewFile.in_directory(staging.path)
         for number, (shard, size) in enumerate(zip(catalog.shards, catalog.shard_sizes, strict=True)):

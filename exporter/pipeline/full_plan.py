@@ -276,7 +276,7 @@ def _require_own_directory(model: Path, catalog: Catalog) -> None:
 
 
 def _target_notes(model: Path) -> tuple[str, ...]:
-    """Warn of a plain version over one that takes deltas: servers that load it get no more deltas."""
+    """Return a warning of a plain version over one that takes deltas, else nothing: updates end with it."""
     newest = newest_version(model)
     if newest is None:
         return ()

@@ -277,7 +277,17 @@ Incremental: TypeAlias = "Exported | ExportedDelta"
 
 
 def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no_progress) -> ExportedDelta:
-    """Publish the planned delta, and keep which rows it leaves out or rounds for a later one."""
+    """Publish the planned delta, and keep which rows it leaves out or rounds for a later one.
+
+    `published` is None in what is returned if there is nothing to publish.
+
+    Raises:
+        TableFull, OverlayFull: the published base has no room for what changed.
+        SchemaChanged: the checkpoint has other tables than the base.
+        PositionMoved: another process published meanwhile.
+        CheckpointChanged: the trainer replaced what was planned for.
+        CheckpointError, NotFinite, PublishError: see errors.py; nothing was published.
+    """
     started = time.monotonic()
     if planned.is_nothing:
         return ExportedDelta(planned, None, 0, 0, 0, time.monotonic() - started)
@@ -400,7 +410,10 @@ def _planned(
     is_watching: bool,
     marker_seconds: float,
 ) -> IncrementalPlan:
-    """Plan; unless the caller is a watch, which looks again, wait until no marker is awaited any more."""
+    """Plan; unless the caller is a watch, which looks again, wait until no marker is awaited any more.
+
+    Raises what `plan_incremental` raises, PositionErrors among them.
+    """
     planned = plan_incremental(request, versions, is_watching=is_watching, marker_seconds=marker_seconds)
     if is_watching or not planned.trainer.awaits_marker:
         return planned

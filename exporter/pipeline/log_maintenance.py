@@ -223,6 +223,8 @@ def tidy(
 
     Where the model wants finite values, deltas that an earlier release published unchecked are merged with
     those that follow, as soon as these are finite: so servers that refused one pass it.
+
+    ExportError if the log cannot be read or a merger be published; what was merged before stays.
     """
     done: list[Merged] = []
     log = read_log(model) if log is None else log

@@ -458,9 +458,10 @@ def _complete(
 
 
 def _install(staging: Staging, target: Path) -> tuple[ExportError, ...]:
-    """Rename the bundle to `target` and wait until that is on disk.
+    """Rename the bundle to `target` and wait until that is on disk; returns warnings.
 
-    From the rename on readers have it, and no failure can take it back: it is returned as a warning.
+    From the rename on readers have it, and no failure can take it back: what failed then is a warning. A file
+    system that cannot sync is told of once.
     """
     os.rename(staging.path, target)  # noqa: PTH104  the commit: one call, in plain sight
     try:

@@ -16,7 +16,6 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from stat import S_ISDIR
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -394,20 +393,12 @@ class Model(Struct, frozen=True, dict=True):
             problem = f"{path} cannot be read: {error}"
         return replace(seen, logs={}, newest_version=None, problem=problem)
 
-    def places(self) -> dict[Path, int]:
-        """The directories that a publication changes now, with their inode numbers: a new directory at the
-        same path has another number.
-        """
+    def places(self) -> list[Path]:
+        """The directories that a publication changes now; some may not exist."""
         found = [self.path, self.path / DELTAS_DIRECTORY]
         with suppress(OSError, ManifestError):
             found += log_directories(self.path)
-        places = {}
-        for place in found:
-            with suppress(OSError):
-                status = place.stat()
-                if S_ISDIR(status.st_mode):
-                    places[place] = status.st_ino
-        return places
+        return found
 
     @property
     def newest_log(self) -> Log | None:
