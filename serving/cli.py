@@ -23,7 +23,7 @@ from exporter.terminal.output import Output, as_json, escape
 from exporter.terminal.progress import count
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from serving.address import Address, Deadline, ModelName
-from serving.documents import ColumnPrediction, ExampleResults, RowPrediction, Update
+from serving.documents import ColumnPrediction, ExampleResults, Form, RequestExample, RowPrediction, Update
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from msgspec import Struct
     from numpy.typing import NDArray
 
+    from exporter.wire.protos import Proto
     from serving.client import Metadata, ModelClient
 
 _HELP = f"""Serve models that export-model published, and ask model servers.
@@ -83,8 +84,14 @@ def status(
 def predict(
     address: Address,
     json_input: Annotated[
-        str, typer.Option(metavar="FILE|-", help="The request as JSON; - reads standard input.")
-    ],
+        str | None, typer.Option(metavar="FILE|-", help="The request as JSON; - reads standard input.")
+    ] = None,
+    example: Annotated[
+        bool, typer.Option("--example", help="Send nothing: print a request that the signature takes.")
+    ] = False,
+    form: Annotated[
+        Form, typer.Option("--as", help="With --example: as JSON, for the REST port, or as a program.")
+    ] = Form.JSON,
     model: ModelName = "default",
     signature: Annotated[
         str | None,
@@ -114,6 +121,7 @@ def predict(
     Examples:
       serve-model predict 127.0.0.1:8500 --model ranker --json-input request.json
       echo '{"inputs": {"x": [[1, 2]]}}' | serve-model predict 127.0.0.1:8500 --model ranker --json-input -
+      serve-model predict 127.0.0.1:8500 --model ranker --example --as curl
     """
     with command(printing) as sink:
         import json
@@ -122,16 +130,36 @@ def predict(
 
         if version is not None and label is not None:
             raise UsageError("--version and --label both name a version", hint="leave one of them out")
-        request = _request(json_input)
+        if (json_input is None) is not example:
+            raise UsageError(
+                "predict sends a request, or prints an example of one",
+                hint="add --json-input FILE, or --example" if json_input is None else "leave out --example",
+            )
+        if form is not Form.JSON and not example:
+            raise UsageError("--as goes with --example", hint="add --example, or leave out --as")
+        request = {} if json_input is None else _request(json_input)
         name = signature or request.get("signature_name") or "serving_default"
         with ModelClient(address, model, deadline_s=deadline, access=access) as client:
             metadata = client.metadata(version, label=label)
+            if example:
+                _print_example(client, metadata, name, form, sink)
+                return
             asked = version if label is None else metadata.version
             answer, served = _ask(client, metadata, name, asked, request)
         document = _ANSWERS[next(iter(answer))](model, served, name, *answer.values())
         is_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
         line = json.dumps(answer, ensure_ascii=False)
         _print(sink, document, line if is_unicode and line.isprintable() else as_json(answer))
+
+
+def _print_example(client: ModelClient, metadata: Metadata, name: str, form: Form, sink: Output) -> None:
+    from serving.example import example, written
+
+    signature = _signature(client, metadata, name)
+    request = example(signature, name)
+    text = written(request, signature, form, address=client.address, model=client.model)
+    document = RequestExample(client.model, metadata.version, name, request, text)
+    sink.result(document, map(escape, text.splitlines()))
 
 
 def update(
@@ -270,13 +298,7 @@ def _ask(
     from exporter.wire.rest_json import examples_input, predict_inputs
     from serving import rest_response
 
-    if name not in metadata.signatures:
-        raise UsageError(
-            f"version {metadata.version} of {client.model} has no signature {name!r}",
-            cause=f"it has {', '.join(sorted(metadata.signatures))}",
-            hint="name one of them with --signature",
-        )
-    definition = metadata.signatures[name]
+    definition = _signature(client, metadata, name)
     method = definition.method_name.rpartition("/")[2]
     try:
         if "examples" in request and method in ("classify", "regress"):
@@ -293,6 +315,17 @@ def _ask(
         return rest_response.classifications(classified.examples), classified.version
     regressed = client.regress(examples, signature=name, version=version)
     return rest_response.regressions(regressed.values), regressed.version
+
+
+def _signature(client: ModelClient, metadata: Metadata, name: str) -> Proto:
+    """The signature of this name; UsageError if the version has none."""
+    if name not in metadata.signatures:
+        raise UsageError(
+            f"version {metadata.version} of {client.model} has no signature {name!r}",
+            cause=f"it has {', '.join(sorted(metadata.signatures))}",
+            hint="name one of them with --signature",
+        )
+    return metadata.signatures[name]
 
 
 _ANSWERS = {"predictions": RowPrediction, "outputs": ColumnPrediction, "results": ExampleResults}

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from exporter.newer_python import StrEnum
 from exporter.publish.hold import HeldBy
 
 
@@ -129,6 +130,23 @@ class ColumnPrediction(PredictDocument, frozen=True):
 
     outputs: Any
     """Each output by name, or the output itself if there is only one."""
+
+
+class Form(StrEnum):
+    """How an example of a request is written."""
+
+    JSON = "json"
+    CURL = "curl"
+    PYTHON = "python"
+
+
+class RequestExample(PredictDocument, frozen=True):
+    """What `predict --example` prints."""
+
+    request: Any
+    """A request that the signature takes, in the JSON of REST."""
+    text: str
+    """The same as `--as` asks for it."""
 
 
 class ExampleResults(PredictDocument, frozen=True):

@@ -39,7 +39,12 @@ PRINTED_BY: Mapping[str, Sequence[type[Struct]]] = {
     "serve-model run": (served.Serving,),
     "serve-model reload": (served.Reload,),
     "serve-model status": (served.ModelStatus,),
-    "serve-model predict": (served.RowPrediction, served.ColumnPrediction, served.ExampleResults),
+    "serve-model predict": (
+        served.RowPrediction,
+        served.ColumnPrediction,
+        served.ExampleResults,
+        served.RequestExample,
+    ),
     "serve-model update": (served.Update,),
     "serve-model agent": (served.AgentStarted, AgentEvent),
     "/status.json of the agent": (served.AgentStatus,),
