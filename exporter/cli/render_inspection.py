@@ -132,6 +132,7 @@ def _graph_document(found: GraphView, *, tensors: bool) -> inspections.GraphInsp
         batches=found.batches,
         likely_outputs=found.likely_outputs,
         signatures=found.signatures,
+        feeds=found.feeds,
         tensors=list(found.read_tensors()) if tensors else None,
     )
 
@@ -139,8 +140,10 @@ def _graph_document(found: GraphView, *, tensors: bool) -> inspections.GraphInsp
 def _graph_lines(found: GraphView) -> Iterator[str]:
     yield line("graph", f"{found.path}: {found.nodes} nodes, {found.variables} variables")
     yield from (line("table", f"{name}, rows by keys") for name in found.embedding_variables)
-    yield from (line("placeholder", str(spec)) for spec in found.placeholders)
-    yield from (line("batch", str(spec)) for spec in found.batches)
+    for label, specs in (("placeholder", found.placeholders), ("batch", found.batches)):
+        for spec in specs:
+            met = found.feeds.get(spec.tensor)
+            yield line(label, f"{spec} -> {', '.join(met)}" if met else str(spec))
     yield from (line("output?", str(spec)) for spec in found.likely_outputs[:_LIKELY_SHOWN])
     yield from (line("signature", f"{name}{each}") for name, each in found.signatures.items())
 

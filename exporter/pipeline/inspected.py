@@ -101,6 +101,17 @@ class Signature(Struct, frozen=True):
         return f"({inputs}) -> {outputs}"
 
 
+class ProposedInput(Struct, frozen=True):
+    """A tensor that an answer needs, and the name that requests could have for it."""
+
+    name: str
+    """What requests could call it."""
+    tensor: str
+    """The tensor in the graph."""
+    feeds: tuple[str, ...]
+    """The variables that it is first used with."""
+
+
 class CheckpointView(Struct, frozen=True):
     """A checkpoint: all its tensors, with what each is probably for, and its tables by keys.
 
@@ -121,7 +132,8 @@ class GraphView(Struct, frozen=True):
 
     `batches` are the tensors that queues and iterators give in training, `likely_outputs` what looks like
     answers, the likeliest first. `embedding_variables` are the tables by keys that it looks up.
-    `read_tensors` yields every output of every node, by name.
+    `feeds` says which variables each of the first two is used with. `read_tensors` yields every output of
+    every node, by name.
     """
 
     path: Path
@@ -132,6 +144,7 @@ class GraphView(Struct, frozen=True):
     batches: tuple[TensorSpec, ...]
     likely_outputs: tuple[TensorSpec, ...]
     signatures: Mapping[str, Signature]
+    feeds: Mapping[str, tuple[str, ...]]
     read_tensors: Callable[[], Iterator[TensorSpec]]
 
 
