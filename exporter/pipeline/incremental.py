@@ -301,8 +301,9 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         span = replace(planned.span, only_from=bool(found.left_out or found.rounded))
         rounded = _rounded_so_far(planned, found)
         trained = replace(plan.target, left_out=found.left_out, rounded=rounded)
-        packing = planned.request.delta_dtype
-        what = Publication(span, plan.step, made, trained, rounded=found.rounded, packing=packing)
+        what = Publication.of(log, span, plan.step, made, trained)
+        entry = replace(what.entry, rounded=found.rounded)
+        what = replace(what, entry=entry, packing=planned.request.delta_dtype)
         check = _verify_bytes if planned.request.verify is Verify.BYTES else None
         published = publish_changes(log, staging, found.changes, what, last=log.last, check=check)
         # Inside the staging: changes may lie in its scratch files.
