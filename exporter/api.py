@@ -267,12 +267,14 @@ def rebase(
         ExportError: any other of exporter.errors.
     """
     from exporter.pipeline import rebase as bases
+    from exporter.publish.retention import Keep
 
     if keep is not None:
         given.whole("keep", keep, "keep=2")
+    kept = None if keep is None else Keep(keep)
     return _with_model(
         model,
-        lambda path: bases.rebase(path, keep=keep, despite_hold=despite_hold, jobs=jobs, progress=progress),
+        lambda path: bases.rebase(path, keep=kept, despite_hold=despite_hold, jobs=jobs, progress=progress),
     )
 
 

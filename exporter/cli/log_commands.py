@@ -94,6 +94,9 @@ def merge(
         keep, despite_hold = base.keep, base.despite_hold
         if base.rebase:
             from exporter.pipeline import rebase as bases
+            from exporter.publish.retention import Keep
+
+            kept = None if keep is None else Keep(keep)
         else:
             from exporter.pipeline import log_maintenance
         if base.rebase and dry_run:
@@ -101,7 +104,7 @@ def merge(
             render_log.rebasing(planned, sink)
         elif base.rebase:
             based = target.carry(
-                lambda: bases.rebase(path, keep=keep, despite_hold=despite_hold, jobs=jobs, progress=bar)
+                lambda: bases.rebase(path, keep=kept, despite_hold=despite_hold, jobs=jobs, progress=bar)
             )
             render_log.rebased(based, sink)
         elif dry_run:

@@ -590,6 +590,24 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
         ),
     ] = False
     keep: Annotated[int | None, _storage("Keep only the newest N versions.", metavar="N", least=1)] = None
+    keep_hourly: Annotated[
+        int,
+        _storage(
+            "With --keep: also the newest version of each of the last N hours that have one.",
+            metavar="N",
+            least=0,
+            goes_with="--keep",
+        ),
+    ] = 0
+    keep_daily: Annotated[
+        int,
+        _storage(
+            "With --keep: also the newest version of each of the last N days that have one.",
+            metavar="N",
+            least=0,
+            goes_with="--keep",
+        ),
+    ] = 0
     table_head_room: Annotated[
         float | None, _keyed("Room for X times more keys in tables.", metavar="X", default="0.25")
     ] = None

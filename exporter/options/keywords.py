@@ -115,6 +115,10 @@ class ExportKeywords(TypedDict, total=False):
     """Generate no warm-up requests of the model's signatures."""
     keep: int | None
     """Keep only the newest N versions."""
+    keep_hourly: int
+    """With keep: also the newest version of each of the last N hours that have one."""
+    keep_daily: int
+    """With keep: also the newest version of each of the last N days that have one."""
     table_head_room: float | None
     """Room for X times more keys in tables."""
     min_freq: int

@@ -29,6 +29,7 @@ from exporter.pipeline.staged import Staged, Step
 from exporter.publish.commit import PublishedVersion, Staging, publish_version
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.publish.model import PublishedAlready
+from exporter.publish.retention import Keep
 from exporter.publish.versions import read_manifest
 from exporter.terminal.progress import ProgressFactory, no_progress
 from exporter.verify.difference import Difference
@@ -142,7 +143,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
             staging,
             _draft(staged, digest),
             staged.place,
-            keep=request.keep,
+            keep=Keep.of(request),
             permission=permission(request),
             permit=(lambda: None) if request.again else permit,
         )

@@ -40,7 +40,7 @@ from exporter.publish.delta_log import DeltaLog, LogDelta, log_of
 from exporter.publish.hold import HeldBy
 from exporter.publish.manifest import FileEntry, Manifest, ManifestDraft, to_json
 from exporter.publish.permission import REFUSING, Permission
-from exporter.publish.retention import GRACE_SECONDS, KeptVersion, Retired, retire
+from exporter.publish.retention import GRACE_SECONDS, Keep, KeptVersion, Retired, retire
 from exporter.publish.staging import Staging
 from exporter.publish.versions import VersionDir, greatest, last_position, taken, version_dirs
 from exporter.storage.files import (
@@ -295,7 +295,7 @@ def publish_version(
     draft: ManifestDraft,
     rule: VersionRule | ReservedPosition = _BY_POSITION,
     *,
-    keep: int | None = None,
+    keep: Keep | None = None,
     permission: Permission = REFUSING,
     permit: Callable[[], None] = lambda: None,
     is_locked: bool = False,
@@ -319,8 +319,8 @@ def publish_version(
         VerificationError: the staged tree holds something that is neither a file nor a directory.
         TargetNotWritable, DiskFull, PublishError: the operating system refused; nothing was published.
     """
-    if keep is not None and keep < 1:
-        raise UsageError(f"--keep {keep} would leave no version to serve", hint="use --keep 1 or more")
+    if keep is not None and keep.newest < 1:
+        raise UsageError(f"--keep {keep.newest} would leave no version to serve", hint="use --keep 1 or more")
     retired = Retired()
     with writing(staging.model):
         files = seal(staging.path)
