@@ -21,7 +21,6 @@ published the file is, for an instant, a symbolic link into the delta that is ab
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
 from collections.abc import Iterator
@@ -97,6 +96,8 @@ class HoldDocument(HeldBy, frozen=True):
 
 
 def _user() -> str:
+    import getpass  # late: most commands read holds, and few set one
+
     try:
         name = getpass.getuser()
     except (OSError, KeyError):  # in a container there may be no name for the number
