@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from exporter.newer_python import StrEnum
+from exporter.publish.hold import HeldBy
+
 
 class ServedModel(Struct, frozen=True):
     """A model that `run` serves."""
@@ -46,6 +49,8 @@ class Published(Struct, frozen=True):
     """The training step of its values."""
     hold: int | None
     """The position at which a hold stops the model; null without one."""
+    held_by: HeldBy | None
+    """Who set the hold, when and why; null if nothing says so."""
 
 
 class ServedVersion(Struct, frozen=True):
@@ -127,6 +132,23 @@ class ColumnPrediction(PredictDocument, frozen=True):
     """Each output by name, or the output itself if there is only one."""
 
 
+class Form(StrEnum):
+    """How an example of a request is written."""
+
+    JSON = "json"
+    CURL = "curl"
+    PYTHON = "python"
+
+
+class RequestExample(PredictDocument, frozen=True):
+    """What `predict --example` prints."""
+
+    request: Any
+    """A request that the signature takes, in the JSON of REST."""
+    text: str
+    """The same as `--as` asks for it."""
+
+
 class ExampleResults(PredictDocument, frozen=True):
     """What `predict` prints for a request with `examples` to a classify or regress signature."""
 
@@ -152,7 +174,9 @@ class Update(Struct, frozen=True):
     deltas: int
     """Deltas that were applied."""
     status: str
-    """Why it stopped, in the model's words; the first word is a code: `reached`, `current`, `hold`, ..."""
+    """Why it stopped, as a code: `reached`, `current`, `hold`, ..."""
+    message: str
+    """Why it stopped, in the model's words."""
     loading: int | None
     """A newer version that was not available in time, so it was not updated."""
 

@@ -23,7 +23,7 @@ from exporter.transfer.opened import opened
 from serving.client import ModelClient
 from serving.documents import ModelStatus, Published, ServedVersion
 from serving.status import VersionState, VersionStatus, error_text
-from serving.updates import read_incremental_status
+from serving.updates import read_served
 
 _EVENT = "event"
 _UNSETTLED = "unsettled"
@@ -52,19 +52,19 @@ def _ask(client: ModelClient, status: VersionStatus) -> ServedVersion:
     if status.state is not VersionState.AVAILABLE:
         return version
     try:
-        found = read_incremental_status(client, status.version)
-    except CallFailed as error:  # it may be unloaded by now
+        found = read_served(client, status)
+    except CallFailed as error:
         return replace(version, problem=error.cause or error.message)
-    if found is None:
-        return version
     return replace(
         version,
+        state=found.state.name,
         position=found.position,
         step=found.step,
-        lineage=found.lineage,
+        lineage=found.lineage or None,
         unsettled=found.unsettled,
         tables=found.tables.text if found.tables else None,
         overlay_percent=found.tables.overlay_percent if found.tables else None,
+        problem=found.message if found.state is not status.state else None,
     )
 
 
@@ -153,13 +153,15 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
 
 def _published(history: Model) -> Published:
     at = history.at
-    return Published(at.position if at else None, at.step if at else None, history.hold)
+    return Published(at.position if at else None, at.step if at else None, history.hold, history.held_by)
 
 
 def _newest(target: Model | None) -> str:
     if target is None:
         return ""
-    held = "" if target.hold is None else f", held at {target.hold}"
+    held, by = "" if target.hold is None else f", held at {target.hold}", target.held_by
+    if by is not None:
+        held += f" ({by.text})"
     return f"; published: position {target.at or 'unknown'}{held}"
 
 

@@ -36,7 +36,8 @@ STAGES = [
     {"publish"},
     {"verify", "training"},
     {"pipeline", "transfer"},
-    {"api", "cli"},
+    {"api"},
+    {"cli"},
     {"__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(STAGES) for room in rooms}
@@ -60,7 +61,7 @@ SERVING_SHARES = {
     "exporter.transfer.push",
 }
 # Commands of the exporter that ask servers. No other module may, and none when a file is imported.
-ASKS_SERVERS = {"exporter.cli.doctor_command", "exporter.cli.notify"}
+ASKS_SERVERS = {"exporter.pipeline.doctor", "exporter.cli.notify"}
 HEAVY = {"tensorflow", "tensorflow_serving", "keras", "tf_keras", "h5py"}
 
 

@@ -18,7 +18,7 @@ from exporter.pipeline.watch_loop import EVERY_SECOND, Watching
 from exporter.storage.local_paths import checkpoint_path
 from exporter.terminal.commands import LateCommand, application
 from exporter.terminal.edge import AS_TEXT, EXIT_CODES, OutputFlags, VersionFlag, command, run
-from exporter.terminal.parameters import with_structs
+from exporter.terminal.parameters import ARGUMENTS, with_structs
 from exporter.terminal.server_access import ServerAccess
 from exporter.training.roles import node_role
 from exporter.transfer.opened import data_mode, opened, require_apart
@@ -71,7 +71,14 @@ class PlaceFlags(Struct, frozen=True):
     any_role: Annotated[bool, _place("Export even if this node of a cluster is not the chief.")] = False
     options: Annotated[
         Path | None,
-        _place('Take options that are not typed from this JSON file: {"keep": 3}.', metavar="FILE"),
+        _place(
+            "Take options that are not typed from this JSON or TOML file, FILE#NAME from its [models.NAME].",
+            metavar="FILE",
+        ),
+    ] = None
+    config: Annotated[
+        Path | None,
+        _place("Export each model of this TOML file (see --options) with what is typed.", metavar="FILE"),
     ] = None
 
     def both(self) -> tuple[Path, Path]:
@@ -196,6 +203,11 @@ def export(
             refuse_root_options(context)
         return
     with command(printing) as sink, ExitStack() as stack:
+        if places.config is not None:
+            from exporter.cli.several import run_all  # late, as below
+
+            run_all(places.config, ARGUMENTS.get(), sink, watch=flags.watch)
+            return
         ckpt_dir, out = places.both()
         require_apart(ckpt_dir, out)
         servers = Servers(flags.notify, access)
@@ -229,6 +241,7 @@ COMMANDS = {
     "export": LateCommand(
         __name__, "export", {"add_help_option": False, "context_settings": {"auto_envvar_prefix": VARIABLES}}
     ),
+    "init": LateCommand("exporter.cli.init_command", "init"),
     "inspect": LateCommand("exporter.cli.inspect_command", "inspect"),
     **{name: LateCommand("exporter.cli.log_commands", name) for name in _IN_LOG},
     "push": LateCommand("exporter.cli.transfer_commands", "push"),

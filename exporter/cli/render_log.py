@@ -223,6 +223,7 @@ def history(found: Model, sink: Output, last: int | None) -> None:
         step=found.at.step if found.at else None,
         log=found.current.number if found.current else None,
         hold=found.hold,
+        held_by=found.held_by,
         events=events,
     )
     sink.result(document, _history_lines(found, len(events)))
@@ -243,8 +244,11 @@ def _history_lines(found: Model, shown: int) -> Iterator[str]:
     if found.hold is not None:
         waiting = sum(event.is_past_hold for event in found.publications)
         is_canary = found.current is not None and found.current.hold.is_canary
-        who = ", by the agent's canary" if is_canary else ""
+        by = found.held_by
+        who = f", {by.origin}" if by is not None else ", by the agent's canary" if is_canary else ""
         yield labelled("hold", f"at {found.hold}{who}; {waiting or 'nothing'} published beyond it")
+        if by is not None and by.why:
+            yield labelled("why", by.why)
         more = " --lift-canary" if is_canary else ""
         yield labelled("next", f"to lift it: export-model resume {quoted(found.path)}{more}")
     if shown < len(found.publications):

@@ -328,7 +328,17 @@ Incremental: TypeAlias = "Exported | ExportedDelta"
 
 
 def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no_progress) -> ExportedDelta:
-    """Publish the planned delta, and keep which rows it leaves out or rounds for a later one."""
+    """Publish the planned delta, and keep which rows it leaves out or rounds for a later one.
+
+    `published` is None in what is returned if there is nothing to publish.
+
+    Raises:
+        TableFull, OverlayFull: the published base has no room for what changed.
+        SchemaChanged: the checkpoint has other tables than the base.
+        PositionMoved: another process published meanwhile.
+        CheckpointChanged: the trainer replaced what was planned for.
+        CheckpointError, NotFinite, PublishError: see errors.py; nothing was published.
+    """
     started = time.monotonic()
     if planned.is_nothing:
         return ExportedDelta(planned, None, 0, 0, 0, time.monotonic() - started)
@@ -343,16 +353,10 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         made = DeltaOrigin.INCREMENTS if plan.is_known else DeltaOrigin.COMPARISON
         left_out, rounded, budgeted, wild = found.told(planned.allowance)
         trained = replace(plan.target, left_out=left_out, rounded=_rounded_so_far(planned, rounded))
-        what = Publication(
-            replace(planned.span, only_from=bool(left_out or rounded)),
-            plan.step,
-            made,
-            trained,
-            rounded=rounded,
-            packing=planned.request.delta_dtype,
-            budget=budgeted,
-            wild=wild,
-        )
+        span = replace(planned.span, only_from=bool(left_out or rounded))
+        what = Publication.of(log, span, plan.step, made, trained)
+        entry = replace(what.entry, rounded=rounded, budget=budgeted, wild=wild)
+        what = replace(what, entry=entry, packing=planned.request.delta_dtype)
         check = _verify_bytes if planned.request.verify is Verify.BYTES else None
         published = publish_changes(log, staging, found.changes, what, last=log.last, check=check)
         # Inside the staging: changes may lie in its scratch files.
@@ -462,7 +466,10 @@ def _planned(
     marker_seconds: float,
     look_seconds: float,
 ) -> IncrementalPlan:
-    """Plan; unless the caller is a watch, which looks again, wait until no marker is awaited any more."""
+    """Plan; unless the caller is a watch, which looks again, wait until no marker is awaited any more.
+
+    Raises what `plan_incremental` raises, PositionErrors among them.
+    """
     planned = plan_incremental(
         request,
         versions,

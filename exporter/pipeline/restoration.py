@@ -68,7 +68,7 @@ from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta
 from exporter.publish.delta_publication import Publication, publish_changes
 from exporter.publish.finite import require_finite
 from exporter.publish.hold import Hold
-from exporter.publish.manifest import DeltaOrigin, Manifest, ManifestDraft, RestoredValues
+from exporter.publish.manifest import DeltaEntry, DeltaOrigin, Manifest, ManifestDraft, RestoredValues
 from exporter.publish.permission import Permission
 from exporter.publish.versions import VersionDir, greatest, last_position, newest_of, read_manifest, taken
 from exporter.storage import mirror
@@ -222,26 +222,32 @@ class DeltaRestorer(Restorer):
         # Before the hold: what servers would refuse would leave them held at the values that are to go.
         self._require_room(restoration)
         if restoration.is_rollback:
-            self._stop_at(of, staging)
+            self._stop_at(of, staging, restoration.reason)
         trained, step = log.trained_at(of)
         taken_back = [log.open(delta) for delta in self._since(restoration)]
         touched = [delta.changes for delta in taken_back]
         scratch = staging.path.with_name("scratch")
         scratch.mkdir()
-        what = Publication(
-            self._span(restoration),
-            step,
-            restoration.made,
-            trained,
+        entry = DeltaEntry(
+            log=log.number,
+            schema=log.schema.digest,
+            made=restoration.made,
+            rows=0,
             back_to=of,
             before=restoration.before,
-            packing=packing_of(delta.header for delta in taken_back),
             reason=restoration.reason,
             canary=restoration.is_canaried,
             failed=restoration.by_canary,
-            hint=self._instead(restoration),
+            trained=trained,
         )
-        how = UnderLock(is_ours=True, holds=restoration.is_rollback, follows_canary=restoration.by_canary)
+        packing = packing_of(delta.header for delta in taken_back)
+        what = Publication(self._span(restoration), step, entry, packing, self._instead(restoration))
+        how = UnderLock(
+            is_ours=True,
+            holds=restoration.is_rollback,
+            follows_canary=restoration.by_canary,
+            why=restoration.reason,
+        )
         changes = restoring(touched, log.state(of), log.schema, scratch)
         return publish_changes(log, staging, changes, what, last=log.last, under_lock=how)
 
@@ -280,14 +286,14 @@ class DeltaRestorer(Restorer):
             raise PositionUnknown(f"no delta leads on from position {restoration.of}")
         return chain
 
-    def _stop_at(self, to: int, staging: Staging) -> None:
+    def _stop_at(self, to: int, staging: Staging, why: str | None) -> None:
         """Hold the log at `to`, unless it is held at an earlier position."""
         try:
             held = self.hold.read()
         except ManifestError:
             return  # no server passes it
         if held is None or held > to:
-            self.hold.put(to, staging)
+            self.hold.put(to, staging, why=why)
 
     def _instead(self, restoration: Restoration) -> str:
         """Return the hint for values that the model, which wants finite ones, refuses."""
@@ -355,7 +361,7 @@ class VersionRestorer(Restorer):
         """As `Restorer.publish`."""
         manifest = self._whole(restoration.of)
         if restoration.is_rollback:
-            self.hold.put(self._next(manifest), staging)
+            self.hold.put(self._next(manifest), staging, why=restoration.reason)
         for entry in manifest.files:
             target = staging.path / entry.path
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -398,7 +404,7 @@ class VersionRestorer(Restorer):
                 hint += "; to leave the values as they are: export-model resume MODEL --lift-only"
             raise PositionUnknown(
                 f"there is no version {number}",
-                cause=f"there are {known}",
+                cause=f"published versions: {known}",
                 hint=hint,
             )
         manifest = read_manifest(found.path)

@@ -2,12 +2,17 @@
 
     <model>/deltas/<log>/hold      of a log: `up_to = -1` does not go beyond it
     <model>/hold                   of versions that take no deltas: it binds publishers alone
+    hold.json beside either        who set it, why and when
 
-The file holds a position in digits. A person's hold, or a rollback's, also keeps exporters from publishing
-versions. A *canary's* hold does not: it is how far the agent's canary has approved the log. The agent moves
-it on, and the trainer goes on publishing behind it. It is written with 18 digits or more, the first of them a
-zero: the served graph and earlier releases read the same position, and earlier releases take it for a
-person's hold.
+The file `hold` has a position in digits: it alone decides, and graphs in servers read nothing else. A
+person's hold, or a rollback's, also keeps exporters from publishing versions. A *canary's* hold does not: it
+is how far the agent's canary has approved the log. The agent moves it on, and the trainer goes on publishing
+behind it. `hold.json` says which it is; a hold without it is a person's. Releases up to 0.2 wrote a canary's
+position with 18 digits or more, the first of them a zero, and no document: that is read for ever.
+
+Two files do not change at once. The document is written first, and has the hold that it takes the place of
+in `instead_of`: whichever position the number says, before and after it changes, is one of the two. A
+document of neither is a left-over, and is ignored: an earlier release has set the number since.
 
 A hold that cannot be read binds as well: servers then do not move by themselves. While a rollback is
 published the file is, for an instant, a symbolic link into the delta that is about to appear
@@ -20,14 +25,17 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec import Struct
 
 from exporter.errors import ManifestError, PublishError
 from exporter.storage.files import make_directories, read_regular, sync, write_durably, writing
-from exporter.storage.layout import HOLD_FILE
+from exporter.storage.layout import HOLD_DOCUMENT_FILE, HOLD_FILE
+from exporter.wire.json_documents import Count, DocumentError, Moment, Text, decode
 
 if TYPE_CHECKING:
     from exporter.publish.staging import Staging
@@ -35,9 +43,77 @@ if TYPE_CHECKING:
 LONGEST_HOLD = 64
 """Bytes that are read of a hold: a position has 18 digits at the most, a canary's one more."""
 
+LONGEST_DOCUMENT = 1 << 14
+"""Bytes that are read of a hold's document: two holds, each with a reason that is cut off."""
+
+_LONGEST_REASON = 1_000  # in the document: the whole reason is in the manifest of the rollback
+_LOOKS = 3  # a number and its document are read one after the other, and may change in between
+
 _CANARY = re.compile(rb"0[0-9]{17,18}\n?")
 _LEFT_OVER = re.compile(r"\.hold\.[0-9a-f]{8}", re.ASCII)
 """Names that earlier releases left behind when they were killed."""
+
+
+class HeldBy(Struct, frozen=True):
+    """Who holds a model at a position, since when, and why."""
+
+    position: Count
+    """Where it is held."""
+    who: Text
+    """The user and the machine that set the hold: `user@machine`."""
+    when: Moment
+    """When it was set."""
+    why: Text = ""
+    """The reason that was given; empty if none was, cut off if it is long."""
+    canary: bool = False
+    """True if it is how far the canary of an agent approved: it binds nobody who publishes."""
+
+    @classmethod
+    def now(cls, position: int, why: str | None = "", *, canary: bool = False) -> HeldBy:
+        """A hold that this process sets now, for its user; a long reason is cut off."""
+        why = why or ""
+        if len(why) > _LONGEST_REASON:
+            why = f"{why[: _LONGEST_REASON - 3]}..."
+        when = datetime.now(timezone.utc).replace(microsecond=0)
+        return cls(position, _user(), when, why, canary)
+
+    @property
+    def origin(self) -> str:
+        """Who set it and when, for people."""
+        by = f"the agent's canary ({self.who})" if self.canary else self.who
+        return f"set by {by} at {self.when.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+
+    @property
+    def text(self) -> str:
+        """Who set it, when and why, for people."""
+        return f"{self.origin}: {self.why}" if self.why else self.origin
+
+
+class HoldDocument(HeldBy, frozen=True):
+    """The file `hold.json`: `instead_of` is the hold before, which stands until the number has changed."""
+
+    instead_of: HeldBy | None = None
+
+
+def _user() -> str:
+    import getpass  # late: most commands read holds, and few set one
+
+    try:
+        name = getpass.getuser()
+    except (OSError, KeyError):  # in a container there may be no name for the number
+        name = f"uid {os.getuid()}"
+    return f"{name}@{os.uname().nodename}".encode(errors="backslashreplace").decode()[:200]
+
+
+class HeldAt(Struct, frozen=True):
+    """A hold as servers take it: they stop at `position`, -1 if the number cannot be read.
+
+    `is_canary`: a canary set it. `by` says who set it; None if nothing does.
+    """
+
+    position: int
+    is_canary: bool = False
+    by: HeldBy | None = None
 
 
 class Hold(Struct, frozen=True):
@@ -58,7 +134,14 @@ class Hold(Struct, frozen=True):
     @property
     def is_canary(self) -> bool:
         """True if it is how far a canary has approved the log."""
-        return _is_canary(self.content())
+        held = self.for_servers()
+        return held is not None and held.is_canary
+
+    @property
+    def by(self) -> HeldBy | None:
+        """Who set it, why and when; None without a hold, or if nothing says that of its position."""
+        held = self.for_servers()
+        return None if held is None else held.by
 
     @property
     def binds(self) -> bool:
@@ -76,21 +159,45 @@ class Hold(Struct, frozen=True):
             return self.read()
         return None
 
-    def for_servers(self) -> tuple[int | None, bool]:
-        """The position at which servers stop, and whether a canary set it, from one reading.
+    def for_servers(self) -> HeldAt | None:
+        """The hold as servers take it, from one reading; None without one.
 
-        None without a hold. Where it cannot be read they go nowhere, as while a rollback is published: -1.
+        Where it cannot be read they go nowhere, as while a rollback is published.
         """
-        content = self.content()
+        content, looks = self.content(), _LOOKS
+        while True:
+            try:
+                position = self._position(content)
+            except ManifestError:
+                return HeldAt(-1)
+            if position is None:
+                return None
+            by, looks = self._said_of(position), looks - 1
+            if by is not None or not looks or (again := self.content()) == content:
+                break
+            content = again
+        if _CANARY.fullmatch(content or b""):
+            return HeldAt(position, True, by if by is not None and by.canary else None)
+        return HeldAt(position, by is not None and by.canary, by)
+
+    def _said_of(self, position: int) -> HeldBy | None:
+        """What the document says of a position; None if it does not, or cannot be read."""
         try:
-            return self._position(content), _is_canary(content)
-        except ManifestError:
-            return -1, False
+            content = read_regular(self._document, LONGEST_DOCUMENT)
+            new: HoldDocument = decode(content, HoldDocument, HOLD_DOCUMENT_FILE, written=_encoded)
+        except (OSError, DocumentError):
+            return None
+        told = (msgspec.convert(new, HeldBy, from_attributes=True), new.instead_of)
+        return next((by for by in told if by is not None and by.position == position), None)
+
+    @property
+    def _document(self) -> Path:
+        return self.directory / HOLD_DOCUMENT_FILE
 
     def approved(self) -> int | None:
         """The position up to which a canary has approved the log; None if no canary's hold stands."""
-        content = self.content()
-        return self._position(content) if _is_canary(content) else None
+        held = self.for_servers()
+        return held.position if held is not None and held.is_canary else None
 
     def _position(self, content: bytes | None) -> int | None:
         if content is None:
@@ -111,17 +218,25 @@ class Hold(Struct, frozen=True):
         except OSError:
             return b"" if self.is_set else None
 
-    def put(self, position: int, staging: Staging, *, canary: bool = False) -> None:
+    def put(self, position: int, staging: Staging, *, canary: bool = False, why: str | None = None) -> None:
         """Set the hold atomically, a canary's or one that binds publishers, too."""
         with writing(self.path):
-            make_directories(self.directory)
-            text = f"0{position:017d}\n" if canary else f"{position}\n"
-            self._replace(_written(staging, text.encode("ascii")))
+            number = self.prepare(position, staging)
+            self.announce(HeldBy.now(position, why, canary=canary), staging)
+            self._replace(number)
+
+    def announce(self, by: HeldBy, staging: Staging) -> None:
+        """Write who sets the hold, before the number says so; until it does, the hold before stands."""
+        document = HoldDocument(by.position, by.who, by.when, by.why, by.canary, self.by)
+        make_directories(self.directory)
+        _written(staging, _encoded(document)).replace(self._document)
+        sync(self.directory)
 
     def lift(self) -> None:
-        """Remove the hold."""
+        """Remove the hold, the number first."""
         with writing(self.path):
             self.path.unlink(missing_ok=True)
+            self._document.unlink(missing_ok=True)
             if self.directory.exists():
                 sync(self.directory)
 
@@ -132,13 +247,16 @@ class Hold(Struct, frozen=True):
         A hold that cannot be put back stays: it binds more than the one before. A link that leads somewhere
         stays, too: what it was made for is published.
         """
-        content = self.content()
+        content, by = self.content(), self.by
         before = None if content is None else _written(staging, content)
+        said = None if by is None else _written(staging, _encoded(by))
         try:
             yield
         except BaseException:
             if not (self.path.is_symlink() and self.path.exists()):
                 with suppress(OSError, PublishError):
+                    if said is not None:
+                        said.replace(self._document)
                     self.lift() if before is None else self._replace(before)
             raise
 
@@ -176,8 +294,7 @@ class Hold(Struct, frozen=True):
         sync(self.directory)
 
 
-def _is_canary(content: bytes | None) -> bool:
-    return _CANARY.fullmatch(content or b"") is not None
+_encoded = msgspec.json.encode
 
 
 def _written(staging: Staging, content: bytes) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -179,6 +180,86 @@ def superseded_since(model: Model, served: Served) -> datetime | None:
         return None
     is_of_no_log = served.position is not None and served.lineage not in model.logs
     return newest.begun if is_of_no_log or served.number <= newest.base else None
+
+
+class Distance(Protocol):
+    """What a snapshot keeps of a served version and its `Lag`: None where that is unknown."""
+
+    @property
+    def number(self) -> int:
+        """The version."""
+
+    @property
+    def position(self) -> int | None:
+        """What it serves; None if it takes no deltas."""
+
+    @property
+    def behind_deltas(self) -> int | None:
+        """The number of deltas that it may take; None if no base of its log is published here."""
+
+    @property
+    def stale_s(self) -> float | None:
+        """The age of the oldest publication that it lacks, in seconds."""
+
+    @property
+    def superseded_s(self) -> float | None:
+        """Seconds since a newer log began; 0 for a version of the newest."""
+
+
+class Release(Protocol):
+    """What a snapshot keeps of a published model; None where its directory cannot be read."""
+
+    @property
+    def published(self) -> int | None:
+        """The newest position, whatever keeps servers from it."""
+
+    @property
+    def position(self) -> int | None:
+        """The newest position that the hold allows; None if no version takes deltas."""
+
+    @property
+    def newest_version(self) -> int | None:
+        """The newest version's number."""
+
+    @property
+    def waiting(self) -> int:
+        """The number of publications beyond `position`."""
+
+    @property
+    def is_held(self) -> bool:
+        """True if a person or a rollback holds it."""
+
+
+def code_of(
+    served: Distance, model: Release, limits: Limits, error: str, *, is_loading: bool
+) -> tuple[Code, str]:
+    """The state of a server by the version that answers its requests, and why; "" if the code says it all.
+
+    `error` is what its last update failed with, `is_loading`: another version is about to be available.
+    """
+    is_of_log = served.position is not None and served.behind_deltas is not None
+    at = served.position if served.position is not None else served.number
+    if model.published is None:
+        return Code.UNKNOWN, ""
+    if at >= model.published and (is_of_log or served.position is None):
+        return Code.FRESH, ""
+    if error:
+        return Code.REFUSES, error
+    if served.superseded_s:
+        code = Code.LATE if served.superseded_s > limits.late_s else Code.UPDATING
+        return code, "it has not loaded the newest base"
+    if not is_of_log:
+        is_newer = model.newest_version is not None and model.newest_version > served.number
+        if is_newer and model.position is None:  # no version takes deltas: the server loads each by itself
+            code = Code.UPDATING if is_loading else Code.LATE
+            return code, f"version {model.newest_version} is newer"
+        why = "its version takes no deltas" if served.position is None else "its log is not published here"
+        return Code.NOT_UPDATABLE, why
+    if (served.stale_s or 0.0) > limits.late_s:
+        return Code.LATE, ""
+    if not served.behind_deltas and model.waiting:
+        return Code.HELD if model.is_held else Code.CANARY, ""
+    return Code.UPDATING, ""
 
 
 def judge(model: Model, servers: Sequence[Server], now: datetime, limits: Limits) -> list[Finding]:

@@ -16,7 +16,6 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from stat import S_ISDIR
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -26,7 +25,7 @@ from exporter.delta.spans import Position, Span, furthest
 from exporter.errors import ExportError, ManifestError, NothingChanged, NotUpdatable
 from exporter.newer_python import StrEnum
 from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta, list_deltas, log_path
-from exporter.publish.hold import Hold
+from exporter.publish.hold import HeldAt, HeldBy, Hold
 from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin, Manifest, ManifestHead
 from exporter.publish.versions import (
     MAX_MANIFEST_BYTES,
@@ -129,8 +128,9 @@ class Log(Struct, frozen=True, dict=True):
     """A log at one time: its deltas, and its hold as the limit of all replicas.
 
     `limit` is the position of the hold; None without one, and -1 if it cannot be read, which stops all
-    replicas. `is_canary` is True if a canary set it, as the position that it approved. `base` is the position
-    of the log's newest base, `rollback` the rollback at which the log is held.
+    replicas. `is_canary` is True if a canary set it, as the position that it approved; `held_by` says who set
+    it, why and when, None if that is not known. `base` is the position of the log's newest base, `rollback`
+    the rollback at which the log is held.
 
     `path` is the directory of its deltas, which need not exist; `begun` is when the first base that is there
     was published. `commits` are the first publications at positions, also of deltas that retention has
@@ -147,6 +147,7 @@ class Log(Struct, frozen=True, dict=True):
     begun: datetime | None = None
     commits: Mapping[int, Commit] = field(default_factory=dict)
     sizes: Mapping[Span, int] = field(default_factory=dict)
+    held_by: HeldBy | None = None
 
     @property
     def number(self) -> int:
@@ -243,9 +244,10 @@ class _Known(Struct):
         self._remember(base.manifest, base.entry, base.manifest.lineage or "")
         return base
 
-    def log(self, base: LogBase, hold: tuple[int | None, bool], listed: Sequence[LogDelta]) -> Log:
+    def log(self, base: LogBase, hold: HeldAt | None, listed: Sequence[LogDelta]) -> Log:
         """The log of its newest base, with the deltas of it that can be read."""
-        lineage, (limit, is_canary) = base.manifest.lineage or "", hold
+        lineage, is_canary = base.manifest.lineage or "", hold is not None and hold.is_canary
+        limit = None if hold is None else hold.position
         known, found = self.deltas.get(lineage, {}), {}
         for delta in listed:
             read = known.get((delta.start, delta.end)) or self._delta(delta, lineage)
@@ -264,6 +266,7 @@ class _Known(Struct):
             min(base.manifest.created for base in bases if base.manifest.lineage == lineage),
             self.commits[lineage],
             dict(found.values()),
+            None if hold is None else hold.by,
         )
 
     def forget_all_but(self, lineages: Collection[str]) -> None:
@@ -307,8 +310,8 @@ class Model(Struct, frozen=True, dict=True):
     """A published model at one time: its `logs` by lineage, the newest first.
 
     `problem` says why it cannot be read; there are no logs then. `hold` is the position that servers do not
-    pass by themselves, None without a hold or if it cannot be read. `versions` are as `version_dirs` lists
-    them, `deltas` those of each directory of a log.
+    pass by themselves, None without a hold or if it cannot be read; `held_by` says who set it, None if that
+    is not known. `versions` are as `version_dirs` lists them, `deltas` those of each directory of a log.
     """
 
     logs: Mapping[str, Log] = field(default_factory=dict)
@@ -319,6 +322,13 @@ class Model(Struct, frozen=True, dict=True):
     versions: tuple[VersionDir, ...] = ()
     deltas: Mapping[Path, tuple[LogDelta, ...]] = field(default_factory=dict)
     known: _Known = field(default_factory=_Known)
+    held_by: HeldBy | None = None
+
+    def __repr__(self) -> str:
+        if self.problem:
+            return f"Model({str(self.path)!r}, problem={self.problem!r})"
+        held = "" if self.hold is None else f", hold={self.hold}"
+        return f"Model({str(self.path)!r}, publications: {len(self.publications)}, at={self.at}{held})"
 
     @classmethod
     def read(cls, path: Path, before: Model | None = None) -> Model:
@@ -335,8 +345,7 @@ class Model(Struct, frozen=True, dict=True):
             raise nothing_published(path)
         # The holds before the deltas, as the graph reads them: then the delta of a rollback is there if its
         # hold is (`_list_and_hold` in subgraph/update.py).
-        own = Hold(path)
-        held = own.position
+        held = Hold(path).for_servers()
         holds = {place: Hold(place).for_servers() for place in log_directories(path)}
         deltas = {place: list_deltas(place) for place in holds}
         # Before logs are made: a log begins with the oldest of its bases that is there.
@@ -346,15 +355,15 @@ class Model(Struct, frozen=True, dict=True):
             place = log_path(path, base.entry.log)
             if place not in holds and known.deltas.get(base.manifest.lineage or ""):
                 raise _Lost(f"{place} has vanished: is its volume mounted?")
-            limit, _ = holds.get(place, (None, False))
-            held = held if own.is_set or limit == -1 else limit
+            held = held or holds.get(place)
         logs: dict[str, Log] = {}
         for base in bases.values():
             if base is not None and (lineage := base.manifest.lineage) and lineage not in logs:
                 place = log_path(path, base.entry.log)
-                logs[lineage] = known.log(base, holds.get(place, (None, False)), deltas.get(place, ()))
+                logs[lineage] = known.log(base, holds.get(place), deltas.get(place, ()))
         known.forget_all_but(logs)
-        return cls(logs, newest.version, "", path, held, versions, deltas, known)
+        limit, by = (None, None) if held is None or held.position < 0 else (held.position, held.by)
+        return cls(logs, newest.version, "", path, limit, versions, deltas, known, by)
 
     @classmethod
     def history(cls, path: Path) -> Model:
@@ -391,20 +400,12 @@ class Model(Struct, frozen=True, dict=True):
             problem = f"{path} cannot be read: {error}"
         return replace(seen, logs={}, newest_version=None, problem=problem)
 
-    def places(self) -> dict[Path, int]:
-        """The directories that a publication changes now, with their inode numbers: a new directory at the
-        same path has another number.
-        """
+    def places(self) -> list[Path]:
+        """The directories that a publication changes now; some may not exist."""
         found = [self.path, self.path / DELTAS_DIRECTORY]
         with suppress(OSError, ManifestError):
             found += log_directories(self.path)
-        places = {}
-        for place in found:
-            with suppress(OSError):
-                status = place.stat()
-                if S_ISDIR(status.st_mode):
-                    places[place] = status.st_ino
-        return places
+        return found
 
     @property
     def newest_log(self) -> Log | None:

@@ -3,7 +3,7 @@
 <model>/<version>/saved_model.pb  variables/variables.*  variables/mapped.id  assets/  assets.extra/
 <model>/<version>/manifest.json
 <model>/deltas/<log>/<from>-<to>/delta.*  manifest.json
-<model>/deltas/<log>/hold                        a position that readers do not pass by themselves
+<model>/deltas/<log>/hold  hold.json             a position that readers do not pass by themselves; who set it
 <model>/deltas/<log>/.state/                     caches of the exporter
 <model>/.jobs/<plan>/  receipts/                 work of an engine that is gone on with
 <model>/.lock  .watch  .canary  .staging-*  .trash-*   work in progress; a server skips what is no number
@@ -46,6 +46,7 @@ MANIFEST_FILE = "manifest.json"
 DELTAS_DIRECTORY = "deltas"
 DELTA_NAME = "delta"
 HOLD_FILE = "hold"
+HOLD_DOCUMENT_FILE = "hold.json"
 CACHES_DIRECTORY = Path(".state")
 HASHES_DIRECTORY = CACHES_DIRECTORY / "hashes"
 CHECKED_DIRECTORY = CACHES_DIRECTORY / "checked"

@@ -20,7 +20,7 @@ from exporter.storage.objects import ObjectWriter, RemoteObject, Tag, require_co
 from exporter.storage.requests import MOST_COPIED
 from exporter.storage.waiting import GivenUp, setting_if_interrupted, until, within, workers
 from exporter.terminal.progress import Progress
-from exporter.transfer.head import Head, Upload, as_bytes, as_text, fetch_head, files_digest
+from exporter.transfer.head import Head, Upload, fetch_head, files_digest
 from exporter.transfer.items import Item, Passage, StoredModel, item_of, stored_model
 
 BEAT_SECONDS = 10.0
@@ -105,8 +105,8 @@ class Carrier:
                 self._give_up_own(upload)
             raise
         given_up = {path: files for path, files in before.given_up.items() if path != item.path}
-        told = as_text(holds)
-        self._replace(replace(before, path=item.path, manifest=item.digest, holds=told, given_up=given_up))
+        done = replace(before, path=item.path, manifest=item.digest, given_up=given_up)
+        self._replace(done.holding(holds))
         try:
             self._reveal(item)
         except (PublishError, CheckpointError) as error:
@@ -142,7 +142,7 @@ class Carrier:
     def settle(self, holds: Mapping[str, bytes]) -> None:
         """Change holds alone, or nothing, before what was published is removed."""
         self.probe()
-        self._replace(replace(self.head, holds=as_text(holds)))
+        self._replace(self.head.holding(holds))
         self._show_holds()
 
     def completed(self) -> StoredModel:
@@ -161,11 +161,11 @@ class Carrier:
 
         What was published last may not be visible yet; until it is, no hold is lifted for readers.
         """
-        head = self.head
-        if head.holds is None:
+        head, holds = self.head, self.head.hold_files
+        if holds is None:
             return stored.holds
         is_shown = _pending(head.path, head.manifest) not in stored.objects
-        return as_bytes(head.holds) if is_shown else {**stored.holds, **as_bytes(head.holds)}
+        return holds if is_shown else {**stored.holds, **holds}
 
     def _complete(self, stored: StoredModel) -> bool:
         """Reveal what is published and is not shown; True if `stored` is out of date then.
@@ -212,7 +212,10 @@ class Carrier:
             self._give_up(upload)  # the head was replaced by a beat of ours that was not waited for
 
     def _silence(self) -> float:
-        """Seconds since the head was written, by the store's clock."""
+        """Seconds since the head was written, by the store's clock; 0 if there is no head.
+
+        The first call writes an object and removes it, to learn how far the two clocks are apart.
+        """
         if self._skew is None:
             key = self._url.key(f".probe-{self._owner}")
             self._store.put(key, b"")
@@ -276,12 +279,13 @@ class Carrier:
     def _reveal(self, item: Item) -> None:
         """Make visible what the head says is published.
 
-        PositionMoved if another manifest stands in its place. The store itself copies the pending manifest.
-        If a suspended process resumes too late, another one has done so, and what was published may have been
-        removed again: the pending manifest is gone then, and the late copy does nothing.
+        PositionMoved if another manifest stands in its place, PublishError if the store refuses something.
+        The store itself copies the pending manifest. If a suspended process resumes too late, another one has
+        done so, and what was published may have been removed again: the pending manifest is gone then, and
+        the late copy does nothing.
         """
         is_late = False
-        for name, content in as_bytes(self.head.holds or {}).items():
+        for name, content in (self.head.hold_files or {}).items():
             is_late |= self._show_hold(name, _UNREADABLE_HOLD if name == item.hold else content)
         key = self._url.key(f"{item.path}/{MANIFEST_FILE}")
         pending = self._url.key(_pending(item.path, item.digest))
@@ -304,10 +308,10 @@ class Carrier:
         """
         newest = fetch_head(self._store) if look_first else None
         head, changed = self.head if newest is None else newest[0], False
-        while head.holds is not None:
-            holds = as_bytes(head.holds)
-            names = holds.keys() | self.shown.keys()
-            if not sum(self._show_hold(name, holds.get(name)) for name in names):
+        while (holds := head.hold_files) is not None:
+            # A document before the number that it is of, and what is lifted last, the number first.
+            names = [*holds, *sorted(self.shown.keys() - holds.keys())]
+            if not sum([self._show_hold(name, holds.get(name)) for name in names]):
                 break
             changed = True
             found = fetch_head(self._store)  # another process may have shown other ones meanwhile

@@ -20,18 +20,20 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from exporter.errors import ManifestError
-from exporter.publish.hold import LONGEST_HOLD
+from exporter.publish.hold import LONGEST_DOCUMENT, LONGEST_HOLD
 from exporter.publish.manifest import Manifest
 from exporter.storage.files import read_regular, writing
-from exporter.storage.layout import DELTAS_DIRECTORY, HEAD_FILE, HOLD_FILE, PUSHED_FILE
+from exporter.storage.layout import DELTAS_DIRECTORY, HEAD_FILE, HOLD_DOCUMENT_FILE, HOLD_FILE, PUSHED_FILE
 from exporter.storage.objects import ObjectWriter, Tag
 from exporter.storage.url import Url
 from exporter.wire.json_documents import DocumentError, decode, format_version
@@ -41,11 +43,15 @@ ITEM = rf"[0-9]{{1,19}}|{DELTAS_DIRECTORY}/[0-9]{{20}}/[0-9]{{20}}-[0-9]{{20}}"
 """The path of a version or a delta below its model, as a regular expression."""
 HOLD = rf"(?:{DELTAS_DIRECTORY}/[0-9]{{20}}/)?{HOLD_FILE}"
 """The path of a hold."""
+HOLD_DOCUMENT = rf"(?:{DELTAS_DIRECTORY}/[0-9]{{20}}/)?{re.escape(HOLD_DOCUMENT_FILE)}"
+"""The path of a hold's document."""
 _LONGEST = 1 << 20
 _Item = Annotated[str, Meta(pattern=rf"^(?:{ITEM})$(?!\n)")]
 _ItemOrNone = Annotated[str, Meta(pattern=rf"^(?:{ITEM})?$(?!\n)")]
 _HoldPath = Annotated[str, Meta(pattern=rf"^{HOLD}$(?!\n)")]
 _HoldText = Annotated[str, Meta(pattern=r"^[\x00-\xff]*$", max_length=LONGEST_HOLD)]
+_DocumentPath = Annotated[str, Meta(pattern=rf"^{HOLD_DOCUMENT}$(?!\n)")]
+_DocumentText = Annotated[str, Meta(pattern=r"^[\x00-\xff]*$", max_length=LONGEST_DOCUMENT)]
 
 
 class Upload(Struct, frozen=True):
@@ -59,7 +65,8 @@ class Upload(Struct, frozen=True):
 class Head(Struct, frozen=True):
     """The path of the newest publication, the lower-case SHA-256 of its manifest, the holds by their paths.
 
-    `given_up` are uploads that were replaced before they were published, the digests of their files by path.
+    `hold_documents` say who set the holds; None of a release that knows of none. `given_up` are uploads that
+    were replaced before they were published, the digests of their files by path.
     `owner` and `beat` make each head another one, for stores that tell objects apart by their content.
     """
 
@@ -67,6 +74,7 @@ class Head(Struct, frozen=True):
     manifest: str = ""
     uploading: Upload | None = None
     holds: dict[_HoldPath, _HoldText] | None = None
+    hold_documents: dict[_DocumentPath, _DocumentText] | None = None
     given_up: dict[_Item, str] = field(default_factory=dict)
     owner: str = ""
     beat: int = 0
@@ -75,6 +83,20 @@ class Head(Struct, frozen=True):
     def encoded(self) -> bytes:
         """The object's content."""
         return msgspec.json.encode(self)
+
+    def holding(self, files: Mapping[str, bytes]) -> Head:
+        """The same head with other holds: these files, by their paths below the model."""
+        text = {name: content.decode("latin-1") for name, content in files.items()}
+        documents = {name: text.pop(name) for name in files if name.endswith(HOLD_DOCUMENT_FILE)}
+        return replace(self, holds=text, hold_documents=documents)
+
+    @property
+    def hold_files(self) -> dict[str, bytes] | None:
+        """The files of its holds, documents first, by their paths below the model; None if it has none."""
+        if self.holds is None:
+            return None
+        text = {**(self.hold_documents or {}), **self.holds}
+        return {name: content.encode("latin-1") for name, content in text.items()}
 
     @property
     def paths(self) -> list[str]:
@@ -110,16 +132,6 @@ def fetch_head(store: ObjectWriter) -> tuple[Head, Tag] | None:
 def files_digest(manifest: Manifest) -> str:
     """A digest of all that readers read of a publication; its manifest's time is not of it."""
     return hashlib.sha256(msgspec.json.encode([manifest.files, manifest.tensors])).hexdigest()
-
-
-def as_text(holds: Mapping[str, bytes]) -> dict[str, str]:
-    """Holds as a head keeps them."""
-    return {name: content.decode("latin-1") for name, content in holds.items()}
-
-
-def as_bytes(holds: Mapping[str, str]) -> dict[str, bytes]:
-    """Holds as they are on disk."""
-    return {name: text.encode("latin-1") for name, text in holds.items()}
 
 
 def remember(model: Path, url: Url, head: Head) -> None:

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from exporter.checkpoint.tensor_bundle import index_path, parse_index, read_catalog
 from exporter.errors import CheckpointChanged, ManifestError, VerificationError
-from exporter.publish.hold import LONGEST_HOLD
+from exporter.publish.hold import LONGEST_DOCUMENT, LONGEST_HOLD
 from exporter.publish.manifest import FileEntry, Manifest, from_json
 from exporter.publish.versions import (
     MAX_MANIFEST_BYTES,
@@ -44,6 +44,7 @@ from exporter.storage.layout import (
     DELTA_NAME,
     DELTAS_DIRECTORY,
     HEAD_FILE,
+    HOLD_DOCUMENT_FILE,
     HOLD_FILE,
     JOBS_DIRECTORY,
     MANIFEST_FILE,
@@ -53,11 +54,11 @@ from exporter.storage.layout import (
 from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
-from exporter.transfer.head import HOLD, ITEM
+from exporter.transfer.head import HOLD, HOLD_DOCUMENT, ITEM
 from exporter.verify.version_files import Passed, cuts_of, verify_bytes, verify_file, verify_files
 
 _ITEM = re.compile(rf"({ITEM})/(.+)")
-_HOLD = re.compile(HOLD)
+_HOLD = re.compile(rf"{HOLD}|{HOLD_DOCUMENT}")
 _JOBS_END = f"{JOBS_DIRECTORY}0"
 """All names of jobs sort before it (`0` comes after `/`), and what is published after it."""
 _CONNECTIONS = 16
@@ -158,7 +159,7 @@ def path_of(name: str) -> str | None:
 
 
 def local_item(model: Path, path: Path) -> Item:
-    """The version or delta in one directory."""
+    """The version or delta in one directory; ManifestError if its manifest cannot be read."""
     manifest, content = _manifests.of(path / MANIFEST_FILE, _read_local)
     check_place(manifest, path)
     return Item(path.relative_to(model).as_posix(), manifest, content)
@@ -177,14 +178,20 @@ def _read_local(file: Path) -> tuple[Manifest, bytes]:
 
 
 def local_holds(model: Path) -> dict[str, bytes]:
-    """The holds by their paths below the model."""
-    paths = [model / HOLD_FILE, *(model / DELTAS_DIRECTORY).glob(f"*/{HOLD_FILE}")]
-    return {path.relative_to(model).as_posix(): _read_hold(path) for path in paths if path.is_file()}
+    """The files of holds, numbers and their documents, by their paths below the model."""
+    found = {}
+    for directory in (model, *(model / DELTAS_DIRECTORY).glob("*")):
+        # The number first: the document that is read next knows the number before it, too.
+        for path in (directory / HOLD_FILE, directory / HOLD_DOCUMENT_FILE):
+            if not path.is_file():
+                break  # a document without a number says nothing
+            with os.fdopen(open_regular(path), "rb") as file:
+                found[path.relative_to(model).as_posix()] = file.read(_longest(path.name))
+    return found
 
 
-def _read_hold(path: Path) -> bytes:
-    with os.fdopen(open_regular(path), "rb") as file:
-        return file.read(LONGEST_HOLD)
+def _longest(name: str) -> int:
+    return LONGEST_DOCUMENT if name.endswith(HOLD_DOCUMENT_FILE) else LONGEST_HOLD
 
 
 def looking_again(work: Callable[[], T]) -> T:
@@ -220,7 +227,7 @@ def _stored_model(store: ObjectReader) -> StoredModel:
         if found and found[2] == MANIFEST_FILE:
             manifests[found[1]] = each
         elif _HOLD.fullmatch(name):
-            holds[name] = bytes(store.read(each, 0, min(each.size, LONGEST_HOLD)))
+            holds[name] = bytes(store.read(each, 0, min(each.size, _longest(name))))
     if not manifests:
         _require_outside_models(store.url)
     return StoredModel(objects, manifests, holds)

@@ -23,6 +23,7 @@ So the last base stays, whatever is removed from the store.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -63,7 +64,7 @@ from exporter.storage.requests import PART_BYTES
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
 from exporter.terminal.progress import Progress, ProgressFactory, human_bytes, no_progress
-from exporter.transfer.head import Head, Upload, as_bytes, fetch_head, files_digest, recall, remember
+from exporter.transfer.head import HOLD, Head, Upload, fetch_head, files_digest, recall, remember
 from exporter.transfer.items import (
     Item,
     Passage,
@@ -106,7 +107,8 @@ def _settled(model: Path, items: Iterable[Item]) -> list[Item]:
     for item in items:
         path = model / item.path
         if path.parent not in holds:
-            holds[path.parent] = Hold(path.parent).for_servers()[0] if item.is_delta else None
+            held = Hold(path.parent).for_servers() if item.is_delta else None
+            holds[path.parent] = None if held is None else held.position
         hold = holds[path.parent]
         is_free = hold is None or item.manifest.position <= hold
         if is_free and (path / MANIFEST_FILE).stat().st_mtime <= latest:
@@ -224,8 +226,10 @@ class LocalCopy:
 
 def _is_settled(head: Head, stored: StoredItems) -> bool:
     """True if all that a head says can be seen; that comes a moment after the head."""
-    holds = {} if head.holds is None else as_bytes(head.holds)
-    is_shown = head.path in stored.manifests and holds == stored.holds
+    holds, there = head.hold_files or {}, stored.holds
+    if head.hold_documents is None:  # of an earlier release, which leaves documents that it does not know
+        there = {name: content for name, content in there.items() if re.fullmatch(HOLD, name)}
+    is_shown = head.path in stored.manifests and holds == there
     return is_shown and all(files_of(stored, item) is not None for item in stored.items.values())
 
 
@@ -245,7 +249,7 @@ class _Pull:
         self._store, self._url, self._model, self._stored = store, url, model, stored
         self._fetched = fetched
         self.here = by_path(local_items(model))
-        self._kept_hold = ""
+        self._kept_log: str | None = None
 
     def run(self, progress: ProgressFactory, *, prune: bool) -> Pulled:
         """Fetch what is missing, and settle the holds; with `prune`, remove first what is superseded.
@@ -271,7 +275,7 @@ class _Pull:
             waiting = tuple(item.path for item in wanted if taken_back.withholds(item))
             wanted = [item for item in wanted if not taken_back.withholds(item)]
             if Hold(self._model / taken_back.log).binds:
-                self._kept_hold = f"{taken_back.log}/{HOLD_FILE}"
+                self._kept_log = taken_back.log
         removed = self._prune(is_current=not wanted and not waiting) if prune else ()
         incomplete = self._fetch(wanted, progress)
         if not incomplete:
@@ -356,7 +360,8 @@ class _Pull:
         """Write down that an item is of the store: if this pull is killed, the next may not find it there."""
         known = recall(self._model, self._url) or Head()
         coming = known.uploading
-        head = known if coming is None else Head(coming.path, coming.manifest, holds=known.holds)
+        published = Head(holds=known.holds, hold_documents=known.hold_documents)
+        head = known if coming is None else replace(published, path=coming.path, manifest=coming.manifest)
         remember(self._model, self._url, replace(head, uploading=Upload(item.path, item.digest, "")))
 
     def _sweep(self, wanted: set[str]) -> None:
@@ -415,9 +420,11 @@ class _Pull:
                 hold.settle(held)
 
     def _set_holds(self) -> None:
-        here = local_holds(self._model)
-        for name, content in self._stored.holds.items():
-            if here.get(name) != content and name != self._kept_hold:
+        here, stored = local_holds(self._model), self._stored.holds
+        for name, content in sorted(stored.items(), reverse=True):  # a document before its number
+            log = name.rpartition("/")[0]
+            is_left_over = f"{log}/{HOLD_FILE}".lstrip("/") not in stored
+            if here.get(name) != content and log != self._kept_log and not is_left_over:
                 path = below(self._model, name, f"{self._url}: the hold")
                 with writing(path), Staging(self._model) as staging:
                     make_directories(path.parent)
@@ -433,11 +440,13 @@ class _Pull:
         """
         self._set_holds()
         known = recall(self._model, self._url)
-        had = {} if known is None or known.holds is None else as_bytes(known.holds)
+        had = {} if known is None else known.hold_files or {}
         for name in local_holds(self._model).keys() - self._stored.holds.keys():
             hold = Hold((self._model / name).parent)
+            if hold.path.name != Path(name).name:
+                continue  # a document goes with its number
             is_own = hold.is_canary and hold.content() != had.get(name)
-            if not is_own and name != self._kept_hold:
+            if not is_own and name.rpartition("/")[0] != self._kept_log:
                 hold.lift()
 
     def _prune(self, *, is_current: bool) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ from exporter.storage.objects import ObjectWriter
 from exporter.storage.url import Url
 from exporter.terminal.progress import ProgressFactory, no_progress
 from exporter.transfer.carrier import Carrier
-from exporter.transfer.head import ITEM, Head, as_bytes, fetch_head, recall, remember
+from exporter.transfer.head import ITEM, Head, fetch_head, recall, remember
 from exporter.transfer.items import (
     Item,
     StoredItems,
@@ -212,11 +212,13 @@ def parse(url: str) -> Url:
     """
     found = Url.parse(url)
     if found is None:
-        is_local = "://" in url or Path(url).exists()
+        is_local = "://" in url or Path(url).is_absolute() or Path(url).exists()
         known = store_url(url) or (None if is_local else f"s3://{url}")
         raise UsageError(
             f"{without_secrets(url)}: expected s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL",
-            hint=f"write {without_secrets(known)}" if known else "name a bucket and a model in it",
+            hint=f"write {without_secrets(known)}"
+            if known
+            else "name a bucket and a model in it: s3://BUCKET/MODEL",
         )
     if not found.path:
         raise UsageError(
@@ -249,7 +251,7 @@ def _require_ours(plan: PushPlan, head: Head) -> None:
         )
     if known is None or known.holds is None or head.holds is None or not head.is_same_publication(known):
         return
-    if head.holds != known.holds and as_bytes(head.holds) != plan.holds:
+    if head.holds != known.holds and head.hold_files != plan.holds:
         raise PositionMoved(
             f"{plan.url}: another machine has set or lifted a hold",
             cause=f"{plan.model} does not know of it",

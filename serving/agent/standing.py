@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.publish.judge import Code, Finding, Level
+from exporter.publish.judge import Code, Finding, Level, Limits, code_of
 from exporter.storage.local_paths import quoted
 from exporter.terminal.progress import count
 from serving.agent.view import FleetView, ModelView, ReplicaView
@@ -119,30 +119,8 @@ def standing(model: ModelView, replica: ReplicaView, fresh_within_s: float) -> S
     if served is None:
         messages = "; ".join(version.message for version in replica.versions if version.message)
         return Standing(Code.LOADING if _is_loading(replica) else Code.ABSENT, messages)
-    is_of_log = served.position is not None and served.behind_deltas is not None
-    at = served.position if served.position is not None else served.number
-    if model.published is None:  # its directory cannot be read
-        return Standing(Code.UNKNOWN)
-    is_newest = at >= model.published
-    if is_newest and (is_of_log or served.position is None):
-        return Standing(Code.FRESH)
-    if replica.error:
-        return Standing(Code.REFUSES, replica.error)
-    if served.superseded_s:
-        code = Code.LATE if served.superseded_s > fresh_within_s else Code.UPDATING
-        return Standing(code, _joined("it has not loaded the newest base", replica))
-    if not is_of_log:
-        is_newer = model.newest_version is not None and model.newest_version > served.number
-        if is_newer and model.position is None:  # no version takes deltas: the server loads each by itself
-            code = Code.UPDATING if _is_loading(replica) else Code.LATE
-            return Standing(code, _joined(f"version {model.newest_version} is newer", replica))
-        why = "its version takes no deltas" if served.position is None else "its log is not published here"
-        return Standing(Code.NOT_UPDATABLE, _joined(why, replica))
-    if (served.stale_s or 0.0) > fresh_within_s:
-        return Standing(Code.LATE)
-    if not served.behind_deltas and model.waiting:
-        return Standing(Code.HELD if model.is_held else Code.CANARY)
-    return Standing(Code.UPDATING)
+    code, why = code_of(served, model, Limits(fresh_within_s), replica.error, is_loading=_is_loading(replica))
+    return Standing(code, _joined(why, replica) if why and why != replica.error else why)
 
 
 def _is_loading(replica: ReplicaView) -> bool:
@@ -194,11 +172,12 @@ def _findings(model: ModelView, rows: Sequence[Row]) -> Iterator[Finding]:
 def _of_publications(model: ModelView) -> Iterator[Finding]:
     """Findings about the published model, and about replicas that cannot take it."""
     waits = "nothing waits yet" if not model.waiting else _waits(model)
+    by = model.held_by
     if model.rollback is not None:
         yield Finding(
             Code.ROLLED_BACK,
             f"rolled back to the values of {model.rollback.back_to}: {waits}",
-            model.rollback.reason,
+            model.rollback.reason if by is None else by.text,
             f"export-model resume {quoted(model.path)}",
         )
     elif model.is_held and model.hold is not None and model.hold < 0:
@@ -210,7 +189,10 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
     elif model.is_held:
         code = Code.PUBLICATIONS_HELD if model.waiting else Code.HELD
         yield Finding(
-            code, f"held at {model.hold}: {waits}", command=f"export-model resume {quoted(model.path)}"
+            code,
+            f"held at {model.hold}: {waits}",
+            "" if by is None else by.text,
+            f"export-model resume {quoted(model.path)}",
         )
     if model.problem:
         yield Finding(Code.UNSEEN, "what is published cannot be seen", model.problem)

@@ -15,6 +15,7 @@ from typing import Any
 from msgspec import Struct, field, to_builtins
 from msgspec.structs import replace
 
+from exporter.publish.hold import HeldBy
 from exporter.publish.judge import lag, seconds_since, superseded_since
 from exporter.publish.model import Model, Rollback
 from exporter.publish.served import Served, ServedTables
@@ -124,8 +125,8 @@ class ModelView(Struct, frozen=True):
 
     `published` is the newest published position, whatever keeps replicas from it; `position` is the newest
     one that the hold allows, and `waiting` counts the publications between them. `hold` is the position of
-    the hold, `is_held` is True unless only a canary set it. `rollback` is the rollback at which the model is
-    held. `store` is None without `--pull`.
+    the hold, `is_held` is True unless only a canary set it, `held_by` says who did. `rollback` is the
+    rollback at which the model is held. `store` is None without `--pull`.
     """
 
     name: str
@@ -143,6 +144,7 @@ class ModelView(Struct, frozen=True):
     published: int | None = None
     waiting: int = 0
     is_held: bool = False
+    held_by: HeldBy | None = None
 
     @property
     def stale_s(self) -> float | None:
@@ -296,6 +298,7 @@ def _model(fleet: Fleet, publications: Publications, canaries: Canaries, now: da
         published=published.newest_position,
         waiting=0 if log is None else log.waiting,
         is_held=log is not None and log.limit is not None and not log.is_canary,
+        held_by=None if log is None else log.held_by,
     )
 
 

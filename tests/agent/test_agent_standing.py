@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from exporter.delta.chunk_digest import Chunk
 from exporter.delta.spans import Span
+from exporter.publish.hold import HeldBy
 from exporter.publish.judge import Code, Level
 from exporter.publish.model import Rollback
 from serving.agent.audit import Audited
@@ -38,6 +39,7 @@ def found(*models: ModelView) -> FleetStanding:
 
 HELD = {"hold": 65, "position": 65, "waiting": 3, "is_held": True}
 AT_65 = {"position": 65, "step": 65}
+BY_ANN = HeldBy(65, "ann@web-1", datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc), "NaN in scores")
 DIFFERS = Audited(120, 1, (Chunk("table", 0, 4),))
 OF_ONE: dict[str, tuple[ReplicaView, Code]] = {
     "at the newest": (replica(), Code.FRESH),
@@ -69,6 +71,10 @@ MODELS: dict[str, tuple[ModelView, str]] = {
     "fresh": (model(replica(), replica("r2:8500")), "Every replica is fresh"),
     "held": (
         model(replica(**AT_65), **HELD),
+        "Held at 65: 3 publications wait (newest 120, serving 65)",
+    ),
+    "held by a person": (
+        model(replica(**AT_65), **HELD, held_by=BY_ANN),
         "Held at 65: 3 publications wait (newest 120, serving 65)",
     ),
     "held, at the newest": (
@@ -164,6 +170,12 @@ def test_the_headline(case: str) -> None:
     standing = found(one)
     assert standing.headline == text
     assert (standing.level is Level.GOOD) is (case == "fresh")
+
+
+@pytest.mark.parametrize("rollback", [None, Rollback(65, 60, "NaN in scores")])
+def test_who_holds_a_model_and_why_is_told(rollback: Rollback | None) -> None:
+    one = model(replica(**AT_65), **HELD, held_by=BY_ANN, rollback=rollback)
+    assert found(one).findings[0].why == "set by ann@web-1 at 2026-01-02 03:04:05 UTC: NaN in scores"
 
 
 def test_a_version_that_is_loaded_is_not_late() -> None:

@@ -94,7 +94,9 @@ def test_what_waits_behind_a_hold_is_marked(request_: ExportRequest) -> None:
     export_incremental(request_)
     waiting = [event["position"] for event in history(model)["events"] if event["is_past_hold"]]
     assert waiting == [60]
-    assert "at 41; 1 published beyond it" in export_model("history", model).out
+    told = export_model("history", model).out
+    assert "at 41, set by " in told
+    assert "; 1 published beyond it" in told
 
 
 def test_a_log_that_has_ended_is_said_so(request_: ExportRequest) -> None:

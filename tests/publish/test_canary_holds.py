@@ -335,7 +335,8 @@ def test_the_doctor_tells_of_a_canary_that_decides_nothing(request_: ExportReque
     found = export_model("doctor", request_.out, "--json").document["findings"]
     assert any("approved position 20, and 1 delta wait" in one["message"] for one in found)
     told = export_model("history", request_.out).out
-    assert "at 20, by the agent's canary; 1 published beyond it" in told
+    assert "at 20, set by the agent's canary (" in told
+    assert "; 1 published beyond it" in told
 
 
 def test_a_field_that_says_nothing_is_left_out_and_zero_says_something(request_: ExportRequest) -> None:

@@ -79,7 +79,7 @@ def test_what_is_published_in_a_store(server: ModelServer, request_: ExportReque
 def test_how_far_behind_and_how_old(server: ModelServer, request_: ExportRequest) -> None:
     document = status(server, "--published", request_.out)
     (version,) = document["versions"]
-    assert document["published"] == {"position": 30, "step": 30, "hold": None}
+    assert document["published"] == {"position": 30, "step": 30, "hold": None, "held_by": None}
     assert (version["behind_deltas"], version["behind_steps"], version["problem"]) == (2, 20, None)
     assert version["age_seconds"] > 0
     shown = call("status", server.address, "--model", "ranker", "--published", request_.out)

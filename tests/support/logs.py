@@ -27,7 +27,7 @@ from exporter.pipeline.rebase import FIRST_POSITION
 from exporter.publish.commit import PublishedVersion, Staging, publish_version, reserve_position
 from exporter.publish.delta_log import DeltaLog
 from exporter.publish.manifest import BaseEntry, ManifestDraft, Origin, tensor_entries
-from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY, UPDATABLE_FILE
+from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY, HOLD_DOCUMENT_FILE, UPDATABLE_FILE
 from exporter.subgraph.make_updatable import UPDATE_SIGNATURE
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
@@ -308,6 +308,7 @@ def assert_same_bits(found: Values, expected: Values) -> None:
 
 def set_hold(log: DeltaLog, position: int | None) -> None:
     """Hold the log at a position, or with None no more, as a person would with an editor."""
+    (log.path / HOLD_DOCUMENT_FILE).unlink(missing_ok=True)
     if position is None:
         log.hold.path.unlink(missing_ok=True)
     else:

@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
@@ -30,10 +31,13 @@ from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.log_maintenance import merge
 from exporter.publish.commit import model_lock
 from exporter.publish.delta_log import read_log
+from exporter.publish.hold import HeldAt
 from exporter.publish.staging import Staging
 from exporter.storage.layout import DELTA_NAME, HEAD_FILE, PULL_LOCK_FILE, PUSHED_FILE
 from exporter.storage.objects import ObjectReader, ObjectWriter
+from exporter.storage.url import Url
 from exporter.transfer import pull as pulling
+from exporter.transfer.head import fetch_head
 from exporter.transfer.pull import pull
 from exporter.transfer.push import plan_push
 from tests.support.commands import export_model
@@ -644,6 +648,54 @@ def test_a_canarys_hold_that_came_with_the_store_is_lifted_with_it(
     pushed(machine.model, url)
     pull(url, copy)
     assert read_log(copy).approved == own
+
+
+def test_who_holds_a_model_and_why_goes_with_it(machine: Machine, url: str, tmp_path: Path) -> None:
+    assert export_model("rollback", machine.model, "--to", "20", "--reason", "NaN in scores").code == 0
+    pushed(machine.model, url)
+    pushed(machine.model, url)
+    ours = read_log(machine.model).hold.by
+    assert ours is not None
+    copy = _pulled(url, tmp_path / "copy")
+    assert read_log(copy).hold.by == ours
+    assert export_model("history", url, "--json").document["held_by"]["why"] == "NaN in scores"
+    assert export_model("rollback", url, "--to", "10", "--reason", "worse").code == 0
+    found = read_log(_pulled(url, copy)).hold.by
+    assert found is not None
+    assert found.why == "worse"
+    assert export_model("resume", url, "--lift-only").code == 0
+    pull(url, copy)
+    assert read_log(copy).hold.for_servers() is None
+    assert not read_log(copy).hold.path.with_name("hold.json").exists()
+
+
+def _parsed(url: str) -> Url:
+    parsed = Url.parse(url)
+    assert parsed is not None
+    return parsed
+
+
+def test_a_publisher_of_an_earlier_release_leaves_a_document_that_is_ignored(
+    machine: Machine, url: str, tmp_path: Path
+) -> None:
+    """It sets numbers alone, in the head and beside the deltas."""
+    _held_by_canary(machine.model, 20)
+    pushed(machine.model, url)
+    copy = _pulled(url, tmp_path / "copy")
+    assert read_log(copy).approved == 20
+    store = ObjectWriter(_parsed(url))
+    found = fetch_head(store)
+    assert found is not None
+    head, tag = found
+    number = next(name for name in head.holds or {})
+    content = msgspec.json.decode(head.encoded())
+    del content["hold_documents"]
+    content["holds"] = {number: "30\n"}
+    assert store.replace(store.url.key(HEAD_FILE), msgspec.json.encode(content), tag)
+    store.put(store.url.key(number), b"30\n")
+    pull(url, copy)
+    assert read_log(copy).hold.for_servers() == HeldAt(30)
+    assert export_model("history", url, "--json").document["held_by"] is None
 
 
 def _taken_back_by_canary(machine: Machine, url: str, copy: Path) -> Path:

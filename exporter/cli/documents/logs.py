@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from exporter.cli.documents import Status
+from exporter.publish.hold import HeldBy
 from exporter.publish.model import Event
 from exporter.publish.retention import KeptVersion
 
@@ -164,5 +165,7 @@ class History(Struct, frozen=True):
     """The log of the newest version; null if that takes no deltas."""
     hold: int | None
     """The position at which the model is held."""
+    held_by: HeldBy | None
+    """Who set the hold, when and why; null if nothing says so."""
     events: Sequence[Event]
     """What was published, in the order of positions."""
