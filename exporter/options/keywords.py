@@ -8,17 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
-from exporter.options import (
-    DataMode,
-    DeltaDtype,
-    EngineName,
-    ExportFormat,
-    Isolation,
-    Jobs,
-    OnWild,
-    Updates,
-    Verify,
-)
+from exporter.options import DataMode, DeltaDtype, EngineName, ExportFormat, Isolation, Jobs, OnWild, Updates, Verify
 from exporter.options.given import StrPath
 
 
@@ -148,15 +138,15 @@ class ExportKeywords(TypedDict, total=False):
     min_change: float
     """For deltas: hold back rows that are less than X (Euclidean norm) from what is published."""
     delta_dtype: DeltaDtype | Literal["bfloat16", "int8"] | None
-    """With --incr: send table rows as bfloat16 or int8; reports the largest error."""
+    """For deltas: send table rows as bfloat16 or int8; reports the largest error."""
     delta_budget: str | None
-    """With --incr: send the rows that changed most, up to this size a delta, or rate."""
+    """For deltas: send the rows that changed most, up to this size a delta, or rate."""
     max_row_age: float | None
     """Send each row that was held back after this time, whatever the budget."""
     max_norm: Sequence[str]
-    """With --incr: look for table rows of a larger Euclidean norm."""
+    """For deltas: look for table rows of a larger Euclidean norm."""
     on_wild: OnWild | Literal["refuse", "hold-row", "warn"]
-    """What to do with rows beyond --max-norm."""
+    """What to do with rows beyond max_norm."""
     check_graph: bool
     """For deltas: build the graph again and compare it with the base's."""
     jobs: Jobs
