@@ -19,8 +19,8 @@ import pytest
 
 from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.delta.format import ChangeKind, Rows, ServedVariable
+from exporter.delta.residual import load_residual
 from exporter.delta.row_hashes import read_index
-from exporter.delta.tolerance import load_residual
 from exporter.increments.history import CheckpointMarker, read_history
 from exporter.increments.increment import Changed, Contents, Increment
 from exporter.increments.increment import from_json as increment_from_json

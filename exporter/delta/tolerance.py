@@ -3,7 +3,7 @@
 Each changed row has a *distance*: the Euclidean norm of what is to be served less what is. Rows below
 `--min-change` are held back; with a budget the nearest ones are, as many as must be for the others to fit.
 One threshold divides the rows of all tables: it is the given one, or chooses itself. What is held back is
-remembered, with the time since when, and competes again with its whole distance; see `save_residual`.
+remembered, with the time since when, and competes again with its whole distance.
 
 All is done only if asked for, and what is published says how far served values may be from the trainer's.
 A row whose distance is NaN or infinite is always sent, and so is what has no distance: variables that are
@@ -19,28 +19,23 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog
-from exporter.checkpoint.bundle_writer import BundleWriter
-from exporter.checkpoint.tensor_bundle import check_tensor, memory_map, read_catalog
 from exporter.delta.compare_rows import differing_rows
-from exporter.delta.delta_files import read_delta, write_delta
 from exporter.delta.deviation import LeftOut, Rounded, Tolerance, Used, WildRows
-from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable
-from exporter.delta.layered_state import Changes, LayeredState
+from exporter.delta.format import Change, Rows, Schema, ServedVariable
+from exporter.delta.layered_state import LayeredState
 from exporter.delta.packing import ChosenRows, round_rows, shrinks
+from exporter.delta.residual import Waiting
 from exporter.delta.row_spill import spilled
-from exporter.errors import CheckpointError, WildValues
+from exporter.errors import WildValues
 from exporter.options import DeltaDtype, OnWild
-from exporter.storage.layout import RESIDUAL_PREFIX
 from exporter.wire.dtypes import Array
 from exporter.wire.int8_codes import values_of
 
@@ -48,31 +43,6 @@ _ROWS = 1 << 12  # at a time: of 64 floats, their differences in float64 stay in
 _SAME, _HELD = -2.0, -1.0
 """Scores of rows that are served already as they would be sent, and of those that are held back anyway."""
 _FURTHEST = sys.float_info.max  # infinity is no number of JSON
-
-
-class Waiting(Struct, frozen=True):
-    """Rows that were left out so far, as the trainer had them.
-
-    `since` is when each began to wait, in seconds since 1970; rows that are not among them, since
-    `otherwise`.
-    """
-
-    changes: Changes = field(default_factory=dict)
-    since: Mapping[str, Array] = field(default_factory=dict)
-    otherwise: float = 0.0
-
-    @property
-    def oldest(self) -> float:
-        """Since when the row waits that waits longest; infinite without any."""
-        return min((float(each.min()) for each in self.since.values() if len(each)), default=math.inf)
-
-    def since_of(self, name: str, ids: Array) -> Array:
-        """float64 [n]: since when each of these rows, in ascending order, waits."""
-        change = self.changes.get(name)
-        if not isinstance(change, Rows) or not len(change.ids):
-            return np.full(len(ids), self.otherwise)
-        places = np.minimum(np.searchsorted(change.ids, ids), len(change.ids) - 1)
-        return np.where(change.ids[places] == ids, self.since[name][places], self.otherwise)
 
 
 class Divided(Struct, frozen=True):
@@ -171,68 +141,6 @@ def row_norms(rows: Array, dtype: Any = np.float64) -> Array:
 def _at_least_single(dtype: Any) -> Any:
     """The dtype, or float32 for one of 16 bits, whose squares would be infinite from 256 on."""
     return dtype if np.dtype(dtype) in (np.float32, np.float64) else np.float32
-
-
-def save_residual(directory: Path, schema: Schema, header: DeltaHeader, state: str, divided: Divided) -> None:
-    """Write the trainer's values of rows that the delta `header` left out as a delta; remove older ones.
-
-    `state` distinguishes the delta from another one at its position. Since when they wait is written beside
-    it, as a bundle. The files are a cache: if they are lost or damaged, states are compared.
-
-    Raises:
-        DiskFull, PublishError: they cannot be written.
-    """
-    directory.mkdir(exist_ok=True)
-    name = f"{RESIDUAL_PREFIX}{header.to_position}-{state}"
-    write_delta(directory / name, schema, header, divided.held_back)
-    if divided.since:
-        with BundleWriter(directory / f"{name}{_SINCE}") as writer:
-            for table in sorted(divided.since):
-                writer.add(table, divided.since[table])
-    for path in directory.glob(f"{RESIDUAL_PREFIX}*"):
-        if path.name.partition(".")[0] != name:
-            path.unlink(missing_ok=True)
-
-
-_SINCE = ".since"
-
-
-def load_residual(
-    directory: Path,
-    schema: Schema,
-    *,
-    lineage: str,
-    position: int,
-    state: str,
-    now: float = 0.0,
-    unknown: float = 0.0,
-) -> Waiting | None:
-    """The rows that `save_residual` wrote for a state of a log; None if they are lost or damaged.
-
-    They wait since `unknown` where no times are kept, or these are lost. A clock that is behind
-    `now` counts as right.
-    """
-    prefix = directory / f"{RESIDUAL_PREFIX}{position}-{state}"
-    try:
-        found = read_delta(prefix, schema)
-        _check_all(found.catalog)
-    except CheckpointError:
-        return None
-    if (found.header.lineage, found.header.to_position) != (lineage, position):
-        return None
-    rows = {name: len(change.ids) for name, change in found.changes.items() if isinstance(change, Rows)}
-    since = {name: np.full(count, unknown) for name, count in rows.items()}
-    with suppress(CheckpointError):
-        _check_all(times := read_catalog(directory / f"{prefix.name}{_SINCE}"))
-        kept = {name: memory_map(times, ref) for name, ref in times.tensors.items()}
-        if {name: each.shape for name, each in kept.items()} == {n: (count,) for n, count in rows.items()}:
-            since = {name: np.minimum(each, now) for name, each in kept.items()}
-    return Waiting(found.changes, since, now)
-
-
-def _check_all(catalog: Catalog) -> None:
-    for ref in catalog.tensors.values():
-        check_tensor(catalog, ref)
 
 
 class _Cut:

@@ -23,7 +23,7 @@ from exporter.storage.layout import MANIFEST_FILE
 WINDOW_SECONDS = 10.0
 """No span of this length gets more than it allows."""
 _WORTH_SECONDS = 1.0
-"""A watch waits until a rate allows what this time allows: each delta has its own price."""
+"""A watch waits until a rate allows what this time allows, and what had to go with the delta before."""
 
 
 class Allowance(Struct, frozen=True):
@@ -41,16 +41,17 @@ class Allowance(Struct, frozen=True):
     def of(cls, log: DeltaLog, text: str, now: float) -> Allowance:
         """The allowance by the text of `--delta-budget`."""
         budget = DeltaBudget.parse("--delta-budget", text)
-        entry, before = log.newest.entry, log.newest.manifest.created
+        entry, before, due = log.newest.entry, log.newest.manifest.created, 0
         if isinstance(entry, DeltaEntry) and entry.budget is not None:
-            before = entry.budget.planned  # what it took to publish it is not lost
+            before, due = entry.budget.planned, entry.budget.due  # what it took to publish it is not lost
         passed = now - before.timestamp()
         seconds = passed if passed >= 0 else WINDOW_SECONDS  # a clock was set back
         if not budget.is_rate:
             return cls(budget.size, seconds, now)
         room = int(budget.size * min(seconds, WINDOW_SECONDS))
         room = max(0, min(room, int(budget.size * WINDOW_SECONDS) - sum(_sent_lately(log, now))))
-        return cls(room, seconds, now, room >= budget.size * _WORTH_SECONDS)
+        worth = max(budget.size * _WORTH_SECONDS, min(due, budget.size * WINDOW_SECONDS))
+        return cls(room, seconds, now, room >= worth)
 
     def told(self, used: Used) -> Budgeted:
         """What the delta's manifest says of its budget."""

@@ -58,8 +58,9 @@ from exporter.terminal.progress import ProgressFactory, no_progress
 from exporter.wire.dtypes import Array
 
 if TYPE_CHECKING:
+    from exporter.delta.residual import Waiting
     from exporter.delta.row_hashes import HashIndex
-    from exporter.delta.tolerance import Divided, Waiting
+    from exporter.delta.tolerance import Divided
     from exporter.jobs.runner import Runner
     from exporter.pipeline.delta_budget import Allowance
     from exporter.pipeline.full import Exported
@@ -236,7 +237,7 @@ def _waiting(log: DeltaLog, request: ExportRequest, now: float) -> Waiting | Non
     is_by_bound = left_out.since is None and not left_out.wild and request.delta_budget is None
     if is_by_bound and left_out.bound > request.min_change:
         return None
-    from exporter.delta.tolerance import load_residual
+    from exporter.delta.residual import load_residual
 
     unknown = _since(left_out, now)
     return load_residual(log.path / CACHES_DIRECTORY, log.schema, **_state_key(log), now=now, unknown=unknown)
@@ -398,10 +399,11 @@ def _keep_for_next_time(planned: IncrementalPlan, found: _Found, overlaid: Overl
             from exporter.delta.row_hashes import write_index
 
             write_index(log.path / HASHES_DIRECTORY, replace(found.hashes, state=state))
-        if found.divided is not None and found.divided.held_back:
-            from exporter.delta.tolerance import save_residual
+        if (divided := found.divided) is not None and divided.held_back:
+            from exporter.delta.residual import save_residual
 
-            save_residual(log.path / CACHES_DIRECTORY, log.schema, _header(planned), state, found.divided)
+            caches, header = log.path / CACHES_DIRECTORY, _header(planned)
+            save_residual(caches, log.schema, header, state, divided.held_back, divided.since)
 
 
 def export_incremental(
@@ -557,7 +559,8 @@ def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory)
     found = _all_changes(planned, published, scratch, progress)
     if planned.allowed.is_nothing and not request.max_norm:
         return found
-    from exporter.delta.tolerance import Waiting, divide  # late: of exact deltas, which are most
+    from exporter.delta.residual import Waiting  # late: of exact deltas, which are most
+    from exporter.delta.tolerance import divide
 
     state, allowed, spec = published(), planned.allowed, log.base.entry.mapping_spec
     files = CheckedFiles.of(log.path / CHECKED_DIRECTORY, state.stored.values())

@@ -13,7 +13,8 @@ import numpy as np
 
 from exporter.delta.deviation import Tolerance
 from exporter.delta.format import ChangeKind, Rows, Schema, ServedVariable
-from exporter.delta.tolerance import Waiting, divide
+from exporter.delta.residual import Waiting
+from exporter.delta.tolerance import divide
 from exporter.options import DeltaDtype, ExportRequest
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.wire.dtypes import DType

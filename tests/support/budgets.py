@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from exporter.delta.format import ChangeKind, Schema
-from exporter.delta.tolerance import load_residual, row_distances
+from exporter.delta.residual import load_residual
+from exporter.delta.tolerance import row_distances
 from exporter.errors import ExportError
 from exporter.options.given import changed
 from exporter.pipeline import log_maintenance
