@@ -41,7 +41,7 @@ LIFE = [
     "aged",
     "export",
 ]
-LIFE += ["merge", "tidy", "rollback", "resume", "set back", "rebase", "forget"]
+LIFE += ["rounded", "watch", "merge", "tidy", "rollback", "resume", "set back", "rebase", "forget"]
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def live(directory: Path, serving: Serving, what: list[str], seed: int) -> None:
 
 
 @pytest.mark.landing
-@settings(max_examples=times(40))
+@settings(max_examples=times(200))
 @given(servings, st.lists(st.sampled_from(LIFE), min_size=4, max_size=25), st.integers(0, 1000))
 def test_what_is_served_is_what_is_told(serving: Serving, what: list[str], seed: int) -> None:
     with tempfile.TemporaryDirectory() as directory:

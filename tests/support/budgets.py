@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from exporter.delta.format import ChangeKind, Schema
+from exporter.delta.packing import round_rows, shrinks
 from exporter.delta.residual import load_residual
 from exporter.delta.tolerance import row_distances
 from exporter.errors import ExportError
+from exporter.options import DeltaDtype
 from exporter.options.given import changed
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.incremental import ExportedDelta, export_incremental
@@ -96,11 +98,18 @@ class BudgetedWorld(World):
     """Random life: whatever happens, what is served is what the log says."""
 
     history: dict[int, Values] = field(default_factory=dict)
+    states: list[Values] = field(default_factory=list)
 
     def do(self, what: str, rng: np.random.Generator) -> None:
+        if not self.states or self.states[-1] is not self.visible:
+            self.states.append(self.visible)
         match what:
             case "budget":
                 self.export_within(int(rng.integers(0, 12)), None, rng)
+            case "rounded":
+                self.export_rounded(int(rng.integers(0, 12)))
+            case "watch":
+                self.watch(int(rng.integers(0, 12)))
             case "aged":
                 self.export_within(int(rng.integers(0, 12)), float(rng.choice([0.0, 1e6])), rng)
             case "rollback":
@@ -162,6 +171,41 @@ class BudgetedWorld(World):
         assert {n: ids.tolist() for n, ids in remembered(read_log(self.model)).items()} == {
             name: ids.tolist() for name, ids in differing(after, self.visible).items() if len(ids)
         }
+
+    def export_rounded(self, rows: int) -> None:
+        """Each row is as before, or the trainer's, rounded where rows of 8 bits are smaller."""
+        log = read_log(self.model)
+        before = values_at(log)
+        done = export(self.trainer, self.model, f"{OVERHEAD + 16 * rows}B", delta_dtype=DeltaDtype.INT8)
+        after, held = values_at(read_log(self.model)), 0
+        for variable in log.schema.variables if done.published is not None else ():
+            name, trained = variable.name, self.visible[variable.name]
+            if variable.kind is ChangeKind.DENSE:
+                assert after[name].tobytes() == trained.tobytes()
+                continue
+            packs = shrinks(DeltaDtype.INT8, variable.dtype, variable.shape[1:])
+            image = round_rows(trained, DeltaDtype.INT8) if packs else trained
+            for row, value in enumerate(after[name]):
+                if value.tobytes() not in (trained[row].tobytes(), image[row].tobytes()):
+                    assert value.tobytes() == before[name][row].tobytes(), (name, row)
+                    held += 1
+        assert done.published is None or (0 if done.left_out is None else done.left_out.rows) == held
+
+    def watch(self, rows: int) -> None:
+        """A watch may wait, for the trainer or for its rate; what it sends, the trainer had."""
+        before = values_at(read_log(self.model))
+        done = export(self.trainer, self.model, f"{OVERHEAD + 20 * rows}B/s", watches=True)
+        after = values_at(read_log(self.model))
+        if done.published is None:
+            assert_same_bits(after, before)
+        for name, ids in differing(after, before).items():
+            for row in ids:
+                had = [
+                    state[name].reshape(after[name].shape)[row] if after[name].ndim else state[name]
+                    for state in self.states
+                ]
+                now = after[name][row] if after[name].ndim else after[name]
+                assert now.tobytes() in {value.tobytes() for value in had}, (name, row)
 
     def check(self) -> None:
         """Every position that can be reached serves what it served when it was published."""
