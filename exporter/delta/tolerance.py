@@ -33,7 +33,7 @@ from exporter.delta.format import Change, Rows, Schema, ServedVariable
 from exporter.delta.layered_state import LayeredState
 from exporter.delta.packing import ChosenRows, round_rows, shrinks
 from exporter.delta.residual import Waiting
-from exporter.delta.row_spill import spilled
+from exporter.delta.row_spill import ROWS_AT_ONCE, spilled
 from exporter.errors import WildValues
 from exporter.options import DeltaDtype, OnWild
 from exporter.wire.dtypes import Array
@@ -231,8 +231,9 @@ class _Sieve:
 
     def measure(self, waiting: Waiting, first: Array | None) -> None:
         """Give each row its score, and note those that are served rounded already."""
-        for start in range(0, len(self._change.ids), _ROWS):
-            ids, values = self._change.ids[start : start + _ROWS], self._change.values[start : start + _ROWS]
+        step = ROWS_AT_ONCE if self._published.is_remote(self._variable.name) else _ROWS
+        for start in range(0, len(self._change.ids), step):
+            ids, values = self._change.ids[start : start + step], self._change.values[start : start + step]
             before = self._published.rows_at(self._variable.name, ids)
             distances = self._distances(values, before)
             same = np.flatnonzero(~(distances > 0))  # nothing moved; or NaN, which has no distance
@@ -248,13 +249,14 @@ class _Sieve:
                 self._note_rounded(ids[is_same], values[is_same], before[is_same])
             finite = scores[(scores >= 0) & (scores < np.inf)]
             self.moved += float(finite.sum(dtype=np.float64)) * self.row_bytes
-            self._scores[start : start + _ROWS][moved] = scores
+            self._scores[start : start + step][moved] = scores
 
     def _distances(self, a: Array, b: Array) -> Array:
-        """The distances of rows; without a bound for them, of float32 in float32, which is quicker."""
+        """The distances of rows; where no number of them counts, of float32 in float32, which is quicker."""
         if self._is_coded:
             a, b = values_of(a), values_of(b)
-        return row_distances(a, b, np.float64 if self._allowed.bound else a.dtype)
+        is_bounded = self._allowed.bound or self._allowed.norms
+        return row_distances(a, b, np.float64 if is_bounded else a.dtype)
 
     def _score(
         self, ids: Array, values: Array, distances: Array, waiting: Waiting, first: Array | None

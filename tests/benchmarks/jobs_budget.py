@@ -36,6 +36,10 @@ class Served:
     def check(self, names: Iterable[str]) -> None:
         """Nothing is stored."""
 
+    def is_remote(self, name: str) -> bool:
+        """Nothing lies in a store."""
+        return False
+
     def rows_at(self, name: str, ids: Array) -> Array:
         """Rows of a table."""
         return self.values[name][ids]
