@@ -227,7 +227,7 @@ def export(
         if not places.any_role and not (role := node_role()).is_chief:
             export_commands.stand_by(role, sink)
             return
-        target = stack.enter_context(opened(out, read_only=flags.dry_run))
+        target = stack.enter_context(opened(out, read_only=flags.dry_run, signing=request.signing))
         request = replace(request, out=target.path)
         if flags.publishes_deltas:
             how = export_commands.RunOptions(target, flags.full_on_mismatch, flags.rebase, watch, servers)

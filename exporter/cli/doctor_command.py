@@ -11,7 +11,7 @@ import typer
 from msgspec import Struct
 
 from exporter.cli.log_commands import ModelArgument
-from exporter.options import Option
+from exporter.options import ANYBODY, Option, Trusting
 from exporter.storage.local_paths import checkpoint_parser
 from exporter.storage.url import Url
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
@@ -59,6 +59,7 @@ def doctor(
     ] = None,
     servers: ServerFlags = NO_SERVER,
     access: ServerAccess = WITHOUT_TLS,
+    trusting: Trusting = ANYBODY,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
     """List what is wrong with a published model, or soon will be, with the command that helps.
@@ -85,6 +86,7 @@ def doctor(
             patience=servers.patience,
             deadline=servers.deadline,
             access=access,
+            trusting=trusting,
         )
         _report(seen, sink)
         error = diagnosis(model, seen.findings)

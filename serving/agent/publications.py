@@ -39,12 +39,13 @@ class Publications:
         self._reads_ahead = reads_ahead
         self._changed = threading.Condition()
         self._looking = threading.Lock()
-        self._reported = ""
+        self._reported = self._untrusted = ""
         self._count = 0
         self._looked = _EVER
         self.current = self._listed(None)
         if self.current.problem:
             self._report(EventKind.UNSEEN, self.current.problem)
+        self._tell_untrusted()
 
     def wait(self, seen: int, timeout_s: float) -> int:
         """Sleep until a change after number `seen`, or for `timeout_s`; returns the number of the last
@@ -77,6 +78,7 @@ class Publications:
         with self._looking:
             before = self.current
             found = self.current = self._listed(before)
+        self._tell_untrusted()
         if found == before:
             return
         if found.problem != before.problem:
@@ -93,6 +95,14 @@ class Publications:
         if not (self.model.is_copy or found.problem):
             self._looked = now
         return found
+
+    def _tell_untrusted(self) -> None:
+        """Report once why replicas are led no further: what nobody trusted has signed."""
+        message = next((error.message for error in self.current.untrusted), "")
+        if message != self._untrusted:
+            self._untrusted = message
+            if message:
+                self._report(EventKind.FAILED, f"not followed: {message}")
 
     def _read_ahead(self, number: int) -> None:
         """Let the kernel read the mapped tables of a new version, until there is a newer one."""

@@ -205,6 +205,14 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
     yield from _of_overlays(model)
     for found in model.quarantined:
         yield Finding(Code.QUARANTINED, f"every replica refuses delta {found.delta}", found.reason)
+    if model.untrusted:
+        place = model.path if model.store is None else model.store.url
+        yield Finding(
+            Code.UNTRUSTED,
+            f"{count(len(model.untrusted), 'publication')} that no trusted key has signed",
+            model.untrusted[0],
+            f"export-model history {quoted(place)}",
+        )
     if model.store is not None and model.store.problem:
         yield Finding(Code.STORE, "the store cannot be read", model.store.problem)
     if model.store is not None and model.store.waiting:

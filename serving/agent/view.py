@@ -126,7 +126,8 @@ class ModelView(Struct, frozen=True):
     `published` is the newest published position, whatever keeps replicas from it; `position` is the newest
     one that the hold allows, and `waiting` counts the publications between them. `hold` is the position of
     the hold, `is_held` is True unless only a canary set it, `held_by` says who did. `rollback` is the
-    rollback at which the model is held. `store` is None without `--pull`.
+    rollback at which the model is held. `store` is None without `--pull`. `untrusted` says why publications
+    are left, the newest first.
     """
 
     name: str
@@ -145,6 +146,7 @@ class ModelView(Struct, frozen=True):
     waiting: int = 0
     is_held: bool = False
     held_by: HeldBy | None = None
+    untrusted: tuple[str, ...] = ()
 
     @property
     def stale_s(self) -> float | None:
@@ -263,18 +265,19 @@ def view(fleet: Fleet, canaries: Canaries, pullers: Mapping[str, Puller]) -> Fle
     """The state of the fleet now; `pullers` by model."""
     now = datetime.now(timezone.utc)
     models = [
-        replace(_model(fleet, each, canaries, now), store=_store(pullers.get(each.model.name)))
+        _with_store(_model(fleet, each, canaries, now), pullers.get(each.model.name))
         for each in fleet.publications
     ]
     return FleetView(now, tuple(models))
 
 
-def _store(puller: Puller | None) -> StoreView | None:
+def _with_store(model: ModelView, puller: Puller | None) -> ModelView:
     if puller is None:
-        return None
+        return model
     fetched = puller.fetched
     age = max(0.0, time.monotonic() - fetched.complete)
-    return StoreView(fetched.url, age, fetched.problem, fetched.waiting)
+    store = StoreView(fetched.url, age, fetched.problem, fetched.waiting)
+    return replace(model, store=store, untrusted=fetched.untrusted)
 
 
 def _model(fleet: Fleet, publications: Publications, canaries: Canaries, now: datetime) -> ModelView:
@@ -299,6 +302,7 @@ def _model(fleet: Fleet, publications: Publications, canaries: Canaries, now: da
         waiting=0 if log is None else log.waiting,
         is_held=log is not None and log.limit is not None and not log.is_canary,
         held_by=None if log is None else log.held_by,
+        untrusted=tuple(error.message for error in published.untrusted),
     )
 
 
