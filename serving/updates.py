@@ -168,15 +168,16 @@ def trusted_target(
     number = client.metadata(version).version
     served = read_incremental_status(client, number)
     log = None if served is None else model.logs.get(served.lineage)
-    if served is None or log is None:
+    if served is None or served.position is None or log is None:
         raise NotTrusted(
             f"version {number} of {client.model} on {client.address} was signed by no trusted key"
         )
     ends = [span.end for span in (log if up_to == NEWEST else log.up_to(up_to)).reach(served.position)]
-    if up_to > max([served.position, *ends]):
+    furthest = max([served.position, *ends])
+    if up_to > furthest:
         why = next((error.message for error in model.untrusted), "")
         raise NotTrusted(f"nothing that a trusted key has signed leads to position {up_to}", cause=why)
-    return number, max([served.position, *ends])
+    return number, furthest
 
 
 def _newer(client: ModelClient, version: int) -> tuple[int, bool] | None:
