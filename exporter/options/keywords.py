@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
-from exporter.options import DataMode, DeltaDtype, EngineName, ExportFormat, Isolation, Jobs, Signing, Updates, Verify
+from exporter.options import (
+    DataMode,
+    DeltaDtype,
+    EngineName,
+    ExportFormat,
+    Isolation,
+    Jobs,
+    Signing,
+    Updates,
+    Verify,
+)
 from exporter.options.given import StrPath
 
 
