@@ -42,7 +42,8 @@ def module() -> str:
     """The text of the module."""
     parts = ["\n".join(_class(name, struct)) for name, struct in _PARTS.items()]
     used = {kind.__name__ for struct in _PARTS.values() for kind in _own_types(struct)}
-    return "\n\n\n".join([_HEAD.format(names="\n".join(f"    {name}," for name in sorted(used))).rstrip(), *parts]) + "\n"
+    names = "\n".join(f"    {name}," for name in sorted(used))
+    return "\n\n\n".join([_HEAD.format(names=names).rstrip(), *parts]) + "\n"
 
 
 def _class(name: str, struct: type[Struct]) -> Iterator[str]:
