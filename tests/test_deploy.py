@@ -194,6 +194,8 @@ def test_the_image_installs_what_the_package_allows() -> None:
         ),
     ]:
         for each in wanted:
+            if each.marker and not each.marker.evaluate({"python_version": "3.11"}):
+                continue  # for Pythons older than the image's
             assert each.specifier.contains(found[canonicalize_name(each.name)]), f"{each}: make lock"
     assert slim.items() < everything.items()
     assert "tensorflow" in everything and "tensorflow" not in slim
