@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "export-model/trainers"
 _OLD_PIP = ("pip<24", "setuptools<66")
-"""What installs the wheels of before 2021."""
+"""What installs the wheels of before 2021; the pip of Python 3.6 knows too few kinds and would compile."""
 
 
 class Environment(NamedTuple):
@@ -73,7 +73,7 @@ def python_of(name: str) -> Path:
     def make(directory: Path) -> bool:
         subprocess.run([found, "-m", "venv", directory], check=True)
         for packages in (_OLD_PIP, (*environment.options, *environment.packages)):
-            pip = [directory / "bin/python", "-m", "pip", "install", "-q", *packages]
+            pip = [directory / "bin/python", "-m", "pip", "install", "-q", "-U", *packages]
             subprocess.run(pip, check=True, cwd="/")
         return True
 
