@@ -19,6 +19,7 @@ from exporter import ExportRequest, Updates, export, export_incremental
 from exporter.checkpoint.locate import candidates
 from exporter.increments.history import read_history
 from tests.support.environments import ROOT, clean_environ, python_of
+from tests.support.guide_pages import Page
 from tests.support.increments import differing, full, starts, values_of
 from tests.support.updatable import loaded
 
@@ -35,20 +36,18 @@ class Library:
         self._environment = {**clean_environ(), "PYTHONPATH": str(directory)}
 
     def run(self, **job: Any) -> str:
-        """What a run prints.
+        """What a run of the trainer prints."""
+        text = json.dumps({"directory": str(self.directory), **job})
+        return self.python(str(self._trainer), text)
+
+    def python(self, *words: str) -> str:
+        """What the environment's Python prints.
 
         Raises:
             AssertionError: it failed, with the end of that.
         """
-        text = json.dumps({"directory": str(self.directory), **job})
-        done = self.python("-W", "ignore", str(self._trainer), text)
-        assert done.returncode == 0, done.stdout[-4000:]
-        return done.stdout
-
-    def python(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """A run of the environment's Python."""
-        return subprocess.run(
-            [self._python, *words],
+        done = subprocess.run(
+            [self._python, "-W", "ignore", *words],
             cwd=self.directory,
             env=self._environment,
             stdout=subprocess.PIPE,
@@ -57,6 +56,8 @@ class Library:
             timeout=1200,
             check=False,
         )
+        assert done.returncode == 0, done.stdout[-4000:]
+        return done.stdout
 
     def assert_exact(self) -> None:
         """Each full checkpoint is, with the increments after it, the newest one, bit for bit."""
@@ -80,21 +81,24 @@ def easyrec(tmp_path: Path) -> Library:
     for name in ("easy_rec", "samples"):
         shutil.copytree(Path(checkout) / name, tmp_path / name)
     protos = [str(path.relative_to(tmp_path)) for path in tmp_path.glob("easy_rec/python/protos/*.proto")]
-    done = library.python("-m", "grpc_tools.protoc", "-I.", "--python_out=.", *protos)
-    assert done.returncode == 0, done.stdout
+    library.python("-m", "grpc_tools.protoc", "-I.", "--python_out=.", *protos)
+    (block,) = Page("docs/from/easyrec.md").tested_by("test_easyrec")
+    text = block.text.replace("save_increment_secs=10", "save_increment_steps=5")
+    (tmp_path / "train.py").write_text(text)
     return library
 
 
 def test_easyrec(easyrec: Library) -> None:
     """Its own `train_and_evaluate`, whose saver is a hook that comes after; its own SavedModel's graph."""
-    train, job = easyrec.train, {"save_checkpoint_steps": 20, "save_increment_steps": 5}
-    job |= {"optimizer": "adagrad_optimizer", "batch_norm": True}
-    easyrec.run(steps=30, **job)
+    train, job = easyrec.train, {"optimizer": "adagrad_optimizer", "batch_norm": True}
+    easyrec.run(steps=30, save_checkpoint_steps=20, **job)
+    easyrec.python("train.py")
     (graph,) = (train / "export/final").iterdir()
     request = ExportRequest(train, easyrec.directory / "model", model=str(graph), updates=Updates())
     base = export(request)
     with loaded(base.published.path) as server:
-        said = easyrec.run(steps=70, **job)
+        easyrec.run(steps=70, save_checkpoint_steps=20, **job)
+        said = easyrec.python("train.py")
         assert "0 variables by compared rows" in said
         easyrec.assert_exact()
         delta = export_incremental(request)

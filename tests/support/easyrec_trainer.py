@@ -1,6 +1,6 @@
-"""EasyRec trains its own sample of DIN, and predicts: `python easyrec_trainer.py JOB`, a JSON object.
+"""EasyRec's own sample of DIN, and its predictor: `python easyrec_trainer.py JOB`, a JSON object.
 
-Importable are TensorFlow 1.15, EasyRec and `export_model_trainer`; EasyRec's samples lie in the directory.
+Importable are TensorFlow 1.15 and EasyRec, whose samples lie in the directory.
 The sample is EasyRec's `din_on_taobao.config`, with tables of fewer rows; the data is made here.
 """
 
@@ -17,8 +17,8 @@ ROWS = 2000
 LABELS = ("clk", "buy")
 
 
-def configuration(job):
-    """The path of the sample, on data and in a directory of ours."""
+def configure(job):
+    """Write `din.config`: the sample, on data and in a directory of ours."""
     from easy_rec.python.utils import config_util
 
     config = config_util.get_configs_from_pipeline_file(os.path.join(job["directory"], SAMPLE))
@@ -34,13 +34,13 @@ def configuration(job):
     config.eval_config.num_examples = config.data_config.batch_size = 64
     config.data_config.prefetch_size = 1
     for feature in config.feature_config.features:
-        feature.hash_bucket_size = min(feature.hash_bucket_size, 2000)
+        if feature.hash_bucket_size > 2000:
+            feature.hash_bucket_size = 2000
     towers = config.model_config.multi_tower
     for each in [*towers.towers, *towers.din_towers]:
         each.dnn.use_bn = job["batch_norm"]
     towers.final_dnn.use_bn = job["batch_norm"]
     config_util.save_pipeline_config(config, job["directory"], "din.config")
-    return os.path.join(job["directory"], "din.config")
 
 
 def write_data(path, fields):
@@ -64,21 +64,6 @@ def write_data(path, fields):
         file.write(" ".join(sent))
 
 
-def train(job):
-    import easy_rec
-    from easy_rec.python import main
-    from export_model_trainer import IncrementHook
-
-    class Estimator(main.EasyRecEstimator):
-        def train(self, input_fn, hooks=None, **others):
-            interval = {"save_increment_steps": job["save_increment_steps"]}
-            hook = IncrementHook(self.model_dir, is_chief=self.config.is_chief, **interval)
-            return super().train(input_fn, [hook, *(hooks or [])], **others)
-
-    main.EasyRecEstimator = Estimator
-    easy_rec.train_and_evaluate(configuration(job), continue_train=True)
-
-
 def predict(job):
     """What EasyRec's predictor says of each SavedModel, with all bits."""
     from easy_rec import Predictor
@@ -95,7 +80,7 @@ def predict(job):
 
 def main(text):
     job = json.loads(text)
-    predict(job) if "predict" in job else train(job)
+    predict(job) if "predict" in job else configure(job)
 
 
 if __name__ == "__main__":
