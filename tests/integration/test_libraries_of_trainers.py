@@ -97,6 +97,7 @@ def test_easyrec(easyrec: Library) -> None:
     request = ExportRequest(train, easyrec.directory / "model", model=str(graph), updates=Updates())
     base = export(request)
     with loaded(base.published.path) as server:
+        (train / "ESTIMATOR_TRAIN_DONE").unlink()
         easyrec.run(steps=70, save_checkpoint_steps=20, **job)
         said = easyrec.python("train.py")
         assert "0 variables by compared rows" in said
@@ -106,12 +107,17 @@ def test_easyrec(easyrec: Library) -> None:
         assert delta.compared_bytes == 0, delta.reason
         server.update()
         newest = max((train / "export/final").iterdir())
+        assert newest != graph
         plain = export(ExportRequest(train, easyrec.directory / "plain", model=str(newest)))
-        easyrec.run(predict=[str(newest), str(plain.published.path)])
+        beside = easyrec.directory / "with pipeline.config"
+        shutil.copytree(plain.published.path, beside)
+        shutil.copytree(newest / "assets", beside / "assets")
+        easyrec.run(predict=[str(newest), str(beside)])
         answers = json.loads((easyrec.directory / "answers.json").read_text())
         own = answers[str(newest)]
         assert len({*own}) > 10
-        assert answers[str(plain.published.path)] == own  # in EasyRec's own TensorFlow, bit for bit
+        assert answers[str(beside)] == own  # in EasyRec's own TensorFlow, bit for bit
+        assert plain.published.version == 70
         lines = (easyrec.directory / "data.csv.requests").read_text().splitlines()
         found = server.predict(features=np.array(lines, object))
         np.testing.assert_allclose(found["probs"], own, atol=1e-6)
