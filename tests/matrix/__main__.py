@@ -10,8 +10,8 @@ Serving, loads each base, too. Each also makes two versions and two bases whose 
 bases get a delta, too.
 
 TensorFlow 1.12 to 2.13, on which this package does not run, train with the trainer's side alone: see
-`tests/integration/test_trainers_of_any_age.py`, and for libraries on top `test_libraries_of_trainers.py` (EASYREC
-names a checkout of EasyRec, which is on no package index).
+`tests/integration/test_trainers_of_any_age.py`. So do libraries on top of it: `test_libraries_of_trainers.py`
+(EASYREC names a checkout of EasyRec, which is on no package index).
 
 One more environment has no TensorFlow. It takes the training and the base of another one, publishes the
 delta, a version of the training's own graph (`.meta`) and the mapped versions, and updates servers by itself.
