@@ -191,7 +191,7 @@ assert trained.any() and served.tobytes() == trained.tobytes()
 """
 
 
-@pytest.mark.parametrize("tensorflow", some(["1.12.3", "1.15.5", "2.8.4"], ["1.15.5", "2.8.4"]))
+@pytest.mark.parametrize("tensorflow", ["1.15.5", "2.8.4"])
 @pytest.mark.parametrize("kind", some(["reference", "resource"], ["reference"]))
 def test_the_trainers_own_tensorflow_loads_its_graph(tmp_path: Path, tensorflow: str, kind: str) -> None:
     """Published from the `.meta`, it answers there as the training's graph does, bit for bit."""
