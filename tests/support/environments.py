@@ -45,6 +45,15 @@ ENVIRONMENTS = (
     Environment("3.8", ("tensorflow-cpu==2.13.1", "numpy<1.25")),
 )
 BY_NAME = {environment.name: environment for environment in ENVIRONMENTS}
+_LATER = (
+    Environment("3.10", ("tensorflow-cpu==2.15.1",)),
+    Environment("3.11", ("tensorflow-cpu==2.18.1",)),
+    Environment("3.11", ("tensorflow-cpu==2.21.0",)),
+    Environment("3.13", ("tensorflow-cpu==2.22.0rc0",)),
+)
+_ALL = BY_NAME | {environment.name: environment for environment in _LATER}
+SERVERS = ("1.15.5", "2.4.4", "2.8.4", "2.11.1", "2.13.1", "2.15.1", "2.18.1", "2.21.0")
+"""TensorFlows whose servers are told apart, oldest first."""
 
 
 def clean_environ() -> dict[str, str]:
@@ -65,7 +74,7 @@ def interpreter(version: str) -> str | None:
 
 def python_of(name: str) -> Path:
     """The interpreter of the environment of a TensorFlow; the test is skipped if its Python is missing."""
-    environment = BY_NAME[name]
+    environment = _ALL[name]
     found = interpreter(environment.python)
     if found is None:
         pytest.skip(f"TensorFlow {name}: there is no Python {environment.python} on the path or of pyenv")
