@@ -10,6 +10,7 @@ from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.delta.spans import Position
 from exporter.errors import ExportError, ManifestError, NotUpdatable
 from exporter.graph.graph_files import SERVE_TAG, read_saved_model
+from exporter.graph.old_servers import oldest_server, text_of
 from exporter.pipeline.inspected import BundleView, Inspection, ModelView, ServedTableView, signatures_of
 from exporter.publish.delta_log import read_log
 from exporter.publish.mapped_state import tables_state
@@ -109,4 +110,5 @@ def _bundle(path: Path) -> BundleView:
         manifest,
         () if catalog is None else _tables_of_bundle(catalog, graphs),
         None if record is None else tables_state(record, path),
+        text_of(max(oldest_server(graph.graph_def) for graph in graphs)) if graphs else None,
     )

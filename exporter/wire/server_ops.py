@@ -22,8 +22,8 @@ OLDEST: Version = (1, 15)
 """The oldest server that models are made for."""
 
 
-class Attribute(Struct, frozen=True):
-    """An attribute that came late, and the text of its default; or types of it that did."""
+class Growth(Struct, frozen=True):
+    """An attribute that came late, with the text of its default; or types that came to it."""
 
     since: Version
     default: str
@@ -31,10 +31,10 @@ class Attribute(Struct, frozen=True):
 
 
 class LateOps(Struct, frozen=True):
-    """What came after `OLDEST`: operations, and attributes by operation and name, each as often as it grew."""
+    """What came after `OLDEST`: operations, and what attributes grew by, by operation and attribute."""
 
     ops: dict[str, Version]
-    attributes: dict[tuple[str, str], list[Attribute]]
+    attributes: dict[str, dict[str, list[Growth]]]
 
 
 @cache
@@ -44,15 +44,20 @@ def late_ops() -> LateOps:
     for line in _LIST.read_text().splitlines():
         version, name, *said = line.split(" ")
         op, _, attribute = name.partition(".")
-        major, _, minor = version.partition(".")
-        since = int(major), int(minor)
+        since = version_of(version)
         if not attribute:
             found.ops[op] = since
             continue
         default = said[0] if "=" in said[0] else ""
         types = frozenset() if default else frozenset(said)
-        found.attributes.setdefault((op, attribute), []).append(Attribute(since, default, types))
+        found.attributes.setdefault(op, {}).setdefault(attribute, []).append(Growth(since, default, types))
     return found
+
+
+def version_of(text: str) -> Version:
+    """Major and minor number of `2.8`."""
+    major, _, minor = text.partition(".")
+    return int(major), int(minor)
 
 
 def attribute_text(value: Proto) -> str:
@@ -64,6 +69,7 @@ def attribute_text(value: Proto) -> str:
     return f"{kind}={held!r}" if kind else "="
 
 
+@cache
 def type_name(number: int) -> str:
     """What TensorFlow calls a DataType: `uint64`."""
     types = message_class("AttrValue").DESCRIPTOR.fields_by_name["type"].enum_type

@@ -87,7 +87,9 @@ class Loader:
         library = self.library
         found = {"ops": library.TF_GetAllOpList()}
         found["kernels"] = library.TF_GetAllRegisteredKernels(library.TF_NewStatus())
-        texts = {name: ctypes.string_at(each.contents.data, each.contents.length) for name, each in found.items()}
+        texts = {
+            name: ctypes.string_at(each.contents.data, each.contents.length) for name, each in found.items()
+        }
         return {name: base64.b64encode(text).decode() for name, text in texts.items()}
 
     def load(self, directory):
