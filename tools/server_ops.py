@@ -1,14 +1,15 @@
 """`python -m tools.server_ops`: which TensorFlow brought which operation, attribute and type.
 
 It asks the registries of the wheels' C++ libraries, each in an environment of its own
-(`tests/support/environments.py`), and writes `exporter/wire/server_ops.txt`. A type counts if a kernel for CPUs
-takes it. Run it when the newest supported TensorFlow changes, or another server is to be told apart.
+(`tests/support/environments.py`), and writes `exporter/wire/server_ops.txt`. A type counts if a kernel for
+CPUs takes it. Run it when the newest supported TensorFlow changes, or another server is to be told apart.
 """
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ _CPU = ("CPU", "DEFAULT")
 
 
 class Op(NamedTuple):
-    """An operation of one TensorFlow: defaults of its attributes, and the types that those of types may be."""
+    """An operation of one TensorFlow: its attributes' defaults, and the types that some may be."""
 
     defaults: dict[str, str]
     types: dict[str, frozenset[str]]
@@ -59,7 +60,7 @@ def _op(definition: Any, kernels: list[Any]) -> Op:
 def lines(registries: dict[str, dict[str, Op]]) -> Iterator[str]:
     """A line for each thing that not all of them have, with the first that had it, oldest first."""
     versions = [*registries]
-    for before, version in zip(versions[:-1], versions[1:], strict=True):
+    for before, version in pairwise(versions):
         for name, op in sorted(registries[version].items()):
             old = registries[before].get(name)
             if old is None:

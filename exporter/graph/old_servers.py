@@ -1,7 +1,7 @@
 """Graphs for servers of older TensorFlows: what says nothing there is left out, what they lack is refused.
 
-An attribute at its default says nothing. All that TensorFlow added to operations after 1.15 has a default, with
-which an operation does what it did before (`exporter.wire.server_ops`).
+An attribute at its default says nothing: with that an operation does what it did before it had the attribute.
+What came when stands in `exporter.wire.server_ops`.
 """
 
 from __future__ import annotations

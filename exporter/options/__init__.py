@@ -726,8 +726,8 @@ def _server(given_as: Any) -> str | None:
         raise given.wrong("for_server", given_as, 'the version of a TensorFlow: "1.15", "2.4.4"')
     if (int(found[1]), int(found[2])) < OLDEST:
         raise UsageError(
-            f"--for-server {given_as}: TensorFlow {found[1]}.{found[2]} is older than any that models are made for",
-            hint="--for-server 1.15 is the oldest",
+            f"--for-server {given_as} is too old: models are made for TensorFlow 1.15 and newer",
+            hint="leave it out, or give --for-server 1.15",
         )
     return f"{int(found[1])}.{int(found[2])}"
 

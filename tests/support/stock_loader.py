@@ -3,9 +3,9 @@
 `TF_LoadSessionFromSavedModel` and `TF_SessionRun` of the wheel's C library are what TensorFlow Serving loads
 and answers with; TensorFlow's Python is not imported. Standard library, numpy, and syntax of Python 3.6.
 
-A line of JSON each way. `{"load": DIRECTORY}` answers `{"error": TEXT, "mapped": N}`. `{"run": {TENSOR: [DTYPE,
-VALUES]}, "fetch": [TENSOR, ...], "times": N}`, in N threads at once, answers `{"answers": [VALUES or TEXT, ...]}`.
-`{"registry": true}` answers an OpList and a KernelList, `{"ops": BASE64, "kernels": BASE64}`.
+A line of JSON each way. `{"load": DIRECTORY}` answers `{"error": TEXT, "mapped": N}`.
+`{"run": {TENSOR: [DTYPE, VALUES]}, "fetch": [TENSOR, ...], "times": N}`, in N threads at once, answers
+`{"answers": [VALUES or TEXT, ...]}`; `{"registry": true}` an OpList and a KernelList in Base64.
 """
 
 import base64
