@@ -723,7 +723,9 @@ def _server(given_as: Any) -> str | None:
         return None
     found = _SERVER.fullmatch(given_as) if isinstance(given_as, str) else None
     if found is None:
-        raise given.wrong("for_server", given_as, 'the version of a TensorFlow: "1.15", "2.4.4"')
+        raise UsageError(
+            f"--for-server {given_as!r} is not the version of a TensorFlow", hint="as in --for-server 2.4"
+        )
     if (int(found[1]), int(found[2])) < OLDEST:
         raise UsageError(
             f"--for-server {given_as} is too old: models are made for TensorFlow 1.15 and newer",
