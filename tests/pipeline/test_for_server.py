@@ -55,7 +55,7 @@ def test_a_version_says_which_servers_load_it(model: MappedModel) -> None:
     view = inspect(again.published.path)
     assert isinstance(view, BundleView)
     assert view.oldest_server == "1.15"
-    assert "servers     TensorFlow 1.15 and newer" in export_model("inspect", model.out).stdout
+    assert "servers     TensorFlow 1.15 and newer" in export_model("inspect", model.out).out
 
 
 def test_cloud_mls_pair_is_made_for_them_too(model: MappedModel) -> None:
