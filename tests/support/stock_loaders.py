@@ -81,9 +81,9 @@ class StockLoader:
         assert not isinstance(found, str), found
         return found
 
-    def update(self, callers: int = 1) -> tuple[int, str]:
-        """Position and status after an update to the newest position; of several callers one does it."""
-        said = self.call("incremental_update", {"up_to": [-1]}, callers)
+    def update(self, callers: int = 1, up_to: int = -1) -> tuple[int, str]:
+        """Position and status after an update, to the newest position; of several callers one does it."""
+        said = self.call("incremental_update", {"up_to": [up_to]}, callers)
         assert not (failed := [each for each in said if isinstance(each, str)]), failed
         ends = [(int(each["position"][0]), each["status"][0]) for each in said if isinstance(each, dict)]
         done = [end for end in ends if "another update runs" not in end[1]]
