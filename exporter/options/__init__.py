@@ -33,7 +33,6 @@ from exporter.options import given
 from exporter.options.given import Checked, Given, StrPath
 from exporter.storage.local_paths import checkpoint_path, local_name, local_path
 from exporter.storage.url import Url
-from exporter.wire.server_ops import OLDEST
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -721,6 +720,8 @@ def _server(given_as: Any) -> str | None:
     """The major and minor number of the version that is given: `2.4`."""
     if given_as is None:
         return None
+    from exporter.wire.server_ops import OLDEST  # few ask for it
+
     found = _SERVER.fullmatch(given_as) if isinstance(given_as, str) else None
     if found is None:
         raise UsageError(
