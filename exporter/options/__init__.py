@@ -302,6 +302,7 @@ HEADINGS = {
 DEFAULT_TASK_BYTES = 64 << 20
 """What a task reads: a second's work for a slow disk, and a million of them for 64 TB."""
 
+_SERVER = re.compile(r"([0-9]{1,3})\.([0-9]{1,3})([.-]?[0-9a-z]+){0,3}")
 _SIZE = re.compile(r"([1-9][0-9]{0,9})(B|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
@@ -565,6 +566,15 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
             typed=str | None,
         ),
     ] = None
+    for_server: Annotated[
+        str | None,
+        _places(
+            "Publish what servers of this TensorFlow load: 1.15 or newer.",
+            metavar="VERSION",
+            default="the newest",
+            digest="if given",
+        ),
+    ] = None
     plain: Annotated[
         bool, _places("Publish a version that takes no deltas, although the newest one does.")
     ] = False
@@ -750,6 +760,7 @@ class ExportRequest(ExportOptions, frozen=True, metaclass=Checked):
         force_setattr(self, "ckpt_dir", given.place("ckpt_dir", self.ckpt_dir, _checkpoint("--ckpt-dir")))
         force_setattr(self, "out", given.place("out", self.out, _checkpoint("--out")))
         force_setattr(self, "model", _model(self.model))
+        force_setattr(self, "for_server", _server(self.for_server))
         if isinstance(self.version, bool) or not isinstance(self.version, str | int | None):
             raise given.wrong("version", self.version, 'a number, "time" or None')
         _take_within_limits(self, own=("ckpt_dir", "out", "model", "version"))
@@ -764,6 +775,25 @@ class ExportRequest(ExportOptions, frozen=True, metaclass=Checked):
 
 def _checkpoint(option: str) -> Callable[[str, StrPath], Path]:
     return lambda _, place: checkpoint_path(option, place)
+
+
+def _server(given_as: Any) -> str | None:
+    """The major and minor number of the version that is given: `2.4`."""
+    if given_as is None:
+        return None
+    from exporter.wire.server_ops import OLDEST  # few ask for it
+
+    found = _SERVER.fullmatch(given_as) if isinstance(given_as, str) else None
+    if found is None:
+        raise UsageError(
+            f"--for-server {given_as!r} is not the version of a TensorFlow", hint="as in --for-server 2.4"
+        )
+    if (int(found[1]), int(found[2])) < OLDEST:
+        raise UsageError(
+            f"--for-server {given_as} is too old: models are made for TensorFlow 1.15 and newer",
+            hint="leave it out, or give --for-server 1.15",
+        )
+    return f"{int(found[1])}.{int(found[2])}"
 
 
 def _model(what: Any) -> Any:

@@ -91,6 +91,8 @@ class ExportKeywords(TypedDict, total=False):
     """Write a SavedModel, Cloud ML's pair, or both."""
     version: str | int | None
     """Version number, or time (seconds since 1970)."""
+    for_server: str | None
+    """Publish what servers of this TensorFlow load: 1.15 or newer."""
     plain: bool
     """Publish a version that takes no deltas, although the newest one does."""
     despite_hold: bool

@@ -164,6 +164,8 @@ def _rebase(
             incremental=replace(base.entry, trained=trained, state=newest.manifest.state_id),
             tensorflow=base.manifest.tensorflow,
             mapped=mapped,
+            for_server=base.manifest.for_server,
+            oldest_server=base.manifest.oldest_server,
         )
         place = ReservedPosition(at.position, last=at.position, is_passed=True)
         published = publish_version(staging, draft, place, keep=keep, permission=permission)

@@ -391,6 +391,8 @@ class VersionRestorer(Restorer):
             plan_digest=manifest.plan_digest,
             tensorflow=manifest.tensorflow,
             mapped=manifest.mapped,
+            for_server=manifest.for_server,
+            oldest_server=manifest.oldest_server,
         )
         return publish_version(staging, draft, permission=Permission(despite_hold=True), is_locked=True)
 

@@ -50,6 +50,7 @@ from exporter.wire.json_documents import (
     DocumentError,
     DtypeLabel,
     Id,
+    Release,
     Sha256,
     Shape,
     Text,
@@ -272,6 +273,8 @@ class ManifestDraft(Struct, frozen=True, kw_only=True):
     plan_digest: str | None = None
     tensorflow: str | None = None
     mapped: MappedRecord | None = None
+    for_server: str | None = None
+    oldest_server: str | None = None
 
     def complete(self, *, position: int, created: datetime, files: tuple[FileEntry, ...]) -> Manifest:
         """The manifest to publish."""
@@ -355,6 +358,8 @@ class VersionDocument(_Document, frozen=True, kw_only=True, tag="base"):
     plan_digest: Annotated[Sha256 | None, doc("a digest of the graph and options it was made by")] = None
     tensorflow: Annotated[Text | None, doc("the TensorFlow that ran to make it; absent: none did")] = None
     mapped: Annotated[MappedRecord | None, doc("the tables that servers map; absent: none were to be")] = None
+    for_server: Annotated[Release | None, doc("the TensorFlow of the servers that it was made for")] = None
+    oldest_server: Annotated[Release | None, doc("the oldest TensorFlow whose servers load it")] = None
 
 
 class DeltaDocument(_Document, frozen=True, kw_only=True, tag="delta"):

@@ -67,7 +67,15 @@ LIBRARIES = (
     ),
     Environment("3.7", (*_1_15, *_AUTODIST.split()), library="AutoDist", alone=("autodist==0.7.0rc2",)),
 )
-_ALL = BY_NAME | {environment.name: environment for environment in LIBRARIES}
+_LATER = (
+    Environment("3.10", ("tensorflow-cpu==2.15.1",)),
+    Environment("3.11", ("tensorflow-cpu==2.18.1",)),
+    Environment("3.11", ("tensorflow-cpu==2.21.0",)),
+    Environment("3.13", ("tensorflow-cpu==2.22.0rc0",)),
+)
+_ALL = BY_NAME | {environment.name: environment for environment in (*LIBRARIES, *_LATER)}
+SERVERS = ("1.15.5", "2.4.4", "2.8.4", "2.11.1", "2.13.1", "2.15.1", "2.18.1", "2.21.0")
+"""TensorFlows whose servers are told apart, oldest first."""
 
 
 def clean_environ() -> dict[str, str]:
@@ -95,11 +103,12 @@ def python_of(name: str) -> Path:
 
     def make(directory: Path) -> bool:
         subprocess.run([found, "-m", "venv", directory], check=True)
-        wanted = [_OLD_PIP, (*environment.options, *environment.packages)]
+        is_old = int(environment.python.partition(".")[2]) < 10
+        wanted = [*([_OLD_PIP] if is_old else []), (*environment.options, *environment.packages)]
         if environment.alone:
             wanted.append(("--no-deps", *environment.alone))
         for packages in wanted:
-            pip = [directory / "bin/python", "-m", "pip", "install", "-q", "-U", *packages]
+            pip = [str(directory / "bin/python"), "-m", "pip", "install", "-q", "-U", *packages]
             if subprocess.run(pip, check=not environment.library, cwd="/").returncode:
                 return False
         return True

@@ -64,6 +64,7 @@ FULL = ExportRequest(
     tolerance=1e-3,
     updates=Updates(Isolation.ROW, 5, stamp=True, digest=True, finite=True),
     format=ExportFormat.BOTH,
+    for_server="2.4",
     allow_code=True,
     allow_foreign_ops=True,
     allow_files=(Path("/data"), Path("words")),
