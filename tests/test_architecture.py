@@ -59,8 +59,8 @@ SERVING_SHARES = {
     "exporter.transfer.pull",
     "exporter.transfer.push",
 }
-# Commands of the exporter that ask servers. No other module may, and none when a file is imported.
-ASKS_SERVERS = {"exporter.cli.doctor_command", "exporter.cli.notify"}
+# Commands that ask servers, or have a port. No other module may, and none when a file is imported.
+ASKS_SERVERS = {"exporter.cli.doctor_command", "exporter.cli.notify", "exporter.cli.watched"}
 HEAVY = {"tensorflow", "tensorflow_serving", "keras", "tf_keras", "h5py"}
 
 

@@ -185,13 +185,15 @@ def follow(
     tell: Callable[[ExportError], None],
     *,
     ended: Callable[[str], None] = lambda why: None,
+    looked: Callable[[ExportError | None], None] = lambda error: None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[T]:
     """Look again and again until the watch ends, and yield what each look publishes.
 
-    `tell` gets each error that the watch outlives, once; `ended` the reason why it ends, unless an error ends
-    it. When the time is over, one last look is taken.
+    `tell` gets each error that the watch outlives, once; `looked` the error of each look, or None, after
+    what it published; `ended` the reason why it ends, unless an error ends it. When the time is over, one
+    last look is taken.
 
     Raises:
         ExportError: one that needs a person; or, when the watch ends, the last look's failure.
@@ -211,12 +213,14 @@ def follow(
             failure = None if error.may_pass else error
             is_repeated = failure is not None and not isinstance(failure, ModelHeld)  # that ends at any time
             failures = failures + 1 if is_repeated else 0
+            looked(error)
         else:
             said, failures = "", 0
             progress = WatchProgress(progress.count + (found.done is not None), found.step)
             if found.done is not None:
                 yield found.done
                 last = clock()
+            looked(None)
         now = clock()
         progress = WatchProgress(progress.count, progress.step, now - began, now - last)
         if watching.stop.is_met(progress):

@@ -8,9 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar
 
-from msgspec import Struct
-
 from exporter.publish.judge import Code
+from exporter.terminal.process_metrics import Described, build_info, register_process
 from serving.agent.audit import Audited
 from serving.agent.journal import AgentEvent, EventKind
 from serving.agent.standing import standing
@@ -173,17 +172,9 @@ _HISTOGRAMS = {
 }
 
 
-class Described(Struct, frozen=True):
-    """A metric: its full name, its kind in Prometheus' words, its labels, and its help text."""
-
-    name: str
-    kind: str
-    labels: tuple[str, ...]
-    text: str
-
-
 def described() -> Iterator[Described]:
     """Every metric of the agent."""
+    yield build_info(PREFIX)
     for labels, table in _GAUGES:
         for name, (text, _) in table.items():
             yield Described(f"{PREFIX}_{name}", "gauge", labels, text)
@@ -200,6 +191,7 @@ class Metrics:
         from prometheus_client import CollectorRegistry, Counter, Histogram
 
         self.registry = CollectorRegistry()
+        register_process(self.registry, PREFIX)
 
         def counter(name: str) -> Any:
             labels, text = _COUNTERS[name]
