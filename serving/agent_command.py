@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -238,6 +238,44 @@ class CanaryFlags(Struct, frozen=True):
     ] = 30.0
 
 
+class EventFlags(Struct, frozen=True):
+    """The command that is run for events."""
+
+    on_event: Annotated[
+        str | None,
+        Option(
+            "Run this command for events: rolled_back, held, base_wanted, silent, damaged. It gets each "
+            "as variables (EVENT_WHAT, EVENT_MODEL, EVENT_MESSAGE, ...) and JSON on stdin, without a shell.",
+            metavar="COMMAND",
+            default="none",
+        ),
+    ] = None
+    on_event_seconds: Annotated[
+        float,
+        Option(
+            "How long such a command may take before it is ended.",
+            metavar="SECONDS",
+            least=0.1,
+            goes_with="--on-event",
+        ),
+    ] = 30.0
+
+    def run(self, journal: Journal) -> AbstractContextManager[None]:
+        """Run the command for the journal's events inside the block; UsageError if there is no program."""
+        if self.on_event is None:
+            return nullcontext()
+        from serving.agent.event_command import EventCommand, parse_command
+        from serving.agent.journal import AgentEvent, EventKind
+
+        runner = EventCommand(
+            parse_command(self.on_event),
+            self.on_event_seconds,
+            lambda why: journal.write(AgentEvent(EventKind.FAILED, why)),
+        )
+        journal.read_by(runner)
+        return runner.running()
+
+
 class TimeFlags(Struct, frozen=True):
     """How directories, stores, replicas and names are polled, and how long a call may take."""
 
@@ -296,6 +334,7 @@ def agent(
     pacing: PaceFlags,
     audits: AuditFlags,
     canary: CanaryFlags,
+    events: EventFlags,
     times: TimeFlags,
     access: ServerAccess,
     pull: Annotated[
@@ -357,8 +396,10 @@ def agent(
         )
         canaries = Canaries(rules, journal)
         fleet = Fleet(models, Targets(target), journal, settings, allowed=canaries.allowed)
+        on_event = events.run(journal)
         try:
             with (
+                on_event,
                 _own_port(own, journal, partial(view.view, fleet, canaries, pullers)) as bound,
                 canaries.running(fleet.publications, fleet.observed),
                 fleet.running(grace_s=times.deadline),
@@ -400,12 +441,13 @@ def _settings(
 def _own_port(own: PortFlags, journal: Journal, look: Callable[[], FleetView]) -> Iterator[int]:
     """Serve metrics, probes and the status page of the fleet that `look` returns; gives the port's number."""
     from serving.agent import http
+    from serving.agent.changes import Changes
     from serving.agent.metrics import Metrics
     from serving.agent.view import Recorder
 
     metrics = Metrics(look)
     journal.read_by(metrics)
-    recorder = Recorder(look)
+    recorder = Recorder(look, Changes(journal, own.fresh_within).look)
     show = partial(http.page, look, recorder, journal, own.fresh_within)
     site = http.Site(look, metrics, show, own.fresh_within, own.token(), own.client_ca is not None)
     stop = threading.Event()

@@ -402,6 +402,8 @@ class Recorder(Struct):
     """Samples the fleet every second, and keeps the last ten minutes."""
 
     view: Callable[[], FleetView]
+    tell: Callable[[FleetView], None] = lambda view: None
+    """Gets each view that is sampled."""
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def follow(self, stop: threading.Event) -> None:
@@ -412,6 +414,7 @@ class Recorder(Struct):
     def look(self) -> None:
         """Take one sample."""
         view = self.view()
+        self.tell(view)
         stale = {
             (model.name, replica.address): None
             if not replica.is_answering or replica.served is None
