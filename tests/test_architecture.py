@@ -49,6 +49,7 @@ SERVING_SHARES = {
     "exporter.delta.spans",
     "exporter.options",  # how an option is declared
     "exporter.verify.golden",
+    "exporter.verify.log",
     "exporter.storage.arrivals",
     "exporter.storage.files",
     "exporter.storage.layout",

@@ -9,11 +9,15 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from exporter.delta.spans import Span
 from exporter.errors import ManifestError
+from exporter.publish.delta_log import LogDelta
 from exporter.publish.mapped_state import read_ahead
 from exporter.publish.model import Model
 from exporter.publish.versions import read_manifest
 from exporter.storage.arrivals import CHANGED, Arrivals
+from exporter.storage.files import FileIdentity, identity_of
+from exporter.verify.log import delta_damage
 from serving.agent.journal import AgentEvent, EventKind, Journal
 
 _EVER = datetime.min.replace(tzinfo=timezone.utc)
@@ -42,6 +46,9 @@ class Publications:
         self._reported = ""
         self._count = 0
         self._looked = _EVER
+        self._examining = threading.Lock()
+        self._examined: dict[Path, tuple[FileIdentity | None, ...]] = {}
+        self._damage: dict[Path, str] = {}
         self.current = self._listed(None)
         if self.current.problem:
             self._report(EventKind.UNSEEN, self.current.problem)
@@ -85,6 +92,25 @@ class Publications:
         self.wake()
         if self._reads_ahead and found.newest_version not in (None, before.newest_version):
             threading.Thread(target=self._read_ahead, args=(found.newest_version,), daemon=True).start()
+
+    def damage(self, lineage: str, delta: Span) -> str:
+        """What is wrong with a listed delta's files; empty if nothing is.
+
+        Servers do not say which file it is, and some say only that a function failed. All is read once, and
+        again when a file changes.
+        """
+        log = self.current.logs.get(lineage)
+        if log is None or delta not in log.deltas:
+            return ""
+        path = LogDelta(log.path, delta.start, delta.end).path
+        with self._examining:  # replicas refuse it at the same time
+            try:
+                files = tuple(map(identity_of, sorted(path.iterdir())))
+            except OSError:
+                return ""
+            if self._examined.get(path) != files:
+                self._damage[path], self._examined[path] = delta_damage(path), files
+            return self._damage[path]
 
     def _listed(self, before: Model | None) -> Model:
         """The model now; what is new appeared since the last look, or if it was fetched, at any time."""

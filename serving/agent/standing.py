@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.publish.judge import Code, Finding, Level, Limits, code_of
+from exporter.publish.judge import Code, Finding, Level, Limits, code_of, command
 from exporter.storage.local_paths import quoted
 from exporter.terminal.progress import count
 from serving.agent.view import FleetView, ModelView, ReplicaView
@@ -204,7 +204,10 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
         )
     yield from _of_overlays(model)
     for found in model.quarantined:
-        yield Finding(Code.QUARANTINED, f"every replica refuses delta {found.delta}", found.reason)
+        code, what = Code.QUARANTINED, f"every replica refuses delta {found.delta}"
+        if found.is_damaged:
+            code, what = Code.DAMAGED, f"delta {found.delta} is damaged, and every replica refuses it"
+        yield Finding(code, what, found.reason, command("export-model", "doctor", model.path))
     if model.store is not None and model.store.problem:
         yield Finding(Code.STORE, "the store cannot be read", model.store.problem)
     if model.store is not None and model.store.waiting:
