@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from exporter.errors import Exit, ExportError, UsageError
 from exporter.options import Option
+from exporter.options.given import parse_duration
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import local_path, path_parser, quoted
 from exporter.terminal import Leave, sleep_until_a_signal, stop_on_sigterm
@@ -289,6 +290,16 @@ class TimeFlags(Struct, frozen=True):
             metavar="SECONDS", min=0.05, help="Ask each replica for its position at least this often."
         ),
     ] = 5.0
+    expect_every: Annotated[
+        float | None,
+        Option(
+            "Expect a publication at least this often: 90 (seconds), 15m, 2h, 1d. A publisher that is silent "
+            "for longer is a finding.",
+            metavar="DURATION",
+            parse=parse_duration,
+            default="three times the longest of its usual intervals",
+        ),
+    ] = None
     no_read_ahead: Annotated[
         bool,
         typer.Option(
@@ -397,10 +408,11 @@ def agent(
         canaries = Canaries(rules, journal)
         fleet = Fleet(models, Targets(target), journal, settings, allowed=canaries.allowed)
         on_event = events.run(journal)
+        look = partial(view.view, fleet, canaries, pullers, times.expect_every)
         try:
             with (
                 on_event,
-                _own_port(own, journal, partial(view.view, fleet, canaries, pullers)) as bound,
+                _own_port(own, journal, look) as bound,
                 canaries.running(fleet.publications, fleet.observed),
                 fleet.running(grace_s=times.deadline),
                 pulling(list(pullers.values())),

@@ -38,9 +38,11 @@ from exporter.publish.commit import NO_SYNC_HINT, cannot_sync
 from exporter.publish.delta_log import DeltaLog, LogDelta, read_log
 from exporter.publish.finite import lasting, refused
 from exporter.publish.hold import Hold
-from exporter.publish.judge import Code, Finding, Level, command
+from exporter.publish.judge import Code, Finding, Level, command, silence, silent
+from exporter.publish.made_by import new_base
 from exporter.publish.manifest import BaseEntry
 from exporter.publish.mapped_state import mapped_elsewhere, network_file_system, why_restored
+from exporter.publish.model import Model
 from exporter.publish.permission import binding
 from exporter.publish.retention import logs_without_base
 from exporter.publish.staging import Staging, dead_leftovers
@@ -69,6 +71,7 @@ class Check(StrEnum):
     LEFT_OVERS = "left-overs"
     HOLD = "hold"
     CLOCK = "clock"
+    PUBLISHER = "publisher"
     DURABILITY = "durability"
     PERMISSIONS = "permissions"
     LINKS = "links"
@@ -90,6 +93,7 @@ CHECKS = {
     Code.HOLD_UNREADABLE: Check.HOLD,
     Code.CANARY_LATE: Check.HOLD,
     Code.CLOCK: Check.CLOCK,
+    Code.PUBLISHER_SILENT: Check.PUBLISHER,
     Code.DURABILITY: Check.DURABILITY,
     Code.UNREADABLE: Check.PERMISSIONS,
     Code.KEPT_OUT: Check.PERMISSIONS,
@@ -454,6 +458,13 @@ def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
         )
 
 
+def publisher(model: Path, now: float) -> Iterator[Finding]:
+    """Find a publisher that is silent for longer than it usually is."""
+    found = silence(Model.read(model), datetime.fromtimestamp(now, timezone.utc))
+    if found.is_too_long:
+        yield silent(model, found)
+
+
 def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
     """Find dynamic tables that will soon have no room for new keys: then a delta is refused."""
     if found.log is None or found.damage:  # which `damage` has reported: a table cannot be read past it
@@ -538,9 +549,8 @@ def _remedy(model: Path, log: DeltaLog | None, problem: Damage, ckpt_dir: Path |
 
 
 def _new_base(model: Path, ckpt_dir: Path | None, options: list[str]) -> str:
-    return command(
-        "export-model", "--ckpt-dir", ckpt_dir or "DIR", "--model", "WHAT", "--out", model, *options
-    )
+    found = new_base(model, ckpt_dir)
+    return found if options else found.replace(" --updatable", "")
 
 
 def _is_spare(log: DeltaLog, delta: Path) -> bool:
@@ -587,6 +597,7 @@ def examine(model: Path, ckpt_dir: Path | None, *, now: float, is_remote: bool =
         (Check.HOLD, lambda: held(model, found, now)),
         (Check.CLOCK, lambda: times(model, found, now)),
         (Check.CLOCK, lambda: clock_of_files(model, now)),
+        (Check.PUBLISHER, lambda: publisher(model, now)),
         (Check.DURABILITY, lambda: durability(model)),
         (Check.TABLES, lambda: tables(model, found, ckpt_dir)),
         (Check.MAPPED, lambda: mapped(model, ckpt_dir)),

@@ -17,6 +17,8 @@ from msgspec import Struct
 from exporter.delta.spans import Span, plan_chain
 from exporter.errors import CallFailed, ManifestError, PositionError
 from exporter.newer_python import StrEnum
+from exporter.publish.habit import longest_silence_s
+from exporter.publish.made_by import look_at_trainer
 from exporter.publish.model import Commit, Log, Model
 from exporter.publish.served import Served
 from exporter.publish.versions import newest_of, read_head
@@ -75,6 +77,7 @@ class Code(StrEnum):
     STUCK = "stuck", "stuck", Level.WRONG
     REFUSES = "refuses", "refuses a delta", Level.WRONG
     LATE = "late", "late", Level.WRONG
+    PUBLISHER_SILENT = "publisher-silent", "publisher silent", Level.WARNING
     OVERLAY = "overlay", "overlay fills", Level.WARNING
     CANARY_LATE = "canary-late", "canary waits", Level.WARNING
     STORE = "store", "store unseen", Level.WARNING
@@ -258,6 +261,37 @@ def code_of(
     if not served.behind_deltas and model.waiting:
         return Code.HELD if model.is_held else Code.CANARY, ""
     return Code.UPDATING, ""
+
+
+class Silence(Struct, frozen=True):
+    """For how long nothing was published, and after how many seconds that is too long; None if unknown."""
+
+    seconds: float | None = None
+    longest_s: float | None = None
+
+    @property
+    def is_too_long(self) -> bool:
+        """True if the publisher is silent for longer than it usually is, or than it may be."""
+        return self.seconds is not None and self.longest_s is not None and self.seconds > self.longest_s
+
+
+def silence(model: Model, now: datetime, expected_s: float | None = None) -> Silence:
+    """How long a model's publisher has been silent; without `expected_s` its habit says what is long."""
+    times = model.times
+    longest_s = longest_silence_s(times) if expected_s is None else expected_s
+    return Silence(seconds_since(max(times), now) if times else None, longest_s)
+
+
+def silent(model: Path, found: Silence, *, is_learned: bool = True) -> Finding:
+    """The finding that a publisher is silent for too long."""
+    seconds, longest = found.seconds or 0.0, found.longest_s or 0.0
+    usual = "it is usually quicker than" if is_learned else "it is expected at least every"
+    return Finding(
+        Code.PUBLISHER_SILENT,
+        f"nothing was published for {human_time(seconds)}",
+        f"{usual} {human_time(longest)}: does the trainer run, does the exporter run?",
+        look_at_trainer(model),
+    )
 
 
 def judge(model: Model, servers: Sequence[Server], now: datetime, limits: Limits) -> list[Finding]:

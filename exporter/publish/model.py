@@ -219,6 +219,7 @@ class _Known(Struct):
     deltas: dict[str, dict[tuple[int, int], tuple[Span, int]]] = field(default_factory=dict)
     commits: dict[str, dict[int, Commit]] = field(default_factory=dict)
     rollbacks: dict[tuple[str, int], Rollback] = field(default_factory=dict)
+    plain: dict[Path, datetime] = field(default_factory=dict)
     since: datetime | None = None
 
     def base(self, path: Path) -> LogBase | None:
@@ -231,6 +232,8 @@ class _Known(Struct):
             base = LogBase.read(path)
         except NotUpdatable:
             self.bases[path] = file, None
+            with suppress(ManifestError):
+                self.plain[path] = self._seen(read_head(path).created)
             return None
         except (FileNotFoundError, ManifestError):
             return None
@@ -281,11 +284,14 @@ class _Known(Struct):
         size = sum(file.bytes_ for file in manifest.files)
         return Span(delta.start, delta.end, entry.only_from, entry.parts), size
 
+    def _seen(self, created: datetime) -> datetime:
+        """When something was published that is read now: the publisher's time, as far as it can be true."""
+        if self.since is None:
+            return created
+        return min(max(created, self.since), datetime.now(timezone.utc))
+
     def _remember(self, manifest: Manifest, entry: BaseEntry | DeltaEntry, lineage: str) -> None:
-        commits, created = self.commits.setdefault(lineage, {}), manifest.created
-        if self.since is not None:
-            # The publisher's clock may be minutes ahead or behind: it counts as far as it can be true here.
-            created = min(max(created, self.since), datetime.now(timezone.utc))
+        commits, created = self.commits.setdefault(lineage, {}), self._seen(manifest.created)
         found = [Commit(created, manifest.step, entry.trained.newest_event)]
         if manifest.position in commits:
             found = sorted([commits[manifest.position], *found], key=lambda commit: commit.created)
@@ -337,7 +343,9 @@ class Model(Struct, frozen=True, dict=True):
         holds = {place: Hold(place).for_servers() for place in log_directories(path)}
         deltas = {place: list_deltas(place) for place in holds}
         # Before logs are made: a log begins with the oldest of its bases that is there.
-        known.bases = {path: base for path, base in known.bases.items() if path in {c.path for c in versions}}
+        there = {child.path for child in versions}
+        known.bases = {path: base for path, base in known.bases.items() if path in there}
+        known.plain = {path: created for path, created in known.plain.items() if path in there}
         bases = {child.version: known.base(child.path) for child in versions if child.has_manifest}
         if (base := bases[newest.version]) is not None:
             place = log_path(path, base.entry.log)
@@ -418,6 +426,14 @@ class Model(Struct, frozen=True, dict=True):
         if self.newest_version is not None:
             ends.append(self.newest_version)
         return max(ends, default=None)
+
+    @property
+    def times(self) -> list[datetime]:
+        """When something was published, as far as that is known; empty if the model cannot be read."""
+        if self.problem:
+            return []
+        of_logs = (commit.created for log in self.logs.values() for commit in tuple(log.commits.values()))
+        return [*of_logs, *self.known.plain.values()]
 
     def decided(self) -> Model:
         """The same logs, as if the canary had approved them to their ends."""

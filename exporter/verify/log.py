@@ -172,11 +172,10 @@ def delta_damage(path: Path) -> str:
         verify_files(path, manifest.tensors, manifest.files, prefix=Path(DELTA_NAME))
         verify_bytes(read_catalog(path / DELTA_NAME))
     except (ExportError, OSError) as error:
-        try:
-            found = "" if is_gone(path) or isinstance(error, OSError) else _problem(path, error).error
-        except ExportError:
-            return ""
-        return found and ": ".join(filter(None, (found.message, found.cause)))
+        if not (is_gone(path) or isinstance(error, OSError)):
+            with suppress(ExportError):
+                found = _problem(path, error).error
+                return ": ".join(filter(None, (found.message, found.cause)))
     return ""
 
 

@@ -22,6 +22,7 @@ _KINDS = {
     Code.PUBLICATIONS_HELD: EventKind.HELD,
     Code.HELD: EventKind.HELD,
     Code.HOLD_UNREADABLE: EventKind.HELD,
+    Code.PUBLISHER_SILENT: EventKind.SILENT,
     Code.DAMAGED: EventKind.DAMAGED,
     Code.BASE_WANTED: EventKind.BASE_WANTED,
 }

@@ -45,6 +45,18 @@ _OF_MODEL: _Gauges[ModelView] = {
     "worst_stale_seconds": ("The largest stale_seconds of all replicas.", lambda model: model.stale_s),
     "worst_served_age_seconds": ("The largest served_age_seconds of all.", lambda model: model.served_age_s),
     "worst_event_age_seconds": ("The largest event_age_seconds of all.", lambda model: model.event_age_s),
+    "published_age_seconds": (
+        "Since the last publication, as this machine saw it.",
+        lambda model: model.silence.seconds,
+    ),
+    "longest_silence_seconds": (
+        "The time without a publication that is too long, learned or given; absent while it is unknown.",
+        lambda model: model.silence.longest_s,
+    ),
+    "publisher_silent": (
+        "1 if nothing was published for longer than that.",
+        lambda model: model.silence.is_too_long,
+    ),
     "rolled_back": ("1 while the model is held at a rollback.", lambda model: model.rollback is not None),
 }
 _OF_CANARY: _Gauges[CanaryView] = {

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.publish.judge import Code, Finding, Level, Limits, code_of, command
+from exporter.publish.judge import Code, Finding, Level, Limits, code_of, command, silent
+from exporter.publish.made_by import new_base
 from exporter.storage.local_paths import quoted
 from exporter.terminal.progress import count
 from serving.agent.view import FleetView, ModelView, ReplicaView
@@ -200,8 +202,10 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
         yield Finding(
             Code.BASE_WANTED,
             "a new base is needed: replicas refuse a delta, and no other leads past it",
-            command=f"export-model ... --out {quoted(model.path)} --updatable --again",
+            command=new_base(Path(model.path)),
         )
+    if model.silence.is_too_long:
+        yield silent(Path(model.path), model.silence, is_learned=model.silence_is_learned)
     yield from _of_overlays(model)
     for found in model.quarantined:
         code, what = Code.QUARANTINED, f"every replica refuses delta {found.delta}"
@@ -230,7 +234,7 @@ def _of_overlays(model: ModelView) -> Iterator[Finding]:
             Code.OVERLAY,
             f"the overlay of mapped tables is {max(fills)} % full",
             "a watch publishes a new base when it is; --overlay-rows N makes it larger",
-            f"export-model ... --out {quoted(model.path)} --updatable --again",
+            new_base(Path(model.path)),
         )
 
 

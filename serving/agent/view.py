@@ -16,7 +16,7 @@ from msgspec import Struct, field, to_builtins
 from msgspec.structs import replace
 
 from exporter.publish.hold import HeldBy
-from exporter.publish.judge import lag, seconds_since, superseded_since
+from exporter.publish.judge import Silence, lag, seconds_since, silence, superseded_since
 from exporter.publish.model import Model, Rollback
 from exporter.publish.served import Served, ServedTables
 from serving.agent import rollout
@@ -126,7 +126,8 @@ class ModelView(Struct, frozen=True):
     `published` is the newest published position, whatever keeps replicas from it; `position` is the newest
     one that the hold allows, and `waiting` counts the publications between them. `hold` is the position of
     the hold, `is_held` is True unless only a canary set it, `held_by` says who did. `rollback` is the
-    rollback at which the model is held. `store` is None without `--pull`.
+    rollback at which the model is held. `store` is None without `--pull`. `silence` is the publisher's, whose
+    longest is learned from its habit, or was given.
     """
 
     name: str
@@ -145,6 +146,8 @@ class ModelView(Struct, frozen=True):
     waiting: int = 0
     is_held: bool = False
     held_by: HeldBy | None = None
+    silence: Silence = Silence()
+    silence_is_learned: bool = True
 
     @property
     def stale_s(self) -> float | None:
@@ -259,11 +262,18 @@ def _why_unserved(name: str, replica: ReplicaView) -> str:
     return f"{name} has no version available" if replica.served is None else ""
 
 
-def view(fleet: Fleet, canaries: Canaries, pullers: Mapping[str, Puller]) -> FleetView:
-    """The state of the fleet now; `pullers` by model."""
+def view(
+    fleet: Fleet, canaries: Canaries, pullers: Mapping[str, Puller], expected_s: float | None = None
+) -> FleetView:
+    """The fleet's state now; `pullers` by model. One is expected every `expected_s`, or as usual."""
     now = datetime.now(timezone.utc)
     models = [
-        replace(_model(fleet, each, canaries, now), store=_store(pullers.get(each.model.name)))
+        replace(
+            _model(fleet, each, canaries, now),
+            store=_store(pullers.get(each.model.name)),
+            silence=silence(each.current, now, expected_s),
+            silence_is_learned=expected_s is None,
+        )
         for each in fleet.publications
     ]
     return FleetView(now, tuple(models))

@@ -132,6 +132,12 @@ MEANINGS: Mapping[Code, Meaning] = {
         "loaded the newest base.",
         "`serve-model update` brings it on. Where an agent runs, read its last events: they name the cause.",
     ),
+    Code.PUBLISHER_SILENT: Meaning(
+        "Nothing was published for three times the longest of the intervals that are usual for this model, "
+        "or for longer than the agent's `--expect-every` says.",
+        "The command says whether the trainer writes and an export would publish. If the model is published "
+        "more seldom from now on, give the agent `--expect-every`.",
+    ),
     Code.OVERLAY: Meaning(
         "The room for changed rows beside mapped tables is nearly used up. When it is, a server refuses "
         "deltas.",
