@@ -38,7 +38,7 @@ from exporter.publish.commit import NO_SYNC_HINT, cannot_sync
 from exporter.publish.delta_log import DeltaLog, LogDelta, read_log
 from exporter.publish.finite import lasting, refused
 from exporter.publish.hold import Hold
-from exporter.publish.judge import Code, Finding, Level, command, silence, silent
+from exporter.publish.judge import Code, Finding, Habit, Level, command, silent
 from exporter.publish.made_by import new_base
 from exporter.publish.manifest import BaseEntry
 from exporter.publish.mapped_state import mapped_elsewhere, network_file_system, why_restored
@@ -460,7 +460,7 @@ def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
 
 def publisher(model: Path, now: float) -> Iterator[Finding]:
     """Find a publisher that is silent for longer than it usually is."""
-    found = silence(Model.read(model), datetime.fromtimestamp(now, timezone.utc))
+    found = Habit.of(Model.read(model)).silence(datetime.fromtimestamp(now, timezone.utc))
     if found.is_too_long:
         yield silent(model, found)
 

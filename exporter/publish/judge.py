@@ -275,11 +275,22 @@ class Silence(Struct, frozen=True):
         return self.seconds is not None and self.longest_s is not None and self.seconds > self.longest_s
 
 
-def silence(model: Model, now: datetime, expected_s: float | None = None) -> Silence:
-    """How long a model's publisher has been silent; without `expected_s` its habit says what is long."""
-    times = model.times
-    longest_s = longest_silence_s(times) if expected_s is None else expected_s
-    return Silence(seconds_since(max(times), now) if times else None, longest_s)
+class Habit(Struct, frozen=True):
+    """When a model was published last, and for how long it usually is not, at most; None if unknown."""
+
+    newest: datetime | None = None
+    longest_s: float | None = None
+
+    @classmethod
+    def of(cls, model: Model) -> Habit:
+        """The habit of a model's publisher; nothing is known of one that cannot be read."""
+        times = model.times
+        return cls(max(times, default=None), longest_silence_s(times))
+
+    def silence(self, now: datetime, expected_s: float | None = None) -> Silence:
+        """How long the publisher has been silent; without `expected_s` its habit says what is too long."""
+        seconds = None if self.newest is None else seconds_since(self.newest, now)
+        return Silence(seconds, self.longest_s if expected_s is None else expected_s)
 
 
 def silent(model: Path, found: Silence, *, is_learned: bool = True) -> Finding:

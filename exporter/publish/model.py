@@ -19,7 +19,7 @@ from pathlib import Path
 from stat import S_ISDIR
 
 from msgspec import Struct, field
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from exporter.delta.spans import Position, Span, furthest
 from exporter.errors import ExportError, ManifestError, NothingChanged, NotUpdatable
@@ -102,20 +102,34 @@ class Event(Struct, frozen=True):
 class Commit(Struct, frozen=True):
     """A publication's time and training step, from its manifest.
 
-    `event_time` is the time of the newest event that it was trained on; None if unknown.
+    `event_time` is the time of the newest event that it was trained on; None if unknown. A delta holds `rows`
+    and `bytes_`. `is_rollback`: it brought earlier values back.
     """
 
     created: datetime
     step: int | None
     event_time: datetime | None = None
+    rows: int | None = None
+    bytes_: int | None = None
+    is_rollback: bool = False
+
+
+class Published(Commit, frozen=True, kw_only=True):
+    """A publication, and where it leads."""
+
+    position: int
 
 
 class Rollback(Struct, frozen=True):
-    """A published rollback: the delta to `position` restores the values of `back_to`."""
+    """A published rollback: the delta to `position` restores the values of `back_to`.
+
+    `is_canary`: a canary made it, because what it took back did not pass.
+    """
 
     position: int
     back_to: int
     reason: str
+    is_canary: bool = False
 
 
 class Log(Struct, frozen=True, dict=True):
@@ -280,7 +294,8 @@ class _Known(Struct):
             return None
         self._remember(manifest, entry, lineage)
         if entry.made is DeltaOrigin.ROLLBACK and entry.back_to is not None:
-            self.rollbacks[lineage, delta.end] = Rollback(delta.end, entry.back_to, entry.reason or "")
+            found = Rollback(delta.end, entry.back_to, entry.reason or "", entry.failed)
+            self.rollbacks[lineage, delta.end] = found
         size = sum(file.bytes_ for file in manifest.files)
         return Span(delta.start, delta.end, entry.only_from, entry.parts), size
 
@@ -293,6 +308,10 @@ class _Known(Struct):
     def _remember(self, manifest: Manifest, entry: BaseEntry | DeltaEntry, lineage: str) -> None:
         commits, created = self.commits.setdefault(lineage, {}), self._seen(manifest.created)
         found = [Commit(created, manifest.step, entry.trained.newest_event)]
+        if isinstance(entry, DeltaEntry):
+            size = sum(file.bytes_ for file in manifest.files)
+            back = entry.made is DeltaOrigin.ROLLBACK
+            found = [replace(found[0], rows=entry.rows, bytes_=size, is_rollback=back)]
         if manifest.position in commits:
             found = sorted([commits[manifest.position], *found], key=lambda commit: commit.created)
         event_time = next((commit.event_time for commit in found if commit.event_time is not None), None)
@@ -434,6 +453,16 @@ class Model(Struct, frozen=True, dict=True):
             return []
         of_logs = (commit.created for log in self.logs.values() for commit in tuple(log.commits.values()))
         return [*of_logs, *self.known.plain.values()]
+
+    @property
+    def published(self) -> list[Published]:
+        """What was published of logs, by time, as far as that is known."""
+        found = [
+            Published(*astuple(commit), position=position)
+            for log in self.logs.values()
+            for position, commit in tuple(log.commits.items())
+        ]
+        return sorted(found, key=lambda one: one.created)
 
     def decided(self) -> Model:
         """The same logs, as if the canary had approved them to their ends."""

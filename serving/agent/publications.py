@@ -12,6 +12,7 @@ from msgspec import Struct
 from exporter.delta.spans import Span
 from exporter.errors import ManifestError
 from exporter.publish.delta_log import LogDelta
+from exporter.publish.judge import Habit
 from exporter.publish.mapped_state import read_ahead
 from exporter.publish.model import Model
 from exporter.publish.versions import read_manifest
@@ -20,6 +21,8 @@ from exporter.storage.files import FileIdentity, identity_of
 from exporter.verify.log import delta_damage
 from serving.agent.journal import AgentEvent, EventKind, Journal
 
+_MOST_RECENT = 2000
+"""How many publications the chart of an hour may have."""
 _EVER = datetime.min.replace(tzinfo=timezone.utc)
 
 
@@ -50,6 +53,7 @@ class Publications:
         self._examined: dict[Path, tuple[FileIdentity | None, ...]] = {}
         self._damage: dict[Path, str] = {}
         self.current = self._listed(None)
+        self._learn(self.current)
         if self.current.problem:
             self._report(EventKind.UNSEEN, self.current.problem)
 
@@ -86,12 +90,17 @@ class Publications:
             found = self.current = self._listed(before)
         if found == before:
             return
+        self._learn(found)
         if found.problem != before.problem:
             what = EventKind.UNSEEN if found.problem else EventKind.SEEN
             self._report(what, found.problem or f"{self.model.path} can be read again")
         self.wake()
         if self._reads_ahead and found.newest_version not in (None, before.newest_version):
             threading.Thread(target=self._read_ahead, args=(found.newest_version,), daemon=True).start()
+
+    def _learn(self, found: Model) -> None:
+        """Note when and what was published, which takes a while with thousands of deltas."""
+        self.habit, self.recent = Habit.of(found), tuple(found.published[-_MOST_RECENT:])
 
     def damage(self, lineage: str, delta: Span) -> str:
         """What is wrong with a listed delta's files; empty if nothing is.

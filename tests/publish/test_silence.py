@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from exporter.publish.habit import longest_silence_s
-from exporter.publish.judge import Code, Level, Silence, silence
+from exporter.publish.judge import Code, Habit, Level, Silence
 from exporter.publish.model import Model
 from serving.agent.standing import assess
 from tests.support.commands import export_model
@@ -72,11 +72,11 @@ def backdate(model: Path) -> None:
 
 def test_a_silent_publisher_is_a_finding_of_page_and_doctor(published: Path) -> None:
     now = datetime.now(timezone.utc)
-    found = silence(Model.read(published), now)
+    found = Habit.of(Model.read(published)).silence(now)
     assert found.longest_s == pytest.approx(900)
     assert found.seconds == pytest.approx(7800 - 300, abs=60)
     assert found.is_too_long
-    assert not silence(Model.read(published), now, expected_s=86_400.0).is_too_long, (
+    assert not Habit.of(Model.read(published)).silence(now, expected_s=86_400.0).is_too_long, (
         "who says so knows better"
     )
 
@@ -95,4 +95,4 @@ def test_a_silent_publisher_is_a_finding_of_page_and_doctor(published: Path) -> 
 def test_what_cannot_be_read_is_not_called_silent(published: Path) -> None:
     before = Model.read(published)
     published.rename(published.with_name("away"))
-    assert silence(Model.look(published, before), datetime.now(timezone.utc)) == Silence(None, None)
+    assert Habit.of(Model.look(published, before)).silence(datetime.now(timezone.utc)) == Silence(None, None)
