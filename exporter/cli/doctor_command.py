@@ -49,8 +49,16 @@ class ServerFlags(Struct, frozen=True):
         float, _of_target("How long to wait for a server's answer.", metavar="SECONDS", least=0.001)
     ] = 5.0
 
+    agent: Annotated[
+        str | None,
+        Option(
+            "Also ask this agent what it finds: the address of its own port.", metavar="URL", default="none"
+        ),
+    ] = None
+
 
 NO_SERVER = ServerFlags()
+_LONGEST_ANSWER = 64 << 20
 
 
 def doctor(
@@ -69,10 +77,10 @@ def doctor(
 ) -> None:
     """List what is wrong with a published model, or soon will be, with the command that helps.
 
-    Looks at files and checksums, ways from each base to the newest position, holds, permissions, clocks and
-    left-overs; with --ckpt-dir at what the next export reads, with --target at what servers serve. Nothing is
-    changed. Warnings do not fail; what is wrong does, with exit code 6 if it is on disk, 3 if it is the
-    checkpoint alone, 7 if it is servers alone.
+    Looks at files and checksums, ways from each base to the newest position, holds, permissions, clocks, room
+    and left-overs; with --ckpt-dir at what the next export reads, with --target at what servers serve, with
+    --agent at what an agent finds. Nothing is changed. Warnings do not fail; what is wrong does, with exit
+    code 6 if it is on disk, 3 if it is the checkpoint alone, 7 if it is servers alone.
 
     \b
     Examples:
@@ -86,12 +94,14 @@ def doctor(
 
         model, now = opened_model.path, datetime.now(timezone.utc)
         name = servers.model_name or model.resolve().name
+        told = [] if servers.agent is None else list(_ask_agent(servers.agent, name, servers.deadline))
         replicas = [_ask(address, name, servers.deadline, access) for address in servers.target]
 
         def look() -> tuple[Examination, list[Finding]]:
             seen = examine(model, ckpt_dir, now=now.timestamp(), is_remote=opened_model.is_remote)
             published = Model.read(model) if replicas else Model()
-            return seen, [*seen.findings, *judge(published, replicas, now, Limits(servers.patience))]
+            judged = judge(published, replicas, now, Limits(servers.patience))
+            return seen, [*seen.findings, *judged, *told]
 
         seen, findings = opened_model.carry(look)
         _report(seen, findings, replicas, ckpt_dir, sink)
@@ -111,6 +121,36 @@ def _ask(address: str, name: str, deadline: float, access: ServerAccess) -> Serv
             return Server(client.address, name, tuple(read_served(client, each) for each in client.status()))
         except CallFailed as error:
             return Server(client.address, name, failure=error)
+
+
+def _ask_agent(address: str, model: str, deadline: float) -> Iterator[Finding]:
+    """What an agent finds of a model; that it does not answer is a finding, too."""
+    import json
+    import urllib.request
+
+    from exporter.publish.judge import Code, Finding, Level, command
+
+    address = (address if "://" in address else f"http://{address}").rstrip("/")
+    again = command("curl", "-sS", f"{address}/healthz")
+    try:
+        if not address.startswith(("http://", "https://")):
+            raise ValueError("expected http:// or https://")
+        with urllib.request.urlopen(f"{address}/status.json", timeout=deadline) as answer:
+            document = json.loads(answer.read(_LONGEST_ANSWER))
+        found = [(Code(each["code"]), each) for each in document["findings"] if each["model"] == model]
+        known = {each["name"] for each in document["models"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = str(getattr(error, "reason", None) or error)
+        yield Finding(Code.AGENT_DOWN, f"the agent at {address} does not answer", why, again)
+        return
+    if model not in known:
+        why = f"it keeps {', '.join(sorted(map(str, known)))}"
+        yield Finding(Code.AGENT_DOWN, f"the agent at {address} does not keep {model}", why, again)
+    levels = {level.on_page: level for level in Level}
+    for code, each in found:
+        if (level := levels.get(each["level"], Level.WARNING)) in (Level.WRONG, Level.WARNING):
+            text, why, then = (str(each.get(name, "")) for name in ("text", "why", "command"))
+            yield Finding(code, text, why, then, known_level=level, check="agent")
 
 
 def _report(
@@ -185,5 +225,5 @@ def _lines(
         yield f"{level} [bold]{check_of(finding).value}[/]: {escape(finding.text)}"
         if finding.why:
             yield f"{'':<9}cause: {escape(finding.why)}"
-        is_command = finding.command.startswith(("export-model ", "serve-model "))
+        is_command = finding.command.startswith(("export-model ", "serve-model ", "cd ", "curl ", "df "))
         yield f"{'':<9}{'$' if is_command else 'hint:'} {escape(finding.command)}"

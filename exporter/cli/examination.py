@@ -73,6 +73,8 @@ class Check(StrEnum):
     CLOCK = "clock"
     PUBLISHER = "publisher"
     DURABILITY = "durability"
+    ROOM = "room"
+    AGENT = "agent"
     PERMISSIONS = "permissions"
     LINKS = "links"
     CHECKPOINT = "checkpoint"
@@ -93,6 +95,8 @@ CHECKS = {
     Code.HOLD_UNREADABLE: Check.HOLD,
     Code.CANARY_LATE: Check.HOLD,
     Code.CLOCK: Check.CLOCK,
+    Code.ROOM: Check.ROOM,
+    Code.AGENT_DOWN: Check.AGENT,
     Code.PUBLISHER_SILENT: Check.PUBLISHER,
     Code.DURABILITY: Check.DURABILITY,
     Code.UNREADABLE: Check.PERMISSIONS,
@@ -120,7 +124,7 @@ def diagnosis(model: Path, findings: Iterable[Finding]) -> ExportError | None:
         return None
     checks = {check_of(finding) for finding in wrong}
     kind: type[ExportError] = VerificationError
-    if checks <= {Check.CHECKPOINT, Check.REPLICAS}:
+    if checks <= {Check.CHECKPOINT, Check.REPLICAS, Check.AGENT}:
         kind = CheckpointError if Check.CHECKPOINT in checks else ServerError
     many = f"{count(len(wrong), 'thing')} {'is' if len(wrong) == 1 else 'are'}"
     first = wrong[0]
@@ -465,6 +469,24 @@ def publisher(model: Path, now: float) -> Iterator[Finding]:
         yield silent(model, found)
 
 
+def room(model: Path) -> Iterator[Finding]:
+    """Find that the next base does not fit on the disk: it needs what the newest one does not share."""
+    newest = newest_version(model)
+    if newest is None:
+        return
+    free = os.statvfs(model)
+    files = [path.lstat() for path in newest.path.rglob("*") if path.is_file()]
+    needed = sum(found.st_blocks * 512 for found in files if found.st_nlink == 1)
+    there = free.f_bavail * free.f_frsize
+    if needed > there:
+        yield Finding(
+            Code.ROOM,
+            f"the next base needs {human_bytes(needed)}, and {human_bytes(there)} are free",
+            f"as much as {newest.path} takes of its own",
+            command("df", "-h", model),
+        )
+
+
 def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
     """Find dynamic tables that will soon have no room for new keys: then a delta is refused."""
     if found.log is None or found.damage:  # which `damage` has reported: a table cannot be read past it
@@ -599,6 +621,7 @@ def examine(model: Path, ckpt_dir: Path | None, *, now: float, is_remote: bool =
         (Check.CLOCK, lambda: clock_of_files(model, now)),
         (Check.PUBLISHER, lambda: publisher(model, now)),
         (Check.DURABILITY, lambda: durability(model)),
+        (Check.ROOM, lambda: room(model)),
         (Check.TABLES, lambda: tables(model, found, ckpt_dir)),
         (Check.MAPPED, lambda: mapped(model, ckpt_dir)),
         (Check.ORPHANS, lambda: orphans(model, found)),
@@ -618,6 +641,7 @@ _OF_THIS_MACHINE = (
     Check.PERMISSIONS,
     Check.LEFT_OVERS,
     Check.DURABILITY,
+    Check.ROOM,
     Check.MAPPED,
 )
 

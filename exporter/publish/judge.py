@@ -61,6 +61,7 @@ class Code(StrEnum):
     UNREADABLE = "unreadable", "unreadable", Level.WRONG
     CHECKPOINT = "checkpoint", "checkpoint", Level.WRONG
     UNEXAMINED = "unexamined", "not examined", Level.WRONG
+    AGENT_DOWN = "agent-down", "agent down", Level.WRONG
     SILENT = "silent", "silent", Level.WRONG
     GOLDEN = "golden", "golden requests fail", Level.WRONG
     ROLLED_BACK = "rolled-back", "rolled back", Level.WRONG
@@ -87,6 +88,7 @@ class Code(StrEnum):
     LOADING = "loading", "loading", Level.WARNING
     UNKNOWN = "unknown", "unknown", Level.WARNING
     FOREIGN = "foreign", "foreign", Level.WARNING
+    ROOM = "room", "no room", Level.WARNING
     ORPHANS = "orphans", "orphans", Level.WARNING
     LEFT_OVERS = "left-overs", "left-overs", Level.WARNING
     CLOCK = "clock", "clock", Level.WARNING

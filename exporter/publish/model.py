@@ -226,7 +226,8 @@ class _Known(Struct):
     """The manifests of one model, kept from one reading to the next.
 
     Another model may take its place: a base counts as long as its manifest is the same file. What is read now
-    appeared after `since`, by this machine's clock; None: times are those of whoever published.
+    appeared after `since`, by this machine's clock; None: times are those of whoever published. `skew_s`: by
+    how much, at least, the publisher's clock was ahead when something appeared last; negative: behind.
     """
 
     bases: dict[Path, tuple[FileIdentity, LogBase | None]] = field(default_factory=dict)
@@ -235,6 +236,7 @@ class _Known(Struct):
     rollbacks: dict[tuple[str, int], Rollback] = field(default_factory=dict)
     plain: dict[Path, datetime] = field(default_factory=dict)
     since: datetime | None = None
+    skew_s: float | None = None
 
     def base(self, path: Path) -> LogBase | None:
         """A version that takes deltas; None if it takes none, or cannot be read (`doctor` reports that)."""
@@ -303,7 +305,10 @@ class _Known(Struct):
         """When something was published that is read now: the publisher's time, as far as it can be true."""
         if self.since is None:
             return created
-        return min(max(created, self.since), datetime.now(timezone.utc))
+        seen = min(max(created, self.since), datetime.now(timezone.utc))
+        if self.since.year > 1:  # it appeared between two looks
+            self.skew_s = (created - seen).total_seconds()
+        return seen
 
     def _remember(self, manifest: Manifest, entry: BaseEntry | DeltaEntry, lineage: str) -> None:
         commits, created = self.commits.setdefault(lineage, {}), self._seen(manifest.created)
@@ -453,6 +458,11 @@ class Model(Struct, frozen=True, dict=True):
             return []
         of_logs = (commit.created for log in self.logs.values() for commit in tuple(log.commits.values()))
         return [*of_logs, *self.known.plain.values()]
+
+    @property
+    def skew_s(self) -> float | None:
+        """By how much, at least, the publisher's clock is ahead; negative: behind, None: not known."""
+        return self.known.skew_s
 
     @property
     def published(self) -> list[Published]:

@@ -57,6 +57,11 @@ _OF_MODEL: _Gauges[ModelView] = {
         "1 if nothing was published for longer than that.",
         lambda model: model.silence.is_too_long,
     ),
+    "publisher_clock_ahead_seconds": (
+        "By how much, at least, the publisher's clock is ahead of this machine's, negative if it is behind; "
+        "absent until something is published.",
+        lambda model: model.skew_s,
+    ),
     "rolled_back": ("1 while the model is held at a rollback.", lambda model: model.rollback is not None),
 }
 _OF_CANARY: _Gauges[CanaryView] = {

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from exporter.publish.judge import Code, Finding, Level, Limits, code_of, command, silent
 from exporter.publish.made_by import new_base
 from exporter.storage.local_paths import quoted
-from exporter.terminal.progress import count
+from exporter.terminal.progress import count, human_time
 from serving.agent.view import FleetView, ModelView, ReplicaView
 from serving.documents import FleetFinding
 from serving.status import VersionState
@@ -24,6 +24,8 @@ from serving.status import VersionState
 _LONG_WAIT_S = 60.0
 """Publications that a canary keeps back for longer than this are trouble; until then it is at work."""
 _NAMED = 3
+SKEW_S = 60.0
+"""Clocks of machines differ; by less than this it is no matter."""
 _NEARLY_FULL_PERCENT = 80
 
 
@@ -235,6 +237,11 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
         )
     if model.silence.is_too_long:
         yield silent(Path(model.path), model.silence, is_learned=model.silence_is_learned)
+    if abs(skew := model.skew_s or 0.0) > SKEW_S:
+        way = "ahead of" if skew > 0 else "behind"
+        text = f"the publisher's clock is {human_time(abs(skew))} {way} this machine's"
+        why = "what appears here has another time in its manifest; ages are measured by this machine's clock"
+        yield Finding(Code.CLOCK, text, why, "timedatectl status")
     yield from _of_overlays(model)
     for found in model.quarantined:
         code, what = Code.QUARANTINED, f"every replica refuses delta {found.delta}"

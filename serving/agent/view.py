@@ -139,6 +139,7 @@ class ModelView(Struct, frozen=True):
     the hold, `is_held` is True unless only a canary set it, `held_by` says who did. `rollback` is the
     rollback at which the model is held. `store` is None without `--pull`. `silence` is the publisher's, whose
     longest is learned from its habit, or was given. `recent` are the last publications, by time.
+    `skew_s`: by how much, at least, the publisher's clock is ahead, negative if it is behind.
     """
 
     name: str
@@ -160,6 +161,7 @@ class ModelView(Struct, frozen=True):
     silence: Silence = Silence()
     silence_is_learned: bool = True
     recent: tuple[Published, ...] = ()
+    skew_s: float | None = None
 
     @property
     def stale_s(self) -> float | None:
@@ -286,6 +288,7 @@ def view(
             silence=each.habit.silence(now, expected_s),
             silence_is_learned=expected_s is None,
             recent=each.recent,
+            skew_s=each.current.skew_s,
         )
         for each in fleet.publications
     ]
