@@ -137,7 +137,8 @@ def _ask_agent(address: str, model: str, deadline: float) -> Iterator[Finding]:
             raise ValueError("expected http:// or https://")
         with urllib.request.urlopen(f"{address}/status.json", timeout=deadline) as answer:
             document = json.loads(answer.read(_LONGEST_ANSWER))
-        found = [(Code(each["code"]), each) for each in document["findings"] if each["model"] == model]
+        codes = {code.value: code for code in Code}
+        found = [(codes[each["code"]], each) for each in document["findings"] if each["model"] == model]
         known = {each["name"] for each in document["models"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = str(getattr(error, "reason", None) or error)

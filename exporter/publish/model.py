@@ -27,6 +27,7 @@ from exporter.newer_python import StrEnum
 from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta, list_deltas, log_path
 from exporter.publish.hold import HeldAt, HeldBy, Hold
 from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin, Manifest, ManifestHead
+from exporter.publish.variable_change import VariableChange
 from exporter.publish.versions import (
     MAX_MANIFEST_BYTES,
     VersionDir,
@@ -97,6 +98,8 @@ class Event(Struct, frozen=True):
     """What is wrong with it; empty if nothing is."""
     event_time: datetime | None = None
     """When the newest event happened that its values were trained on."""
+    changes: tuple[VariableChange, ...] | None = None
+    """What a delta changed, with `--changes`; null if that was not asked for, or cannot be read."""
 
 
 class Commit(Struct, frozen=True):

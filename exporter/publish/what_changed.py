@@ -5,39 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from msgspec import Struct
 
 from exporter.delta.format import Rows
 from exporter.delta.layered_state import LayeredState
 from exporter.publish.delta_log import DeltaLog, LogDelta
+from exporter.publish.variable_change import Mover, VariableChange
 from exporter.wire.dtypes import Array
 
 MOST_BYTES = 256 << 20
 """Of a larger delta only rows are counted: the values before would have to be read, too."""
 _MOVERS = 3
 _CHUNK_BYTES = 16 << 20
-
-
-class Mover(Struct, frozen=True):
-    """A row, and how far it moved."""
-
-    row: int
-    """The row's number in its table."""
-    moved: float
-    """The norm of the difference from the values before."""
-
-
-class VariableChange(Struct, frozen=True):
-    """What a delta changed of a variable."""
-
-    variable: str
-    """Its name as served."""
-    rows: int | None
-    """Rows of a table; null for a variable that is replaced whole."""
-    moved: float | None
-    """The norm of the whole difference; null if it was not computed, or if the variable has no numbers."""
-    movers: tuple[Mover, ...] = ()
-    """The rows of a table that moved furthest, the furthest first."""
 
 
 def what_changed(log: DeltaLog, delta: LogDelta) -> tuple[VariableChange, ...]:
@@ -68,8 +46,12 @@ def _of_variable(name: str, change: Rows | Array, before: LayeredState | None) -
         return VariableChange(name, len(change.ids), None)
     # What is not finite moved furthest of all.
     order = np.argsort(np.where(np.isfinite(norms), -norms, -np.inf), kind="stable")[:_MOVERS]
-    movers = tuple(Mover(int(change.ids[at]), float(norms[at])) for at in order if norms[at] != 0)
-    return VariableChange(name, len(change.ids), float(np.sqrt(np.sum(norms**2))), movers)
+    movers = tuple(Mover(int(change.ids[at]), _finite(norms[at])) for at in order if norms[at] != 0)
+    return VariableChange(name, len(change.ids), _finite(np.sqrt(np.sum(norms**2))), movers)
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
 
 
 def _norms(name: str, change: Rows, before: LayeredState) -> Iterator[Array]:
@@ -85,9 +67,9 @@ def _norms(name: str, change: Rows, before: LayeredState) -> Iterator[Array]:
         yield np.sqrt(np.sum(difference.reshape(len(new), -1) ** 2, axis=1))
 
 
-def _norm(new: Array, old: Array) -> float:
+def _norm(new: Array, old: Array) -> float | None:
     difference = np.asarray(new).astype(np.float64) - old.astype(np.float64)
-    return float(np.sqrt(np.sum(difference**2)))
+    return _finite(np.sqrt(np.sum(difference**2)))
 
 
 def _is_number(dtype: np.dtype[np.generic]) -> bool:

@@ -12,13 +12,17 @@ import hmac
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache, partial
+from contextlib import contextmanager, suppress
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, to_builtins
 
+from exporter.errors import ExportError
+from exporter.publish.delta_log import read_log
+from exporter.publish.variable_change import VariableChange
+from exporter.publish.what_changed import what_changed
 from exporter.terminal.output import FORMAT_VERSION
 from exporter.terminal.progress import human_bytes
 from serving.agent import standing
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 
 
 _EVENTS = 30
+_MOST_BYTES = 16 << 20
+"""Of a larger delta the page does not tell what it changed: `history --changes` does."""
 _WIDTH, _HEIGHT = 600, 48
 _HERE = Path(__file__).parent
 _OPEN = frozenset({"/freshz", "/healthz", "/livez", "/readyz"})
@@ -54,12 +60,27 @@ def page(view: Callable[[], FleetView], recorder: Recorder, journal: Journal, fr
         lines=lines(journal.last(), _EVENTS, seconds),
         plot=lambda replica: plot(recorder.series(replica.model, replica.address)),
         chart=lambda model: charted(now, model, recorder, journal),
+        changed=lambda model: changed(model.path, model.published),
         span=seconds(_WIDTH * PERIOD_S),
         serving=standing.serving,
         ages=partial(standing.ages, seconds=seconds),
         seconds=seconds,
         script=_script(),
     )
+
+
+@lru_cache(maxsize=16)
+def changed(path: str, position: int | None) -> tuple[int, tuple[VariableChange, ...]] | None:
+    """The newest delta's position and what it changed, read when somebody looks, once for each position.
+
+    None if the newest publication is no delta, is large, or cannot be read.
+    """
+    with suppress(ExportError, OSError):
+        log = read_log(Path(path))
+        newest = [delta for delta in log.deltas if delta.end == position]
+        if newest and sum(file.bytes_ for file in newest[-1].manifest.files) <= _MOST_BYTES:
+            return newest[-1].end, what_changed(log, newest[-1])
+    return None
 
 
 def charted(view: FleetView, model: ModelView, recorder: Recorder, journal: Journal) -> Chart | None:

@@ -108,7 +108,8 @@ class ReplicaView(Struct, frozen=True):
 class CanaryView(Struct, frozen=True):
     """The state of a model's canary: `approved` is the limit of the other replicas, `waiting_s` is how long
     the oldest unapproved delta has waited, 0 if there is none. `doing` describes its current action;
-    `failing` lists the gates that the answers at the approved position fail, empty if none or unknown.
+    `failing` lists the gates that the answers at the approved position fail, empty if none or unknown;
+    `scores` says how the golden requests' means moved from the position before.
     """
 
     approved: int | None
@@ -116,6 +117,7 @@ class CanaryView(Struct, frozen=True):
     replica: str | None
     doing: str
     failing: str = ""
+    scores: tuple[str, ...] = ()
 
 
 class StoreView(Struct, frozen=True):
@@ -341,7 +343,9 @@ def _canary(canaries: Canaries, publications: Publications, now: datetime) -> Ca
     approved = log.limit if log.is_canary else None
     waiting = [] if approved is None else log.created(log.beyond(approved))
     waited = max((seconds_since(created, now) for created in waiting), default=0.0)
-    return CanaryView(approved, waited, replica, doing, "" if canary is None else canary.failing)
+    if canary is None:
+        return CanaryView(approved, waited, replica, doing)
+    return CanaryView(approved, waited, replica, doing, canary.failing, canary.scores)
 
 
 def _doing(action: Action | None) -> tuple[str | None, str]:
