@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from exporter.delta.format import Rows
 from exporter.publish import what_changed as module
 from exporter.publish.delta_log import read_log
 from exporter.publish.what_changed import what_changed
@@ -41,13 +42,17 @@ def test_rows_and_moves_are_those_between_the_two_states(published: Path) -> Non
     assert tables
     for name, one in found.items():
         difference = after.whole(name).astype(np.float64) - before.whole(name).astype(np.float64)
-        norms = np.sqrt(np.sum(difference.reshape(len(difference) if one.rows else 1, -1) ** 2, axis=1))
+        change = log.open(delta).changes[name]
+        ids = change.ids if isinstance(change, Rows) else np.zeros(1, np.int64)
+        if isinstance(change, Rows):
+            difference = difference[ids]
+        norms = np.sqrt(np.sum(difference.reshape(len(ids), -1) ** 2, axis=1))
         whole = np.sqrt(np.sum(norms**2))
         assert one.moved == (pytest.approx(whole, rel=1e-5) if np.isfinite(whole) else None), name
-        bad = [int(row) for row in np.flatnonzero(~np.isfinite(norms))][:3]
+        bad = [int(row) for row in ids[~np.isfinite(norms)]][:3]
         assert [mover.row for mover in one.movers if mover.moved is None] == (bad if one.rows else [])
         moves = [mover.moved for mover in one.movers if mover.moved is not None]
-        if one.rows and len(bad) < 3:
+        if one.rows and len(bad) < 3 and np.nansum(norms) > 0:
             assert moves[0] == pytest.approx(norms[np.isfinite(norms)].max(), rel=1e-5)
             assert moves == sorted(moves, reverse=True)
 
@@ -64,10 +69,9 @@ def test_history_tells_it_and_without_being_asked_does_not(published: Path) -> N
     asked = export_model("history", published, "--changes", "--json").document["events"]
     assert asked[0]["changes"] is None, "a base"
     first = asked[-1]["changes"][0]
-    assert first["rows"] > 0 and first["movers"][0]["moved"] > 0
-    assert all(
-        event["changes"] is None for event in export_model("history", published, "--json").document["events"]
-    )
+    assert first["rows"] > 0 and first["movers"]
+    usual = export_model("history", published, "--json").document["events"]
+    assert all(event["changes"] is None for event in usual)
     text = export_model("history", published, "--last", "1", "--changes").out
     assert f"at 30, {first['variable']}: {first['rows']} row" in text
     assert "furthest row" in text
