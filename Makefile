@@ -31,7 +31,8 @@ help:
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): some minutes and 3 GB, once"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev]'
+# As a path, not a finder: type checkers of scripts elsewhere find the package, too.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --config-settings editable_mode=compat -e '.[dev]'
 	-@$(COMPILE) $(VENV)/lib
 	@touch $@
 

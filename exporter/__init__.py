@@ -14,13 +14,18 @@ from exporter.late_names import late_names
 from exporter.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from exporter.api import diff as diff
+    from exporter.api import doctor as doctor
     from exporter.api import execute as execute
     from exporter.api import export as export
     from exporter.api import export_incremental as export_incremental
+    from exporter.api import history as history
     from exporter.api import inspect as inspect
     from exporter.api import merge as merge
     from exporter.api import open_checkpoint as open_checkpoint
     from exporter.api import plan as plan
+    from exporter.api import pull as pull
+    from exporter.api import push as push
     from exporter.api import rebase as rebase
     from exporter.api import resume as resume
     from exporter.api import rollback as rollback
@@ -47,8 +52,8 @@ if TYPE_CHECKING:
 
 
 _NAMES = {
-    "exporter.api": "execute export export_incremental inspect merge open_checkpoint plan rebase "
-    "resume rollback verify_model watch",
+    "exporter.api": "diff doctor execute export export_incremental history inspect merge open_checkpoint "
+    "plan pull push rebase resume rollback verify_model watch",
     "exporter.catalog": "Catalog",
     "exporter.errors": "ExportError ExportWarning",
     "exporter.options": "DataMode DeltaDtype ExportRequest Jobs Updates Verify",

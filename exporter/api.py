@@ -10,32 +10,43 @@ from __future__ import annotations
 
 import inspect as inspection_of
 import os
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
+from msgspec import NODEFAULT
 from msgspec.structs import fields, replace
 
 from exporter import checkpoint
 from exporter.catalog import Catalog
 from exporter.errors import ExportError, ExportWarning, NothingChanged, UsageError
-from exporter.options import LOCALLY, ExportRequest, Jobs, given, require_exact
+from exporter.options import LOCALLY, ExportRequest, Jobs, given, meanings, require_exact
 from exporter.options.given import StrPath
+from exporter.options.keywords import ExportKeywords
 from exporter.pipeline.watch_loop import EVERY_SECOND, Watching
-from exporter.storage.local_paths import checkpoint_path, quoted
+from exporter.storage.local_paths import checkpoint_path, local_path, quoted
+from exporter.storage.url import Url
 from exporter.terminal.progress import ProgressFactory, no_progress
+from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.terminal.tensorflow_import import said_by_name
 from exporter.transfer.opened import LocalModel, OpenModel, data_mode, opened, opened_if_model, require_apart
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from exporter.options.keywords import ExportKeywords
+    from exporter.pipeline.comparison import Differences
+    from exporter.pipeline.doctor import Examination
     from exporter.pipeline.full import Exported, Plan
     from exporter.pipeline.incremental import ExportedDelta, Incremental
     from exporter.pipeline.inspected import Inspection
     from exporter.pipeline.log_maintenance import Merged, RollbackResult
     from exporter.pipeline.rebase import Rebased
+    from exporter.publish.model import Model
+    from exporter.transfer.pull import Pulled
+    from exporter.transfer.push import PushPlan
     from exporter.verify.log import VerifiedModel
 
 T = TypeVar("T")
@@ -45,16 +56,8 @@ Served: TypeAlias = "StrPath | Callable[..., Any] | None"
 
 @overload
 def export(
-    ckpt_dir: ExportRequest, /, *, save_incr_model: Literal[False] = False, progress: ProgressFactory = ...
-) -> Exported: ...
-@overload
-def export(
-    ckpt_dir: ExportRequest, /, *, save_incr_model: Literal[True], progress: ProgressFactory = ...
-) -> ExportedDelta: ...
-@overload
-def export(
-    ckpt_dir: StrPath,
-    out: StrPath,
+    ckpt_dir: StrPath | ExportRequest,
+    out: StrPath | None = None,
     model: Served = None,
     *,
     save_incr_model: Literal[False] = False,
@@ -63,8 +66,8 @@ def export(
 ) -> Exported: ...
 @overload
 def export(
-    ckpt_dir: StrPath,
-    out: StrPath,
+    ckpt_dir: StrPath | ExportRequest,
+    out: StrPath | None = None,
     model: Served = None,
     *,
     save_incr_model: Literal[True],
@@ -72,13 +75,13 @@ def export(
     **options: Unpack[ExportKeywords],
 ) -> ExportedDelta: ...
 def export(
-    ckpt_dir: Any,
-    out: Any = None,
-    model: Any = None,
+    ckpt_dir: StrPath | ExportRequest,
+    out: StrPath | None = None,
+    model: Served = None,
     *,
     save_incr_model: bool = False,
     progress: ProgressFactory = no_progress,
-    **options: Any,
+    **options: Unpack[ExportKeywords],
 ) -> Exported | ExportedDelta:
     """Publish a version; with `save_incr_model`, what changed since the newest position as a delta.
 
@@ -120,32 +123,14 @@ def _delta(request: ExportRequest, progress: ProgressFactory) -> ExportedDelta:
     return done
 
 
-@overload
 def export_incremental(
-    ckpt_dir: ExportRequest,
-    /,
-    *,
-    full_on_mismatch: bool = False,
-    progress: ProgressFactory = ...,
-) -> Incremental: ...
-@overload
-def export_incremental(
-    ckpt_dir: StrPath,
-    out: StrPath,
+    ckpt_dir: StrPath | ExportRequest,
+    out: StrPath | None = None,
     model: Served = None,
     *,
     full_on_mismatch: bool = False,
-    progress: ProgressFactory = ...,
-    **options: Unpack[ExportKeywords],
-) -> Incremental: ...
-def export_incremental(
-    ckpt_dir: Any,
-    out: Any = None,
-    model: Any = None,
-    *,
-    full_on_mismatch: bool = False,
     progress: ProgressFactory = no_progress,
-    **options: Any,
+    **options: Unpack[ExportKeywords],
 ) -> Incremental:
     """Publish what changed as a delta; a base if there is none; nothing if nothing is new.
 
@@ -164,13 +149,12 @@ def export_incremental(
     )
 
 
-@overload
-def plan(ckpt_dir: ExportRequest, /) -> Plan: ...
-@overload
 def plan(
-    ckpt_dir: StrPath, out: StrPath, model: Served = None, **options: Unpack[ExportKeywords]
-) -> Plan: ...
-def plan(ckpt_dir: Any, out: Any = None, model: Any = None, **options: Any) -> Plan:
+    ckpt_dir: StrPath | ExportRequest,
+    out: StrPath | None = None,
+    model: Served = None,
+    **options: Unpack[ExportKeywords],
+) -> Plan:
     """Plan an export, as a value that `execute` takes; nothing is written, and `out` is a local path.
 
     Raises:
@@ -200,38 +184,16 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
         return _with_warnings(full.execute(planned, progress), stacklevel=3)
 
 
-@overload
 def watch(
-    ckpt_dir: ExportRequest,
-    /,
-    *,
-    watching: Watching = EVERY_SECOND,
-    tell: Callable[[ExportError], None] = ...,
-    ended: Callable[[str], None] = ...,
-    progress: ProgressFactory = ...,
-) -> Iterator[Exported]: ...
-@overload
-def watch(
-    ckpt_dir: StrPath,
-    out: StrPath,
+    ckpt_dir: StrPath | ExportRequest,
+    out: StrPath | None = None,
     model: Served = None,
-    *,
-    watching: Watching = EVERY_SECOND,
-    tell: Callable[[ExportError], None] = ...,
-    ended: Callable[[str], None] = ...,
-    progress: ProgressFactory = ...,
-    **options: Unpack[ExportKeywords],
-) -> Iterator[Exported]: ...
-def watch(
-    ckpt_dir: Any,
-    out: Any = None,
-    model: Any = None,
     *,
     watching: Watching = EVERY_SECOND,
     tell: Callable[[ExportError], None] = lambda error: None,
     ended: Callable[[str], None] = lambda why: None,
     progress: ProgressFactory = no_progress,
-    **options: Any,
+    **options: Unpack[ExportKeywords],
 ) -> Iterator[Exported]:
     """Export the newest complete checkpoint whenever there is another one; yields what was exported.
 
@@ -305,12 +267,14 @@ def rebase(
         ExportError: any other of exporter.errors.
     """
     from exporter.pipeline import rebase as bases
+    from exporter.publish.retention import Keep
 
     if keep is not None:
         given.whole("keep", keep, "keep=2")
+    kept = None if keep is None else Keep(keep)
     return _with_model(
         model,
-        lambda path: bases.rebase(path, keep=keep, despite_hold=despite_hold, jobs=jobs, progress=progress),
+        lambda path: bases.rebase(path, keep=kept, despite_hold=despite_hold, jobs=jobs, progress=progress),
     )
 
 
@@ -381,6 +345,131 @@ def verify_model(model: StrPath, *, bytes_: bool = False) -> VerifiedModel:
     return _with_model(model, lambda path: verify_log.verify_model(path, bytes_=bytes_), read_only=True)
 
 
+def history(model: StrPath) -> Model:
+    """Read what was published of a model: `publications`, oldest first; `at`, the newest position; `hold`.
+
+    `model` is a model base path, or its URL.
+
+    Raises:
+        NotUpdatable: nothing is published there.
+        ManifestError: a manifest is damaged.
+    """
+    from exporter.publish.model import Model
+
+    return _with_model(model, Model.history, read_only=True)
+
+
+def diff(a: StrPath, b: StrPath, *, jobs: Jobs = LOCALLY) -> Differences:
+    """Compare two states, and list the variables that differ, with their rows and norms.
+
+    A state is a checkpoint, a version, a model (its newest position), or "MODEL@POSITION"; a path or URL.
+
+    Raises:
+        UsageError: a position is malformed.
+        ExportError: a state cannot be read.
+    """
+    from exporter.jobs.runner import Runner
+    from exporter.pipeline import comparison
+
+    with ExitStack() as stack:
+        models: dict[str, OpenModel] = {}
+        first, second = (_local_state(os.fspath(state), models, stack) for state in (a, b))
+        runner = Runner.of(jobs) if jobs.engine else None
+
+        def work() -> Differences:
+            return comparison.compare(comparison.parse_side(first), comparison.parse_side(second), runner)
+
+        for model in models.values():
+            work = partial(model.carry, work)
+        return work()
+
+
+def _local_state(text: str, models: dict[str, OpenModel], stack: ExitStack) -> str:
+    """A state, with a model's URL as its local path; a model of both states is opened once."""
+    name, at, position = text.rpartition("@")
+    if at and position.isdecimal() and Url.parse(name) is not None:
+        if name not in models:
+            models[name] = stack.enter_context(opened(name, read_only=True))
+        return f"{models[name].path}@{position}"
+    if text not in models:
+        found = stack.enter_context(opened_if_model(text))
+        if found is None:
+            return text
+        models[text] = found
+    return str(models[text].path)
+
+
+def push(
+    model: StrPath, url: str, *, prune: bool = False, progress: ProgressFactory = no_progress
+) -> PushPlan:
+    """Upload what is published of a model to an object store; returns what was uploaded and removed.
+
+    `url` is s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL. `prune` removes there what is not
+    published here any more.
+
+    Raises:
+        UsageError: `model` is a URL, or `url` is none.
+        ExportError: any other of exporter.errors; what is in the store is whole.
+    """
+    from exporter.transfer import push as transfer
+
+    place = local_path("model", os.fspath(model))
+    return transfer.push(transfer.plan_push(place, url, prune=prune), progress)
+
+
+def pull(url: str, model: StrPath, *, prune: bool = False, progress: ProgressFactory = no_progress) -> Pulled:
+    """Fetch what is published in an object store into a local model; returns what was fetched and removed.
+
+    What comes is checked, in order of positions. `prune` removes here what is not in the store any more.
+
+    Raises:
+        UsageError: `model` is a URL, or `url` is none.
+        CheckpointNotFound: the store holds no such model.
+        ExportError: any other of exporter.errors; what is here is whole.
+    """
+    from exporter.transfer import pull as transfer
+
+    return transfer.pull(url, local_path("model", os.fspath(model)), prune=prune, progress=progress)
+
+
+def doctor(
+    model: StrPath,
+    *,
+    ckpt_dir: StrPath | None = None,
+    targets: Sequence[str] = (),
+    model_name: str | None = None,
+    patience: float = 60.0,
+    deadline: float = 5.0,
+    access: ServerAccess = WITHOUT_TLS,
+) -> Examination:
+    """Find what is wrong with a published model, or soon will be: `findings`, each with what helps.
+
+    With `ckpt_dir` also of the checkpoints that the next export would read; with `targets` (HOST:PORT) of
+    these servers, which call the model `model_name` (by default its last part), have `deadline` seconds for
+    an answer, and `patience` seconds to serve what is published.
+
+    Raises:
+        NotUpdatable: nothing is published there.
+        UsageError: an argument is not what it should be.
+    """
+    from exporter.pipeline.doctor import ask, examine
+
+    place = None if ckpt_dir is None else given.place("ckpt_dir", ckpt_dir, checkpoint_path)
+    with opened(given.place("model", model, checkpoint_path), read_only=True) as target:
+        name = model_name or target.path.resolve().name
+        servers = tuple(ask(address, name, deadline, access) for address in targets)
+        return target.carry(
+            lambda: examine(
+                target.path,
+                place,
+                now=time.time(),
+                is_remote=target.is_remote,
+                servers=servers,
+                patience=patience,
+            )
+        )
+
+
 def open_checkpoint(path: StrPath) -> Catalog:
     """The catalog of the checkpoint at a path or URL; of a directory, the newest one that is complete.
 
@@ -396,7 +485,7 @@ def _request(
     ckpt_dir: Any,
     out: Any,
     model: Any,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     progress: ProgressFactory = no_progress,
 ) -> ExportRequest:
     """The request of a call: the one that was given, or one made of the arguments; else UsageError."""
@@ -453,20 +542,24 @@ def _with_model(model: StrPath, work: Callable[..., T], *, read_only: bool = Fal
 
 
 def _show_options(function: Any) -> None:
-    """Name each option where `help`, `?` and completion look for arguments."""
-    options = inspection_of.signature(ExportRequest).parameters
+    """Name each option, its type, default and meaning, where `help`, `?` and completion look for them."""
     own = inspection_of.signature(function).parameters.values()
-    named = [
-        options[name].replace(
-            kind=inspection_of.Parameter.KEYWORD_ONLY, annotation=inspection_of.Parameter.empty
-        )
-        for name in _OPTIONS
-    ]
+    texts, named, told = meanings(ExportRequest), [], []
+    for each in fields(ExportRequest):
+        if each.name in _OPTIONS:
+            kind = ExportKeywords.__annotations__[each.name].__forward_arg__
+            default = each.default if each.default_factory is NODEFAULT else each.default_factory()
+            default = getattr(default, "value", default)  # of an enumeration what one would type
+            named.append(
+                inspection_of.Parameter(
+                    each.name, inspection_of.Parameter.KEYWORD_ONLY, annotation=kind, default=default
+                )
+            )
+            told += [f"        {each.name}: {kind} = {default!r}", f"            {texts[each.name]}"]
     function.__signature__ = inspection_of.Signature(
         [*(one for one in own if one.kind is not one.VAR_KEYWORD), *named]
     )
-    described = (ExportRequest.__doc__ or "").partition("By name:")[2]
-    function.__doc__ = f"{function.__doc__}\n    Options, by name:{described}\n"
+    function.__doc__ = "\n".join([function.__doc__ or "", "    Options, by name:", *told, "    "])
 
 
 for _function in (export, export_incremental, plan, watch):

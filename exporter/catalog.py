@@ -156,3 +156,22 @@ class Catalog(Struct, frozen=True):
     def path_of(self, extent: Extent) -> Path:
         """The path of the shard that an extent lies in."""
         return self.shards[extent.shard]
+
+
+class ExtraKind(Enum):
+    """The purpose of an ignored tensor, in the report's words."""
+
+    SLOT = "optimizer slot"
+    GLOBAL_STEP = "global step"
+    MOVING_AVERAGE = "moving average"
+    COUNTER = "counter"
+    BOOKKEEPING = "embedding bookkeeping"
+    OBJECT_GRAPH = "object graph"
+    OTHER = "other"
+
+
+class Extra(Struct, frozen=True):
+    """A tensor of the checkpoint that inference does not need."""
+
+    tensor: TensorRef
+    kind: ExtraKind

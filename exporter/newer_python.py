@@ -21,7 +21,7 @@ else:
 
 
 def sha256_of(file: BinaryIO) -> str:
-    """The SHA-256 in hex of an open file, from where it was read to on."""
+    """The SHA-256 in hex of an open file, from where it was read to on; OSError if reading fails."""
     import hashlib  # late: OpenSSL takes 3 ms, and most of a help text's time is imports
 
     if sys.version_info >= (3, 11):

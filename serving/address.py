@@ -48,9 +48,13 @@ def with_port(address: str) -> str:
 
 
 def _meant(address: str) -> str:
-    """The address in a URL; else what one looks like."""
-    found = re.match(rf"https?://((?:{_HOST})(?::[0-9]+)?)(?:/|$)", address)
-    return found[1] if found else f"127.0.0.1:{GRPC_PORT}, or [::1]:{GRPC_PORT}; --model names the model"
+    """The address in a URL, with gRPC's port in place of REST's; else what one looks like."""
+    found = re.match(rf"https?://({_HOST})(:[0-9]+)?(?:/|$)", address)
+    if found and found[2] == f":{_REST_PORT}":
+        return f"{found[1]}:{GRPC_PORT}: {_REST_PORT} is usually the port of REST, and this is gRPC"
+    if found:
+        return f"{found[1]}{found[2] or ''}"
+    return f"127.0.0.1:{GRPC_PORT}, or [::1]:{GRPC_PORT}; --model names the model"
 
 
 def to_reach(address: str) -> str:

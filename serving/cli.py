@@ -15,16 +15,15 @@ from exporter.terminal.edge import (
     AS_TEXT,
     EXIT_CODES,
     OutputFlags,
-    VersionFlag,
+    VersionOption,
     command,
     run,
 )
-from exporter.terminal.help import PlainCommand
 from exporter.terminal.output import Output, as_json, escape
 from exporter.terminal.progress import count
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from serving.address import Address, Deadline, ModelName
-from serving.documents import ColumnPrediction, ExampleResults, RowPrediction, Update
+from serving.documents import ColumnPrediction, ExampleResults, Form, RequestExample, RowPrediction, Update
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from msgspec import Struct
     from numpy.typing import NDArray
 
+    from exporter.wire.protos import Proto
     from serving.client import Metadata, ModelClient
 
 _HELP = f"""Serve models that export-model published, and ask model servers.
@@ -84,8 +84,14 @@ def status(
 def predict(
     address: Address,
     json_input: Annotated[
-        str, typer.Option(metavar="FILE|-", help="The request as JSON; - reads standard input.")
-    ],
+        str | None, typer.Option(metavar="FILE|-", help="The request as JSON; - reads standard input.")
+    ] = None,
+    example: Annotated[
+        bool, typer.Option("--example", help="Send nothing: print a request that the signature takes.")
+    ] = False,
+    form: Annotated[
+        Form, typer.Option("--as", help="With --example: as JSON, for the REST port, or as a program.")
+    ] = Form.JSON,
     model: ModelName = "default",
     signature: Annotated[
         str | None,
@@ -115,6 +121,7 @@ def predict(
     Examples:
       serve-model predict 127.0.0.1:8500 --model ranker --json-input request.json
       echo '{"inputs": {"x": [[1, 2]]}}' | serve-model predict 127.0.0.1:8500 --model ranker --json-input -
+      serve-model predict 127.0.0.1:8500 --model ranker --example --as curl
     """
     with command(printing) as sink:
         import json
@@ -123,16 +130,36 @@ def predict(
 
         if version is not None and label is not None:
             raise UsageError("--version and --label both name a version", hint="leave one of them out")
-        request = _request(json_input)
+        if (json_input is None) is not example:
+            raise UsageError(
+                "predict sends a request, or prints an example of one",
+                hint="add --json-input FILE, or --example" if json_input is None else "leave out --example",
+            )
+        if form is not Form.JSON and not example:
+            raise UsageError("--as goes with --example", hint="add --example, or leave out --as")
+        request = {} if json_input is None else _request(json_input)
         name = signature or request.get("signature_name") or "serving_default"
         with ModelClient(address, model, deadline_s=deadline, access=access) as client:
             metadata = client.metadata(version, label=label)
+            if example:
+                _print_example(client, metadata, name, form, sink)
+                return
             asked = version if label is None else metadata.version
             answer, served = _ask(client, metadata, name, asked, request)
         document = _ANSWERS[next(iter(answer))](model, served, name, *answer.values())
         is_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
         line = json.dumps(answer, ensure_ascii=False)
         _print(sink, document, line if is_unicode and line.isprintable() else as_json(answer))
+
+
+def _print_example(client: ModelClient, metadata: Metadata, name: str, form: Form, sink: Output) -> None:
+    from serving.example import example, written
+
+    signature = _signature(client, metadata, name)
+    request = example(signature, name)
+    text = written(request, signature, form, address=client.address, model=client.model)
+    document = RequestExample(client.model, metadata.version, name, request, text)
+    sink.result(document, map(escape, text.splitlines()))
 
 
 def update(
@@ -155,7 +182,7 @@ def update(
     access: ServerAccess = WITHOUT_TLS,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """Apply the deltas that export-model published to the variables of a running model.
+    """Apply published deltas to the variables of a running model.
 
     The model lists and applies them itself, without a reload; without new deltas nothing happens. The
     command also works with TF Serving's own servers. Every replica needs its own call: do not send it to a
@@ -180,7 +207,9 @@ def update(
             f"{model} version {done.version} is at position {done.position} (step {done.step}): "
             f"{count(done.deltas, 'delta')}, {count(done.rows, 'row')}; {done.status}"
         )
-        document = Update(address=address, model=model, **asdict(done))
+        document = Update(
+            address=address, model=model, message=done.status, **asdict(done) | {"status": done.word}
+        )
         _print(sink, document, line, is_done=True)
         if done.loading is not None:
             sink.warn(
@@ -195,27 +224,19 @@ def update(
 
 
 COMMANDS = {
-    "run": LateCommand(
-        "serving.run_command", "run_server", {"cls": PlainCommand, "short_help": "Serve models over gRPC."}
-    ),
-    "status": LateCommand(__name__, "status", {"short_help": "Versions of a model on a server."}),
-    "reload": LateCommand(
-        "serving.reload_command", "reload", {"short_help": "Change which models a running server serves."}
-    ),
-    "agent": LateCommand(
-        "serving.agent_command",
-        "agent",
-        {"cls": PlainCommand, "short_help": "Keep replicas as fresh as what is published."},
-    ),
-    "predict": LateCommand(__name__, "predict", {"short_help": "Send one request to a server."}),
-    "update": LateCommand(__name__, "update", {"short_help": "Apply published deltas to a running model."}),
+    "run": LateCommand("serving.run_command", "run_server"),
+    "status": LateCommand(__name__, "status"),
+    "reload": LateCommand("serving.reload_command", "reload"),
+    "agent": LateCommand("serving.agent_command", "agent"),
+    "predict": LateCommand(__name__, "predict"),
+    "update": LateCommand(__name__, "update"),
 }
 app = application(_HELP, COMMANDS)
 
 
 @app.callback()
-def serve_model(own_version: VersionFlag = False) -> None:
-    """Do nothing: this is the root command; its only option is `-V`."""
+def serve_model(own_version: VersionOption = False) -> None:
+    """Do nothing: this is the root command; its only option is `--version`."""
 
 
 def _from_stock(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -240,14 +261,19 @@ def _print(sink: Output, document: Struct, line: str, *, is_done: bool = False) 
 _FROM_STDIN = "the request itself goes to standard input: echo '...' | serve-model predict ... --json-input -"
 
 
+def _content(path: Path) -> str:
+    """The text of a file, or of a pipe such as a shell's <(command)."""
+    from exporter.storage.files import read_regular
+
+    return path.read_text() if path.is_fifo() else read_regular(path).decode()
+
+
 def _request(source: str) -> dict[str, Any]:
     """The JSON object in a file, or on standard input; UsageError if there is none."""
     import json
 
-    from exporter.storage.files import read_regular
-
     try:
-        text = sys.stdin.read() if source == "-" else read_regular(local_path("--json-input", source))
+        text = sys.stdin.read() if source == "-" else _content(local_path("--json-input", source))
         document = json.loads(text)
     except OSError as error:
         raise UsageError(
@@ -272,13 +298,7 @@ def _ask(
     from exporter.wire.rest_json import examples_input, predict_inputs
     from serving import rest_response
 
-    if name not in metadata.signatures:
-        raise UsageError(
-            f"version {metadata.version} of {client.model} has no signature {name!r}",
-            cause=f"it has {', '.join(sorted(metadata.signatures))}",
-            hint="name one of them with --signature",
-        )
-    definition = metadata.signatures[name]
+    definition = _signature(client, metadata, name)
     method = definition.method_name.rpartition("/")[2]
     try:
         if "examples" in request and method in ("classify", "regress"):
@@ -295,6 +315,17 @@ def _ask(
         return rest_response.classifications(classified.examples), classified.version
     regressed = client.regress(examples, signature=name, version=version)
     return rest_response.regressions(regressed.values), regressed.version
+
+
+def _signature(client: ModelClient, metadata: Metadata, name: str) -> Proto:
+    """The signature of this name; UsageError if the version has none."""
+    if name not in metadata.signatures:
+        raise UsageError(
+            f"version {metadata.version} of {client.model} has no signature {name!r}",
+            cause=f"it has {', '.join(sorted(metadata.signatures))}",
+            hint="name one of them with --signature",
+        )
+    return metadata.signatures[name]
 
 
 _ANSWERS = {"predictions": RowPrediction, "outputs": ColumnPrediction, "results": ExampleResults}

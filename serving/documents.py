@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from exporter.newer_python import StrEnum
 from exporter.publish.hold import HeldBy
 
 
@@ -131,6 +132,23 @@ class ColumnPrediction(PredictDocument, frozen=True):
     """Each output by name, or the output itself if there is only one."""
 
 
+class Form(StrEnum):
+    """How an example of a request is written."""
+
+    JSON = "json"
+    CURL = "curl"
+    PYTHON = "python"
+
+
+class RequestExample(PredictDocument, frozen=True):
+    """What `predict --example` prints."""
+
+    request: Any
+    """A request that the signature takes, in the JSON of REST."""
+    text: str
+    """The same as `--as` asks for it."""
+
+
 class ExampleResults(PredictDocument, frozen=True):
     """What `predict` prints for a request with `examples` to a classify or regress signature."""
 
@@ -156,7 +174,9 @@ class Update(Struct, frozen=True):
     deltas: int
     """Deltas that were applied."""
     status: str
-    """Why it stopped, in the model's words; the first word is a code: `reached`, `current`, `hold`, ..."""
+    """Why it stopped, as a code: `reached`, `current`, `hold`, ..."""
+    message: str
+    """Why it stopped, in the model's words."""
     loading: int | None
     """A newer version that was not available in time, so it was not updated."""
 

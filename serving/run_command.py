@@ -149,7 +149,10 @@ def _announce(sink: Output, server: ModelServer) -> None:
 
 
 def _tables(version: Path) -> str | None:
-    """The state of a loaded version's mapped tables, in words; None if it was not made to map them."""
+    """The state of a loaded version's mapped tables, in words; None if it was not made to map them.
+
+    None, too, if its manifest cannot be read: another program's version has none.
+    """
     from exporter.publish.mapped_state import tables_state
     from exporter.publish.versions import read_manifest
 

@@ -14,12 +14,13 @@ gRPC's clients treat UNIMPLEMENTED as healthy.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from os import PathLike
 from pathlib import Path
@@ -121,7 +122,7 @@ class ModelServer:
         return f"http://{_host_and_port(self.host, self.rest_port)}/v1/models"
 
     def wait_available(self, timeout_seconds: float) -> int:
-        """Wait until every model has an available version; returns that of the first model."""
+        """Wait until every model has an available version; returns that of the first model, 0 without any."""
         deadline = time.monotonic() + timeout_seconds
         served = self.models.served().values()
         versions = [model.wait_available(max(0.0, deadline - time.monotonic())) for model in served]
@@ -176,6 +177,7 @@ class ModelServer:
         }
         # Merged by name: of a repeated argument gRPC takes the first.
         arguments = own | dict(options.channel_arguments())
+        require_free(self.host, options.port)
         server = grpc.server(self._executor, options=list(arguments.items()))
         add_services(server, self._calls, self._metrics)
         add_health_service(server, self.models, self._health)
@@ -183,8 +185,7 @@ class ModelServer:
             server,
             _host_and_port(self.host, options.port),
             credentials,
-            "the port is in use, or the address does not belong to this machine",
-            "choose another --port, or --port 0 for a free one",
+            *_IN_USE,
         )
         if options.grpc_socket_path is not None:
             path = options.grpc_socket_path.absolute()
@@ -285,6 +286,34 @@ def _require_unused(path: Path) -> None:
         cause="another server listens on it",
         hint="choose another --grpc-socket-path",
     )
+
+
+_IN_USE = (
+    "the port is in use, or the address does not belong to this machine",
+    "choose another --port, or --port 0 for a free one",
+)
+
+
+def require_free(host: str, port: int) -> None:
+    """Refuse a port at which another program listens, before gRPC prints a line of its own about it.
+
+    Raises:
+        ServerError: one listens there.
+    """
+    with suppress(socket.gaierror):  # which gRPC resolves in its own way
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports of connections that ended
+                try:
+                    probe.bind(address)
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        continue  # another of the name's addresses may do
+                    cause, hint = _IN_USE
+                    where = f"cannot listen on {_host_and_port(host, port)}"
+                    raise ServerError(where, cause=cause, hint=hint) from error
 
 
 def _host_and_port(host: str, port: int) -> str:

@@ -42,22 +42,8 @@ _MOST_CALLS = 20
 _LONGEST_PAUSE_S = 0.1
 
 
-class IncrementalStatus(Struct, frozen=True):
-    """The position and training step whose values a version serves, and the log that its deltas belong to.
-
-    `unsettled` counts the responses since loading that may mix positions; None if the base does not count.
-    `tables` is None if none were to be mapped.
-    """
-
-    position: int
-    step: int
-    lineage: str
-    unsettled: int | None = None
-    tables: ServedTables | None = None
-
-
-def read_incremental_status(client: ModelClient, version: int) -> IncrementalStatus | None:
-    """The position of a version; None if it takes no deltas.
+def read_incremental_status(client: ModelClient, version: int) -> Served | None:
+    """An available version with its position, its log and its tables; None if it takes no deltas.
 
     Raises:
         CallFailed (exporter.errors): the server did not respond, or refused.
@@ -66,13 +52,19 @@ def read_incremental_status(client: ModelClient, version: int) -> IncrementalSta
         return None
     probe = {"probe": np.zeros([1], np.int64)}
     found = client.predict(probe, signature=STATUS_SIGNATURE, version=version).outputs
-    lineage = bytes(found["lineage"][0]).decode()
-    unsettled = int(found["unsettled"][0]) if "unsettled" in found else None  # bases of 0.1.0 have none
     tables = None
     if "overlay_percent" in found:
         names = ("mapped_tables", "tables_to_map", "overlay_percent")
         tables = ServedTables(*(int(found[name][0]) for name in names))
-    return IncrementalStatus(int(found["position"][0]), int(found["step"][0]), lineage, unsettled, tables)
+    return Served(
+        version,
+        VersionState.AVAILABLE,
+        int(found["position"][0]),
+        int(found["step"][0]),
+        bytes(found["lineage"][0]).decode(),
+        unsettled=int(found["unsettled"][0]) if "unsettled" in found else None,  # bases of 0.1.0 have none
+        tables=tables,
+    )
 
 
 def read_served(client: ModelClient, status: VersionStatus) -> Served:
@@ -87,21 +79,11 @@ def read_served(client: ModelClient, status: VersionStatus) -> Served:
     if not version.is_available:
         return version
     try:
-        found = read_incremental_status(client, status.version)
+        return read_incremental_status(client, status.version) or version
     except CallFailed as error:
         if error.code != "NOT_FOUND":
             raise
         return replace(version, state=VersionState.END, message=error.cause or error.message)
-    if found is None:
-        return version
-    return replace(
-        version,
-        position=found.position,
-        step=found.step,
-        lineage=found.lineage,
-        unsettled=found.unsettled,
-        tables=found.tables,
-    )
 
 
 class Updated(Struct, frozen=True):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import pydoc
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from msgspec.structs import replace
@@ -18,8 +19,8 @@ from msgspec.structs import replace
 import exporter
 from exporter import DataMode, ExportRequest, Jobs, StopWhen, Updates, Verify, Watching, export
 from exporter.errors import ExportError, ExportWarning, NothingChanged, UsageError
-from exporter.options import Isolation, declared
-from exporter.pipeline.inspected import ModelView
+from exporter.options import Isolation, declared, meanings
+from exporter.pipeline.inspected import Inspection, ModelView
 from exporter.training import ExportHook, IncrementCallback, IncrementHook, StopAfterHook
 from tests.support.directory_store import BUCKET, reached
 from tests.support.graph_runs import train
@@ -27,8 +28,9 @@ from tests.support.step_models import MODEL, save, versions
 
 PROMISED = {
     "exporter": """Catalog DataMode DeltaDtype ExportError ExportRequest ExportWarning Exported ExportedDelta
-        Jobs Plan Role StopWhen Updates Verify Watching execute export export_incremental inspect is_chief
-        merge node_role open_checkpoint opened plan rebase resume rollback verify_model watch""",
+        Jobs Plan Role StopWhen Updates Verify Watching diff doctor execute export export_incremental history
+        inspect is_chief merge node_role open_checkpoint opened plan pull push rebase resume rollback
+        verify_model watch""",
     "exporter.tables": """DynamicTable TrainableTable dynamic_embedding trainable_embedding
         trainable_embedding_class""",
     "exporter.training": """ExportCallback ExportHook ExportOutcome IncrementCallback IncrementHook
@@ -97,10 +99,35 @@ def test_type_checkers_know_every_argument() -> None:
 def test_help_and_completion_have_every_option(name: str) -> None:
     function = getattr(exporter, name)
     text, named = inspect.getdoc(function) or "", inspect.signature(function).parameters
-    for one in declared(ExportRequest):
-        assert f"{'.'.join(one.path)}: {one.option.help}" in text
-        assert one.path[0] in named
+    for option, meaning in meanings(ExportRequest).items():
+        if option == "model":  # which functions have as a parameter, and tell of above
+            continue
+        assert re.search(rf"^ +{option}: (.* = .*\n +)?{re.escape(meaning)}$", text, re.MULTILINE)
+        assert option in named
     assert "options" not in named
+    assert {one.path[0] for one in declared(ExportRequest)} - {"model"} <= {*meanings(ExportRequest)}
+
+
+def test_help_speaks_python() -> None:
+    text = inspect.getdoc(export) or ""
+    assert "inputs: Mapping[str, str | float] = {}\n" in text
+    assert "verify: Verify | Literal['none', 'files', 'bytes', 'outputs'] = 'files'" in text
+    assert "Repeatable" not in text
+    assert "--" not in text
+    assert "factory" not in str(inspect.signature(export))
+
+
+@pytest.mark.parametrize("module", ["exporter", "exporter.training", "serving", "serving.client"])
+def test_help_can_be_asked_of_each_name_and_of_all(module: str) -> None:
+    there = importlib.import_module(module)
+    assert pydoc.render_doc(there)
+    for name in getattr(there, "__all__", []):
+        assert pydoc.render_doc(getattr(there, name))
+
+
+@pytest.mark.parametrize("view", get_args(Inspection))
+def test_help_can_be_asked_of_what_inspect_returns(view: type) -> None:
+    assert pydoc.render_doc(view)
 
 
 def test_no_help_holds_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +358,11 @@ WRONG: dict[str, tuple[Callable[[], object], str, str]] = {
     "a number for a model": (lambda: exporter.resume(_any(3)), "model=3: expected a path", "model="),
     "nothing to inspect": (lambda: exporter.inspect(_any(None)), "path=None: expected a path", "path="),
     "a checkpoint's typo": (lambda: exporter.open_checkpoint("trian"), "there is no trian", "train"),
-    "another store": (lambda: export("hdfs://n/train", "m"), "only local paths", "hdfs dfs -get"),
+    "another store": (
+        lambda: export("hdfs://n/train", "m"),
+        "only local paths, s3://, gs:// and az://",
+        "hdfs dfs -get",
+    ),
     "exports without a model": (lambda: ExportHook(_any("train")), "expected an ExportRequest", "--ckpt-dir"),
     "exports of a function": (
         lambda: ExportHook(ExportRequest("train", "m", lambda: 0)),
@@ -399,3 +430,43 @@ def test_notes_are_warnings_in_the_callers_line(tmp_path: Path) -> None:
         with pytest.warns(ExportWarning, match=r"drops a random 0\.25") as told:
             call()
         assert {Path(each.filename) for each in told} == {Path(__file__)}, name
+
+
+# --- what is published -------------------------------------------------------------------------------------
+
+
+def test_a_published_model_is_read_compared_and_carried(
+    here: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export("train", "m", model="model.py:build")
+    save(Path("train"), 20)
+    export("train", "m", model="model.py:build")
+    first, second = exporter.history("m").publications
+    assert (first.step, second.step) == (10, 20)
+    assert str(exporter.history(Path("m"))) == "Model('m', publications: 2, at=20 (step 20))"
+    seen = exporter.doctor("m", ckpt_dir="train", targets=["127.0.0.1:1"], deadline=0.5)
+    assert [finding.code.value for finding in seen.findings if finding.level.value == "wrong"] == ["down"]
+    assert (seen.is_well, exporter.doctor("m", ckpt_dir="train").is_well) == (False, True)
+    found = exporter.diff(f"m/{first.position}", Path("m") / str(second.position))
+    assert not found.is_empty
+    assert exporter.diff("train", f"m/{second.position}").only_a == ("global_step",), "it is not served"
+    with reached(tmp_path_factory.mktemp("store"), monkeypatch):
+        url = f"s3://{BUCKET}/ranker"
+        assert len(exporter.push("m", url).upload) == 2
+        assert not exporter.push("m", url).upload, "nothing is new"
+        assert len(exporter.pull(url, "copy").fetched) == 2
+        assert exporter.diff(url, "copy").is_empty
+        assert [event.step for event in exporter.history(url).publications] == [10, 20]
+
+
+def test_models_and_urls_in_the_wrong_places_are_named(here: Path) -> None:
+    for call in (
+        lambda: exporter.push("s3://b/m", "s3://c/m"),
+        lambda: exporter.pull("s3://b/m", "s3://c/m"),
+    ):
+        with pytest.raises(UsageError, match="model"):
+            call()
+    with pytest.raises(ExportError):
+        exporter.history("train")
+    with pytest.raises(UsageError, match="MODEL@POSITION"):
+        exporter.diff("m@x", "train")

@@ -36,7 +36,8 @@ STAGES = [
     {"publish"},
     {"verify", "training"},
     {"pipeline", "transfer"},
-    {"api", "cli"},
+    {"api"},
+    {"cli"},
     {"__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(STAGES) for room in rooms}
@@ -61,7 +62,7 @@ SERVING_SHARES = {
     "exporter.transfer.push",
 }
 # Commands that ask servers, or have a port. No other module may, and none when a file is imported.
-ASKS_SERVERS = {"exporter.cli.doctor_command", "exporter.cli.notify", "exporter.cli.watched"}
+ASKS_SERVERS = {"exporter.pipeline.doctor", "exporter.cli.notify", "exporter.cli.watched"}
 HEAVY = {"tensorflow", "tensorflow_serving", "keras", "tf_keras", "h5py"}
 
 

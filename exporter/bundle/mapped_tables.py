@@ -78,6 +78,7 @@ def choose_mapped(
 ) -> MappedChoice:
     """Choose the variables of at least `LEAST_BYTES` that the graph does nothing with but gather rows.
 
+    Returns the graph, rewritten to read these by rows alone, the mapping, and why others are not mapped.
     If the graph is to take deltas, it must read them in a way that an overlay can change, and `indexes`, the
     variables that lead to the rows of dynamic tables, stay in memory: any update may change much of them.
     """

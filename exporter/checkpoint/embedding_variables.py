@@ -211,7 +211,10 @@ def read_keys(catalog: Catalog, variable: EmbeddingVariable) -> Array:
 
 
 def key_blocks(catalog: Catalog, variable: EmbeddingVariable) -> Iterator[tuple[int, Array]]:
-    """Yield the row of each block's first key and the admitted keys, int64, unchecked for doubles."""
+    """Yield the row of each block's first key and the admitted keys, int64, unchecked for doubles.
+
+    CorruptFile if keys lie in another bucket than theirs, or a checksum differs.
+    """
     begin = 0
     for part in variable.parts:
         offsets = None if part.offsets is None else read_offsets(catalog, part.keys, part.offsets)

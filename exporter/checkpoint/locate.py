@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from google.protobuf import text_encoding
@@ -159,9 +160,15 @@ def _without_index(directory: Path, names: list[str], named: Path | None) -> lis
     if not is_series([path.name for path in found]):
         raise CheckpointNotFound(
             f"{directory} holds several archives: {', '.join(path.name for path in found[:5])}",
-            hint=f"name one of them: --ckpt-dir {quoted(found[0])}",
+            cause="their names are not those of one series, as in model-01.keras, model-02.keras",
+            hint=f"name one of them, the last one written: --ckpt-dir {quoted(_last_written(found))}",
         )
     return sorted(found, key=_order, reverse=True)
+
+
+def _last_written(paths: Iterable[Path]) -> Path:
+    """The file that was modified last; one that is gone counts as the oldest."""
+    return max(paths, key=lambda path: (path.stat().st_mtime_ns if path.exists() else 0, path.name))
 
 
 def _order(path: Path) -> tuple[int, list[str | int]]:

@@ -95,6 +95,7 @@ def read_catalog(prefix: Path) -> Catalog:
         CheckpointNotFound: there is no such index.
         MissingShard, TruncatedFile, CorruptFile, UnsupportedFormat: see errors.py.
         CheckpointChanged: the index was replaced while it was read.
+        OSError: the system refuses to read the index.
     """
     path = index_path(prefix)
     data, identity = _read_index_file(path)

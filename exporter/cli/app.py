@@ -255,6 +255,7 @@ COMMANDS = {
     "export": LateCommand(
         __name__, "export", {"add_help_option": False, "context_settings": {"auto_envvar_prefix": VARIABLES}}
     ),
+    "init": LateCommand("exporter.cli.init_command", "init"),
     "inspect": LateCommand("exporter.cli.inspect_command", "inspect"),
     **{name: LateCommand("exporter.cli.log_commands", name) for name in _IN_LOG},
     "push": LateCommand("exporter.cli.transfer_commands", "push"),

@@ -1,18 +1,15 @@
-"""`export-model doctor`: list what is wrong with a model, or soon will be, each with the command that helps.
-
-The one place of the exporter where model servers are asked: what is published and what is served meet here.
-"""
+"""`export-model doctor`: list what is wrong with a model, or soon will be, each with what helps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.cli.log_commands import ModelArgument
 from exporter.options import Option
@@ -21,11 +18,10 @@ from exporter.storage.url import Url
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.output import Output, escape, labelled
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
-from exporter.transfer.opened import opened
 
 if TYPE_CHECKING:
-    from exporter.cli.examination import Examination
-    from exporter.publish.judge import Finding, Server
+    from exporter.pipeline.doctor import Examination
+    from exporter.publish.judge import Finding
 
 
 _of_target = partial(Option, goes_with="--target")
@@ -87,40 +83,27 @@ def doctor(
       export-model doctor models/ranker
       export-model doctor models/ranker --ckpt-dir train/ --target localhost:8500 --target 10.0.0.7
     """
-    with command(printing) as sink, opened(model, read_only=True) as opened_model:
-        from exporter.cli.examination import diagnosis, examine
-        from exporter.publish.judge import Limits, judge
-        from exporter.publish.model import Model
+    with command(printing) as sink:
+        from exporter import api
+        from exporter.pipeline.doctor import diagnosis
 
-        model, now = opened_model.path, datetime.now(timezone.utc)
-        name = servers.model_name or model.resolve().name
-        told = [] if servers.agent is None else list(_ask_agent(servers.agent, name, servers.deadline))
-        replicas = [_ask(address, name, servers.deadline, access) for address in servers.target]
-
-        def look() -> tuple[Examination, list[Finding]]:
-            seen = examine(model, ckpt_dir, now=now.timestamp(), is_remote=opened_model.is_remote)
-            published = Model.read(model) if replicas else Model()
-            judged = judge(published, replicas, now, Limits(servers.patience))
-            return seen, [*seen.findings, *judged, *told]
-
-        seen, findings = opened_model.carry(look)
-        _report(seen, findings, replicas, ckpt_dir, sink)
-        error = diagnosis(model, findings)
+        seen = api.doctor(
+            model,
+            ckpt_dir=ckpt_dir,
+            targets=servers.target,
+            model_name=servers.model_name,
+            patience=servers.patience,
+            deadline=servers.deadline,
+            access=access,
+        )
+        if servers.agent is not None:
+            name = servers.model_name or seen.model.resolve().name
+            told = _ask_agent(servers.agent, name, servers.deadline)
+            seen = replace(seen, findings=(*seen.findings, *told))
+        _report(seen, sink)
+        error = diagnosis(model, seen.findings)
         if error is not None:
             raise error
-
-
-def _ask(address: str, name: str, deadline: float, access: ServerAccess) -> Server:
-    from exporter.errors import CallFailed
-    from exporter.publish.judge import Server
-    from serving.client import ModelClient
-    from serving.updates import read_served
-
-    with ModelClient(address, name, deadline_s=deadline, access=access) as client:
-        try:
-            return Server(client.address, name, tuple(read_served(client, each) for each in client.status()))
-        except CallFailed as error:
-            return Server(client.address, name, failure=error)
 
 
 def _ask_agent(address: str, model: str, deadline: float) -> Iterator[Finding]:
@@ -154,28 +137,21 @@ def _ask_agent(address: str, model: str, deadline: float) -> Iterator[Finding]:
             yield Finding(code, text, why, then, known_level=level, check="agent")
 
 
-def _report(
-    seen: Examination,
-    findings: list[Finding],
-    replicas: list[Server],
-    ckpt_dir: Path | None,
-    sink: Output,
-) -> None:
+def _report(seen: Examination, sink: Output) -> None:
     from exporter.cli.documents import diagnosis as documents
-    from exporter.cli.examination import check_of
+    from exporter.pipeline.doctor import check_of
     from exporter.publish.judge import Level
 
-    found = seen.found
-    wrong = sum(finding.level is Level.WRONG for finding in findings)
+    found, findings = seen.found, seen.findings
     document = documents.Diagnosis(
         model=str(seen.model),
-        status="wrong" if wrong else "warnings" if findings else "well",
+        status="wrong" if not seen.is_well else "warnings" if findings else "well",
         versions=found.versions,
         deltas=len(found.log.deltas) if found.log else 0,
         position=found.at.position if found.at else None,
         step=found.at.step if found.at else None,
         hold=found.hold,
-        ckpt_dir=None if ckpt_dir is None else str(ckpt_dir),
+        ckpt_dir=None if seen.ckpt_dir is None else str(seen.ckpt_dir),
         targets=[
             documents.Target(
                 address=replica.address,
@@ -183,7 +159,7 @@ def _report(
                 versions={str(answer.number): answer.state.name for answer in replica.versions},
                 positions={str(answer.number): answer.position for answer in replica.versions},
             )
-            for replica in replicas
+            for replica in seen.servers
         ],
         findings=[
             documents.Finding(
@@ -197,22 +173,20 @@ def _report(
             for each in findings
         ],
     )
-    sink.result(document, _lines(seen, findings, replicas, ckpt_dir))
+    sink.result(document, _lines(seen))
 
 
-def _lines(
-    seen: Examination, findings: list[Finding], replicas: list[Server], ckpt_dir: Path | None
-) -> Iterator[str]:
-    from exporter.cli.examination import check_of
+def _lines(seen: Examination) -> Iterator[str]:
+    from exporter.pipeline.doctor import check_of
     from exporter.terminal.progress import count
 
-    found = seen.found
+    found, findings, ckpt_dir = seen.found, seen.findings, seen.ckpt_dir
     deltas = f", {count(len(found.log.deltas), 'delta')}" if found.log else ", which takes no deltas"
     at = f", position {found.at}" if found.at else ""
     yield labelled("model", f"{seen.model}: {count(found.versions, 'version')}{deltas}{at}")
     asked = [
         *([f"checkpoints in {Url.parse(str(ckpt_dir)) or ckpt_dir}"] if ckpt_dir else []),
-        *(replica.address for replica in replicas),
+        *(replica.address for replica in seen.servers),
     ]
     if asked:
         yield labelled("asked", ", ".join(asked))

@@ -207,11 +207,12 @@ def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebas
     NoNewBase if that fails after `done` has published a delta; without one, the error itself.
     """
     from exporter.pipeline.rebase import rebase
+    from exporter.publish.retention import Keep
 
     try:
         return how.target.carry(
             lambda: rebase(
-                request.out, keep=request.keep, despite_hold=request.despite_hold, jobs=request.jobs
+                request.out, keep=Keep.of(request), despite_hold=request.despite_hold, jobs=request.jobs
             )
         )
     except (ExportError, OSError) as error:

@@ -1,7 +1,6 @@
 """`export-model --help`, `--help-all` and `export-model help TOPIC`.
 
-Typer prints every option of a command in panels: that is `--help-all`. `--help` is a page of plain lines that
-fits a screen: the options of most runs; `help TOPIC` has those of one topic.
+`--help` fits a screen: the options of most runs; `help TOPIC` has those of one topic, `--help-all` all.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ error is no completion.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +19,7 @@ from exporter.options import LOCALLY, Jobs, Option
 from exporter.storage.local_paths import checkpoint_parser, quoted
 from exporter.storage.url import Url
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
-from exporter.transfer.opened import OpenModel, opened, opened_if_model
+from exporter.transfer.opened import opened
 
 DryRunFlag = Annotated[bool, typer.Option("--dry-run", help="Print what would be done and write nothing.")]
 ModelArgument = Annotated[
@@ -95,6 +94,9 @@ def merge(
         keep, despite_hold = base.keep, base.despite_hold
         if base.rebase:
             from exporter.pipeline import rebase as bases
+            from exporter.publish.retention import Keep
+
+            kept = None if keep is None else Keep(keep)
         else:
             from exporter.pipeline import log_maintenance
         if base.rebase and dry_run:
@@ -102,7 +104,7 @@ def merge(
             render_log.rebasing(planned, sink)
         elif base.rebase:
             based = target.carry(
-                lambda: bases.rebase(path, keep=keep, despite_hold=despite_hold, jobs=jobs, progress=bar)
+                lambda: bases.rebase(path, keep=kept, despite_hold=despite_hold, jobs=jobs, progress=bar)
             )
             render_log.rebased(based, sink)
         elif dry_run:
@@ -221,40 +223,14 @@ def diff(
       export-model diff models/ranker train/
       export-model diff s3://bucket/train/model.ckpt-900 s3://bucket/train/model.ckpt-1000 --engine ray
     """
-    with command(printing) as sink, ExitStack() as stack:
-        models: dict[str, OpenModel] = {}
-        first, second = (_local_side(text, models, stack) for text in (a, b))
+    with command(printing) as sink:
+        from exporter import api
         from exporter.cli import render_differences
-        from exporter.jobs.runner import Runner
-        from exporter.pipeline import comparison
 
-        runner = Runner.of(jobs) if jobs.engine else None
-
-        def compared() -> comparison.Differences:
-            return comparison.compare(comparison.parse_side(first), comparison.parse_side(second), runner)
-
-        work: Callable[[], comparison.Differences] = compared
-        for model in models.values():
-            work = partial(model.carry, work)
-        found = work()
+        found = api.diff(a, b, jobs=jobs)
         render_differences.differences(found, sink)
     if exit_code and not found.is_empty:
         raise typer.Exit(Exit.DIFFERENT)
-
-
-def _local_side(text: str, models: dict[str, OpenModel], stack: ExitStack) -> str:
-    """A side of a comparison, a model's URL as its local path; a model of both sides is opened once."""
-    name, at, position = text.rpartition("@")
-    if at and position.isdecimal() and Url.parse(name) is not None:
-        if name not in models:
-            models[name] = stack.enter_context(opened(name, read_only=True))
-        return f"{models[name].path}@{position}"
-    if text not in models:
-        found = stack.enter_context(opened_if_model(text))
-        if found is None:
-            return text
-        models[text] = found
-    return str(models[text].path)
 
 
 def verify(

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
-from exporter.catalog import Catalog, TensorRef
+from exporter.catalog import Catalog, Extra, ExtraKind, TensorRef
 from exporter.cli.documents import Checkpoint, TensorGroup
 from exporter.terminal.output import escape
 from exporter.terminal.progress import human_bytes
-
-if TYPE_CHECKING:
-    from exporter.mapping.build import Extra, ExtraKind
 
 
 def checkpoint_document(catalog: Catalog) -> Checkpoint:
@@ -44,8 +40,6 @@ def tensor_groups(extras: Iterable[Extra]) -> dict[str, TensorGroup]:
 
 def kind_texts(extras: Iterable[Extra], other: str = "other") -> Iterator[str]:
     """A line for each kind of tensors that are not served."""
-    from exporter.mapping.build import ExtraKind  # late: an inspected model has none
-
     for kind, refs in by_kind(extras).items():
         name = other if kind is ExtraKind.OTHER else kind.value + "s" * (len(refs) > 1)
         yield f"{len(refs)} {name} ({human_bytes(sum(ref.bytes_ for ref in refs))})"
@@ -53,8 +47,6 @@ def kind_texts(extras: Iterable[Extra], other: str = "other") -> Iterator[str]:
 
 def by_kind(extras: Iterable[Extra]) -> dict[ExtraKind, list[TensorRef]]:
     """Tensors that are not served, by kind."""
-    from exporter.mapping.build import ExtraKind
-
     found: dict[ExtraKind, list[TensorRef]] = {}
     for extra in extras:
         found.setdefault(extra.kind, []).append(extra.tensor)

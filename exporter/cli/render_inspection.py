@@ -74,7 +74,7 @@ def inspected(found: Inspection, sink: Output, *, tensors: bool) -> None:
         return
     if isinstance(found, GraphView):
         columns = dict.fromkeys(("tensor", "dtype", "shape"), "left")
-        rows = ([spec.tensor, spec.dtype, spec.shape_text] for spec in found.tensors)
+        rows = ([spec.tensor, spec.dtype, spec.shape_text] for spec in found.read_tensors())
         sink.table("", columns, rows)
     elif found.catalog is not None:
         columns = {"tensor": "left", "dtype": "left", "shape": "left", "slices": "right", "bytes": "right"}
@@ -132,15 +132,18 @@ def _graph_document(found: GraphView, *, tensors: bool) -> inspections.GraphInsp
         batches=found.batches,
         likely_outputs=found.likely_outputs,
         signatures=found.signatures,
-        tensors=list(found.tensors) if tensors else None,
+        feeds=found.feeds,
+        tensors=list(found.read_tensors()) if tensors else None,
     )
 
 
 def _graph_lines(found: GraphView) -> Iterator[str]:
     yield line("graph", f"{found.path}: {found.nodes} nodes, {found.variables} variables")
     yield from (line("table", f"{name}, rows by keys") for name in found.embedding_variables)
-    yield from (line("placeholder", str(spec)) for spec in found.placeholders)
-    yield from (line("batch", str(spec)) for spec in found.batches)
+    for label, specs in (("placeholder", found.placeholders), ("batch", found.batches)):
+        for spec in specs:
+            met = found.feeds.get(spec.tensor)
+            yield line(label, f"{spec} -> {', '.join(met)}" if met else str(spec))
     yield from (line("output?", str(spec)) for spec in found.likely_outputs[:_LIKELY_SHOWN])
     yield from (line("signature", f"{name}{each}") for name, each in found.signatures.items())
 

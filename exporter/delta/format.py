@@ -267,10 +267,9 @@ class Schema(Struct, frozen=True, dict=True):
     @classmethod
     def from_json(cls, value: Any) -> Schema:
         """The schema that `to_json` gave; ValueError if `value` is something else."""
-        rows = [
-            [name, DType.of(convert(dtype, DtypeLabel)), *others]
-            for name, dtype, *others in convert(value, list[_Row])
-        ]
+        found = convert(value, list[_Row])
+        named = convert([row[:2] for row in found], list[tuple[Any, DtypeLabel]])
+        rows = [[name, DType.of(label), *row[2:]] for (name, label), row in zip(named, found, strict=True)]
         return cls.of(convert(rows, list[ServedVariable]))
 
 

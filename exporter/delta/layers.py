@@ -109,7 +109,10 @@ def newest_rows(tables: Sequence[Rows]) -> Iterator[tuple[Array, Array]]:
 
 
 def _range_end(tables: Sequence[Rows], starts: Sequence[int]) -> int:
-    """The id up to which the next range goes: no table has more rows in it than its share."""
+    """The id at which the next range ends: no table has more rows before it than its share.
+
+    It is beyond all ids if what is left of each table fits.
+    """
     share = max(1, ROWS_AT_ONCE // len(tables))
     ends = [
         int(table.ids[start + share])

@@ -22,7 +22,7 @@ from exporter.delta.row_spill import spilled
 from exporter.errors import CorruptFile, TableFull
 from exporter.mapping.mapping_spec import DynamicTable
 from exporter.tables.change_index import IndexChange, change_index, find_rows, live_rows
-from exporter.tables.geometry import TableGeometry
+from exporter.tables.geometry import EMPTY_KEY, TableGeometry
 from exporter.tables.integer_sets import among, distinct
 from exporter.tables.parts import VALUES
 from exporter.wire.dtypes import Array
@@ -98,6 +98,7 @@ def merged(changes: Iterable[KeyedChange]) -> dict[str, KeyedChange]:
 
 _KEYS_AT_ONCE = 1 << 20
 _BYTES_AT_ONCE = 4 << 20
+_NO_KEYS = {0, EMPTY_KEY}  # of rows that no key has had
 
 
 class KeyedSource(Protocol):
@@ -127,7 +128,7 @@ class ServedTable(Struct, frozen=True):
             geometry = TableGeometry.of_shapes(seeds.shape[0], rows.shape[0], keys.shape[0], table.defaults)
         except (KeyError, ValueError) as error:
             raise CorruptFile(
-                f"published variables of table {table.name!r} are inconsistent: {error}"
+                f"published variables of table {table.name!r} are inconsistent: {error}", hint=state.hint
             ) from None
         return cls(state, (seeds, rows, keys, values), geometry)
 
@@ -182,13 +183,31 @@ class ServedTable(Struct, frozen=True):
         return rows, self.keys(rows)
 
     def change(self, add: Array, drop: Array) -> IndexChange:
-        """Plan how the index changes if these keys are added and dropped; TableFull if there is no room."""
+        """Plan how the index changes if these keys are added and dropped.
+
+        TableFull if there is no room, CorruptFile if the index is of another number of default rows.
+        """
+        cursor, *others = self.keys(np.arange(self.geometry.cursor_row, self.geometry.capacity)).tolist()
+        is_last, unused = others[-1] == EMPTY_KEY, set(others[:-1]) <= _NO_KEYS
+        if not (0 <= cursor <= self.geometry.usable_rows and is_last and unused):
+            raise self._inconsistent()
         try:
-            return change_index(self.geometry, self, add, drop)
+            change = change_index(self.geometry, self, add, drop)
         except TableFull as error:
             full = TableFull(f"table {self.name!r} is full: {error.message}", cause=error.cause)
             full.hint = error.hint
             raise full from None
+        fresh = np.unique(self.keys(change.added[change.added >= cursor]))  # of rows that no key had so far
+        if not set(fresh.tolist()) <= _NO_KEYS:
+            raise self._inconsistent()
+        return change
+
+    def _inconsistent(self) -> CorruptFile:
+        return CorruptFile(
+            f"the index of table {self.name!r} does not fit its manifest",
+            cause=f"by incremental.recipe.dynamic it has {self.geometry.defaults} default rows",
+            hint=self.state.hint,
+        )
 
     @property
     def name(self) -> str:
@@ -203,7 +222,7 @@ def upserted(table: ServedTable, rows: KeyedRows, removed: Array) -> dict[str, C
     """The changes of a table's variables that remove keys, then put these rows, also of new keys.
 
     Values are as they are served. A key that is removed and put keeps its place. TableFull if there is no
-    room for the new keys.
+    room for the new keys, CorruptFile if the index does not fit the manifest.
     """
     change = table.change(rows.keys, removed[rows.rows_of(removed) < 0])
     changes = _index_changes(table, change)
@@ -214,7 +233,10 @@ def upserted(table: ServedTable, rows: KeyedRows, removed: Array) -> dict[str, C
 
 
 def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[str, Change]:
-    """The changes that make a table hold just the trainer's keys and rows; TableFull without room."""
+    """The changes that make a table hold just the trainer's keys and rows.
+
+    TableFull without room, CorruptFile if the index does not fit the manifest.
+    """
     rows = table.find(trained.keys)
     live, live_keys = table.live()
     drop = live_keys[~among(live, np.sort(rows[rows >= 0]))]

@@ -532,7 +532,10 @@ def _unclear(node: Proto) -> NotServable:
 def remember_paths(
     nodes: dict[str, Proto], roots: Iterable[str], filling: Iterable[str], assets: Iterable[Asset]
 ) -> list[str]:
-    """Put assets' paths that `roots` need, not `filling`, into variables, in place; returns assignments."""
+    """Put assets' paths that `roots` need, not `filling`, into variables, in place.
+
+    Returns the names of the operations that assign them; empty if no path is needed.
+    """
     served = reach(nodes, dict.fromkeys(roots)).inputs
     needed = [asset.node for asset in assets if asset.node in served]
     if not needed:

@@ -53,6 +53,8 @@ _FILLS = re.compile(r"InitializeTable(FromTextFile|FromDataset)?(V2)?|LookupTabl
 _ASSET_COLLECTION = "asset_filepaths"
 _INIT_COLLECTION = "table_initializer"
 _RESTORABLE = re.compile(r"Mutable(Dense)?HashTable(OfTensors)?V2")
+_OF_KERAS = re.compile(r"hash_table_[0-9a-f]{8}-[0-9a-f-]{27}$")
+"""A layer's table: its name is made at random, and says nothing."""
 _IMPORTS = frozenset({"LookupTableImport", "LookupTableImportV2"})
 
 
@@ -102,10 +104,14 @@ def check_filled(meta_graph: Proto, filling: Collection[str]) -> None:
             filled |= tables.behind([name, *(source.node for source in data_inputs(node))])
     empty = sorted(wanted - filled)
     if empty:
+        finds = (node for node in index.nodes.values() if node.op.startswith("LookupTableFind"))
+        reader = next((node.name for node in finds if empty[0] in tables.behind(_table_of(node))), "")
+        where = f", which {reader!r} reads" if reader else ""
+        given = ": StringLookup and IntegerLookup take vocabulary=[...]" if _OF_KERAS.match(empty[0]) else ""
         raise NotServable(
-            f"nothing in the graph fills table {empty[0]!r}",
+            f"nothing in the graph fills table {empty[0]!r}{where}",
             cause="it would be empty when served",
-            hint="build the graph with the table's initializer, or choose other outputs",
+            hint=f"build the graph with the table's initializer{given}; or choose other outputs",
         )
 
 

@@ -49,6 +49,7 @@ from exporter.wire.tensor_proto import to_array
 
 _PREFIX = "TFRA>"
 _VERSION = re.compile(r"(?P<release>\d+(\.\d+)*)(-?(a|b|rc|dev|alpha|beta)\.?\d*)?(\+[\w.]+)?", re.ASCII)
+_PARTITION = re.compile(r"/part_[0-9]+$")
 _SHOWN = 6
 
 _SAVER = re.compile(
@@ -142,10 +143,19 @@ def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, dir
 def _nothing_to_serve(index: GraphIndex, label: str) -> UsageError:
     """The error for a graph without signatures; it suggests inputs and outputs."""
     placeholders = [node.name for node in input_placeholders(index)]
+    fed = f"its placeholders are {_listed(placeholders)}" if placeholders else "it has no placeholders"
+    batches = [
+        str(Endpoint(name, output))
+        for name, node in index.nodes.items()
+        if hands_over_batches(node.op)
+        for output in range(len(index.output_dtypes(node) or ()))
+    ]
+    if batches:
+        fed += f", and is trained with {_listed(batches)}"
     scores = [tensor.as_input for tensor in likely_outputs(index)]
     return UsageError(
         f"nothing says what to serve: {label} has no signatures",
-        cause=f"its placeholders are {_listed(placeholders)}; likely outputs are {_listed(scores)}",
+        cause=f"{fed}; likely outputs are {_listed(scores)}",
         hint="--input NAME=TENSOR --output NAME=TENSOR; "
         f"all names: export-model inspect {quoted(label)} --tensors",
     )
@@ -208,6 +218,39 @@ def input_placeholders(index: GraphIndex) -> list[Proto]:
     """The placeholders that may be inputs, in the graph's order; those of a Saver's file name may not."""
     nodes = [node for node in index.nodes.values() if node.op.startswith("Placeholder")]
     return [node for node in nodes if not _is_a_savers(index, node.name)]
+
+
+def fed_variables(index: GraphIndex, tensors: Iterable[Endpoint]) -> dict[Endpoint, tuple[str, ...]]:
+    """The variables that each tensor is first used with, such as the table that it is looked up in.
+
+    Of a partitioned variable the name of the whole; none of a tensor that meets no variable.
+    """
+    values = _variables_values(index)
+    return {tensor: _met(index, tensor, values) for tensor in tensors}
+
+
+def _met(index: GraphIndex, tensor: Endpoint, values: set[str]) -> tuple[str, ...]:
+    seen, level = {tensor.node}, _readers(index, tensor)
+    while level:
+        sources = {source for node in level for source in _sources(index, node) if source in values}
+        if sources:
+            found = {name for source in sources for name in _behind(index, source)}
+            return tuple(sorted({_PARTITION.sub("", name) for name in found}))
+        seen.update(level)
+        following = (reader for node in level for reader, _ in index.consumers[node])
+        level = [*dict.fromkeys(name for name in following if name not in seen)]
+    return ()
+
+
+def _readers(index: GraphIndex, tensor: Endpoint) -> list[str]:
+    """The nodes that take this output of its node."""
+    return [name for name, _ in index.consumers[tensor.node] if tensor in data_inputs(index.nodes[name])]
+
+
+def _behind(index: GraphIndex, value: str) -> list[str]:
+    """The variables that a value is computed from."""
+    before = closure([value], lambda name: _sources(index, name))
+    return [name for name in before if index.nodes[name].op in VARIABLE_OPS or index.nodes[name].op == HANDLE]
 
 
 def likely_outputs(index: GraphIndex) -> list[Endpoint]:

@@ -62,7 +62,10 @@ def signatures_of(model: Any, label: str) -> dict[str, tuple[Tensors, Tensors]]:
 
 
 def guessed_inputs(model: Any) -> tuple[str, ...]:
-    """A note for the user if a subclassed Keras model does not declare its inputs, served as floats."""
+    """A note for the user if a subclassed Keras model does not declare its inputs, served as floats.
+
+    Empty for any other model.
+    """
     if not _is_keras_model(model) or _declared_inputs(model) is not None:
         return ()
     spec = _built_shapes(model)

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from exporter.errors import ForeignOperations, NotServable
 from exporter.graph.deeprec_ops import is_deeprec, is_fused
-from exporter.graph.nodes import Reached, attr_dtype, called, control_inputs, waited_for
+from exporter.graph.nodes import Reached, attr_dtype, called, control_inputs, endpoint, waited_for
 from exporter.wire.protos import Proto
 from exporter.wire.stock_ops import is_stock
 
@@ -189,7 +189,8 @@ def check_servable(
         raise NotServable(
             f"placeholder {first!r} ({dtype.label if dtype else 'unknown type'}) gets no value{others}",
             cause=reached.path(first),
-            hint=f"make it an input: --input NAME={first}, or fix it: --feed {first}=VALUE",
+            hint=f"make it an input: {_as_inputs([*unfed, *_batches(nodes, reached)])}, or fix it: --feed "
+            f"{first}=VALUE",
         )
     for name in reached.inputs:
         node = nodes[name]
@@ -198,8 +199,20 @@ def check_servable(
             raise NotServable(
                 f"an output needs {node.op} {name!r}, which {reason}",
                 cause=reached.path(name),
-                hint=f"choose other outputs, or feed a tensor behind it: --input NAME={name}:0",
+                hint="choose other outputs, or feed what comes from it: "
+                + _as_inputs(_batches(nodes, reached) or [f"{name}:0"]),
             )
+
+
+def _batches(nodes: Mapping[str, Proto], reached: Reached) -> list[str]:
+    """The tensors that the reached nodes take from an input pipeline."""
+    feeding = {name for name in reached.inputs if _FEEDS_TRAINING.fullmatch(nodes[name].op)}
+    taken = {endpoint(text) for name in reached.inputs.keys() - feeding for text in nodes[name].input}
+    return [str(tensor) for tensor in sorted(taken) if tensor.node in feeding and tensor.output >= 0]
+
+
+def _as_inputs(tensors: Iterable[str]) -> str:
+    return " ".join(f"--input NAME={tensor}" for tensor in tensors)
 
 
 _PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2"})

@@ -235,7 +235,10 @@ def no_function(where: str, name: str, functions: list[str]) -> BuilderError:
 
 
 def read_sources(main: BuilderFile) -> tuple[SourceFile, ...]:
-    """A builder's own file, then by path every file beside it that it imports, directly or not."""
+    """A builder's own file, then by path every file beside it that it imports, directly or not.
+
+    BuilderError if its own file cannot be parsed; others that cannot, and what they import, are left out.
+    """
     own = main.path.resolve()
     found = {own: _source(own, main.root, _parse(main.path))}
     pending = [own]

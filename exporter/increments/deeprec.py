@@ -204,7 +204,10 @@ class DeepRecIncrement(Struct, frozen=True):
         return None
 
     def _has_all(self, before: Catalog, name: str) -> bool:
-        """True if a tensor of an earlier increment is here, too; of keys, if all of them are."""
+        """True if a tensor of an earlier increment is here, too; of keys, if all of them are.
+
+        CheckpointError if the keys of either cannot be read.
+        """
         ref = self.catalog.tensors.get(name)
         if ref is None or not name.endswith(INCR_KEYS):
             return ref is not None

@@ -369,7 +369,7 @@ class RowErrors:
 
     @classmethod
     def of(cls, bits: Sequence[int]) -> RowErrors:
-        """The counts that `bits` gave."""
+        """The errors that a receipt has as `bits`."""
         found = cls()
         *floats, found.values = bits
         found.largest, found.sum = np.array(floats, np.int64).view(np.float64).tolist()

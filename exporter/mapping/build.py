@@ -11,14 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from collections.abc import Mapping as MappingOf
-from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog, Naming, TensorRef
+from exporter.catalog import Catalog, Extra, ExtraKind, Naming, TensorRef
 from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.checkpoint.object_graph import SUFFIX, read_object_graph
 from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
@@ -148,25 +147,6 @@ def _fits(shape: tuple[int, ...], table: GraphTable) -> bool:
 TF_AVERAGE = "ExponentialMovingAverage"
 
 
-class ExtraKind(Enum):
-    """The purpose of an ignored tensor, in the report's words."""
-
-    SLOT = "optimizer slot"
-    GLOBAL_STEP = "global step"
-    MOVING_AVERAGE = "moving average"
-    COUNTER = "counter"
-    BOOKKEEPING = "embedding bookkeeping"
-    OBJECT_GRAPH = "object graph"
-    OTHER = "other"
-
-
-class Extra(Struct, frozen=True):
-    """A tensor of the checkpoint that inference does not need."""
-
-    tensor: TensorRef
-    kind: ExtraKind
-
-
 _SLOT_NAME = re.compile(
     r"(^|/)(Adam|Adagrad|AdagradDA|Adadelta|Momentum|RMSProp|Ftrl|Lamb|Nadam|Adamax|Proximal\w*)(_\d+)?(/|$)"
     r"|(^|/)(beta[12]_power|accumulator|momentum|velocity|learning_rate|linear)(_\d+)?$"
@@ -287,7 +267,7 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
             TensorSource(key, variables, tensor, match.via, cast, order.gather_parts, order.scatter_parts)
         )
     twins = _twin_notes(sources, catalog) if objects is None and catalog.naming is Naming.NAMES else ()
-    notes = (*_notes(sources, rules), *twins)
+    notes = (*_notes(sources, rules, catalog), *twins)
     tables = tuple(find_tables(graph.tables, catalog, rules.renamed))
     contents = {ref.name: ref for _, *refs in tables for ref in refs}
     sources += [TensorSource(name, (), ref, "table") for name, ref in contents.items()]
@@ -501,7 +481,7 @@ def _why_not(tensor: TensorRef, variable: GraphVariable, claimed_by: str | None)
     return f"{tensor.name!r} (would fit)"
 
 
-def _notes(sources: Iterable[TensorSource], rules: MappingRules) -> Iterator[str]:
+def _notes(sources: Iterable[TensorSource], rules: MappingRules, catalog: Catalog) -> Iterator[str]:
     if not rules.average:
         return
     via = Counter(source.via for source in sources)
@@ -509,7 +489,10 @@ def _notes(sources: Iterable[TensorSource], rules: MappingRules) -> Iterator[str
     if not via["average"]:
         raise MissingTensors(
             f"--average {rules.average}: the checkpoint has no moving average of any served variable",
-            hint="leave --average out, or give the trainer's own average name: --average NAME",
+            cause="" if catalog.naming is Naming.NAMES else "its format has no names for moving averages",
+            hint="leave --average out, or give the trainer's own average name: --average NAME"
+            if catalog.naming is Naming.NAMES
+            else "save a tf.train.Checkpoint of model and optimizer, which has names; or leave --average out",
         )
     if raw:
         more = f" and {len(raw) - 5} more" if len(raw) > 5 else ""

@@ -14,11 +14,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import Struct, field
 
-from exporter.catalog import Catalog, Naming, TensorRef
+from exporter.catalog import Catalog, ExtraKind, Naming, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph, read_object_graph
 from exporter.errors import MappingError, PartitionStrategyUnknown
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
-from exporter.mapping.build import ExtraKind, build_mapping, classify_extras
+from exporter.mapping.build import build_mapping, classify_extras
 from exporter.mapping.by_layer import SAYS_NOTHING, name_in_layer, numbers, stems
 from exporter.mapping.mapping_rules import MappingRules, row_order
 from exporter.mapping.object_matching import TrainedObjects, match_objects_partly

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog, TensorRef
+from exporter.catalog import Catalog, ExtraKind, TensorRef
 from exporter.errors import MappingError
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
-from exporter.mapping.build import ExtraKind, build_mapping, classify_extras
+from exporter.mapping.build import build_mapping, classify_extras
 from exporter.mapping.by_layer import match_unnamed, name_in_layer
 from exporter.mapping.mapping_rules import MappingRules
 

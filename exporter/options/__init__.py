@@ -590,6 +590,24 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
         ),
     ] = False
     keep: Annotated[int | None, _storage("Keep only the newest N versions.", metavar="N", least=1)] = None
+    keep_hourly: Annotated[
+        int,
+        _storage(
+            "With --keep: also the newest version of each of the last N hours that have one.",
+            metavar="N",
+            least=0,
+            goes_with="--keep",
+        ),
+    ] = 0
+    keep_daily: Annotated[
+        int,
+        _storage(
+            "With --keep: also the newest version of each of the last N days that have one.",
+            metavar="N",
+            least=0,
+            goes_with="--keep",
+        ),
+    ] = 0
     table_head_room: Annotated[
         float | None, _keyed("Room for X times more keys in tables.", metavar="X", default="0.25")
     ] = None
@@ -696,14 +714,35 @@ def _model(what: Any) -> Any:
     raise given.wrong("model", what, expected, 'model="my_model.py:serving", or model=serving')
 
 
-def _describe(kind: type[Struct], intro: str = "") -> None:
-    """Add what each option does to a class's docstring, where `help` and `?` show it."""
-    lines = [f"    {'.'.join(one.path)}: {one.option.help}" for one in declared(kind)]
-    kind.__doc__ = "\n".join([kind.__doc__ or "", "", "    By name:", "", *intro.splitlines(), *lines])
+_IN_PYTHON = {  # what the command line has in another form
+    "again": "Publish a checkpoint again that is already published.",
+    "updates": "How the version takes deltas; None: it takes none.",
+    "jobs": "Where values are cast, moved and compared.",
+    "task_bytes": "How many bytes one task reads.",
+}
+_OPTION_IN_TEXT = re.compile(r"--([a-z]+(?:-[a-z]+)*)(?: (bytes|outputs))?")
+
+
+def meanings(kind: type[Struct]) -> dict[str, str]:
+    """What each option of a struct does, by the field's name, in Python's words: `verify="outputs"`."""
+    told = {one.path[0]: _in_python(one.option.help) for one in declared(kind) if len(one.path) == 1}
+    told |= _IN_PYTHON
+    return {name: told[name] for name in kind.__struct_fields__ if name in told}
+
+
+def _in_python(text: str) -> str:
+    text = text.removesuffix(" Repeatable.").replace("With --incr: ", "For deltas: ")
+    return _OPTION_IN_TEXT.sub(lambda found: _argument(*found.groups()), text)
+
+
+def _argument(name: str, value: str | None) -> str:
+    name = name.replace("-", "_")
+    return f'{name}="{value}"' if value else name
 
 
 for _kind in (Updates, Jobs, ExportRequest):
-    _describe(_kind)
+    _told = (f"        {name}: {text}" for name, text in meanings(_kind).items())
+    _kind.__doc__ = "\n".join([_kind.__doc__ or "", "", "    By name:", *_told, "    "])
 
 
 def require_local(request: ExportRequest) -> None:

@@ -24,7 +24,7 @@ class UpdatesKeywords(TypedDict, total=False):
     digest: bool
     """Add a signature that returns checksums of the served values."""
     finite: bool
-    """Refuse deltas with NaN or infinity; new bases, too, by --verify bytes."""
+    """Refuse deltas with NaN or infinity; new bases, too, by verify='bytes'."""
 
 
 class JobsKeywords(TypedDict, total=False):
@@ -115,6 +115,10 @@ class ExportKeywords(TypedDict, total=False):
     """Generate no warm-up requests of the model's signatures."""
     keep: int | None
     """Keep only the newest N versions."""
+    keep_hourly: int
+    """With keep: also the newest version of each of the last N hours that have one."""
+    keep_daily: int
+    """With keep: also the newest version of each of the last N days that have one."""
     table_head_room: float | None
     """Room for X times more keys in tables."""
     min_freq: int
@@ -124,18 +128,18 @@ class ExportKeywords(TypedDict, total=False):
     verify: Verify | Literal["none", "files", "bytes", "outputs"]
     """What to check before publishing."""
     verify_inputs: StrPath | None
-    """Requests for --verify outputs, in the form of --warmup."""
+    """Requests for verify='outputs', in the form of warmup."""
     tolerance: float
-    """Largest absolute difference that --verify outputs accepts."""
+    """Largest absolute difference that verify='outputs' accepts."""
     golden: StrPath | None
     """Golden requests that a version or base must pass."""
     updates: Updates | None
     """How the version takes deltas; None: it takes none."""
     min_change: float
-    """With --incr: hold back rows that are less than X (Euclidean norm) from what is published."""
+    """For deltas: hold back rows that are less than X (Euclidean norm) from what is published."""
     delta_dtype: DeltaDtype | Literal["bfloat16", "int8"] | None
-    """With --incr: send table rows as bfloat16 or int8; reports the largest error."""
+    """For deltas: send table rows as bfloat16 or int8; reports the largest error."""
     check_graph: bool
-    """With --incr: build the graph again and compare it with the base's."""
+    """For deltas: build the graph again and compare it with the base's."""
     jobs: Jobs
     """Where values are cast, moved and compared."""

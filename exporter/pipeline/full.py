@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -31,12 +30,11 @@ from exporter.publish.commit import PublishedVersion, Staging, publish_version
 from exporter.publish.made_by import keep_command
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.publish.model import PublishedAlready
+from exporter.publish.retention import Keep
 from exporter.publish.versions import read_manifest
 from exporter.terminal.progress import ProgressFactory, no_progress
+from exporter.verify.difference import Difference
 from exporter.version import __version__
-
-if TYPE_CHECKING:
-    from exporter.verify.outputs import Difference
 
 __all__ = ["Exported", "Plan", "execute", "export", "export_unless_published", "plan"]
 
@@ -146,7 +144,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
             staging,
             _draft(staged, digest),
             staged.place,
-            keep=request.keep,
+            keep=Keep.of(request),
             permission=permission(request),
             permit=(lambda: None) if request.again else permit,
         )

@@ -15,7 +15,7 @@ from exporter.bundle.mapped_tables import Unmapped, choose_mapped
 from exporter.bundle.tables_in_8_bits import choose_for_8_bits
 from exporter.bundle.variables import ShardPlan, plan_shards, size_of_work
 from exporter.bundle.warmup import WarmupRequest, read_requests
-from exporter.catalog import Catalog
+from exporter.catalog import Catalog, Extra
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.admission import Admission
 from exporter.checkpoint.identity import Identity
@@ -29,7 +29,7 @@ from exporter.graph.outside import require_harmless
 from exporter.graph.servable import by_library
 from exporter.graph.training_graph import TrainingGraph
 from exporter.graph.training_mode import check_dropout
-from exporter.mapping.build import Extra, VariableMapping, check_casts, check_rules, classify_extras
+from exporter.mapping.build import VariableMapping, check_casts, check_rules, classify_extras
 from exporter.mapping.mapping_rules import MappingRules, parse_admission, parse_rules
 from exporter.mapping.served_graph import as_served
 from exporter.mapping.training_variables import check_batch_statistics, with_training
@@ -276,7 +276,7 @@ def _require_own_directory(model: Path, catalog: Catalog) -> None:
 
 
 def _target_notes(model: Path) -> tuple[str, ...]:
-    """Warn of a plain version over one that takes deltas: servers that load it get no more deltas."""
+    """Return a warning of a plain version over one that takes deltas, else nothing: updates end with it."""
     newest = newest_version(model)
     if newest is None:
         return ()

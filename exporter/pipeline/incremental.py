@@ -277,7 +277,17 @@ Incremental: TypeAlias = "Exported | ExportedDelta"
 
 
 def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no_progress) -> ExportedDelta:
-    """Publish the planned delta, and keep which rows it leaves out or rounds for a later one."""
+    """Publish the planned delta, and keep which rows it leaves out or rounds for a later one.
+
+    `published` is None in what is returned if there is nothing to publish.
+
+    Raises:
+        TableFull, OverlayFull: the published base has no room for what changed.
+        SchemaChanged: the checkpoint has other tables than the base.
+        PositionMoved: another process published meanwhile.
+        CheckpointChanged: the trainer replaced what was planned for.
+        CheckpointError, NotFinite, PublishError: see errors.py; nothing was published.
+    """
     started = time.monotonic()
     if planned.is_nothing:
         return ExportedDelta(planned, None, 0, 0, 0, time.monotonic() - started)
@@ -291,8 +301,9 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         span = replace(planned.span, only_from=bool(found.left_out or found.rounded))
         rounded = _rounded_so_far(planned, found)
         trained = replace(plan.target, left_out=found.left_out, rounded=rounded)
-        packing = planned.request.delta_dtype
-        what = Publication(span, plan.step, made, trained, rounded=found.rounded, packing=packing)
+        what = Publication.of(log, span, plan.step, made, trained)
+        entry = replace(what.entry, rounded=found.rounded)
+        what = replace(what, entry=entry, packing=planned.request.delta_dtype)
         check = _verify_bytes if planned.request.verify is Verify.BYTES else None
         published = publish_changes(log, staging, found.changes, what, last=log.last, check=check)
         # Inside the staging: changes may lie in its scratch files.
@@ -400,7 +411,10 @@ def _planned(
     is_watching: bool,
     marker_seconds: float,
 ) -> IncrementalPlan:
-    """Plan; unless the caller is a watch, which looks again, wait until no marker is awaited any more."""
+    """Plan; unless the caller is a watch, which looks again, wait until no marker is awaited any more.
+
+    Raises what `plan_incremental` raises, PositionErrors among them.
+    """
     planned = plan_incremental(request, versions, is_watching=is_watching, marker_seconds=marker_seconds)
     if is_watching or not planned.trainer.awaits_marker:
         return planned

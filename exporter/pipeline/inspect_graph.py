@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from exporter.graph.deeprec_conversion import looked_up
 from exporter.graph.feeds import hands_over_batches
-from exporter.graph.metagraph import input_placeholders, likely_outputs, read_metagraph
-from exporter.graph.nodes import Endpoint, GraphIndex
-from exporter.pipeline.inspected import GraphView, TensorSpec, label_of, outputs, shape_of, signatures_of
+from exporter.graph.metagraph import fed_variables, input_placeholders, likely_outputs, read_metagraph
+from exporter.graph.nodes import Endpoint, GraphIndex, endpoint
+from exporter.pipeline.inspected import GraphView, TensorSpec, label_of, shape_of, signatures_of
 from exporter.wire.protos import Proto
 
 
@@ -18,17 +19,27 @@ def inspect_graph(path: Path) -> GraphView:
     index = GraphIndex.of(meta_graph)
     nodes = meta_graph.graph_def.node
     variables = [node for node in nodes if node.op in ("Variable", "VariableV2", "VarHandleOp")]
+    batches = [spec for node in nodes if hands_over_batches(node.op) for spec in _outputs(index, node.name)]
+    given = [Endpoint(node.name, 0) for node in input_placeholders(index)]
+    given += [endpoint(spec.tensor) for spec in batches]
     return GraphView(
         path,
         len(nodes),
         len(variables),
         looked_up(meta_graph, index),
         tuple(map(_placeholder, input_placeholders(index))),
-        tuple(spec for node in nodes if hands_over_batches(node.op) for spec in outputs(index, node.name)),
+        tuple(batches),
         tuple(_tensor(index, tensor) for tensor in likely_outputs(index)),
         signatures_of(meta_graph),
-        index,
+        {str(tensor): met for tensor, met in fed_variables(index, given).items() if met},
+        lambda: (spec for name in sorted(index.nodes) for spec in _outputs(index, name)),
     )
+
+
+def _outputs(index: GraphIndex, name: str) -> Iterator[TensorSpec]:
+    for output, dtype in enumerate(index.output_dtypes(index.nodes[name]) or ()):
+        tensor = Endpoint(name, output)
+        yield TensorSpec(str(tensor), str(tensor), dtype.label, index.shape(tensor))
 
 
 def _tensor(index: GraphIndex, tensor: Endpoint) -> TensorSpec:

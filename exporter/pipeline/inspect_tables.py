@@ -33,7 +33,10 @@ def inspect_checkpoint(catalog: Catalog) -> CheckpointView:
 
 
 def embedding_tables(catalog: Catalog) -> Iterator[EmbeddingTable]:
-    """The embedding variables of a checkpoint; slots are listed with the variable that they belong to."""
+    """The embedding variables of a checkpoint; slots are listed with the variable that they belong to.
+
+    CheckpointError if their tensors are damaged or of no known layout.
+    """
     variables = embedding_variables(catalog)
     for variable in variables.values():
         if variable.slot_of is None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from msgspec import Struct
 
-from exporter.catalog import Catalog
+from exporter.catalog import Catalog, Extra
 from exporter.delta.spans import Position
 from exporter.errors import CheckpointError
 from exporter.publish.manifest import Manifest
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
-
-if TYPE_CHECKING:
-    from exporter.graph.nodes import GraphIndex
-    from exporter.mapping.build import Extra
 
 
 class EmbeddingTable(Struct, frozen=True):
@@ -105,6 +101,17 @@ class Signature(Struct, frozen=True):
         return f"({inputs}) -> {outputs}"
 
 
+class ProposedInput(Struct, frozen=True):
+    """A tensor that an answer needs, and the name that requests could have for it."""
+
+    name: str
+    """What requests could call it."""
+    tensor: str
+    """The tensor in the graph."""
+    feeds: tuple[str, ...]
+    """The variables that it is first used with."""
+
+
 class CheckpointView(Struct, frozen=True):
     """A checkpoint: all its tensors, with what each is probably for, and its tables by keys.
 
@@ -125,6 +132,8 @@ class GraphView(Struct, frozen=True):
 
     `batches` are the tensors that queues and iterators give in training, `likely_outputs` what looks like
     answers, the likeliest first. `embedding_variables` are the tables by keys that it looks up.
+    `feeds` says which variables each of the first two is used with. `read_tensors` yields every output of
+    every node, by name.
     """
 
     path: Path
@@ -135,13 +144,8 @@ class GraphView(Struct, frozen=True):
     batches: tuple[TensorSpec, ...]
     likely_outputs: tuple[TensorSpec, ...]
     signatures: Mapping[str, Signature]
-    index: GraphIndex
-
-    @property
-    def tensors(self) -> Iterator[TensorSpec]:
-        """Every output of every node, by name."""
-        for name in sorted(self.index.nodes):
-            yield from outputs(self.index, name)
+    feeds: Mapping[str, tuple[str, ...]]
+    read_tensors: Callable[[], Iterator[TensorSpec]]
 
 
 class BundleView(Struct, frozen=True):
@@ -187,15 +191,6 @@ def signatures_of(meta_graph: Proto) -> dict[str, Signature]:
         for name, signature in sorted(meta_graph.signature_def.items())
         if not name.startswith("__")
     }
-
-
-def outputs(index: GraphIndex, name: str) -> Iterator[TensorSpec]:
-    """The outputs of a node."""
-    from exporter.graph.nodes import Endpoint  # late: with numpy
-
-    for output, dtype in enumerate(index.output_dtypes(index.nodes[name]) or ()):
-        tensor = Endpoint(name, output)
-        yield TensorSpec(str(tensor), str(tensor), dtype.label, index.shape(tensor))
 
 
 def _spec(alias: str, info: Proto) -> TensorSpec:

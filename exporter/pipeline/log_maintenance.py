@@ -187,14 +187,9 @@ def _merger(
     from exporter.pipeline.restoration import packing_of
 
     newest, parts = run[-1], [log.tensors(delta) for delta in run]
-    what = Publication(
-        merged(run),
-        newest.at.step,
-        DeltaOrigin.MERGE,
-        newest.entry.trained,
-        packing=packing_of(part.header for part in parts),
-        state=newest.manifest.state_id,
-    )
+    what = Publication.of(log, merged(run), newest.at.step, DeltaOrigin.MERGE, newest.entry.trained)
+    entry = replace(what.entry, state=newest.manifest.state_id)
+    what = replace(what, entry=entry, packing=packing_of(part.header for part in parts))
     header, hint = header_of(log, what), BROKEN_LOG_HINT
     prefix = directory / DELTA_NAME
     return DeltaMerger(prefix, log.schema, header, parts, task_bytes=jobs.task_bytes, hint=hint), what
@@ -223,6 +218,8 @@ def tidy(
 
     Where the model wants finite values, deltas that an earlier release published unchecked are merged with
     those that follow, as soon as these are finite: so servers that refused one pass it.
+
+    ExportError if the log cannot be read or a merger be published; what was merged before stays.
     """
     done: list[Merged] = []
     log = read_log(model) if log is None else log
@@ -492,13 +489,9 @@ def skip_abandoned(log: DeltaLog, path: Path) -> DeltaLog:
     end = position_of_merger(log, path)
     if end == last.position:
         return log
-    what = Publication(
-        Span(last.position, end),
-        last.step,
-        DeltaOrigin.COMPARISON,
-        log.trained,
-        state=log.newest.manifest.state_id,
-    )
+    span = Span(last.position, end)
+    what = Publication.of(log, span, last.step, DeltaOrigin.COMPARISON, log.trained)
+    what = replace(what, entry=replace(what.entry, state=log.newest.manifest.state_id))
     with Staging(log.model) as staging:
         return publish_changes(log, staging, {}, what, last=log.last).log
 

@@ -34,6 +34,7 @@ from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogBase, LogDe
 from exporter.publish.finite import require_merger_finite
 from exporter.publish.manifest import ManifestDraft, MappedRecord, MappedTable, tensor_entries
 from exporter.publish.permission import Permission
+from exporter.publish.retention import Keep
 from exporter.storage.files import copy_file, writing
 from exporter.storage.layout import (
     ASSETS_DIRECTORY,
@@ -101,7 +102,7 @@ def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebasing | No
 def rebase(
     model: Path,
     *,
-    keep: int | None = None,
+    keep: Keep | None = None,
     despite_hold: bool = False,
     jobs: Jobs = LOCALLY,
     progress: ProgressFactory = no_progress,
@@ -123,7 +124,7 @@ def rebase(
 
 def _rebase(
     log: DeltaLog,
-    keep: int | None,
+    keep: Keep | None,
     permission: Permission,
     jobs: Jobs = LOCALLY,
     progress: ProgressFactory = no_progress,

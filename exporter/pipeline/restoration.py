@@ -68,7 +68,7 @@ from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta
 from exporter.publish.delta_publication import Publication, publish_changes
 from exporter.publish.finite import require_finite
 from exporter.publish.hold import Hold
-from exporter.publish.manifest import DeltaOrigin, Manifest, ManifestDraft, RestoredValues
+from exporter.publish.manifest import DeltaEntry, DeltaOrigin, Manifest, ManifestDraft, RestoredValues
 from exporter.publish.permission import Permission
 from exporter.publish.versions import VersionDir, greatest, last_position, newest_of, read_manifest, taken
 from exporter.storage import mirror
@@ -228,19 +228,20 @@ class DeltaRestorer(Restorer):
         touched = [delta.changes for delta in taken_back]
         scratch = staging.path.with_name("scratch")
         scratch.mkdir()
-        what = Publication(
-            self._span(restoration),
-            step,
-            restoration.made,
-            trained,
+        entry = DeltaEntry(
+            log=log.number,
+            schema=log.schema.digest,
+            made=restoration.made,
+            rows=0,
             back_to=of,
             before=restoration.before,
-            packing=packing_of(delta.header for delta in taken_back),
             reason=restoration.reason,
             canary=restoration.is_canaried,
             failed=restoration.by_canary,
-            hint=self._instead(restoration),
+            trained=trained,
         )
+        packing = packing_of(delta.header for delta in taken_back)
+        what = Publication(self._span(restoration), step, entry, packing, self._instead(restoration))
         how = UnderLock(
             is_ours=True,
             holds=restoration.is_rollback,
@@ -403,7 +404,7 @@ class VersionRestorer(Restorer):
                 hint += "; to leave the values as they are: export-model resume MODEL --lift-only"
             raise PositionUnknown(
                 f"there is no version {number}",
-                cause=f"there are {known}",
+                cause=f"published versions: {known}",
                 hint=hint,
             )
         manifest = read_manifest(found.path)

@@ -113,7 +113,7 @@ def check_same_graph(log: DeltaLog, request: ExportRequest, catalog: Catalog) ->
 def _check_built(base: str, origin: GraphOrigin, asked: GraphRequest) -> SameGraph:
     """Build the graph again, by the builder and TensorFlow, and compare all of it with the base's.
 
-    SchemaChanged if it differs, UsageError if no model is named.
+    SchemaChanged if it differs, UsageError if no model is named, GraphError if it cannot be built.
     """
     if asked.model is None:
         raise UsageError("--check-graph: nothing says what to build", hint="name the model again: --model")
@@ -170,7 +170,10 @@ def _compare_finished(
 def _compare_built(
     origin: GraphOrigin, asked: GraphRequest, files: SourceFiles
 ) -> tuple[SourceFiles, list[str]]:
-    """Load the requested inference graph; return its files, and how graph or files differ from the base's."""
+    """Load the requested inference graph; return its files, and how graph or files differ from the base's.
+
+    UsageError, GraphError, CheckpointError or OSError if it cannot be loaded.
+    """
     from exporter.graph.load import load_graph
 
     with tempfile.TemporaryDirectory() as scratch:

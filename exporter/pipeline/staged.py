@@ -21,7 +21,7 @@ from exporter.terminal.progress import ProgressFactory
 
 if TYPE_CHECKING:
     from exporter.pipeline.trainer_state import TrainerState
-    from exporter.verify.outputs import Difference
+    from exporter.verify.difference import Difference
 
 
 class Staged(Struct):

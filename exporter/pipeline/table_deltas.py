@@ -47,7 +47,8 @@ def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableC
 
     They are those that increments report, else the differences of keys and rows. DeepRec's increments report
     no deletions: these come with the comparison, after the next full checkpoint. The published index is
-    checked before anything is placed by it.
+    checked before anything is placed by it: CorruptFile if it is damaged. TableFull if a table has no room,
+    SchemaChanged if the checkpoint lacks one.
     """
     if not log.base.entry.mapping_spec.dynamic:
         return TableChanges({})
@@ -101,7 +102,10 @@ def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: Laye
 
 
 def _told(log: DeltaLog, trainer: TrainerState) -> dict[str, Change]:
-    """Return the table changes that increments report; the published index is checked first."""
+    """Return the table changes that increments report; the published index is checked first.
+
+    CorruptFile, TableFull, SchemaChanged: as `table_changes`.
+    """
     spec = log.base.entry.mapping_spec
     published = log.state(only={key for table in spec.dynamic for key in table.keys})
     _check_index(log, published, spec)
@@ -114,7 +118,7 @@ def told_changes(
     """Return the table changes of increments after the increment `since` (None: of all).
 
     Rows that `since` held with the same values are left out. `published` is read at any place, so it must
-    have been checked.
+    have been checked. TableFull, SchemaChanged: as `table_changes`.
     """
     if not trainer.plan.increments or not spec.dynamic:
         return {}
@@ -182,7 +186,10 @@ def _check_index(log: DeltaLog, published: LayeredState, spec: MappingSpec) -> N
 
 
 def _compared(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChanges:
-    """Compare the trainer's keys and rows with those that are published."""
+    """Return how the trainer's keys and rows differ from those that are published.
+
+    CorruptFile, TableFull, SchemaChanged: as `table_changes`.
+    """
     spec, published = log.base.entry.mapping_spec, log.state()
     tables = [*_tables(spec, log.schema, trainer.catalog, published)]
     told = _told_of(trainer, tables)

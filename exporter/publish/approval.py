@@ -58,7 +58,7 @@ def did_fail(log: DeltaLog, position: int) -> bool:
 
 
 def _last_rollback(log: DeltaLog) -> list[int]:
-    """Where the newest rollback of a canary stands, if its values can still be had."""
+    """Where the newest rollback of a canary stands, if its values can still be had; else empty."""
     oldest = min(base.at.position for base in log.bases)
     ends = [delta.end for delta in _failed(log) if delta.end >= oldest]
     return [max(ends)] if ends else []

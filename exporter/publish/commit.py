@@ -40,7 +40,7 @@ from exporter.publish.delta_log import DeltaLog, LogDelta, log_of
 from exporter.publish.hold import HeldBy
 from exporter.publish.manifest import FileEntry, Manifest, ManifestDraft, to_json
 from exporter.publish.permission import REFUSING, Permission
-from exporter.publish.retention import GRACE_SECONDS, KeptVersion, Retired, retire
+from exporter.publish.retention import GRACE_SECONDS, Keep, KeptVersion, Retired, retire
 from exporter.publish.staging import Staging
 from exporter.publish.versions import VersionDir, greatest, last_position, taken, version_dirs
 from exporter.storage.files import (
@@ -54,6 +54,7 @@ from exporter.storage.files import (
     writing,
 )
 from exporter.storage.layout import HOLD_FILE, LOCK_FILE, MANIFEST_FILE
+from exporter.storage.local_paths import quoted
 from exporter.wire.crc32c import crc_of, mask
 
 _DATA_SHARD = re.compile(r".*\.data-[0-9]{5}-of-[0-9]{5}")
@@ -294,7 +295,7 @@ def publish_version(
     draft: ManifestDraft,
     rule: VersionRule | ReservedPosition = _BY_POSITION,
     *,
-    keep: int | None = None,
+    keep: Keep | None = None,
     permission: Permission = REFUSING,
     permit: Callable[[], None] = lambda: None,
     is_locked: bool = False,
@@ -318,8 +319,8 @@ def publish_version(
         VerificationError: the staged tree holds something that is neither a file nor a directory.
         TargetNotWritable, DiskFull, PublishError: the operating system refused; nothing was published.
     """
-    if keep is not None and keep < 1:
-        raise UsageError(f"--keep {keep} would leave no version to serve", hint="use --keep 1 or more")
+    if keep is not None and keep.newest < 1:
+        raise UsageError(f"--keep {keep.newest} would leave no version to serve", hint="use --keep 1 or more")
     retired = Retired()
     with writing(staging.model):
         files = seal(staging.path)
@@ -401,10 +402,14 @@ def _commit(
     if isinstance(rule, ReservedPosition):
         number = position = rule.position
         if newest is not None and newest >= number:
+            if not versions[0].has_manifest:
+                raise VersionExists(
+                    f"{versions[0].path} is in the way of version {number}: it has no {MANIFEST_FILE}",
+                    cause="it has lost that file, or something else has made the directory",
+                    hint=f"see what to do with it: export-model doctor {quoted(staging.model)}",
+                )
             if rule.is_passed:
                 raise PositionMoved(f"version {newest} was published meanwhile")
-            if not versions[0].has_manifest:
-                raise VersionExists(f"version {newest} is there, {number} would not be the newest")
         if not rule.is_passed:
             _require(staging.model, rule.last, last_position(staging.model, versions))
     else:
@@ -453,9 +458,10 @@ def _complete(
 
 
 def _install(staging: Staging, target: Path) -> tuple[ExportError, ...]:
-    """Rename the bundle to `target` and wait until that is on disk.
+    """Rename the bundle to `target` and wait until that is on disk; returns warnings.
 
-    From the rename on readers have it, and no failure can take it back: it is returned as a warning.
+    From the rename on readers have it, and no failure can take it back: what failed then is a warning. A file
+    system that cannot sync is told of once.
     """
     os.rename(staging.path, target)  # noqa: PTH104  the commit: one call, in plain sight
     try:

@@ -63,7 +63,8 @@ class LogBase(Struct, frozen=True):
         if not isinstance(manifest.incremental, BaseEntry):
             raise NotUpdatable(
                 f"{path} was not exported to take deltas",
-                hint="publish a newer base that takes them: the same export with --updatable",
+                hint="begin with deltas: the same export with --updatable publishes a newer base that takes "
+                "them; or go on with plain versions: leave out --incr",
             )
         return cls(path, manifest, manifest.incremental)
 
@@ -290,7 +291,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         known = sorted({base.at.position for base in self.bases} | {delta.end for delta in self.deltas})
         raise PositionUnknown(
             f"nothing published stands at position {position}",
-            cause=f"there are {', '.join(map(str, known[-20:]))}",
+            cause=f"published positions: {', '.join(map(str, known[-20:]))}",
             hint=f"list the positions: export-model history {quoted(self.model)}",
         )
 

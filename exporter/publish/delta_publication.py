@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.delta_files import write_delta
-from exporter.delta.deviation import Rounded
 from exporter.delta.format import Change, DeltaHeader, count_rows
 from exporter.delta.spans import Span
 from exporter.increments.trained import TrainerVersion
@@ -24,26 +24,24 @@ from exporter.version import __version__
 
 
 class Publication(Struct, frozen=True):
-    """The description of a delta: where it leads, to which of the trainer's states, how it was made.
+    """A delta that is to be published: where it leads, and its `entry` but for what its files say.
 
-    `rounded` describes the rows that were rounded for it; with `packing` rows are stored in fewer bytes.
-    `state` is that of the values it leads to, if they are published already; `hint` what helps if the model
-    refuses these.
+    With `packing` rows are stored in fewer bytes; `hint` says what helps if the model refuses the values.
     """
 
     span: Span
     step: int | None
-    made: DeltaOrigin
-    trained: TrainerVersion
-    back_to: int | None = None
-    before: int | None = None
-    rounded: Rounded | None = None
+    entry: DeltaEntry
     packing: DeltaDtype | None = None
-    state: str | None = None
-    reason: str | None = None
-    canary: bool = False
-    failed: bool = False
     hint: str = ""
+
+    @classmethod
+    def of(
+        cls, log: DeltaLog, span: Span, step: int | None, made: DeltaOrigin, trained: TrainerVersion
+    ) -> Publication:
+        """A publication in a log; `step` and `trained` are those of the values that it leads to."""
+        entry = DeltaEntry(log=log.number, schema=log.schema.digest, made=made, rows=0, trained=trained)
+        return cls(span, step, entry)
 
 
 def header_of(log: DeltaLog, what: Publication) -> DeltaHeader:
@@ -102,29 +100,19 @@ def publish_written(
     Raises:
         PositionMoved, TargetBusy, TargetNotWritable, DiskFull, PublishError: nothing was published.
     """
-    span, trained = what.span, what.trained
+    span, entry = what.span, what.entry
     draft = ManifestDraft(
         tensors=tensor_entries(read_catalog(staging.path / DELTA_NAME)),
-        source=Origin(log.base.manifest.source.directory, trained.checkpoint.name),
+        source=Origin(log.base.manifest.source.directory, entry.trained.checkpoint.name),
         exporter=__version__,
         step=what.step,
         lineage=log.lineage,
         from_position=span.start,
-        incremental=DeltaEntry(
-            log=log.base.entry.log,
-            schema=log.schema.digest,
-            made=what.made,
+        incremental=replace(
+            entry,
             rows=rows,
-            trained=trained,
             parts=span.merged_count,
             only_from=span.only_from,
-            back_to=what.back_to,
-            before=what.before,
-            rounded=what.rounded,
-            state=what.state,
-            reason=what.reason,
-            canary=what.canary,
-            failed=what.failed,
             finite=log.base.entry.updates.finite,
         ),
     )

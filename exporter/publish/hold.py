@@ -82,7 +82,7 @@ class HeldBy(Struct, frozen=True):
     def origin(self) -> str:
         """Who set it and when, for people."""
         by = f"the agent's canary ({self.who})" if self.canary else self.who
-        return f"set by {by} at {self.when:%Y-%m-%d %H:%M:%S} UTC"
+        return f"set by {by} at {self.when.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
 
     @property
     def text(self) -> str:
@@ -219,18 +219,17 @@ class Hold(Struct, frozen=True):
 
     def put(self, position: int, staging: Staging, *, canary: bool = False, why: str | None = None) -> None:
         """Set the hold atomically, a canary's or one that binds publishers, too."""
-        number = self.prepare(position, staging)
-        self.announce(HeldBy.now(position, why, canary=canary), staging)
         with writing(self.path):
+            number = self.prepare(position, staging)
+            self.announce(HeldBy.now(position, why, canary=canary), staging)
             self._replace(number)
 
     def announce(self, by: HeldBy, staging: Staging) -> None:
         """Write who sets the hold, before the number says so; until it does, the hold before stands."""
         document = HoldDocument(by.position, by.who, by.when, by.why, by.canary, self.by)
-        with writing(self.path):
-            make_directories(self.directory)
-            _written(staging, _encoded(document)).replace(self._document)
-            sync(self.directory)
+        make_directories(self.directory)
+        _written(staging, _encoded(document)).replace(self._document)
+        sync(self.directory)
 
     def lift(self) -> None:
         """Remove the hold, the number first."""

@@ -91,7 +91,10 @@ def mapped_elsewhere(record: MappedRecord, version: Path) -> str:
 
 
 def tables_state(record: MappedRecord, version: Path) -> str:
-    """`mapped`, of a copy with ` from ` and the directory whose files it maps; or `restored: ` and why."""
+    """`mapped`, of a copy with ` from ` and the directory whose files it maps; or `restored: ` and why.
+
+    ManifestError if another version that has to be looked at cannot be read.
+    """
     why, elsewhere = why_restored(record), mapped_elsewhere(record, version)
     if why:
         return f"restored: {why}"

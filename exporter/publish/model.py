@@ -16,7 +16,6 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from stat import S_ISDIR
 
 from msgspec import Struct, field
 from msgspec.structs import astuple, replace
@@ -351,6 +350,12 @@ class Model(Struct, frozen=True, dict=True):
     known: _Known = field(default_factory=_Known)
     held_by: HeldBy | None = None
 
+    def __repr__(self) -> str:
+        if self.problem:
+            return f"Model({str(self.path)!r}, problem={self.problem!r})"
+        held = "" if self.hold is None else f", hold={self.hold}"
+        return f"Model({str(self.path)!r}, publications: {len(self.publications)}, at={self.at}{held})"
+
     @classmethod
     def read(cls, path: Path, before: Model | None = None) -> Model:
         """Read the model under a base path; manifests that were read `before` are not read again.
@@ -423,20 +428,12 @@ class Model(Struct, frozen=True, dict=True):
             problem = f"{path} cannot be read: {error}"
         return replace(seen, logs={}, newest_version=None, problem=problem)
 
-    def places(self) -> dict[Path, int]:
-        """The directories that a publication changes now, with their inode numbers: a new directory at the
-        same path has another number.
-        """
+    def places(self) -> list[Path]:
+        """The directories that a publication changes now; some may not exist."""
         found = [self.path, self.path / DELTAS_DIRECTORY]
         with suppress(OSError, ManifestError):
             found += log_directories(self.path)
-        places = {}
-        for place in found:
-            with suppress(OSError):
-                status = place.stat()
-                if S_ISDIR(status.st_mode):
-                    places[place] = status.st_ino
-        return places
+        return found
 
     @property
     def newest_log(self) -> Log | None:

@@ -42,6 +42,7 @@ class Permission(Struct, frozen=True):
             for hold in binding(model, log):
                 raise ModelHeld(
                     f"{model} is held{_where(hold)}, and servers would load a new version in spite of that",
+                    cause="" if hold.by is None else hold.by.text,
                     hint=f"lift the hold: export-model resume {quoted(model)}; "
                     "or publish anyway: --despite-hold",
                 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from datetime import timezone
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from msgspec import Struct
 from exporter.delta.format import log_name
 from exporter.delta.spans import expendable
 from exporter.errors import ManifestError, PositionMoved
+from exporter.options import ExportRequest
 from exporter.publish.delta_log import DeltaLog, LogDelta, list_deltas
 from exporter.publish.manifest import BaseEntry
 from exporter.publish.versions import (
@@ -40,6 +42,22 @@ class KeptVersion(Struct, frozen=True):
     """What still needs it."""
 
 
+class Keep(Struct, frozen=True):
+    """The versions to keep: the `newest` ones, and the newest of each of the last hours and days with any.
+
+    Hours and days are those of UTC in which a version was published.
+    """
+
+    newest: int
+    hourly: int = 0
+    daily: int = 0
+
+    @classmethod
+    def of(cls, request: ExportRequest) -> Keep | None:
+        """The versions that a request asks to keep; None if it keeps all."""
+        return None if request.keep is None else cls(request.keep, request.keep_hourly, request.keep_daily)
+
+
 class Retired(Struct, frozen=True):
     """The versions that retention removed and kept; `trash` is out of readers' sight, to be deleted."""
 
@@ -48,8 +66,8 @@ class Retired(Struct, frozen=True):
     trash: tuple[Path, ...] = ()
 
 
-def retire(versions: Iterable[VersionDir], *, keep: int, now: float, grace_seconds: float) -> Retired:
-    """Move all but the newest `keep` versions out of sight; the caller holds the model's lock.
+def retire(versions: Iterable[VersionDir], *, keep: Keep, now: float, grace_seconds: float) -> Retired:
+    """Move all versions but those to keep out of sight; the caller holds the model's lock.
 
     Only versions with a manifest count and go: what this program did not publish is not its to remove. A
     version stays if someone has a lease of it (`exporter.publish.versions.lease`), or while less than
@@ -57,7 +75,10 @@ def retire(versions: Iterable[VersionDir], *, keep: int, now: float, grace_secon
     """
     ours = sorted((child for child in versions if child.has_manifest), key=lambda child: child.version)
     removed, kept, trash = [], [], []
-    for child, successor in list(pairwise(ours))[: max(len(ours) - keep, 0)]:
+    periodic = _periodic(ours, keep)
+    for child, successor in list(pairwise(ours))[: max(len(ours) - keep.newest, 0)]:
+        if child.version in periodic:
+            continue
         try:
             reason = _in_grace(successor, now, grace_seconds)
             if not reason:
@@ -70,6 +91,25 @@ def retire(versions: Iterable[VersionDir], *, keep: int, now: float, grace_secon
             reason = f"it cannot be removed: {exc.strerror}"
         kept.append(KeptVersion(child.version, reason))
     return Retired(tuple(removed), tuple(kept), tuple(trash))
+
+
+def _periodic(ours: Sequence[VersionDir], keep: Keep) -> set[int]:
+    """The newest version of each hour and day to keep, and those of which no time is known."""
+    if not (keep.hourly or keep.daily):
+        return set()
+    spared: set[int] = set()
+    periods: dict[str, dict[str, int]] = {"%Y-%m-%dT%H": {}, "%Y-%m-%d": {}}
+    for child in ours:
+        try:
+            created = read_head(child.path).created
+        except ManifestError:
+            spared.add(child.version)
+            continue
+        for form, newest in periods.items():
+            newest[created.astimezone(timezone.utc).strftime(form)] = child.version
+    for newest, many in zip(periods.values(), (keep.hourly, keep.daily), strict=True):
+        spared.update(newest[period] for period in sorted(newest)[len(newest) - min(many, len(newest)) :])
+    return spared
 
 
 ROLLBACK_POSITIONS = 16

@@ -50,6 +50,13 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
     Raises:
         UsageError: nothing, a URL of another scheme than `file`, or a `file://` URL of another machine.
     """
+    return _local(what, place, "only local paths are read and written")
+
+
+_OR_STORES = "only local paths, s3://, gs:// and az:// are read and written"
+
+
+def _local(what: str, place: str | os.PathLike[str], expected: str) -> Path:
     text = os.fspath(place)
     if not text:  # a variable of the shell that is not set; pathlib takes it for the working directory
         raise UsageError(f"{what} is empty: expected a path", hint="the working directory is .")
@@ -75,7 +82,7 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
     elif any(name in what for name in _MODELS) and Url.parse(text) is not None:
         hint = _serve_a_copy(url)
     raise UsageError(
-        f"{what} {url}: only local paths are read and written",
+        f"{what} {url}: {expected}",
         cause=f"{scheme}:// names a store elsewhere",
         hint=hint,
     )
@@ -155,11 +162,11 @@ def checkpoint_path(what: str, place: str | os.PathLike[str]) -> Path:
         return Path(place)
     if (known := store_url(text)) is not None:
         raise UsageError(
-            f"{what} {without_secrets(text)}: only local paths, s3://, gs:// and az:// are read and written",
+            f"{what} {without_secrets(text)}: {_OR_STORES}",
             hint=f"write {without_secrets(known)}"
             + (", and set AZURE_STORAGE_ACCOUNT_NAME" if known.startswith("az") else ""),
         )
-    return local_path(what, place)
+    return _local(what, place, _OR_STORES)
 
 
 def trained_path(what: str, place: str | os.PathLike[str]) -> Path:

@@ -559,7 +559,10 @@ class ReadAhead:
     def with_neighbours(
         self, name: str, is_there: Callable[[str], bool], is_wanted: Callable[[str], bool]
     ) -> list[str]:
-        """The names to fetch together with a file: of its kind those wanted, the next ones first."""
+        """The names to fetch together with a file: as many of its kind as were fetched before it, in order.
+
+        They follow it, or precede it where those that follow are there; empty if none were fetched beside it.
+        """
         files = self._kinds.get(_kind(name), [])
         at = bisect_left(files, name)
         before, following = files[:at][::-1], files[at + 1 :]

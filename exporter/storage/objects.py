@@ -113,7 +113,7 @@ class ObjectReader:
         return [_object(each) for each in self._level(path)["objects"]]
 
     def directories(self, path: str) -> list[str]:
-        """The paths of the directories in a directory."""
+        """The paths of the directories in a directory; CheckpointError if the store does not answer."""
         return [*self._level(path)["common_prefixes"]]
 
     def _level(self, path: str) -> Any:
@@ -228,7 +228,7 @@ class ObjectWriter(ObjectReader):
     def upload(self, key: str, file: Path, note: Callable[[int, memoryview], None] | None = None) -> str:
         """Put a file under a key; returns its tag, "" if the store gives none.
 
-        `note` gets each part's offset and bytes as it goes.
+        `note` gets each part's offset and bytes as it goes. PublishError if the store refuses it.
         """
         import obstore
 

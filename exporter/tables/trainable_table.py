@@ -163,7 +163,7 @@ class TrainableTable(TableLookups):
             return self.values.scatter_update(tf.IndexedSlices(values, rows))
 
     def _forget_steps(self, rows: Tensor) -> list[Any]:
-        """Add operations that set the step of these rows' last lookup to unknown."""
+        """Add operations that set the step of these rows' last lookup to unknown; none if it is not kept."""
         if self._seen is None:
             return []
         unknown = tf.fill([tf.size(rows)], tf.constant(_UNKNOWN, tf.int64))

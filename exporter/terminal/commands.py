@@ -11,8 +11,8 @@ from typing import Any
 
 import typer
 from msgspec import Struct, field
-from typer.core import TyperGroup
 
+from exporter.terminal.help import PlainCommand, PlainGroup
 from exporter.terminal.parameters import help_of, with_structs
 
 
@@ -41,7 +41,7 @@ class Commands(Mapping[str, Any]):
         late = self._late[name]
         if name not in self._made:
             app = typer.Typer(add_completion=False)
-            app.command(name, **late.settings)(with_structs(late.load()))
+            app.command(name, cls=PlainCommand, **late.settings)(with_structs(late.load()))
             self._made[name] = without_variables(typer.main.get_command(app))
         return self._made[name]
 
@@ -67,7 +67,7 @@ def application(
     A callback that runs without a command has options of its own for help.
     """
 
-    class Program(TyperGroup):
+    class Program(PlainGroup):
         """A group of commands that are made late."""
 
         def __init__(self, **settings: Any) -> None:

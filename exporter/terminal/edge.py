@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from functools import partial
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -48,10 +49,12 @@ def _print_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-VersionFlag = Annotated[
-    bool,
-    typer.Option("-V", callback=_print_version, is_eager=True, help="Print the program's version."),
-]
+_version_option = partial(
+    typer.Option, callback=_print_version, is_eager=True, help="Print the program's version."
+)
+VersionFlag = Annotated[bool, _version_option("-V")]
+"""Where `--version` is an export's, or the version to ask."""
+VersionOption = Annotated[bool, _version_option("--version", "-V")]
 
 
 def _exit_codes() -> str:

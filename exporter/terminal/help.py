@@ -1,7 +1,6 @@
-"""Help that fits a screen: the options of most runs, or those of one topic.
+"""Help as plain lines of 80 columns: the options of most runs, those of one topic, or all by heading.
 
-Typer prints every option of a command in panels: that is `--help-all`. `--help` is a page of plain lines.
-Panels cut long names of options off: a command that has such names prints plain lines, too (`PlainCommand`).
+Typer's own help has panels, which cut long names off and break examples: no command here prints them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 import typer
 from msgspec import Struct
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from exporter.errors import Exit, UsageError, nearest
 
@@ -44,9 +43,7 @@ class Help(Struct, frozen=True):
         yield from ("", "Options:")
         by_name = {name: one for one in command.params for name in one.opts}
         yield from _options((by_name[name] for name in self.options), root)
-        yield from ("", "Commands:")
-        for name in command.list_commands(root):
-            yield f"  {name:<10} {_clause(command.commands.summary(name), _WIDTH - 13)}"
+        yield from ("", "Commands:", *_commands(command, root))
         more = f"More: {root.info_name} --help-all, {root.info_name} help TOPIC:"
         yield from ("", *textwrap.wrap(f"{more} {', '.join(self.names())}", _WIDTH))
 
@@ -81,9 +78,20 @@ class PlainCommand(TyperCommand):
         formatter.write("".join(f"{line}\n" for line in _all_of(self, ctx)))
 
 
+class PlainGroup(TyperGroup):
+    """A program whose help is plain lines: its options by heading, then its commands."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        formatter.write("".join(f"{line}\n" for line in _all_of(self, ctx)))
+
+
 def _all_of(command: Any, context: Any) -> Iterator[str]:
-    """The lines of a command's page: its text, and each option."""
-    yield from (command.get_usage(context), "")
+    """The lines of a page: a command's text, each option, and each command of a group."""
+    yield from (
+        re.sub(r"\{(\S+)\}", r"\1", command.get_usage(context)),
+        "",
+    )  # Click's form of what is required
     for line in command.help.splitlines():
         is_example = line.startswith(" ")  # it stays one line, which can be copied
         yield from ("",) if not line else (line,) if is_example else textwrap.wrap(line, _WIDTH)
@@ -93,6 +101,13 @@ def _all_of(command: Any, context: Any) -> Iterator[str]:
         by_heading.setdefault(heading, []).append(one)
     for heading, found in by_heading.items():
         yield from ("", f"{heading}:", *_options(found, context))
+    if isinstance(command, TyperGroup):
+        yield from ("", "Commands:", *_commands(command, context))
+
+
+def _commands(group: Any, context: Any) -> Iterator[str]:
+    for name in group.list_commands(context):
+        yield f"  {name:<10} {_clause(group.commands.summary(name), _WIDTH - 13)}"
 
 
 def _clause(text: str, width: int) -> str:

@@ -36,7 +36,9 @@ def wrong_use(
         message = message.replace(technical, plain)
     context = error.ctx or _context(command, program, arguments)
     hint = f"see {context.command_path} --help"
-    if (option := _option_without_value(context, arguments)) is not None:
+    if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
+        message = f"a command is missing: {', '.join(command.list_commands(context))}"
+    elif (option := _option_without_value(context, arguments)) is not None:
         name, value, follows = option
         message = f"{name} has no value: {follows} follows"
         hint = _command_line(program, _with_correction(arguments, name, f"{name} {value}"))

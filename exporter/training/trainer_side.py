@@ -1251,7 +1251,10 @@ def _listed(directory: Path) -> List[str]:
 
 
 def _signature(path: str) -> Optional[Tuple[int, ...]]:
-    """Tells a file from another one that takes its name, and from itself once it was written to."""
+    """An id of a file's content: another file of that name has another, and it once it is written to.
+
+    None if the file cannot be looked at.
+    """
     try:
         found = os.stat(path)
     except OSError:

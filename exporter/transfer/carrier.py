@@ -212,7 +212,10 @@ class Carrier:
             self._give_up(upload)  # the head was replaced by a beat of ours that was not waited for
 
     def _silence(self) -> float:
-        """Seconds since the head was written, by the store's clock."""
+        """Seconds since the head was written, by the store's clock; 0 if there is no head.
+
+        The first call writes an object and removes it, to learn how far the two clocks are apart.
+        """
         if self._skew is None:
             key = self._url.key(f".probe-{self._owner}")
             self._store.put(key, b"")
@@ -276,9 +279,10 @@ class Carrier:
     def _reveal(self, item: Item) -> None:
         """Make visible what the head says is published.
 
-        PositionMoved if another manifest stands in its place. The store itself copies the pending manifest.
-        If a suspended process resumes too late, another one has done so, and what was published may have been
-        removed again: the pending manifest is gone then, and the late copy does nothing.
+        PositionMoved if another manifest stands in its place, PublishError if the store refuses something.
+        The store itself copies the pending manifest. If a suspended process resumes too late, another one has
+        done so, and what was published may have been removed again: the pending manifest is gone then, and
+        the late copy does nothing.
         """
         is_late = False
         for name, content in (self.head.hold_files or {}).items():

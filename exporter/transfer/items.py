@@ -159,7 +159,7 @@ def path_of(name: str) -> str | None:
 
 
 def local_item(model: Path, path: Path) -> Item:
-    """The version or delta in one directory."""
+    """The version or delta in one directory; ManifestError if its manifest cannot be read."""
     manifest, content = _manifests.of(path / MANIFEST_FILE, _read_local)
     check_place(manifest, path)
     return Item(path.relative_to(model).as_posix(), manifest, content)

@@ -212,11 +212,13 @@ def parse(url: str) -> Url:
     """
     found = Url.parse(url)
     if found is None:
-        is_local = "://" in url or Path(url).exists()
+        is_local = "://" in url or Path(url).is_absolute() or Path(url).exists()
         known = store_url(url) or (None if is_local else f"s3://{url}")
         raise UsageError(
             f"{without_secrets(url)}: expected s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL",
-            hint=f"write {without_secrets(known)}" if known else "name a bucket and a model in it",
+            hint=f"write {without_secrets(known)}"
+            if known
+            else "name a bucket and a model in it: s3://BUCKET/MODEL",
         )
     if not found.path:
         raise UsageError(

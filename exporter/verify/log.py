@@ -182,7 +182,7 @@ def delta_damage(path: Path) -> str:
 def _verify_delta(log: DeltaLog, delta: LogDelta) -> None:
     """Raise an error by name unless a delta fits its manifest, its name and its log.
 
-    VerificationError or CorruptFile, whose hint is about a broken log.
+    VerificationError or CorruptFile, whose hint is about a broken log; OSError if a file cannot be read.
     """
     try:
         verify_files(delta.path, delta.manifest.tensors, delta.manifest.files, prefix=Path(DELTA_NAME))

@@ -33,6 +33,7 @@ from exporter.storage.layout import SAVED_MODEL_FILE, VARIABLES_DIRECTORY, VARIA
 from exporter.tables.geometry import TableGeometry
 from exporter.tables.lookup import set_sizes
 from exporter.tables.parts import PARTS
+from exporter.verify.difference import Difference
 from exporter.verify.golden import Answer, Gates, GoldenRequest, summary
 from exporter.wire import protos
 from exporter.wire.dtypes import DType, is_floating
@@ -107,14 +108,6 @@ class Probe(Struct, frozen=True):
     signature: str
     inputs: Feeds
     rows: int = 0
-
-
-class Difference(Struct, frozen=True):
-    """The largest difference found in one output: |a - b| / max(1, |a|); for other types 0 or infinity."""
-
-    signature: str
-    output: str
-    max_error: float
 
 
 def compare_outputs(

@@ -102,6 +102,7 @@ def verify_files(
     Raises:
         VerificationError: a file is missing, no regular file, or of another size or checksum; the index is
             damaged or points beyond a shard's end; a tensor is missing, unexpected, or described otherwise.
+        OSError: the system refuses to read a file.
     """
     expected = {tensor.name: tensor for tensor in tensors}
     found = _found_files(bundle)

@@ -193,7 +193,7 @@ class Canary:
                 self._seen = self.publications.wait(self._seen, pause)
 
     def _step(self) -> float:
-        """Decide and act; returns how long to sleep afterwards, unless something changes."""
+        """Decide and act; returns the seconds to sleep afterwards, unless something changes; 0 to go on."""
         log = self.publications.current.newest_log
         if log is None:
             self.current = None

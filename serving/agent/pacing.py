@@ -66,7 +66,7 @@ def p99(values: Sequence[float]) -> float | None:
 
 
 def next_pause(pause_s: float, found: Latencies, policy: PacePolicy) -> float:
-    """The pause between two deltas from now on; see the module's table."""
+    """The pause between two deltas from now on, in seconds, 0 for none; see the module's table."""
     idle, applying = found.idle_p99_s, found.applying_p99_s
     if idle is None or applying is None:
         return pause_s

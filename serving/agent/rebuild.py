@@ -82,7 +82,8 @@ class Rebuilder:
     def restore(self, address: str, model: str) -> None:
         """Send a server the whole configuration, and wait until the server serves it.
 
-        ServerError, and nothing is sent, if the server would wait for a model.
+        ServerError if the server would wait for a model, and nothing is sent then; or if it does not answer,
+        refuses, or cannot load a model.
         """
         if problem := self._would_wait(address, model):
             raise ServerError(f"{address} is not sent its configuration: {problem}")

@@ -296,6 +296,7 @@ class Replica:
         """Bring a version to a position; `bytes_` is the size of the deltas on the way.
 
         `Updated.found_another` is true if another update ran all the time, and nothing was applied.
+        CallFailed if the server did not respond, or refused.
         """
         client.deadline_s = self._settings.deadline_s + bytes_ / BYTES_A_SECOND
         try:

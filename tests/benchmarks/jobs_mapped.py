@@ -74,7 +74,7 @@ def write_changes(model: Path, changes: Any) -> None:
     log = read_log(model)
     at = log.at.position
     with Staging(model) as staging:
-        what = Publication(Span(at, at + 1), 2, DeltaOrigin.INCREMENTS, log.trained)
+        what = Publication.of(log, Span(at, at + 1), 2, DeltaOrigin.INCREMENTS, log.trained)
         publish_changes(log, staging, changes, what, last=at)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.cli.examination import Check, check_of, diagnosis, examine
+from exporter.pipeline.doctor import Check, check_of, diagnosis, examine
 from exporter.publish.delta_log import log_path
 from exporter.publish.judge import Code, Finding, Level
 from exporter.publish.staging import Staging

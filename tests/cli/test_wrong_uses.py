@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -69,6 +70,14 @@ WRONG = [
     ("export-model --ckpt-dir train/model.ckpt-21 --out models/new", 3, "train/model.ckpt-10"),
     ("export-model --ckpt-dir train/model.ckpt-32 --out models/new", 3, "train/model.ckpt-40"),
     ("export-model --ckpt-dir train/model.ckpt-20.index --out models/new", 3, "train/model.ckpt-10"),
+    ("export-model --ckpt-dir archives --out models/new", 3, "--ckpt-dir archives/final.weights.h5"),
+    ("export-model --ckpt-dir train --out http://x/y", 2, "publish to a local directory, then copy"),
+    ("export-model push models/ranker /tmp/x", 2, "name a bucket and a model in it: s3://BUCKET/MODEL"),
+    (
+        "serve-model predict http://localhost:8501 --json-input m.py",
+        2,
+        "write localhost:8500: 8501 is",
+    ),
     ("export-model --ckpt-dir https://x/y --out models/new", 2, "curl -L -o LOCAL https://x/y"),
     ("export-model --ckpt-dir models/ranker --out train", 3, "export-model inspect models/ranker"),
     ("export-model inspect nothere", 3, "name a directory of checkpoints"),
@@ -141,6 +150,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(GOLDEN, place, dirs_exist_ok=True)
     (place / "empty").mkdir()
     (place / "note.txt").write_text("hi\n")
+    (place / "archives").mkdir()
+    for age, name in enumerate(("final.weights.h5", "e-02.keras", "e-01.keras")):
+        (place / "archives" / name).touch()
+        os.utime(place / "archives" / name, (1e9 - age, 1e9 - age))
     (place / "m.py").write_text("def serving():\n    pass\n")
     return place
 

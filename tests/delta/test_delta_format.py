@@ -142,6 +142,12 @@ def test_every_property_of_a_variable_is_in_the_digest(change: dict[str, object]
     assert other.digest != SCHEMA.digest
 
 
+def test_an_unknown_dtype_is_told_with_its_place() -> None:
+    rows = [["a", "float32", [1], "table"], ["b", "float99", [1], "table"]]
+    with pytest.raises(ValueError, match=r"'float99' - at `\$\[1\]\[1\]`"):
+        Schema.from_json(rows)
+
+
 @pytest.mark.parametrize(
     "value", [None, 3, [["a", "float32", [1]]], [["a", "float99", [1], "table"]], [[1, 2, 3, 4]]]
 )

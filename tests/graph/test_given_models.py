@@ -13,7 +13,7 @@ import tensorflow as tf
 import tf_keras
 
 from exporter import Exported, export
-from exporter.errors import BuilderError, UsageError
+from exporter.errors import BuilderError, NotServable, UsageError
 
 IDS = np.arange(12, dtype=np.int64).reshape(4, 3)
 
@@ -75,6 +75,18 @@ def test_a_vocabulary_that_the_model_learned_is_taken_along(kind: ModuleType, tm
     done = export(tmp_path / "m.weights.h5", tmp_path / "served", made)
     asked = np.array([["a"], ["b"], ["c"]])
     np.testing.assert_array_equal(served(done, text=asked), np.asarray(made(tf.constant(asked))))
+
+
+def test_a_layer_without_its_vocabulary_is_named(tmp_path: Path) -> None:
+    def words(**options: Any) -> Any:
+        text = keras.Input((1,), dtype="string", name="text")
+        ids = keras.layers.StringLookup(name="words", **options)(text)
+        return keras.Model(text, keras.layers.Embedding(3, 2, name="rows")(ids))
+
+    words(vocabulary=["a", "b"]).save_weights(tmp_path / "m.weights.h5")
+    with pytest.raises(NotServable, match=r"fills table 'hash_table_\S+', which '\S*words") as caught:
+        export(tmp_path / "m.weights.h5", tmp_path / "served", words)
+    assert "vocabulary=[...]" in caught.value.hint
 
 
 def test_a_model_that_keras_cannot_describe_is_refused(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from exporter.errors import UsageError
+from exporter.errors import NotServable, UsageError
+from exporter.graph.clean import clean
 from exporter.graph.load import GraphRequest, load_source
 from exporter.pipeline.inspected import GraphView
 from exporter.pipeline.inspection import inspect
@@ -96,3 +98,26 @@ def test_inputs_and_likely_outputs(
     with pytest.raises(UsageError) as caught:
         load_source(GraphRequest(model=str(meta)))
     assert f"placeholders are x, labels; likely outputs are {', '.join(expected)}" in caught.value.cause
+
+
+def test_all_that_a_training_graph_reads_is_told_at_once(tmp_path: Path) -> None:
+    with v1_graph(resource=True) as graph:
+        import tensorflow as tf
+
+        v1 = tf.compat.v1
+        batch = {"user": tf.zeros([4, 2]), "item": tf.zeros([4, 1]), "label": tf.zeros([4, 1])}
+        fed = v1.data.make_one_shot_iterator(v1.data.Dataset.from_tensors(batch)).get_next()
+        rate = v1.placeholder(tf.float32, [], name="rate")
+        answers = rate * dense(v1, v1.concat([fed["user"], fed["item"]], 1), 1, "top")
+        v1.identity(answers, name="answers")
+        meta = tmp_path / "model.ckpt-1.meta"
+        v1.train.export_meta_graph(str(meta), graph=graph)
+
+    with pytest.raises(UsageError) as nothing:
+        load_source(GraphRequest(model=str(meta)))
+    assert "is trained with IteratorGetNext:0, IteratorGetNext:1, IteratorGetNext:2" in nothing.value.cause
+    for inputs in ({}, {"rate": "rate"}):
+        with pytest.raises(NotServable) as lacking:
+            clean(load_source(GraphRequest(model=str(meta), inputs=inputs, outputs={"y": "answers"})))
+        told = {*re.findall(r"--input NAME=(\S+?),?(?= |$)", lacking.value.hint)}
+        assert told == {"rate", "IteratorGetNext:0", "IteratorGetNext:2"} - {*inputs}

@@ -130,7 +130,8 @@ def test_a_command_whose_model_cannot_go_on_fails(client: ModelClient, model: Mo
     model.publish(here + 1, here + 2, filled(model, here + 2))
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 7
-    assert json.loads(done.stdout)["status"] == f"gap: no delta leads on from {here}"
+    printed = json.loads(done.stdout)
+    assert (printed["status"], printed["message"]) == ("gap", f"gap: no delta leads on from {here}")
     error = json.loads(done.stderr)
     assert f"stays at position {here}" in error["message"]
     assert "export-model doctor" in error["hint"]

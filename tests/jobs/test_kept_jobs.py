@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_catalog
-from exporter.cli.examination import left_overs
 from exporter.errors import VerificationError
 from exporter.jobs import runner
 from exporter.jobs.runner import Job, Runner
 from exporter.jobs.task import Receipt
+from exporter.pipeline.doctor import left_overs
 from exporter.publish.staging import Staging
 from exporter.storage.layout import JOBS_DIRECTORY, RECEIPTS_DIRECTORY
 from exporter.terminal.progress import Progress

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from exporter.catalog import TensorRef
+from exporter.catalog import ExtraKind, Naming, TensorRef
 from exporter.checkpoint.object_graph import SUFFIX
 from exporter.errors import (
     AmbiguousRename,
@@ -14,7 +15,7 @@ from exporter.errors import (
     UsageError,
 )
 from exporter.graph.inference_graph import PartitionStrategy
-from exporter.mapping.build import ExtraKind, VariableMapping, build_mapping, check_casts
+from exporter.mapping.build import VariableMapping, build_mapping, check_casts
 from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import DocumentError, decode, encode
@@ -91,6 +92,14 @@ def test_average_of_a_custom_name() -> None:
 def test_average_without_any_is_an_error_not_a_raw_model() -> None:
     with pytest.raises(MissingTensors, match="no moving average of any"):
         build_mapping(graph(variable("w", 2)), catalog(tensor("w", 2)), rules(average="ema"))
+    unnamed = replace(catalog(tensor("layers/dense/vars/0", 2)), naming=Naming.LAYERS)
+    with pytest.raises(MissingTensors) as caught:
+        build_mapping(
+            graph(variable("dense/kernel", 2)),
+            unnamed,
+            rules("dense/kernel=layers/dense/vars/0", average="ema"),
+        )
+    assert "save a tf.train.Checkpoint" in caught.value.hint
 
 
 def test_missing_variable_lists_the_nearest_names_and_why_they_do_not_fit() -> None:

@@ -16,7 +16,7 @@ import pytest
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import list_deltas, read_log
-from exporter.publish.retention import retire, retire_deltas
+from exporter.publish.retention import Keep, retire, retire_deltas
 from exporter.publish.versions import version_dirs
 from tests.support.budget import THOROUGH
 from tests.support.commands import Ran, export_model
@@ -50,7 +50,7 @@ def origin() -> Iterator[Path]:
 def retention(model: Path) -> None:
     """Everything that nobody needs goes, long after it was published."""
     retire_deltas(read_log(model), now=LATER, rollback_positions=1)
-    assert retire(version_dirs(model), keep=1, now=LATER, grace_seconds=0).removed
+    assert retire(version_dirs(model), keep=Keep(1), now=LATER, grace_seconds=0).removed
 
 
 def reads(directory: Path, sender: Connection, point: int, arguments: tuple[str, ...]) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
 from pathlib import Path
 
 import pytest
 
+from exporter.errors import PublishError
 from exporter.pipeline import log_maintenance
 from exporter.publish.approval import approve
 from exporter.publish.delta_log import read_log
@@ -106,7 +109,6 @@ def test_a_damaged_document_says_nothing_and_the_hold_binds(model: Path, text: b
 
 
 def test_a_document_that_is_a_pipe_does_not_block(model: Path) -> None:
-    import os
 
     document = hold_of(model).path.with_name("hold.json")
     document.unlink()
@@ -216,3 +218,21 @@ def test_a_hold_that_is_put_back_after_a_failure_is_the_canarys_again(model: Pat
         hold.announce(HeldBy.now(31), staging)
         raise ZeroDivisionError
     assert hold.for_servers() == before
+
+
+def test_a_full_disk_leaves_the_canarys_hold_as_it_was(model: Path) -> None:
+    before, limit = hold_of(model).for_servers(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2, limit[1]))
+    try:
+        with pytest.raises(PublishError):
+            approve(read_log(model).path, model, expected=20, position=30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert hold_of(model).for_servers() == before
+
+
+def test_who_publishes_over_a_hold_is_told_whose_it_is(model: Path) -> None:
+    log_maintenance.rollback(model, 20, reason=REASON)
+    refused = export_model("merge", model, "--rebase", "--json")
+    assert (refused.code, refused.error["error"]) == (5, "ModelHeld")
+    assert REASON in refused.error["cause"]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
-from exporter.publish.versions import lease
+from exporter.publish.retention import Keep, retire
+from exporter.publish.versions import lease, version_dirs
 from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, publish_base
 from tests.support.step_models import MODEL, save
 
+GOLDEN = Path(__file__).parents[1] / "golden/0.1.1"
 RECENT = "it was superseded less than 300 s ago"
 
 
@@ -44,3 +47,31 @@ def test_so_does_a_new_base(tmp_path: Path, as_json: bool) -> None:
         assert ran.document["versions_kept"] == [{"version": 10, "reason": RECENT}]
     else:
         assert f"version 10, too: {RECENT}" in ran.out
+
+
+def test_versions_of_hours_and_days_stay(tmp_path: Path) -> None:
+    """Versions of every half hour for three days: of the last three hours and two days the newest stay."""
+    begin = datetime(2026, 3, 1, tzinfo=timezone.utc)
+    for number in range(1, 145):
+        version(tmp_path / str(number), begin + timedelta(minutes=30 * (number - 1)))
+    version(tmp_path / "145", None)  # nobody knows when
+    version(tmp_path / "146", begin + timedelta(days=3))
+    done = retire(version_dirs(tmp_path), keep=Keep(1, hourly=3, daily=2), now=2e9, grace_seconds=0)
+    left = sorted(child.version for child in version_dirs(tmp_path))
+    assert left == [142, 144, 145, 146]
+    assert len(done.removed) == 142
+    assert done.kept == ()
+    assert retire(version_dirs(tmp_path), keep=Keep(1), now=2e9, grace_seconds=0).removed == (142, 144, 145)
+
+
+def version(directory: Path, created: datetime | None) -> None:
+    """A version with the manifest of a release, but its own time; damaged without one."""
+    golden = (GOLDEN / "models/plain/10/manifest.json").read_text()
+    time = f"{created:%Y-%m-%dT%H:%M:%S}.000000Z" if created else "some day"
+    directory.mkdir()
+    (directory / "manifest.json").write_text(golden.replace("2025-06-15T15:23:40.000000Z", time))
+
+
+def test_options_of_periods_go_with_keep(tmp_path: Path) -> None:
+    ran = export_model("--ckpt-dir", "t", "--out", tmp_path / "m", "--keep-daily", 7)
+    assert (ran.code, "add --keep, or leave out --keep-daily" in ran.err) == (2, True)

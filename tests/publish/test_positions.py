@@ -14,7 +14,9 @@ from exporter.publish.commit import VersionRule
 from exporter.publish.delta_log import read_log
 from exporter.publish.versions import delta_positions, last_position, version_dirs
 from exporter.storage.layout import MANIFEST_FILE
+from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, publish_base, request
+from tests.support.setting import followed
 
 
 @pytest.fixture
@@ -88,3 +90,14 @@ def test_a_delta_is_refused_if_the_manifest_came_back_meanwhile(trainer: Trainer
     (model.parent / MANIFEST_FILE).rename(lost / MANIFEST_FILE)
     with pytest.raises(PositionMoved):
         execute_incremental(planned)
+
+
+def test_a_rebase_says_what_is_in_its_way_where_a_version_lost_its_manifest(tmp_path: Path) -> None:
+    followed(tmp_path, (20, 30), published=30, serving=Serving(parts=2))
+    model = tmp_path / "model"
+    assert export_model("merge", model, "--rebase").code == 0
+    (model / "30/manifest.json").unlink()
+    ran = export_model("merge", model, "--rebase", "--json")
+    assert ran.code == 2, ran.err
+    assert ran.error["message"] == f"{model}/30 is in the way of version 30: it has no manifest.json"
+    assert f"export-model doctor {model}" in ran.error["hint"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -106,6 +108,27 @@ def test_an_update_of_a_version_that_takes_no_deltas_tells_how_to_publish_one(se
     assert "--updatable" in done.stderr, "--incr would be refused as long as this version is the newest"
 
 
+def test_a_taken_port_is_one_message(server: ModelServer, tmp_path: Path) -> None:
+    port = server.address.rpartition(":")[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "serving", "run", tmp_path, "--port", port],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 7
+    assert f"\nerror: cannot listen on 127.0.0.1:{port}\n" in done.stderr
+    assert not re.search("^[EWI][0-9]{4}", done.stderr, re.MULTILINE), "a line of gRPC's own"
+
+
+def test_a_request_comes_from_a_pipe(server: ModelServer) -> None:
+    line = f"predict {server.address} --model ranker --json-input <(echo '{{\"inputs\": [[1, 2]]}}') --json"
+    asked = f"{sys.executable} -m serving {line}"
+    done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["outputs"] == [[0.1, 0.2]]
+
+
 def test_status_of_a_model_that_is_not_available(tmp_path: Path) -> None:
     (tmp_path / "ranker" / "1").mkdir(parents=True)
     with ModelServer(tmp_path / "ranker", options=ServerOptions(poll_seconds=0.01)) as server:
@@ -141,6 +164,34 @@ def test_predict(server: ModelServer, request_: Any, options: tuple[str, ...], a
     done = predict(server, request_, *options)
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout) == answer
+
+
+@pytest.mark.parametrize("signature", ["serving_default", "two", "text", "slow"])
+def test_an_example_is_answered_in_each_form(server: ModelServer, tmp_path: Path, signature: str) -> None:
+    asked = ("predict", server.address, "--model", "ranker", "--signature", signature)
+    shown = call(*asked, "--example")
+    assert shown.exit_code == 0, shown.output
+    request = json.loads(shown.stdout)
+    assert ("signature_name" in request) == (signature != "serving_default")
+    answered = predict(server, request)
+    assert answered.exit_code == 0, answered.output
+    program = call(*asked, "--example", "--as", "python").stdout
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(call(*asked, "--example", "--as", "curl", "--json").stdout)
+    assert (printed["request"], printed["version"]) == (request, 7)
+    words = shlex.split(printed["text"])
+    assert (words[0], json.loads(words[2])) == ("curl", request)
+    assert words[3] == "http://127.0.0.1:8501/v1/models/ranker:predict"
+
+
+def test_no_example_where_the_signature_does_not_say_enough(server: ModelServer) -> None:
+    asked = ("predict", server.address, "--model", "ranker")
+    done = call(*asked, "--signature", "classify", "--example")
+    assert (done.exit_code, "does not say with which features" in done.stderr) == (2, True)
+    for wrong in ((), ("--example", "--json-input", "-"), ("--json-input", "-", "--as", "curl")):
+        done = call(*asked, *wrong, stdin="{}")
+        assert (done.exit_code, "--example" in done.stderr) == (2, True)
 
 
 def test_predict_by_a_label(server: ModelServer) -> None:

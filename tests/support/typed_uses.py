@@ -48,6 +48,9 @@ def right() -> None:
     print(
         exporter.inspect("train"), exporter.verify_model("models/m"), exporter.open_checkpoint("train").step
     )
+    print([event.position for event in exporter.history("models/m").publications])
+    print(exporter.diff("models/m@3", Path("train")).is_empty, exporter.push("models/m", "s3://b/m").position)
+    print(exporter.pull("s3://b/m", "copy", prune=True).fetched)
     ExportHook(request, every_checkpoints=3)
 
 
@@ -56,6 +59,8 @@ def wrong() -> None:
     export("train", "models/m", modle="model.py:serving")  # type: ignore[call-overload]
     export("train", "models/m", keep="3")  # type: ignore[call-overload]
     export(3, "models/m")  # type: ignore[call-overload]
+    exporter.plan("train", "models/m", keep="3")  # type: ignore[arg-type]
+    exporter.export_incremental("train", "models/m", modle="model.py:serving")  # type: ignore[call-arg]
     ExportRequest("train", "models/m", verify="all")  # type: ignore[arg-type]
     ExportRequest("train")  # type: ignore[call-arg]
     Updates(isolation="rows")  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -464,3 +465,28 @@ def test_a_model_that_was_moved_goes_on(trainer: DeepRecTrainer, model: Path) ->
     trainer.increment()
     assert exported(trainer, moved).compared_bytes == 0
     assert served(read_log(moved)) == trainer.now()
+
+
+@pytest.mark.parametrize("defaults", [0, 1, 2, 3, 5, 7, 200, 1 << 40])
+def test_another_number_of_default_rows_in_the_manifest_is_damage_by_name(
+    trainer: DeepRecTrainer, model: Path, defaults: int
+) -> None:
+    """Where default rows begin says where the cursor is: what is believed wrongly would overwrite rows."""
+    trainer.upsert("emb/user", range(1_000, 1_040))
+    trainer.step += 1
+    trainer.save()
+    (manifest,) = model.glob("[0-9]*/manifest.json")
+    document = json.loads(manifest.read_text())
+    table = document["incremental"]["recipe"]["dynamic"][0]
+    true = table["defaults"]
+    if defaults == true:
+        defaults = 4
+    table["defaults"] = defaults
+    manifest.chmod(0o644)
+    manifest.write_text(json.dumps(document))
+    before = sorted(model.rglob("*-*"))
+    ran = export_model("--ckpt-dir", trainer.directory, "--out", model, "--incr", "--json")
+    assert (ran.code, ran.error["error"]) == (3, "CorruptFile"), ran.err
+    assert ran.error["hint"].startswith("publish a new base")
+    assert "emb/user" in ran.error["message"]
+    assert sorted(model.rglob("*-*")) == before

@@ -21,6 +21,7 @@ from tools.reference.markdown import code, table, text
 PRINTED_BY: Mapping[str, Sequence[type[Struct]]] = {
     "export-model": (exported.Export, exported.ExportPlan, exported.PublishedAlready, exported.StandBy),
     "export-model --incr": (deltas.DeltaExport, deltas.DeltaPlan),
+    "export-model init": (inspections.Proposed,),
     "export-model inspect": (
         inspections.CheckpointInspection,
         inspections.GraphInspection,
@@ -39,7 +40,12 @@ PRINTED_BY: Mapping[str, Sequence[type[Struct]]] = {
     "serve-model run": (served.Serving,),
     "serve-model reload": (served.Reload,),
     "serve-model status": (served.ModelStatus,),
-    "serve-model predict": (served.RowPrediction, served.ColumnPrediction, served.ExampleResults),
+    "serve-model predict": (
+        served.RowPrediction,
+        served.ColumnPrediction,
+        served.ExampleResults,
+        served.RequestExample,
+    ),
     "serve-model update": (served.Update,),
     "serve-model agent": (served.AgentStarted, AgentEvent),
     "/status.json of the agent": (served.AgentStatus,),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from exporter.cli.examination import CHECKS
+from exporter.pipeline.doctor import CHECKS
 from exporter.publish.judge import Code, Level
 from tools.reference.markdown import code
 

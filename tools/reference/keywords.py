@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from msgspec import Struct
 
-from exporter.options import ExportRequest, Jobs, Updates, declared
+from exporter.options import ExportRequest, Jobs, Updates, meanings
 
 _HEAD = '''"""The options of `exporter.options` as keyword arguments, with the values that each takes.
 
@@ -46,23 +46,15 @@ def module() -> str:
 def _class(name: str, struct: type[Struct]) -> Iterator[str]:
     yield f"class {name}(TypedDict, total=False):"
     yield f'    """Keyword arguments of `{struct.__name__}`."""\n'
-    told = {one.path[0]: one.option.help for one in declared(struct) if len(one.path) == 1}
+    told = meanings(struct)
     for field, kind in get_type_hints(struct).items():
         if field in struct.__struct_fields__ and field not in _OWN:
             yield f"    {field}: {_text(kind)}"
-            yield from _told(_OTHERS.get(field) or told[field])
-
-
-_OTHERS = {  # what the command line has in another form
-    "again": "Publish a checkpoint again that is already published.",
-    "updates": "How the version takes deltas; None: it takes none.",
-    "jobs": "Where values are cast, moved and compared.",
-    "task_bytes": "How many bytes one task reads.",
-}
+            yield from _told(told[field])
 
 
 def _told(text: str) -> Iterator[str]:
-    text = text.removesuffix(" Repeatable.").replace('"', "'")
+    text = text.replace('"', "'")
     yield textwrap.fill(f'"""{text}"""', 108, initial_indent="    ", subsequent_indent="    ")
 
 

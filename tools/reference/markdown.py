@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 _TOKEN = re.compile(
     r"(?<![\w`<./])("
-    r"--[a-z][a-z_-]*[a-z]"  # an option, or a flag of TF Serving
+    r"--[a-z][a-z_-]*[a-z](?:[ =]'[^']*')?"  # an option with a quoted value, or a flag of TF Serving
     r"|\{\"[^}]*\}"  # JSON
     r"|<[\w -]+>"  # what HTML would take for a tag
     r"|\*\*?"

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from exporter.cli.documents import Checkpoint, Tensor, TensorGroup
-from exporter.pipeline.inspected import EmbeddingTable, ServedTableView, Signature, TensorSpec
+from exporter.pipeline.inspected import EmbeddingTable, ProposedInput, ServedTableView, Signature, TensorSpec
 from exporter.publish.manifest import Origin
 
 
@@ -32,6 +32,25 @@ class CheckpointInspection(Checkpoint, frozen=True):
     """Every tensor, with `--tensors`."""
 
 
+class Proposed(Struct, frozen=True):
+    """The document that `init` prints: the options of a first export."""
+
+    checkpoint: str
+    """The checkpoint's prefix."""
+    model: str | None
+    """The graph beside it; null if a builder is needed."""
+    inputs: Sequence[ProposedInput]
+    """Inputs of a `.meta` without signatures."""
+    outputs: Mapping[str, str]
+    """Its likeliest answer: a name, and the tensor."""
+    signatures: Sequence[str]
+    """The signatures that the graph has."""
+    builder: str | None
+    """The beginning of a builder, where there is no graph."""
+    command: str
+    """The command of the export."""
+
+
 class GraphInspection(Struct, frozen=True):
     """The document that `inspect` prints of a `.meta` file's graph."""
 
@@ -51,6 +70,8 @@ class GraphInspection(Struct, frozen=True):
     """Tensors that look like a model's answers, the most likely first."""
     signatures: Mapping[str, Signature]
     """Signatures that it has of its own."""
+    feeds: Mapping[str, Sequence[str]]
+    """The variables that each of these tensors is first used with."""
     tensors: Sequence[TensorSpec] | None
     """Every tensor, with `--tensors`."""
 

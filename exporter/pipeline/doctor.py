@@ -2,7 +2,7 @@
 
 `examine` runs the checks in the order in which problems should be repaired: what is published (damage, gaps,
 holds, orphaned and foreign files, times), then its surroundings (left-overs, permissions, clocks, checkpoints
-and links to them). What servers say is judged by `exporter.publish.judge`. Nothing here calls a server.
+and links to them). What servers say, which `ask` asks, is judged by `exporter.publish.judge`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
 from exporter.delta.spans import furthest, plan_chain
 from exporter.errors import (
+    CallFailed,
     CheckpointError,
     DeltaGap,
     ExportError,
@@ -38,7 +39,7 @@ from exporter.publish.commit import NO_SYNC_HINT, cannot_sync
 from exporter.publish.delta_log import DeltaLog, LogDelta, read_log
 from exporter.publish.finite import lasting, refused
 from exporter.publish.hold import Hold
-from exporter.publish.judge import Code, Finding, Habit, Level, command, silent
+from exporter.publish.judge import Code, Finding, Habit, Level, Limits, Server, command, judge, silent
 from exporter.publish.made_by import new_base
 from exporter.publish.manifest import BaseEntry
 from exporter.publish.mapped_state import mapped_elsewhere, network_file_system, why_restored
@@ -57,6 +58,7 @@ from exporter.publish.versions import (
 from exporter.storage.files import sync, writing
 from exporter.storage.layout import DELTAS_DIRECTORY, LOCK_FILE, SAVED_MODEL_FILES
 from exporter.terminal.progress import count, human_bytes
+from exporter.terminal.server_access import ServerAccess
 from exporter.verify.log import Damage, VerifiedModel, verify_model
 
 
@@ -271,7 +273,10 @@ def _not_writable(model: Path) -> Iterator[Finding]:
 
 
 def _why_not_linked(model: Path, catalog: Catalog) -> str:
-    """Why the shards cannot be linked, found by linking each of them once; "" if they can."""
+    """Why the shards cannot be linked, found by linking each of them once; "" if they can.
+
+    CheckpointError if a shard is not what its index was read for, PublishError if nothing can be written.
+    """
     with Staging(model, sweeps=False) as staging, writing(staging.path):
         new_file = NewFile.in_directory(staging.path)
         for number, (shard, size) in enumerate(zip(catalog.shards, catalog.shard_sizes, strict=True)):
@@ -318,6 +323,9 @@ class _Readers:
 
 CANARY_SECONDS = 600.0
 """A canary that takes longer to decide is not at work, or has no replica to go first."""
+
+PATIENCE = 60.0
+"""How long a server may take to serve what is published, in seconds."""
 
 FUTURE_SECONDS = 60.0
 """Clocks of machines differ; by less than this it is no matter."""
@@ -597,17 +605,48 @@ def _told(seconds: float) -> str:
 
 
 class Examination(Struct, frozen=True):
-    """What is published, and what was found."""
+    """What is published, what servers said, and what is wrong or soon will be.
+
+    `ckpt_dir` is None if checkpoints were not looked at.
+    """
 
     model: Path
     found: VerifiedModel
     findings: tuple[Finding, ...]
+    ckpt_dir: Path | None = None
+    servers: tuple[Server, ...] = ()
+
+    @property
+    def is_well(self) -> bool:
+        """True if nothing is wrong; there may be warnings."""
+        return all(finding.level is not Level.WRONG for finding in self.findings)
 
 
-def examine(model: Path, ckpt_dir: Path | None, *, now: float, is_remote: bool = False) -> Examination:
-    """Look at a model and, if it is named, at the checkpoints it is exported from.
+def ask(address: str, name: str, deadline: float, access: ServerAccess) -> Server:
+    """Ask a server what it serves of a model; a server that does not answer has a `failure`."""
+    from serving.client import ModelClient
+    from serving.updates import read_served
 
-    Nothing is changed. For a moment there is a staging directory, to see which links the file system allows.
+    with ModelClient(address, name, deadline_s=deadline, access=access) as client:
+        try:
+            return Server(client.address, name, tuple(read_served(client, each) for each in client.status()))
+        except CallFailed as error:
+            return Server(client.address, name, failure=error)
+
+
+def examine(
+    model: Path,
+    ckpt_dir: Path | None,
+    *,
+    now: float,
+    is_remote: bool = False,
+    servers: tuple[Server, ...] = (),
+    patience: float = PATIENCE,
+) -> Examination:
+    """Look at a model and, if they are named, at the checkpoints it is exported from, and judge its servers.
+
+    Servers that lack what was published more than `patience` seconds ago are late. Nothing is changed. For a
+    moment there is a staging directory, to see which links the file system allows.
     `is_remote`: the path stands for a model in a store, and what else is in it is of no interest.
     """
     found = verify_model(model)
@@ -633,7 +672,10 @@ def examine(model: Path, ckpt_dir: Path | None, *, now: float, is_remote: bool =
         directory = ckpt_dir
         looks.append((Check.LINKS, lambda: checkpoint(model, directory)))
     findings = [finding for check, look in looks for finding in _each(check, look)]
-    return Examination(model, found, tuple(findings))
+    if servers:
+        at = datetime.fromtimestamp(now, timezone.utc)
+        findings += judge(Model.read(model), servers, at, Limits(patience))
+    return Examination(model, found, tuple(findings), ckpt_dir, servers)
 
 
 _OF_THIS_MACHINE = (

@@ -1,0 +1,97 @@
+"""`export-model init`: print the command of a first export, made of a checkpoint and the graph beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exporter.storage.local_paths import checkpoint_parser, path_parser
+from exporter.terminal.edge import AS_TEXT, OutputFlags, command
+from exporter.terminal.output import escape, labelled
+
+if TYPE_CHECKING:
+    from exporter.pipeline.proposal import Proposal
+
+
+def init(
+    ckpt_dir: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR|PREFIX",
+            help="Checkpoint directory (its newest one), or one checkpoint's prefix; also a URL.",
+            parser=checkpoint_parser("DIR"),
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="MODEL", help="Where the model is to be published.", parser=checkpoint_parser("--out")
+        ),
+    ] = Path("models/model"),
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where no graph is found: write the beginning of a builder to this new file.",
+            parser=path_parser("--write"),
+        ),
+    ] = None,
+    printing: OutputFlags = AS_TEXT,
+) -> None:
+    """Propose a first export: the whole command, with inputs named by the variables that they are used with.
+
+    Looks at the newest checkpoint, and at the .meta file, SavedModel or archive beside it. Where there is no
+    graph, prints the beginning of a builder, which declares the checkpoint's variables.
+
+    \b
+    Examples:
+      export-model init train/
+      export-model init train/ --out models/ranker --write serving.py
+    """
+    with command(printing) as sink:
+        from exporter.cli.documents.inspections import Proposed
+        from exporter.errors import UsageError
+        from exporter.pipeline.proposal import propose
+
+        found = propose(ckpt_dir)
+        if write is not None:
+            if not found.builder:
+                raise UsageError(
+                    f"{found.model} says what to serve: no builder is needed", hint="leave out --write"
+                )
+            try:
+                with write.open("x") as file:
+                    file.write(found.builder)
+            except FileExistsError:
+                raise UsageError(f"{write} exists", hint="name a new file: --write FILE") from None
+            except OSError as error:
+                raise UsageError(f"{write} cannot be written", cause=error.strerror or str(error)) from None
+        next_ = found.command(ckpt_dir, out, write)
+        document = Proposed(
+            checkpoint=str(found.catalog.prefix),
+            model=found.model,
+            inputs=found.inputs,
+            outputs=found.outputs,
+            signatures=found.signatures,
+            builder=found.builder or None,
+            command=next_,
+        )
+        sink.result(document, _lines(found, next_, is_written=write is not None))
+
+
+def _lines(found: Proposal, next_: str, *, is_written: bool) -> Iterator[str]:
+    yield labelled("checkpoint", found.catalog.prefix)
+    yield labelled("graph", found.model or "none beside it: a builder makes one")
+    for one in found.inputs:
+        used = f", used with {', '.join(one.feeds)}" if one.feeds else ""
+        yield labelled("input", f"{one.name} = {one.tensor}{used}")
+    for name, tensor in found.outputs.items():
+        yield labelled("output", f"{name} = {tensor}")
+    for name in found.signatures:
+        yield labelled("signature", name)
+    if found.builder and not is_written:
+        yield from ("", *map(escape, found.builder.splitlines()), "")
+    yield labelled("next", next_)

@@ -1,0 +1,13 @@
+"""The value that a comparison of outputs returns, apart from what compares: results of an export hold it."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class Difference(Struct, frozen=True):
+    """The largest difference found in one output: |a - b| / max(1, |a|); for other types 0 or infinity."""
+
+    signature: str
+    output: str
+    max_error: float

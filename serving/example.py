@@ -1,0 +1,91 @@
+"""A request that a signature takes, made of its types and shapes: `serve-model predict --example`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from exporter.errors import UsageError
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
+from exporter.wire.rest_json import REST_TYPES
+from serving.documents import Form
+
+_DEFAULT_SIGNATURE = "serving_default"
+
+
+def example(signature: Proto, name: str) -> dict[str, Any]:
+    """A request in REST's JSON: a row, of a signature whose inputs and outputs have rows; else whole inputs.
+
+    Numbers are zero, texts empty, unknown sizes 1.
+
+    Raises:
+        UsageError: it takes serialised Examples, whose features it does not name, or a type without JSON.
+    """
+    method = signature.method_name.rpartition("/")[2]
+    if method in ("classify", "regress"):
+        raise UsageError(
+            f"signature {name!r} takes Examples, and does not say with which features",
+            hint='write {"examples": [{"FEATURE": VALUE}]}',
+        )
+    shapes = {key: _shape(info) for key, info in sorted(signature.inputs.items())}
+    answers = [_shape(info) for info in signature.outputs.values() if not info.tensor_shape.unknown_rank]
+    has_rows = all(sizes and sizes[0] < 0 for sizes in (*shapes.values(), *answers))
+    values = {
+        key: _value(key, signature.inputs[key], sizes[1:] if has_rows else sizes)
+        for key, sizes in shapes.items()
+    }
+    request: dict[str, Any] = {} if name == _DEFAULT_SIGNATURE else {"signature_name": name}
+    return request | ({"instances": [values]} if has_rows else {"inputs": values})
+
+
+def _shape(info: Proto) -> tuple[int, ...]:
+    return () if info.tensor_shape.unknown_rank else tuple(dim.size for dim in info.tensor_shape.dim)
+
+
+def _value(key: str, info: Proto, sizes: tuple[int, ...]) -> Any:
+    dtype = DType(info.dtype)
+    if dtype not in REST_TYPES:
+        raise UsageError(
+            f"input {key!r} is {dtype.label}, which REST's JSON does not have",
+            hint="ask this signature by a gRPC client: serving.client.ModelClient",
+        )
+    value: Any = "" if dtype is DType.STRING else False if dtype is DType.BOOL else 0
+    value = 0.0 if dtype.is_floating else value
+    for size in reversed(sizes):
+        value = [value] * max(size, 1)
+    return value
+
+
+def written(request: dict[str, Any], signature: Proto, form: Form, *, address: str, model: str) -> str:
+    """The request as its JSON, as a command line for the REST port, or as a Python program.
+
+    `address` is HOST:PORT of gRPC; REST is taken to be at 8501, TensorFlow Serving's own default.
+    """
+    text = json.dumps(request)
+    match form:
+        case Form.JSON:
+            return text
+        case Form.CURL:
+            url = f"http://{address.rpartition(':')[0]}:8501/v1/models/{model}:predict"
+            return f"curl -d {shlex.quote(text)} {shlex.quote(url)}"
+        case Form.PYTHON:
+            return "\n".join(_program(request, signature, address, model))
+
+
+def _program(request: dict[str, Any], signature: Proto, address: str, model: str) -> Iterator[str]:
+    values = request.get("inputs") or {key: [value] for key, value in request["instances"][0].items()}
+    yield "import numpy as np"
+    yield "from serving.client import ModelClient"
+    yield ""
+    yield "inputs = {"
+    for key, value in values.items():
+        dtype = DType(signature.inputs[key].dtype)
+        kind = "object" if dtype is DType.STRING else f"np.{dtype.numpy.name}"
+        yield f"    {key!r}: np.array({value!r}, {kind.replace('np.bool', 'np.bool_')}),"
+    yield "}"
+    yield f"with ModelClient({address!r}, {model!r}) as client:"
+    name = request.get("signature_name", _DEFAULT_SIGNATURE)
+    yield f"    print(client.predict(inputs, signature={name!r}).outputs)"

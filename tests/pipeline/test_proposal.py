@@ -1,0 +1,99 @@
+"""`export-model init`: the command that it proposes works when typed, and names inputs by what they feed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from exporter import export
+from tests.support.commands import export_model
+from tests.support.graph_runs import v1_graph
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a ranker that reads an input pipeline; the label comes from the same pipeline."""
+    directory = tmp_path_factory.mktemp("init") / "train"
+    with v1_graph(resource=True):
+        import tensorflow as tf
+
+        v1 = tf.compat.v1
+        rows = {name: np.arange(4, dtype=np.int64) for name in ("an_item", "user")} | {
+            "label": np.ones(4, "f")
+        }
+        batch = v1.data.make_one_shot_iterator(v1.data.Dataset.from_tensor_slices(rows).batch(4)).get_next()
+        towers = []
+        for name, asked in (("user", batch["user"]), ("item", batch["an_item"])):
+            parts = v1.fixed_size_partitioner(2)
+            table = v1.get_variable(f"tower/{name}_rows", [6, 3], partitioner=parts)
+            towers.append(v1.nn.embedding_lookup(table, asked))
+        rate = v1.placeholder(tf.float32, [None, 1], name="features/rate")
+        kernel = v1.get_variable("kernel", [7, 1])
+        logits = v1.matmul(v1.concat([*towers, rate], 1), kernel)
+        scores = v1.nn.sigmoid(logits[:, 0], name="out/scores")
+        loss = v1.reduce_mean(v1.square(scores - batch["label"]))
+        v1.train.AdagradOptimizer(0.1).minimize(loss, v1.train.get_or_create_global_step())
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            v1.train.Saver().save(session, str(directory / "model.ckpt"), global_step=7)
+    return directory
+
+
+def test_the_proposed_command_works_and_no_input_is_swapped(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    proposed = export_model("init", trained, "--out", "m", "--json").document
+    assert {one["name"]: one["feeds"] for one in proposed["inputs"]} == {
+        "user_rows": ["tower/user_rows"],
+        "item_rows": ["tower/item_rows"],
+        "rate": ["kernel"],
+    }
+    assert proposed["outputs"] == {"scores": "out/scores:0"}
+    program, *arguments = shlex.split(proposed["command"])
+    ran = export_model(*arguments)
+    assert (program, ran.code) == ("export-model", 0), ran.err
+    assert f"next          {proposed['command']}" in export_model("init", trained, "--out", "m").out
+    shown = export_model("inspect", trained / "model.ckpt-7.meta")
+    assert "float32[?,1] -> kernel" in shown.out
+    assert shown.out.count("-> tower/user_rows\n") == 1
+
+
+def test_without_a_graph_a_builder_is_begun(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (*trained.glob("*.data*"), *trained.glob("*.index"), trained / "checkpoint"):
+        (tmp_path / "train").mkdir(exist_ok=True)
+        (tmp_path / "train" / path.name).write_bytes(path.read_bytes())
+    ran = export_model("init", "train", "--write", "serving.py")
+    assert (ran.code, "--model serving.py:serving" in ran.out) == (0, True), ran.err
+    begun = Path("serving.py").read_text()
+    assert "Adagrad" not in begun
+    assert "global_step" not in begun
+    asks = "    ids = tf.compat.v1.placeholder(tf.int64, [None])\n"
+    answers = "    return {'ids': ids}, {'rows': tf.gather(tower_user_rows, ids)}\n"
+    Path("serving.py").write_text(begun.partition("    # Declare")[0] + asks + answers)
+    strategies = {"tower/user_rows": "mod"}
+    done = export("train", "m", "serving.py:serving", verify="outputs", partition_strategies=strategies)
+    assert done.is_new
+    again = export_model("init", "train", "--write", "serving.py")
+    assert (again.code, "serving.py exists" in again.err) == (2, True), "nothing is overwritten"
+    assert "Declare" not in Path("serving.py").read_text()
+
+
+def test_what_has_a_graph_needs_no_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import keras
+
+    monkeypatch.chdir(tmp_path)
+    keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]).save("model.keras")
+    proposed: Any = json.loads(export_model("init", "model.keras", "--json").out)
+    assert (proposed["model"], proposed["builder"], proposed["inputs"]) == ("model.keras", None, [])
+    assert export_model(*shlex.split(proposed["command"])[1:]).code == 0
+    assert "no builder is needed" in export_model("init", "model.keras", "--write", "s.py").err
+    assert export_model("init", "nothing").code == 3
