@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from exporter.cli import watched
+from exporter.publish.judge import Silence
 from exporter.publish.served import ServedTables
 from exporter.version import __version__
 from serving.agent.audit import Audited
@@ -510,7 +511,22 @@ def every_metric() -> str:
     replica = ReplicaView("m", "h:1", True, "", (version,), Audited(5, 1), PaceView(0.1, 0.01, 0.02))
     canary = CanaryView(5, 0.0, None, "")
     store = StoreView("s3://b/m", 0.0, "", ())
-    model = ModelView("m", "/m", "", 1, 5, None, (), False, (replica,), canary, store=store, published=5)
+    model = ModelView(
+        "m",
+        "/m",
+        "",
+        1,
+        5,
+        None,
+        (),
+        False,
+        (replica,),
+        canary,
+        store=store,
+        published=5,
+        silence=Silence(1.0, 2.0),
+        skew_s=0.0,
+    )
     metrics = Metrics(lambda: FleetView(datetime.now(timezone.utc), (model,)))
     applied = AgentEvent(
         EventKind.APPLIED,

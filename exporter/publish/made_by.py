@@ -7,11 +7,13 @@ names of what it was made from.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+import msgspec
+from msgspec import Struct
 
 from exporter.errors import ManifestError
 from exporter.options import ExportRequest, Updates, arguments
@@ -24,6 +26,20 @@ from exporter.storage.local_paths import quoted
 _LONGEST_BYTES = 1 << 16
 
 
+class _Kept(Struct, frozen=True):
+    """The file: the directory in which the arguments were typed."""
+
+    directory: str
+    arguments: list[str]
+
+
+def _kept(model: Path) -> _Kept | None:
+    """What an export kept; None without it, or if it cannot be read."""
+    with suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(read_regular(model / MADE_BY_FILE, _LONGEST_BYTES), type=_Kept)
+    return None
+
+
 def keep_command(request: ExportRequest) -> None:
     """Keep an export's arguments beside its model; nothing is kept of one whose model has no name.
 
@@ -34,9 +50,9 @@ def keep_command(request: ExportRequest) -> None:
         if request.model is not None and not isinstance(request.model, str):
             place.unlink(missing_ok=True)
             return
-        document = {"directory": str(Path.cwd()), "arguments": list(_arguments(request))}
+        document = _Kept(str(Path.cwd()), list(_arguments(request)))
         new = place.with_name(f"{MADE_BY_FILE}.{os.getpid()}")
-        new.write_text(json.dumps(document))
+        new.write_bytes(msgspec.json.encode(document))
         new.replace(place)
 
 
@@ -49,10 +65,9 @@ def _arguments(request: ExportRequest) -> Iterator[str]:
 
 def new_base(model: Path, ckpt_dir: Path | None = None) -> str:
     """The command that publishes a new base; `ckpt_dir` where nothing else says where the trainer saves."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        kept = json.loads(read_regular(model / MADE_BY_FILE, _LONGEST_BYTES))
-        arguments_ = " ".join(quoted(str(word)) for word in kept["arguments"])
-        return f"cd {quoted(kept['directory'])} && export-model {arguments_} --updatable --again"
+    if (kept := _kept(model)) is not None:
+        typed = " ".join(map(quoted, kept.arguments))
+        return f"cd {quoted(kept.directory)} && export-model {typed} --updatable --again"
     words = ["export-model", "--ckpt-dir", str(ckpt_dir or "DIR"), "--model", "WHAT", "--out", str(model)]
     with suppress(ManifestError, OSError):
         newest = newest_version(model)
@@ -71,8 +86,7 @@ def new_base(model: Path, ckpt_dir: Path | None = None) -> str:
 def look_at_trainer(model: Path) -> str:
     """The command that says whether the trainer writes, and whether an export would publish."""
     directory = "DIR"
-    with suppress(OSError, ValueError, TypeError, KeyError, StopIteration):
-        kept = json.loads(read_regular(model / MADE_BY_FILE, _LONGEST_BYTES))
-        (given,) = (word.partition("=")[2] for word in kept["arguments"] if word.startswith("--ckpt-dir="))
-        directory = str(Path(kept["directory"], given))
+    if (kept := _kept(model)) is not None:
+        given = (word.partition("=")[2] for word in kept.arguments if word.startswith("--ckpt-dir="))
+        directory = str(Path(kept.directory, next(given, "DIR")))
     return f"export-model doctor {quoted(model)} --ckpt-dir {quoted(directory)}"
