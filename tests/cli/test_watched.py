@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from exporter.errors import CheckpointNotFound, CorruptFile
 from exporter.terminal.progress import no_progress
 from tests.support.commands import export_model
 from tests.support.deployed import DEPLOY, pods_of
+from tests.support.incidents import HAS_PROMTOOL, firing
 from tests.support.logs import Serving, Trainer, publish_base
 
 Metrics = dict[tuple[str, str], float]
@@ -126,6 +128,23 @@ def test_a_watch_tells_what_it_published_and_what_it_cannot(trainer: Trainer, tm
     assert {name for name in known if not name.endswith("_created")} | {
         f"{PREFIX}_failing"  # of which nothing is known while nothing fails
     } == {one.name for one in described()}
+
+
+def test_a_disk_that_is_full_is_told_and_outlived(trainer: Trainer, tmp_path: Path) -> None:
+    """Of the exporter's side: no file may be longer than some bytes."""
+    with watch(tmp_path) as (address, process):
+        _, hard = resource.prlimit(process, resource.RLIMIT_FSIZE)
+        resource.prlimit(process, resource.RLIMIT_FSIZE, (64, hard))
+        increment(trainer, 20)
+        found = eventually(address, "failures_total", "DiskFull")
+        assert found[f"{PREFIX}_failing", "DiskFull"] == 1
+        if HAS_PROMTOOL:
+            with urllib.request.urlopen(f"{address}/metrics", timeout=60) as answer:
+                fires = firing(answer.read().decode(), tmp_path, "export-model-exporter")
+            assert "ExporterFails" in fires and "ExporterBehind" not in fires
+        resource.prlimit(process, resource.RLIMIT_FSIZE, (hard, hard))
+        found = eventually(address, "publications_total", "delta")
+        assert (f"{PREFIX}_failing", "DiskFull") not in metrics(address)
 
 
 def test_who_waits_for_a_trainer_is_not_behind_it(tmp_path: Path) -> None:

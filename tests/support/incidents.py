@@ -84,12 +84,12 @@ def world(published: Published, directory: Path, *more: str, already: str = "") 
         yield found
 
 
-def firing(metrics: str, directory: Path) -> set[str]:
-    """The alerts of deploy/ that fire if an agent serves these metrics for an hour."""
-    inputs = [{"series": 'up{job="export-model-agent", instance="a:8600"}', "values": "1x60"}]
+def firing(metrics: str, directory: Path, job: str = "export-model-agent") -> set[str]:
+    """The alerts of deploy/ that fire if a process of this job serves these metrics for an hour."""
+    inputs = [{"series": f'up{{job="{job}", instance="a:8600"}}', "values": "1x60"}]
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
-            labels = {**sample.labels, "job": "export-model-agent", "instance": "a:8600"}
+            labels = {**sample.labels, "job": job, "instance": "a:8600"}
             text = ", ".join(f"{key}={json.dumps(value)}" for key, value in labels.items())
             inputs.append({"series": f"{sample.name}{{{text}}}", "values": f"{sample.value}x60"})
     test = {
