@@ -43,6 +43,7 @@
     │   └── PositionMoved                somebody else published meanwhile
     ├── VerificationError            6   the staged result is not what it should be
     │   ├── ManifestError                a manifest.json is missing, damaged or of another format version
+    │   │   └── NotTrusted                   no trusted key has signed it, for this place and this model
     │   └── NotFinite                    NaN or infinity would be published, which the model refuses
     ├── PublishError                 1   the target could not be written
     │   ├── TargetNotWritable            no permission, read-only file system, not a directory
@@ -420,6 +421,14 @@ class ManifestError(VerificationError):
     """A manifest.json is missing, damaged or of another format version."""
 
     default_hint = "remove that directory, then publish again; with --updatable, if deltas are to go on"
+
+
+class NotTrusted(ManifestError):
+    """No trusted key has signed a publication, for the place where it lies and for this model."""
+
+    default_hint = (
+        "publish with a key that is trusted (--sign-key); if another key is to be trusted, too: --trust FILE"
+    )
 
 
 class NotFinite(VerificationError):

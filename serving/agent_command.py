@@ -5,8 +5,8 @@ signal.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +15,7 @@ import typer
 from msgspec import Struct
 
 from exporter.errors import Exit, ExportError, UsageError
-from exporter.options import Option
+from exporter.options import ANYBODY, Option, Trusting
 from exporter.options.given import parse_duration
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import local_path, path_parser, quoted
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from exporter.wire.protos import Proto
     from serving.agent.journal import AgentEvent, Journal
     from serving.agent.pacing import PacePolicy
+    from serving.agent.publications import FollowedModel
     from serving.agent.replica import Settings
     from serving.agent.view import FleetView
     from serving.http_port import HttpTls
@@ -356,6 +357,7 @@ def agent(
             "Repeat it for several models.",
         ),
     ] = None,
+    trusting: Trusting = ANYBODY,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Keep the replicas of models as fresh as what is published.
@@ -376,6 +378,8 @@ def agent(
       serve-model agent --model-base-path prod=/models/ranker --target dns:///model-servers:8500 --json
       serve-model agent --model-base-path models/ranker --target dns:///model-servers --canary golden.json
       serve-model agent --model-base-path models/ranker --target 127.0.0.1:8500 --pull s3://models/ranker
+      serve-model agent --model-base-path models/ranker --target 127.0.0.1:8500 --pull s3://models/ranker \
+        --trust publisher.pem
     """
     with command(printing) as sink:
         require_libraries("agent", "the agent", *_LIBRARIES)
@@ -393,7 +397,12 @@ def agent(
         paths = _models(tuple(model_base_path))
         models = [FollowedModel(name, path, bool(pull)) for name, path in paths.items()]
         journal = Journal()
-        pullers = pullers_of(pull or (), models, journal, times.poll_seconds)
+        if trusting.signed_as and len(models) > 1:
+            raise UsageError(
+                f"--signed-as names one model, and there are {len(models)}",
+                hint="leave it out, and sign each under the last part of its path or URL",
+            )
+        pullers = pullers_of(pull or (), models, journal, times.poll_seconds, trusting)
         settings = _settings(times, pacing, audits, access, paths)
         printer = _EventPrinter(sink)
         journal.read_by(printer)
@@ -406,21 +415,46 @@ def agent(
             access=access,
         )
         canaries = Canaries(rules, journal)
-        fleet = Fleet(models, Targets(target), journal, settings, allowed=canaries.allowed)
         on_event = events.run(journal)
-        look = partial(view.view, fleet, canaries, pullers, times.expect_every)
         try:
-            with (
-                on_event,
-                _own_port(own, journal, look) as bound,
-                canaries.running(fleet.publications, fleet.observed),
-                fleet.running(grace_s=times.deadline),
-                pulling(list(pullers.values())),
-            ):
+            with ExitStack() as stack:
+                stack.enter_context(on_event)
+                if trusting.trust:
+                    not_pulled = [model for model in models if model.name not in pullers]
+                    _trust(not_pulled, trusting, rules, stack)
+                fleet = Fleet(models, Targets(target), journal, settings, allowed=canaries.allowed)
+                look = partial(view.view, fleet, canaries, pullers, times.expect_every)
+                bound = stack.enter_context(_own_port(own, journal, look))
+                stack.enter_context(canaries.running(fleet.publications, fleet.observed))
+                stack.enter_context(fleet.running(grace_s=times.deadline))
+                stack.enter_context(pulling(list(pullers.values())))
                 printer.started(own.host, bound, "http" if own.tls_cert is None else "https")
                 sleep_until_a_signal()
         except KeyboardInterrupt:
             raise Leave(int(Exit.INTERRUPTED)) from None
+
+
+def _trust(
+    models: Iterable[FollowedModel], trusting: Trusting, canaries: Collection[str], stack: ExitStack
+) -> None:
+    """Follow no publications of models that no trusted key has signed, until the stack ends.
+
+    That is for models that others write to: what is pulled was checked before it came.
+
+    Raises:
+        UsageError: a key cannot be used, or a canary is to decide about such a model.
+    """
+    from exporter.publish.versions import in_force
+    from exporter.transfer.opened import trust_in
+
+    for model in models:
+        if model.name in canaries:
+            raise UsageError(
+                f"--trust and --canary need a copy of {model.name}",
+                cause="a canary's rollback is a publication, and the agent has no key to sign it",
+                hint="fetch the model into a directory of the agent's own: --pull URL",
+            )
+        stack.enter_context(in_force(model.path, trust=trust_in(trusting, model.path)))
 
 
 def _settings(

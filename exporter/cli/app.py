@@ -18,7 +18,7 @@ from exporter.pipeline.watch_loop import EVERY_SECOND, Watching
 from exporter.storage.local_paths import checkpoint_path
 from exporter.terminal.commands import LateCommand, application
 from exporter.terminal.edge import AS_TEXT, EXIT_CODES, OutputFlags, VersionFlag, command, run
-from exporter.terminal.parameters import with_structs
+from exporter.terminal.parameters import ARGUMENTS, with_structs
 from exporter.terminal.server_access import ServerAccess
 from exporter.training.roles import node_role
 from exporter.transfer.opened import data_mode, opened, require_apart
@@ -71,7 +71,14 @@ class PlaceFlags(Struct, frozen=True):
     any_role: Annotated[bool, _place("Export even if this node of a cluster is not the chief.")] = False
     options: Annotated[
         Path | None,
-        _place('Take options that are not typed from this JSON file: {"keep": 3}.', metavar="FILE"),
+        _place(
+            "Take options that are not typed from this JSON or TOML file, FILE#NAME from its [models.NAME].",
+            metavar="FILE",
+        ),
+    ] = None
+    config: Annotated[
+        Path | None,
+        _place("Export each model of this TOML file (see --options) with what is typed.", metavar="FILE"),
     ] = None
 
     def both(self) -> tuple[Path, Path]:
@@ -216,6 +223,11 @@ def export(
             refuse_root_options(context)
         return
     with command(printing) as sink, ExitStack() as stack:
+        if places.config is not None:
+            from exporter.cli.several import run_all  # late, as below
+
+            run_all(places.config, ARGUMENTS.get(), sink, watch=flags.watch)
+            return
         ckpt_dir, out = places.both()
         require_apart(ckpt_dir, out)
         servers = Servers(flags.notify, access)
@@ -235,7 +247,7 @@ def export(
         if not places.any_role and not (role := node_role()).is_chief:
             export_commands.stand_by(role, sink)
             return
-        target = stack.enter_context(opened(out, read_only=flags.dry_run))
+        target = stack.enter_context(opened(out, read_only=flags.dry_run, signing=request.signing))
         request, seen = replace(request, out=target.path), None
         if watch is not None and not flags.dry_run:
             from exporter.cli.watched import watched

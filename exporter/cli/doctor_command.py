@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.cli.log_commands import ModelArgument
-from exporter.options import Option
+from exporter.options import ANYBODY, Option, Trusting
 from exporter.storage.local_paths import checkpoint_parser
 from exporter.storage.url import Url
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
@@ -69,6 +69,7 @@ def doctor(
     ] = None,
     servers: ServerFlags = NO_SERVER,
     access: ServerAccess = WITHOUT_TLS,
+    trusting: Trusting = ANYBODY,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
     """List what is wrong with a published model, or soon will be, with the command that helps.
@@ -95,6 +96,7 @@ def doctor(
             patience=servers.patience,
             deadline=servers.deadline,
             access=access,
+            trusting=trusting,
         )
         if servers.agent is not None:
             name = servers.model_name or seen.model.resolve().name

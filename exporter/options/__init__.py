@@ -284,6 +284,7 @@ CHECKS = "Checks"
 DELTAS = "Deltas"
 FOLLOWING = "Following training"
 WORK = "Work on many bytes"
+SIGNATURES = "Signatures"
 HEADINGS = {
     PLACES: "places",
     SERVED: "model",
@@ -294,6 +295,7 @@ HEADINGS = {
     DELTAS: "deltas",
     FOLLOWING: "watch",
     WORK: "jobs",
+    SIGNATURES: "keys",
 }
 """In the order of `--help-all`; each with its topic, by which `export-model help` knows it."""
 
@@ -315,7 +317,7 @@ def _path_or_url(option: str, text: str) -> str:
     return local_name(option, text) if Url.parse(text) is None else text
 
 
-_places, _served, _names, _storage, _keyed, _checks, _deltas, _following, _work = (
+_places, _served, _names, _storage, _keyed, _checks, _deltas, _following, _work, _signatures = (
     partial(Option, heading=heading) for heading in HEADINGS
 )
 # `always`: these options were in the first release. A new option of a base overrides it by "if given", or the
@@ -386,6 +388,63 @@ class Jobs(_Limited, frozen=True, repr_omit_defaults=True):
 
 LOCALLY = Jobs()
 """By threads of this process, and nothing is kept."""
+
+
+class Signing(_Limited, frozen=True, repr_omit_defaults=True):
+    """How what is published is signed; see `exporter.publish.signing`.
+
+    `sign_key` is a file that its owner alone may read, or `env:NAME`: a variable with what would be in it.
+    """
+
+    sign_key: Annotated[
+        str | None,
+        _signatures("Sign what is published with this Ed25519 key (PEM).", metavar="FILE|env:NAME"),
+    ] = None
+    signed_as: Annotated[
+        str | None,
+        _signatures(
+            "The model's name in signatures.",
+            metavar="NAME",
+            default="the last part of its path or URL",
+            goes_with="--sign-key",
+        ),
+    ] = None
+    trust: Annotated[
+        tuple[Path, ...],
+        _signatures(
+            "In a store, build on what this public key (PEM) has signed, too. Repeatable.",
+            metavar="FILE",
+            goes_with="--sign-key",
+        ),
+    ] = ()
+
+
+UNSIGNED = Signing()
+"""Nothing is signed."""
+
+
+class Trusting(_Limited, frozen=True, repr_omit_defaults=True):
+    """Whose publications are taken: of keys in these files, of which one may hold several."""
+
+    trust: Annotated[
+        tuple[Path, ...],
+        _signatures(
+            "Take nothing but what this public key (PEM, of Ed25519) has signed. Repeatable.", metavar="FILE"
+        ),
+    ] = ()
+    signed_as: Annotated[
+        str | None,
+        _signatures(
+            "The model's name in signatures.",
+            metavar="NAME",
+            default="the last part of its path or URL",
+            goes_with="--trust",
+        ),
+    ] = None
+
+
+ANYBODY = Trusting()
+"""Everything is taken, whoever published it."""
 
 
 class Updates(_Limited, frozen=True, repr_omit_defaults=True):
@@ -659,6 +718,8 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     ] = False
     jobs: Jobs = LOCALLY
     """Where values are cast, moved and compared."""
+    signing: Signing = UNSIGNED
+    """Who signs what is published."""
 
 
 class ExportRequest(ExportOptions, frozen=True, metaclass=Checked):
@@ -718,6 +779,7 @@ _IN_PYTHON = {  # what the command line has in another form
     "again": "Publish a checkpoint again that is already published.",
     "updates": "How the version takes deltas; None: it takes none.",
     "jobs": "Where values are cast, moved and compared.",
+    "signing": "Who signs what is published.",
     "task_bytes": "How many bytes one task reads.",
 }
 _OPTION_IN_TEXT = re.compile(r"--([a-z]+(?:-[a-z]+)*)(?: (bytes|outputs))?")
@@ -740,7 +802,7 @@ def _argument(name: str, value: str | None) -> str:
     return f'{name}="{value}"' if value else name
 
 
-for _kind in (Updates, Jobs, ExportRequest):
+for _kind in (Updates, Jobs, Signing, Trusting, ExportRequest):
     _told = (f"        {name}: {text}" for name, text in meanings(_kind).items())
     _kind.__doc__ = "\n".join([_kind.__doc__ or "", "", "    By name:", *_told, "    "])
 

@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
-from exporter.options import DataMode, DeltaDtype, EngineName, ExportFormat, Isolation, Jobs, Updates, Verify
+from exporter.options import (
+    DataMode,
+    DeltaDtype,
+    EngineName,
+    ExportFormat,
+    Isolation,
+    Jobs,
+    Signing,
+    Updates,
+    Verify,
+)
 from exporter.options.given import StrPath
 
 
@@ -143,3 +153,5 @@ class ExportKeywords(TypedDict, total=False):
     """For deltas: build the graph again and compare it with the base's."""
     jobs: Jobs
     """Where values are cast, moved and compared."""
+    signing: Signing
+    """Who signs what is published."""

@@ -27,6 +27,7 @@ from exporter.errors import (
     DeltaGap,
     ExportError,
     ManifestError,
+    NotTrusted,
     PositionError,
     PublishError,
     ServerError,
@@ -87,6 +88,7 @@ class Check(StrEnum):
 
 CHECKS = {
     Code.DAMAGED: Check.FILES,
+    Code.UNTRUSTED: Check.FILES,
     Code.NO_WAY: Check.WAYS,
     Code.NOT_FINITE: Check.FINITE,
     Code.ORPHANS: Check.ORPHANS,
@@ -340,6 +342,10 @@ def damage(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
     for problem in found.damage:
         if problem.path.name == Hold(model).path.name:
             yield _broken_hold(model, problem)
+            continue
+        if isinstance(problem.error, NotTrusted):
+            said = problem.error
+            yield Finding(Code.UNTRUSTED, said.message, said.cause, said.hint)
             continue
         code = Code.NO_WAY if isinstance(problem.error, DeltaGap) else Code.DAMAGED
         remedy = _remedy(model, found.log, problem, ckpt_dir)

@@ -55,6 +55,7 @@ class Code(StrEnum):
         return member
 
     DAMAGED = "damaged", "damaged", Level.WRONG
+    UNTRUSTED = "untrusted", "not trusted", Level.WRONG
     NO_WAY = "no-way", "no way", Level.WRONG
     NOT_FINITE = "not-finite", "not finite", Level.WRONG
     NOT_LOADABLE = "not-loadable", "not loadable", Level.WRONG

@@ -10,6 +10,7 @@ Retention may have removed some of what was published; a merged delta tells how 
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +22,14 @@ from msgspec import Struct, field
 from msgspec.structs import astuple, replace
 
 from exporter.delta.spans import Position, Span, furthest
-from exporter.errors import ExportError, ManifestError, NothingChanged, NotUpdatable
+from exporter.errors import (
+    ExportError,
+    ManifestError,
+    NothingChanged,
+    NotTrusted,
+    NotUpdatable,
+    VerificationError,
+)
 from exporter.newer_python import StrEnum
 from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta, list_deltas, log_path
 from exporter.publish.hold import HeldAt, HeldBy, Hold
@@ -35,6 +43,7 @@ from exporter.publish.versions import (
     nothing_published,
     read_head,
     read_manifest,
+    require_signed_bytes,
     version_dirs,
 )
 from exporter.storage.files import FileIdentity, is_gone, read_regular
@@ -239,6 +248,7 @@ class _Known(Struct):
     plain: dict[Path, datetime] = field(default_factory=dict)
     since: datetime | None = None
     skew_s: float | None = None
+    untrusted: dict[Path, NotTrusted] = field(default_factory=dict)
 
     def base(self, path: Path) -> LogBase | None:
         """A version that takes deltas; None if it takes none, or cannot be read (`doctor` reports that)."""
@@ -253,6 +263,9 @@ class _Known(Struct):
             with suppress(ManifestError):
                 self.plain[path] = self._seen(read_head(path).created)
             return None
+        except NotTrusted as error:
+            self.untrusted[path] = error
+            return None
         except (FileNotFoundError, ManifestError):
             return None
         self.bases[path] = file, base
@@ -264,12 +277,17 @@ class _Known(Struct):
         lineage, is_canary = base.manifest.lineage or "", hold is not None and hold.is_canary
         limit = None if hold is None else hold.position
         known, found = self.deltas.get(lineage, {}), {}
+        bases = [base for _, base in self.bases.values() if base is not None]
+        begun = min(base.at.position for base in bases if base.manifest.lineage == lineage)
         for delta in listed:
             read = known.get((delta.start, delta.end)) or self._delta(delta, lineage)
             if read is not None:
                 found[delta.start, delta.end] = read
+        # Servers list the directory themselves, and take what leads furthest to where they are sent.
+        forged = [delta.end for delta in listed if delta.end > begun and delta.path in self.untrusted]
+        if forged:
+            found = {span: read for span, read in found.items() if span[1] < min(forged)}
         self.deltas[lineage] = found
-        bases = [base for _, base in self.bases.values() if base is not None]
         return Log(
             lineage,
             tuple(span for span, _ in found.values()),
@@ -294,7 +312,13 @@ class _Known(Struct):
         """A delta and its size in bytes; None if it was just removed, or is damaged."""
         try:
             manifest, entry = delta.manifest, delta.entry
-        except ManifestError:
+            require_signed_bytes(delta.path, manifest)
+        except NotTrusted as error:
+            self.untrusted[delta.path] = error
+            return None
+        except VerificationError as error:
+            if not isinstance(error, ManifestError):
+                self.untrusted[delta.path] = NotTrusted(error.message, cause=error.cause, hint=error.hint)
             return None
         self._remember(manifest, entry, lineage)
         if entry.made is DeltaOrigin.ROLLBACK and entry.back_to is not None:
@@ -378,6 +402,7 @@ class Model(Struct, frozen=True, dict=True):
         there = {child.path for child in versions}
         known.bases = {path: base for path, base in known.bases.items() if path in there}
         known.plain = {path: created for path, created in known.plain.items() if path in there}
+        known.untrusted = {}
         bases = {child.version: known.base(child.path) for child in versions if child.has_manifest}
         if (base := bases[newest.version]) is not None:
             place = log_path(path, base.entry.log)
@@ -434,6 +459,17 @@ class Model(Struct, frozen=True, dict=True):
         with suppress(OSError, ManifestError):
             found += log_directories(self.path)
         return found
+
+    @property
+    def untrusted(self) -> tuple[NotTrusted, ...]:
+        """Why replicas are led no further, the newest version or delta first; empty where all is taken.
+
+        What comes before the first version that a trusted key has signed is left out.
+        """
+        signed = [path.name for path, (_, base) in self.known.bases.items() if base is not None]
+        first = min((int(name) for name in signed if name.isdecimal()), default=-1)
+        found = {int(re.split("[-/]", path.name)[-1]): error for path, error in self.known.untrusted.items()}
+        return tuple(found[end] for end in sorted(found, reverse=True) if end > first)
 
     @property
     def newest_log(self) -> Log | None:

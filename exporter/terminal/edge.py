@@ -18,7 +18,7 @@ from exporter.options import Option
 from exporter.terminal import Leave, interrupt_by_exception
 from exporter.terminal.commands import without_variables
 from exporter.terminal.output import Output, OutputMode, silence
-from exporter.terminal.parameters import COMMAND, MISSPELT, TAKEN, with_names
+from exporter.terminal.parameters import ARGUMENTS, COMMAND, MISSPELT, TAKEN, with_names
 from exporter.terminal.progress import count
 from exporter.terminal.tensorflow_import import needed, on_import_of_tensorflow
 from exporter.version import __version__
@@ -216,6 +216,7 @@ def run(
     if arguments == ["--version"]:  # alone; an export's version number stands behind it
         arguments = ["-V"]
     program = without_variables(typer.main.get_command(app))
+    ARGUMENTS.set(tuple(arguments))
     COMMAND.set(" ".join([name, *(each for each in arguments[:1] if each in program.commands)]))
     try:
         arguments, notes = rewrite(arguments) if rewrite else (arguments, [])

@@ -11,9 +11,9 @@ Typer reads the signature that `with_structs` gives a function: the struct's opt
 
 Values that are not typed come from environment variables, and from a file of options. An option's variable is
 the program's name and the option's, `EXPORT_MODEL_CKPT_DIR`; that of a subcommand has the subcommand between
-them, `EXPORT_MODEL_MERGE_KEEP`. `--options FILE` names a JSON object of options. What is typed goes first,
-then variables, then the file. Such a value counts like one that is typed, with one exception: where it would
-have no effect, it is left out instead of refused.
+them, `EXPORT_MODEL_MERGE_KEEP`. `--options` names the file (`exporter.terminal.options_file`). What is typed
+goes first, then variables, then the file. Such a value counts like one that is typed, with one exception:
+where it would have no effect, it is left out instead of refused.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ from exporter.errors import ExportError, UsageError, nearest
 from exporter.newer_python import type_hints
 from exporter.options import HEADINGS, DeclaredOption, declared, lacking_company, require_company
 from exporter.options.given import changed
-from exporter.storage.files import read_regular
 from exporter.storage.local_paths import local_path, quoted, without_secrets
 
 OPTIONS_FILE = "--options"
-_MAX_BYTES = 1 << 20
 _NEARLY = 0.7
 """Kubernetes sets EXPORT_MODEL_PORT where there is a service `export-model`: less alike is no mistake."""
 _BadParameter: type[Any] = typer.BadParameter
@@ -76,7 +74,9 @@ def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
             found[one.name] = Taken(name, without_secrets(os.environ[variable]), variable)
     file = by_name.get(OPTIONS_FILE)
     if file is not None and (path := given.get(file.name)) is not None:
-        for name, value in _read(path).items():
+        from exporter.terminal.options_file import options_in  # late: few commands have one
+
+        for name, value in options_in(path).items():
             one = by_name.get(option := f"--{name.lstrip('-').replace('_', '-')}")
             if one is None or one is file:
                 close = nearest(option, by_name)
@@ -141,17 +141,6 @@ def _source(context: Any, parameter: Any) -> str:
     return str(getattr(context.get_parameter_source(parameter.name), "name", ""))
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    form = f'write {{"model": "my_model.py:serving", "keep": 3, "input": {{"x": "X:0"}}}} into {path}'
-    try:
-        found = json.loads(read_regular(path, _MAX_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{OPTIONS_FILE} {path} cannot be read", cause=str(error), hint=form) from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{OPTIONS_FILE} {path}: expected a JSON object", hint=form)
-    return found
-
-
 def _arguments_of(value: Any) -> Iterator[Any]:
     """The arguments for a value of a file: a flag stays a flag, names and values become `NAME=VALUE`."""
     if isinstance(value, dict):
@@ -165,6 +154,8 @@ def _arguments_of(value: Any) -> Iterator[Any]:
 _TYPED: ContextVar[Mapping[str, str] | None] = ContextVar("_TYPED", default=None)
 """What was typed for the words of hints."""
 _CONTEXT = "typer_context"
+ARGUMENTS: ContextVar[tuple[str, ...]] = ContextVar("ARGUMENTS", default=())
+"""What was typed behind the program's name."""
 COMMAND = ContextVar("COMMAND", default="export-model")
 """The command that was typed: the program's name, and that of its subcommand."""
 _WORDS = {word: word for word in ("MODEL", "WHAT", "PATH", "MODEL_BASE_PATH")} | {"DIR|PREFIX": "DIR"}

@@ -46,7 +46,7 @@ class Publications:
         self._reads_ahead = reads_ahead
         self._changed = threading.Condition()
         self._looking = threading.Lock()
-        self._reported = ""
+        self._reported = self._untrusted = ""
         self._count = 0
         self._looked = _EVER
         self._examining = threading.Lock()
@@ -56,6 +56,7 @@ class Publications:
         self._learn(self.current)
         if self.current.problem:
             self._report(EventKind.UNSEEN, self.current.problem)
+        self._tell_untrusted()
 
     def wait(self, seen: int, timeout_s: float) -> int:
         """Sleep until a change after number `seen`, or for `timeout_s`; returns the number of the last
@@ -88,6 +89,7 @@ class Publications:
         with self._looking:
             before = self.current
             found = self.current = self._listed(before)
+        self._tell_untrusted()
         if found == before:
             return
         self._learn(found)
@@ -128,6 +130,14 @@ class Publications:
         if not (self.model.is_copy or found.problem):
             self._looked = now
         return found
+
+    def _tell_untrusted(self) -> None:
+        """Report once why replicas are led no further: what nobody trusted has signed."""
+        message = next((error.message for error in self.current.untrusted), "")
+        if message != self._untrusted:
+            self._untrusted = message
+            if message:
+                self._report(EventKind.FAILED, f"not followed: {message}")
 
     def _read_ahead(self, number: int) -> None:
         """Let the kernel read the mapped tables of a new version, until there is a newer one."""

@@ -248,6 +248,14 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
         if found.is_damaged:
             code, what = Code.DAMAGED, f"delta {found.delta} is damaged, and every replica refuses it"
         yield Finding(code, what, found.reason, _doctor(model))
+    if model.untrusted:
+        place = model.path if model.store is None else model.store.url
+        yield Finding(
+            Code.UNTRUSTED,
+            f"{count(len(model.untrusted), 'publication')} that no trusted key has signed",
+            model.untrusted[0],
+            f"export-model history {quoted(place)}",
+        )
     if model.store is not None and model.store.problem:
         history = command("export-model", "history", model.store.url)
         yield Finding(Code.STORE, "the store cannot be read", model.store.problem, history)

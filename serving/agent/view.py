@@ -142,6 +142,7 @@ class ModelView(Struct, frozen=True):
     rollback at which the model is held. `store` is None without `--pull`. `silence` is the publisher's, whose
     longest is learned from its habit, or was given. `recent` are the last publications, by time.
     `skew_s`: by how much, at least, the publisher's clock is ahead, negative if it is behind.
+    `untrusted` says why publications are left, the newest first.
     """
 
     name: str
@@ -164,6 +165,7 @@ class ModelView(Struct, frozen=True):
     silence_is_learned: bool = True
     recent: tuple[Published, ...] = ()
     skew_s: float | None = None
+    untrusted: tuple[str, ...] = ()
 
     @property
     def stale_s(self) -> float | None:
@@ -285,8 +287,7 @@ def view(
     now = datetime.now(timezone.utc)
     models = [
         replace(
-            _model(fleet, each, canaries, now),
-            store=_store(pullers.get(each.model.name)),
+            _with_store(_model(fleet, each, canaries, now), pullers.get(each.model.name)),
             silence=each.habit.silence(now, expected_s),
             silence_is_learned=expected_s is None,
             recent=each.recent,
@@ -297,12 +298,13 @@ def view(
     return FleetView(now, tuple(models))
 
 
-def _store(puller: Puller | None) -> StoreView | None:
+def _with_store(model: ModelView, puller: Puller | None) -> ModelView:
     if puller is None:
-        return None
+        return model
     fetched = puller.fetched
     age = max(0.0, time.monotonic() - fetched.complete)
-    return StoreView(fetched.url, age, fetched.problem, fetched.waiting)
+    store = StoreView(fetched.url, age, fetched.problem, fetched.waiting)
+    return replace(model, store=store, untrusted=fetched.untrusted)
 
 
 def _model(fleet: Fleet, publications: Publications, canaries: Canaries, now: datetime) -> ModelView:
@@ -327,6 +329,7 @@ def _model(fleet: Fleet, publications: Publications, canaries: Canaries, now: da
         waiting=0 if log is None else log.waiting,
         is_held=log is not None and log.limit is not None and not log.is_canary,
         held_by=None if log is None else log.held_by,
+        untrusted=tuple(error.message for error in published.untrusted),
     )
 
 

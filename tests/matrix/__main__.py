@@ -10,7 +10,8 @@ Serving, loads each base, too. Each also makes two versions and two bases whose 
 bases get a delta, too.
 
 TensorFlow 1.12 to 2.13, on which this package does not run, train with the trainer's side alone: see
-`tests/integration/test_trainers_of_any_age.py`.
+`tests/integration/test_trainers_of_any_age.py`. So do libraries on top of it: `test_libraries_of_trainers.py`
+(EASYREC names a checkout of EasyRec, which is on no package index).
 
 One more environment has no TensorFlow. It takes the training and the base of another one, publishes the
 delta, a version of the training's own graph (`.meta`) and the mapped versions, and updates servers by itself.
@@ -392,7 +393,10 @@ def _updated(address: str, name: str, here: Path, made: Path, maker: Environment
 
 def _old_trainers() -> bool:
     """Train on TensorFlows that are too old for this package; True if all is well."""
-    command = [sys.executable, "-m", "pytest", "-q", "tests/integration/test_trainers_of_any_age.py"]
+    files = [
+        f"tests/integration/{name}.py" for name in ("test_trainers_of_any_age", "test_libraries_of_trainers")
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", *files]
     environment = {**os.environ, "OLD_TRAINERS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
 

@@ -21,6 +21,7 @@ from tools.reference.markdown import code, table, text
 PRINTED_BY: Mapping[str, Sequence[type[Struct]]] = {
     "export-model": (exported.Export, exported.ExportPlan, exported.PublishedAlready, exported.StandBy),
     "export-model --incr": (deltas.DeltaExport, deltas.DeltaPlan),
+    "export-model --config": (exported.SeveralRuns,),
     "export-model init": (inspections.Proposed,),
     "export-model inspect": (
         inspections.CheckpointInspection,

@@ -153,6 +153,11 @@ MEANINGS: Mapping[Code, Meaning] = {
         "Look at the agent that has it: does it run, and can a replica go first? If it is given up: "
         "`export-model resume --lift-canary`.",
     ),
+    Code.UNTRUSTED: Meaning(
+        "Keys are trusted, and something lies beside what they have signed: unsigned, signed by another key, "
+        "altered or copied. Or a hold would lead back. It is left; what was signed is served.",
+        "Find out who wrote it: [signed publications](../signed-publications.md).",
+    ),
     Code.STORE: Meaning(
         "The agent cannot read the store that it fetches from. Replicas serve what was fetched.",
         "Look at the reason: credentials, the network, the name of the bucket.",

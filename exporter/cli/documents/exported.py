@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -165,3 +165,21 @@ class StandBy(Struct, frozen=True):
     """Its number among those, where the environment says so."""
     role_source: str
     """The environment variable that says so."""
+
+
+class ModelRun(Struct, frozen=True):
+    """The export of one model of a file of models."""
+
+    model: str
+    """Its name in the file."""
+    exit_code: int
+    """How its export ended."""
+    document: Any = None
+    """What the export printed; null if it failed."""
+
+
+class SeveralRuns(Struct, frozen=True):
+    """The document that `export-model --config` prints."""
+
+    models: Sequence[ModelRun]
+    """The models of the file, in its order."""

@@ -1,0 +1,89 @@
+"""Files of options, JSON or TOML: those of one command, or those of several models with what they share.
+
+    keep = 3                           # of all models
+
+    [models.ranker]
+    ckpt-dir = "train/ranker"
+    out = "models/ranker"
+
+`--options FILE` takes a table of options; `--options FILE#ranker` those of one model, with what all share.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from exporter.errors import UsageError
+from exporter.storage.files import read_regular
+
+_MAX_BYTES = 1 << 20
+_MODELS = "models"
+
+
+def options_in(path: Path) -> Mapping[str, Any]:
+    """The options in a file, or of a model in it (`FILE#NAME`), by name.
+
+    Raises:
+        UsageError: it cannot be read, has no such model, or has several and none is named.
+    """
+    file, _, name = str(path).partition("#")
+    found = _read(Path(file))
+    models = _models(Path(file), found)
+    if not name:
+        if models:
+            raise UsageError(
+                f"{file} has the options of several models: {', '.join(models)}",
+                hint=f"--config {file} runs all, --options {file}#{next(iter(models))} one of them",
+            )
+        return found
+    if name not in models:
+        raise UsageError(
+            f"{file} has no model {name!r}",
+            cause=f"it has {', '.join(models) or 'none'}",
+            hint="name one of them",
+        )
+    return {key: value for key, value in found.items() if key != _MODELS} | models[name]
+
+
+def models_in(path: Path) -> list[str]:
+    """The names of the models that a file has options of, in its order.
+
+    Raises:
+        UsageError: it cannot be read, or has none.
+    """
+    found = [*_models(path, _read(path))]
+    if not found:
+        raise UsageError(
+            f"{path} has no models", hint='write [models.NAME], and below it ckpt-dir = "..." and out = "..."'
+        )
+    return found
+
+
+def _models(path: Path, found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    models = found.get(_MODELS, {})
+    if not isinstance(models, dict) or not all(isinstance(one, dict) for one in models.values()):
+        raise UsageError(f"{path}: 'models' is not a table of tables", hint="write [models.NAME]")
+    return models
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    form = f'write {{"model": "my_model.py:serving", "keep": 3, "input": {{"x": "X:0"}}}} into {path}'
+    try:
+        content = read_regular(path, _MAX_BYTES)
+        found = _toml(content.decode()) if path.suffix == ".toml" else json.loads(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read as options", cause=str(error), hint=form) from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: expected a JSON object", hint=form)
+    if "config" in found:  # each of its models would begin with all of them again
+        raise UsageError(f"{path} has an option 'config'", hint="leave it out: it is typed")
+    return found
+
+
+def _toml(text: str) -> Any:
+    return import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(text)
