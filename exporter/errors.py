@@ -453,7 +453,10 @@ class TargetNotWritable(PublishError):
 class DiskFull(PublishError):
     """No space left on the target, or its quota is used up."""
 
-    default_hint = "free space there; an export keeps fewer versions with --keep N and links with --data link"
+    default_hint = (
+        "free space there: --keep N removes older versions; where checkpoint and model share a file system, "
+        "a version is links and takes little"
+    )
 
 
 class TargetBusy(PublishError):

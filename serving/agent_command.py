@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from exporter.errors import Exit, ExportError, UsageError
 from exporter.options import ANYBODY, Option, Trusting
+from exporter.options.given import parse_duration
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import local_path, path_parser, quoted
 from exporter.terminal import Leave, sleep_until_a_signal, stop_on_sigterm
@@ -239,6 +240,44 @@ class CanaryFlags(Struct, frozen=True):
     ] = 30.0
 
 
+class EventFlags(Struct, frozen=True):
+    """The command that is run for events."""
+
+    on_event: Annotated[
+        str | None,
+        Option(
+            "Run this command for events: rolled_back, held, base_wanted, silent, damaged. It gets each "
+            "as variables (EVENT_WHAT, EVENT_MODEL, EVENT_MESSAGE, ...) and JSON on stdin, without a shell.",
+            metavar="COMMAND",
+            default="none",
+        ),
+    ] = None
+    on_event_seconds: Annotated[
+        float,
+        Option(
+            "How long such a command may take before it is ended.",
+            metavar="SECONDS",
+            least=0.1,
+            goes_with="--on-event",
+        ),
+    ] = 30.0
+
+    def run(self, journal: Journal) -> AbstractContextManager[None]:
+        """Run the command for the journal's events inside the block; UsageError if there is no program."""
+        if self.on_event is None:
+            return nullcontext()
+        from serving.agent.event_command import EventCommand, parse_command
+        from serving.agent.journal import AgentEvent, EventKind
+
+        runner = EventCommand(
+            parse_command(self.on_event),
+            self.on_event_seconds,
+            lambda why: journal.write(AgentEvent(EventKind.FAILED, why)),
+        )
+        journal.read_by(runner)
+        return runner.running()
+
+
 class TimeFlags(Struct, frozen=True):
     """How directories, stores, replicas and names are polled, and how long a call may take."""
 
@@ -252,6 +291,16 @@ class TimeFlags(Struct, frozen=True):
             metavar="SECONDS", min=0.05, help="Ask each replica for its position at least this often."
         ),
     ] = 5.0
+    expect_every: Annotated[
+        float | None,
+        Option(
+            "Expect a publication at least this often: 90 (seconds), 15m, 2h, 1d. A publisher that is silent "
+            "for longer is a finding.",
+            metavar="DURATION",
+            parse=parse_duration,
+            default="three times the longest of its usual intervals",
+        ),
+    ] = None
     no_read_ahead: Annotated[
         bool,
         typer.Option(
@@ -297,6 +346,7 @@ def agent(
     pacing: PaceFlags,
     audits: AuditFlags,
     canary: CanaryFlags,
+    events: EventFlags,
     times: TimeFlags,
     access: ServerAccess,
     pull: Annotated[
@@ -365,13 +415,15 @@ def agent(
             access=access,
         )
         canaries = Canaries(rules, journal)
+        on_event = events.run(journal)
         try:
             with ExitStack() as stack:
+                stack.enter_context(on_event)
                 if trusting.trust:
                     not_pulled = [model for model in models if model.name not in pullers]
                     _trust(not_pulled, trusting, rules, stack)
                 fleet = Fleet(models, Targets(target), journal, settings, allowed=canaries.allowed)
-                look = partial(view.view, fleet, canaries, pullers)
+                look = partial(view.view, fleet, canaries, pullers, times.expect_every)
                 bound = stack.enter_context(_own_port(own, journal, look))
                 stack.enter_context(canaries.running(fleet.publications, fleet.observed))
                 stack.enter_context(fleet.running(grace_s=times.deadline))
@@ -435,12 +487,13 @@ def _settings(
 def _own_port(own: PortFlags, journal: Journal, look: Callable[[], FleetView]) -> Iterator[int]:
     """Serve metrics, probes and the status page of the fleet that `look` returns; gives the port's number."""
     from serving.agent import http
+    from serving.agent.changes import Changes
     from serving.agent.metrics import Metrics
     from serving.agent.view import Recorder
 
     metrics = Metrics(look)
     journal.read_by(metrics)
-    recorder = Recorder(look)
+    recorder = Recorder(look, Changes(journal, own.fresh_within).look)
     show = partial(http.page, look, recorder, journal, own.fresh_within)
     site = http.Site(look, metrics, show, own.fresh_within, own.token(), own.client_ca is not None)
     stop = threading.Event()

@@ -270,6 +270,9 @@ def history(
     last: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Show only the newest N events.")
     ] = None,
+    changes: Annotated[
+        bool, typer.Option("--changes", help="Also show what each delta changed: rows, and largest moves.")
+    ] = False,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
     """List what was published, in order: versions, bases, deltas, mergers, rollbacks; and the hold.
@@ -278,12 +281,14 @@ def history(
     Examples:
       export-model history models/ranker
       export-model history models/ranker --last 20 --json
+      export-model history models/ranker --last 1 --changes
     """
     with command(printing) as sink, opened(model, read_only=True) as target:
         from exporter.cli import render_log
         from exporter.publish.model import Model
 
-        render_log.history(target.carry(lambda: Model.history(target.path)), sink, last)
+        found = target.carry(lambda: Model.history(target.path))
+        render_log.history(found, sink, last, changes=changes)
 
 
 def positions(context: typer.Context, incomplete: str) -> list[str]:

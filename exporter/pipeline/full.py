@@ -28,6 +28,7 @@ from exporter.pipeline.stage_graph import mapped_record, name_plain_version, wri
 from exporter.pipeline.stage_values import write_values
 from exporter.pipeline.staged import Staged, Step
 from exporter.publish.commit import PublishedVersion, Staging, publish_version
+from exporter.publish.made_by import keep_command
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.publish.model import PublishedAlready
 from exporter.publish.retention import Keep
@@ -148,6 +149,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
             permission=permission(request),
             permit=(lambda: None) if request.again else permit,
         )
+    keep_command(request)
     if staged.entry is not None:  # caches beside the log: after the base is there, losing them costs time
         from exporter.pipeline.newest_base import note_sources
 

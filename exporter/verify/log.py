@@ -190,6 +190,24 @@ def _damaged_deltas(log: DeltaLog) -> Iterator[Damage]:
                 mirror.forget(path)
 
 
+def delta_damage(path: Path) -> str:
+    """What is wrong with a published delta's files, all bytes of which are read; empty if nothing is.
+
+    Empty, too, if it is gone, or its files change or cannot be read now: that is no damage.
+    """
+    try:
+        manifest = read_manifest(path)
+        check_place(manifest, path)
+        verify_files(path, manifest.tensors, manifest.files, prefix=Path(DELTA_NAME))
+        verify_bytes(read_catalog(path / DELTA_NAME))
+    except (ExportError, OSError) as error:
+        if not (is_gone(path) or isinstance(error, OSError)):
+            with suppress(ExportError):
+                found = _problem(path, error).error
+                return ": ".join(filter(None, (found.message, found.cause)))
+    return ""
+
+
 def _verify_delta(log: DeltaLog, delta: LogDelta) -> None:
     """Raise an error by name unless a delta fits its manifest, its name and its log.
 
