@@ -689,10 +689,12 @@ class Body:
         node.name = name
         self.by_name[name] = node
 
-    def constant_beside(self, node: Proto, wish: str, value: int | list[int]) -> str:
-        """Add an int32 constant that waits for `node`, and return its output."""
+    def constant_beside(
+        self, node: Proto, wish: str, value: int | list[int], dtype: DType = DType.INT32
+    ) -> str:
+        """Add a constant that waits for `node`, and return its output."""
         name = free_name(self.by_name, wish)
-        made = self.put(constant(name, np.array(value, np.int32), DType.INT32))
+        made = self.put(constant(name, np.array(value, dtype.numpy), dtype))
         made.input.append(f"^{node.name}")  # in a loop of Enter and Exit it then belongs to the node's frame
         return self.single(made, "output")
 

@@ -2,20 +2,25 @@
 
 The table itself cannot be written (`exporter.bundle.mapped_tables`). Beside it are
 
-    slots    int32 [rows]             0: the row is as it is in the table; else its place in the overlay
+    used     int64 []               how many rows have changed; 0: nothing below is read
+    pages    int32 [rows / 64]      where the slots of 64 rows begin; 0: none of these has changed
+    slots    int32 [64 * (n + 1)]   0: the row is as it is in the table; else its place in the overlay
     overlay  dtype [2 * capacity + 1, ...]    changed rows, each with two places; place 0 is never used
 
-and a gather becomes
+The first 64 slots are 0 for good, so rows of a page without slots need no branch. A gather becomes
 
     gathered  = rows of the table
+    slot      = slots[pages[id / 64] + id mod 64]
     at        = places, in the gathered rows, of those whose slot is not 0
     result    = gathered, with overlay[slot] at `at`
 
+and all but the first line is on the side of a Switch that is taken if `used` is not 0.
+
 `InplaceUpdate` writes into the buffer of its input (tensorflow/core/kernels/inplace_ops.cc), which is that of
-the gather, a new one at each call, and which nothing else reads. Processor time of 1 / 64 / 1,000 / 100,000
-ids of 1 M x 64 floats against a table in memory, none of the rows changed: 1.06 / 1.07 / 1.21 / 1.12; 10 % of
-them: 1.04 / 1.10 / 1.35 / 1.45. `where` over both gathers takes 2.1 and 2.2 times for the last two, and
-`TensorScatterUpdate`, which copies its input, 1.6 and 1.8.
+the gather, a new one at each call, and which nothing else reads. `where` over both gathers takes 2.1 and 2.2
+times as long with 1,000 and 100,000 ids as a table in memory, `TensorScatterUpdate`, which copies its input,
+1.6 and 1.8. A slot for each row in one variable would have to be set to zero while the model loads: 1 GB for
+a table of 64 GB; and its pages would be touched one by one while readers wait.
 """
 
 from __future__ import annotations
@@ -39,19 +44,26 @@ SCATTERED = {
 """The dtypes for which TensorFlow has scatter kernels, and whose rows a delta can therefore hold."""
 
 
+PAGE_BITS = 6
+PAGE_ROWS = 1 << PAGE_BITS
+"""Rows whose slots lie together: 256 bytes, and 4 in `pages`, whether or not one of the rows has changed."""
+
+
 class OverlaidReads(Struct, frozen=True):
-    """The change of a table with an overlay; three fields name the nodes of handles."""
+    """The change of a table with an overlay; all fields but two name the nodes of handles."""
 
     variable: str
     dtype: DType
     row_shape: tuple[int, ...]
+    used: str
+    pages: str
     slots: str
     overlay: str
 
     @property
     def extra_handles(self) -> tuple[str, ...]:
-        """The nodes of the slots' and the overlay's handles."""
-        return self.slots, self.overlay
+        """The nodes of the handles of what lies beside the table."""
+        return self.used, self.pages, self.slots, self.overlay
 
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
         """Let a node that takes the table's handle read changed rows from the overlay.
@@ -84,25 +96,44 @@ def overlay_reads(graph_def: Proto, tables: Mapping[str, OverlaidReads]) -> None
 
 def _overlay_rows(body: Body, node: Proto, table: OverlaidReads, extra_handles: Sequence[str]) -> None:
     """Let a gather yield the table's rows under a new name; the rows as they are now take its old name."""
-    name, dtype, (slots_handle, overlay_handle) = node.name, table.dtype, extra_handles
+    name, dtype, (used_handle, pages_handle, slots_handle, overlay_handle) = (
+        node.name,
+        table.dtype,
+        extra_handles,
+    )
     indices, index_type = node.input[1], DType(node.attr["Tindices"].type)
     body.rename(node, free_name(body.by_name, f"{name}/mapped"))
     node.attr.pop("_output_shapes", None)
-    gathered = body.single(node, "output")
 
-    def known(what: str, value: int | list[int]) -> str:
-        return body.constant_beside(node, f"{name}/{what}", value)
+    def known(what: str, value: int | list[int], of: DType = DType.INT32) -> str:
+        return body.constant_beside(node, f"{name}/{what}", value, of)
 
     def add(what: str, op: str, *inputs: str, output: str = "output", **types: Any) -> str:
         made = body.add(f"{name}/{what}" if what else name, op, *inputs, device=node.device, **types)
         return body.single(made, output)
 
+    def if_changed(what: str, tensor: str, of: DType) -> Proto:
+        return body.add(f"{name}/{what}", "Switch", tensor, is_changed, device=node.device, T=of)
+
     def reshape(what: str, tensor: str, shape: str, of: DType) -> str:
         return add(what, "Reshape", tensor, shape, T=of, Tshape=DType.INT32)
 
+    used = add("used", "ReadVariableOp", used_handle, output="value", dtype=DType.INT64)
+    is_changed = add("is_changed", "Cast", used, output="y", SrcT=DType.INT64, DstT=DType.BOOL)
+    either = if_changed("gathered", body.single(node, "output"), dtype)
+    unchanged, gathered = body.output(either, 0), body.output(either, 1)
+    ids = body.output(if_changed("ids", indices, index_type), 1)
     vector = known("vector", [-1])
-    slots = add("slots", "ResourceGather", slots_handle, indices, dtype=DType.INT32, Tindices=index_type)
-    slots = reshape("slots_in_line", slots, vector, DType.INT32)
+    ids = reshape("ids_in_line", ids, vector, index_type)
+    page = add("page", "RightShift", ids, known("bits", PAGE_BITS, index_type), output="z", T=index_type)
+    begin = add("begin", "ResourceGather", pages_handle, page, dtype=DType.INT32, Tindices=index_type)
+    within = add(
+        "within", "BitwiseAnd", ids, known("mask", PAGE_ROWS - 1, index_type), output="z", T=index_type
+    )
+    if index_type is not DType.INT32:
+        within = add("within_32", "Cast", within, output="y", SrcT=index_type, DstT=DType.INT32)
+    slot = add("slot", "AddV2", begin, within, output="z", T=DType.INT32)
+    slots = add("slots", "ResourceGather", slots_handle, slot, dtype=DType.INT32, Tindices=DType.INT32)
     at = reshape("at", add("where", "Where", slots, output="index", T=DType.INT32), vector, DType.INT64)
     types: Any = {"Tparams": DType.INT32, "Tindices": DType.INT64, "Taxis": DType.INT32}
     changed = add("changed", "GatherV2", slots, at, known("axis", 0), **types)
@@ -111,4 +142,6 @@ def _overlay_rows(body: Body, node: Proto, table: OverlaidReads, extra_handles: 
     in_line = reshape("in_line", gathered, known("row", [-1, *table.row_shape]), dtype)
     newest = add("newest", "InplaceUpdate", in_line, places, rows, output="y", T=dtype)
     shape = add("shape", "Shape", gathered, T=dtype, out_type=DType.INT32)
-    reshape("", newest, shape, dtype)  # its output is called `output`, too: what takes it stays as it is
+    newest = reshape("in_shape", newest, shape, dtype)
+    # Its output is called `output`, too: what takes it stays as it is.
+    add("", "Merge", unchanged, newest, T=dtype, N=2)

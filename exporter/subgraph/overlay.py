@@ -3,14 +3,16 @@
 `exporter.graph.overlaid_reads` says what lies where, and how signatures read it. A changed row has two
 places, `capacity` apart: its slot leads to one, and an update writes into the other, where nobody reads,
 before it leads the slot there. A row that has none gets the next free pair. Pairs are never given back: a
-rollback writes the former values again.
+rollback writes the former values again. The first row of a page that changes gets the next block of slots for
+it, which is set to zero where nobody reads, before `pages` leads there.
 
 Nobody sees a half-written row. A reader that still follows the slot of before the last flip began before that
 flip, which changed the sequence: its pass is not clean and is computed again. One that began after the flip
 follows the other place. Row isolation has no sequence: there rows are written under the overlay's lock.
 
-Memory is taken by what changes: `Empty` leaves the overlay's pages untouched, first places are given in
-order, and second ones are used by rows that change twice.
+Memory is taken by what changes: `Empty` leaves memory untouched, first places and blocks are given in order,
+and second places are used by rows that change twice. Nothing is taken for zero that was not set to zero: of
+memory that was in use before, an allocator gives what lay there.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from msgspec import Struct
 
 from exporter.graph.editor import GraphEditor
 from exporter.graph.inference_graph import GraphVariable
-from exporter.graph.overlaid_reads import OverlaidReads
+from exporter.graph.overlaid_reads import PAGE_BITS, PAGE_ROWS, OverlaidReads
 from exporter.late_names import tf
 from exporter.subgraph.state import Tensor, read
 from exporter.wire.dtypes import DType
@@ -30,11 +32,14 @@ from exporter.wire.dtypes import DType
 class OverlayNodes(Struct, frozen=True):
     """Nodes of one table's overlay: variables, and the `shape` of rows with place 0, which is never used."""
 
-    # `used`, int64 [], is how many of `capacity` rows have a pair of places.
+    # `used` and `blocks`, int64 [], are how many of `capacity` rows have a pair of places, and how many pages
+    # have slots.
 
+    pages: str
     slots: str
     rows: str
     used: str
+    blocks: str
     dtype: DType
     table_rows: int
     shape: tuple[int, ...]
@@ -43,10 +48,13 @@ class OverlayNodes(Struct, frozen=True):
     def add(cls, editor: GraphEditor, variable: GraphVariable, capacity: int) -> OverlayNodes:
         """Add the variables of an overlay to a graph."""
         name, shape = f"overlay/{variable.node}", (2 * capacity + 1, *variable.shape[1:])
+        sizes = _sizes(variable.shape[0], capacity)
         return cls(
-            slots=editor.variable(f"{name}/slots", DType.INT32, variable.shape[:1]),
+            pages=editor.variable(f"{name}/pages", DType.INT32, sizes[0]),
+            slots=editor.variable(f"{name}/slots", DType.INT32, sizes[1]),
             rows=editor.variable(f"{name}/rows", variable.dtype, shape),
             used=editor.variable(f"{name}/used", DType.INT64),
+            blocks=editor.variable(f"{name}/blocks", DType.INT64),
             dtype=variable.dtype,
             table_rows=variable.shape[0],
             shape=shape,
@@ -58,24 +66,44 @@ class OverlayNodes(Struct, frozen=True):
         return self.shape[0] // 2
 
     @property
-    def handles(self) -> tuple[str, str, str]:
-        """The nodes of the variables that an update takes, in the order of `Overlay`."""
-        return self.slots, self.rows, self.used
+    def handles(self) -> dict[str, tuple[DType, tuple[int, ...]]]:
+        """The nodes of the variables that an update takes, in the order of `Overlay`: dtypes and shapes."""
+        pages, slots = _sizes(self.table_rows, self.capacity)
+        return {
+            self.pages: (DType.INT32, pages),
+            self.slots: (DType.INT32, slots),
+            self.rows: (self.dtype, self.shape),
+            self.used: (DType.INT64, ()),
+            self.blocks: (DType.INT64, ()),
+        }
 
     def reads(self, variable: GraphVariable) -> OverlaidReads:
         """Describe how the graph is to read the table, for `overlay_reads`."""
-        return OverlaidReads(variable.node, self.dtype, self.shape[1:], self.slots, self.rows)
+        beside = self.used, self.pages, self.slots, self.rows
+        return OverlaidReads(variable.node, self.dtype, self.shape[1:], *beside)
 
     def add_first_values(self, editor: GraphEditor) -> dict[str, tuple[str, DType]]:
         """Add the variables' values of a model that is loaded: value and dtype by handle."""
-        slots = _empty(editor, self.slots, (self.table_rows,), DType.INT32, is_zero=True)
+        sizes = _sizes(self.table_rows, self.capacity)
+        pages = _empty(editor, self.pages, sizes[0], DType.INT32, is_zero=True)
+        slots = _empty(editor, self.slots, sizes[1], DType.INT32, is_zero=False)
         rows = _empty(editor, self.rows, self.shape, self.dtype, is_zero=False)
-        used = editor.constant(f"{_name(self.used)}/none", 0, DType.INT64)
+        name, dtypes = _name(self.slots), {"T": DType.INT32}
+        first = editor.constant(f"{name}/of_none", range(PAGE_ROWS), DType.INT32)
+        zeros = editor.constant(f"{name}/zeros", [0] * PAGE_ROWS, DType.INT32)
+        slots = editor.node(f"{name}/begun", "InplaceUpdate", [slots, first, zeros], **dtypes)
+        none = editor.constant(f"{_name(self.used)}/none", 0, DType.INT64)
+        values = pages, slots, rows, none, none
         return {
-            self.slots: (slots, DType.INT32),
-            self.rows: (rows, self.dtype),
-            self.used: (used, DType.INT64),
+            handle: (value, dtype)
+            for (handle, (dtype, _)), value in zip(self.handles.items(), values, strict=True)
         }
+
+
+def _sizes(table_rows: int, capacity: int) -> tuple[tuple[int], tuple[int]]:
+    """The shapes of `pages` and `slots`: each page that has slots has a changed row at least."""
+    pages = -(-table_rows // PAGE_ROWS)
+    return (pages,), (PAGE_ROWS * (1 + min(pages, capacity)),)
 
 
 def _name(handle: str) -> str:
@@ -117,51 +145,101 @@ class Overlay(Struct, frozen=True):
     """The handles of a table and of its overlay inside a function."""
 
     table: Tensor
+    pages: Tensor
     slots: Tensor
     rows: Tensor
     used: Tensor
+    blocks: Tensor
     nodes: OverlayNodes
 
     def gather(self, ids: Tensor) -> Tensor:
         """Add a gather of the rows as they are now, for row numbers int64 [n]."""
         dtype = tf.as_dtype(int(self.nodes.dtype))
-        slots = self._slots_of(ids)
+        slots = self._slots_of(self._begins(ids), ids)
         at = tf.reshape(tf.raw_ops.Where(condition=slots), [-1])
         changed = tf.raw_ops.ResourceGather(resource=self.rows, indices=tf.gather(slots, at), dtype=dtype)
         gathered = tf.raw_ops.ResourceGather(resource=self.table, indices=ids, dtype=dtype)
         return tf.raw_ops.InplaceUpdate(x=gathered, i=tf.cast(at, tf.int32), v=changed)
 
-    def place(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Add the choice of places for changed rows `ids`, which differ: the last three of `Places`."""
-        slots = tf.cast(self._slots_of(ids), tf.int64)
+    def place(self, ids: Tensor) -> Places:
+        """Add the choice of places for changed rows `ids`, which increase."""
+        begins = self._begins(ids)
+        slots = tf.cast(self._slots_of(begins, ids), tf.int64)
         is_new, is_second = tf.equal(slots, 0), slots > self.nodes.capacity
         first = tf.where(is_second, slots - self.nodes.capacity, slots)
         # `used` is assigned last. If an update died before, it may have led slots beyond it; the update that
-        # repairs changes the same rows at least, and so finds these slots here.
-        used = tf.maximum(read(self.used, DType.INT64, ()), tf.reduce_max(tf.concat([first, [0]], 0)))
+        # repairs changes the same rows at least, and so finds these slots here. So it is with pages.
+        used = tf.maximum(read(self.used, DType.INT64, ()), _largest(first))
         # No slot leads to the other place now.
         other = tf.where(is_second, first, slots + self.nodes.capacity)
-        places = tf.where(is_new, used + tf.cumsum(tf.cast(is_new, tf.int64)), other)
-        more = tf.reduce_sum(tf.cast(is_new, tf.int64))
-        return places, tf.cast(places, tf.int32), used + more
+        rows = tf.where(is_new, used + tf.cumsum(tf.cast(is_new, tf.int64)), other)
+        used += tf.reduce_sum(tf.cast(is_new, tf.int64))
+        # Rows of one page are neighbours: the first of a page without slots asks for a block of them.
+        pages, is_apart = tf.bitwise.right_shift(ids, PAGE_BITS), tf.equal(begins, 0)
+        asks = is_apart & tf.not_equal(pages, tf.concat([[-1], pages[:-1]], 0))
+        blocks = tf.cast(read(self.blocks, DType.INT64, ()), tf.int32)
+        blocks = tf.maximum(blocks, tf.bitwise.right_shift(_largest(begins), PAGE_BITS))
+        numbers = blocks + tf.cumsum(tf.cast(asks, tf.int32))
+        begins = tf.where(is_apart, tf.bitwise.left_shift(numbers, PAGE_BITS), begins)
+        return Places(
+            at=_at(begins, ids),
+            rows=rows,
+            slots=tf.cast(rows, tf.int32),
+            used=used,
+            pages=pages[asks],
+            begins=begins[asks],
+            blocks=tf.cast(blocks + tf.reduce_sum(tf.cast(asks, tf.int32)), tf.int64),
+        )
 
     def is_full(self, places: Places) -> Tensor:
         """True if there is no room for the rows, bool []."""
         return places.used > self.nodes.capacity
 
-    def _slots_of(self, ids: Tensor) -> Tensor:
-        return tf.raw_ops.ResourceGather(resource=self.slots, indices=ids, dtype=tf.int32)
+    def _begins(self, ids: Tensor) -> Tensor:
+        """Add a gather of where the slots of the rows' pages begin, int32 [n]."""
+        pages = tf.bitwise.right_shift(ids, PAGE_BITS)
+        return tf.raw_ops.ResourceGather(resource=self.pages, indices=pages, dtype=tf.int32)
+
+    def _slots_of(self, begins: Tensor, ids: Tensor) -> Tensor:
+        return tf.raw_ops.ResourceGather(resource=self.slots, indices=_at(begins, ids), dtype=tf.int32)
+
+
+def _at(begins: Tensor, ids: Tensor) -> Tensor:
+    """Where the slots of rows are, if those of their pages begin at `begins`, int32 [n]."""
+    return begins + tf.cast(tf.bitwise.bitwise_and(ids, PAGE_ROWS - 1), tf.int32)
+
+
+def _largest(numbers: Tensor) -> Tensor:
+    return tf.reduce_max(tf.concat([numbers, [0]], 0))
 
 
 class Places(Struct, frozen=True):
-    """Where changed rows `ids` go: their places in the overlay as indices `rows` int64 [n] and as contents of
-    `slots` int32 [n]; `used`, int64 [], is how many rows have places then.
+    """Where changed rows go: `rows`, int64 [n], are their places, `slots`, int32 [n], the same as contents of
+    the slots at `at`, int32 [n].
+
+    The `pages`, int64 [k], get slots that begin at `begins`, int32 [k]. How many rows have places then, and how
+    many pages have slots, are `used` and `blocks`, int64 [].
     """
 
-    ids: Tensor
+    at: Tensor
     rows: Tensor
     slots: Tensor
     used: Tensor
+    pages: Tensor
+    begins: Tensor
+    blocks: Tensor
+
+    @classmethod
+    def nowhere(cls) -> Places:
+        """Places of no rows."""
+        rows, slots, count = tf.zeros([0], tf.int64), tf.zeros([0], tf.int32), tf.constant(0, tf.int64)
+        return cls(slots, rows, slots, count, rows, slots, count)
+
+
+def clear(slots: Tensor, begins: Tensor) -> Tensor:
+    """Add the operation that sets to 0 the slots of pages that begin at `begins`."""
+    every = begins[:, tf.newaxis] + tf.range(PAGE_ROWS)
+    return tf.raw_ops.ResourceScatterUpdate(resource=slots, indices=every, updates=tf.constant(0))
 
 
 def add_overlays(
