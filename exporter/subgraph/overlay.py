@@ -217,8 +217,8 @@ class Places(Struct, frozen=True):
     """Where changed rows go: `rows`, int64 [n], are their places, `slots`, int32 [n], the same as contents of
     the slots at `at`, int32 [n].
 
-    The `pages`, int64 [k], get slots that begin at `begins`, int32 [k]. How many rows have places then, and how
-    many pages have slots, are `used` and `blocks`, int64 [].
+    The `pages`, int64 [k], get slots that begin at `begins`, int32 [k]. Then `used` rows have places, and
+    `blocks` pages have slots, both int64 [].
     """
 
     at: Tensor
