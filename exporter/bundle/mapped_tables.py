@@ -107,7 +107,7 @@ def choose_mapped(
 
 SEVERAL_HANDLES = "several nodes of the graph are its handle"
 _INDEX = "it is the index of a table by keys"
-_MOST_ROWS = (1 << 31) - 2 * PAGE_ROWS  # slots are found by an int32, and a page of them belongs to no row
+_MOST_ROWS = (1 << 31) - 2 * PAGE_ROWS  # `Empty` counts slots by an int32; one page of them is of no rows
 
 
 def taken_whole(source: TensorSource, read: Mapping[str, Reading]) -> str:
@@ -126,7 +126,7 @@ def _without_overlay(graph_def: Proto, sources: Sequence[TensorSource]) -> dict[
 def _why_no_overlay(graph_def: Proto, sources: Iterable[TensorSource]) -> str:
     """The reason why the reads of some variable cannot be changed; "" if all can be."""
     variables = [variable for source in sources for variable in source.variables]
-    beside = ("used", "pages", "slots", "overlay")
+    beside = ("changed", "pages", "slots", "overlay")
     tried = {
         v.node: OverlaidReads(v.node, v.dtype, v.shape[1:], *(f"{v.node}/{each}" for each in beside))
         for v in variables

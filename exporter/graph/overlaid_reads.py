@@ -2,19 +2,21 @@
 
 The table itself cannot be written (`exporter.bundle.mapped_tables`). Beside it are
 
-    used     int64 []               how many rows have changed; 0: nothing below is read
-    pages    int32 [rows / 64]      where the slots of 64 rows begin; 0: none of these has changed
-    slots    int32 [64 * (n + 1)]   0: the row is as it is in the table; else its place in the overlay
+    changed  bool []                 false: no row has changed, and nothing below is read
+    pages    int64 [rows / 128]      add a row's number, and you have the number of its slot
+    slots    int32 [128 * (n + 1)]   0: the row is as it is in the table; else its place in the overlay
     overlay  dtype [2 * capacity + 1, ...]    changed rows, each with two places; place 0 is never used
 
-The first 64 slots are 0 for good, so rows of a page without slots need no branch. A gather becomes
+Slots lie by pages, those of 128 rows. The first page is 0 for good: rows of all pages in which nothing has
+changed are led there. A gather becomes
 
     gathered  = rows of the table
-    slot      = slots[pages[id / 64] + id mod 64]
+    slot      = slots[pages[id / 128] + id]
     at        = places, in the gathered rows, of those whose slot is not 0
     result    = gathered, with overlay[slot] at `at`
 
-and all but the first line is on the side of a Switch that is taken if `used` is not 0.
+and all but the first line is on the side of a Switch that is taken if `changed`. `ListDiff` gives slots that
+are not 0 with their places: one node, where `Where` takes four.
 
 `InplaceUpdate` writes into the buffer of its input (tensorflow/core/kernels/inplace_ops.cc), which is that of
 the gather, a new one at each call, and which nothing else reads. `where` over both gathers takes 2.1 and 2.2
@@ -44,9 +46,9 @@ SCATTERED = {
 """The dtypes for which TensorFlow has scatter kernels, and whose rows a delta can therefore hold."""
 
 
-PAGE_BITS = 6
+PAGE_BITS = 7
 PAGE_ROWS = 1 << PAGE_BITS
-"""Rows whose slots lie together: 256 bytes, and 4 in `pages`, whether or not one of the rows has changed."""
+"""Rows whose slots lie together: 512 bytes once one of them has changed, and 8 in `pages` in any case."""
 
 
 class OverlaidReads(Struct, frozen=True):
@@ -55,7 +57,7 @@ class OverlaidReads(Struct, frozen=True):
     variable: str
     dtype: DType
     row_shape: tuple[int, ...]
-    used: str
+    changed: str
     pages: str
     slots: str
     overlay: str
@@ -63,7 +65,7 @@ class OverlaidReads(Struct, frozen=True):
     @property
     def extra_handles(self) -> tuple[str, ...]:
         """The nodes of the handles of what lies beside the table."""
-        return self.used, self.pages, self.slots, self.overlay
+        return self.changed, self.pages, self.slots, self.overlay
 
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
         """Let a node that takes the table's handle read changed rows from the overlay.
@@ -96,11 +98,8 @@ def overlay_reads(graph_def: Proto, tables: Mapping[str, OverlaidReads]) -> None
 
 def _overlay_rows(body: Body, node: Proto, table: OverlaidReads, extra_handles: Sequence[str]) -> None:
     """Let a gather yield the table's rows under a new name; the rows as they are now take its old name."""
-    name, dtype, (used_handle, pages_handle, slots_handle, overlay_handle) = (
-        node.name,
-        table.dtype,
-        extra_handles,
-    )
+    name, dtype = node.name, table.dtype
+    changed_handle, pages_handle, slots_handle, overlay_handle = extra_handles
     indices, index_type = node.input[1], DType(node.attr["Tindices"].type)
     body.rename(node, free_name(body.by_name, f"{name}/mapped"))
     node.attr.pop("_output_shapes", None)
@@ -118,29 +117,23 @@ def _overlay_rows(body: Body, node: Proto, table: OverlaidReads, extra_handles: 
     def reshape(what: str, tensor: str, shape: str, of: DType) -> str:
         return add(what, "Reshape", tensor, shape, T=of, Tshape=DType.INT32)
 
-    used = add("used", "ReadVariableOp", used_handle, output="value", dtype=DType.INT64)
-    is_changed = add("is_changed", "Cast", used, output="y", SrcT=DType.INT64, DstT=DType.BOOL)
+    is_changed = add("changed", "ReadVariableOp", changed_handle, output="value", dtype=DType.BOOL)
     either = if_changed("gathered", body.single(node, "output"), dtype)
     unchanged, gathered = body.output(either, 0), body.output(either, 1)
     ids = body.output(if_changed("ids", indices, index_type), 1)
-    vector = known("vector", [-1])
-    ids = reshape("ids_in_line", ids, vector, index_type)
-    page = add("page", "RightShift", ids, known("bits", PAGE_BITS, index_type), output="z", T=index_type)
-    begin = add("begin", "ResourceGather", pages_handle, page, dtype=DType.INT32, Tindices=index_type)
-    within = add(
-        "within", "BitwiseAnd", ids, known("mask", PAGE_ROWS - 1, index_type), output="z", T=index_type
-    )
-    if index_type is not DType.INT32:
-        within = add("within_32", "Cast", within, output="y", SrcT=index_type, DstT=DType.INT32)
-    slot = add("slot", "AddV2", begin, within, output="z", T=DType.INT32)
-    slots = add("slots", "ResourceGather", slots_handle, slot, dtype=DType.INT32, Tindices=DType.INT32)
-    at = reshape("at", add("where", "Where", slots, output="index", T=DType.INT32), vector, DType.INT64)
-    types: Any = {"Tparams": DType.INT32, "Tindices": DType.INT64, "Taxis": DType.INT32}
-    changed = add("changed", "GatherV2", slots, at, known("axis", 0), **types)
-    rows = add("rows", "ResourceGather", overlay_handle, changed, dtype=dtype, Tindices=DType.INT32)
-    places = add("places", "Cast", at, output="y", SrcT=DType.INT64, DstT=DType.INT32)
+    if index_type is not DType.INT64:
+        ids = add("ids_64", "Cast", ids, output="y", SrcT=index_type, DstT=DType.INT64)
+    ids = reshape("ids_in_line", ids, known("vector", [-1]), DType.INT64)
+    page = add("page", "RightShift", ids, known("bits", PAGE_BITS, DType.INT64), output="z", T=DType.INT64)
+    begin = add("begin", "ResourceGather", pages_handle, page, dtype=DType.INT64, Tindices=DType.INT64)
+    slot = add("slot", "AddV2", begin, ids, output="z", T=DType.INT64)
+    slots = add("slots", "ResourceGather", slots_handle, slot, dtype=DType.INT32, Tindices=DType.INT64)
+    types: Any = {"T": DType.INT32, "out_idx": DType.INT32}
+    found = body.add(f"{name}/places", "ListDiff", slots, known("none", [0]), device=node.device, **types)
+    places, at = body.output(found, 0), body.output(found, 1)
+    rows = add("rows", "ResourceGather", overlay_handle, places, dtype=dtype, Tindices=DType.INT32)
     in_line = reshape("in_line", gathered, known("row", [-1, *table.row_shape]), dtype)
-    newest = add("newest", "InplaceUpdate", in_line, places, rows, output="y", T=dtype)
+    newest = add("newest", "InplaceUpdate", in_line, at, rows, output="y", T=dtype)
     shape = add("shape", "Shape", gathered, T=dtype, out_type=DType.INT32)
     newest = reshape("in_shape", newest, shape, dtype)
     # Its output is called `output`, too: what takes it stays as it is.

@@ -98,10 +98,11 @@ class UpdateTarget(Struct, frozen=True):
                 if isinstance(handle, Overlay):
                     found_at = places[variable.name, number]
                     writes.overlaid.append((handle.rows, found_at.rows, its_tensors[1]))
-                    writes.cleared.append((handle.slots, found_at.begins))
+                    writes.cleared.append((handle.slots, found_at.pages, found_at.begins))
                     writes.slots.append((handle.slots, found_at.at, found_at.slots))
                     writes.pages.append((handle.pages, found_at.pages, found_at.begins))
-                    writes.used.extend([(handle.blocks, found_at.blocks), (handle.used, found_at.used)])
+                    any_used = found_at.used[0] > 0
+                    writes.used.extend([(handle.used, found_at.used), (handle.changed, any_used)])
                 elif variable.kind is ChangeKind.TABLE:
                     writes.tables.append((handle, *its_tensors))
                 else:
@@ -119,10 +120,10 @@ class Writes(Struct, frozen=True):
     value), the entries of `lookups` replaced (handle, whether they changed, keys, values).
 
     Of overlays `overlaid` rows are scattered first (handle, places, rows), and the slots of some pages
-    `cleared` (handle, where they begin); then the `slots` that lead to rows (handle, at, places) and the
-    `pages` that lead to slots (handle, pages, where they begin). Last it is assigned how many are `used`
-    (handle, count). So what leads anywhere leads to what is there; and an update that dies takes nothing for
-    good: `Overlay.place` of the one that repairs looks at slots and pages, too.
+    `cleared` (handle, pages, contents); then the `slots` that lead to rows (handle, at, places) and the
+    `pages` that lead to slots (handle, pages, contents). Last it is assigned how much is `used`, and whether
+    any is (handle, value). So what leads anywhere leads to what is there; and an update that dies takes
+    nothing for good: `Overlay.place` of the one that repairs looks at slots and pages, too.
     """
 
     tensors: Sequence[Tensor]
@@ -130,7 +131,7 @@ class Writes(Struct, frozen=True):
     dense: list[tuple[Tensor, Tensor, Tensor]]
     lookups: list[tuple[Tensor, Tensor, Tensor, Tensor]]
     overlaid: list[tuple[Tensor, Tensor, Tensor]]
-    cleared: list[tuple[Tensor, Tensor]]
+    cleared: list[tuple[Tensor, Tensor, Tensor]]
     slots: list[tuple[Tensor, Tensor, Tensor]]
     pages: list[tuple[Tensor, Tensor, Tensor]]
     used: list[tuple[Tensor, Tensor]]
@@ -312,8 +313,8 @@ def _scatter_chunks(target: UpdateTarget, delta: ReadDelta, places: DeltaPlaces)
             )
         ]
         # Nobody reads these: no lookup has to wait for them.
-        for handle, begins in () if leads else writes.cleared:
-            scatters.append(clear(handle, tf.raw_ops.StridedSlice(input=begins, **rows)))
+        for handle, *led in () if leads else writes.cleared:
+            scatters.append(clear(handle, *(tf.raw_ops.StridedSlice(input=each, **rows) for each in led)))
         with tf.control_dependencies(scatters):
             return tf.identity(end)
 

@@ -150,7 +150,7 @@ def test_other_reads_are_refused_by_name(op: str, said: str) -> None:
     graph_def = message_class("GraphDef")()
     graph_def.node.add(name="table", op="VarHandleOp")
     graph_def.node.add(name="read", op=op, input=["table"])
-    table = OverlaidReads("table", DType.FLOAT, (DIM,), "used", "pages", "slots", "overlay")
+    table = OverlaidReads("table", DType.FLOAT, (DIM,), "changed", "pages", "slots", "overlay")
     with pytest.raises(NotServable, match=said):
         overlay_reads(graph_def, {"table": table})
 

@@ -248,8 +248,9 @@ class Loaded:
                 handle = graph.get_tensor_by_name(f"{slots.removesuffix('slots')}{what}:0")
                 return tf.raw_ops.ResourceGather(resource=handle, indices=indices, dtype=of)
 
-            ids = tf.range(graph.get_operation_by_name(name).get_attr("shape").dim[0].size)
-            places = beside("slots", beside("pages", ids // PAGE_ROWS) + ids % PAGE_ROWS)
+            rows = graph.get_operation_by_name(name).get_attr("shape").dim[0].size
+            ids = tf.range(rows, dtype=tf.int64)
+            places = beside("slots", beside("pages", ids // PAGE_ROWS, tf.int64) + ids)
             changed = tf.where(places)  # place 0 of an overlay holds anything
             rows = beside("rows", tf.gather_nd(places, changed), dtype)
             return tf.tensor_scatter_nd_update(read(dtype=dtype), changed, rows, name=f"test_read/{name}")
