@@ -159,10 +159,11 @@ class _Handles(Struct, frozen=True):
             # Shape inference needs dtype and shape to read a variable; a lookup table is not read so.
             valued = handle if owner.contents else _with_handle_data(handle, owner.dtype, owner.shape)
             if overlay is not None:
-                slots, rows, used = (next(further) for _ in overlay.handles)
-                slots = _with_handle_data(slots, DType.INT32, owner.shape[:1])
-                rows = _with_handle_data(rows, owner.dtype, overlay.shape)
-                by_name[owner.name].append(Overlay(valued, slots, rows, used, overlay))
+                changed, pages, slots, rows, used = (
+                    _with_handle_data(next(further), *kind) for kind in overlay.handles.values()
+                )
+                beside = Overlay(valued, changed, pages, slots, rows, used, overlay)
+                by_name[owner.name].append(beside)
             else:
                 by_name[owner.name].append(valued)
         return UpdateTarget(self.schema, by_name)
