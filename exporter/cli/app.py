@@ -112,6 +112,26 @@ class RunFlags(Struct, frozen=True):
         bool, Option("Keep running: export each new checkpoint or, with --incr, each change.", FOLLOWING)
     ] = False
 
+    metrics_port: Annotated[
+        str,
+        Option(
+            "With --watch: serve metrics for Prometheus on this port, of 127.0.0.1 if no address is given.",
+            FOLLOWING,
+            metavar="[ADDRESS:]PORT",
+            default="none",
+            goes_with="--watch",
+        ),
+    ] = ""
+    heartbeat: Annotated[
+        str,
+        Option(
+            "With --watch: write this file at each look, and while work goes on, for a liveness probe.",
+            FOLLOWING,
+            metavar="FILE",
+            default="none",
+            goes_with="--watch",
+        ),
+    ] = ""
     verbose: Annotated[
         bool,
         Option("With --watch: print each publication in full.", FOLLOWING, letter="-v", goes_with="--watch"),
@@ -227,13 +247,19 @@ def export(
         if not places.any_role and not (role := node_role()).is_chief:
             export_commands.stand_by(role, sink)
             return
-        target = stack.enter_context(opened(out, read_only=flags.dry_run))
-        request = replace(request, out=target.path)
+        target = stack.enter_context(opened(out, read_only=flags.dry_run, signing=request.signing))
+        request, seen = replace(request, out=target.path), None
+        if watch is not None and not flags.dry_run:
+            from exporter.cli.watched import watched
+
+            seen = stack.enter_context(watched(request.out, sink, flags.metrics_port, flags.heartbeat))
         if flags.publishes_deltas:
-            how = export_commands.RunOptions(target, flags.full_on_mismatch, flags.rebase, watch, servers)
+            how = export_commands.RunOptions(
+                target, flags.full_on_mismatch, flags.rebase, watch, servers, seen
+            )
             export_commands.run_incremental(request, sink, how, dry_run=flags.dry_run)
             return
-        export_commands.run_full(request, sink, target, watch, dry_run=flags.dry_run)
+        export_commands.run_full(request, sink, target, watch, seen, dry_run=flags.dry_run)
 
 
 _IN_LOG = ("history", "merge", "rollback", "resume", "diff", "verify")

@@ -16,6 +16,7 @@ from exporter.options import (
     Isolation,
     Jobs,
     OnWild,
+    Signing,
     Updates,
     Verify,
 )
@@ -91,6 +92,8 @@ class ExportKeywords(TypedDict, total=False):
     """Write a SavedModel, Cloud ML's pair, or both."""
     version: str | int | None
     """Version number, or time (seconds since 1970)."""
+    for_server: str | None
+    """Publish what servers of this TensorFlow load: 1.15 or newer."""
     plain: bool
     """Publish a version that takes no deltas, although the newest one does."""
     despite_hold: bool
@@ -161,3 +164,5 @@ class ExportKeywords(TypedDict, total=False):
     """For deltas: build the graph again and compare it with the base's."""
     jobs: Jobs
     """Where values are cast, moved and compared."""
+    signing: Signing
+    """Who signs what is published."""

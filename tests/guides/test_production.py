@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.guide_pages import Block, followed
 
-FOLLOWED = ["docs/production.md"]
+FOLLOWED = ["docs/production.md", "docs/signed-publications.md"]
 
 
 @pytest.mark.parametrize("block", followed(*FOLLOWED), ids=str)
