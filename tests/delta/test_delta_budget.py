@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exporter.cli.watched import PREFIX, Watched
 from exporter.delta.packing import round_rows
 from exporter.delta.tolerance import _Cut
 from exporter.errors import UsageError, WildValues
@@ -355,3 +356,18 @@ def test_what_an_exporter_forgot_is_found_by_comparing_and_waits_as_long_as_was_
     now += 2  # of all rows that differ it is not known any more which of them waited
     assert export(trainer, model, "1B", max_row_age=51.0).left_out is None
     assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))
+
+
+def test_a_watch_has_metrics_of_what_it_holds_back(trainer: Trainer, tmp_path: Path) -> None:
+    drift(trainer, 0.5, rows=8)
+    trainer.increment()
+    done = export(trainer, tmp_path / "model", "1B")
+    assert done.published is not None and done.budgeted is not None and done.left_out is not None
+    seen = Watched(tmp_path / "model")
+    seen.published(done.published.manifest)
+    found = {family.name.removeprefix(f"{PREFIX}_"): family.samples for family in seen.collect()}
+    values = {name: samples[0].value for name, samples in found.items() if samples}
+    assert (values["held_back_rows"], values["wild_rows"], values["change_sent_ratio"]) == (16, 0, 0)
+    assert values["held_back_since_timestamp_seconds"] == done.left_out.since.timestamp()  # type: ignore[union-attr]
+    assert (values["budget_bytes"], values["budget_excess_bytes"]) == (1, done.budgeted.excess)
+    assert values["change_bytes"] == done.budgeted.changes > done.budgeted.due
