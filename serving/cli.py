@@ -58,7 +58,7 @@ def status(
         typer.Option(
             metavar="MODEL_BASE_PATH",
             parser=checkpoint_parser("--published"),
-            help="Also show how far each version is behind what is published here; a path, s3://, gs:// or az://.",
+            help="Also show how far each version is behind this model: a path, s3://, gs:// or az://.",
         ),
     ] = None,
     deadline: Deadline = 10.0,

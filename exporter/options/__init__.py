@@ -413,7 +413,7 @@ class Jobs(_Limited, frozen=True, repr_omit_defaults=True):
     task_bytes: Annotated[
         int,
         _work(
-            "What one task reads, as in 64MiB.",
+            "Bytes that one task reads, as in 64MiB.",
             name="--task-size",
             metavar="SIZE",
             default="64MiB",
@@ -567,20 +567,20 @@ class GraphOptions(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     ] = field(default_factory=dict)
     absent_keys: Annotated[
         Mapping[str, str],
-        _served(
-            "What keys read that a table lacks. Repeatable.", name="--absent-key", metavar="TABLE=NUMBER"
-        ),
+        _served("Value of keys that a table lacks. Repeatable.", name="--absent-key", metavar="TABLE=NUMBER"),
     ] = field(default_factory=dict)
     """Numbers by regular expressions for tables' names."""
     allow_code: Annotated[
-        bool, _served("Trust the model: run code of an archive, and here whatever its graph does.")
+        bool, _served("Trust the model: run its archive's code, and here any operation of its graph.")
     ] = False
     allow_files: Annotated[
         tuple[Path, ...],
-        _served("Let a graph that is not named take files from here, too. Repeatable.", metavar="DIR"),
+        _served(
+            "Let a graph found beside the checkpoint read this directory, too. Repeatable.", metavar="DIR"
+        ),
     ] = ()
     allow_file_ops: Annotated[
-        bool, _served("Serve operations that use files, call out, or were not judged.")
+        bool, _served("Serve operations that use files, call other processes, or are unknown.")
     ] = False
     allow_foreign_ops: Annotated[
         bool, _served("Serve operations that stock TensorFlow lacks, with all that they need.")
@@ -660,14 +660,14 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     casts: Annotated[
         tuple[str, ...],
         _storage(
-            "Store matching variables in 16 bits, or tables in 8: of one by keys, TABLE/values. Repeatable.",
+            "Store matching variables in 16 bits, or tables in 8 (by keys: TABLE/values). Repeatable.",
             name="--cast",
             metavar="[PATTERN=]bfloat16|float16|int8",
         ),
     ] = ()
     data: Annotated[
         DataMode,
-        _storage("How values reach the version; compact copies the needed bytes alone.", digest="always"),
+        _storage("How values reach the version; compact copies only the needed bytes.", digest="always"),
     ] = DataMode.AUTO
     map_tables: Annotated[
         bool,
@@ -676,7 +676,7 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     served_at: Annotated[
         str | None,
         _storage(
-            "Where servers see the model: mapped tables are there.",
+            "The model's directory as servers see it, for mapped tables.",
             metavar="DIR",
             default="--out",
             goes_with="--map-tables",
@@ -759,7 +759,7 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     min_change: Annotated[
         float,
         _deltas(
-            "With --incr: hold back rows that are less than X (Euclidean norm) from what is published.",
+            "With --incr: hold back rows that moved less than X (Euclidean norm) since their publication.",
             metavar="X",
             least=0.0,
             goes_with="--incr",

@@ -18,6 +18,7 @@ from tools.reference import (
     findings,
     keywords,
     metrics,
+    python_api,
     rooms,
     tf_serving,
 )
@@ -34,6 +35,7 @@ _REFERENCE: dict[str, Callable[[], str]] = {
     "exit-codes.md": failures.exit_codes,
     "findings.md": findings.page,
     "metrics.md": metrics.page,
+    "python.md": python_api.page,
     "troubleshooting.md": failures.troubleshooting,
 }
 _WHOLE: dict[str, Callable[[], str]] = {
