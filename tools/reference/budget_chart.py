@@ -15,6 +15,11 @@ FIGURES = Path("docs/assets/delta-budgets.json")
 _COLOURS = {"synthetic": "#0969da", "flights": "#bc4c00", "films": "#1a7f37"}
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 620, 20, 300
 _MOST = 400.0
+_TITLE = "What is kept of the gain of full freshness, by how many times fewer bytes"
+_DESCRIPTION = (
+    "Three streams of events. With ten times fewer bytes, as rows of 8 bits, 97 to 98 percent is kept; with "
+    "350 times fewer, 52 to 71 percent. Rows that chance chooses keep much less."
+)
 
 
 def chart(figures: dict[str, Any]) -> str:
@@ -44,8 +49,8 @@ def chart(figures: dict[str, Any]) -> str:
     body = "\n".join(parts)
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 350" font-family="sans-serif" '
-        'font-size="13" role="img" aria-label="What is kept of the gain by how many times fewer bytes">\n'
-        f"{body}\n</svg>\n"
+        'font-size="13" role="img" aria-labelledby="title desc">\n'
+        f'<title id="title">{_TITLE}</title>\n<desc id="desc">{_DESCRIPTION}</desc>\n{body}\n</svg>\n'
     )
 
 
