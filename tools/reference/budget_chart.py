@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 FIGURES = Path("docs/assets/delta-budgets.json")
-_COLOURS = {"synthetic": "#0969da", "flights": "#bc4c00", "films": "#1a7f37"}
+_COLOURS = {"synthetic": "var(--a)", "flights": "var(--b)", "films": "var(--c)"}
+_STYLE = (
+    "<style>svg { --a: #0969da; --b: #bc4c00; --c: #1a7f37; --d: #6e7781 } @media (prefers-color-scheme: dark) "
+    "{ svg { --a: #58a6ff; --b: #f0883e; --c: #3fb950; --d: #9198a1 } }</style>"
+)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 620, 20, 300
 _MOST = 400.0
 _TITLE = "What is kept of the gain of full freshness, by how many times fewer bytes"
@@ -43,14 +47,14 @@ def chart(figures: dict[str, Any]) -> str:
     ):
         y = _TOP + 90 + 20 * number
         parts.append(
-            f'<path d="M{_RIGHT + 14} {y} h26" stroke="#6e7781" fill="none" {style}/>'
-            f'<text x="{_RIGHT + 46}" y="{y + 4}" fill="#6e7781">{text}</text>'
+            f'<path d="M{_RIGHT + 14} {y} h26" stroke="var(--d)" fill="none" {style}/>'
+            f'<text x="{_RIGHT + 46}" y="{y + 4}" fill="var(--d)">{text}</text>'
         )
     body = "\n".join(parts)
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 350" font-family="sans-serif" '
         'font-size="13" role="img" aria-labelledby="title desc">\n'
-        f'<title id="title">{_TITLE}</title>\n<desc id="desc">{_DESCRIPTION}</desc>\n{body}\n</svg>\n'
+        f'<title id="title">{_TITLE}</title>\n<desc id="desc">{_DESCRIPTION}</desc>\n{_STYLE}\n{body}\n</svg>\n'
     )
 
 
@@ -58,13 +62,13 @@ def _axes() -> Iterator[str]:
     for kept in (0, 0.25, 0.5, 0.75, 0.95, 1):
         y = _y(kept)
         yield f'<path d="M{_LEFT} {y:.1f} H{_RIGHT}" stroke="#8c959f" stroke-opacity="0.35"/>'
-        yield f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end" fill="#6e7781">{kept:.0%}</text>'
+        yield f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end" fill="var(--d)">{kept:.0%}</text>'
     for fewer in (1, 3, 10, 30, 100, 300):
         x = _x(fewer)
         yield f'<path d="M{x:.1f} {_TOP} V{_BOTTOM}" stroke="#8c959f" stroke-opacity="0.35"/>'
-        yield f'<text x="{x:.1f}" y="{_BOTTOM + 18}" text-anchor="middle" fill="#6e7781">{fewer} x</text>'
+        yield f'<text x="{x:.1f}" y="{_BOTTOM + 18}" text-anchor="middle" fill="var(--d)">{fewer} x</text>'
     place = f'x="{(_LEFT + _RIGHT) / 2}" y="{_BOTTOM + 40}" text-anchor="middle"'
-    yield f'<text {place} fill="#6e7781">times fewer bytes</text>'
+    yield f'<text {place} fill="var(--d)">times fewer bytes</text>'
 
 
 def _line(points: Iterable[tuple[float, float]], colour: str, style: str) -> Iterator[str]:
