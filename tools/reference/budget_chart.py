@@ -14,8 +14,8 @@ from typing import Any
 FIGURES = Path("docs/assets/delta-budgets.json")
 _COLOURS = {"synthetic": "var(--a)", "flights": "var(--b)", "films": "var(--c)"}
 _STYLE = (
-    "<style>svg { --a: #0969da; --b: #bc4c00; --c: #1a7f37; --d: #6e7781 } @media (prefers-color-scheme: dark) "
-    "{ svg { --a: #58a6ff; --b: #f0883e; --c: #3fb950; --d: #9198a1 } }</style>"
+    "<style>svg { --a: #0969da; --b: #bc4c00; --c: #1a7f37; --d: #6e7781 } "
+    "@media (prefers-color-scheme: dark) { svg { --a: #58a6ff; --b: #f0883e; --c: #3fb950; --d: #9198a1 } }</style>"
 )
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 620, 20, 300
 _MOST = 400.0
@@ -54,7 +54,8 @@ def chart(figures: dict[str, Any]) -> str:
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 350" font-family="sans-serif" '
         'font-size="13" role="img" aria-labelledby="title desc">\n'
-        f'<title id="title">{_TITLE}</title>\n<desc id="desc">{_DESCRIPTION}</desc>\n{_STYLE}\n{body}\n</svg>\n'
+        f'<title id="title">{_TITLE}</title>\n<desc id="desc">{_DESCRIPTION}</desc>\n'
+        f"{_STYLE}\n{body}\n</svg>\n"
     )
 
 
