@@ -15,7 +15,8 @@ FIGURES = Path("docs/assets/delta-budgets.json")
 _COLOURS = {"synthetic": "var(--a)", "flights": "var(--b)", "films": "var(--c)"}
 _STYLE = (
     "<style>svg { --a: #0969da; --b: #bc4c00; --c: #1a7f37; --d: #6e7781 } "
-    "@media (prefers-color-scheme: dark) { svg { --a: #58a6ff; --b: #f0883e; --c: #3fb950; --d: #9198a1 } }</style>"
+    "@media (prefers-color-scheme: dark) { svg { "
+    "--a: #58a6ff; --b: #f0883e; --c: #3fb950; --d: #9198a1 } }</style>"
 )
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 620, 20, 300
 _MOST = 400.0
