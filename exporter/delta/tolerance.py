@@ -40,8 +40,9 @@ from exporter.wire.dtypes import Array
 from exporter.wire.int8_codes import values_of
 
 _ROWS = 1 << 12  # at a time: of 64 floats, their differences in float64 stay in a processor's cache
-_SAME, _HELD = -2.0, -1.0
-"""Scores of rows that are served already as they would be sent, and of those that are held back anyway."""
+_SAME, _WILD, _HELD = -3.0, -2.0, -1.0
+"""Scores of rows that are served already as they would be sent, and of those that are held back anyway: as
+they are beyond their norm, or below `--min-change`."""
 _FURTHEST = sys.float_info.max  # infinity is no number of JSON
 
 
@@ -91,15 +92,17 @@ def divide(
         name, change = variable.name, changes[variable.name]
         is_coded = name in coded and (allowed.room is not None or bool(allowed.norms))
         if isinstance(change, Rows) and (variable.dtype.is_floating or is_coded):
-            sieves[name] = _Sieve(variable, change, published, allowed, is_coded=is_coded)
+            new = (first or {}).get(name)
+            sieves[name] = _Sieve(variable, change, published, allowed, new, is_coded=is_coded)
         else:
             whole[name] = change
     published.check(sieves)
-    for name, sieve in sieves.items():
-        sieve.measure(waiting, (first or {}).get(name))
+    for sieve in sieves.values():
+        sieve.measure(waiting)
     wild = tuple(found for sieve in sieves.values() if (found := sieve.wild) is not None)
-    if wild and allowed.on_wild is OnWild.REFUSE:
-        raise _refused(wild)
+    wild_whole = tuple(_wild_whole(whole, allowed.norms))
+    if found := wild * (allowed.on_wild is OnWild.REFUSE) + wild_whole * (allowed.on_wild is not OnWild.WARN):
+        raise _refused(found)
     base = _fixed_bytes(schema) + sum(map(_bytes_of, whole.values()))
     due = base + sum(sieve.due_rows * sieve.row_bytes for sieve in sieves.values())
     cut = _Cut() if allowed.room is None else _Cut.of(sieves.values(), allowed.room - due)
@@ -107,7 +110,7 @@ def divide(
         sieve.send(cut, scratch)
     sent = {name: sieve.sent for name, sieve in sieves.items() if sieve.sent is not None}
     held = {name: sieve.held_back for name, sieve in sieves.items() if sieve.held_back is not None}
-    since = {name: waiting.since_of(name, held[name].ids) for name in held if allowed.counts_time}
+    since = {name: sieves[name].since(waiting) for name in held if allowed.counts_time}
     used = None if allowed.room is None else _used(sieves.values(), base, due)
     return Divided(
         {
@@ -115,10 +118,12 @@ def divide(
             for variable in schema.variables
             if variable.name in sent | whole
         },
-        _left_out(sieves.values(), allowed, min((float(each.min()) for each in since.values()), default=0.0)),
+        _left_out(
+            sieves.values(), allowed, min((float(each.min()) for each in since.values()), default=math.inf)
+        ),
         _rounded(sieves.values(), allowed),
         used,
-        wild,
+        wild + wild_whole,
         held,
         since,
         {name: np.concatenate(sieve.stale) for name, sieve in sieves.items() if sieve.stale},
@@ -186,11 +191,12 @@ class _Sieve:
         change: Rows,
         published: LayeredState,
         allowed: Tolerance,
+        first: Array | None,
         *,
         is_coded: bool,
     ) -> None:
         self._variable, self._change, self._published, self._allowed = variable, change, published, allowed
-        self._is_coded = is_coded
+        self._first, self._is_coded = first, is_coded
         packs = allowed.delta_dtype and shrinks(allowed.delta_dtype, variable.dtype, variable.shape[1:])
         self._round_to = allowed.delta_dtype if packs else None
         self.row_bytes = _row_bytes(variable, self._round_to)
@@ -229,7 +235,7 @@ class _Sieve:
         name, is_held = self._variable.name, self._allowed.on_wild is OnWild.HOLD_ROW
         return WildRows(name, self._wild_rows, row, norm, self._allowed.norms[name], is_held)
 
-    def measure(self, waiting: Waiting, first: Array | None) -> None:
+    def measure(self, waiting: Waiting) -> None:
         """Give each row its score, and note those that are served rounded already."""
         step = ROWS_AT_ONCE if self._published.is_remote(self._variable.name) else _ROWS
         for start in range(0, len(self._change.ids), step):
@@ -242,7 +248,7 @@ class _Sieve:
             if len(same):
                 moved = np.flatnonzero(~_mask(same, len(ids)))
                 ids, values, before, distances = ids[moved], values[moved], before[moved], distances[moved]
-            scores = self._score(ids, values, distances, waiting, first)
+            scores = self._score(ids, values, distances, waiting)
             if self._round_to is not None:
                 is_same = ~_mask(differing_rows(before, round_rows(values, self._round_to)), len(ids))
                 scores[is_same] = _SAME
@@ -258,22 +264,21 @@ class _Sieve:
         is_bounded = self._allowed.bound or self._allowed.norms
         return row_distances(a, b, np.float64 if is_bounded else a.dtype)
 
-    def _score(
-        self, ids: Array, values: Array, distances: Array, waiting: Waiting, first: Array | None
-    ) -> Array:
-        allowed, name = self._allowed, self._variable.name
+    def _score(self, ids: Array, values: Array, distances: Array, waiting: Waiting) -> Array:
+        allowed, name, is_new = self._allowed, self._variable.name, self._is_new(ids)
         with np.errstate(over="ignore"):
             scores = (distances / self.row_bytes).astype(np.float32)
         scores[~np.isfinite(scores)] = np.inf
         held = distances < (0.0 if self._is_coded else allowed.bound)
-        if allowed.overdue is not None or first is not None:
-            is_due = np.isin(ids, [] if first is None else first)
+        if allowed.overdue is not None or self._first is not None:
+            is_due = is_new.copy()
             if allowed.overdue is not None:
                 is_due |= waiting.since_of(name, ids) <= allowed.overdue
             held &= ~is_due
             scores[is_due] = np.inf
+        scores[held] = _HELD
         if (bound := allowed.norms.get(name)) is not None:
-            norms = row_norms(values_of(values) if self._is_coded else values)
+            norms = np.nan_to_num(row_norms(values_of(values) if self._is_coded else values), nan=np.inf)
             wild = norms > bound
             if wild.any():
                 largest = int(np.argmax(np.where(wild, norms, 0)))
@@ -282,16 +287,32 @@ class _Sieve:
                 self._wild_rows += int(np.count_nonzero(wild))
                 if allowed.on_wild is OnWild.HOLD_ROW:
                     held |= wild
+                    scores[wild] = _WILD
                     self.wild_held += int(np.count_nonzero(wild))
+                    distances = np.where(wild & is_new, norms, np.nan_to_num(distances, nan=np.inf))
         self.furthest = max(self.furthest, min(float(distances[held].max(initial=0.0)), _FURTHEST))
-        scores[held] = _HELD
         return scores
+
+    def _is_new(self, ids: Array) -> Array:
+        """A mask of the rows of new keys."""
+        return np.isin(ids, [] if self._first is None else self._first)
+
+    def since(self, waiting: Waiting) -> Array:
+        """Since when the rows wait that are held back; those beyond their norm never do for too long."""
+        assert self.held_back is not None
+        ids = self.held_back.ids
+        is_wild = np.isin(ids, self._change.ids[self._scores == _WILD])
+        return np.where(is_wild, np.inf, waiting.since_of(self._variable.name, ids))
 
     def send(self, cut: _Cut, scratch: Path) -> None:
         """Divide the rows by their scores; fills the other fields."""
         goes = cut.passes(self._scores, self.row_bytes)
-        stays = ~goes & (self._scores >= _HELD)
-        self.sent, self.held_back = self._chosen(goes), self._chosen(stays)
+        stays = ~goes & (self._scores > _SAME)
+        # What is served at the row of a new key is another key's: it gets zeros, if its own are rubbish.
+        blank = self._is_new(self._change.ids) & (self._scores == _WILD)
+        self.sent, self.held_back = self._chosen(goes | blank), self._chosen(stays)
+        if self.sent is not None and blank.any():
+            self.sent = spilled(self._variable, scratch, _blanked(self.sent, self._change.ids[blank]))
         if self.sent is not None:
             gone = self._scores[goes]
             self.moved_and_sent = float(gone[gone < np.inf].sum(dtype=np.float64)) * self.row_bytes
@@ -324,6 +345,22 @@ class _Sieve:
             self.largest_error = max(self.largest_error, float(errors.max(initial=0.0)))
 
 
+def _blanked(rows: Rows, blank: Array) -> Iterator[tuple[Array, Array]]:
+    for start in range(0, len(rows.ids), _ROWS):
+        ids, values = rows.ids[start : start + _ROWS], np.array(rows.values[start : start + _ROWS])
+        values[np.isin(ids, blank)] = 0
+        yield ids, values
+
+
+def _wild_whole(whole: Mapping[str, Change], norms: Mapping[str, float]) -> Iterator[WildRows]:
+    """Yield what is to say of variables that are served whole and beyond their bounds."""
+    for name, value in whole.items():
+        if name in norms and not isinstance(value, Rows):
+            norm = float(np.nan_to_num(row_norms(value[np.newaxis]), nan=np.inf)[0])
+            if norm > norms[name]:
+                yield WildRows(name, 1, 0, min(norm, _FURTHEST), norms[name], held=False)
+
+
 def _left_out(sieves: Collection[_Sieve], allowed: Tolerance, since: float) -> LeftOut | None:
     rows = sum(len(sieve.held_back.ids) for sieve in sieves if sieve.held_back is not None)
     if not rows:
@@ -335,7 +372,7 @@ def _left_out(sieves: Collection[_Sieve], allowed: Tolerance, since: float) -> L
         allowed.bound if is_within else min(float(np.nextafter(furthest * (1 + 2**-22), np.inf)), _FURTHEST)
     )
     found = LeftOut(bound, rows, furthest, wild=wild)
-    if not allowed.counts_time:
+    if not allowed.counts_time or since == math.inf:
         return found
     return replace(found, since=datetime.fromtimestamp(since, timezone.utc))
 

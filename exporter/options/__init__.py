@@ -363,6 +363,11 @@ class NormRule(Struct, frozen=True):
         """True if a variable is of such a table: it may be a part of one."""
         return self.pattern.fullmatch(variable.partition("[")[0]) is not None
 
+    @property
+    def is_of_whole(self) -> bool:
+        """True if it bounds variables that are served whole, too: it is learned, or names them."""
+        return self.bound is None or self.pattern.pattern != ".*"
+
 
 def _path_or_url(option: str, text: str) -> str:
     return local_name(option, text) if Url.parse(text) is None else text

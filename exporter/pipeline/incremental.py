@@ -257,9 +257,9 @@ def _waiting(log: DeltaLog, request: ExportRequest, now: float) -> Waiting | Non
     return load_residual(log.path / CACHES_DIRECTORY, log.schema, **_state_key(log), now=now, unknown=unknown)
 
 
-def _since(left_out: LeftOut, otherwise: float) -> float:
-    """Return since when a row waits at most of which no time is known, in seconds since 1970."""
-    return otherwise if left_out.since is None else left_out.since.timestamp()
+def _since(left_out: LeftOut, now: float) -> float:
+    """Return since when a row waits at most of which no time is known, `now` if a clock was set back."""
+    return now if left_out.since is None else min(now, left_out.since.timestamp())
 
 
 def _competes(request: ExportRequest, left_out: LeftOut | None, *, is_watching: bool) -> bool:

@@ -29,7 +29,7 @@ _RANGES, _RANGE_ROWS = 64, 4096
 
 
 def norm_bounds(log: DeltaLog, rules: Iterable[str], coded: Collection[str]) -> dict[str, float]:
-    """The bound of each table that a rule names, by variable; of several rules the first counts.
+    """The bound of each variable that a rule names, of a table's rows or of all of another; the first counts.
 
     The tables `coded` hold rows in 8 bits.
     """
@@ -37,8 +37,10 @@ def norm_bounds(log: DeltaLog, rules: Iterable[str], coded: Collection[str]) -> 
     found: dict[str, float] = {}
     learned: list[ServedVariable] = []
     for variable in log.schema.variables:
-        if variable.is_table and (variable.dtype.is_floating or variable.name in coded):
-            rule = next((rule for rule in parsed if rule.is_for(variable.name)), None)
+        if variable.dtype.is_floating or variable.name in coded:
+            named = (rule for rule in parsed if rule.is_for(variable.name))
+            # A number for all tables says nothing of variables of any size that are served whole.
+            rule = next((rule for rule in named if variable.is_table or rule.is_of_whole), None)
             if rule is not None and rule.bound is not None:
                 found[variable.name] = rule.bound
             elif rule is not None:
@@ -57,7 +59,7 @@ def _learned(log: DeltaLog, tables: Collection[ServedVariable], coded: Collectio
     if missing:
         stored = log.base.stored()
         for each in missing:
-            known[each.name] = _bound(stored[each.name], is_coded=each.name in coded)
+            known[each.name] = _bound(stored[each.name], each, is_coded=each.name in coded)
         temporary = beside(path)
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +68,10 @@ def _learned(log: DeltaLog, tables: Collection[ServedVariable], coded: Collectio
     return {variable.name: known[variable.name] for variable in tables}
 
 
-def _bound(stored: RowReader, *, is_coded: bool) -> float:
+def _bound(stored: RowReader, variable: ServedVariable, *, is_coded: bool) -> float:
+    if not variable.is_table:
+        value = stored.whole()[np.newaxis]
+        return _TIMES * max(float(np.nan_to_num(row_norms(value), posinf=0.0)[0]), math.sqrt(value.size))
     rows = stored.shape[0]
     step = max(_RANGE_ROWS, -(-rows // _RANGES))
     norms, elements = [np.empty(0)], 1

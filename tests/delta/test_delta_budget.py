@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 import time
 from datetime import datetime, timezone
@@ -19,15 +20,25 @@ from exporter.delta.packing import round_rows
 from exporter.delta.tolerance import _Cut
 from exporter.errors import UsageError, WildValues
 from exporter.options import DeltaDtype, OnWild
+from exporter.options.given import changed
 from exporter.pipeline import incremental
 from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import DeltaEntry
 from exporter.storage.layout import CACHES_DIRECTORY
+from tests.support import deeprec_logs
 from tests.support.budget import times
 from tests.support.budgets import OVERHEAD, BudgetedWorld, bytes_on_disk, differing, export
 from tests.support.commands import export_model
 from tests.support.drifting import drift, servings
-from tests.support.logs import Serving, Trainer, assert_same_bits, publish_base, served_now, values_at
+from tests.support.logs import (
+    Serving,
+    Trainer,
+    assert_same_bits,
+    publish_base,
+    request,
+    served_now,
+    values_at,
+)
 
 LIFE = [
     "train",
@@ -371,3 +382,122 @@ def test_a_watch_has_metrics_of_what_it_holds_back(trainer: Trainer, tmp_path: P
     assert values["held_back_since_timestamp_seconds"] == done.left_out.since.timestamp()  # type: ignore[union-attr]
     assert (values["budget_bytes"], values["budget_excess_bytes"]) == (1, done.budgeted.excess)
     assert values["change_bytes"] == done.budgeted.changes > done.budgeted.due
+
+
+@pytest.mark.parametrize("on_wild", list(OnWild))
+@pytest.mark.parametrize("rule", ["auto", "s/kernel=500"])
+def test_a_variable_that_is_served_whole_goes_wild(
+    trainer: Trainer, tmp_path: Path, on_wild: OnWild, rule: str
+) -> None:
+    """No server can keep a part of a network: what holds rows refuses the delta."""
+    model, before = tmp_path / "model", values_at(read_log(tmp_path / "model"))
+    drift(trainer, 0.5)
+    trainer.values["net/kernel"] = np.full((3, 4), 1e30, np.float32)
+    trainer.touched["net/kernel"] = set()
+    trainer.increment()
+    if on_wild is not OnWild.WARN:
+        with pytest.raises(WildValues, match="'s/kernel'"):
+            export(trainer, model, max_norm=(rule,), on_wild=on_wild)
+        assert_same_bits(values_at(read_log(model)), before)
+        return
+    (found,) = export(trainer, model, max_norm=(rule,), on_wild=on_wild).wild
+    assert (found.table, found.rows, found.held) == ("s/kernel", 1, False)
+    assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))
+
+
+def test_a_number_for_all_tables_is_none_for_what_is_served_whole(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.values["net/kernel"], trainer.step = np.full((3, 4), 9.0, np.float32), 11
+    trainer.touched["net/kernel"] = set()
+    trainer.increment()
+    assert export(trainer, tmp_path / "model", max_norm=("10",)).wild == ()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_rows_that_are_no_numbers_are_beyond_each_norm(
+    trainer: Trainer, tmp_path: Path, value: float
+) -> None:
+    model, before = tmp_path / "model", values_at(read_log(tmp_path / "model"))
+    drift(trainer, 0.5)
+    users = trainer.values["net/users"].copy()
+    users[2, 1] = value
+    trainer.values["net/users"] = users
+    trainer.touched["net/users"] |= {2}
+    trainer.increment()
+    done = export(trainer, model, max_norm=("auto",), on_wild=OnWild.HOLD_ROW)
+    assert [(found.row, found.norm) for found in done.wild] == [(2, sys.float_info.max)]
+    assert done.left_out is not None and done.left_out.largest == sys.float_info.max
+    after = values_at(read_log(model))
+    assert after["s/users"][2].tobytes() == before["s/users"][2].tobytes()
+    assert {n: rows.tolist() for n, rows in differing(after, served_now(trainer, Serving())).items()} == {
+        "s/users": [2],
+        "s/items": [],
+        "s/kernel": [],
+        "s/scale": [],
+    }
+
+
+def test_a_row_that_is_kept_from_servers_is_never_overdue(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, now = tmp_path / "model", 1e9
+    monkeypatch.setattr(incremental.time, "time", lambda: now)
+    drift(trainer, 0.5)
+    users = trainer.values["net/users"].copy()
+    users[2] = 1e30
+    trainer.values["net/users"] = users
+    trainer.touched["net/users"] |= {2}
+    trainer.increment()
+    keeps: dict[str, Any] = {"max_row_age": 60.0, "max_norm": ("auto",), "on_wild": OnWild.HOLD_ROW}
+    told = export(trainer, model, **keeps).left_out
+    assert told is not None and (told.rows, told.since) == (1, None)
+    now += 3600
+    assert incremental.plan_incremental(changed(request(trainer, model), **keeps)).is_nothing
+    sent = export(trainer, model, max_row_age=60.0)
+    assert (sent.rows, sent.left_out) == (1, None)
+
+
+def test_what_was_forgotten_is_due_in_time_after_a_clock_was_set_back(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, now = tmp_path / "model", 2e9
+    monkeypatch.setattr(incremental.time, "time", lambda: now)
+    drift(trainer, 0.5, rows=8)
+    trainer.increment()
+    assert export(trainer, model, "1B", max_row_age=60.0).rows == 0
+    shutil.rmtree(read_log(model).path / CACHES_DIRECTORY)
+    now -= 1e6
+    drift(trainer, 0.5, rows=2)
+    trainer.increment()
+    told = export(trainer, model, "1B", max_row_age=60.0).left_out
+    assert told is not None and told.since is not None and told.since.timestamp() == now
+
+
+def test_the_row_of_a_new_key_that_is_wild_is_no_other_keys(tmp_path: Path) -> None:
+    """Its place may be that of a key that was removed: servers read zeros there until it is sane."""
+    trainer, model = deeprec_logs.DeepRecTrainer(tmp_path / "train"), tmp_path / "model"
+    trainer.upsert("item", range(1, 40))
+    trainer.upsert("emb/user", range(1, 40))
+    trainer.save()
+    deeprec_logs.publish_base(trainer, model)
+
+    def publish(**options: Any) -> incremental.ExportedDelta:
+        trainer.step += 1
+        trainer.save()
+        asked = deeprec_logs.request(trainer, model, **options)
+        done = incremental.export_incremental(asked)
+        assert isinstance(done, incremental.ExportedDelta)
+        return done
+
+    trainer.evict("item", range(1, 20))
+    publish()
+    wild, sane = (np.full(deeprec_logs.DIM, value, np.float32).tobytes() for value in (1e30, 2.0))
+    trainer.tables["item"] |= dict.fromkeys(range(100, 120), wild)
+    trainer.freqs["item"] |= dict.fromkeys(range(100, 120), 1)
+    for _ in range(2):
+        done = publish(max_norm=("100",), on_wild=OnWild.HOLD_ROW)
+        assert done.left_out is not None and done.left_out.rows == done.left_out.wild == 20
+        rows = deeprec_logs.served(read_log(model))["item"]
+        assert {rows[key] for key in range(100, 120)} == {bytes(len(sane))}
+    trainer.tables["item"] |= dict.fromkeys(range(100, 120), sane)
+    assert publish(max_norm=("100",), on_wild=OnWild.HOLD_ROW).left_out is None
+    assert deeprec_logs.served(read_log(model)) == trainer.now()
