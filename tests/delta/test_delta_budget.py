@@ -448,11 +448,13 @@ def test_a_row_that_is_kept_from_servers_is_never_overdue(
     trainer.touched["net/users"] |= {2}
     trainer.increment()
     keeps: dict[str, Any] = {"max_row_age": 60.0, "max_norm": ("auto",), "on_wild": OnWild.HOLD_ROW}
-    told = export(trainer, model, **keeps).left_out
+    told = export(trainer, model, "1MB", **keeps).left_out
     assert told is not None and (told.rows, told.since) == (1, None)
     now += 3600
-    assert incremental.plan_incremental(changed(request(trainer, model), **keeps)).is_nothing
-    sent = export(trainer, model, max_row_age=60.0)
+    assert incremental.plan_incremental(
+        changed(request(trainer, model), delta_budget="1MB", **keeps)
+    ).is_nothing
+    sent = export(trainer, model, "1MB", max_row_age=60.0)
     assert (sent.rows, sent.left_out) == (1, None)
 
 
