@@ -101,8 +101,9 @@ def divide(
         sieve.measure(waiting)
     wild = tuple(found for sieve in sieves.values() if (found := sieve.wild) is not None)
     wild_whole = tuple(_wild_whole(whole, allowed.norms))
-    if found := wild * (allowed.on_wild is OnWild.REFUSE) + wild_whole * (allowed.on_wild is not OnWild.WARN):
-        raise _refused(found)
+    refused = wild if allowed.on_wild is OnWild.REFUSE else ()
+    if refused := refused + (() if allowed.on_wild is OnWild.WARN else wild_whole):
+        raise _refused(refused, can_hold=not wild_whole)
     base = _fixed_bytes(schema) + sum(map(_bytes_of, whole.values()))
     due = base + sum(sieve.due_rows * sieve.row_bytes for sieve in sieves.values())
     cut = _Cut() if allowed.room is None else _Cut.of(sieves.values(), allowed.room - due)
@@ -391,12 +392,18 @@ def _used(sieves: Collection[_Sieve], base: int, due: int) -> Used:
     return Used(base + sent, base + changes, due, min(1.0, gone / moved) if moved else 1.0)
 
 
-def _refused(wild: Collection[WildRows]) -> WildValues:
+def _refused(wild: Collection[WildRows], *, can_hold: bool) -> WildValues:
     worst = max(wild, key=lambda each: each.norm)
     more = f", and {len(wild) - 1} more tables" if len(wild) > 1 else ""
+    have = (
+        f"{worst.rows} rows of {worst.table!r} have norms"
+        if worst.rows > 1
+        else f"a row of {worst.table!r} has a norm"
+    )
     return WildValues(
-        f"{worst.rows} rows of {worst.table!r} have norms beyond {worst.bound:.3g} (--max-norm){more}",
+        f"{have} beyond {worst.bound:.3g} (--max-norm){more}",
         cause=f"row {worst.row} has the norm {worst.norm:.3g}",
+        hint="" if can_hold else "go back to a checkpoint before; to serve them: --on-wild warn",
     )
 
 

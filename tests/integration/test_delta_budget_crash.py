@@ -77,10 +77,9 @@ def test_an_exporter_that_is_killed_loses_nothing_that_waits(tmp_path: Path, see
             checked.check()
         drift(trainer, 0.5, rows=6)
         trainer.save() if rng.random() < 0.2 else trainer.increment()
-        low = steps * 3 // 5 if kills % 2 else 1  # a delta is there, what waits is not written yet
-        kills += (
-            killed_at(int(rng.integers(low, steps)), export_some, model, trainer, room) == -signal.SIGKILL
-        )
+        # Every other one about where a delta is there, and what waits is not written yet.
+        point = int(rng.integers(*((steps * 7 // 10, steps * 4 // 5) if kills % 2 else (1, steps))))
+        kills += killed_at(point, export_some, model, trainer, room) == -signal.SIGKILL
         checked.check()
     drift(trainer, 0.5, rows=6)
     trainer.increment()
