@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -69,16 +70,18 @@ def test_an_exporter_that_is_killed_loses_nothing_that_waits(tmp_path: Path, see
     used = export(trainer, model, "1B").budgeted
     assert used is not None
     room, kills, steps, checked = used.due + 60, 0, 0, Checked(model, trainer, serving)
-    while kills < KILLS:
-        if kills % 2 == 0:  # with the trainer's files and what was left behind, an export takes more steps
+    for turn in count():
+        if kills == KILLS:
+            break
+        if turn % 2 == 0:  # with the trainer's files, and what was left behind, an export takes more steps
             drift(trainer, 0.5, rows=6)
             trainer.increment()
             steps = count_steps(export_some, model, trainer, room)
             checked.check()
         drift(trainer, 0.5, rows=6)
         trainer.save() if rng.random() < 0.2 else trainer.increment()
-        # Every other one about where a delta is there, and what waits is not written yet.
-        point = int(rng.integers(*((steps * 7 // 10, steps * 4 // 5) if kills % 2 else (1, steps))))
+        # By turns anywhere, and where a delta is there or about to be, and what waits is not written yet.
+        point = steps * 7 // 10 + turn % 30 if turn % 2 else int(rng.integers(1, steps))
         kills += killed_at(point, export_some, model, trainer, room) == -signal.SIGKILL
         checked.check()
     drift(trainer, 0.5, rows=6)
