@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -69,21 +69,27 @@ def test_an_exporter_that_is_killed_loses_nothing_that_waits(tmp_path: Path, see
     trainer.increment()
     used = export(trainer, model, "1B").budgeted
     assert used is not None
-    room, kills, steps, checked = used.due + 60, 0, 0, Checked(model, trainer, serving)
-    for turn in count():
-        if kills == KILLS:
-            break
-        if turn % 2 == 0:  # with the trainer's files, and what was left behind, an export takes more steps
-            drift(trainer, 0.5, rows=6)
-            trainer.increment()
-            steps = count_steps(export_some, model, trainer, room)
-            checked.check()
+    room, kills, checked = used.due + 60, 0, Checked(model, trainer, serving)
+    while kills < KILLS:
         drift(trainer, 0.5, rows=6)
-        trainer.save() if rng.random() < 0.2 else trainer.increment()
-        # By turns anywhere, and where a delta is there or about to be, and what waits is not written yet.
-        point = steps * 7 // 10 + turn % 30 if turn % 2 else int(rng.integers(1, steps))
-        kills += killed_at(point, export_some, model, trainer, room) == -signal.SIGKILL
+        trainer.increment()
+        steps = count_steps(export_some, model, trainer, room)
         checked.check()
+        for point in rng.integers(1, steps, 2).tolist():
+            drift(trainer, 0.5, rows=6)
+            trainer.save() if rng.random() < 0.2 else trainer.increment()
+            kills += killed_at(point, export_some, model, trainer, room) == -signal.SIGKILL
+            checked.check()
+    drift(trainer, 0.5, rows=6)
+    trainer.increment()
+    for point in range(steps // 2, 2 * steps):  # a delta is there, and what waits is not written yet
+        killed = shutil.copytree(model, tmp_path / str(point), symlinks=True)
+        assert killed_at(point, export_some, killed, trainer, room) == -signal.SIGKILL
+        if read_log(killed).at.position > checked.position and not remembered(read_log(killed)):
+            break
+    checked.model = model = killed
+    checked.check()
+    assert checked.forgotten
     drift(trainer, 0.5, rows=6)
     trainer.increment()
     export_some(model, trainer, room)
@@ -92,4 +98,3 @@ def test_an_exporter_that_is_killed_loses_nothing_that_waits(tmp_path: Path, see
     done = export(trainer, model)
     assert done.left_out is None and not verify_model(model).damage
     assert_same_bits(values_at(read_log(model)), served_now(trainer, serving))
-    assert checked.deltas > 10 and checked.forgotten, "killed before a delta is there, and just after"
