@@ -4,7 +4,8 @@ A path is a prefix (`model.ckpt-100`, also with `.index`, `.meta` or `.data-*` b
 directory the state file `checkpoint` goes first (a text `CheckpointState`, tensorflow/python/training/
 checkpoint_state.proto), then the complete prefixes from the highest step down: compared as numbers, never by
 modification time. Archives of Keras and numpy (`.keras`, `.weights.h5`, `.npz`, ...) are named as files; in a
-directory they count if it holds no tensor bundle, and if they are one model's: alike but for numbers.
+directory they count if it holds no tensor bundle, and if they are one model's: alike but for numbers. Orbax
+writes a directory for each step; one that is not finished has another name.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import index_path
 from exporter.checkpoint.families import (
     BUNDLE,
+    ORBAX,
     SAVED_MODEL,
     V1,
     archives,
@@ -151,6 +153,10 @@ def _without_index(directory: Path, names: list[str], named: Path | None) -> lis
     """
     if alone := SAVED_MODEL.candidates(directory, names):
         return alone
+    if ORBAX.matches(directory):
+        return [directory]
+    if steps := ORBAX.candidates(directory, names):
+        return sorted(steps, key=_order, reverse=True)
     nested = next((below for mark, below in _NESTED if mark in names and below in names), None)
     if nested is not None:
         return candidates(directory / nested)
