@@ -147,7 +147,10 @@ class Item(Struct, frozen=True):
 
 def is_orbax(path: Path) -> bool:
     """True for the directory of a step, or of a tree, that is finished."""
-    return UNFINISHED not in path.name and path.is_dir() and next(_items(path), None) is not None
+    if UNFINISHED in path.name or not path.is_dir() or next(_items(path), None) is None:
+        return False
+    # a store renames nothing: there a step has its name before it is whole
+    return not mirror.is_remote(path) or (path / COMMITTED).is_file()
 
 
 def step_of(path: Path) -> int | None:

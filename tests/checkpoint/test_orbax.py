@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import pytest
 import tensorstore as ts
@@ -31,6 +32,7 @@ from exporter.errors import (
 from exporter.mapping.build import classify_extras
 from tests.support.archives import values
 from tests.support.commands import export_model
+from tests.support.object_stores import Bucket
 
 FIXTURE = Path(__file__).parents[1] / "fixtures/orbax/0.12.8.tar.xz"
 TREE = {
@@ -171,9 +173,21 @@ def test_threads_read_side_by_side(packed: Path) -> None:
         np.testing.assert_array_equal(each, TREE["table"].ravel())
 
 
+def test_steps_in_a_store(packed: Path, bucket: Bucket, tmp_path: Path) -> None:
+    """There nothing is renamed: a step that lacks its mark is still being written."""
+    bucket.upload(packed / "managed", "run")
+    catalog = open_checkpoint(Path(bucket.url("run")))
+    assert catalog.prefix.name == "10"
+    found = values(catalog, tmp_path)["params/table/embedding"]
+    own = open_checkpoint(packed / "managed")
+    np.testing.assert_array_equal(found, values(own, tmp_path)["params/table/embedding"])
+    bucket.delete("run/10/commit_success.txt")
+    assert open_checkpoint(Path(bucket.url("run"))).prefix.name == "9"
+
+
 def test_inspect_prints_it(packed: Path) -> None:
     done = export_model("inspect", packed / "managed")
-    assert "10 (Orbax), step 10: 4 tensors" in done.stdout
+    assert "10 (Orbax), step 10: 4 tensors" in done.out
 
 
 # --- damage ------------------------------------------------------------------------------------------------
@@ -236,21 +250,19 @@ def test_a_pipe_is_not_waited_for(written: Path) -> None:
 
 
 def test_a_store_whose_data_lies_elsewhere(tmp_path: Path) -> None:
-    """An OCDBT store has the paths of its files: here one is of a file beside the checkpoint."""
-    inside, base = tmp_path / "in/tree", tmp_path / "in"
-    place = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{base}/"}}
-    arrays_in(
-        base,
-        {"w": np.arange(9, dtype=np.float32)},
-        value_data_prefix="outside/",
-        config={"max_inline_value_bytes": 0},
-        base=place["base"],
-    )
-    inside.mkdir()
-    content = (base / "manifest.ocdbt").read_bytes()
-    (inside / "manifest.ocdbt").write_bytes(content)
-    with pytest.raises((CorruptFile, MissingShard)):
-        values(read_orbax(inside), tmp_path)
+    """An OCDBT store has the paths of its files: here one leads to a file beside the checkpoint."""
+    tree, outside = tmp_path / "in", tmp_path / "out"
+    config = {"max_inline_value_bytes": 0, "compression": None}
+    arrays_in(tree, {"w": np.arange(9, dtype=np.float32)}, value_data_prefix="ab/out/", config=config)
+    catalog = read_orbax(tree)
+    np.testing.assert_array_equal(values(catalog, tmp_path)["w"], np.arange(9))
+    (tree / "ab/out").rename(outside)
+    for node in (tree / "d").iterdir():
+        content = node.read_bytes().replace(b"ab/out/", b"../out/")[:-4]
+        node.write_bytes(content + google_crc32c.value(content).to_bytes(4, "little"))
+    with pytest.raises(CorruptFile) as caught:
+        values(read_orbax(tree), tmp_path)
+    assert "../out" in caught.value.cause
 
 
 def zarray(directory: Path, **changes: Any) -> Path:
@@ -280,7 +292,7 @@ def test_an_array_that_declares_more_than_there_is(written: Path, changes: dict[
         {"shape": [-1, 6]},
         {"shape": "x"},
         {"dtype": "|O"},
-        {"dtype": [["a", "<f4"]]},
+        {"dtype": [["a", "<f2"], ["b", "<f2"]]},
         {"compressor": {"id": "nobody's"}},
         {"chunks": [0, 3]},
         {"zarr_format": 9},
