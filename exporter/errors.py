@@ -475,7 +475,7 @@ class Unreachable(ExportError):
 class TensorFlowNeeded(ExportError):
     """What is asked for runs in TensorFlow, and there is none, or one that does not fit."""
 
-    default_hint = "install one that fits: python3 -m pip install 'tensorflow>=2.15,<2.22'"
+    default_hint = "install one that fits: python3 -m pip install 'tensorflow>=2.15,<2.23'"
 
 
 class EngineFailed(ExportError):
