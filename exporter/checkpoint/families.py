@@ -28,6 +28,9 @@ from exporter.storage.layout import (
 # Behind a prefix: which shard of how many, or, in a pattern, each of them.
 V1_SHARD = re.compile(r"-([0-9]{5}|\?{5})-of-[0-9]{5}$")
 
+# Of a directory that Orbax wrote, one of these is a file.
+OF_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
+
 
 class Family(Protocol):
     """One family of checkpoints. A path is that of a file, or what the names of several begin with."""
@@ -114,7 +117,7 @@ class _Orbax:
 
     def matches(self, path: Path) -> bool:
         with suppress(OSError, ValueError):
-            if path.is_dir():
+            if any((path / name).is_file() for name in OF_ORBAX):
                 from exporter.checkpoint.orbax import is_orbax
 
                 return is_orbax(path)

@@ -28,7 +28,6 @@ from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.checkpoint.embedding_variables import table_tensor
 from exporter.checkpoint.file_range import FileRange, listed_shard
 from exporter.checkpoint.hdf5 import MAGIC, Dataset, FileContents, read_hdf5
-from exporter.checkpoint.orbax import config_of
 from exporter.checkpoint.tensor_values import read_step
 from exporter.checkpoint.zip_members import Member, read_members
 from exporter.errors import CheckpointError, CorruptFile, UnsafeArchive, UnsupportedFormat
@@ -95,6 +94,8 @@ def read_config(path: Path) -> ModelConfig | None:
         text = json.dumps(_json(path, members[_CONFIG]))
         return ModelConfig(text, str(metadata.get("keras_version", "")), is_legacy=False)
     if path.is_dir():
+        from exporter.checkpoint.orbax import config_of
+
         config = config_of(path)
         return None if config is None else ModelConfig(config, "", is_legacy=False)
     if path.suffix not in (".h5", ".hdf5", ".keras"):

@@ -17,6 +17,7 @@ variables' own paths are the names, and the model's config is beside them.
 from __future__ import annotations
 
 import math
+import os
 import re
 import stat
 import sys
@@ -30,10 +31,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog, TensorRef
+from exporter.checkpoint.families import OF_ORBAX
 from exporter.checkpoint.file_range import FileRange
 from exporter.checkpoint.library import Reading, library
 from exporter.checkpoint.tensor_values import read_step
 from exporter.errors import (
+    CheckpointChanged,
     CheckpointError,
     CheckpointNotFound,
     CorruptFile,
@@ -46,15 +49,13 @@ from exporter.storage.files import open_regular, read_regular
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import DocumentError, Text, decode
 
-TREE = "_METADATA"
-STORE = "manifest.ocdbt"
-STEP = "_CHECKPOINT_METADATA"
-COMMITTED = "commit_success.txt"
-UNFINISHED = ".orbax-checkpoint-tmp"
-
+_STEP, _TREE, _STORE = OF_ORBAX
+_COMMITTED = "commit_success.txt"
+_UNFINISHED = ".orbax-checkpoint-tmp"
 _CONFIG = ("model_config", "_strings.json")
-_KERAS = {"trainable_variables", "non_trainable_variables"}
-_KERAS_OPTIMIZER = "optimizer_variables"
+_TRAINABLE = "trainable_variables"
+_OF_OPTIMIZER = "optimizer_variables"
+_GROUPS_OF_KERAS = {_TRAINABLE, f"non_{_TRAINABLE}", _OF_OPTIMIZER, "metrics_variables"}
 _NUMBER = re.compile(r"([0-9]+)$")
 _MAX_DIGITS = 19
 
@@ -63,7 +64,7 @@ _MAX_OBJECTS = 1_000_000
 _MAX_RANK = 254  # TensorShape::MaxDimensions
 _RATIO_FLOOR_BYTES = 64 << 20
 _MAX_RATIO = 33_000  # zstd's 128 KiB in 4 bytes
-_MEMORY_BYTES = 1 << 30  # beyond what the process needs to start, and three times a row of chunks
+_MEMORY_BYTES = 1 << 30  # beyond what the process needs to start, and three times a box
 _CPU_SECONDS, _SECONDS = 20, 120.0  # for a block of values, and as long again for each further GiB in it
 
 
@@ -103,6 +104,8 @@ class OrbaxValues(Struct, frozen=True):
         with library(self.item.reading(self.box_bytes)) as process:
             for data in process.values(self.path, size):
                 yield np.frombuffer(data, self.dtype.numpy)
+        with self.item.mark.open():  # another step under its name would have files of the same names
+            pass
 
 
 class Item(Struct, frozen=True):
@@ -114,7 +117,7 @@ class Item(Struct, frozen=True):
     fills: bool
 
     def reading(self, box_bytes: int) -> Reading:
-        """A process for rows of chunks of this size; UnsafeArchive if there is no memory for one."""
+        """A process for boxes of chunks of this size; UnsafeArchive if there is no memory for one."""
         if find_spec("tensorstore") is None:
             raise CheckpointError(
                 f"{self.directory} is an Orbax checkpoint, which tensorstore reads: it is not installed",
@@ -139,7 +142,7 @@ class Item(Struct, frozen=True):
             _SECONDS * times,
             {
                 "directory": str(self.directory),
-                "is_ocdbt": (self.directory / STORE).is_file(),
+                "is_ocdbt": (self.directory / _STORE).is_file(),
                 "fills": self.fills,
             },
         )
@@ -147,10 +150,10 @@ class Item(Struct, frozen=True):
 
 def is_orbax(path: Path) -> bool:
     """True for the directory of a step, or of a tree, that is finished."""
-    if UNFINISHED in path.name or not path.is_dir() or next(_items(path), None) is None:
+    if _UNFINISHED in path.name or not path.is_dir() or next(_items(path), None) is None:
         return False
     # a store renames nothing: there a step has its name before it is whole
-    return not mirror.is_remote(path) or (path / COMMITTED).is_file()
+    return not mirror.is_remote(path) or (path / _COMMITTED).is_file()
 
 
 def step_of(path: Path) -> int | None:
@@ -178,12 +181,12 @@ def _items(path: Path) -> Iterator[Path]:
     """Yield the directories of trees: a checkpoint's own, or its items'."""
     if _is_tree(path):
         yield path
-    elif (path / STEP).is_file():
+    elif (path / _STEP).is_file():
         yield from (item for item in sorted(path.iterdir()) if item.is_dir() and _is_tree(item))
 
 
 def _is_tree(path: Path) -> bool:
-    return (path / STORE).is_file() or ((path / TREE).is_file() and any(path.glob("*/.zarray")))
+    return (path / _STORE).is_file() or ((path / _TREE).is_file() and any(path.glob("*/.zarray")))
 
 
 def read_orbax(path: Path) -> Catalog:
@@ -191,34 +194,46 @@ def read_orbax(path: Path) -> Catalog:
 
     Raises:
         CheckpointNotFound: it is not there, or not finished.
+        CheckpointChanged: a trainer removes it.
         CorruptFile, MissingShard, UnsafeArchive, UnsupportedFormat: see errors.py.
-        CheckpointError: tensorstore is not installed.
+        CheckpointError: it may not be read, or tensorstore is not installed.
     """
+    try:
+        return _read(path)
+    except FileNotFoundError as error:
+        raise CheckpointChanged(f"{path} is being written or removed", cause=str(error)) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}", cause=str(error)) from None
+
+
+def _read(path: Path) -> Catalog:
     items = list(_items(path))
     if not items:
         raise CheckpointNotFound(f"{path} is no Orbax checkpoint, or is not finished")
     stored = _stored_bytes(path)
     found: dict[str, TensorRef] = {}
     skipped: list[str] = []
-    is_keras = False
+    family = "Orbax"
     for item in items:
         tree = _tree(item)
         groups = {leaf.key_metadata[0].key for leaf in tree.tree_metadata.values() if leaf.key_metadata}
-        is_keras |= groups >= _KERAS
+        is_keras = _TRAINABLE in groups and groups <= _GROUPS_OF_KERAS
+        family = "Orbax, of Keras" if is_keras else family
         for ref in _tensors(item, tree, stored, skipped):
             group, _, name = ref.name.partition("/")
-            if groups >= _KERAS and group in _KERAS:
+            if is_keras and group in (_TRAINABLE, f"non_{_TRAINABLE}"):
                 ref = replace(ref, name=name, owner=name.partition("/")[0])
             elif len(items) > 1:
                 ref = replace(ref, name=f"{item.name}/{ref.name}")
-            if ref.name in found:
-                raise CorruptFile(f"{path} holds two arrays named {ref.name!r:.99}")
+            if not ref.name or ref.name in found:
+                which = "two arrays" if ref.name else "an array"
+                raise CorruptFile(f"{path} holds {which} named {ref.name!r:.99}")
             found[ref.name] = ref
     if not found:
         raise CorruptFile(f"{path} holds no arrays of numbers")
     notes = (f"left out, because no variable has their type: {', '.join(skipped[:5])}",) if skipped else ()
-    family = "Orbax, of Keras" if is_keras else "Orbax"
-    catalog = Catalog(family, path, found, (_mark(path, items[0]).path,), (stored,), notes=notes)
+    mark = _mark(path, items[0])
+    catalog = Catalog(family, path, found, (mark.path,), (mark.size,), notes=notes)
     step = read_step(catalog, *_steps_of(found))
     return replace(catalog, step=step_of(path) if step is None else step)
 
@@ -226,14 +241,14 @@ def read_orbax(path: Path) -> Catalog:
 def _steps_of(names: Mapping[str, object]) -> list[str]:
     """The tensors that count steps: Flax's TrainState's, a Keras optimizer's."""
     iterations = (
-        name for name in names if name.startswith(f"{_KERAS_OPTIMIZER}/") and name.endswith("/iteration")
+        name for name in names if name.startswith(f"{_OF_OPTIMIZER}/") and name.endswith("/iteration")
     )
     return ["step", *iterations]
 
 
 def _mark(path: Path, item: Path) -> FileRange:
     """A file that is written anew with each checkpoint, and says when."""
-    names = (path / STEP, item / STEP, item / STORE, item / TREE)
+    names = (path / _STEP, item / _STEP, item / _STORE, item / _TREE)
     return FileRange.whole(next(name for name in names if name.is_file()))
 
 
@@ -253,30 +268,24 @@ def _stored_bytes(path: Path) -> int:
             elif not stat.S_ISREG(found.st_mode):
                 raise UnsafeArchive(f"{entry} is neither a file nor a directory, as all of a checkpoint is")
             elif mirror.is_remote(entry):
-                _fetch(entry)
+                os.close(open_regular(entry))
             total += found.st_size
             if count > _MAX_OBJECTS:
                 raise UnsafeArchive(f"{path} is refused: it has more than {_MAX_OBJECTS} files")
     return total
 
 
-def _fetch(path: Path) -> None:
-    import os
-
-    os.close(open_regular(path))
-
-
 def _tree(item: Path) -> _Tree:
     """The keys of an item; none where Orbax wrote no `_METADATA`, before 0.5."""
-    if not (item / TREE).is_file():
+    if not (item / _TREE).is_file():
         return _Tree({})
     try:
-        content = read_regular(item / TREE, _MAX_TREE_BYTES)
-        tree: _Tree = decode(content, _Tree, TREE, written=lambda _: b"")
+        content = read_regular(item / _TREE, _MAX_TREE_BYTES)
+        tree: _Tree = decode(content, _Tree, _TREE, written=lambda _: b"")
     except DocumentError as error:
-        raise CorruptFile(f"{item / TREE} is damaged", cause=str(error)) from None
+        raise CorruptFile(f"{item / _TREE} is damaged", cause=str(error)) from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {item / TREE}", cause=str(error)) from None
+        raise CheckpointError(f"cannot read {item / _TREE}", cause=str(error)) from None
     return tree
 
 

@@ -233,6 +233,33 @@ def test_a_step_that_was_replaced_meanwhile(written: Path, tmp_path: Path) -> No
         values(catalog, tmp_path)
 
 
+def test_a_step_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    """Its files may have the names of those before."""
+    step = arrays_in(tmp_path / "step", {"w": np.zeros((3 << 20, 2), np.float32)}, [1 << 18, 2])
+    content = read_orbax(step).tensors["w"].content
+    blocks = content.blocks()  # type: ignore[union-attr]
+    next(blocks)
+    other = (step / "manifest.ocdbt").read_bytes()
+    (step / "manifest.ocdbt").unlink()
+    (step / "manifest.ocdbt").write_bytes(other)
+    with pytest.raises(CheckpointChanged):
+        list(blocks)
+
+
+def test_a_step_that_a_trainer_prunes_meanwhile(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one before it is taken, and a note says so."""
+    managed, looked = written / "managed", Path.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        if path.parent.name == "10":
+            shutil.rmtree(managed / "10", ignore_errors=True)
+        return looked(path)
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    catalog = open_checkpoint(managed)
+    assert (catalog.prefix.name, len(catalog.notes)) == ("9", 1)
+
+
 # --- made to do harm ---------------------------------------------------------------------------------------
 
 
