@@ -121,7 +121,7 @@ build/lock/.installed:
 # The image's Python and C library. Hashes are of all files of a version, so that arm64 installs by the same lock.
 LOCK = build/lock/bin/uv pip compile --quiet --upgrade --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28
 lock: build/lock/.installed
-	$(LOCK) pyproject.toml --extra agent --extra stores --output-file deploy/requirements.lock
+	$(LOCK) pyproject.toml --extra agent --extra stores --extra signing --output-file deploy/requirements.lock
 	$(LOCK) deploy/requirements-slim.txt --constraints deploy/requirements.lock --output-file deploy/requirements-slim.lock
 
 matrix: $(STAMP)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from exporter.options import DeltaDtype as DeltaDtype
     from exporter.options import ExportRequest as ExportRequest
     from exporter.options import Jobs as Jobs
+    from exporter.options import Signing as Signing
+    from exporter.options import Trusting as Trusting
     from exporter.options import Updates as Updates
     from exporter.options import Verify as Verify
     from exporter.pipeline.full import Exported as Exported
@@ -56,7 +58,7 @@ _NAMES = {
     "plan pull push rebase resume rollback verify_model watch",
     "exporter.catalog": "Catalog",
     "exporter.errors": "ExportError ExportWarning",
-    "exporter.options": "DataMode DeltaDtype ExportRequest Jobs Updates Verify",
+    "exporter.options": "DataMode DeltaDtype ExportRequest Jobs Signing Trusting Updates Verify",
     "exporter.pipeline.full": "Exported Plan",
     "exporter.pipeline.incremental": "ExportedDelta",
     "exporter.pipeline.watch_loop": "StopWhen Watching",

@@ -23,7 +23,18 @@ from msgspec.structs import fields, replace
 from exporter import checkpoint
 from exporter.catalog import Catalog
 from exporter.errors import ExportError, ExportWarning, NothingChanged, UsageError
-from exporter.options import LOCALLY, ExportRequest, Jobs, given, meanings, require_exact
+from exporter.options import (
+    ANYBODY,
+    LOCALLY,
+    UNSIGNED,
+    ExportRequest,
+    Jobs,
+    Signing,
+    Trusting,
+    given,
+    meanings,
+    require_exact,
+)
 from exporter.options.given import StrPath
 from exporter.options.keywords import ExportKeywords
 from exporter.pipeline.watch_loop import EVERY_SECOND, Watching
@@ -32,7 +43,15 @@ from exporter.storage.url import Url
 from exporter.terminal.progress import ProgressFactory, no_progress
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.terminal.tensorflow_import import said_by_name
-from exporter.transfer.opened import LocalModel, OpenModel, data_mode, opened, opened_if_model, require_apart
+from exporter.transfer.opened import (
+    LocalModel,
+    OpenModel,
+    data_mode,
+    opened,
+    opened_if_model,
+    require_apart,
+    trust_in,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -89,9 +108,9 @@ def export(
     serve: "pkg.mod:fn", "file.py:fn", a path, a function, or a Keras model, of which the architecture counts:
     values come from the checkpoint. An `ExportRequest` takes the place of all of these, and of the options.
 
-    A checkpoint that is published already, by the same graph and options, is not published again: the result
-    has that version, and `is_new` is False. `again=True` publishes it once more. Each note of the export, as
-    the command prints them, is an `ExportWarning`.
+    If the checkpoint was already published, by the same graph and options, the result has that version, and
+    `is_new` is False; `again=True` publishes it once more. Each note of the export, as the command prints
+    them, is an `ExportWarning`.
 
     For a delta, the trainer's increments (DeepRec's, too) say what changed, or its newest checkpoint is
     compared with what is published. `export_incremental` does the same, but begins with a base, and nothing
@@ -222,7 +241,7 @@ def _watch(
 ) -> Iterator[Exported]:
     from exporter.pipeline import watch as watches
 
-    with said_by_name(), opened(request.out) as target:
+    with said_by_name(), opened(request.out, signing=request.signing) as target:
         for done in watches.watch(_opened_at(request, target), watching, tell, progress, ended, target.carry):
             yield _with_warnings(done, stacklevel=3)
 
@@ -233,10 +252,11 @@ def merge(
     end: int | None = None,
     jobs: Jobs = LOCALLY,
     progress: ProgressFactory = no_progress,
+    signing: Signing = UNSIGNED,
 ) -> Merged | None:
     """Merge the deltas that lead from `start` (by default the newest base) to `end` (by default the newest).
 
-    None if a single delta, or none, leads there. `model` is a model base path, or its URL.
+    None if there is nothing to merge: at most one delta leads there. `model` is a path or a URL.
 
     Raises:
         DeltaGap, StaleDelta: no deltas lead so.
@@ -247,7 +267,9 @@ def merge(
     for name, position in (("start", start), ("end", end)):
         if position is not None:
             given.whole(name, position, _positions(model))
-    return _with_model(model, lambda path: log_maintenance.merge(path, start, end, jobs, progress))
+    return _with_model(
+        model, lambda path: log_maintenance.merge(path, start, end, jobs, progress), signing=signing
+    )
 
 
 def rebase(
@@ -257,6 +279,7 @@ def rebase(
     despite_hold: bool = False,
     jobs: Jobs = LOCALLY,
     progress: ProgressFactory = no_progress,
+    signing: Signing = UNSIGNED,
 ) -> Rebased | None:
     """Publish a new base: the newest one, with all its deltas; None if the newest base stands there.
 
@@ -275,11 +298,17 @@ def rebase(
     return _with_model(
         model,
         lambda path: bases.rebase(path, keep=kept, despite_hold=despite_hold, jobs=jobs, progress=progress),
+        signing=signing,
     )
 
 
 def rollback(
-    model: StrPath, to: int, *, reason: str | None = None, if_canary: bool = False
+    model: StrPath,
+    to: int,
+    *,
+    reason: str | None = None,
+    if_canary: bool = False,
+    signing: Signing = UNSIGNED,
 ) -> RollbackResult:
     """Publish the values of position `to` as the next position, and hold the model there.
 
@@ -297,11 +326,15 @@ def rollback(
 
     given.whole("to", to, _positions(model))
     return _with_model(
-        model, lambda path: log_maintenance.rollback(path, to, reason=reason, if_canary=if_canary)
+        model,
+        lambda path: log_maintenance.rollback(path, to, reason=reason, if_canary=if_canary),
+        signing=signing,
     )
 
 
-def resume(model: StrPath, *, lift_only: bool = False, lift_canary: bool = False) -> RollbackResult:
+def resume(
+    model: StrPath, *, lift_only: bool = False, lift_canary: bool = False, signing: Signing = UNSIGNED
+) -> RollbackResult:
     """Lift the hold; after a rollback that nothing was published on, publish the values of before it again.
 
     With `lift_only` the values stay those of the rollback; `lift_canary` lifts a canary's hold, too. `model`
@@ -315,7 +348,9 @@ def resume(model: StrPath, *, lift_only: bool = False, lift_canary: bool = False
     from exporter.pipeline import log_maintenance
 
     return _with_model(
-        model, lambda path: log_maintenance.resume(path, lift_only=lift_only, lift_canary=lift_canary)
+        model,
+        lambda path: log_maintenance.resume(path, lift_only=lift_only, lift_canary=lift_canary),
+        signing=signing,
     )
 
 
@@ -334,15 +369,22 @@ def inspect(path: StrPath) -> Inspection:
         return target.carry(lambda: inspection.inspect(target.path))
 
 
-def verify_model(model: StrPath, *, bytes_: bool = False) -> VerifiedModel:
+def verify_model(model: StrPath, *, bytes_: bool = False, trusting: Trusting = ANYBODY) -> VerifiedModel:
     """Check all that is published of a model, and list what is wrong; with `bytes_` all values are read, too.
+
+    With trusted keys what none of them has signed is wrong, and every file is compared with what was signed.
 
     Raises:
         ExportError: nothing is published there, or it cannot be read.
     """
     from exporter.verify import log as verify_log
 
-    return _with_model(model, lambda path: verify_log.verify_model(path, bytes_=bytes_), read_only=True)
+    return _with_model(
+        model,
+        lambda path: verify_log.verify_model(path, bytes_=bytes_),
+        read_only=True,
+        trusting=trusting,
+    )
 
 
 def history(model: StrPath) -> Model:
@@ -400,7 +442,12 @@ def _local_state(text: str, models: dict[str, OpenModel], stack: ExitStack) -> s
 
 
 def push(
-    model: StrPath, url: str, *, prune: bool = False, progress: ProgressFactory = no_progress
+    model: StrPath,
+    url: str,
+    *,
+    prune: bool = False,
+    progress: ProgressFactory = no_progress,
+    trusting: Trusting = ANYBODY,
 ) -> PushPlan:
     """Upload what is published of a model to an object store; returns what was uploaded and removed.
 
@@ -414,13 +461,22 @@ def push(
     from exporter.transfer import push as transfer
 
     place = local_path("model", os.fspath(model))
-    return transfer.push(transfer.plan_push(place, url, prune=prune), progress)
+    plan = transfer.plan_push(place, url, prune=prune, trust=trust_in(trusting, place))
+    return transfer.push(plan, progress)
 
 
-def pull(url: str, model: StrPath, *, prune: bool = False, progress: ProgressFactory = no_progress) -> Pulled:
+def pull(
+    url: str,
+    model: StrPath,
+    *,
+    prune: bool = False,
+    progress: ProgressFactory = no_progress,
+    trusting: Trusting = ANYBODY,
+) -> Pulled:
     """Fetch what is published in an object store into a local model; returns what was fetched and removed.
 
-    What comes is checked, in order of positions. `prune` removes here what is not in the store any more.
+    What comes is checked, in order of positions. `prune` removes here what is not in the store any more. With
+    trusted keys nothing else is fetched; `untrusted` says what was left, and why.
 
     Raises:
         UsageError: `model` is a URL, or `url` is none.
@@ -429,7 +485,8 @@ def pull(url: str, model: StrPath, *, prune: bool = False, progress: ProgressFac
     """
     from exporter.transfer import pull as transfer
 
-    return transfer.pull(url, local_path("model", os.fspath(model)), prune=prune, progress=progress)
+    place, trust = local_path("model", os.fspath(model)), trust_in(trusting, url)
+    return transfer.pull(url, place, prune=prune, progress=progress, trust=trust)
 
 
 def doctor(
@@ -441,6 +498,7 @@ def doctor(
     patience: float = 60.0,
     deadline: float = 5.0,
     access: ServerAccess = WITHOUT_TLS,
+    trusting: Trusting = ANYBODY,
 ) -> Examination:
     """Find what is wrong with a published model, or soon will be: `findings`, each with what helps.
 
@@ -455,7 +513,7 @@ def doctor(
     from exporter.pipeline.doctor import ask, examine
 
     place = None if ckpt_dir is None else given.place("ckpt_dir", ckpt_dir, checkpoint_path)
-    with opened(given.place("model", model, checkpoint_path), read_only=True) as target:
+    with opened(given.place("model", model, checkpoint_path), read_only=True, trusting=trusting) as target:
         name = model_name or target.path.resolve().name
         servers = tuple(ask(address, name, deadline, access) for address in targets)
         return target.carry(
@@ -523,7 +581,7 @@ def _opened_at(request: ExportRequest, target: OpenModel) -> ExportRequest:
 
 def _publish(request: ExportRequest, work: Callable[[ExportRequest], DoneT]) -> DoneT:
     """Run `work` on the request, a model in a store opened as a local path; its notes become warnings."""
-    with said_by_name(), opened(request.out) as target:
+    with said_by_name(), opened(request.out, signing=request.signing) as target:
         local = _opened_at(request, target)
         done = target.carry(lambda: work(local))
     return _with_warnings(done, stacklevel=4)
@@ -536,8 +594,16 @@ def _with_warnings(done: DoneT, stacklevel: int) -> DoneT:
     return done
 
 
-def _with_model(model: StrPath, work: Callable[..., T], *, read_only: bool = False) -> T:
-    with opened(given.place("model", model, checkpoint_path), read_only=read_only) as target:
+def _with_model(
+    model: StrPath,
+    work: Callable[..., T],
+    *,
+    read_only: bool = False,
+    signing: Signing = UNSIGNED,
+    trusting: Trusting = ANYBODY,
+) -> T:
+    place = given.place("model", model, checkpoint_path)
+    with opened(place, read_only=read_only, signing=signing, trusting=trusting) as target:
         return target.carry(lambda: work(target.path))
 
 

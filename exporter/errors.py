@@ -43,6 +43,7 @@
     │   └── PositionMoved                somebody else published meanwhile
     ├── VerificationError            6   the staged result is not what it should be
     │   ├── ManifestError                a manifest.json is missing, damaged or of another format version
+    │   │   └── NotTrusted                   no trusted key has signed it, for this place and this model
     │   └── NotFinite                    NaN or infinity would be published, which the model refuses
     ├── PublishError                 1   the target could not be written
     │   ├── TargetNotWritable            no permission, read-only file system, not a directory
@@ -422,6 +423,14 @@ class ManifestError(VerificationError):
     default_hint = "remove that directory, then publish again; with --updatable, if deltas are to go on"
 
 
+class NotTrusted(ManifestError):
+    """No trusted key has signed a publication, for the place where it lies and for this model."""
+
+    default_hint = (
+        "publish with a key that is trusted (--sign-key); if another key is to be trusted, too: --trust FILE"
+    )
+
+
 class NotFinite(VerificationError):
     """NaN or infinity would be published, and the model takes none; nothing was published."""
 
@@ -444,7 +453,10 @@ class TargetNotWritable(PublishError):
 class DiskFull(PublishError):
     """No space left on the target, or its quota is used up."""
 
-    default_hint = "free space there; an export keeps fewer versions with --keep N and links with --data link"
+    default_hint = (
+        "free space there: --keep N removes older versions; where checkpoint and model share a file system, "
+        "a version is links and takes little"
+    )
 
 
 class TargetBusy(PublishError):

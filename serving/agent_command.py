@@ -5,8 +5,8 @@ signal.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +15,8 @@ import typer
 from msgspec import Struct
 
 from exporter.errors import Exit, ExportError, UsageError
-from exporter.options import Option
+from exporter.options import ANYBODY, Option, Trusting
+from exporter.options.given import parse_duration
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import local_path, path_parser, quoted
 from exporter.terminal import Leave, sleep_until_a_signal, stop_on_sigterm
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from exporter.wire.protos import Proto
     from serving.agent.journal import AgentEvent, Journal
     from serving.agent.pacing import PacePolicy
+    from serving.agent.publications import FollowedModel
     from serving.agent.replica import Settings
     from serving.agent.view import FleetView
     from serving.http_port import HttpTls
@@ -238,6 +240,44 @@ class CanaryFlags(Struct, frozen=True):
     ] = 30.0
 
 
+class EventFlags(Struct, frozen=True):
+    """The command that is run for events."""
+
+    on_event: Annotated[
+        str | None,
+        Option(
+            "Run this command for events: rolled_back, held, base_wanted, silent, damaged. It gets each "
+            "as variables (EVENT_WHAT, EVENT_MODEL, EVENT_MESSAGE, ...) and JSON on stdin, without a shell.",
+            metavar="COMMAND",
+            default="none",
+        ),
+    ] = None
+    on_event_seconds: Annotated[
+        float,
+        Option(
+            "How long such a command may take before it is ended.",
+            metavar="SECONDS",
+            least=0.1,
+            goes_with="--on-event",
+        ),
+    ] = 30.0
+
+    def run(self, journal: Journal) -> AbstractContextManager[None]:
+        """Run the command for the journal's events inside the block; UsageError if there is no program."""
+        if self.on_event is None:
+            return nullcontext()
+        from serving.agent.event_command import EventCommand, parse_command
+        from serving.agent.journal import AgentEvent, EventKind
+
+        runner = EventCommand(
+            parse_command(self.on_event),
+            self.on_event_seconds,
+            lambda why: journal.write(AgentEvent(EventKind.FAILED, why)),
+        )
+        journal.read_by(runner)
+        return runner.running()
+
+
 class TimeFlags(Struct, frozen=True):
     """How directories, stores, replicas and names are polled, and how long a call may take."""
 
@@ -251,6 +291,16 @@ class TimeFlags(Struct, frozen=True):
             metavar="SECONDS", min=0.05, help="Ask each replica for its position at least this often."
         ),
     ] = 5.0
+    expect_every: Annotated[
+        float | None,
+        Option(
+            "Expect a publication at least this often: 90 (seconds), 15m, 2h, 1d. A publisher that is silent "
+            "for longer is a finding.",
+            metavar="DURATION",
+            parse=parse_duration,
+            default="three times the longest of its usual intervals",
+        ),
+    ] = None
     no_read_ahead: Annotated[
         bool,
         typer.Option(
@@ -296,19 +346,21 @@ def agent(
     pacing: PaceFlags,
     audits: AuditFlags,
     canary: CanaryFlags,
+    events: EventFlags,
     times: TimeFlags,
     access: ServerAccess,
     pull: Annotated[
         list[str] | None,
         typer.Option(
             metavar="[NAME=]URL",
-            help="Fetch what is published at this URL (s3://, gs://, az://) into the model base path. "
+            help="Fetch the model published at this URL (s3://, gs://, az://) into the model base path. "
             "Repeat it for several models.",
         ),
     ] = None,
+    trusting: Trusting = ANYBODY,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """Keep the replicas of models as fresh as what is published.
+    """Keep the replicas of models at the newest publication.
 
     For each replica and each loaded version, the agent asks for the position, applies the missing deltas and
     confirms the new position. It notices a new delta at once on local disks, elsewhere within --poll-seconds.
@@ -326,6 +378,8 @@ def agent(
       serve-model agent --model-base-path prod=/models/ranker --target dns:///model-servers:8500 --json
       serve-model agent --model-base-path models/ranker --target dns:///model-servers --canary golden.json
       serve-model agent --model-base-path models/ranker --target 127.0.0.1:8500 --pull s3://models/ranker
+      serve-model agent --model-base-path models/ranker --target 127.0.0.1:8500 --pull s3://models/ranker \
+        --trust publisher.pem
     """
     with command(printing) as sink:
         require_libraries("agent", "the agent", *_LIBRARIES)
@@ -343,7 +397,12 @@ def agent(
         paths = _models(tuple(model_base_path))
         models = [FollowedModel(name, path, bool(pull)) for name, path in paths.items()]
         journal = Journal()
-        pullers = pullers_of(pull or (), models, journal, times.poll_seconds)
+        if trusting.signed_as and len(models) > 1:
+            raise UsageError(
+                f"--signed-as names one model, and there are {len(models)}",
+                hint="leave it out, and sign each under the last part of its path or URL",
+            )
+        pullers = pullers_of(pull or (), models, journal, times.poll_seconds, trusting)
         settings = _settings(times, pacing, audits, access, paths)
         printer = _EventPrinter(sink)
         journal.read_by(printer)
@@ -356,18 +415,46 @@ def agent(
             access=access,
         )
         canaries = Canaries(rules, journal)
-        fleet = Fleet(models, Targets(target), journal, settings, allowed=canaries.allowed)
+        on_event = events.run(journal)
         try:
-            with (
-                _own_port(own, journal, partial(view.view, fleet, canaries, pullers)) as bound,
-                canaries.running(fleet.publications, fleet.observed),
-                fleet.running(grace_s=times.deadline),
-                pulling(list(pullers.values())),
-            ):
+            with ExitStack() as stack:
+                stack.enter_context(on_event)
+                if trusting.trust:
+                    not_pulled = [model for model in models if model.name not in pullers]
+                    _trust(not_pulled, trusting, rules, stack)
+                fleet = Fleet(models, Targets(target), journal, settings, allowed=canaries.allowed)
+                look = partial(view.view, fleet, canaries, pullers, times.expect_every)
+                bound = stack.enter_context(_own_port(own, journal, look))
+                stack.enter_context(canaries.running(fleet.publications, fleet.observed))
+                stack.enter_context(fleet.running(grace_s=times.deadline))
+                stack.enter_context(pulling(list(pullers.values())))
                 printer.started(own.host, bound, "http" if own.tls_cert is None else "https")
                 sleep_until_a_signal()
         except KeyboardInterrupt:
             raise Leave(int(Exit.INTERRUPTED)) from None
+
+
+def _trust(
+    models: Iterable[FollowedModel], trusting: Trusting, canaries: Collection[str], stack: ExitStack
+) -> None:
+    """Follow no publications of models that no trusted key has signed, until the stack ends.
+
+    That is for models that others write to: what is pulled was checked before it came.
+
+    Raises:
+        UsageError: a key cannot be used, or a canary is to decide about such a model.
+    """
+    from exporter.publish.versions import in_force
+    from exporter.transfer.opened import trust_in
+
+    for model in models:
+        if model.name in canaries:
+            raise UsageError(
+                f"--trust and --canary need a copy of {model.name}",
+                cause="a canary's rollback is a publication, and the agent has no key to sign it",
+                hint="fetch the model into a directory of the agent's own: --pull URL",
+            )
+        stack.enter_context(in_force(model.path, trust=trust_in(trusting, model.path)))
 
 
 def _settings(
@@ -400,12 +487,13 @@ def _settings(
 def _own_port(own: PortFlags, journal: Journal, look: Callable[[], FleetView]) -> Iterator[int]:
     """Serve metrics, probes and the status page of the fleet that `look` returns; gives the port's number."""
     from serving.agent import http
+    from serving.agent.changes import Changes
     from serving.agent.metrics import Metrics
     from serving.agent.view import Recorder
 
     metrics = Metrics(look)
     journal.read_by(metrics)
-    recorder = Recorder(look)
+    recorder = Recorder(look, Changes(journal, own.fresh_within).look)
     show = partial(http.page, look, recorder, journal, own.fresh_within)
     site = http.Site(look, metrics, show, own.fresh_within, own.token(), own.client_ca is not None)
     stop = threading.Event()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from exporter.errors import ServerError, UsageError
+from exporter.options import ANYBODY, Trusting
 from exporter.storage.local_paths import checkpoint_parser, local_path
 from exporter.terminal.commands import LateCommand, application
 from exporter.terminal.edge import (
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from msgspec import Struct
     from numpy.typing import NDArray
 
+    from exporter.publish.model import Model as PublishedModel
     from exporter.wire.protos import Proto
     from serving.client import Metadata, ModelClient
 
@@ -54,7 +58,7 @@ def status(
         typer.Option(
             metavar="MODEL_BASE_PATH",
             parser=checkpoint_parser("--published"),
-            help="Also show how far each version is behind what is published here; a path, s3://, gs:// or az://.",
+            help="Also show how far each version is behind this model: a path, s3://, gs:// or az://.",
         ),
     ] = None,
     deadline: Deadline = 10.0,
@@ -178,8 +182,17 @@ def update(
             show_default="the newest that is available",
         ),
     ] = None,
+    published: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MODEL_BASE_PATH",
+            parser=checkpoint_parser("--published"),
+            help="With --trust: where the model lists its deltas; a path, s3://, gs:// or az://.",
+        ),
+    ] = None,
     deadline: Deadline = 60.0,
     access: ServerAccess = WITHOUT_TLS,
+    trusting: Trusting = ANYBODY,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Apply published deltas to the variables of a running model.
@@ -194,6 +207,7 @@ def update(
     Examples:
       serve-model update 127.0.0.1:8500 --model ranker
       serve-model update 127.0.0.1:8500 --model ranker --up-to 4200 --json
+      serve-model update 127.0.0.1:8500 --model ranker --published /models/ranker --trust publisher.pem
     """
     with command(printing) as sink:
         from msgspec.structs import asdict
@@ -202,6 +216,9 @@ def update(
         from serving.client import ModelClient
 
         with ModelClient(address, model, deadline_s=deadline, access=access) as client:
+            if trusting.trust:
+                with _trusted(published, trusting) as target:
+                    version, up_to = updates.trusted_target(client, target, up_to=up_to, version=version)
             done = updates.update(client, up_to=up_to, version=version)
         line = (
             f"{model} version {done.version} is at position {done.position} (step {done.step}): "
@@ -221,6 +238,21 @@ def update(
                 cause=done.status,
                 hint=f"see what is wrong with it: export-model doctor MODEL --target {address}",
             )
+
+
+@contextmanager
+def _trusted(published: Path | None, trusting: Trusting) -> Iterator[PublishedModel]:
+    """What trusted keys have signed of a model.
+
+    UsageError if no model is named.
+    """
+    from exporter.publish.model import Model
+    from exporter.transfer.opened import opened
+
+    if published is None:
+        raise UsageError("--trust goes with --published", hint="add --published MODEL_BASE_PATH")
+    with opened(published, read_only=True, trusting=trusting) as model:
+        yield model.carry(lambda: Model.read(model.path))
 
 
 COMMANDS = {

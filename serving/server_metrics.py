@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from exporter.terminal.process_metrics import register_process
 from exporter.wire.protos import message_class
 from serving.inference import Inference, predict_arrays
 from serving.models import ServedModels
@@ -64,6 +65,7 @@ class ServerMetrics:
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry(auto_describe=False)
+        register_process(registry, _OURS)
         registry.register(self)
         return bytes(generate_latest(registry))
 

@@ -11,16 +11,20 @@ from __future__ import annotations
 import random
 import time
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.errors import CallFailed, UsageError
+from exporter.errors import CallFailed, NotTrusted, UsageError
 from exporter.publish.served import Served, ServedTables
 from exporter.wire.update_status import ANOTHER_RUNS, UNREADABLE_HOLD, UpdateStatus
 from serving.client import ModelClient
 from serving.status import Code, VersionState, VersionStatus, error_text
+
+if TYPE_CHECKING:
+    from exporter.publish.model import Model
 
 STATUS_SIGNATURE = "incremental_status"
 UPDATE_SIGNATURE = "incremental_update"
@@ -147,6 +151,33 @@ def update(client: ModelClient, *, up_to: int = NEWEST, version: int | None = No
         else:
             return replace(done, loading=number)
     return done
+
+
+def trusted_target(
+    client: ModelClient, model: Model, *, up_to: int = NEWEST, version: int | None = None
+) -> tuple[int, int]:
+    """The version to update, and the position that trusted publications lead it to, or the one asked for.
+
+    `model` was read with trusted keys in force. The server lists the directory itself: it is sent no further
+    than before the first publication that no trusted key has signed.
+
+    Raises:
+        NotTrusted: no trusted key has signed the version's base, or what leads to `up_to`.
+        UsageError, CallFailed: as `update`.
+    """
+    number = client.metadata(version).version
+    served = read_incremental_status(client, number)
+    log = None if served is None else model.logs.get(served.lineage)
+    if served is None or served.position is None or log is None:
+        raise NotTrusted(
+            f"version {number} of {client.model} on {client.address} was signed by no trusted key"
+        )
+    ends = [span.end for span in (log if up_to == NEWEST else log.up_to(up_to)).reach(served.position)]
+    furthest = max([served.position, *ends])
+    if up_to > furthest:
+        why = next((error.message for error in model.untrusted), "")
+        raise NotTrusted(f"nothing that a trusted key has signed leads to position {up_to}", cause=why)
+    return number, furthest
 
 
 def _newer(client: ModelClient, version: int) -> tuple[int, bool] | None:

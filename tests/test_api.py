@@ -28,9 +28,9 @@ from tests.support.step_models import MODEL, save, versions
 
 PROMISED = {
     "exporter": """Catalog DataMode DeltaDtype ExportError ExportRequest ExportWarning Exported ExportedDelta
-        Jobs Plan Role StopWhen Updates Verify Watching diff doctor execute export export_incremental history
-        inspect is_chief merge node_role open_checkpoint opened plan pull push rebase resume rollback
-        verify_model watch""",
+        Jobs Plan Role Signing StopWhen Trusting Updates Verify Watching diff doctor execute export
+        export_incremental history inspect is_chief merge node_role open_checkpoint opened plan pull push
+        rebase resume rollback verify_model watch""",
     "exporter.tables": """DynamicTable TrainableTable dynamic_embedding trainable_embedding
         trainable_embedding_class""",
     "exporter.training": """ExportCallback ExportHook ExportOutcome IncrementCallback IncrementHook

@@ -50,6 +50,7 @@ SERVING_SHARES = {
     "exporter.delta.spans",
     "exporter.options",  # how an option is declared
     "exporter.verify.golden",
+    "exporter.verify.log",
     "exporter.storage.arrivals",
     "exporter.storage.files",
     "exporter.storage.layout",
@@ -60,8 +61,8 @@ SERVING_SHARES = {
     "exporter.transfer.pull",
     "exporter.transfer.push",
 }
-# Commands of the exporter that ask servers. No other module may, and none when a file is imported.
-ASKS_SERVERS = {"exporter.pipeline.doctor", "exporter.cli.notify"}
+# Commands that ask servers, or have a port. No other module may, and none when a file is imported.
+ASKS_SERVERS = {"exporter.pipeline.doctor", "exporter.cli.notify", "exporter.cli.watched"}
 HEAVY = {"tensorflow", "tensorflow_serving", "keras", "tf_keras", "h5py"}
 
 

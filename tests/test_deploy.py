@@ -21,6 +21,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from exporter.cli import watched
+from exporter.publish.judge import Silence
 from exporter.publish.served import ServedTables
 from exporter.version import __version__
 from serving.agent.audit import Audited
@@ -187,13 +189,15 @@ def locked(name: str) -> dict[str, str]:
 def test_the_image_installs_what_the_package_allows() -> None:
     everything, slim = locked("requirements.lock"), locked("requirements-slim.lock")
     for found, wanted in [
-        (everything, requirements("agent", "stores")),
+        (everything, requirements("agent", "stores", "signing")),
         (
             slim,
             map(Requirement, re.findall(r"^[a-z].*", (DEPLOY / "requirements-slim.txt").read_text(), re.M)),
         ),
     ]:
         for each in wanted:
+            if each.marker and not each.marker.evaluate({"python_version": "3.11"}):
+                continue  # for Pythons older than the image's
             assert each.specifier.contains(found[canonicalize_name(each.name)]), f"{each}: make lock"
     assert slim.items() < everything.items()
     assert "tensorflow" in everything and "tensorflow" not in slim
@@ -211,7 +215,7 @@ def commands() -> Iterator[list[str]]:
 
 def test_commands_take_the_options_that_they_are_given() -> None:
     ours = [line for line in commands() if line[0] in ("export-model", "serve-model")]
-    assert len(ours) == 6
+    assert len(ours) == 7
     for line in ours:
         words = [word for word in line[1:] if not word.startswith("-")]
         run = export_model if line[0] == "export-model" else lambda *given: run_app(serving_app, *given)
@@ -285,6 +289,9 @@ def test_rules_and_dashboard_name_metrics_that_exist() -> None:
     assert {metric.name for metric in described()} == {
         re.sub("_(bucket|count|sum)$", "", name) for name in known if not name.endswith("_created")
     }, "the page of metrics has them all"
+    exporters = {metric.name for metric in watched.described()}
+    named = set(re.findall(rf"{watched.PREFIX}_[a-z0-9_]+", (DEPLOY / "prometheus/alerts.yaml").read_text()))
+    assert named and named <= exporters
     for path in (DEPLOY / "prometheus/alerts.yaml", DEPLOY / "grafana/export-model.json"):
         named = set(re.findall(rf"{PREFIX}_[a-z0-9_]+", path.read_text()))
         assert len(named) > 5
@@ -336,9 +343,23 @@ def metric(name: str, values: str, pod: str = "a") -> str:
 
 
 UP = series("up", "1x60")
+
+
+def exporter(name: str, values: str, **labels: str) -> str:
+    """A line of a rule test: a metric of the exporter."""
+    return series(name, values, **labels).replace("-agent", "-exporter").replace("8600", "8601")
+
+
 FIRES = {
     "AgentDown": [series("up", "0x60")],
     "NoAgent": ["{series: 'up{job=\"other\"}', values: '1x60'}"],
+    "ExporterDown": [UP, exporter("up", "0x60")],
+    "ExporterFails": [
+        UP,
+        exporter(f"{watched.PREFIX}_failing", "1x60", model="ranker", kind="DiskFull"),
+        exporter(f"{watched.PREFIX}_lag_seconds", "0+60x60", model="ranker"),
+    ],
+    "ExporterBehind": [UP, exporter(f"{watched.PREFIX}_lag_seconds", "901x60", model="ranker")],
     "ReplicaNotFresh": [UP, metric("stale_seconds", "61x60")],
     "ReplicaNotUpdatable": [
         UP,
@@ -356,6 +377,8 @@ FIRES = {
     "GoldenRequestsFail": [UP, metric("golden_failing", "1x60")],
     "CanaryWaits": [UP, metric("canary_waiting_seconds", "301x60")],
     "OverlayFills": [UP, metric("overlay_ratio", "0.81x60")],
+    "PublisherSilent": [UP, metric("publisher_silent", "1x60")],
+    "ClockSkew": [UP, metric("publisher_clock_ahead_seconds", "-61x60")],
     "NothingPublished": [UP, metric("worst_served_age_seconds", "3601x60")],
     "TrainingEventsOld": [UP, metric("worst_event_age_seconds", "3601x60")],
     "CopyOld": [UP, metric("copy_age_seconds", "301x60")],
@@ -376,6 +399,8 @@ SILENT = {
                 "base_wanted": "0x60",
                 "waiting_publications": "0x60",
                 "rolled_back": "0x60",
+                "publisher_silent": "0x60",
+                "publisher_clock_ahead_seconds": "60x60",
                 "golden_failing": "0x60",
                 "canary_waiting_seconds": "300x60",
                 "overlay_ratio": "0.8x60",
@@ -386,6 +411,13 @@ SILENT = {
                 "published_visible": "1x60",
             }.items()
         ),
+        exporter("up", "1x60"),
+        exporter(f"{watched.PREFIX}_lag_seconds", "900x60", model="ranker"),
+    ],
+    "an exporter restarts, and fails for a moment": [
+        UP,
+        exporter("up", "1x10 0x4 1x46"),
+        exporter(f"{watched.PREFIX}_failing", "1x8", model="ranker", kind="DiskFull"),
     ],
     "an agent restarts": [series("up", "1x10 0x4 1x46")],
     "a server restarts": [UP, metric("replica_up", "1x10 0x1 1x49")],
@@ -461,7 +493,11 @@ def test_prometheus_takes_the_scrape_configuration(tmp_path: Path) -> None:
     """Without the discovery of pods, which not every build of promtool knows."""
     (configuration,) = documents(DEPLOY / "prometheus/prometheus.yaml")
     (job,) = configuration["scrape_configs"]
-    assert job["job_name"] == "export-model-agent", "the name by which alerts know agents"
+    kept, _, job_label, *_ = job["relabel_configs"]
+    assert job_label["target_label"] == "job" and job_label["source_labels"] == kept["source_labels"]
+    known = set(re.findall(r'job="([^"]+)"', (DEPLOY / "prometheus/alerts.yaml").read_text()))
+    assert known == {"export-model-agent", "export-model-exporter"}, "the names by which alerts know them"
+    assert all(re.fullmatch(kept["regex"], name) for name in known)
     assert job.pop("kubernetes_sd_configs") == [{"role": "pod"}]
     job["static_configs"] = [{"targets": ["127.0.0.1:8600"]}]
     file = tmp_path / "prometheus.yaml"
@@ -477,7 +513,22 @@ def every_metric() -> str:
     replica = ReplicaView("m", "h:1", True, "", (version,), Audited(5, 1), PaceView(0.1, 0.01, 0.02))
     canary = CanaryView(5, 0.0, None, "")
     store = StoreView("s3://b/m", 0.0, "", ())
-    model = ModelView("m", "/m", "", 1, 5, None, (), False, (replica,), canary, store=store, published=5)
+    model = ModelView(
+        "m",
+        "/m",
+        "",
+        1,
+        5,
+        None,
+        (),
+        False,
+        (replica,),
+        canary,
+        store=store,
+        published=5,
+        silence=Silence(1.0, 2.0),
+        skew_s=0.0,
+    )
     metrics = Metrics(lambda: FleetView(datetime.now(timezone.utc), (model,)))
     applied = AgentEvent(
         EventKind.APPLIED,

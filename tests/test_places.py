@@ -23,6 +23,7 @@ IN_STORES = {
     ("export-model", "ckpt_dir"),
     ("export-model", "out"),
     ("inspect", "path"),
+    *(("init", name) for name in ("ckpt_dir", "out")),
     ("doctor", "ckpt_dir"),
     ("status", "published"),
     *((command, "model") for command in ("merge", "rollback", "resume", "verify", "history", "doctor")),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from google.protobuf import descriptor_pb2
 
+from exporter.wire.server_ops import attribute_text, late_ops
 from tools import stock_tensorflow
 
 ROOT = Path(__file__).parents[1]
@@ -53,6 +54,22 @@ def test_every_field_of_the_installed_tensorflow_is_known() -> None:
         tuple(name for name in stock_tensorflow.FILES if name.startswith("tensorflow/"))
     )
     assert known(installed.file) - known(shipped()) == set()
+
+
+@newest
+def test_what_came_late_has_the_default_that_the_installed_tensorflow_says() -> None:
+    from tensorflow.python.framework import op_def_registry
+
+    checked = 0
+    for op, attributes in late_ops().attributes.items():
+        definition = op_def_registry.get(op)
+        defaults = {each.name: each.default_value for each in definition.attr} if definition else {}
+        for name, grown in attributes.items():
+            for each in grown:
+                if each.default and name in defaults:
+                    assert each.default == attribute_text(defaults[name]), f"{op}.{name}"
+                    checked += 1
+    assert checked > 200
 
 
 @newest

@@ -34,7 +34,7 @@ def slim() -> list[str]:
 
 
 def test_the_file_has_what_the_package_needs_but_tensorflow() -> None:
-    wanted = requirements("agent", "stores")
+    wanted = requirements("agent", "stores", "signing")
     assert [*map(Requirement, slim())] == [each for each in wanted if each.name != "tensorflow"]
 
 

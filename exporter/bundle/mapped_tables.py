@@ -36,7 +36,7 @@ from exporter.bundle.variables import why_not_mapped
 from exporter.errors import NotServable
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
 from exporter.graph.nodes import Body, bodies, called, constant, free_name, new_node, shape_proto
-from exporter.graph.overlaid_reads import SCATTERED, OverlaidReads, overlay_reads
+from exporter.graph.overlaid_reads import PAGE_ROWS, SCATTERED, OverlaidReads, overlay_reads
 from exporter.graph.signatures import signature_nodes
 from exporter.graph.variable_uses import Reading, Use, read_rows_only, readings
 from exporter.mapping.build import VariableMapping
@@ -107,7 +107,7 @@ def choose_mapped(
 
 SEVERAL_HANDLES = "several nodes of the graph are its handle"
 _INDEX = "it is the index of a table by keys"
-_INT32_MAX = (1 << 31) - 1
+_MOST_ROWS = (1 << 31) - 2 * PAGE_ROWS  # `Empty` counts slots by an int32; one page of them is of no rows
 
 
 def taken_whole(source: TensorSource, read: Mapping[str, Reading]) -> str:
@@ -126,13 +126,14 @@ def _without_overlay(graph_def: Proto, sources: Sequence[TensorSource]) -> dict[
 def _why_no_overlay(graph_def: Proto, sources: Iterable[TensorSource]) -> str:
     """The reason why the reads of some variable cannot be changed; "" if all can be."""
     variables = [variable for source in sources for variable in source.variables]
+    beside = ("changed", "pages", "slots", "overlay")
     tried = {
-        v.node: OverlaidReads(v.node, v.dtype, v.shape[1:], f"{v.node}/slots", f"{v.node}/overlay")
+        v.node: OverlaidReads(v.node, v.dtype, v.shape[1:], *(f"{v.node}/{each}" for each in beside))
         for v in variables
     }
     if wrong := next((v for v in variables if v.dtype not in SCATTERED), None):
         return f"rows of {wrong.dtype.label} cannot be written"
-    if any(v.shape[0] > _INT32_MAX for v in variables):
+    if any(v.shape[0] > _MOST_ROWS for v in variables):
         return "it has more rows than a slot can count places"
     try:
         overlay_reads(deepcopy(graph_def), tried)

@@ -48,6 +48,7 @@ from exporter.graph.inference_graph import (
 )
 from exporter.graph.metagraph import readable_version
 from exporter.graph.nodes import new_node
+from exporter.graph.old_servers import make_for, oldest_server
 from exporter.graph.signatures import DEFAULT_SIGNATURE
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import VariableMapping
@@ -63,6 +64,7 @@ from exporter.storage.layout import (
 from exporter.terminal.progress import human_bytes
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import MAX_MESSAGE_BYTES, Proto, all_nodes, message_class
+from exporter.wire.server_ops import Version
 
 ASSETS_COLLECTION = "saved_model_assets"
 _TYPE_URL = "type.googleapis.com/tensorflow.AssetFileDef"
@@ -328,20 +330,24 @@ def write_saved_model(
     directory: Path,
     training: TrainingGraph | None = None,
     mapped: MappedTables = NOTHING_MAPPED,
-) -> None:
-    """Write `saved_model.pb` and the assets of `graph` into `directory` (made if it is not there).
+    server: Version | None = None,
+) -> Version:
+    """Write `saved_model.pb` and the assets of `graph`; returns the oldest server that loads it.
+
+    The directory is made if it is not there. With `server` the graph is made for servers of that TensorFlow.
 
     `training` is published beside it as it is, but for the machines that it was placed on. The same graph and
     mapping give the same bytes. The tables of `mapped` are mapped where servers see their files.
 
     Raises:
         MappingError: a variable that is to be cast is used in a way that forbids it.
-        NotServable: an asset cannot be read, or the graph's constants exceed protobuf's limit of 2 GiB.
+        NotServable: an asset cannot be read, the graph's constants exceed protobuf's limit of 2 GiB, or
+            `server` lacks what it needs.
         PublishError: the directory cannot be written.
     """
     saved_model = message_class("SavedModel")(saved_model_schema_version=_SCHEMA_VERSION)
     meta_graph = saved_model.meta_graphs.add()
-    meta_graph.CopyFrom(restorable_graph(graph, mapping, mapped))
+    meta_graph.CopyFrom(restorable_graph(graph, mapping, mapped, server))
     if graph.init_op:
         meta_graph.collection_def[_MAIN_OP_COLLECTION].node_list.value.append(graph.init_op)
     placed: dict[Path, str] = {}
@@ -357,18 +363,27 @@ def write_saved_model(
         target.write_bytes(data)
     except OSError as exc:
         raise os_error(exc, target) from exc
+    return oldest_server(meta_graph.graph_def)
 
 
 def restorable_graph(
-    graph: InferenceGraph, mapping: VariableMapping, mapped: MappedTables = NOTHING_MAPPED
+    graph: InferenceGraph,
+    mapping: VariableMapping,
+    mapped: MappedTables = NOTHING_MAPPED,
+    server: Version | None = None,
 ) -> Proto:
-    """The MetaGraphDef of a graph with the nodes that restore its variables as they are stored."""
+    """The MetaGraphDef of a graph with the nodes that restore its variables as they are stored.
+
+    NotServable if `server` lacks what it needs.
+    """
     meta_graph = message_class("MetaGraphDef")()
     meta_graph.CopyFrom(graph.meta_graph)
     _make_readable(meta_graph.meta_info_def)
     served = served_variables(mapping.sources)
     cast_variables(meta_graph.graph_def, {entry.variable.node: entry.dtype for entry in served})
     add_restore(meta_graph, served, mapping.tables, graph.state, mapped)
+    if server is not None:
+        make_for(meta_graph.graph_def, server)
     return meta_graph
 
 
@@ -421,14 +436,16 @@ def _serialise(saved_model: Proto) -> bytes:
 _INIT_COLLECTION = "serving_init_op"  # tensorflow/contrib/session_bundle/constants.py
 
 
-def write_pair(graph: InferenceGraph, mapping: VariableMapping, directory: Path) -> None:
+def write_pair(
+    graph: InferenceGraph, mapping: VariableMapping, directory: Path, server: Version | None = None
+) -> None:
     """Write Cloud ML's pair into `directory` beside `variables/`, whose shards it shares by links.
 
     Raises:
         NotServable: the graph has no default signature, or one of sparse tensors, or reads files.
         PublishError: the directory cannot be written.
     """
-    meta_graph = restorable_graph(graph, mapping)
+    meta_graph = restorable_graph(graph, mapping, server=server)
     if graph.assets:
         files = ", ".join(asset.file_name for asset in graph.assets)
         raise NotServable(

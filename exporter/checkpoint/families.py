@@ -233,7 +233,7 @@ def archives(directory: Path, names: Collection[str]) -> list[Path]:
 
 def is_archive(path: Path) -> bool:
     """True for a file that is an archive by its name, and for a directory that Orbax wrote."""
-    return any(family.matches(path) for family in (*ARCHIVES, ORBAX))
+    return any(family.matches(path) for family in ARCHIVES) or ORBAX.matches(path)
 
 
 def describes_model(path: Path) -> bool:

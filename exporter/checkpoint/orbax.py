@@ -172,9 +172,11 @@ def config_of(path: Path) -> str | None:
     if not file.is_file() or (path / "assets").exists():
         return None
     try:
-        return decode(read_regular(file, _MAX_TREE_BYTES), _Config, file.name, written=lambda _: b"").config
+        content = read_regular(file, _MAX_TREE_BYTES)
+        found: _Config = decode(content, _Config, file.name, written=lambda _: b"")
     except (DocumentError, OSError) as error:
         raise CorruptFile(f"{file} is damaged", cause=str(error)) from None
+    return found.config
 
 
 def _items(path: Path) -> Iterator[Path]:

@@ -78,7 +78,10 @@ class PlaceFlags(Struct, frozen=True):
     ] = None
     config: Annotated[
         Path | None,
-        _place("Export each model of this TOML file (see --options) with what is typed.", metavar="FILE"),
+        _place(
+            "Export each model of this TOML file (see --options); typed options count for all.",
+            metavar="FILE",
+        ),
     ] = None
 
     def both(self) -> tuple[Path, Path]:
@@ -95,7 +98,7 @@ class RunFlags(Struct, frozen=True):
     """Whether to plan, to publish deltas, to watch, and whom to tell."""
 
     dry_run: Annotated[bool, Option("Print the plan and write nothing.", CHECKS)] = False
-    incr: Annotated[bool, _delta("Publish what changed, as a delta; first a base.")] = False
+    incr: Annotated[bool, _delta("Publish changes as a delta; first a base.")] = False
     updatable: Annotated[bool, _delta("Publish a new base that takes deltas.")] = False
     full_on_mismatch: Annotated[bool, _of_incr("With --incr: publish a new base if no delta fits.")] = False
     rebase: Annotated[bool, _of_incr("With --incr: also publish a new base that includes all deltas.")] = (
@@ -104,7 +107,7 @@ class RunFlags(Struct, frozen=True):
     notify: Annotated[
         tuple[str, ...],
         _of_incr(
-            "With --incr: ask this model server to apply what was published. Repeat it for several.",
+            "With --incr: ask this model server to apply the publication. Repeat it for several.",
             metavar="HOST[:PORT]",
         ),
     ] = ()
@@ -112,6 +115,26 @@ class RunFlags(Struct, frozen=True):
         bool, Option("Keep running: export each new checkpoint or, with --incr, each change.", FOLLOWING)
     ] = False
 
+    metrics_port: Annotated[
+        str,
+        Option(
+            "With --watch: serve metrics for Prometheus on this port, of 127.0.0.1 if no address is given.",
+            FOLLOWING,
+            metavar="[ADDRESS:]PORT",
+            default="none",
+            goes_with="--watch",
+        ),
+    ] = ""
+    heartbeat: Annotated[
+        str,
+        Option(
+            "With --watch: write this file at each look, and while work goes on, for a liveness probe.",
+            FOLLOWING,
+            metavar="FILE",
+            default="none",
+            goes_with="--watch",
+        ),
+    ] = ""
     verbose: Annotated[
         bool,
         Option("With --watch: print each publication in full.", FOLLOWING, letter="-v", goes_with="--watch"),
@@ -227,13 +250,19 @@ def export(
         if not places.any_role and not (role := node_role()).is_chief:
             export_commands.stand_by(role, sink)
             return
-        target = stack.enter_context(opened(out, read_only=flags.dry_run))
-        request = replace(request, out=target.path)
+        target = stack.enter_context(opened(out, read_only=flags.dry_run, signing=request.signing))
+        request, seen = replace(request, out=target.path), None
+        if watch is not None and not flags.dry_run:
+            from exporter.cli.watched import watched
+
+            seen = stack.enter_context(watched(request.out, sink, flags.metrics_port, flags.heartbeat))
         if flags.publishes_deltas:
-            how = export_commands.RunOptions(target, flags.full_on_mismatch, flags.rebase, watch, servers)
+            how = export_commands.RunOptions(
+                target, flags.full_on_mismatch, flags.rebase, watch, servers, seen
+            )
             export_commands.run_incremental(request, sink, how, dry_run=flags.dry_run)
             return
-        export_commands.run_full(request, sink, target, watch, dry_run=flags.dry_run)
+        export_commands.run_full(request, sink, target, watch, seen, dry_run=flags.dry_run)
 
 
 _IN_LOG = ("history", "merge", "rollback", "resume", "diff", "verify")

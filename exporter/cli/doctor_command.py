@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.cli.log_commands import ModelArgument
-from exporter.options import Option
+from exporter.options import ANYBODY, Option, Trusting
 from exporter.storage.local_paths import checkpoint_parser
 from exporter.storage.url import Url
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
@@ -20,6 +21,7 @@ from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 
 if TYPE_CHECKING:
     from exporter.pipeline.doctor import Examination
+    from exporter.publish.judge import Finding
 
 
 _of_target = partial(Option, goes_with="--target")
@@ -37,14 +39,22 @@ class ServerFlags(Struct, frozen=True):
     ] = None
     patience: Annotated[
         float,
-        _of_target("How long a server may take to serve what is published.", metavar="SECONDS", least=0),
+        _of_target("How long a server may take to serve the newest publication.", metavar="SECONDS", least=0),
     ] = 60.0
     deadline: Annotated[
         float, _of_target("How long to wait for a server's answer.", metavar="SECONDS", least=0.001)
     ] = 5.0
 
+    agent: Annotated[
+        str | None,
+        Option(
+            "Also ask this agent what it finds: the address of its own port.", metavar="URL", default="none"
+        ),
+    ] = None
+
 
 NO_SERVER = ServerFlags()
+_LONGEST_ANSWER = 64 << 20
 
 
 def doctor(
@@ -59,14 +69,15 @@ def doctor(
     ] = None,
     servers: ServerFlags = NO_SERVER,
     access: ServerAccess = WITHOUT_TLS,
+    trusting: Trusting = ANYBODY,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """List what is wrong with a published model, or soon will be, with the command that helps.
+    """List present and coming problems of a published model, each with the command that helps.
 
-    Looks at files and checksums, ways from each base to the newest position, holds, permissions, clocks and
-    left-overs; with --ckpt-dir at what the next export reads, with --target at what servers serve. Nothing is
-    changed. Warnings do not fail; what is wrong does, with exit code 6 if it is on disk, 3 if it is the
-    checkpoint alone, 7 if it is servers alone.
+    Looks at files and checksums, ways from each base to the newest position, holds, permissions, clocks, room
+    and left-overs; with --ckpt-dir at what the next export reads, with --target at what servers serve, with
+    --agent at what an agent finds. Nothing is changed. Warnings do not fail; what is wrong does, with exit
+    code 6 if it is on disk, 3 if it is the checkpoint alone, 7 if it is servers alone.
 
     \b
     Examples:
@@ -85,11 +96,47 @@ def doctor(
             patience=servers.patience,
             deadline=servers.deadline,
             access=access,
+            trusting=trusting,
         )
+        if servers.agent is not None:
+            name = servers.model_name or seen.model.resolve().name
+            told = _ask_agent(servers.agent, name, servers.deadline)
+            seen = replace(seen, findings=(*seen.findings, *told))
         _report(seen, sink)
         error = diagnosis(model, seen.findings)
         if error is not None:
             raise error
+
+
+def _ask_agent(address: str, model: str, deadline: float) -> Iterator[Finding]:
+    """What an agent finds of a model; that it does not answer is a finding, too."""
+    import json
+    import urllib.request
+
+    from exporter.publish.judge import Code, Finding, Level, command
+
+    address = (address if "://" in address else f"http://{address}").rstrip("/")
+    again = command("curl", "-sS", f"{address}/healthz")
+    try:
+        if not address.startswith(("http://", "https://")):
+            raise ValueError("expected http:// or https://")
+        with urllib.request.urlopen(f"{address}/status.json", timeout=deadline) as answer:
+            document = json.loads(answer.read(_LONGEST_ANSWER))
+        codes = {code.value: code for code in Code}
+        found = [(codes[each["code"]], each) for each in document["findings"] if each["model"] == model]
+        known = {each["name"] for each in document["models"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = str(getattr(error, "reason", None) or error)
+        yield Finding(Code.AGENT_DOWN, f"the agent at {address} does not answer", why, again)
+        return
+    if model not in known:
+        why = f"it keeps {', '.join(sorted(map(str, known)))}"
+        yield Finding(Code.AGENT_DOWN, f"the agent at {address} does not keep {model}", why, again)
+    levels = {level.on_page: level for level in Level}
+    for code, each in found:
+        if (level := levels.get(each["level"], Level.WARNING)) in (Level.WRONG, Level.WARNING):
+            text, why, then = (str(each.get(name, "")) for name in ("text", "why", "command"))
+            yield Finding(code, text, why, then, known_level=level, check="agent")
 
 
 def _report(seen: Examination, sink: Output) -> None:
@@ -155,5 +202,5 @@ def _lines(seen: Examination) -> Iterator[str]:
         yield f"{level} [bold]{check_of(finding).value}[/]: {escape(finding.text)}"
         if finding.why:
             yield f"{'':<9}cause: {escape(finding.why)}"
-        is_command = finding.command.startswith(("export-model ", "serve-model "))
+        is_command = finding.command.startswith(("export-model ", "serve-model ", "cd ", "curl ", "df "))
         yield f"{'':<9}{'$' if is_command else 'hint:'} {escape(finding.command)}"

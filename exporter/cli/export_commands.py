@@ -38,6 +38,7 @@ from exporter.training.roles import Role
 from exporter.transfer.opened import OpenModel
 
 if TYPE_CHECKING:
+    from exporter.cli.watched import Watched
     from exporter.pipeline.rebase import Rebased
     from exporter.publish.model import PublishedAlready
 
@@ -52,7 +53,13 @@ def stand_by(role: Role, sink: Output) -> None:
 
 
 def run_full(
-    request: ExportRequest, sink: Output, target: OpenModel, watching: Watching | None, *, dry_run: bool
+    request: ExportRequest,
+    sink: Output,
+    target: OpenModel,
+    watching: Watching | None,
+    seen: Watched | None,
+    *,
+    dry_run: bool,
 ) -> None:
     """Export the newest checkpoint, or each newest one while watching; or print what would be exported."""
     from exporter.cli import render
@@ -61,11 +68,13 @@ def run_full(
     from exporter.pipeline.watch import watch
     from exporter.publish.model import PublishedAlready
 
-    if watching is not None and not dry_run:
+    if watching is not None and seen is not None:
         tell, ended = partial(outlived, sink), partial(watch_ended, sink)
         with until_interrupted(sink) as published:
-            for done in watch(request, watching, tell, sink.progress, ended, target.carry):
+            progress = seen.progress(sink.progress)
+            for done in watch(request, watching, tell, progress, ended, target.carry, seen.looked):
                 published.add(done.published.path)
+                seen.published(done.published.manifest)
                 render.exported(done, sink)
         return
     try:
@@ -111,7 +120,7 @@ def published_already(
 class RunOptions(Struct, frozen=True):
     """How an incremental export runs: its target and what else it does; once, unless it is `watching`.
 
-    `servers` are asked to apply what is published.
+    `servers` are asked to apply what is published; `seen` is told what a watch does.
     """
 
     target: OpenModel
@@ -119,6 +128,7 @@ class RunOptions(Struct, frozen=True):
     rebase: bool = False
     watching: Watching | None = None
     servers: Servers = NOBODY
+    seen: Watched | None = None
 
 
 def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dry_run: bool) -> None:
@@ -134,7 +144,7 @@ def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dr
         )
     if dry_run:
         _dry_run(request, sink, how)
-    elif how.watching is None:
+    elif how.watching is None or how.seen is None:
         if how.rebase:  # refused before anything is published; while watching, deltas go on behind a hold
             Permission(request.despite_hold).check(request.out, takes_deltas=True)
         _once(request, sink, how)
@@ -147,9 +157,10 @@ def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dr
         sleep = Arrivals.of_trainer(request.ckpt_dir).sleep
         with until_interrupted(sink) as published:
             look = partial(_look, request, sink, how)
-            for done in follow(look, how.watching, tell, ended=ended, sleep=sleep):
+            for done in follow(look, how.watching, tell, ended=ended, looked=how.seen.looked, sleep=sleep):
                 if done.published is not None:
                     published.add(done.published.path)
+                    how.seen.published(done.published.manifest)
                 _report(done, sink, how)
                 if how.rebase:
                     _rebase_or_tell(request, done, sink, how)
@@ -166,15 +177,16 @@ def _once(request: ExportRequest, sink: Output, how: RunOptions) -> None:
 
 
 def _publish(request: ExportRequest, sink: Output, how: RunOptions) -> Incremental:
+    progress = sink.progress if how.seen is None else how.seen.progress(sink.progress)
     return how.target.carry(
         lambda: incremental.export_incremental(
             request,
-            sink.progress,
+            progress,
             full_on_mismatch=how.full_on_mismatch,
             is_watching=how.watching is not None,
             marker_seconds=MARKER_SECONDS,
         ),
-        sink.progress,
+        progress,
     )
 
 
@@ -225,6 +237,8 @@ def _rebase_or_tell(request: ExportRequest, done: Incremental, sink: Output, how
         from exporter.cli.render_log import rebased
 
         rebased(based, sink)
+        if how.seen is not None:
+            how.seen.published(based.published.manifest)
 
 
 def _report(done: Incremental, sink: Output, how: RunOptions, based: Rebased | None = None) -> None:

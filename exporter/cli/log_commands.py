@@ -15,13 +15,13 @@ import typer
 from msgspec import Struct
 
 from exporter.errors import Exit, UsageError
-from exporter.options import LOCALLY, Jobs, Option
+from exporter.options import ANYBODY, LOCALLY, UNSIGNED, Jobs, Option, Signing, Trusting
 from exporter.storage.local_paths import checkpoint_parser, quoted
 from exporter.storage.url import Url
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.transfer.opened import opened
 
-DryRunFlag = Annotated[bool, typer.Option("--dry-run", help="Print what would be done and write nothing.")]
+DryRunFlag = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 ModelArgument = Annotated[
     Path,
     typer.Argument(
@@ -69,6 +69,7 @@ def merge(
     ] = None,
     base: RebaseFlags = DELTAS_ALONE,
     jobs: Jobs = LOCALLY,
+    signing: Signing = UNSIGNED,
     dry_run: DryRunFlag = False,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
@@ -82,7 +83,7 @@ def merge(
       export-model merge models/ranker --dry-run
       export-model merge s3://bucket/models/ranker --engine ray --engine-address ray://head:10001
     """
-    with command(printing) as sink, opened(model, read_only=dry_run) as target:
+    with command(printing) as sink, opened(model, read_only=dry_run, signing=signing) as target:
         from exporter.cli import render_log
 
         if base.rebase and (from_ is not None or to is not None):
@@ -132,9 +133,10 @@ def rollback(
         bool,
         typer.Option(
             "--if-canary",
-            help="Only if POSITION is what the canary of `serve-model agent` approved last, which uses this.",
+            help="Only if a canary approved POSITION last; `serve-model agent` uses this.",
         ),
     ] = False,
+    signing: Signing = UNSIGNED,
     dry_run: DryRunFlag = False,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
@@ -147,7 +149,7 @@ def rollback(
       export-model rollback models/ranker --to 900 --dry-run
       export-model rollback models/ranker --to 900 --reason "scores fell"
     """
-    with command(printing) as sink, opened(model, read_only=dry_run) as target:
+    with command(printing) as sink, opened(model, read_only=dry_run, signing=signing) as target:
         from exporter.cli import render_log
         from exporter.pipeline import log_maintenance
 
@@ -171,9 +173,10 @@ def resume(
         bool,
         typer.Option(
             "--lift-canary",
-            help="Lift a canary's hold, too: servers take what none has passed, also what one has failed.",
+            help="Lift a canary's hold, too: servers then take deltas that none approved, or one failed.",
         ),
     ] = False,
+    signing: Signing = UNSIGNED,
     dry_run: DryRunFlag = False,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
@@ -189,7 +192,7 @@ def resume(
       export-model resume models/ranker --lift-only
       export-model resume models/ranker --lift-canary --dry-run
     """
-    with command(printing) as sink, opened(model, read_only=dry_run) as target:
+    with command(printing) as sink, opened(model, read_only=dry_run, signing=signing) as target:
         from exporter.cli import render_log
         from exporter.pipeline import log_maintenance
 
@@ -214,7 +217,7 @@ def diff(
     jobs: Jobs = LOCALLY,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """Show what differs between two states: variables, rows, norms.
+    """Show the differences of two states: variables, rows, norms.
 
     \b
     Examples:
@@ -237,6 +240,7 @@ def verify(
     model: ModelArgument,
     bytes_: Annotated[bool, typer.Option("--bytes", help="Also read all values of the versions.")] = False,
     jobs: Jobs = LOCALLY,
+    trusting: Trusting = ANYBODY,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Check everything that is published: files, checksums, and that each base reaches the newest position.
@@ -247,7 +251,7 @@ def verify(
       export-model verify models/ranker --bytes --json
       export-model verify models/ranker --bytes --engine ray --engine-address ray://head:10001
     """
-    with command(printing) as sink, opened(model, read_only=True) as target:
+    with command(printing) as sink, opened(model, read_only=True, trusting=trusting) as target:
         from exporter.cli import render_log
         from exporter.jobs.runner import Runner
         from exporter.verify import log as verify_log
@@ -266,20 +270,25 @@ def history(
     last: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Show only the newest N events.")
     ] = None,
+    changes: Annotated[
+        bool, typer.Option("--changes", help="Also show what each delta changed: rows, and largest moves.")
+    ] = False,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """List what was published, in order: versions, bases, deltas, mergers, rollbacks; and the hold.
+    """List publications in order: versions, bases, deltas, mergers, rollbacks; and the hold.
 
     \b
     Examples:
       export-model history models/ranker
       export-model history models/ranker --last 20 --json
+      export-model history models/ranker --last 1 --changes
     """
     with command(printing) as sink, opened(model, read_only=True) as target:
         from exporter.cli import render_log
         from exporter.publish.model import Model
 
-        render_log.history(target.carry(lambda: Model.history(target.path)), sink, last)
+        found = target.carry(lambda: Model.history(target.path))
+        render_log.history(found, sink, last, changes=changes)
 
 
 def positions(context: typer.Context, incomplete: str) -> list[str]:

@@ -160,6 +160,7 @@ def _bundle_document(found: BundleView, *, tensors: bool) -> inspections.Version
         signatures=found.signatures,
         tables=found.tables,
         mapped=found.mapped,
+        oldest_server=found.oldest_server,
         tensors=list(map(_tensor, _by_name(catalog))) if tensors and catalog is not None else None,
     )
 
@@ -175,6 +176,8 @@ def _bundle_lines(found: BundleView) -> Iterator[str]:
     yield from (line("table", served_text(table)) for table in found.tables)
     if found.mapped is not None:
         yield line("tables", found.mapped)
+    if found.oldest_server is not None:
+        yield line("servers", f"TensorFlow {found.oldest_server} and newer")
 
 
 def compared(found: Unmatchable, sink: Output) -> None:

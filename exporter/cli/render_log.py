@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from datetime import timezone
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from exporter.cli.documents import Status
 from exporter.cli.documents import logs as documents
 from exporter.cli.documents.logs import Merge, Rebase, Rollback
+from exporter.errors import ExportError
 from exporter.storage.local_paths import quoted
 from exporter.terminal.output import Output, labelled
 from exporter.terminal.progress import count, human_bytes
 
 if TYPE_CHECKING:
-    from exporter.errors import ExportError
     from exporter.pipeline.log_maintenance import Merged, Merging, RollbackPlan, RollbackResult
     from exporter.pipeline.rebase import Rebased, Rebasing
     from exporter.publish.model import Event, Model
@@ -214,9 +217,11 @@ def _positions(known: tuple[int, ...]) -> str:
     return shown if len(known) <= 10 else f"{len(known)}, the last {shown}"
 
 
-def history(found: Model, sink: Output, last: int | None) -> None:
-    """Print a model's publications, all or the `last` ones."""
+def history(found: Model, sink: Output, last: int | None, *, changes: bool = False) -> None:
+    """Print a model's publications, all or the `last` ones; with `changes` also what each delta changed."""
     events = found.publications[-last:] if last else found.publications
+    if changes:
+        events = tuple(_with_changes(found, event) for event in events)
     document = documents.History(
         model=str(found.path),
         position=found.at.position if found.at else None,
@@ -226,7 +231,12 @@ def history(found: Model, sink: Output, last: int | None) -> None:
         held_by=found.held_by,
         events=events,
     )
-    sink.result(document, _history_lines(found, len(events)))
+    changed = [
+        labelled("changed", f"at {event.position}, {change.text}")
+        for event in events
+        for change in event.changes or ()
+    ]
+    sink.result(document, [*_history_lines(found, len(events)), *changed])
     columns = {
         "time (UTC)": "left",
         "what": "left",
@@ -235,6 +245,19 @@ def history(found: Model, sink: Output, last: int | None) -> None:
         "": "left",
     }
     sink.table("", columns, (_row(event) for event in events))
+
+
+def _with_changes(found: Model, event: Event) -> Event:
+    """The event with what its delta changed, if it is one of the current log that can be read."""
+    from exporter.publish.what_changed import what_changed
+
+    log = found.current
+    if log is None or event.from_position is None or not event.is_current:
+        return event
+    with suppress(ExportError, OSError, StopIteration):
+        delta = next(one for one in log.deltas if one.path == event.path)
+        return replace(event, changes=what_changed(log, delta))
+    return event
 
 
 def _history_lines(found: Model, shown: int) -> Iterator[str]:
@@ -290,5 +313,5 @@ def _notes(event: Event) -> Iterator[str]:
         yield "of before" if event.log is None else f"of the log {event.log}, which has ended"
 
 
-_NOTHING_TO_MERGE = labelled("nothing to do", "one delta, or none, leads there")
+_NOTHING_TO_MERGE = labelled("nothing to merge", "at most one delta leads there")
 _NOTHING_TO_REBASE = labelled("nothing to do", "the newest base stands at the newest position")

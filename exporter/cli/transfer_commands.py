@@ -12,12 +12,13 @@ from msgspec import Struct
 from exporter.cli.documents import Status
 from exporter.cli.log_commands import DryRunFlag
 from exporter.errors import CheckpointError, ExportError, PublishError, UsageError, VerificationError
-from exporter.options import Option
+from exporter.options import ANYBODY, Option, Trusting
 from exporter.storage.local_paths import checkpoint_parser, local_path, quoted
 from exporter.storage.url import Url
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command, outlived, until_interrupted
 from exporter.terminal.output import Output, labelled
 from exporter.terminal.progress import count, human_bytes
+from exporter.transfer.opened import trust_in
 
 if TYPE_CHECKING:
     from exporter.transfer.pull import Pulled
@@ -33,12 +34,13 @@ def push(
         typer.Argument(metavar="URL", help="s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL."),
     ],
     prune: Annotated[
-        bool, typer.Option("--prune", help="Remove from the store what is not published here any more.")
+        bool, typer.Option("--prune", help="Remove publications from the store that are gone here.")
     ] = False,
+    trusting: Trusting = ANYBODY,
     dry_run: DryRunFlag = False,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """Upload what is published to an object store: versions, deltas and the hold, each whole or not at all.
+    """Upload a published model to an object store: versions, deltas, the hold, each whole or not at all.
 
     \b
     Examples:
@@ -49,7 +51,7 @@ def push(
         from exporter.transfer import push as transfer
 
         _require_order("push", model, url)
-        plan = transfer.plan_push(model, url, prune=prune)
+        plan = transfer.plan_push(model, url, prune=prune, trust=trust_in(trusting, model))
         if not dry_run:
             plan = transfer.push(plan, sink.progress)
         _print_push(plan, sink, dry_run=dry_run)
@@ -95,7 +97,7 @@ def _print_push(plan: PushPlan, sink: Output, *, dry_run: bool) -> None:
 class LookFlags(Struct, frozen=True):
     """How often `pull` looks into the store."""
 
-    watch: Annotated[bool, Option("Go on: fetch what appears in the store.")] = False
+    watch: Annotated[bool, Option("Keep running: fetch new publications of the store.")] = False
     interval: Annotated[
         float,
         Option("With --watch: how often to look.", metavar="SECONDS", least=0.05, goes_with="--watch"),
@@ -116,25 +118,29 @@ def pull(
         ),
     ],
     prune: Annotated[
-        bool, typer.Option("--prune", help="Remove here what is not in the store any more.")
+        bool, typer.Option("--prune", help="Remove publications here that are gone from the store.")
     ] = False,
     looks: LookFlags = ONCE,
+    trusting: Trusting = ANYBODY,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """Fetch what is published in an object store into a local directory, checked, in order of positions.
+    """Fetch a published model from a store into a local directory, checked, in order of positions.
 
     \b
     Examples:
       export-model pull s3://models/ranker models/ranker
       export-model pull s3://models/ranker models/ranker --watch --interval 0.5 --prune
+      export-model pull s3://models/ranker models/ranker --trust publisher.pem
     """
     with command(printing) as sink:
         from exporter.transfer import pull as transfer
 
         _require_order("pull", model, url)
-        copy = transfer.LocalCopy(url, model, prune=prune)
+        copy = transfer.LocalCopy(url, model, prune=prune, trust=trust_in(trusting, url))
         if not looks.watch:
-            _print_pull(copy.update(sink.progress), model, sink)
+            _print_pull(done := copy.update(sink.progress), model, sink)
+            for refused in done.untrusted:
+                raise refused
             return
         sink.json_lines = True
         with until_interrupted(sink) as published:
@@ -145,7 +151,7 @@ def pull(
                 except (CheckpointError, PublishError, VerificationError) as error:
                     said = _tell_once(error, said, sink)
                 else:
-                    said = ""
+                    said = _tell_once(done.untrusted[0], said, sink) if done.untrusted else ""
                     for fetched in done.fetched:
                         published.add(model / fetched)
                     if done.fetched or done.removed:
@@ -169,6 +175,7 @@ def _print_pull(done: Pulled, model: Path, sink: Output) -> None:
         removed=done.removed,
         incomplete=done.incomplete,
         waiting=done.waiting,
+        untrusted=[error.message for error in done.untrusted],
         bytes=done.bytes_,
         position=done.position,
     )
@@ -181,6 +188,8 @@ def _print_pull(done: Pulled, model: Path, sink: Output) -> None:
     if done.waiting:
         why = "the canary rolled back here; for a merged delta or a base: export-model merge URL"
         lines.append(labelled("waiting", f"{', '.join(done.waiting)}: {why}"))
+    if done.untrusted:
+        lines.append(labelled("not trusted", "; ".join(error.message for error in done.untrusted)))
     if done.position is not None:
         lines.append(labelled("position", done.position))
         lines.append(labelled("next", f"serve-model run {quoted(model)}"))

@@ -633,6 +633,9 @@ CALLS = {
 """Ops that call functions, with the number of inputs before the functions' arguments."""
 
 
+_OUTPUTS = {"Switch": ("output_false", "output_true"), "ListDiff": ("out", "idx")}  # by name, of OpDefs
+
+
 class Body:
     """The nodes of a graph or of a function, with the two ways in which they name tensors.
 
@@ -668,11 +671,11 @@ class Body:
         return reference if self.function is not None or ":" in reference else f"{reference}:0"
 
     def output(self, node: Proto, index: int) -> str:
-        """The name of output `index` of a node that forwards tensors (Identity, Switch) or loops."""
+        """The name of output `index` of a node that loops, forwards tensors, or is one of `_OUTPUTS`."""
         if self.function is None:
             return f"{node.name}:{index}"
-        if node.op == "Switch":
-            return f"{node.name}:{('output_false', 'output_true')[index]}:0"
+        if node.op in _OUTPUTS:
+            return f"{node.name}:{_OUTPUTS[node.op][index]}:0"
         return f"{node.name}:output:{index}"
 
     def single(self, node: Proto, argument: str) -> str:
@@ -689,10 +692,12 @@ class Body:
         node.name = name
         self.by_name[name] = node
 
-    def constant_beside(self, node: Proto, wish: str, value: int | list[int]) -> str:
-        """Add an int32 constant that waits for `node`, and return its output."""
+    def constant_beside(
+        self, node: Proto, wish: str, value: int | list[int], dtype: DType = DType.INT32
+    ) -> str:
+        """Add a constant that waits for `node`, and return its output."""
         name = free_name(self.by_name, wish)
-        made = self.put(constant(name, np.array(value, np.int32), DType.INT32))
+        made = self.put(constant(name, np.array(value, dtype.numpy), dtype))
         made.input.append(f"^{node.name}")  # in a loop of Enter and Exit it then belongs to the node's frame
         return self.single(made, "output")
 

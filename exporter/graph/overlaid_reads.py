@@ -2,20 +2,27 @@
 
 The table itself cannot be written (`exporter.bundle.mapped_tables`). Beside it are
 
-    slots    int32 [rows]             0: the row is as it is in the table; else its place in the overlay
+    changed  bool []                 false: no row has changed, and nothing below is read
+    pages    int64 [rows / 128]      add a row's number, and you have the number of its slot
+    slots    int32 [128 * (n + 1)]   0: the row is as it is in the table; else its place in the overlay
     overlay  dtype [2 * capacity + 1, ...]    changed rows, each with two places; place 0 is never used
 
-and a gather becomes
+Slots lie by pages, those of 128 rows. The first page is 0 for good: rows of all pages in which nothing has
+changed are led there. A gather becomes
 
     gathered  = rows of the table
+    slot      = slots[pages[id / 128] + id]
     at        = places, in the gathered rows, of those whose slot is not 0
     result    = gathered, with overlay[slot] at `at`
 
+and all but the first line is on the side of a Switch that is taken if `changed`. `ListDiff` gives slots that
+are not 0 with their places: one node, where `Where` takes four.
+
 `InplaceUpdate` writes into the buffer of its input (tensorflow/core/kernels/inplace_ops.cc), which is that of
-the gather, a new one at each call, and which nothing else reads. Processor time of 1 / 64 / 1,000 / 100,000
-ids of 1 M x 64 floats against a table in memory, none of the rows changed: 1.06 / 1.07 / 1.21 / 1.12; 10 % of
-them: 1.04 / 1.10 / 1.35 / 1.45. `where` over both gathers takes 2.1 and 2.2 times for the last two, and
-`TensorScatterUpdate`, which copies its input, 1.6 and 1.8.
+the gather, a new one at each call, and which nothing else reads. `where` over both gathers takes 2.1 and 2.2
+times as long with 1,000 and 100,000 ids as a table in memory, `TensorScatterUpdate`, which copies its input,
+1.6 and 1.8. A slot for each row in one variable would have to be set to zero while the model loads: 1 GB for
+a table of 64 GB; and its pages would be touched one by one while readers wait.
 """
 
 from __future__ import annotations
@@ -39,19 +46,26 @@ SCATTERED = {
 """The dtypes for which TensorFlow has scatter kernels, and whose rows a delta can therefore hold."""
 
 
+PAGE_BITS = 7
+PAGE_ROWS = 1 << PAGE_BITS
+"""Rows whose slots lie together: 512 bytes once one of them has changed, and 8 in `pages` in any case."""
+
+
 class OverlaidReads(Struct, frozen=True):
-    """The change of a table with an overlay; three fields name the nodes of handles."""
+    """The change of a table with an overlay; all fields but two name the nodes of handles."""
 
     variable: str
     dtype: DType
     row_shape: tuple[int, ...]
+    changed: str
+    pages: str
     slots: str
     overlay: str
 
     @property
     def extra_handles(self) -> tuple[str, ...]:
-        """The nodes of the slots' and the overlay's handles."""
-        return self.slots, self.overlay
+        """The nodes of the handles of what lies beside the table."""
+        return self.changed, self.pages, self.slots, self.overlay
 
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
         """Let a node that takes the table's handle read changed rows from the overlay.
@@ -84,31 +98,43 @@ def overlay_reads(graph_def: Proto, tables: Mapping[str, OverlaidReads]) -> None
 
 def _overlay_rows(body: Body, node: Proto, table: OverlaidReads, extra_handles: Sequence[str]) -> None:
     """Let a gather yield the table's rows under a new name; the rows as they are now take its old name."""
-    name, dtype, (slots_handle, overlay_handle) = node.name, table.dtype, extra_handles
+    name, dtype = node.name, table.dtype
+    changed_handle, pages_handle, slots_handle, overlay_handle = extra_handles
     indices, index_type = node.input[1], DType(node.attr["Tindices"].type)
     body.rename(node, free_name(body.by_name, f"{name}/mapped"))
     node.attr.pop("_output_shapes", None)
-    gathered = body.single(node, "output")
 
-    def known(what: str, value: int | list[int]) -> str:
-        return body.constant_beside(node, f"{name}/{what}", value)
+    def known(what: str, value: int | list[int], of: DType = DType.INT32) -> str:
+        return body.constant_beside(node, f"{name}/{what}", value, of)
 
     def add(what: str, op: str, *inputs: str, output: str = "output", **types: Any) -> str:
         made = body.add(f"{name}/{what}" if what else name, op, *inputs, device=node.device, **types)
         return body.single(made, output)
 
+    def if_changed(what: str, tensor: str, of: DType) -> Proto:
+        return body.add(f"{name}/{what}", "Switch", tensor, is_changed, device=node.device, T=of)
+
     def reshape(what: str, tensor: str, shape: str, of: DType) -> str:
         return add(what, "Reshape", tensor, shape, T=of, Tshape=DType.INT32)
 
-    vector = known("vector", [-1])
-    slots = add("slots", "ResourceGather", slots_handle, indices, dtype=DType.INT32, Tindices=index_type)
-    slots = reshape("slots_in_line", slots, vector, DType.INT32)
-    at = reshape("at", add("where", "Where", slots, output="index", T=DType.INT32), vector, DType.INT64)
-    types: Any = {"Tparams": DType.INT32, "Tindices": DType.INT64, "Taxis": DType.INT32}
-    changed = add("changed", "GatherV2", slots, at, known("axis", 0), **types)
-    rows = add("rows", "ResourceGather", overlay_handle, changed, dtype=dtype, Tindices=DType.INT32)
-    places = add("places", "Cast", at, output="y", SrcT=DType.INT64, DstT=DType.INT32)
+    is_changed = add("changed", "ReadVariableOp", changed_handle, output="value", dtype=DType.BOOL)
+    either = if_changed("gathered", body.single(node, "output"), dtype)
+    unchanged, gathered = body.output(either, 0), body.output(either, 1)
+    ids = body.output(if_changed("ids", indices, index_type), 1)
+    if index_type is not DType.INT64:
+        ids = add("ids_64", "Cast", ids, output="y", SrcT=index_type, DstT=DType.INT64)
+    ids = reshape("ids_in_line", ids, known("vector", [-1]), DType.INT64)
+    page = add("page", "RightShift", ids, known("bits", PAGE_BITS, DType.INT64), output="z", T=DType.INT64)
+    begin = add("begin", "ResourceGather", pages_handle, page, dtype=DType.INT64, Tindices=DType.INT64)
+    slot = add("slot", "AddV2", begin, ids, output="z", T=DType.INT64)
+    slots = add("slots", "ResourceGather", slots_handle, slot, dtype=DType.INT32, Tindices=DType.INT64)
+    types: Any = {"T": DType.INT32, "out_idx": DType.INT32}
+    found = body.add(f"{name}/places", "ListDiff", slots, known("none", [0]), device=node.device, **types)
+    places, at = body.output(found, 0), body.output(found, 1)
+    rows = add("rows", "ResourceGather", overlay_handle, places, dtype=dtype, Tindices=DType.INT32)
     in_line = reshape("in_line", gathered, known("row", [-1, *table.row_shape]), dtype)
-    newest = add("newest", "InplaceUpdate", in_line, places, rows, output="y", T=dtype)
+    newest = add("newest", "InplaceUpdate", in_line, at, rows, output="y", T=dtype)
     shape = add("shape", "Shape", gathered, T=dtype, out_type=DType.INT32)
-    reshape("", newest, shape, dtype)  # its output is called `output`, too: what takes it stays as it is
+    newest = reshape("in_shape", newest, shape, dtype)
+    # Its output is called `output`, too: what takes it stays as it is.
+    add("", "Merge", unchanged, newest, T=dtype, N=2)

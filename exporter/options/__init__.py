@@ -284,6 +284,7 @@ CHECKS = "Checks"
 DELTAS = "Deltas"
 FOLLOWING = "Following training"
 WORK = "Work on many bytes"
+SIGNATURES = "Signatures"
 HEADINGS = {
     PLACES: "places",
     SERVED: "model",
@@ -294,12 +295,14 @@ HEADINGS = {
     DELTAS: "deltas",
     FOLLOWING: "watch",
     WORK: "jobs",
+    SIGNATURES: "keys",
 }
 """In the order of `--help-all`; each with its topic, by which `export-model help` knows it."""
 
 DEFAULT_TASK_BYTES = 64 << 20
 """What a task reads: a second's work for a slow disk, and a million of them for 64 TB."""
 
+_SERVER = re.compile(r"([0-9]{1,3})\.([0-9]{1,3})([.-]?[0-9a-z]+){0,3}")
 _SIZE = re.compile(r"([1-9][0-9]{0,9})(B|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
@@ -315,7 +318,7 @@ def _path_or_url(option: str, text: str) -> str:
     return local_name(option, text) if Url.parse(text) is None else text
 
 
-_places, _served, _names, _storage, _keyed, _checks, _deltas, _following, _work = (
+_places, _served, _names, _storage, _keyed, _checks, _deltas, _following, _work, _signatures = (
     partial(Option, heading=heading) for heading in HEADINGS
 )
 # `always`: these options were in the first release. A new option of a base overrides it by "if given", or the
@@ -360,7 +363,7 @@ class Jobs(_Limited, frozen=True, repr_omit_defaults=True):
     task_bytes: Annotated[
         int,
         _work(
-            "What one task reads, as in 64MiB.",
+            "Bytes that one task reads, as in 64MiB.",
             name="--task-size",
             metavar="SIZE",
             default="64MiB",
@@ -386,6 +389,63 @@ class Jobs(_Limited, frozen=True, repr_omit_defaults=True):
 
 LOCALLY = Jobs()
 """By threads of this process, and nothing is kept."""
+
+
+class Signing(_Limited, frozen=True, repr_omit_defaults=True):
+    """How what is published is signed; see `exporter.publish.signing`.
+
+    `sign_key` is a file that its owner alone may read, or `env:NAME`: a variable with what would be in it.
+    """
+
+    sign_key: Annotated[
+        str | None,
+        _signatures("Sign what is published with this Ed25519 key (PEM).", metavar="FILE|env:NAME"),
+    ] = None
+    signed_as: Annotated[
+        str | None,
+        _signatures(
+            "The model's name in signatures.",
+            metavar="NAME",
+            default="the last part of its path or URL",
+            goes_with="--sign-key",
+        ),
+    ] = None
+    trust: Annotated[
+        tuple[Path, ...],
+        _signatures(
+            "In a store, build on what this public key (PEM) has signed, too. Repeatable.",
+            metavar="FILE",
+            goes_with="--sign-key",
+        ),
+    ] = ()
+
+
+UNSIGNED = Signing()
+"""Nothing is signed."""
+
+
+class Trusting(_Limited, frozen=True, repr_omit_defaults=True):
+    """Whose publications are taken: of keys in these files, of which one may hold several."""
+
+    trust: Annotated[
+        tuple[Path, ...],
+        _signatures(
+            "Take nothing but what this public key (PEM, of Ed25519) has signed. Repeatable.", metavar="FILE"
+        ),
+    ] = ()
+    signed_as: Annotated[
+        str | None,
+        _signatures(
+            "The model's name in signatures.",
+            metavar="NAME",
+            default="the last part of its path or URL",
+            goes_with="--trust",
+        ),
+    ] = None
+
+
+ANYBODY = Trusting()
+"""Everything is taken, whoever published it."""
 
 
 class Updates(_Limited, frozen=True, repr_omit_defaults=True):
@@ -457,20 +517,20 @@ class GraphOptions(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     ] = field(default_factory=dict)
     absent_keys: Annotated[
         Mapping[str, str],
-        _served(
-            "What keys read that a table lacks. Repeatable.", name="--absent-key", metavar="TABLE=NUMBER"
-        ),
+        _served("Value of keys that a table lacks. Repeatable.", name="--absent-key", metavar="TABLE=NUMBER"),
     ] = field(default_factory=dict)
     """Numbers by regular expressions for tables' names."""
     allow_code: Annotated[
-        bool, _served("Trust the model: run code of an archive, and here whatever its graph does.")
+        bool, _served("Trust the model: run its archive's code, and here any operation of its graph.")
     ] = False
     allow_files: Annotated[
         tuple[Path, ...],
-        _served("Let a graph that is not named take files from here, too. Repeatable.", metavar="DIR"),
+        _served(
+            "Let a graph found beside the checkpoint read this directory, too. Repeatable.", metavar="DIR"
+        ),
     ] = ()
     allow_file_ops: Annotated[
-        bool, _served("Serve operations that use files, call out, or were not judged.")
+        bool, _served("Serve operations that use files, call other processes, or are unknown.")
     ] = False
     allow_foreign_ops: Annotated[
         bool, _served("Serve operations that stock TensorFlow lacks, with all that they need.")
@@ -504,6 +564,15 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
             metavar="N|time",
             default="the training step while it grows",
             typed=str | None,
+        ),
+    ] = None
+    for_server: Annotated[
+        str | None,
+        _places(
+            "Publish what servers of this TensorFlow load: 1.15 or newer.",
+            metavar="VERSION",
+            default="the newest",
+            digest="if given",
         ),
     ] = None
     plain: Annotated[
@@ -541,14 +610,14 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     casts: Annotated[
         tuple[str, ...],
         _storage(
-            "Store matching variables in 16 bits, or tables in 8: of one by keys, TABLE/values. Repeatable.",
+            "Store matching variables in 16 bits, or tables in 8 (by keys: TABLE/values). Repeatable.",
             name="--cast",
             metavar="[PATTERN=]bfloat16|float16|int8",
         ),
     ] = ()
     data: Annotated[
         DataMode,
-        _storage("How values reach the version; compact copies the needed bytes alone.", digest="always"),
+        _storage("How values reach the version; compact copies only the needed bytes.", digest="always"),
     ] = DataMode.AUTO
     map_tables: Annotated[
         bool,
@@ -557,7 +626,7 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     served_at: Annotated[
         str | None,
         _storage(
-            "Where servers see the model: mapped tables are there.",
+            "The model's directory as servers see it, for mapped tables.",
             metavar="DIR",
             default="--out",
             goes_with="--map-tables",
@@ -640,7 +709,7 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     min_change: Annotated[
         float,
         _deltas(
-            "With --incr: hold back rows that are less than X (Euclidean norm) from what is published.",
+            "With --incr: hold back rows that moved less than X (Euclidean norm) since their publication.",
             metavar="X",
             least=0.0,
             goes_with="--incr",
@@ -659,6 +728,8 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     ] = False
     jobs: Jobs = LOCALLY
     """Where values are cast, moved and compared."""
+    signing: Signing = UNSIGNED
+    """Who signs what is published."""
 
 
 class ExportRequest(ExportOptions, frozen=True, metaclass=Checked):
@@ -689,6 +760,7 @@ class ExportRequest(ExportOptions, frozen=True, metaclass=Checked):
         force_setattr(self, "ckpt_dir", given.place("ckpt_dir", self.ckpt_dir, _checkpoint("--ckpt-dir")))
         force_setattr(self, "out", given.place("out", self.out, _checkpoint("--out")))
         force_setattr(self, "model", _model(self.model))
+        force_setattr(self, "for_server", _server(self.for_server))
         if isinstance(self.version, bool) or not isinstance(self.version, str | int | None):
             raise given.wrong("version", self.version, 'a number, "time" or None')
         _take_within_limits(self, own=("ckpt_dir", "out", "model", "version"))
@@ -705,6 +777,25 @@ def _checkpoint(option: str) -> Callable[[str, StrPath], Path]:
     return lambda _, place: checkpoint_path(option, place)
 
 
+def _server(given_as: Any) -> str | None:
+    """The major and minor number of the version that is given: `2.4`."""
+    if given_as is None:
+        return None
+    from exporter.wire.server_ops import OLDEST  # few ask for it
+
+    found = _SERVER.fullmatch(given_as) if isinstance(given_as, str) else None
+    if found is None:
+        raise UsageError(
+            f"--for-server {given_as!r} is not the version of a TensorFlow", hint="as in --for-server 2.4"
+        )
+    if (int(found[1]), int(found[2])) < OLDEST:
+        raise UsageError(
+            f"--for-server {given_as} is too old: models are made for TensorFlow 1.15 and newer",
+            hint="leave it out, or give --for-server 1.15",
+        )
+    return f"{int(found[1])}.{int(found[2])}"
+
+
 def _model(what: Any) -> Any:
     if isinstance(what, Path | str) and str(what):
         return local_name("--model", str(what))
@@ -718,6 +809,7 @@ _IN_PYTHON = {  # what the command line has in another form
     "again": "Publish a checkpoint again that is already published.",
     "updates": "How the version takes deltas; None: it takes none.",
     "jobs": "Where values are cast, moved and compared.",
+    "signing": "Who signs what is published.",
     "task_bytes": "How many bytes one task reads.",
 }
 _OPTION_IN_TEXT = re.compile(r"--([a-z]+(?:-[a-z]+)*)(?: (bytes|outputs))?")
@@ -740,7 +832,7 @@ def _argument(name: str, value: str | None) -> str:
     return f'{name}="{value}"' if value else name
 
 
-for _kind in (Updates, Jobs, ExportRequest):
+for _kind in (Updates, Jobs, Signing, Trusting, ExportRequest):
     _told = (f"        {name}: {text}" for name, text in meanings(_kind).items())
     _kind.__doc__ = "\n".join([_kind.__doc__ or "", "", "    By name:", *_told, "    "])
 

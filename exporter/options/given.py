@@ -7,6 +7,7 @@ an AttributeError of a stage that uses it later.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from numbers import Integral, Real
@@ -245,3 +246,18 @@ def _pairs(name: str, given: Any) -> dict[str, str]:
         if not isinstance(key, str) or not isinstance(value, str | Real):
             raise wrong(f"{name}[{key!r}]", value, "a string, a number, True or False, by a name")
     return {key: str(value) for key, value in given.items()}
+
+
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", re.ASCII)
+_UNIT_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def parse_duration(option: str, text: str) -> float:
+    """Parse `90`, `90s`, `15m`, `2h` or `1d` into seconds.
+
+    UsageError, which names `option`, for other texts.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{option} {text!r} is not a duration", hint="as in 90 (seconds), 15m, 2h, 1d")
+    return float(match[1]) * _UNIT_SECONDS[match[2]]

@@ -27,6 +27,7 @@ from exporter.errors import (
     DeltaGap,
     ExportError,
     ManifestError,
+    NotTrusted,
     PositionError,
     PublishError,
     ServerError,
@@ -39,7 +40,8 @@ from exporter.publish.commit import NO_SYNC_HINT, cannot_sync
 from exporter.publish.delta_log import DeltaLog, LogDelta, read_log
 from exporter.publish.finite import lasting, refused
 from exporter.publish.hold import Hold
-from exporter.publish.judge import Code, Finding, Level, Limits, Server, command, judge
+from exporter.publish.judge import Code, Finding, Habit, Level, Limits, Server, command, judge, silent
+from exporter.publish.made_by import new_base
 from exporter.publish.manifest import BaseEntry
 from exporter.publish.mapped_state import mapped_elsewhere, network_file_system, why_restored
 from exporter.publish.model import Model
@@ -72,7 +74,10 @@ class Check(StrEnum):
     LEFT_OVERS = "left-overs"
     HOLD = "hold"
     CLOCK = "clock"
+    PUBLISHER = "publisher"
     DURABILITY = "durability"
+    ROOM = "room"
+    AGENT = "agent"
     PERMISSIONS = "permissions"
     LINKS = "links"
     CHECKPOINT = "checkpoint"
@@ -83,6 +88,7 @@ class Check(StrEnum):
 
 CHECKS = {
     Code.DAMAGED: Check.FILES,
+    Code.UNTRUSTED: Check.FILES,
     Code.NO_WAY: Check.WAYS,
     Code.NOT_FINITE: Check.FINITE,
     Code.ORPHANS: Check.ORPHANS,
@@ -93,6 +99,9 @@ CHECKS = {
     Code.HOLD_UNREADABLE: Check.HOLD,
     Code.CANARY_LATE: Check.HOLD,
     Code.CLOCK: Check.CLOCK,
+    Code.ROOM: Check.ROOM,
+    Code.AGENT_DOWN: Check.AGENT,
+    Code.PUBLISHER_SILENT: Check.PUBLISHER,
     Code.DURABILITY: Check.DURABILITY,
     Code.UNREADABLE: Check.PERMISSIONS,
     Code.KEPT_OUT: Check.PERMISSIONS,
@@ -119,7 +128,7 @@ def diagnosis(model: Path, findings: Iterable[Finding]) -> ExportError | None:
         return None
     checks = {check_of(finding) for finding in wrong}
     kind: type[ExportError] = VerificationError
-    if checks <= {Check.CHECKPOINT, Check.REPLICAS}:
+    if checks <= {Check.CHECKPOINT, Check.REPLICAS, Check.AGENT}:
         kind = CheckpointError if Check.CHECKPOINT in checks else ServerError
     many = f"{count(len(wrong), 'thing')} {'is' if len(wrong) == 1 else 'are'}"
     first = wrong[0]
@@ -334,6 +343,10 @@ def damage(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
         if problem.path.name == Hold(model).path.name:
             yield _broken_hold(model, problem)
             continue
+        if isinstance(problem.error, NotTrusted):
+            said = problem.error
+            yield Finding(Code.UNTRUSTED, said.message, said.cause, said.hint)
+            continue
         code = Code.NO_WAY if isinstance(problem.error, DeltaGap) else Code.DAMAGED
         remedy = _remedy(model, found.log, problem, ckpt_dir)
         message = problem.error.message
@@ -463,6 +476,31 @@ def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
         )
 
 
+def publisher(model: Path, now: float) -> Iterator[Finding]:
+    """Find a publisher that is silent for longer than it usually is."""
+    found = Habit.of(Model.read(model)).silence(datetime.fromtimestamp(now, timezone.utc))
+    if found.is_too_long:
+        yield silent(model, found)
+
+
+def room(model: Path) -> Iterator[Finding]:
+    """Find that the next base does not fit on the disk: it needs what the newest one does not share."""
+    newest = newest_version(model)
+    if newest is None:
+        return
+    free = os.statvfs(model)
+    files = [path.lstat() for path in newest.path.rglob("*") if path.is_file()]
+    needed = sum(found.st_blocks * 512 for found in files if found.st_nlink == 1)
+    there = free.f_bavail * free.f_frsize
+    if needed > there:
+        yield Finding(
+            Code.ROOM,
+            f"the next base needs {human_bytes(needed)}, and {human_bytes(there)} are free",
+            f"as much as {newest.path} takes of its own",
+            command("df", "-h", model),
+        )
+
+
 def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
     """Find dynamic tables that will soon have no room for new keys: then a delta is refused."""
     if found.log is None or found.damage:  # which `damage` has reported: a table cannot be read past it
@@ -547,9 +585,8 @@ def _remedy(model: Path, log: DeltaLog | None, problem: Damage, ckpt_dir: Path |
 
 
 def _new_base(model: Path, ckpt_dir: Path | None, options: list[str]) -> str:
-    return command(
-        "export-model", "--ckpt-dir", ckpt_dir or "DIR", "--model", "WHAT", "--out", model, *options
-    )
+    found = new_base(model, ckpt_dir)
+    return found if options else found.replace(" --updatable", "")
 
 
 def _is_spare(log: DeltaLog, delta: Path) -> bool:
@@ -627,7 +664,9 @@ def examine(
         (Check.HOLD, lambda: held(model, found, now)),
         (Check.CLOCK, lambda: times(model, found, now)),
         (Check.CLOCK, lambda: clock_of_files(model, now)),
+        (Check.PUBLISHER, lambda: publisher(model, now)),
         (Check.DURABILITY, lambda: durability(model)),
+        (Check.ROOM, lambda: room(model)),
         (Check.TABLES, lambda: tables(model, found, ckpt_dir)),
         (Check.MAPPED, lambda: mapped(model, ckpt_dir)),
         (Check.ORPHANS, lambda: orphans(model, found)),
@@ -650,6 +689,7 @@ _OF_THIS_MACHINE = (
     Check.PERMISSIONS,
     Check.LEFT_OVERS,
     Check.DURABILITY,
+    Check.ROOM,
     Check.MAPPED,
 )
 

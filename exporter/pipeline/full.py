@@ -20,6 +20,7 @@ from exporter.bundle.warmup import write_warmup
 from exporter.checkpoint import candidates
 from exporter.errors import CheckpointChanged
 from exporter.graph.load import GraphSource, run_builders_once
+from exporter.graph.old_servers import text_of
 from exporter.options import ExportFormat, ExportRequest
 from exporter.pipeline.check_staged import check_published, check_staged
 from exporter.pipeline.full_plan import Plan, made_plan, permission, plan, require_new
@@ -27,6 +28,7 @@ from exporter.pipeline.stage_graph import mapped_record, name_plain_version, wri
 from exporter.pipeline.stage_values import write_values
 from exporter.pipeline.staged import Staged, Step
 from exporter.publish.commit import PublishedVersion, Staging, publish_version
+from exporter.publish.made_by import keep_command
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
 from exporter.publish.model import PublishedAlready
 from exporter.publish.retention import Keep
@@ -111,7 +113,7 @@ def steps_of(planned: Plan, beyond: int = 0) -> Iterator[Step]:
         yield partial(make_base, updates=request.updates, beyond=beyond)
     yield write_graph
     if request.format is not ExportFormat.SAVED_MODEL:
-        yield lambda staged: write_pair(staged.graph, staged.mapping, staged.bundle)
+        yield lambda staged: write_pair(staged.graph, staged.mapping, staged.bundle, planned.server)
     yield lambda staged: write_warmup(staged.warmup, staged.bundle) if staged.warmup else None
     yield check_staged
     if request.format is ExportFormat.METAGRAPH:
@@ -147,6 +149,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
             permission=permission(request),
             permit=(lambda: None) if request.again else permit,
         )
+    keep_command(request)
     if staged.entry is not None:  # caches beside the log: after the base is there, losing them costs time
         from exporter.pipeline.newest_base import note_sources
 
@@ -174,4 +177,6 @@ def _draft(staged: Staged, plan_digest: str) -> ManifestDraft:
         plan_digest=plan_digest,
         tensorflow=getattr(sys.modules.get("tensorflow"), "__version__", None),  # None if none runs here
         mapped=mapped_record(staged),
+        for_server=planned.request.for_server,
+        oldest_server=text_of(staged.oldest_server),
     )

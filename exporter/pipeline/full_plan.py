@@ -24,6 +24,7 @@ from exporter.graph.feeds import mode_switches
 from exporter.graph.graph_digest import graph_digest
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphSource, SourceGraph, load_source
+from exporter.graph.old_servers import require_had, text_of
 from exporter.graph.origin import GraphOrigin
 from exporter.graph.outside import require_harmless
 from exporter.graph.servable import by_library
@@ -47,6 +48,10 @@ from exporter.storage import mirror
 from exporter.storage.local_paths import quoted, require_no_pattern
 from exporter.tables.lay_out import TableLayout
 from exporter.verify.golden import GoldenRequest, read_golden
+from exporter.wire.server_ops import Version, version_of
+
+_MAPS: Version = (2, 4)
+"""The oldest known TensorFlow whose `ImmutableConst` maps a file."""
 
 
 class Plan(Struct, frozen=True, dict=True):
@@ -104,6 +109,11 @@ class Plan(Struct, frozen=True, dict=True):
         own = set(self.catalog.shards)  # what indexes the tables by keys is not there yet
         planned = plan_shards(self.mapping, self.request.out, self.request.data)
         return [shard for shard in planned if shard.source in own]
+
+    @property
+    def server(self) -> Version | None:
+        """The TensorFlow of the servers that it is made for; None: the newest."""
+        return server_of(self.request)
 
     @property
     def ignored(self) -> tuple[Extra, ...]:
@@ -164,6 +174,8 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
         indexes = layout.index_names if layout is not None else ()
         chosen = choose_mapped(graph, mapping, takes_deltas=request.updates is not None, indexes=indexes)
         graph, mapping, unmapped = chosen.graph, chosen.mapping, chosen.unmapped
+    if (server := server_of(request)) is not None:
+        require_had(graph.meta_graph.graph_def, server)
     training = training_graph(request, found.catalog)
     if training is not None:
         mapping = with_training(mapping, training)
@@ -207,6 +219,11 @@ def _require_consistent(request: ExportRequest) -> None:
         _require_mappable(request)
 
 
+def server_of(request: ExportRequest) -> Version | None:
+    """The TensorFlow of the servers that a version is made for; None: the newest."""
+    return version_of(request.for_server) if request.for_server else None
+
+
 def _require_mappable(request: ExportRequest) -> None:
     """Refuse options that contradict mapped tables, whose paths are part of the graph."""
     if request.overlay_rows is not None and not request.updates:
@@ -227,6 +244,12 @@ def _require_mappable(request: ExportRequest) -> None:
         raise UsageError(
             "--map-tables --version time: the version is part of a path that the graph holds",
             hint="leave --version out, or name a number",
+        )
+    server = server_of(request)
+    if server is not None and server < _MAPS:
+        raise UsageError(
+            f"--map-tables --for-server {request.for_server}: such servers copy a table that they are to map",
+            hint=f"leave --map-tables out; servers of TensorFlow {text_of(_MAPS)} map tables",
         )
     place = request.served_at
     if place is None and mirror.is_remote(request.out):

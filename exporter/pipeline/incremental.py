@@ -36,6 +36,7 @@ from exporter.errors import (
     PositionError,
     PositionMoved,
     PublishError,
+    SchemaChanged,
     TableFull,
 )
 from exporter.increments.trained import TrainerVersion
@@ -94,10 +95,11 @@ def as_base(request: ExportRequest) -> ExportRequest:
     It publishes a checkpoint again, too: that of the base before, where the log broke.
     """
     request = replace(request, again=True)
-    before, mapped = Updates(), None
+    before, mapped, server = Updates(), None, None
     with suppress(NotUpdatable, ManifestError):
         base = read_log(request.out).base
-        before, mapped = base.entry.updates, base.manifest.mapped
+        before, mapped, server = base.entry.updates, base.manifest.mapped, base.manifest.for_server
+    request = replace(request, for_server=request.for_server or server)
     if mapped is not None and mapped.tables and not request.map_tables:
         place, room = str(Path(mapped.directory).parent), asked_room(base.entry.schema, mapped)
         is_out = place == os.fsencode(request.out.absolute()).decode(errors="backslashreplace")
@@ -178,6 +180,7 @@ def plan_incremental(
     entry = log.base.entry
     entry.mapping_spec.check_rules(_rules(request), parse_admission(request))
     entry.check_updates(request.updates)
+    _check_server(request, log)
     bound = request.min_change
     published = log.trained.exact_but_for(request.delta_dtype)
     remembered = _remembered(log, published, bound)
@@ -204,6 +207,17 @@ def plan_incremental(
 def _state_key(log: DeltaLog) -> dict[str, Any]:
     """Return the arguments by which caches of a log's newest state are found."""
     return {"lineage": log.lineage, "position": log.at.position, "state": log.newest.manifest.state_id}
+
+
+def _check_server(request: ExportRequest, log: DeltaLog) -> None:
+    """Raise SchemaChanged if the request names another server than the base was made for."""
+    made_for = log.base.manifest.for_server
+    if request.for_server not in (None, made_for):
+        was = f"--for-server {made_for}" if made_for else "without --for-server"
+        raise SchemaChanged(
+            f"--for-server {request.for_server}: the base was exported {was}",
+            hint=f"leave it out, or {SchemaChanged.default_hint}",
+        )
 
 
 def _rules(request: ExportRequest) -> MappingRules:

@@ -153,6 +153,7 @@ class BundleView(Struct, frozen=True):
 
     `manifest` is None if another program wrote it, `catalog` if it has no variables. `tables` are its dynamic
     tables. `mapped` says what servers here do with tables that were made to be mapped; None if none were.
+    `oldest_server` is the oldest TensorFlow whose servers load it.
     """
 
     path: Path
@@ -161,6 +162,7 @@ class BundleView(Struct, frozen=True):
     manifest: Manifest | None
     tables: tuple[ServedTableView, ...] = ()
     mapped: str | None = None
+    oldest_server: str | None = None
 
 
 class ModelView(Struct, frozen=True):

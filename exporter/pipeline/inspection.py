@@ -95,6 +95,14 @@ def _tables_of_bundle(catalog: Catalog, graphs: Iterable[Proto]) -> tuple[Served
     return tuple(tables_of_bundle(catalog, graphs))
 
 
+def _oldest_server(graphs: list[Proto]) -> str | None:
+    if not graphs:
+        return None
+    from exporter.graph.old_servers import oldest_server, text_of  # a manifest says it
+
+    return text_of(max(oldest_server(graph.graph_def) for graph in graphs))
+
+
 def _bundle(path: Path) -> BundleView:
     prefix = path / VARIABLES_DIRECTORY / VARIABLES_NAME
     graphs = [*read_saved_model(path).meta_graphs]
@@ -109,4 +117,5 @@ def _bundle(path: Path) -> BundleView:
         manifest,
         () if catalog is None else _tables_of_bundle(catalog, graphs),
         None if record is None else tables_state(record, path),
+        manifest.oldest_server if manifest is not None and manifest.oldest_server else _oldest_server(graphs),
     )

@@ -96,7 +96,7 @@ def merge(
 ) -> Merged | None:
     """Merge the deltas that lead from `start` (by default the newest base) to `end` (by default the newest).
 
-    Returns None, and publishes nothing, if a single delta or none leads there.
+    Returns None if there is nothing to merge: at most one delta leads there.
 
     Raises:
         DeltaGap, StaleDelta: no deltas lead so.

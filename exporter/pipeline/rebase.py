@@ -35,6 +35,7 @@ from exporter.publish.finite import require_merger_finite
 from exporter.publish.manifest import ManifestDraft, MappedRecord, MappedTable, tensor_entries
 from exporter.publish.permission import Permission
 from exporter.publish.retention import Keep
+from exporter.publish.versions import require_signed_bytes
 from exporter.storage.files import copy_file, writing
 from exporter.storage.layout import (
     ASSETS_DIRECTORY,
@@ -140,6 +141,7 @@ def _rebase(
     chain = log.chain(base.at.position, at.position)
     require_merger_finite(log, chain, merged(chain))
     with Staging(model) as staging, writing(staging.path), ExitStack() as stack:
+        require_signed_bytes(log.base.path, log.base.manifest)
         merger = _merger(log, chain, staging.path, jobs)
         with progress("merging", merger.bytes_) as bar:
             try:
@@ -162,6 +164,8 @@ def _rebase(
             incremental=replace(base.entry, trained=trained, state=newest.manifest.state_id),
             tensorflow=base.manifest.tensorflow,
             mapped=mapped,
+            for_server=base.manifest.for_server,
+            oldest_server=base.manifest.oldest_server,
         )
         place = ReservedPosition(at.position, last=at.position, is_passed=True)
         published = publish_version(staging, draft, place, keep=keep, permission=permission)

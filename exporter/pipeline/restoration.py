@@ -70,7 +70,15 @@ from exporter.publish.finite import require_finite
 from exporter.publish.hold import Hold
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin, Manifest, ManifestDraft, RestoredValues
 from exporter.publish.permission import Permission
-from exporter.publish.versions import VersionDir, greatest, last_position, newest_of, read_manifest, taken
+from exporter.publish.versions import (
+    VersionDir,
+    greatest,
+    last_position,
+    newest_of,
+    read_manifest,
+    require_signed_bytes,
+    taken,
+)
 from exporter.storage import mirror
 from exporter.storage.layout import PAIR_NAME, VARIABLES_PREFIX
 from exporter.storage.local_paths import quoted
@@ -223,6 +231,8 @@ class DeltaRestorer(Restorer):
         self._require_room(restoration)
         if restoration.is_rollback:
             self._stop_at(of, staging, restoration.reason)
+        for base in log.bases:
+            require_signed_bytes(base.path, base.manifest)
         trained, step = log.trained_at(of)
         taken_back = [log.open(delta) for delta in self._since(restoration)]
         touched = [delta.changes for delta in taken_back]
@@ -381,6 +391,8 @@ class VersionRestorer(Restorer):
             plan_digest=manifest.plan_digest,
             tensorflow=manifest.tensorflow,
             mapped=manifest.mapped,
+            for_server=manifest.for_server,
+            oldest_server=manifest.oldest_server,
         )
         return publish_version(staging, draft, permission=Permission(despite_hold=True), is_locked=True)
 
@@ -416,6 +428,7 @@ class VersionRestorer(Restorer):
         from exporter.verify.version_files import verify_bytes, verify_published  # late: deltas need neither
 
         verify_published(found.path)
+        require_signed_bytes(found.path, manifest)
         for prefix in (VARIABLES_PREFIX, PAIR_NAME):
             if index_path(found.path / prefix).exists():
                 verify_bytes(read_catalog(found.path / prefix))

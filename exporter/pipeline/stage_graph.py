@@ -48,7 +48,10 @@ def write_graph(staged: Staged) -> None:
         number = place.position if isinstance(place, ReservedPosition) else place.choice
         directory = served_at(staged.plan.request) / str(number)
         staged.tables = MappedTables.of(directory, files, staged.counter)
-    write_saved_model(staged.graph, staged.mapping, staged.bundle, staged.plan.training, staged.tables)
+    plan = staged.plan
+    staged.oldest_server = write_saved_model(
+        staged.graph, staged.mapping, staged.bundle, plan.training, staged.tables, plan.server
+    )
     if files:
         staged.tables.write_id(staged.bundle)
 

@@ -18,6 +18,7 @@ from exporter.pipeline.full_plan import Plan
 from exporter.publish.commit import ReservedPosition, Staging, VersionRule
 from exporter.publish.manifest import BaseEntry
 from exporter.terminal.progress import ProgressFactory
+from exporter.wire.server_ops import OLDEST, Version
 
 if TYPE_CHECKING:
     from exporter.pipeline.trainer_state import TrainerState
@@ -45,6 +46,7 @@ class Staged(Struct):
     warmup: tuple[WarmupRequest, ...]
     counter: str = ""
     tables: MappedTables = NOTHING_MAPPED
+    oldest_server: Version = OLDEST
     entry: BaseEntry | None = None
     lineage: str | None = None
     increments: TrainerState | None = None

@@ -48,13 +48,14 @@ def watch(
     progress: ProgressFactory = no_progress,
     ended: Callable[[str], None] = lambda why: None,
     carry: Carry = lambda work: work(),
+    looked: Callable[[ExportError | None], None] = lambda error: None,
 ) -> Iterator[Exported]:
     """Export the newest complete checkpoint whenever there is another one; yield each export.
 
     There may be no checkpoint and no directory yet. Of several that came since the last look only the newest
     is exported. A builder is run once. `tell` gets errors that the watch outlives (see `watch_loop`),
-    `ended` why it ends. `carry` does what publishes, and more. A model that is not where
-    `--model` says is refused before anything is waited for.
+    `ended` why it ends, `looked` how each look ended. `carry` does what publishes, and more. A model that is
+    not where `--model` says is refused before anything is waited for.
 
     Raises:
         UsageError: the request names one version's number, or says how exact deltas are.
@@ -70,7 +71,7 @@ def watch(
     check_named(request.model)
     newest = _Newest(replace(request, again=False), progress, run_builders_once(), carry)
     sleep = Arrivals.of_trainer(request.ckpt_dir).sleep
-    yield from follow(newest.export, watching, tell, ended=ended, sleep=sleep)
+    yield from follow(newest.export, watching, tell, ended=ended, looked=looked, sleep=sleep)
 
 
 class _Newest(Struct):

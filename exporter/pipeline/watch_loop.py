@@ -9,7 +9,6 @@ lifting it needs no command to the watch.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -33,7 +32,7 @@ from exporter.errors import (
     VersionExists,
 )
 from exporter.options import FOLLOWING, Option
-from exporter.options.given import Given
+from exporter.options.given import Given, parse_duration
 from exporter.terminal.progress import count
 
 T = TypeVar("T")
@@ -51,8 +50,6 @@ _FOR_A_PERSON = (
     UnsupportedFormat,
 )
 _LONGEST_PAUSE_SECONDS = 30.0  # however often it failed: whoever mends the cause waits for the next look
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", re.ASCII)
-_UNIT_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class WatchProgress(Struct, frozen=True):
@@ -66,17 +63,6 @@ class WatchProgress(Struct, frozen=True):
     step: int | None = None
     seconds: float = 0.0
     idle_seconds: float = 0.0
-
-
-def parse_duration(option: str, text: str) -> float:
-    """Parse `90`, `90s`, `15m`, `2h` or `1d` into seconds.
-
-    UsageError, which names `option`, for other texts.
-    """
-    match = _DURATION.fullmatch(text)
-    if match is None:
-        raise UsageError(f"{option} {text!r} is not a duration", hint="as in 90 (seconds), 15m, 2h, 1d")
-    return float(match[1]) * _UNIT_SECONDS[match[2]]
 
 
 _stops = partial(Option, heading=FOLLOWING, goes_with="--watch")
@@ -185,13 +171,15 @@ def follow(
     tell: Callable[[ExportError], None],
     *,
     ended: Callable[[str], None] = lambda why: None,
+    looked: Callable[[ExportError | None], None] = lambda error: None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[T]:
     """Look again and again until the watch ends, and yield what each look publishes.
 
-    `tell` gets each error that the watch outlives, once; `ended` the reason why it ends, unless an error ends
-    it. When the time is over, one last look is taken.
+    `tell` gets each error that the watch outlives, once; `looked` the error of each look, or None, after
+    what it published; `ended` the reason why it ends, unless an error ends it. When the time is over, one
+    last look is taken.
 
     Raises:
         ExportError: one that needs a person; or, when the watch ends, the last look's failure.
@@ -211,12 +199,14 @@ def follow(
             failure = None if error.may_pass else error
             is_repeated = failure is not None and not isinstance(failure, ModelHeld)  # that ends at any time
             failures = failures + 1 if is_repeated else 0
+            looked(error)
         else:
             said, failures = "", 0
             progress = WatchProgress(progress.count + (found.done is not None), found.step)
             if found.done is not None:
                 yield found.done
                 last = clock()
+            looked(None)
         now = clock()
         progress = WatchProgress(progress.count, progress.step, now - began, now - last)
         if watching.stop.is_met(progress):

@@ -42,7 +42,14 @@ from exporter.publish.manifest import FileEntry, Manifest, ManifestDraft, to_jso
 from exporter.publish.permission import REFUSING, Permission
 from exporter.publish.retention import GRACE_SECONDS, Keep, KeptVersion, Retired, retire
 from exporter.publish.staging import Staging
-from exporter.publish.versions import VersionDir, greatest, last_position, taken, version_dirs
+from exporter.publish.versions import (
+    VersionDir,
+    greatest,
+    last_position,
+    signer_of,
+    taken,
+    version_dirs,
+)
 from exporter.storage.files import (
     close_lock,
     lock_within,
@@ -323,7 +330,7 @@ def publish_version(
         raise UsageError(f"--keep {keep.newest} would leave no version to serve", hint="use --keep 1 or more")
     retired = Retired()
     with writing(staging.model):
-        files = seal(staging.path)
+        files = _sealed(staging)
         with _locked(staging.model, is_ours=is_locked):
             permit()
             versions = version_dirs(staging.model)
@@ -366,7 +373,7 @@ def publish_delta(
         if under_lock.holds:
             held = log.hold.prepare(position, staging)
             shutil.copyfile(held, staging.path / HOLD_FILE)
-        files = seal(staging.path)
+        files = _sealed(staging)
         with _locked(staging.model, is_ours=under_lock.is_ours):
             # Others may have published, merged or removed since the log was read; under the lock none can.
             now = log if under_lock.is_ours else _log_now(log, last)
@@ -376,7 +383,7 @@ def publish_delta(
             target = delta.path
             if target.exists():
                 raise PositionMoved(f"{target} is published already")
-            manifest = _complete(staging, draft, files, position, time.time())
+            manifest = _complete(staging, draft, files, target, position, time.time())
             if held is not None:
                 log.hold.announce(HeldBy.now(position, under_lock.why), staging)
             # A link into the delta: with one rename the delta is seen and the hold is read. A hold that came
@@ -416,7 +423,7 @@ def _commit(
         last, newest = last_position(staging.model, versions), greatest(newest, taken(staging.model).version)
         number, position = rule.choose(draft.step, newest=newest, last=last, now=now)
     target = staging.model / str(number)
-    manifest = _complete(staging, draft, files, position, now)
+    manifest = _complete(staging, draft, files, target, position, now)
     return PublishedVersion(target, number, manifest, warnings=_install(staging, target))
 
 
@@ -444,13 +451,30 @@ def _require(model: Path, expected: int | None, found: int | None, *, is_same_lo
         )
 
 
+def _sealed(staging: Staging) -> tuple[FileEntry, ...]:
+    """`seal` of what is staged, with the digests of its files if it is to be signed."""
+    files = seal(staging.path)
+    if signer_of(staging.model) is None:
+        return files
+    from exporter.publish.signing import with_digests
+
+    return with_digests(staging.path, files)
+
+
 def _complete(
-    staging: Staging, draft: ManifestDraft, files: tuple[FileEntry, ...], position: int, now: float
+    staging: Staging,
+    draft: ManifestDraft,
+    files: tuple[FileEntry, ...],
+    target: Path,
+    position: int,
+    now: float,
 ) -> Manifest:
-    """Write the manifest; the bundle is whole, and on disk."""
+    """Write the manifest, signed for `target` if a key is in force; the bundle is whole, and on disk."""
     manifest = draft.complete(
         position=position, created=datetime.fromtimestamp(now, timezone.utc), files=files
     )
+    if (signer := signer_of(staging.model)) is not None:
+        manifest = signer.signed(manifest, target.relative_to(staging.model).as_posix())
     write_durably(staging.path / MANIFEST_FILE, to_json(manifest).encode("ascii"))
     # Before the rename: a power cut must not keep the new name of the directory and lose a name inside it.
     sync(staging.path)

@@ -32,6 +32,7 @@ from exporter.publish.versions import (
     newest_of,
     nothing_published,
     read_manifest,
+    require_signed_bytes,
     unread_positions,
     version_dirs,
 )
@@ -245,6 +246,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
             digest = self.schema.digest
             check_fits(header, lineage=self.lineage, schema_digest=digest, position=delta.start)
             _check_listed(found.catalog, delta.manifest)
+            require_signed_bytes(delta.path, delta.manifest)
             return found
 
     def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> LayeredState:

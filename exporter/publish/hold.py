@@ -203,13 +203,13 @@ class Hold(Struct, frozen=True):
         if content is None:
             return None
         text = content.decode("ascii", "replace").strip()
-        if not re.fullmatch(r"0?[0-9]{1,18}", text, re.ASCII):
+        if (position := position_in(content)) is None:
             raise ManifestError(
                 f"{self.path} holds {text[:40]!r}, expected a position",
                 hint="servers do not move while it is so; set it again (export-model rollback) or lift it "
                 "(export-model resume)",
             )
-        return int(text)
+        return position
 
     def content(self) -> bytes | None:
         """The file's bytes; b"" if it cannot be read, None without a hold."""
@@ -292,6 +292,12 @@ class Hold(Struct, frozen=True):
     def _replace(self, file: Path) -> None:
         file.replace(self.path)  # in one step: a server never finds no hold, or half of one
         sync(self.directory)
+
+
+def position_in(content: bytes) -> int | None:
+    """The position that a hold's bytes say; None if they say none."""
+    text = content.decode("ascii", "replace").strip()
+    return int(text) if re.fullmatch(r"0?[0-9]{1,18}", text, re.ASCII) else None
 
 
 _encoded = msgspec.json.encode

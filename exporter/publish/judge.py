@@ -17,6 +17,8 @@ from msgspec import Struct
 from exporter.delta.spans import Span, plan_chain
 from exporter.errors import CallFailed, ManifestError, PositionError
 from exporter.newer_python import StrEnum
+from exporter.publish.habit import longest_silence_s
+from exporter.publish.made_by import look_at_trainer
 from exporter.publish.model import Commit, Log, Model
 from exporter.publish.served import Served
 from exporter.publish.versions import newest_of, read_head
@@ -53,12 +55,14 @@ class Code(StrEnum):
         return member
 
     DAMAGED = "damaged", "damaged", Level.WRONG
+    UNTRUSTED = "untrusted", "not trusted", Level.WRONG
     NO_WAY = "no-way", "no way", Level.WRONG
     NOT_FINITE = "not-finite", "not finite", Level.WRONG
     NOT_LOADABLE = "not-loadable", "not loadable", Level.WRONG
     UNREADABLE = "unreadable", "unreadable", Level.WRONG
     CHECKPOINT = "checkpoint", "checkpoint", Level.WRONG
     UNEXAMINED = "unexamined", "not examined", Level.WRONG
+    AGENT_DOWN = "agent-down", "agent down", Level.WRONG
     SILENT = "silent", "silent", Level.WRONG
     GOLDEN = "golden", "golden requests fail", Level.WRONG
     ROLLED_BACK = "rolled-back", "rolled back", Level.WRONG
@@ -75,6 +79,7 @@ class Code(StrEnum):
     STUCK = "stuck", "stuck", Level.WRONG
     REFUSES = "refuses", "refuses a delta", Level.WRONG
     LATE = "late", "late", Level.WRONG
+    PUBLISHER_SILENT = "publisher-silent", "publisher silent", Level.WARNING
     OVERLAY = "overlay", "overlay fills", Level.WARNING
     CANARY_LATE = "canary-late", "canary waits", Level.WARNING
     STORE = "store", "store unseen", Level.WARNING
@@ -84,6 +89,7 @@ class Code(StrEnum):
     LOADING = "loading", "loading", Level.WARNING
     UNKNOWN = "unknown", "unknown", Level.WARNING
     FOREIGN = "foreign", "foreign", Level.WARNING
+    ROOM = "room", "no room", Level.WARNING
     ORPHANS = "orphans", "orphans", Level.WARNING
     LEFT_OVERS = "left-overs", "left-overs", Level.WARNING
     CLOCK = "clock", "clock", Level.WARNING
@@ -258,6 +264,48 @@ def code_of(
     if not served.behind_deltas and model.waiting:
         return Code.HELD if model.is_held else Code.CANARY, ""
     return Code.UPDATING, ""
+
+
+class Silence(Struct, frozen=True):
+    """For how long nothing was published, and after how many seconds that is too long; None if unknown."""
+
+    seconds: float | None = None
+    longest_s: float | None = None
+
+    @property
+    def is_too_long(self) -> bool:
+        """True if the publisher is silent for longer than it usually is, or than it may be."""
+        return self.seconds is not None and self.longest_s is not None and self.seconds > self.longest_s
+
+
+class Habit(Struct, frozen=True):
+    """When a model was published last, and for how long it usually is not, at most; None if unknown."""
+
+    newest: datetime | None = None
+    longest_s: float | None = None
+
+    @classmethod
+    def of(cls, model: Model) -> Habit:
+        """The habit of a model's publisher; nothing is known of one that cannot be read."""
+        times = model.times
+        return cls(max(times, default=None), longest_silence_s(times))
+
+    def silence(self, now: datetime, expected_s: float | None = None) -> Silence:
+        """How long the publisher has been silent; without `expected_s` its habit says what is too long."""
+        seconds = None if self.newest is None else seconds_since(self.newest, now)
+        return Silence(seconds, self.longest_s if expected_s is None else expected_s)
+
+
+def silent(model: Path, found: Silence, *, is_learned: bool = True) -> Finding:
+    """The finding that a publisher is silent for too long."""
+    seconds, longest = found.seconds or 0.0, found.longest_s or 0.0
+    usual = "it is usually quicker than" if is_learned else "it is expected at least every"
+    return Finding(
+        Code.PUBLISHER_SILENT,
+        f"nothing was published for {human_time(seconds)}",
+        f"{usual} {human_time(longest)}: does the trainer run, does the exporter run?",
+        look_at_trainer(model),
+    )
 
 
 def judge(model: Model, servers: Sequence[Server], now: datetime, limits: Limits) -> list[Finding]:

@@ -14,6 +14,7 @@ their log, and of which of the trainer's states. A version that a rollback or re
 A version made from a checkpoint has `plan_digest`: what it was made by (`exporter.pipeline.full`).
 Every `crc32c` is TensorFlow's masked one, as in the bundle's index, in eight hex digits; a tensor has one for
 each of its slices; a data shard has none, because its tensors have theirs.
+A manifest that is signed ends with `signature` (`exporter.publish.signing`); its files have a `sha256`, too.
 Integers are integers below 2**63, digests and ids strings, times RFC 3339 in UTC. Readers ignore fields that
 they do not know and refuse a `format_version` that they do not know.
 """
@@ -49,6 +50,7 @@ from exporter.wire.json_documents import (
     DocumentError,
     DtypeLabel,
     Id,
+    Release,
     Sha256,
     Shape,
     Text,
@@ -184,12 +186,23 @@ class TensorEntry(Struct, frozen=True, rename={"bytes_": "bytes"}):
         return cls(ref.name, ref.dtype.label, ref.shape, ref.bytes_, crcs)
 
 
-class FileEntry(Struct, frozen=True, rename={"bytes_": "bytes"}):
+class FileEntry(Struct, frozen=True, omit_defaults=True, rename={"bytes_": "bytes"}):
     """A file of the published directory."""
 
     path: Annotated[Text, doc("below the directory, with /")]
     bytes_: Annotated[Count, doc("its length")]
-    crc32c: Annotated[Crc | None, doc("its masked checksum, in hex; null: its tensors have theirs")] = None
+    crc32c: Annotated[Crc | None, doc("its masked checksum, in hex; null: its tensors have theirs")] = (
+        _always_written(None)
+    )
+    sha256: Annotated[Sha256 | None, doc("its digest; absent: it is not signed")] = None
+
+
+class Signature(Struct, frozen=True):
+    """What a publisher's key says of a manifest, at its path below the model."""
+
+    model: Annotated[Text, doc("the model's name, which it covers with the path and all above it")]
+    key: Annotated[Id, doc("the id of the key: SHA-256 of the public key's DER, its first 32 digits")]
+    ed25519: Annotated[str, Meta(pattern=r"^[0-9a-f]{128}$(?!\n)"), doc("the signature (RFC 8032), in hex")]
 
 
 class Origin(Struct, frozen=True, omit_defaults=True):
@@ -260,6 +273,8 @@ class ManifestDraft(Struct, frozen=True, kw_only=True):
     plan_digest: str | None = None
     tensorflow: str | None = None
     mapped: MappedRecord | None = None
+    for_server: str | None = None
+    oldest_server: str | None = None
 
     def complete(self, *, position: int, created: datetime, files: tuple[FileEntry, ...]) -> Manifest:
         """The manifest to publish."""
@@ -272,6 +287,7 @@ class Manifest(ManifestDraft, frozen=True, kw_only=True):
     position: int
     created: datetime
     files: tuple[FileEntry, ...]
+    signature: Signature | None = None
 
     def __repr__(self) -> str:
         return f"Manifest(position={self.position}, step={self.step}, tensors={len(self.tensors)})"
@@ -331,6 +347,7 @@ class _Document(Struct, frozen=True, kw_only=True, tag_field="kind"):
     exporter: Annotated[Text, doc("the version of this program that published it")]
     tensors: Annotated[tuple[TensorEntry, ...], doc("what its bundle holds")]
     files: Annotated[tuple[FileEntry, ...], doc("every file of the directory but this one")]
+    signature: Annotated[Signature | None, doc("of all above; absent: it is not signed")] = None
 
 
 class VersionDocument(_Document, frozen=True, kw_only=True, tag="base"):
@@ -341,6 +358,8 @@ class VersionDocument(_Document, frozen=True, kw_only=True, tag="base"):
     plan_digest: Annotated[Sha256 | None, doc("a digest of the graph and options it was made by")] = None
     tensorflow: Annotated[Text | None, doc("the TensorFlow that ran to make it; absent: none did")] = None
     mapped: Annotated[MappedRecord | None, doc("the tables that servers map; absent: none were to be")] = None
+    for_server: Annotated[Release | None, doc("the TensorFlow of the servers that it was made for")] = None
+    oldest_server: Annotated[Release | None, doc("the oldest TensorFlow whose servers load it")] = None
 
 
 class DeltaDocument(_Document, frozen=True, kw_only=True, tag="delta"):
@@ -420,6 +439,8 @@ def _text(document: Document) -> bytes:
             lines.append(f'"{name}": '.encode() + encode(value))
     lines.append(b'"tensors": ' + encode_lines(document.tensors))
     lines.append(b'"files": ' + encode_lines(document.files))
+    if document.signature is not None:
+        lines.append(b'"signature": ' + encode(document.signature))
     return b"{" + b",\n ".join(lines) + b"}\n"
 
 
@@ -429,7 +450,7 @@ def _head_fields(kind: type[Document]) -> tuple[tuple[str, bool], ...]:
 
     They are in the order of their declaration, except that a delta's two positions stand side by side.
     """
-    apart = {"format_version", "tensors", "files"}
+    apart = {"format_version", "tensors", "files", "signature"}
     found = [(each.name, each.required) for each in fields(kind) if each.name not in apart]
     return tuple(sorted(found, key=lambda each: each[0] != "from_position"))
 
@@ -453,6 +474,8 @@ def _check_consistency(manifest: Manifest, schema_digest: str) -> None:
             raise DocumentError(f"a {what} is listed twice")
     if not manifest.files:
         raise DocumentError("files lists none: nothing is published without one")
+    if manifest.signature is not None and not all(file.sha256 for file in manifest.files):
+        raise DocumentError("it is signed, and a file has no sha256")
     for file in manifest.files:
         if not is_inside(file.path):
             raise DocumentError(f"path {file.path[:60]!r} is not that of a file of the directory")

@@ -10,6 +10,7 @@ Retention may have removed some of what was published; a merged delta tells how 
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,14 +19,22 @@ from functools import cached_property
 from pathlib import Path
 
 from msgspec import Struct, field
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from exporter.delta.spans import Position, Span, furthest
-from exporter.errors import ExportError, ManifestError, NothingChanged, NotUpdatable
+from exporter.errors import (
+    ExportError,
+    ManifestError,
+    NothingChanged,
+    NotTrusted,
+    NotUpdatable,
+    VerificationError,
+)
 from exporter.newer_python import StrEnum
 from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta, list_deltas, log_path
 from exporter.publish.hold import HeldAt, HeldBy, Hold
 from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin, Manifest, ManifestHead
+from exporter.publish.variable_change import VariableChange
 from exporter.publish.versions import (
     MAX_MANIFEST_BYTES,
     VersionDir,
@@ -34,6 +43,7 @@ from exporter.publish.versions import (
     nothing_published,
     read_head,
     read_manifest,
+    require_signed_bytes,
     version_dirs,
 )
 from exporter.storage.files import FileIdentity, is_gone, read_regular
@@ -96,25 +106,41 @@ class Event(Struct, frozen=True):
     """What is wrong with it; empty if nothing is."""
     event_time: datetime | None = None
     """When the newest event happened that its values were trained on."""
+    changes: tuple[VariableChange, ...] | None = None
+    """What a delta changed, with `--changes`; null if that was not asked for, or cannot be read."""
 
 
 class Commit(Struct, frozen=True):
     """A publication's time and training step, from its manifest.
 
-    `event_time` is the time of the newest event that it was trained on; None if unknown.
+    `event_time` is the time of the newest event that it was trained on; None if unknown. A delta holds `rows`
+    and `bytes_`. `is_rollback`: it brought earlier values back.
     """
 
     created: datetime
     step: int | None
     event_time: datetime | None = None
+    rows: int | None = None
+    bytes_: int | None = None
+    is_rollback: bool = False
+
+
+class Published(Commit, frozen=True, kw_only=True):
+    """A publication, and where it leads."""
+
+    position: int
 
 
 class Rollback(Struct, frozen=True):
-    """A published rollback: the delta to `position` restores the values of `back_to`."""
+    """A published rollback: the delta to `position` restores the values of `back_to`.
+
+    `is_canary`: a canary made it, because what it took back did not pass.
+    """
 
     position: int
     back_to: int
     reason: str
+    is_canary: bool = False
 
 
 class Log(Struct, frozen=True, dict=True):
@@ -211,14 +237,18 @@ class _Known(Struct):
     """The manifests of one model, kept from one reading to the next.
 
     Another model may take its place: a base counts as long as its manifest is the same file. What is read now
-    appeared after `since`, by this machine's clock; None: times are those of whoever published.
+    appeared after `since`, by this machine's clock; None: times are those of whoever published. `skew_s`: by
+    how much, at least, the publisher's clock was ahead when something appeared last; negative: behind.
     """
 
     bases: dict[Path, tuple[FileIdentity, LogBase | None]] = field(default_factory=dict)
     deltas: dict[str, dict[tuple[int, int], tuple[Span, int]]] = field(default_factory=dict)
     commits: dict[str, dict[int, Commit]] = field(default_factory=dict)
     rollbacks: dict[tuple[str, int], Rollback] = field(default_factory=dict)
+    plain: dict[Path, datetime] = field(default_factory=dict)
     since: datetime | None = None
+    skew_s: float | None = None
+    untrusted: dict[Path, NotTrusted] = field(default_factory=dict)
 
     def base(self, path: Path) -> LogBase | None:
         """A version that takes deltas; None if it takes none, or cannot be read (`doctor` reports that)."""
@@ -230,6 +260,11 @@ class _Known(Struct):
             base = LogBase.read(path)
         except NotUpdatable:
             self.bases[path] = file, None
+            with suppress(ManifestError):
+                self.plain[path] = self._seen(read_head(path).created)
+            return None
+        except NotTrusted as error:
+            self.untrusted[path] = error
             return None
         except (FileNotFoundError, ManifestError):
             return None
@@ -242,12 +277,17 @@ class _Known(Struct):
         lineage, is_canary = base.manifest.lineage or "", hold is not None and hold.is_canary
         limit = None if hold is None else hold.position
         known, found = self.deltas.get(lineage, {}), {}
+        bases = [base for _, base in self.bases.values() if base is not None]
+        begun = min(base.at.position for base in bases if base.manifest.lineage == lineage)
         for delta in listed:
             read = known.get((delta.start, delta.end)) or self._delta(delta, lineage)
             if read is not None:
                 found[delta.start, delta.end] = read
+        # Servers list the directory themselves, and take what leads furthest to where they are sent.
+        forged = [delta.end for delta in listed if delta.end > begun and delta.path in self.untrusted]
+        if forged:
+            found = {span: read for span, read in found.items() if span[1] < min(forged)}
         self.deltas[lineage] = found
-        bases = [base for _, base in self.bases.values() if base is not None]
         return Log(
             lineage,
             tuple(span for span, _ in found.values()),
@@ -272,20 +312,37 @@ class _Known(Struct):
         """A delta and its size in bytes; None if it was just removed, or is damaged."""
         try:
             manifest, entry = delta.manifest, delta.entry
-        except ManifestError:
+            require_signed_bytes(delta.path, manifest)
+        except NotTrusted as error:
+            self.untrusted[delta.path] = error
+            return None
+        except VerificationError as error:
+            if not isinstance(error, ManifestError):
+                self.untrusted[delta.path] = NotTrusted(error.message, cause=error.cause, hint=error.hint)
             return None
         self._remember(manifest, entry, lineage)
         if entry.made is DeltaOrigin.ROLLBACK and entry.back_to is not None:
-            self.rollbacks[lineage, delta.end] = Rollback(delta.end, entry.back_to, entry.reason or "")
+            found = Rollback(delta.end, entry.back_to, entry.reason or "", entry.failed)
+            self.rollbacks[lineage, delta.end] = found
         size = sum(file.bytes_ for file in manifest.files)
         return Span(delta.start, delta.end, entry.only_from, entry.parts), size
 
+    def _seen(self, created: datetime) -> datetime:
+        """When something was published that is read now: the publisher's time, as far as it can be true."""
+        if self.since is None:
+            return created
+        seen = min(max(created, self.since), datetime.now(timezone.utc))
+        if self.since.year > 1:  # it appeared between two looks
+            self.skew_s = (created - seen).total_seconds()
+        return seen
+
     def _remember(self, manifest: Manifest, entry: BaseEntry | DeltaEntry, lineage: str) -> None:
-        commits, created = self.commits.setdefault(lineage, {}), manifest.created
-        if self.since is not None:
-            # The publisher's clock may be minutes ahead or behind: it counts as far as it can be true here.
-            created = min(max(created, self.since), datetime.now(timezone.utc))
+        commits, created = self.commits.setdefault(lineage, {}), self._seen(manifest.created)
         found = [Commit(created, manifest.step, entry.trained.newest_event)]
+        if isinstance(entry, DeltaEntry):
+            size = sum(file.bytes_ for file in manifest.files)
+            back = entry.made is DeltaOrigin.ROLLBACK
+            found = [replace(found[0], rows=entry.rows, bytes_=size, is_rollback=back)]
         if manifest.position in commits:
             found = sorted([commits[manifest.position], *found], key=lambda commit: commit.created)
         event_time = next((commit.event_time for commit in found if commit.event_time is not None), None)
@@ -342,7 +399,10 @@ class Model(Struct, frozen=True, dict=True):
         holds = {place: Hold(place).for_servers() for place in log_directories(path)}
         deltas = {place: list_deltas(place) for place in holds}
         # Before logs are made: a log begins with the oldest of its bases that is there.
-        known.bases = {path: base for path, base in known.bases.items() if path in {c.path for c in versions}}
+        there = {child.path for child in versions}
+        known.bases = {path: base for path, base in known.bases.items() if path in there}
+        known.plain = {path: created for path, created in known.plain.items() if path in there}
+        known.untrusted = {}
         bases = {child.version: known.base(child.path) for child in versions if child.has_manifest}
         if (base := bases[newest.version]) is not None:
             place = log_path(path, base.entry.log)
@@ -401,6 +461,17 @@ class Model(Struct, frozen=True, dict=True):
         return found
 
     @property
+    def untrusted(self) -> tuple[NotTrusted, ...]:
+        """Why replicas are led no further, the newest version or delta first; empty where all is taken.
+
+        What comes before the first version that a trusted key has signed is left out.
+        """
+        signed = [path.name for path, (_, base) in self.known.bases.items() if base is not None]
+        first = min((int(name) for name in signed if name.isdecimal()), default=-1)
+        found = {int(re.split("[-/]", path.name)[-1]): error for path, error in self.known.untrusted.items()}
+        return tuple(found[end] for end in sorted(found, reverse=True) if end > first)
+
+    @property
     def newest_log(self) -> Log | None:
         """The log of the newest base, which the exporter continues; None without a base."""
         return next(iter(self.logs.values()), None)
@@ -415,6 +486,29 @@ class Model(Struct, frozen=True, dict=True):
         if self.newest_version is not None:
             ends.append(self.newest_version)
         return max(ends, default=None)
+
+    @property
+    def times(self) -> list[datetime]:
+        """When something was published, as far as that is known; empty if the model cannot be read."""
+        if self.problem:
+            return []
+        of_logs = (commit.created for log in self.logs.values() for commit in tuple(log.commits.values()))
+        return [*of_logs, *self.known.plain.values()]
+
+    @property
+    def skew_s(self) -> float | None:
+        """By how much, at least, the publisher's clock is ahead; negative: behind, None: not known."""
+        return self.known.skew_s
+
+    @property
+    def published(self) -> list[Published]:
+        """What was published of logs, by time, as far as that is known."""
+        found = [
+            Published(*astuple(commit), position=position)
+            for log in self.logs.values()
+            for position, commit in tuple(log.commits.items())
+        ]
+        return sorted(found, key=lambda one: one.created)
 
     def decided(self) -> Model:
         """The same logs, as if the canary had approved them to their ends."""

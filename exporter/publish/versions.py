@@ -15,7 +15,7 @@ from datetime import datetime
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path, PurePath, PurePosixPath
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
 
@@ -69,6 +69,9 @@ def models_in(directory: Path) -> list[str]:
     except (OSError, ExportError):
         return []
 
+
+if TYPE_CHECKING:
+    from exporter.publish.signing import Signer, Trust
 
 T = TypeVar("T")
 
@@ -255,8 +258,10 @@ def read_manifest(directory: Path) -> Manifest:
 
     Raises:
         ManifestError: there is none, it cannot be read, it is too long or it is not a valid manifest.
+        NotTrusted: keys are trusted there, and none has signed it (`exporter.publish.signing`).
     """
-    return _manifests.of(directory / MANIFEST_FILE, _read)
+    path = directory / MANIFEST_FILE
+    return _manifests.of(path, _read) if trust_of(directory) is None else _read(path)
 
 
 def check_place(manifest: Manifest, path: PurePath, where: object = None) -> None:
@@ -352,10 +357,72 @@ def _parse(descriptor: int, path: Path, parse: Callable[[bytes], T]) -> T:
         raise ManifestError(f"{path} cannot be read", cause=exc.strerror or "") from exc
     if len(content) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{path} is longer than {MAX_MANIFEST_BYTES} bytes")
+    require_trusted(content, path.parent)
     try:
         return parse(content)
     except ManifestError as exc:
         raise ManifestError(f"{path}: {exc.message}", cause=exc.cause, hint=exc.hint) from exc
+
+
+@contextmanager
+def in_force(model: Path, signer: Signer | None = None, trust: Trust | None = None) -> Iterator[None]:
+    """Sign what is published under a base path, and take nothing else that lies there, inside the block."""
+    place = os.path.abspath(model)  # noqa: PTH100  `resolve` follows links
+    before = _in_force.get(place)
+    if signer is not None or trust is not None:
+        _in_force[place] = signer, trust
+    try:
+        yield
+    finally:
+        if before is not None:
+            _in_force[place] = before
+        else:
+            _in_force.pop(place, None)
+
+
+_in_force: dict[str, tuple[Signer | None, Trust | None]] = {}
+
+
+def signer_of(model: Path) -> Signer | None:
+    """The key that signs what is published under a base path; None: nothing is signed."""
+    if not _in_force:
+        return None
+    return _in_force.get(os.path.abspath(model), (None, None))[0]  # noqa: PTH100
+
+
+def trust_of(directory: Path) -> tuple[Trust, str] | None:
+    """The keys that are trusted for a version or delta, and its path below its model; None: all is taken."""
+    if not _in_force:
+        return None
+    directory = Path(os.path.abspath(directory))  # noqa: PTH100
+    for model in directory.parents[:3]:
+        trust = _in_force.get(str(model), (None, None))[1]
+        if trust is not None:
+            return trust, directory.relative_to(model).as_posix()
+    return None
+
+
+def require_signed_bytes(directory: Path, manifest: Manifest) -> None:
+    """Read a version or delta, and compare it with the digests that were signed, if keys are trusted there.
+
+    Raises:
+        VerificationError: a file differs.
+    """
+    if trust_of(directory) is not None:
+        from exporter.publish.signing import verify_digests
+
+        verify_digests(directory, manifest.files)
+
+
+def require_trusted(content: bytes, directory: Path) -> None:
+    """Refuse the manifest of a version or delta unless a key signed it that is trusted there, if any are.
+
+    Raises:
+        NotTrusted: see `Trust.check`.
+    """
+    if (found := trust_of(directory)) is not None:
+        trust, path = found
+        trust.check(content, path, directory)
 
 
 def delta_names(log: Path) -> list[tuple[str, int, int]]:

@@ -7,6 +7,7 @@
 <model>/deltas/<log>/.state/                     caches of the exporter
 <model>/.jobs/<plan>/  receipts/                 work of an engine that is gone on with
 <model>/.lock  .watch  .canary  .staging-*  .trash-*   work in progress; a server skips what is no number
+<model>/.made-by.json                            the arguments of the last export, for people
 <model>/.pushed                                  heads of the stores that hold a copy of the model
 <model>/.taken                                   paths that are not to be used: see `exporter.transfer.head`
 <ckpt-dir>/checkpoint                            names the newest checkpoint
@@ -56,6 +57,7 @@ OVERLAID_PREFIX = "overlaid-"
 LOCK_FILE = ".lock"
 WATCH_LOCK_FILE = ".watch"
 CANARY_LOCK_FILE = ".canary"
+MADE_BY_FILE = ".made-by.json"
 PUSHED_FILE = ".pushed"  # the head of each store that a model was pushed to, or pulled from
 
 # Paths in a store at which another machine began to publish and gave up; they are never used again.

@@ -103,10 +103,14 @@ def make_updatable(
     editor = GraphEditor.onto(graph_def, "incremental", f"{options.lineage}/{options.position}")
     state = add_state(editor)
     overlaid = add_overlays(editor, graph.variables, overlays)
-    by_node = {variable.node: variable for variable in graph.variables}
-    overlay_reads(graph_def, {node: nodes.reads(by_node[node]) for node, nodes in overlaid.items()})
+    reads = {
+        variable.node: overlaid[variable.node].reads(variable)
+        for variable in graph.variables
+        if variable.node in overlaid
+    }
+    overlay_reads(graph_def, reads)
     handles = [node for nodes in served.values() for node in nodes if node not in overlaid]
-    handles += [handle for nodes in overlaid.values() for handle in (nodes.slots, nodes.rows)]
+    handles += [handle for table in reads.values() for handle in table.extra_handles]
     _isolate_signatures(editor, state, signatures, handles, options)
     largest = options.snapshot_max_rows if options.isolation is Isolation.SNAPSHOT else -1
     how = HowToUpdate(options.finite, largest)

@@ -3,14 +3,16 @@
 `exporter.graph.overlaid_reads` says what lies where, and how signatures read it. A changed row has two
 places, `capacity` apart: its slot leads to one, and an update writes into the other, where nobody reads,
 before it leads the slot there. A row that has none gets the next free pair. Pairs are never given back: a
-rollback writes the former values again.
+rollback writes the former values again. A page of which the first row changes gets slots, which are set to
+zero where nobody reads, before `pages` leads to them.
 
 Nobody sees a half-written row. A reader that still follows the slot of before the last flip began before that
 flip, which changed the sequence: its pass is not clean and is computed again. One that began after the flip
 follows the other place. Row isolation has no sequence: there rows are written under the overlay's lock.
 
-Memory is taken by what changes: `Empty` leaves the overlay's pages untouched, first places are given in
-order, and second ones are used by rows that change twice.
+Memory is taken by what changes: `Empty` leaves it untouched, first places and slots are given in order, and
+second places are used by rows that change twice. Nothing counts as zero that was not set to zero: allocators
+give memory that was in use before as it is.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from msgspec import Struct
 
 from exporter.graph.editor import GraphEditor
 from exporter.graph.inference_graph import GraphVariable
-from exporter.graph.overlaid_reads import OverlaidReads
+from exporter.graph.overlaid_reads import PAGE_BITS, PAGE_ROWS, OverlaidReads
 from exporter.late_names import tf
 from exporter.subgraph.state import Tensor, read
 from exporter.wire.dtypes import DType
@@ -30,8 +32,10 @@ from exporter.wire.dtypes import DType
 class OverlayNodes(Struct, frozen=True):
     """Nodes of one table's overlay: variables, and the `shape` of rows with place 0, which is never used."""
 
-    # `used`, int64 [], is how many of `capacity` rows have a pair of places.
+    # `used`, int64 [2], is how many of `capacity` rows have a pair of places, and how many pages have slots.
 
+    changed: str
+    pages: str
     slots: str
     rows: str
     used: str
@@ -43,10 +47,13 @@ class OverlayNodes(Struct, frozen=True):
     def add(cls, editor: GraphEditor, variable: GraphVariable, capacity: int) -> OverlayNodes:
         """Add the variables of an overlay to a graph."""
         name, shape = f"overlay/{variable.node}", (2 * capacity + 1, *variable.shape[1:])
+        sizes = _sizes(variable.shape[0], capacity)
         return cls(
-            slots=editor.variable(f"{name}/slots", DType.INT32, variable.shape[:1]),
+            changed=editor.variable(f"{name}/changed", DType.BOOL),
+            pages=editor.variable(f"{name}/pages", DType.INT64, sizes[0]),
+            slots=editor.variable(f"{name}/slots", DType.INT32, sizes[1]),
             rows=editor.variable(f"{name}/rows", variable.dtype, shape),
-            used=editor.variable(f"{name}/used", DType.INT64),
+            used=editor.variable(f"{name}/used", *_USED),
             dtype=variable.dtype,
             table_rows=variable.shape[0],
             shape=shape,
@@ -58,24 +65,51 @@ class OverlayNodes(Struct, frozen=True):
         return self.shape[0] // 2
 
     @property
-    def handles(self) -> tuple[str, str, str]:
-        """The nodes of the variables that an update takes, in the order of `Overlay`."""
-        return self.slots, self.rows, self.used
+    def handles(self) -> dict[str, tuple[DType, tuple[int, ...]]]:
+        """The nodes of the variables that an update takes, in the order of `Overlay`: dtypes and shapes."""
+        pages, slots = _sizes(self.table_rows, self.capacity)
+        return {
+            self.changed: (DType.BOOL, ()),
+            self.pages: (DType.INT64, pages),
+            self.slots: (DType.INT32, slots),
+            self.rows: (self.dtype, self.shape),
+            self.used: _USED,
+        }
 
     def reads(self, variable: GraphVariable) -> OverlaidReads:
         """Describe how the graph is to read the table, for `overlay_reads`."""
-        return OverlaidReads(variable.node, self.dtype, self.shape[1:], self.slots, self.rows)
+        beside = self.changed, self.pages, self.slots, self.rows
+        return OverlaidReads(variable.node, self.dtype, self.shape[1:], *beside)
 
     def add_first_values(self, editor: GraphEditor) -> dict[str, tuple[str, DType]]:
         """Add the variables' values of a model that is loaded: value and dtype by handle."""
-        slots = _empty(editor, self.slots, (self.table_rows,), DType.INT32, is_zero=True)
-        rows = _empty(editor, self.rows, self.shape, self.dtype, is_zero=False)
-        used = editor.constant(f"{_name(self.used)}/none", 0, DType.INT64)
+        sizes, name = _sizes(self.table_rows, self.capacity), _name(self.slots)
+        zero = _empty(editor, self.pages, (), DType.INT64, is_zero=True)
+        ends = {"limit": -PAGE_ROWS * sizes[0][0], "step": -PAGE_ROWS}
+        limits = [editor.constant(f"{_name(self.pages)}/{what}", n, DType.INT64) for what, n in ends.items()]
+        slots = _empty(editor, self.slots, sizes[1], DType.INT32, is_zero=False)
+        first = editor.constant(f"{name}/of_none", range(PAGE_ROWS), DType.INT32)
+        zeros = editor.constant(f"{name}/zeros", [0] * PAGE_ROWS, DType.INT32)
+        values = (
+            editor.constant(f"{_name(self.changed)}/no", False, DType.BOOL),
+            editor.node(f"{_name(self.pages)}/first_page", "Range", [zero, *limits], Tidx=DType.INT64),
+            editor.node(f"{name}/first_page", "InplaceUpdate", [slots, first, zeros], T=DType.INT32),
+            _empty(editor, self.rows, self.shape, self.dtype, is_zero=False),
+            editor.constant(f"{_name(self.used)}/none", [0, 0], DType.INT64),
+        )
         return {
-            self.slots: (slots, DType.INT32),
-            self.rows: (rows, self.dtype),
-            self.used: (used, DType.INT64),
+            handle: (value, dtype)
+            for (handle, (dtype, _)), value in zip(self.handles.items(), values, strict=True)
         }
+
+
+_USED = DType.INT64, (2,)
+
+
+def _sizes(table_rows: int, capacity: int) -> tuple[tuple[int], tuple[int]]:
+    """The shapes of `pages` and `slots`: each page that has slots has a changed row at least."""
+    pages = -(-table_rows // PAGE_ROWS)
+    return (pages,), (PAGE_ROWS * (1 + min(pages, capacity)),)
 
 
 def _name(handle: str) -> str:
@@ -83,7 +117,7 @@ def _name(handle: str) -> str:
 
 
 def _empty(editor: GraphEditor, handle: str, shape: tuple[int, ...], dtype: DType, *, is_zero: bool) -> str:
-    """Add the first value of a variable: memory that is zero, or whose pages are never touched."""
+    """Add memory for the first value of a variable: zeros, or what lies there."""
     sizes = editor.constant(f"{_name(handle)}/sizes", shape, DType.INT32)
     # Stateful: constant folding would compute a `Fill`, and keep it a second time.
     return editor.node(f"{_name(handle)}/first", "Empty", [sizes], dtype=dtype, init=is_zero)
@@ -101,7 +135,7 @@ def add_fill(editor: GraphEditor, overlays: Collection[OverlayNodes]) -> tuple[s
 
     def report(counter: Tensor, *used: Tensor) -> list[Tensor]:
         rooms = [max(1, overlay.capacity) for overlay in bounded]
-        percents = [100 * read(each, DType.INT64, ()) // room for each, room in zip(used, rooms, strict=True)]
+        percents = [100 * read(each, *_USED)[0] // room for each, room in zip(used, rooms, strict=True)]
         count, none = tf.constant(len(overlays), tf.int64), tf.constant(0, tf.int64)
         return [read(counter, DType.INT64, ()), count, tf.reduce_max(tf.stack([none, *percents]))]
 
@@ -117,6 +151,8 @@ class Overlay(Struct, frozen=True):
     """The handles of a table and of its overlay inside a function."""
 
     table: Tensor
+    changed: Tensor
+    pages: Tensor
     slots: Tensor
     rows: Tensor
     used: Tensor
@@ -125,43 +161,84 @@ class Overlay(Struct, frozen=True):
     def gather(self, ids: Tensor) -> Tensor:
         """Add a gather of the rows as they are now, for row numbers int64 [n]."""
         dtype = tf.as_dtype(int(self.nodes.dtype))
-        slots = self._slots_of(ids)
-        at = tf.reshape(tf.raw_ops.Where(condition=slots), [-1])
-        changed = tf.raw_ops.ResourceGather(resource=self.rows, indices=tf.gather(slots, at), dtype=dtype)
+        begins = self._begins(tf.bitwise.right_shift(ids, PAGE_BITS))
+        places = tf.raw_ops.ListDiff(x=self._slots_at(begins + ids), y=tf.constant([0]))
+        changed = tf.raw_ops.ResourceGather(resource=self.rows, indices=places.out, dtype=dtype)
         gathered = tf.raw_ops.ResourceGather(resource=self.table, indices=ids, dtype=dtype)
-        return tf.raw_ops.InplaceUpdate(x=gathered, i=tf.cast(at, tf.int32), v=changed)
+        return tf.raw_ops.InplaceUpdate(x=gathered, i=places.idx, v=changed)
 
-    def place(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Add the choice of places for changed rows `ids`, which differ: the last three of `Places`."""
-        slots = tf.cast(self._slots_of(ids), tf.int64)
+    def place(self, ids: Tensor) -> Places:
+        """Add the choice of places for changed rows `ids`, which increase."""
+        pages = tf.bitwise.right_shift(ids, PAGE_BITS)
+        begins = self._begins(pages)
+        slots = tf.cast(self._slots_at(begins + ids), tf.int64)
         is_new, is_second = tf.equal(slots, 0), slots > self.nodes.capacity
         first = tf.where(is_second, slots - self.nodes.capacity, slots)
-        # `used` is assigned last. If an update died before, it may have led slots beyond it; the update that
-        # repairs changes the same rows at least, and so finds these slots here.
-        used = tf.maximum(read(self.used, DType.INT64, ()), tf.reduce_max(tf.concat([first, [0]], 0)))
+        # What a page's slots begin at, by pages, without what makes a row's number its own: 0 if it has none.
+        held = tf.bitwise.right_shift(begins, PAGE_BITS) + pages
+        is_bare = tf.equal(held, 0)
+        # `used` is assigned last. If an update died before, it may have led slots and pages beyond it; the
+        # update that repairs changes the same rows at least, and so finds these here.
+        used = tf.maximum(read(self.used, *_USED), tf.stack([_largest(first), _largest(held)]))
         # No slot leads to the other place now.
         other = tf.where(is_second, first, slots + self.nodes.capacity)
-        places = tf.where(is_new, used + tf.cumsum(tf.cast(is_new, tf.int64)), other)
-        more = tf.reduce_sum(tf.cast(is_new, tf.int64))
-        return places, tf.cast(places, tf.int32), used + more
+        rows = tf.where(is_new, used[0] + tf.cumsum(tf.cast(is_new, tf.int64)), other)
+        # Rows of one page are neighbours: its first one asks for slots.
+        asks = is_bare & tf.not_equal(pages, tf.concat([[-1], pages[:-1]], 0))
+        given = tf.where(is_bare, used[1] + tf.cumsum(tf.cast(asks, tf.int64)), held)
+        begins = tf.bitwise.left_shift(given - pages, PAGE_BITS)
+        more = [tf.reduce_sum(tf.cast(each, tf.int64)) for each in (is_new, asks)]
+        return Places(
+            at=begins + ids,
+            rows=rows,
+            slots=tf.cast(rows, tf.int32),
+            pages=pages[asks],
+            begins=begins[asks],
+            used=used + tf.stack(more),
+        )
 
     def is_full(self, places: Places) -> Tensor:
         """True if there is no room for the rows, bool []."""
-        return places.used > self.nodes.capacity
+        return places.used[0] > self.nodes.capacity
 
-    def _slots_of(self, ids: Tensor) -> Tensor:
-        return tf.raw_ops.ResourceGather(resource=self.slots, indices=ids, dtype=tf.int32)
+    def _begins(self, pages: Tensor) -> Tensor:
+        return tf.raw_ops.ResourceGather(resource=self.pages, indices=pages, dtype=tf.int64)
+
+    def _slots_at(self, numbers: Tensor) -> Tensor:
+        return tf.raw_ops.ResourceGather(resource=self.slots, indices=numbers, dtype=tf.int32)
+
+
+def _largest(numbers: Tensor) -> Tensor:
+    return tf.reduce_max(tf.concat([numbers, [0]], 0))
 
 
 class Places(Struct, frozen=True):
-    """Where changed rows `ids` go: their places in the overlay as indices `rows` int64 [n] and as contents of
-    `slots` int32 [n]; `used`, int64 [], is how many rows have places then.
+    """Where changed rows go: `rows`, int64 [n], are their places, `slots`, int32 [n], the same as contents of
+    the slots numbered `at`, int64 [n].
+
+    The `pages`, int64 [k], get slots: `begins`, int64 [k], are their new contents. Then `used`, int64 [2], is
+    how many rows have places, and how many pages have slots.
     """
 
-    ids: Tensor
+    at: Tensor
     rows: Tensor
     slots: Tensor
+    pages: Tensor
+    begins: Tensor
     used: Tensor
+
+    @classmethod
+    def nowhere(cls) -> Places:
+        """Places of no rows."""
+        rows, slots = tf.zeros([0], tf.int64), tf.zeros([0], tf.int32)
+        return cls(rows, rows, slots, rows, rows, tf.zeros([2], tf.int64))
+
+
+def clear(slots: Tensor, pages: Tensor, begins: Tensor) -> Tensor:
+    """Add the operation that sets to 0 all slots of `pages`, of which `begins` are the contents."""
+    first = tf.bitwise.left_shift(pages, PAGE_BITS) + begins
+    every = first[:, tf.newaxis] + tf.range(PAGE_ROWS, dtype=tf.int64)
+    return tf.raw_ops.ResourceScatterUpdate(resource=slots, indices=every, updates=tf.constant(0))
 
 
 def add_overlays(

@@ -46,6 +46,8 @@ _NONE = -1
 _GLOB_CHARACTERS = r"([*?\[\\])"
 _STORE = "(?s)[a-z0-9]+://.*"
 _PHILOX = 1
+_DRAWN_OF_ZEROS = -2204013331526194987
+"""The first number of that algorithm from a state of zeros; each draw changes the state."""
 # Readers wait for 0.7 to 1.7 ms per 100,000 slots (TensorFlow 2.21, one thread). With the default of
 # `snapshot_max_rows` 64 M rows are applied at once: at most 1.1 s, and readers have patience for 2.
 _SLOTS_A_ROW = 16
@@ -515,12 +517,13 @@ def _take(state: UpdateState, name: Tensor, before: Tensor, is_held: Tensor) -> 
     """Make `name` the holder, if that is still `before` and nobody holds it; true, bool [], if it is now."""
     # A call between the first operation and the last keeps all others out. These operations cannot be
     # cancelled: they are a straight line of kernels that only compute.
-    # The first is a test-and-set: the one stock operation that changes a variable under a lock and returns
-    # what it was, with a shape that TensorFlow 2's loader can infer. Any delta but zero will do.
-    delta = tf.constant(1, tf.uint64)
-    was = tf.raw_ops.RngReadAndSkip(resource=state.turn, alg=tf.constant(_PHILOX), delta=delta)
-    is_alone = tf.equal(was[0], 0)
-    with tf.control_dependencies([was]):
+    # The first is a test-and-set: a stock operation of every TensorFlow from 1.15 on that changes a variable
+    # under a lock, and whose result tells what it was, with a shape that TensorFlow 2's loader can infer.
+    drawn = tf.raw_ops.StatefulUniformFullInt(
+        resource=state.turn, algorithm=tf.constant(_PHILOX, tf.int64), shape=[1], dtype=tf.int64
+    )
+    is_alone = tf.equal(drawn[0], _DRAWN_OF_ZEROS)
+    with tf.control_dependencies([drawn]):
         is_free = tf.equal(state.read("holder")[0], before) & tf.logical_not(is_held) & is_alone
     written = _write_if(is_free, state.holder, name)
     with tf.control_dependencies([written]):

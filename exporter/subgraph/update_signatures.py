@@ -1,8 +1,8 @@
 """Add the signatures of a graph that takes deltas: update, status, digest, and stamps on predictions.
 
 `incremental_digest` gives checksums of what a server holds, to compare with what was published.
-`exporter.delta.chunk_digest` defines them; here they are computed by stock operations on uint64. A server
-answers with the decimal text of a signed 64-bit integer, because JavaScript rounds numbers of that size.
+`exporter.delta.chunk_digest` defines them; here they are computed by stock operations. A server answers with
+the decimal text of a signed 64-bit integer, because JavaScript rounds numbers of that size.
 
 Every input and output is a vector of one length, so that the signatures work with `--enable_batching`, too.
 """
@@ -159,10 +159,11 @@ class _Handles(Struct, frozen=True):
             # Shape inference needs dtype and shape to read a variable; a lookup table is not read so.
             valued = handle if owner.contents else _with_handle_data(handle, owner.dtype, owner.shape)
             if overlay is not None:
-                slots, rows, used = (next(further) for _ in overlay.handles)
-                slots = _with_handle_data(slots, DType.INT32, owner.shape[:1])
-                rows = _with_handle_data(rows, owner.dtype, overlay.shape)
-                by_name[owner.name].append(Overlay(valued, slots, rows, used, overlay))
+                changed, pages, slots, rows, used = (
+                    _with_handle_data(next(further), *kind) for kind in overlay.handles.values()
+                )
+                beside = Overlay(valued, changed, pages, slots, rows, used, overlay)
+                by_name[owner.name].append(beside)
             else:
                 by_name[owner.name].append(valued)
         return UpdateTarget(self.schema, by_name)
@@ -352,15 +353,23 @@ def _digest_of(rows: Tensor, dtype: DType) -> Tensor:
     flat = tf.reshape(rows, [-1])
     if dtype is not DType.BOOL:
         flat = tf.reshape(tf.bitcast(flat, f"uint{8 * word_size(dtype.numpy)}"), [-1])
-    words = tf.cast(flat, tf.uint64)
-    words += tf.cast(tf.range(1, tf.size(words, tf.int64) + 1), tf.uint64) * tf.constant(GOLDEN, tf.uint64)
+    # Sums and products are of int64, which wraps alike: TensorFlow has those of uint64 from 2.5 on.
+    words = tf.bitcast(tf.cast(flat, tf.uint64), tf.int64)
+    words += tf.range(1, tf.size(words, tf.int64) + 1) * _signed(GOLDEN)
     for shift, factor in ROUNDS:
-        words = _shifted_xor(words, shift) * tf.constant(factor, tf.uint64)
-    return tf.bitcast(tf.reduce_sum(_shifted_xor(words, LAST_SHIFT)), tf.int64)
+        words = _shifted_xor(words, shift) * _signed(factor)
+    return tf.reduce_sum(_shifted_xor(words, LAST_SHIFT))
+
+
+def _signed(number: int) -> Tensor:
+    """The int64 of the same 64 bits as an unsigned number, int64 []."""
+    return tf.constant(np.uint64(number).astype(np.int64))
 
 
 def _shifted_xor(words: Tensor, shift: int) -> Tensor:
-    return tf.bitwise.bitwise_xor(words, tf.bitwise.right_shift(words, tf.constant(shift, tf.uint64)))
+    unsigned = tf.bitcast(words, tf.uint64)  # a right shift of int64 keeps the sign
+    shifted = tf.bitwise.right_shift(unsigned, tf.constant(shift, tf.uint64))
+    return tf.bitwise.bitwise_xor(words, tf.bitcast(shifted, tf.int64))
 
 
 def _settled_position(state: UpdateState) -> Tensor:

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TypeAlias
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from exporter.delta.format import ChangeKind, Schema
 from exporter.late_names import tf
-from exporter.subgraph.overlay import Overlay, Places
+from exporter.subgraph.overlay import Overlay, Places, clear
 from exporter.subgraph.read_delta import ReadDelta, by_variable, tensors_in
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign, sleep
 
@@ -64,18 +65,14 @@ class UpdateTarget(Struct, frozen=True):
             # Inside the branch: a refused delta has no tensors, and to take them would fail the call.
             found = by_variable(self.schema, tensors_in(delta.tensors, self.schema))
             changed = {variable.name: its_tensors[0] for variable, its_tensors in found}
-            ids = {key: changed[key[0]] for key in overlays}
-            return [
-                part for key, overlay in overlays.items() for part in (ids[key], *overlay.place(ids[key]))
-            ]
+            chosen = (overlay.place(changed[name]) for (name, _), overlay in overlays.items())
+            return [part for places in chosen for part in astuple(places)]
 
         def nowhere() -> list[Tensor]:
-            none = tf.zeros([0], tf.int64)
-            return [none, none, tf.zeros([0], tf.int32), tf.constant(0, tf.int64)] * len(overlays)
+            return [*astuple(Places.nowhere())] * len(overlays)
 
-        parts = tf.cond(tf.equal(delta.refusal, ""), place, nowhere)
-        each = (parts[start : start + 4] for start in range(0, len(parts), 4))
-        return {key: Places(*where) for key, where in zip(overlays, each, strict=True)}
+        parts = iter(tf.cond(tf.equal(delta.refusal, ""), place, nowhere))
+        return {key: Places(*islice(parts, len(Places.__struct_fields__))) for key in overlays}
 
     def full_overlay(self, places: DeltaPlaces) -> Tensor:
         """The name of the first table whose overlay has no room for a delta's rows, string []; or empty."""
@@ -89,7 +86,7 @@ class UpdateTarget(Struct, frozen=True):
     def writes(self, delta: ReadDelta, places: DeltaPlaces) -> Writes:
         """List the writes that a delta needs, given its `places`. Variables without elements need none."""
         tensors = tensors_in(delta.tensors, self.schema)
-        writes = Writes(tensors, [], [], [], [], [], [])
+        writes = Writes(tensors, [], [], [], [], [], [], [], [])
         flags = tf.unstack(delta.changed)  # one node, where an index takes three for each variable
         changed = dict(zip(self.schema.variables, flags, strict=True))
         found = dict(by_variable(self.schema, tensors))
@@ -101,8 +98,11 @@ class UpdateTarget(Struct, frozen=True):
                 if isinstance(handle, Overlay):
                     found_at = places[variable.name, number]
                     writes.overlaid.append((handle.rows, found_at.rows, its_tensors[1]))
-                    writes.slots.append((handle.slots, found_at.ids, found_at.slots))
-                    writes.used.append((handle.used, found_at.used))
+                    writes.cleared.append((handle.slots, found_at.pages, found_at.begins))
+                    writes.slots.append((handle.slots, found_at.at, found_at.slots))
+                    writes.pages.append((handle.pages, found_at.pages, found_at.begins))
+                    any_used = found_at.used[0] > 0
+                    writes.used.extend([(handle.used, found_at.used), (handle.changed, any_used)])
                 elif variable.kind is ChangeKind.TABLE:
                     writes.tables.append((handle, *its_tensors))
                 else:
@@ -119,10 +119,11 @@ class Writes(Struct, frozen=True):
     `tables` are scattered (handle, ids, rows), `dense` variables assigned (handle, whether it changed,
     value), the entries of `lookups` replaced (handle, whether they changed, keys, values).
 
-    Of overlays `overlaid` rows are scattered first (handle, places, rows), then the `slots` that lead to them
-    (handle, ids, places), and last how many rows have places (`used`) is assigned. So a slot leads to a row
-    that is there; and an update that dies takes no place for good: `Overlay.place` of the one that repairs
-    looks at the slots, too.
+    Of overlays `overlaid` rows are scattered first (handle, places, rows), and the slots of some pages
+    `cleared` (handle, pages, contents); then the `slots` that lead to rows (handle, at, places) and the
+    `pages` that lead to slots (handle, pages, contents). Last it is assigned how much is `used`, and whether
+    any is (handle, value). So what leads anywhere leads to what is there; and an update that dies takes
+    nothing for good: `Overlay.place` of the one that repairs looks at slots and pages, too.
     """
 
     tensors: Sequence[Tensor]
@@ -130,7 +131,9 @@ class Writes(Struct, frozen=True):
     dense: list[tuple[Tensor, Tensor, Tensor]]
     lookups: list[tuple[Tensor, Tensor, Tensor, Tensor]]
     overlaid: list[tuple[Tensor, Tensor, Tensor]]
+    cleared: list[tuple[Tensor, Tensor, Tensor]]
     slots: list[tuple[Tensor, Tensor, Tensor]]
+    pages: list[tuple[Tensor, Tensor, Tensor]]
     used: list[tuple[Tensor, Tensor]]
 
 
@@ -149,12 +152,12 @@ def write_snapshot(
     # read and checked, values are chosen and cut here, and quiet is granted. Only writes are left.
     tables, overlaid, slots = map(_in_parts, (writes.tables, writes.overlaid, writes.slots))
     dense = [(handle, _value_if(handle, changed, value)) for handle, changed, value in writes.dense]
-    scattered = (*tables, *overlaid, *slots)
+    scattered = (*tables, *overlaid, *writes.cleared, *slots, *writes.pages)
     chosen = (value for _, *values in (*scattered, *dense, *writes.used) for value in values)
     prepared = [*writes.tensors, start, end, *chosen]
     # Rows of overlays, too: no slot leads to where they are written (`exporter.subgraph.overlay`).
     with tf.control_dependencies(prepared):
-        rows = _scatter(overlaid)
+        rows = [*_scatter(overlaid), *(clear(*each) for each in writes.cleared)]
     with tf.control_dependencies([*prepared, *rows]):
         granted = _grant_quiet(state)
     with tf.control_dependencies([granted]):
@@ -172,7 +175,7 @@ def write_snapshot(
         written = _scatter(tables)
         written += [assign(handle, value) for handle, value in dense]
         written += [_import_if(*write) for write in writes.lookups]
-        led = _scatter(slots)
+        led = _scatter([*slots, *writes.pages])
     with tf.control_dependencies(led):
         written += [assign(handle, used) for handle, used in writes.used]
     return _settle(state, end, [*written, *rows, *led], odd + 1)
@@ -226,7 +229,7 @@ def write_rows(
 ) -> Tensor:
     """Add the writes of all tensors outside of the sequence, tables chunk by chunk; the last operation."""
     writes = target.writes(delta, places)
-    placed = [at for _, *places in (*writes.overlaid, *writes.slots) for at in places[:1]]
+    placed = [at for _, at, *_ in (*writes.overlaid, *writes.slots, *writes.pages)]
     with tf.control_dependencies([*writes.tensors, start, end, *placed, *(used for _, used in writes.used)]):
         sequence = state.read("sequence")
         noted = assign(state.position, start)
@@ -305,8 +308,13 @@ def _scatter_chunks(target: UpdateTarget, delta: ReadDelta, places: DeltaPlaces)
                 updates=tf.raw_ops.StridedSlice(input=values, **rows),
                 use_locking=True,
             )
-            for handle, ids, values in (writes.slots if leads else (*writes.tables, *writes.overlaid))
+            for handle, ids, values in (
+                (*writes.slots, *writes.pages) if leads else (*writes.tables, *writes.overlaid)
+            )
         ]
+        # Nobody reads these: no lookup has to wait for them.
+        for handle, *led in () if leads else writes.cleared:
+            scatters.append(clear(handle, *(tf.raw_ops.StridedSlice(input=each, **rows) for each in led)))
         with tf.control_dependencies(scatters):
             return tf.identity(end)
 
@@ -321,7 +329,7 @@ def _scatter_chunks(target: UpdateTarget, delta: ReadDelta, places: DeltaPlaces)
     end = run(tf.constant(0), leads=False)
     # A loop of its own, which begins with the end of the first. In one loop slots would be ordered behind
     # rows by control edges alone, and servers with `enable_mlir_graph_optimization` lose those: places were
-    # read before their rows were written.
+    # read before their rows were written, and so would slots be before they were cleared.
     return run(tf.minimum(end, 0), leads=True) if writes.slots else end
 
 

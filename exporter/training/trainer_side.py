@@ -629,6 +629,9 @@ class Source:
         """Rows of one part, numbered within it, in pieces; None: all, in order. A scalar is one piece."""
         raise NotImplementedError
 
+    def prepare(self, wanted: List[Tuple[VariableTracking, Any]]) -> None:
+        """Read ahead of variables what is small: ascending rows of each, which are then read once, or all."""
+
     def rows(self, tracked: VariableTracking, ids: Array) -> Iterator[Array]:
         """Rows `ids` (ascending, of the whole variable) of a variable with parts of whole rows, in pieces."""
         for part in tracked.parts:
@@ -678,25 +681,37 @@ class SessionSource(Source):
     def __init__(self, session: Session, readers: Dict[int, PartReader]) -> None:
         self._session = session
         self._readers = readers
+        self._ahead: Dict[int, Array] = {}
+
+    def prepare(self, wanted: List[Tuple[VariableTracking, Any]]) -> None:
+        """See `Source`: one call, of the same tensors each time.
+
+        A session makes a large graph ready anew, which takes half a second, for tensors that it was not asked
+        for together. So rows that are too many for the call are asked for in it, too: none of them.
+        """
+        sizes = np.array([e.bytes_ if ids is None else len(ids) * _row_bytes(e) for e, ids in wanted], int)
+        order = np.argsort(sizes)
+        fitting = set(order[np.cumsum(sizes[order]) <= CHUNK_BYTES].tolist())
+        tensors, feeds = {}, {}
+        for number, (entry, ids) in enumerate(wanted):
+            for part in entry.parts:
+                reader = self._readers[id(part)]
+                if ids is not None:
+                    feeds[reader.ids] = inside(part, ids) - part.offset if number in fitting else NONE
+                if ids is not None or number in fitting:
+                    tensors[number, id(part)] = reader.whole if ids is None else reader.gathered
+        found = self._session.run(tensors, feeds) if tensors else {}
+        self._ahead.update({part: values for (number, part), values in found.items() if number in fitting})
 
     def read(self, tracked: VariableTracking, part: VariablePart, rows: Any) -> Iterator[Array]:
         """See `Source`."""
-        reader = self._readers[id(part)]
-        if not part.shape:
-            yield self._session.run(reader.whole)
+        reader, ahead = self._readers[id(part)], self._ahead.pop(id(part), None)
+        if ahead is not None or not part.shape:
+            yield self._session.run(reader.whole) if ahead is None else ahead
             return
         wanted = np.arange(part.rows, dtype=np.int64) if rows is None else rows
         for piece in pieces(wanted, tracked):
             yield self._session.run(reader.gathered, {reader.ids: piece})
-
-    def wholes(self, tracked: Iterable[VariableTracking]) -> Iterator[Tuple[VariableTracking, Array]]:
-        """See `Source`. Small variables are all read in one call."""
-        entries = list(tracked)
-        small = {entry.name: entry for entry in entries if entry.bytes_ * len(entries) <= CHUNK_BYTES}
-        tensors = {name: [self._readers[id(part)].whole for part in small[name].parts] for name in small}
-        for name, found in (self._session.run(tensors) if small else {}).items():
-            yield small[name], joined(small[name], found)
-        yield from super().wholes(entry for entry in entries if entry.name not in small)
 
 
 class CheckpointSource(Source):
@@ -713,9 +728,13 @@ class CheckpointSource(Source):
 
 def pieces(rows: Array, tracked: VariableTracking) -> Iterator[Array]:
     """Numbers of rows, in pieces of which one call of a session carries the values."""
-    step = max(1, CHUNK_BYTES // max(1, tracked.bytes_ // max(1, tracked.shape[0])))
+    step = max(1, CHUNK_BYTES // max(1, _row_bytes(tracked)))
     for start in range(0, len(rows), step):
         yield rows[start : start + step]
+
+
+def _row_bytes(tracked: VariableTracking) -> int:
+    return tracked.bytes_ // max(1, tracked.shape[0])
 
 
 def inside(part: VariablePart, ids: Array) -> Array:
@@ -866,9 +885,12 @@ class Collector:
         Call `commit` once they are durable, `abandon` if they are lost.
         """
         found: List[Optional[Document]] = []
-        for entry in self._by(TrackingMode.TOUCHED):
-            ids = self._touched(entry)
+        touched = [(entry, self._touched(entry)) for entry in self._by(TrackingMode.TOUCHED)]
+        source.prepare(touched)
+        for entry, ids in touched:
             found.append(_write_rows(writer, entry, ids, source.rows(entry, ids)))
+        read_whole = self._by(TrackingMode.COMPARED) + self._by(TrackingMode.WHOLE)
+        source.prepare([(entry, None) for entry in read_whole])
         for entry in self._by(TrackingMode.COMPARED):
             ids, known = self._moved(source, entry)
             found.append(_write_rows(writer, entry, ids, (known[piece] for piece in pieces(ids, entry))))

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from exporter.checkpoint.tensor_bundle import index_path, parse_index, read_catalog
-from exporter.errors import CheckpointChanged, ManifestError, VerificationError
+from exporter.errors import CheckpointChanged, ManifestError, NotTrusted, VerificationError
 from exporter.publish.hold import LONGEST_DOCUMENT, LONGEST_HOLD
 from exporter.publish.manifest import FileEntry, Manifest, from_json
 from exporter.publish.versions import (
@@ -38,6 +38,7 @@ from exporter.publish.versions import (
     log_directories,
     originals,
     published_versions,
+    require_trusted,
 )
 from exporter.storage.files import Unchanged, is_gone, open_regular, read_regular
 from exporter.storage.layout import (
@@ -64,6 +65,9 @@ _JOBS_END = f"{JOBS_DIRECTORY}0"
 _CONNECTIONS = 16
 _LOOKS = 3
 """Times that what was listed may be removed while it is read."""
+
+if TYPE_CHECKING:
+    from exporter.publish.signing import Trust
 
 T = TypeVar("T")
 
@@ -120,9 +124,10 @@ class StoredModel(Struct, frozen=True):
 
 
 class StoredItems(StoredModel, frozen=True):
-    """A model in a store, with what all its manifests say."""
+    """A model in a store, with what its manifests say, but for those that no trusted key has signed."""
 
     items: dict[str, Item]
+    untrusted: dict[str, NotTrusted] = field(default_factory=dict)
 
 
 def local_items(model: Path) -> list[Item]:
@@ -161,6 +166,7 @@ def path_of(name: str) -> str | None:
 def local_item(model: Path, path: Path) -> Item:
     """The version or delta in one directory; ManifestError if its manifest cannot be read."""
     manifest, content = _manifests.of(path / MANIFEST_FILE, _read_local)
+    require_trusted(content, path)
     check_place(manifest, path)
     return Item(path.relative_to(model).as_posix(), manifest, content)
 
@@ -238,22 +244,51 @@ def stored_items(
     ours: Mapping[str, Item],
     known: StoredItems | None = None,
     look: Callable[[], StoredModel] | None = None,
+    trust: Trust | None = None,
 ) -> StoredItems:
     """The versions and deltas in a store; a publisher may `look` in another way than by listing it.
 
-    Manifests that are `ours`, or were `known` before, are not read.
+    Manifests that are `ours`, or were `known` before, are not read. With `trust` those alone are items that
+    one of its keys has signed; nothing else of the others is looked at.
     """
-    return looking_again(lambda: _with_items(store, look() if look else _stored_model(store), ours, known))
+    return looking_again(
+        lambda: _with_items(store, look() if look else _stored_model(store), ours, known, trust)
+    )
+
+
+def forged(model: StoredItems) -> dict[str, NotTrusted]:
+    """What no trusted key has signed and servers would take, by path: what comes after the first version that
+    one has signed. Before that signing had not begun.
+    """
+    first = min((int(path) for path, item in model.items.items() if not item.is_delta), default=-1)
+    return {
+        path: model.untrusted[path]
+        for path in sorted(model.untrusted, key=end_of, reverse=True)
+        if end_of(path) > first
+    }
+
+
+def end_of(path: str) -> int:
+    """The number at the end of a path: a version's, or where a delta leads."""
+    return int(re.split("[-/]", path)[-1])
 
 
 def _with_items(
-    store: ObjectReader, model: StoredModel, ours: Mapping[str, Item], known: StoredItems | None
+    store: ObjectReader,
+    model: StoredModel,
+    ours: Mapping[str, Item],
+    known: StoredItems | None,
+    trust: Trust | None,
 ) -> StoredItems:
     items: dict[str, Item] = {}
+    untrusted: dict[str, NotTrusted] = {}
     new = {}
     for path, each in model.manifests.items():
         if known is not None and known.manifests.get(path) == each:
-            items[path] = known.items[path]
+            if path in known.items:
+                items[path] = known.items[path]
+            else:
+                untrusted[path] = known.untrusted[path]
         elif is_certainly(each, ours.get(path)):
             items[path] = ours[path]
         else:
@@ -261,9 +296,15 @@ def _with_items(
     with workers(_CONNECTIONS, "manifests") as pool:
         contents = pool.map(lambda pair: read_stored(store, *pair), new.items())
         for path, content in zip(new, contents, strict=True):
-            items[path] = item_of(path, content, f"{store.url}/{path}")
+            where = f"{store.url}/{path}"
+            try:
+                if trust is not None:
+                    trust.check(content, path, where)
+                items[path] = item_of(path, content, where)
+            except NotTrusted as error:
+                untrusted[path] = error
     _without_copies(items.values(), store.url)
-    return StoredItems(model.objects, model.manifests, model.holds, items)
+    return StoredItems(model.objects, model.manifests, model.holds, items, untrusted)
 
 
 def is_certainly(each: RemoteObject, item: Item | None) -> bool:
@@ -333,6 +374,7 @@ def require_sound(item: Item, path: Path) -> None:
     passage = Passage(item, path)
     passage.check_files()
     passage.check_values()
+    passage.check_digests()
 
 
 class Passage:
@@ -363,6 +405,16 @@ class Passage:
         """
         manifest, prefix = self._item.manifest, Path(DELTA_NAME) if self._item.is_delta else None
         verify_files(self._path, manifest.tensors, manifest.files, prefix=prefix, passed=self._passed)
+
+    def check_digests(self) -> None:
+        """Read all files, which are there, and compare the digests of what is signed.
+
+        VerificationError if one differs.
+        """
+        if self._item.manifest.signature is not None:
+            from exporter.publish.signing import verify_digests
+
+            verify_digests(self._path, self._item.manifest.files)
 
     def check_values(self, shards: Iterable[FileEntry] | None = None) -> None:
         """Compare the stored values with the index; those of some data shards, if these are named.

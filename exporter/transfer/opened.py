@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from exporter.errors import UsageError
-from exporter.options import DataMode
+from exporter.options import ANYBODY, UNSIGNED, DataMode, Signing, Trusting
 from exporter.storage.url import Url
 from exporter.terminal.progress import ProgressFactory, no_progress
+
+if TYPE_CHECKING:
+    from exporter.publish.signing import Signer, Trust
 
 T = TypeVar("T")
 
@@ -74,24 +77,73 @@ def data_mode(model: str | os.PathLike[str], asked: DataMode) -> DataMode:
 
 
 @contextmanager
-def opened(model: str | os.PathLike[str], *, read_only: bool = False) -> Iterator[OpenModel]:
+def opened(
+    model: str | os.PathLike[str],
+    *,
+    read_only: bool = False,
+    signing: Signing = UNSIGNED,
+    trusting: Trusting = ANYBODY,
+) -> Iterator[OpenModel]:
     """A model to work on, by its path or URL. With `read_only` nothing is ever written to a URL.
 
+    What is published is signed, and what is read is from trusted keys alone, if these say so.
+
     Raises:
-        UsageError: the URL is of no store, or of a whole bucket.
+        UsageError: the URL is of no store, or of a whole bucket; a key cannot be used.
         ExportError: the store cannot be read; see errors.py.
     """
+    signer, trust = _signer(signing, model), trust_in(trusting, model)
     if Url.parse(os.fspath(model)) is None:
-        yield LocalModel(Path(model))
+        with _in_force(Path(model), signer, trust):
+            yield LocalModel(Path(model))
         return
     from exporter.transfer.remote_model import RemoteModel  # with the library that reads stores
 
     remote = RemoteModel(os.fspath(model), read_only=read_only)
+    if signer is not None:
+        trust = signer.trusting(signing.trust)
     try:
         remote.refresh()
-        yield remote
+        with _in_force(remote.path, signer, trust):
+            yield remote
     finally:
         remote.close()
+
+
+def _signer(signing: Signing, model: str | os.PathLike[str]) -> Signer | None:
+    """The key that signs what is published of a model; None: nothing is signed."""
+    if signing.sign_key is None:
+        return None
+    from exporter.publish.signing import Signer
+
+    return Signer.of(signing.sign_key, signing.signed_as or name_of(model))
+
+
+def trust_in(trusting: Trusting, model: str | os.PathLike[str]) -> Trust | None:
+    """The keys that are trusted to publish a model, by its path or URL; None: everything is taken.
+
+    Raises:
+        UsageError: a key cannot be used.
+    """
+    if not trusting.trust:
+        return None
+    from exporter.publish.signing import Trust
+
+    return Trust.of(trusting.trust, trusting.signed_as or name_of(model))
+
+
+def name_of(model: str | os.PathLike[str]) -> str:
+    """The name that signatures have for a model unless another is given: the last part of its path or URL."""
+    url = Url.parse(os.fspath(model))
+    return Path(model).absolute().name if url is None else url.name
+
+
+def _in_force(model: Path, signer: Signer | None, trust: Trust | None) -> AbstractContextManager[None]:
+    if signer is None and trust is None:
+        return nullcontext()
+    from exporter.publish.versions import in_force
+
+    return in_force(model, signer, trust)
 
 
 @contextmanager

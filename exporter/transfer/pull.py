@@ -18,6 +18,17 @@ count yet: only what is settled does. What the store no longer has is removed
   they find. A rollback and its resumption stay, which a canary may have made here.
 
 So the last base stays, whatever is removed from the store.
+
+Who may write a store is not always who may publish. With keys that are trusted (`exporter.publish.signing`)
+
+- what none of them has signed is not fetched, nor a delta whose log has no base that one has signed;
+- what was fetched is compared with the digests that were signed, as it lies here, before servers can see it;
+- what is in the copy goes only when it is replaced, whatever is not in the store any more;
+- a hold is taken over if it leads no server of the copy back: it may not be less than the copy's own hold or,
+  where that has none, than the newest position in the copy. Any other, and one that is no position, is left.
+
+So a copy never goes back. Whoever may write the store can still keep a copy where it is, show a new copy less
+than was published, and lift a hold.
 """
 
 from __future__ import annotations
@@ -28,7 +39,8 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -39,6 +51,7 @@ from exporter.errors import (
     DiskFull,
     ForeignLineage,
     MissingShard,
+    NotTrusted,
     PositionMoved,
     TruncatedFile,
     UnsupportedFormat,
@@ -46,13 +59,14 @@ from exporter.errors import (
     VerificationError,
 )
 from exporter.publish.commit import model_lock
-from exporter.publish.hold import Hold
+from exporter.publish.hold import Hold, position_in
 from exporter.publish.retention import GRACE_SECONDS, move_away
 from exporter.publish.staging import Staging
 from exporter.publish.versions import require_base_path
 from exporter.storage.files import below, make_directories, remove_tree, sync, write_durably, writing
 from exporter.storage.layout import (
     CHECKPOINT_STATE_FILE,
+    HOLD_DOCUMENT_FILE,
     HOLD_FILE,
     MANIFEST_FILE,
     PULL_LOCK_FILE,
@@ -70,7 +84,9 @@ from exporter.transfer.items import (
     Passage,
     StoredItems,
     by_path,
+    end_of,
     files_of,
+    forged,
     local_holds,
     local_items,
     looking_again,
@@ -78,6 +94,9 @@ from exporter.transfer.items import (
     stored_items,
 )
 from exporter.transfer.push import TakenBack, is_of_a_canary, is_restoration, parse
+
+if TYPE_CHECKING:
+    from exporter.publish.signing import Trust
 
 
 def superseded(
@@ -161,26 +180,37 @@ class Pulled(Struct, frozen=True):
     bytes_: int
     position: int | None
     waiting: tuple[str, ...] = ()
+    untrusted: tuple[NotTrusted, ...] = ()
+    """Why publications, the newest first, and holds were left where they are."""
 
 
-def pull(url: str, model: Path, *, prune: bool = False, progress: ProgressFactory = no_progress) -> Pulled:
+def pull(
+    url: str,
+    model: Path,
+    *,
+    prune: bool = False,
+    progress: ProgressFactory = no_progress,
+    trust: Trust | None = None,
+) -> Pulled:
     """Bring a local model to what is in a store, once: see `LocalCopy`."""
-    return LocalCopy(url, model, prune=prune).update(progress)
+    return LocalCopy(url, model, prune=prune, trust=trust).update(progress)
 
 
 class LocalCopy:
     """A local model that is brought to what is in a store, as often as its owner wants.
 
     Connections, what a cloud gave for credentials, and manifests are kept from one update to the next. After
-    a failure the store is opened again: files of credentials may have been replaced.
+    a failure the store is opened again: files of credentials may have been replaced. With `trust` nothing is
+    taken but what one of its keys has signed; their files are read again at each update.
 
     Raises:
         UsageError: the URL is of no model.
     """
 
-    def __init__(self, url: str, model: Path, *, prune: bool = False) -> None:
+    def __init__(self, url: str, model: Path, *, prune: bool = False, trust: Trust | None = None) -> None:
         self.url = parse(url)
-        self._model, self._prune = model, prune
+        self._model, self._prune, self._trust = model, prune, trust
+        self._keys: list[str] = []
         self._store: ObjectWriter | None = None
         self._seen = Seen()
 
@@ -197,6 +227,9 @@ class LocalCopy:
         seen = self._look(store)
         head, stored = seen.head, seen.stored
         self._seen = replace(seen, at=None)  # if this fails, it is listed again
+        if self._trust is not None and all(item.is_delta for item in stored.items.values()):
+            for error in forged(stored).values():
+                raise error
         if not stored.items:
             raise CheckpointNotFound(
                 f"there is no model at {self.url}",
@@ -208,7 +241,7 @@ class LocalCopy:
         with writing(model):
             make_directories(model)
         with model_lock(model, _LOCK_SECONDS, PULL_LOCK_FILE):
-            job = _Pull(store, self.url, model, stored, fetched)
+            job = _Pull(store, self.url, model, stored, fetched, self._trust)
             done = job.run(progress, prune=self._prune)
             if head is not None and job.here.keys() >= stored.items.keys() and head[0].path in stored.items:
                 remember(model, self.url, head[0])
@@ -217,10 +250,13 @@ class LocalCopy:
 
     def _look(self, store: ObjectWriter) -> Seen:
         now = time.monotonic()
+        if self._trust is not None and self._keys != (keys := sorted(self._trust.keys())):
+            self._keys, self._seen = keys, Seen()  # what was trusted may not be any more
         head = fetch_head(store)  # before what it may name
         if self._seen.is_current(head, now):
             return self._seen
-        stored = stored_items(store, by_path(local_items(self._model)), self._seen.stored)
+        ours = by_path(local_items(self._model)) if self._trust is None else {}
+        stored = stored_items(store, ours, self._seen.stored, trust=self._trust)
         return Seen(head, stored, now if head is not None and _is_settled(head[0], stored) else None)
 
 
@@ -244,12 +280,24 @@ def _require_own_directory(model: Path) -> None:
 
 class _Pull:
     def __init__(
-        self, store: ObjectWriter, url: Url, model: Path, stored: StoredItems, fetched: list[Item]
+        self,
+        store: ObjectWriter,
+        url: Url,
+        model: Path,
+        stored: StoredItems,
+        fetched: list[Item],
+        trust: Trust | None = None,
     ) -> None:
         self._store, self._url, self._model, self._stored = store, url, model, stored
         self._fetched = fetched
         self.here = by_path(local_items(model))
         self._kept_log: str | None = None
+        self._trust = trust
+        self._taken_back_here: list[Item] = []
+        self._untrusted = [*forged(stored).values()]
+        if trust is not None:
+            self._require_trusted(trust)
+            self._leave_untrusted()
 
     def run(self, progress: ProgressFactory, *, prune: bool) -> Pulled:
         """Fetch what is missing, and settle the holds; with `prune`, remove first what is superseded.
@@ -276,7 +324,8 @@ class _Pull:
             wanted = [item for item in wanted if not taken_back.withholds(item)]
             if Hold(self._model / taken_back.log).binds:
                 self._kept_log = taken_back.log
-        removed = self._prune(is_current=not wanted and not waiting) if prune else ()
+        is_current = not (wanted or waiting or self._trust)
+        removed = self._prune(is_current=is_current) if prune else ()
         incomplete = self._fetch(wanted, progress)
         if not incomplete:
             self._settle_holds()
@@ -290,10 +339,67 @@ class _Pull:
         fetched = tuple(item.path for item in self._fetched)
         size = sum(item.bytes_ for item in self._fetched)
         position = max((item.manifest.position for item in self.here.values()), default=None)
-        return Pulled(fetched, removed, incomplete, size, position, waiting)
+        return Pulled(fetched, removed, incomplete, size, position, waiting, tuple(self._untrusted))
+
+    def _require_trusted(self, trust: Trust) -> None:
+        """Refuse a copy that holds what nobody trusted has signed, but for what a canary took back here, and
+        for what servers leave when they load a base that is signed.
+        """
+        bases = (path for path, item in self._stored.items.items() if not item.is_delta)
+        newest = max(map(end_of, bases), default=-1)
+        for path, item in self.here.items():
+            try:
+                trust.check(item.content, path, self._model / path)
+            except NotTrusted as error:
+                if end_of(path) <= newest:
+                    continue
+                if is_restoration(item) and path not in self._stored.manifests:
+                    self._taken_back_here.append(item)
+                    continue
+                error.cause = f"it was here before this pull{f'; {error.cause}' if error.cause else ''}"
+                error.hint = f"pull into a directory of its own, or remove {self._model}"
+                raise
+
+    def _leave_untrusted(self) -> None:
+        """Leave out deltas whose log has no trusted base, and holds that lead servers of the copy back."""
+        items, here = self._stored.items, local_holds(self._model)
+        bases = (item for each in (items, self.here) for item in each.values() if not item.is_delta)
+        logs = {item.manifest.lineage for item in bases}
+        items = {
+            path: item for path, item in items.items() if not item.is_delta or item.manifest.lineage in logs
+        }
+        holds = dict(self._stored.holds)
+        for name in [name for name in holds if PurePosixPath(name).name == HOLD_FILE]:
+            least, position = self._least_hold(name, here.get(name)), position_in(holds[name])
+            if here.get(name) == holds[name] or (position is not None and position >= least):
+                continue
+            said = "no position" if position is None else f"position {position}"
+            self._untrusted.append(
+                NotTrusted(
+                    f"{self._url}/{name} says {said}, and {self._model} is at {least}",
+                    cause="a hold is not signed: it is not taken where it would lead back",
+                    hint=f"to go back, publish that: export-model rollback {quoted(self._url)} --to POSITION",
+                )
+            )
+            for file in (name, str(PurePosixPath(name).with_name(HOLD_DOCUMENT_FILE))):
+                holds.pop(file, None)
+                holds |= {file: here[file]} if file in here else {}
+        self._stored = replace(self._stored, items=items, holds=holds)
+
+    def _least_hold(self, name: str, here: bytes | None) -> int:
+        """The least position that a hold may say without leading a server of this copy back."""
+        log = name.rpartition("/")[0]
+        newest = max((item.manifest.position for item in self.here.values() if item.log == log), default=-1)
+        held = None if here is None else position_in(here)
+        return newest if held is None else held
 
     def _published_here(self) -> list[Item]:
-        """The local items beyond all that the store ever had, and those that a canary took back."""
+        """The local items beyond all that the store ever had, and those that a canary took back.
+
+        With trusted keys those alone: what is signed is the publisher's, whatever was removed from the store.
+        """
+        if self._trust is not None:
+            return self._taken_back_here
         head = recall(self._model, self._url)
         last = -1 if head is None else max(map(self._position, head.paths), default=-1)
         gone = (item for path, item in self.here.items() if path not in self._stored.items)
@@ -405,12 +511,19 @@ class _Pull:
             passage.check_file(file)
         passage.check_files()
         passage.check_values()
+        passage.check_digests()  # of what lies here: it is what servers will read
 
     def _publish(self, item: Item, staged: Path) -> None:
         target = self._model / item.path
         with writing(target), Staging(self._model) as staging, model_lock(self._model):
             make_directories(target.parent)
             hold, brought, held = Hold(target.parent), Hold(staged).read(), None
+            if self._trust is not None and brought is not None:
+                name = (
+                    f"{item.log}/{HOLD_FILE}"  # a rollback of long ago, put back into the store, holds nobody
+                )
+                if brought < self._least_hold(name, local_holds(self._model).get(name)):
+                    brought = None
             if brought is not None:
                 held = hold.prepare(brought, staging)
                 hold.promise(target.name, held, staging)

@@ -22,12 +22,14 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from exporter.errors import (
     ForeignLineage,
     ManifestError,
+    NotTrusted,
     NotUpdatable,
     PositionMoved,
     TargetNotWritable,
@@ -47,6 +49,7 @@ from exporter.transfer.items import (
     StoredItems,
     StoredModel,
     by_path,
+    forged,
     local_holds,
     local_item,
     local_items,
@@ -54,6 +57,9 @@ from exporter.transfer.items import (
     require_sound,
     stored_items,
 )
+
+if TYPE_CHECKING:
+    from exporter.publish.signing import Trust
 
 
 class TakenBack(Struct, frozen=True):
@@ -107,6 +113,7 @@ class PushPlan(Struct, frozen=True):
     position: int | None
     holds: dict[str, bytes]
     prune: bool = False
+    trust: Trust | None = None
 
     @property
     def changes_holds(self) -> bool:
@@ -119,19 +126,25 @@ class PushPlan(Struct, frozen=True):
         return sum(item.bytes_ for item in self.upload)
 
 
-def plan_push(model: Path, url: str, *, prune: bool = False) -> PushPlan:
-    """Compare a local model with the one in a store."""
+def plan_push(model: Path, url: str, *, prune: bool = False, trust: Trust | None = None) -> PushPlan:
+    """Compare a local model with the one in a store.
+
+    Raises:
+        NotTrusted: a publication, here or there, is not signed by a trusted key, if any are named.
+    """
     place = parse(url)
     store = ObjectWriter(place)
-    ours = _ours(model)
+    ours = _ours(model, trust)
     found = fetch_head(store)
     head = Head() if found is None else found[0]
-    return _plan(model, ours, place, stored_items(store, ours), head, prune)
+    return _plan(model, ours, place, stored_items(store, ours, trust=trust), head, prune, trust)
 
 
-def _ours(model: Path) -> dict[str, Item]:
+def _ours(model: Path, trust: Trust | None) -> dict[str, Item]:
     require_base_path(model)
     items = by_path(local_items(model))
+    if trust is not None:
+        items = _trusted(items, model, trust)
     for path in items:
         if re.fullmatch(ITEM, path) is None:
             raise ManifestError(
@@ -143,9 +156,34 @@ def _ours(model: Path) -> dict[str, Item]:
     return items
 
 
+def _trusted(items: dict[str, Item], model: Path, trust: Trust) -> dict[str, Item]:
+    """The items that a trusted key has signed; NotTrusted if servers would take any of the others."""
+    found, others = dict[str, Item](), dict[str, NotTrusted]()
+    for path, item in items.items():
+        try:
+            trust.check(item.content, path, model / path)
+            found[path] = item
+        except NotTrusted as error:
+            others[path] = error
+    _refuse_forged(StoredItems({}, {}, {}, found, others))
+    return found
+
+
+def _refuse_forged(items: StoredItems) -> None:
+    for error in forged(items).values():
+        raise error
+
+
 def _plan(
-    model: Path, ours: dict[str, Item], place: Url, stored: StoredItems, head: Head, prune: bool
+    model: Path,
+    ours: dict[str, Item],
+    place: Url,
+    stored: StoredItems,
+    head: Head,
+    prune: bool,
+    trust: Trust | None,
 ) -> PushPlan:
+    _refuse_forged(stored)
     for path, item in stored.items.items():
         if path in ours and ours[path].digest != item.digest:
             raise ForeignLineage(
@@ -171,7 +209,7 @@ def _plan(
             )
     gone = tuple(sorted(stored.items.keys() - ours.keys())) if prune else ()
     position = list(ours.values())[-1].manifest.position
-    plan = PushPlan(model, place, upload, gone, stored, position, local_holds(model), prune)
+    plan = PushPlan(model, place, upload, gone, stored, position, local_holds(model), prune, trust)
     if head.path:
         _require_ours(plan, head)
     return plan
@@ -183,9 +221,9 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
     carrier = Carrier(store)
     digests = {item.digest for item in plan.upload}
     carrier.await_turn(lambda upload: upload.manifest in digests)
-    ours = _ours(model)
-    stored = stored_items(store, ours, plan.stored, carrier.completed)
-    plan = _plan(model, ours, url, stored, carrier.head, plan.prune)
+    ours = _ours(model, plan.trust)
+    stored = stored_items(store, ours, plan.stored, carrier.completed, plan.trust)
+    plan = _plan(model, ours, url, stored, carrier.head, plan.prune, plan.trust)
     with progress("uploading", plan.bytes_) as bar:
         for item in plan.upload:
             require_sound(item, model / item.path)  # all of it: where wrong bytes went, nothing else may go

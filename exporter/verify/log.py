@@ -20,6 +20,7 @@ from exporter.errors import (
     ExportError,
     ManifestError,
     MissingShard,
+    NotTrusted,
     NotUpdatable,
     PositionMoved,
     TruncatedFile,
@@ -38,6 +39,7 @@ from exporter.publish.versions import (
     originals,
     published_versions,
     read_manifest,
+    trust_of,
 )
 from exporter.storage import mirror
 from exporter.storage.files import is_gone
@@ -107,7 +109,7 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
         try:
             manifests[child.path.name] = manifest = read_manifest(child.path)
             check_place(manifest, child.path)
-            verify_files(child.path, manifest.tensors, manifest.files)
+            _verify_files(child.path, manifest, every_byte=bytes_)
             if bytes_:
                 verify_bytes(read_catalog(child.path / VARIABLES_PREFIX), runner=runner)
         except (ExportError, OSError) as error:
@@ -117,6 +119,8 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
                 damage.append(_problem(child.path, error))
     if not versions:
         raise nothing_published(model)
+    trusted = [child.version for child in versions if child.path.name in manifests]
+    damage = [each for each in damage if not _is_before(each, min(trusted, default=-1))]
     for copy, original in originals(manifests).items():
         damage.append(Damage(model / copy, a_copy(model / copy, model / original)))
     try:
@@ -126,7 +130,8 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
         return VerifiedModel(len(versions), None, hold, tuple(damage))
     except ExportError as error:
         return VerifiedModel(len(versions), None, None, (*damage, _problem(versions[0].path, error)))
-    damage += _damaged_deltas(log)
+    begun = min((base.at.position for base in log.bases), default=-1)
+    damage += (each for each in _damaged_deltas(log) if not _is_before(each, begun))
     if any(is_gone(path) for path in (log.base.path, *(delta.path for delta in log.deltas))):
         log = read_log(model)  # what took the place of what retention removed was there before
     for base in log.bases:
@@ -139,6 +144,30 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
             damage.append(_problem(base.path, error))
     hold = _read_hold(log.hold, damage)
     return VerifiedModel(len(versions), log, hold, tuple(damage))
+
+
+def _verify_files(
+    directory: Path, manifest: Manifest, *, every_byte: bool, prefix: Path | None = None
+) -> None:
+    """Compare files with the manifest; with `every_byte` or trusted keys also the SHA-256 that it has."""
+    found = verify_files(directory, manifest.tensors, manifest.files, prefix=prefix)
+    is_trusted = trust_of(directory) is not None
+    if is_trusted and found.unlisted:
+        raise VerificationError(
+            f"{directory} holds {found.unlisted[0]!r}, which its manifest does not list",
+            cause="servers may read it, and nobody has signed it",
+            hint="remove it",
+        )
+    if manifest.signature is not None and (is_trusted or every_byte):
+        from exporter.publish.signing import verify_digests
+
+        verify_digests(directory, manifest.files)
+
+
+def _is_before(each: Damage, begun: int) -> bool:
+    """True for what no trusted key has signed, from before the first base that one has: servers leave it."""
+    end = each.path.name.rpartition("-")[2]
+    return isinstance(each.error, NotTrusted) and end.isdecimal() and int(end) <= begun
 
 
 def _read_hold(hold: Hold, damage: list[Damage]) -> int | None:
@@ -161,13 +190,31 @@ def _damaged_deltas(log: DeltaLog) -> Iterator[Damage]:
                 mirror.forget(path)
 
 
+def delta_damage(path: Path) -> str:
+    """What is wrong with a published delta's files, all bytes of which are read; empty if nothing is.
+
+    Empty, too, if it is gone, or its files change or cannot be read now: that is no damage.
+    """
+    try:
+        manifest = read_manifest(path)
+        check_place(manifest, path)
+        verify_files(path, manifest.tensors, manifest.files, prefix=Path(DELTA_NAME))
+        verify_bytes(read_catalog(path / DELTA_NAME))
+    except (ExportError, OSError) as error:
+        if not (is_gone(path) or isinstance(error, OSError)):
+            with suppress(ExportError):
+                found = _problem(path, error).error
+                return ": ".join(filter(None, (found.message, found.cause)))
+    return ""
+
+
 def _verify_delta(log: DeltaLog, delta: LogDelta) -> None:
     """Raise an error by name unless a delta fits its manifest, its name and its log.
 
     VerificationError or CorruptFile, whose hint is about a broken log; OSError if a file cannot be read.
     """
     try:
-        verify_files(delta.path, delta.manifest.tensors, delta.manifest.files, prefix=Path(DELTA_NAME))
+        _verify_files(delta.path, delta.manifest, every_byte=True, prefix=Path(DELTA_NAME))
     except VerificationError as error:
         error.hint = BROKEN_LOG_HINT
         raise

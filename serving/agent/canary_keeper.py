@@ -127,6 +127,20 @@ class Canary:
         self._clients: dict[str, ModelClient] = {}
         self._seen = 0
 
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """How the mean of each golden output moved between the last two positions whose answers are known."""
+        known = list(self._answers.items())
+        if len(known) < 2:
+            return ()
+        ((_, before), old), ((_, after), new) = known[-2:]
+        return tuple(
+            f"{request.name}, {name}: mean {earlier.mean():.4g} at {before}, {output.mean():.4g} at {after}"
+            for request, was, answer in zip(self._rules.gates.requests, old, new, strict=False)
+            for name, output in answer.outputs.items()
+            if (earlier := was.outputs.get(name)) is not None and output.dtype.kind in "fiu" and output.size
+        )
+
     def allowed(self, address: str, published: Model) -> Model:
         """The part of the published logs that a replica may take."""
         newest = published.newest_log

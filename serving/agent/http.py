@@ -10,20 +10,27 @@ import base64
 import hashlib
 import hmac
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, suppress
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, to_builtins
 
+from exporter.errors import ExportError
+from exporter.publish.delta_log import read_log
+from exporter.publish.variable_change import VariableChange
+from exporter.publish.what_changed import what_changed
 from exporter.terminal.output import FORMAT_VERSION
+from exporter.terminal.progress import human_bytes
 from serving.agent import standing
-from serving.agent.journal import Journal, lines
+from serving.agent.chart import Chart, chart
+from serving.agent.journal import EventKind, Journal, lines
 from serving.agent.metrics import Metrics
 from serving.agent.standing import assess
-from serving.agent.view import PERIOD_S, FleetView, Recorder
+from serving.agent.view import PERIOD_S, FleetView, ModelView, Recorder
 from serving.http_port import HttpPort, HttpRequest, HttpResponse, HttpTls
 
 if TYPE_CHECKING:
@@ -32,6 +39,8 @@ if TYPE_CHECKING:
 
 
 _EVENTS = 30
+_MOST_BYTES = 16 << 20
+"""Of a larger delta the page does not tell what it changed: `history --changes` does."""
 _WIDTH, _HEIGHT = 600, 48
 _HERE = Path(__file__).parent
 _OPEN = frozenset({"/freshz", "/healthz", "/livez", "/readyz"})
@@ -50,11 +59,39 @@ def page(view: Callable[[], FleetView], recorder: Recorder, journal: Journal, fr
         standing=assess(now, fresh_within_s),
         lines=lines(journal.last(), _EVENTS, seconds),
         plot=lambda replica: plot(recorder.series(replica.model, replica.address)),
+        chart=lambda model: charted(now, model, recorder, journal),
+        changed=lambda model: changed(model.path, model.published),
         span=seconds(_WIDTH * PERIOD_S),
         serving=standing.serving,
+        ages=partial(standing.ages, seconds=seconds),
         seconds=seconds,
         script=_script(),
     )
+
+
+@lru_cache(maxsize=16)
+def changed(path: str, position: int | None) -> tuple[int, tuple[VariableChange, ...]] | None:
+    """The newest delta's position and what it changed, read when somebody looks, once for each position.
+
+    None if the newest publication is no delta, is large, or cannot be read.
+    """
+    with suppress(ExportError, OSError):
+        log = read_log(Path(path))
+        newest = [delta for delta in log.deltas if delta.end == position]
+        if newest and sum(file.bytes_ for file in newest[-1].manifest.files) <= _MOST_BYTES:
+            return newest[-1].end, what_changed(log, newest[-1])
+    return None
+
+
+def charted(view: FleetView, model: ModelView, recorder: Recorder, journal: Journal) -> Chart | None:
+    """The chart of a model's last hour; None if nothing is known of it."""
+    available = re.compile(r"version [0-9]+ is AVAILABLE")
+    swaps = [
+        (event.at, f"{event.replica}: {event.message}")
+        for event in journal.last()
+        if event.what is EventKind.VERSION and event.model == model.name and available.match(event.message)
+    ]
+    return chart(view.at, model.recent, recorder.hour(model.name), swaps, seconds, human_bytes)
 
 
 def seconds(value: float | None) -> str:
@@ -71,9 +108,10 @@ def seconds(value: float | None) -> str:
 def plot(series: Sequence[float | None]) -> dict[str, object]:
     """The `path` of an SVG for the values, its size, and the value `top` at the upper edge.
 
-    The newest value is at the right; None leaves a gap.
+    The newest value is at the right; None leaves a gap. `most` is the largest value, None without any.
     """
-    top = max([1.0, *(value for value in series if value is not None)])
+    most = max((value for value in series if value is not None), default=None)
+    top = max(1.0, most or 0.0)
     heights = [
         None if value is None else f"{_HEIGHT - 2 - (_HEIGHT - 4) * value / top:.1f}" for value in series
     ]
@@ -89,6 +127,7 @@ def plot(series: Sequence[float | None]) -> dict[str, object]:
     return {
         "path": "".join(commands),
         "top": top,
+        "most": most,
         "width": _WIDTH,
         "height": _HEIGHT,
     }

@@ -31,6 +31,9 @@ class EventKind(StrEnum):
     VERSION = "version"
     QUARANTINED = "quarantined"
     BASE_WANTED = "base_wanted"
+    HELD = "held"
+    SILENT = "silent"
+    DAMAGED = "damaged"
     UNSEEN = "unseen"
     SEEN = "seen"
     TARGETS = "targets"
@@ -51,6 +54,9 @@ TROUBLE = frozenset(
         EventKind.REFUSED,
         EventKind.QUARANTINED,
         EventKind.BASE_WANTED,
+        EventKind.HELD,
+        EventKind.SILENT,
+        EventKind.DAMAGED,
         EventKind.UNSEEN,
         EventKind.ROLLED_BACK,
         EventKind.CANARY_STUCK,
@@ -88,6 +94,10 @@ class AgentEvent(Struct, frozen=True):
     """Seconds from the publication of the delta until the replica served it."""
     event_age_seconds: float | None = None
     """Seconds from the newest event that the delta was trained on until the replica served it."""
+    why: str = ""
+    """Why, or by whom, if that is known."""
+    command: str = ""
+    """The command to type next, if there is one."""
     at: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
     """When it happened."""
 

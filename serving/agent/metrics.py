@@ -8,9 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar
 
-from msgspec import Struct
-
 from exporter.publish.judge import Code
+from exporter.terminal.process_metrics import Described, build_info, register_process
 from serving.agent.audit import Audited
 from serving.agent.journal import AgentEvent, EventKind
 from serving.agent.standing import standing
@@ -46,6 +45,23 @@ _OF_MODEL: _Gauges[ModelView] = {
     "worst_stale_seconds": ("The largest stale_seconds of all replicas.", lambda model: model.stale_s),
     "worst_served_age_seconds": ("The largest served_age_seconds of all.", lambda model: model.served_age_s),
     "worst_event_age_seconds": ("The largest event_age_seconds of all.", lambda model: model.event_age_s),
+    "published_age_seconds": (
+        "Since the last publication, as this machine saw it.",
+        lambda model: model.silence.seconds,
+    ),
+    "longest_silence_seconds": (
+        "The time without a publication that is too long, learned or given; absent while it is unknown.",
+        lambda model: model.silence.longest_s,
+    ),
+    "publisher_silent": (
+        "1 if nothing was published for longer than that.",
+        lambda model: model.silence.is_too_long,
+    ),
+    "publisher_clock_ahead_seconds": (
+        "By how much, at least, the publisher's clock is ahead of this machine's, negative if it is behind; "
+        "absent until something is published.",
+        lambda model: model.skew_s,
+    ),
     "rolled_back": ("1 while the model is held at a rollback.", lambda model: model.rollback is not None),
 }
 _OF_CANARY: _Gauges[CanaryView] = {
@@ -173,17 +189,9 @@ _HISTOGRAMS = {
 }
 
 
-class Described(Struct, frozen=True):
-    """A metric: its full name, its kind in Prometheus' words, its labels, and its help text."""
-
-    name: str
-    kind: str
-    labels: tuple[str, ...]
-    text: str
-
-
 def described() -> Iterator[Described]:
     """Every metric of the agent."""
+    yield build_info(PREFIX)
     for labels, table in _GAUGES:
         for name, (text, _) in table.items():
             yield Described(f"{PREFIX}_{name}", "gauge", labels, text)
@@ -200,6 +208,7 @@ class Metrics:
         from prometheus_client import CollectorRegistry, Counter, Histogram
 
         self.registry = CollectorRegistry()
+        register_process(self.registry, PREFIX)
 
         def counter(name: str) -> Any:
             labels, text = _COUNTERS[name]

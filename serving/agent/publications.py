@@ -9,13 +9,20 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from exporter.delta.spans import Span
 from exporter.errors import ManifestError
+from exporter.publish.delta_log import LogDelta
+from exporter.publish.judge import Habit
 from exporter.publish.mapped_state import read_ahead
 from exporter.publish.model import Model
 from exporter.publish.versions import read_manifest
 from exporter.storage.arrivals import CHANGED, Arrivals
+from exporter.storage.files import FileIdentity, identity_of
+from exporter.verify.log import delta_damage
 from serving.agent.journal import AgentEvent, EventKind, Journal
 
+_MOST_RECENT = 2000
+"""How many publications the chart of an hour may have."""
 _EVER = datetime.min.replace(tzinfo=timezone.utc)
 
 
@@ -39,12 +46,17 @@ class Publications:
         self._reads_ahead = reads_ahead
         self._changed = threading.Condition()
         self._looking = threading.Lock()
-        self._reported = ""
+        self._reported = self._untrusted = ""
         self._count = 0
         self._looked = _EVER
+        self._examining = threading.Lock()
+        self._examined: dict[Path, tuple[FileIdentity | None, ...]] = {}
+        self._damage: dict[Path, str] = {}
         self.current = self._listed(None)
+        self._learn(self.current)
         if self.current.problem:
             self._report(EventKind.UNSEEN, self.current.problem)
+        self._tell_untrusted()
 
     def wait(self, seen: int, timeout_s: float) -> int:
         """Sleep until a change after number `seen`, or for `timeout_s`; returns the number of the last
@@ -77,14 +89,39 @@ class Publications:
         with self._looking:
             before = self.current
             found = self.current = self._listed(before)
+        self._tell_untrusted()
         if found == before:
             return
+        self._learn(found)
         if found.problem != before.problem:
             what = EventKind.UNSEEN if found.problem else EventKind.SEEN
             self._report(what, found.problem or f"{self.model.path} can be read again")
         self.wake()
         if self._reads_ahead and found.newest_version not in (None, before.newest_version):
             threading.Thread(target=self._read_ahead, args=(found.newest_version,), daemon=True).start()
+
+    def _learn(self, found: Model) -> None:
+        """Note when and what was published, which takes a while with thousands of deltas."""
+        self.habit, self.recent = Habit.of(found), tuple(found.published[-_MOST_RECENT:])
+
+    def damage(self, lineage: str, delta: Span) -> str:
+        """What is wrong with a listed delta's files; empty if nothing is.
+
+        Servers do not say which file it is, and some say only that a function failed. All is read once, and
+        again when a file changes.
+        """
+        log = self.current.logs.get(lineage)
+        if log is None or delta not in log.deltas:
+            return ""
+        path = LogDelta(log.path, delta.start, delta.end).path
+        with self._examining:  # replicas refuse it at the same time
+            try:
+                files = tuple(map(identity_of, sorted(path.iterdir())))
+            except OSError:
+                return ""
+            if self._examined.get(path) != files:
+                self._damage[path], self._examined[path] = delta_damage(path), files
+            return self._damage[path]
 
     def _listed(self, before: Model | None) -> Model:
         """The model now; what is new appeared since the last look, or if it was fetched, at any time."""
@@ -93,6 +130,14 @@ class Publications:
         if not (self.model.is_copy or found.problem):
             self._looked = now
         return found
+
+    def _tell_untrusted(self) -> None:
+        """Report once why replicas are led no further: what nobody trusted has signed."""
+        message = next((error.message for error in self.current.untrusted), "")
+        if message != self._untrusted:
+            self._untrusted = message
+            if message:
+                self._report(EventKind.FAILED, f"not followed: {message}")
 
     def _read_ahead(self, number: int) -> None:
         """Let the kernel read the mapped tables of a new version, until there is a newer one."""

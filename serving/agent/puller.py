@@ -7,17 +7,23 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import ExportError, TargetBusy, UsageError
+from exporter.options import ANYBODY, Trusting
 from exporter.storage.waiting import GivenUp, until
+from exporter.transfer.opened import trust_in
 from exporter.transfer.pull import LocalCopy
 from exporter.transfer.push import parse
 from serving.agent.journal import AgentEvent, EventKind, Journal
 from serving.agent.publications import FollowedModel
 from serving.optional_libraries import require_libraries
+
+if TYPE_CHECKING:
+    from exporter.publish.signing import Trust
 
 _END_SECONDS = 5.0
 """How long the agent waits at its end for a publication that is being written."""
@@ -28,25 +34,35 @@ class Fetched(Struct, frozen=True):
 
     `complete` is the start of the last look into the store after which nothing was left to fetch (monotonic
     seconds), or the agent's start before the first one. `problem` says why the last look failed, empty if it
-    succeeded; `waiting` lists publications that do not fit after a canary's rollback.
+    succeeded; `waiting` lists publications that do not fit after a canary's rollback, `untrusted` says why
+    others are left where they are.
     """
 
     url: str
     complete: float
     problem: str = ""
     waiting: tuple[str, ...] = ()
+    untrusted: tuple[str, ...] = ()
 
 
 class Puller:
     """Brings a model's directory up to date with a store, periodically; reports a failure once."""
 
-    def __init__(self, model: FollowedModel, url: str, journal: Journal, poll_s: float) -> None:
+    def __init__(
+        self,
+        model: FollowedModel,
+        url: str,
+        journal: Journal,
+        poll_s: float,
+        trust: Trust | None = None,
+    ) -> None:
         self._model, self._url, self._journal, self._poll_s = model, url, journal, poll_s
+        self._trust = trust
         self.fetched = Fetched(url, time.monotonic())
 
     def follow(self, stop: threading.Event) -> None:
         """Look into the store every `poll_s`, until `stop`."""
-        copy = LocalCopy(self._url, self._model.path, prune=True)
+        copy = LocalCopy(self._url, self._model.path, prune=True, trust=self._trust)
         with suppress(GivenUp), until(stop):
             while not stop.is_set():
                 self._look(copy)
@@ -65,7 +81,8 @@ class Puller:
             self._fail(f"{type(error).__name__}: {error}", str(error))
         else:
             complete = before.complete if done.incomplete else began
-            self.fetched = Fetched(self._url, complete, waiting=done.waiting)
+            untrusted = tuple(error.message for error in done.untrusted)
+            self.fetched = Fetched(self._url, complete, waiting=done.waiting, untrusted=untrusted)
             if before.problem:
                 self._report(EventKind.SEEN, f"{self._url} is fetched again")
             if done.waiting and done.waiting != before.waiting:
@@ -73,6 +90,9 @@ class Puller:
                 self._report(
                     EventKind.CANARY, f"{what} cannot be fetched after the rollback here: merge {self._url}"
                 )
+
+            if untrusted and untrusted != before.untrusted:
+                self._report(EventKind.FAILED, f"not taken: {untrusted[0]}")
 
     def _fail(self, why: str, kind: str) -> None:
         problem = f"{self._url} cannot be fetched: {why}"
@@ -85,7 +105,11 @@ class Puller:
 
 
 def pullers_of(
-    options: Sequence[str], models: Sequence[FollowedModel], journal: Journal, poll_s: float
+    options: Sequence[str],
+    models: Sequence[FollowedModel],
+    journal: Journal,
+    poll_s: float,
+    trusting: Trusting = ANYBODY,
 ) -> dict[str, Puller]:
     """The pullers by model; `options` are `[NAME=]URL`, and may leave out the name if there is one model.
 
@@ -113,7 +137,11 @@ def pullers_of(
                 f"--pull fetches {model.name} and {other.name} into one directory, {model.path}",
                 hint="give each its own: --model-base-path NAME=DIR",
             )
-    return {model.name: Puller(model, found[model.name], journal, poll_s) for model in fetched}
+    return {
+        model.name: Puller(model, url, journal, poll_s, trust_in(trusting, url))
+        for model in fetched
+        for url in [found[model.name]]
+    }
 
 
 @contextmanager

@@ -48,6 +48,10 @@ BYTES_A_SECOND = 20e6
 _AFTER_A_SURPRISE_S = 1.0
 _LONGEST_WAIT_S = 60.0
 _REFUSED = "INVALID_ARGUMENT"
+_MAY_BE_DAMAGE = frozenset(
+    {"UNKNOWN", "INTERNAL", "DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "FAILED_PRECONDITION"}
+)
+"""Codes of a call that the server ran, and that failed in it."""
 _NOT_CONNECTED = "failed to connect to all addresses"
 """gRPC's words for a call that it has not sent."""
 
@@ -268,8 +272,9 @@ class Replica:
             with self.pacer.applying() if self.pacer else nullcontext():
                 done = self._bring(client, action, bytes_)
         except CallFailed as error:
-            if error.code == _REFUSED:
-                self._refused(client, action, error.cause or error.message)
+            reason = error.cause or error.message
+            if error.code == _REFUSED or (error.code in _MAY_BE_DAMAGE and self._is_damaged(action)):
+                self._refused(client, action, reason)
             else:
                 self.readiness = self.readiness.sent_in_vain(action.version)
                 self._failed(error)
@@ -319,6 +324,10 @@ class Replica:
             event_age_seconds=None if newest is None else (now - newest).total_seconds(),
         )
 
+    def _is_damaged(self, action: Apply) -> bool:
+        """True if a delta on the way is: bases of earlier releases fail at one without naming it."""
+        return any(self.publications.damage(action.lineage, delta) for delta in action.chain)
+
     def _refused(self, client: ModelClient, action: Apply, reason: str) -> None:
         """Record which delta was refused: the first one after the current position, because those before it
         on the way were applied.
@@ -329,7 +338,9 @@ class Replica:
         way = () if at is None or log is None else log.up_to(action.up_to).reach(at)
         if not way:  # it is there by now, or gone, or its position is unknown
             return
-        refusal = Refusal(action.lineage, way[0], reason, time.monotonic())
+        damage = self.publications.damage(action.lineage, way[0])
+        reason = damage or reason
+        refusal = Refusal(action.lineage, way[0], reason, time.monotonic(), is_damaged=bool(damage))
         self._saw(self.observed.refused(refusal))
         self._report(EventKind.REFUSED, f"delta {way[0]} was refused: {reason}", version=action.version)
 

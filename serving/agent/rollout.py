@@ -44,13 +44,16 @@ _MEASURING_S = 0.1
 
 
 class Refusal(Struct, frozen=True):
-    """A delta that a replica refused, with its own reason; `count` times in a row, last at `at`."""
+    """A delta that a replica refused, `count` times in a row, last at `at`. `reason` is the replica's own, or
+    with `is_damaged` what is wrong with the delta's files.
+    """
 
     lineage: str
     delta: Span
     reason: str
     at: float
     count: int = 1
+    is_damaged: bool = False
 
     @property
     def retry_at(self) -> float:
@@ -304,11 +307,12 @@ def smallest_step(log: Log, position: int, without: Collection[Span]) -> Span:
 
 
 class Quarantined(Struct, frozen=True):
-    """A delta that every replica refuses, and the last reason."""
+    """A delta that every replica refuses, and the last reason; `is_damaged`: the agent found its files so."""
 
     lineage: str
     delta: Span
     reason: str
+    is_damaged: bool = False
 
 
 def quarantined(replicas: Iterable[Observed], published: Model) -> tuple[Quarantined, ...]:
@@ -326,7 +330,7 @@ def quarantined(replicas: Iterable[Observed], published: Model) -> tuple[Quarant
                 continue
             if all(_refused_or_past(other, refusal) for other in answering):
                 key = (refusal.lineage, refusal.delta)
-                found[key] = Quarantined(refusal.lineage, refusal.delta, refusal.reason)
+                found[key] = Quarantined(*key, refusal.reason, refusal.is_damaged)
     return tuple(found.values())
 
 

@@ -7,14 +7,16 @@ allows, so that they lack nothing that they may take; they are not fresh all the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.publish.judge import Code, Finding, Level, Limits, code_of
+from exporter.publish.judge import Code, Finding, Level, Limits, code_of, command, silent
+from exporter.publish.made_by import new_base
 from exporter.storage.local_paths import quoted
-from exporter.terminal.progress import count
+from exporter.terminal.progress import count, human_time
 from serving.agent.view import FleetView, ModelView, ReplicaView
 from serving.documents import FleetFinding
 from serving.status import VersionState
@@ -22,6 +24,8 @@ from serving.status import VersionState
 _LONG_WAIT_S = 60.0
 """Publications that a canary keeps back for longer than this are trouble; until then it is at work."""
 _NAMED = 3
+SKEW_S = 60.0
+"""Clocks of machines differ; by less than this it is no matter."""
 _NEARLY_FULL_PERCENT = 80
 
 
@@ -101,9 +105,16 @@ def assess(view: FleetView, fresh_within_s: float) -> FleetStanding:
     """The states of all models; a replica that lacks a publication for longer than `fresh_within_s` is
     late.
     """
-    models = tuple(_assess(model, fresh_within_s) for model in view.models)
+    models = [_assess(model, fresh_within_s) for model in view.models]
     findings = [finding for model in models for finding in model.findings]
-    return FleetStanding(models, tuple(sorted(findings, key=lambda finding: finding.code.rank)))
+    return FleetStanding(
+        tuple(sorted(models, key=_worst)), tuple(sorted(findings, key=lambda finding: finding.code.rank))
+    )
+
+
+def _worst(model: ModelStanding) -> int:
+    """The rank of a model's worst finding: those in trouble come first, the others as they were given."""
+    return min((finding.code.rank for finding in model.findings), default=len(Code))
 
 
 def standing(model: ModelView, replica: ReplicaView, fresh_within_s: float) -> Standing:
@@ -157,7 +168,8 @@ def _findings(model: ModelView, rows: Sequence[Row]) -> Iterator[Finding]:
         yield Finding(Code.NO_REPLICA, "no replica is known", "does the name that --target gives resolve?")
         return
     if all(row.standing.code is Code.DOWN for row in rows) and len(rows) > 1:
-        yield Finding(Code.SILENT, f"none of {len(rows)} replicas answers", rows[0].standing.why)
+        text = f"none of {len(rows)} replicas answers"
+        yield Finding(Code.SILENT, text, rows[0].standing.why, _ask(Code.SILENT, model, rows[0]))
         return
     for code, (of_one, of_several) in _OF_REPLICAS.items():
         found = [row for row in rows if row.standing.code is code]
@@ -166,7 +178,28 @@ def _findings(model: ModelView, rows: Sequence[Row]) -> Iterator[Finding]:
         names = ", ".join(row.replica.address for row in found[:_NAMED])
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         said = of_one if len(found) == 1 else of_several
-        yield Finding(code, f"{len(found)} of {count(len(rows), 'replica')} {said}: {names}{more}")
+        text = f"{len(found)} of {count(len(rows), 'replica')} {said}: {names}{more}"
+        yield Finding(code, text, command=_ask(code, model, found[0]))
+
+
+def _ask(code: Code, model: ModelView, row: Row) -> str:
+    """The command about a replica in this state; empty if nobody has to do anything."""
+    address, name = row.replica.address, model.name
+    if code.level is Level.BUSY:
+        return ""
+    if code is Code.DIFFERS:
+        return command("serve-model", "reload", address, "--model", name)
+    return command("serve-model", "status", address, "--model", name, "--published", model.path)
+
+
+def _doctor(model: ModelView) -> str:
+    return command("export-model", "doctor", model.path)
+
+
+def _past(model: ModelView) -> str:
+    """The command that ends a rollback: what a canary took back would not pass again, and is left behind."""
+    words = ["export-model", "resume", model.path]
+    return command(*words, *(["--lift-only"] if model.rollback and model.rollback.is_canary else []))
 
 
 def _of_publications(model: ModelView) -> Iterator[Finding]:
@@ -178,7 +211,7 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
             Code.ROLLED_BACK,
             f"rolled back to the values of {model.rollback.back_to}: {waits}",
             model.rollback.reason if by is None else by.text,
-            f"export-model resume {quoted(model.path)}",
+            _past(model),
         )
     elif model.is_held and model.hold is not None and model.hold < 0:
         yield Finding(
@@ -195,18 +228,37 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
             f"export-model resume {quoted(model.path)}",
         )
     if model.problem:
-        yield Finding(Code.UNSEEN, "what is published cannot be seen", model.problem)
+        yield Finding(Code.UNSEEN, "what is published cannot be seen", model.problem, _doctor(model))
     if model.base_wanted:
         yield Finding(
             Code.BASE_WANTED,
             "a new base is needed: replicas refuse a delta, and no other leads past it",
-            command=f"export-model ... --out {quoted(model.path)} --updatable --again",
+            command=new_base(Path(model.path)),
         )
+    if model.silence.is_too_long:
+        yield silent(Path(model.path), model.silence, is_learned=model.silence_is_learned)
+    if abs(skew := model.skew_s or 0.0) > SKEW_S:
+        way = "ahead of" if skew > 0 else "behind"
+        text = f"the publisher's clock is {human_time(abs(skew))} {way} this machine's"
+        why = "what appears here has another time in its manifest; ages are measured by this machine's clock"
+        yield Finding(Code.CLOCK, text, why, "timedatectl status")
     yield from _of_overlays(model)
     for found in model.quarantined:
-        yield Finding(Code.QUARANTINED, f"every replica refuses delta {found.delta}", found.reason)
+        code, what = Code.QUARANTINED, f"every replica refuses delta {found.delta}"
+        if found.is_damaged:
+            code, what = Code.DAMAGED, f"delta {found.delta} is damaged, and every replica refuses it"
+        yield Finding(code, what, found.reason, _doctor(model))
+    if model.untrusted:
+        place = model.path if model.store is None else model.store.url
+        yield Finding(
+            Code.UNTRUSTED,
+            f"{count(len(model.untrusted), 'publication')} that no trusted key has signed",
+            model.untrusted[0],
+            f"export-model history {quoted(place)}",
+        )
     if model.store is not None and model.store.problem:
-        yield Finding(Code.STORE, "the store cannot be read", model.store.problem)
+        history = command("export-model", "history", model.store.url)
+        yield Finding(Code.STORE, "the store cannot be read", model.store.problem, history)
     if model.store is not None and model.store.waiting:
         yield Finding(
             Code.WITHHELD,
@@ -227,7 +279,7 @@ def _of_overlays(model: ModelView) -> Iterator[Finding]:
             Code.OVERLAY,
             f"the overlay of mapped tables is {max(fills)} % full",
             "a watch publishes a new base when it is; --overlay-rows N makes it larger",
-            f"export-model ... --out {quoted(model.path)} --updatable --again",
+            new_base(Path(model.path)),
         )
 
 
@@ -239,11 +291,13 @@ def _of_canary(model: ModelView) -> Iterator[Finding]:
         return
     if canary.failing:
         at = "" if canary.approved is None else f" at {canary.approved}"
-        yield Finding(Code.GOLDEN, f"golden requests fail{at}", canary.failing)
+        history = command("export-model", "history", model.path)
+        yield Finding(Code.GOLDEN, f"golden requests fail{at}", canary.failing, history)
     if model.waiting and not model.is_held and model.rollback is None:
         code = Code.CANARY_LATE if canary.waiting_s > _LONG_WAIT_S else Code.CANARY
         doing = canary.doing if canary.replica is None else f"{canary.replica} {canary.doing}"
-        yield Finding(code, f"the canary decides: {_waits(model)}", doing)
+        told = _doctor(model) if code is Code.CANARY_LATE else ""
+        yield Finding(code, f"the canary decides: {_waits(model)}", doing, told)
 
 
 def _waits(model: ModelView) -> str:
@@ -252,6 +306,19 @@ def _waits(model: ModelView) -> str:
 
 def _waiting(model: ModelView) -> str:
     return f"{count(model.waiting, 'publication')} {'waits' if model.waiting == 1 else 'wait'}"
+
+
+def ages(model: ModelView, seconds: Callable[[float], str]) -> str:
+    """How old the values are that replicas serve: `1.2 s`, or `1.2 s to 3 min`; `unknown` if none says.
+
+    `seconds` writes a duration.
+    """
+    served = [replica.served for replica in model.replicas if replica.served and replica.is_answering]
+    found = [version.served_age_s for version in served if version.served_age_s is not None]
+    if not found:
+        return "unknown"
+    youngest, oldest = seconds(min(found)), seconds(max(found))
+    return youngest if youngest == oldest else f"{youngest} to {oldest}"
 
 
 def serving(model: ModelView) -> str:

@@ -16,13 +16,14 @@ from msgspec import Struct, field, to_builtins
 from msgspec.structs import replace
 
 from exporter.publish.hold import HeldBy
-from exporter.publish.judge import lag, seconds_since, superseded_since
-from exporter.publish.model import Model, Rollback
+from exporter.publish.judge import Silence, lag, seconds_since, superseded_since
+from exporter.publish.model import Model, Published, Rollback
 from exporter.publish.served import Served, ServedTables
 from serving.agent import rollout
 from serving.agent.audit import Audited
 from serving.agent.canary import Action, Go, Idle, Judge
 from serving.agent.canary_keeper import Canaries
+from serving.agent.chart import SPAN_S, Hour
 from serving.agent.fleet import Fleet
 from serving.agent.publications import Publications
 from serving.agent.puller import Puller
@@ -80,6 +81,16 @@ class ReplicaView(Struct, frozen=True):
     is_ready: bool = False
 
     @property
+    def others(self) -> tuple[VersionView, ...]:
+        """What there is beside the version that it serves; one that has ended well is gone."""
+        ended = VersionState.END.name
+        return tuple(
+            version
+            for version in self.versions
+            if version != self.served and (version.state != ended or version.message)
+        )
+
+    @property
     def trouble(self) -> str:
         """Why its state is unknown; empty if it responds."""
         if self.is_answering:
@@ -97,7 +108,8 @@ class ReplicaView(Struct, frozen=True):
 class CanaryView(Struct, frozen=True):
     """The state of a model's canary: `approved` is the limit of the other replicas, `waiting_s` is how long
     the oldest unapproved delta has waited, 0 if there is none. `doing` describes its current action;
-    `failing` lists the gates that the answers at the approved position fail, empty if none or unknown.
+    `failing` lists the gates that the answers at the approved position fail, empty if none or unknown;
+    `scores` says how the golden requests' means moved from the position before.
     """
 
     approved: int | None
@@ -105,6 +117,7 @@ class CanaryView(Struct, frozen=True):
     replica: str | None
     doing: str
     failing: str = ""
+    scores: tuple[str, ...] = ()
 
 
 class StoreView(Struct, frozen=True):
@@ -126,7 +139,10 @@ class ModelView(Struct, frozen=True):
     `published` is the newest published position, whatever keeps replicas from it; `position` is the newest
     one that the hold allows, and `waiting` counts the publications between them. `hold` is the position of
     the hold, `is_held` is True unless only a canary set it, `held_by` says who did. `rollback` is the
-    rollback at which the model is held. `store` is None without `--pull`.
+    rollback at which the model is held. `store` is None without `--pull`. `silence` is the publisher's, whose
+    longest is learned from its habit, or was given. `recent` are the last publications, by time.
+    `skew_s`: by how much, at least, the publisher's clock is ahead, negative if it is behind.
+    `untrusted` says why publications are left, the newest first.
     """
 
     name: str
@@ -145,6 +161,11 @@ class ModelView(Struct, frozen=True):
     waiting: int = 0
     is_held: bool = False
     held_by: HeldBy | None = None
+    silence: Silence = Silence()
+    silence_is_learned: bool = True
+    recent: tuple[Published, ...] = ()
+    skew_s: float | None = None
+    untrusted: tuple[str, ...] = ()
 
     @property
     def stale_s(self) -> float | None:
@@ -222,7 +243,7 @@ class FleetView(Struct, frozen=True):
             "at": self.at.isoformat(timespec="milliseconds"),
             "models": [
                 {
-                    **to_builtins(model),
+                    **{name: value for name, value in to_builtins(model).items() if name != "recent"},
                     "quarantined": [
                         {"delta": str(found.delta), "reason": found.reason} for found in model.quarantined
                     ],
@@ -259,22 +280,31 @@ def _why_unserved(name: str, replica: ReplicaView) -> str:
     return f"{name} has no version available" if replica.served is None else ""
 
 
-def view(fleet: Fleet, canaries: Canaries, pullers: Mapping[str, Puller]) -> FleetView:
-    """The state of the fleet now; `pullers` by model."""
+def view(
+    fleet: Fleet, canaries: Canaries, pullers: Mapping[str, Puller], expected_s: float | None = None
+) -> FleetView:
+    """The fleet's state now; `pullers` by model. One is expected every `expected_s`, or as usual."""
     now = datetime.now(timezone.utc)
     models = [
-        replace(_model(fleet, each, canaries, now), store=_store(pullers.get(each.model.name)))
+        replace(
+            _with_store(_model(fleet, each, canaries, now), pullers.get(each.model.name)),
+            silence=each.habit.silence(now, expected_s),
+            silence_is_learned=expected_s is None,
+            recent=each.recent,
+            skew_s=each.current.skew_s,
+        )
         for each in fleet.publications
     ]
     return FleetView(now, tuple(models))
 
 
-def _store(puller: Puller | None) -> StoreView | None:
+def _with_store(model: ModelView, puller: Puller | None) -> ModelView:
     if puller is None:
-        return None
+        return model
     fetched = puller.fetched
     age = max(0.0, time.monotonic() - fetched.complete)
-    return StoreView(fetched.url, age, fetched.problem, fetched.waiting)
+    store = StoreView(fetched.url, age, fetched.problem, fetched.waiting)
+    return replace(model, store=store, untrusted=fetched.untrusted)
 
 
 def _model(fleet: Fleet, publications: Publications, canaries: Canaries, now: datetime) -> ModelView:
@@ -299,6 +329,7 @@ def _model(fleet: Fleet, publications: Publications, canaries: Canaries, now: da
         waiting=0 if log is None else log.waiting,
         is_held=log is not None and log.limit is not None and not log.is_canary,
         held_by=None if log is None else log.held_by,
+        untrusted=tuple(error.message for error in published.untrusted),
     )
 
 
@@ -315,7 +346,9 @@ def _canary(canaries: Canaries, publications: Publications, now: datetime) -> Ca
     approved = log.limit if log.is_canary else None
     waiting = [] if approved is None else log.created(log.beyond(approved))
     waited = max((seconds_since(created, now) for created in waiting), default=0.0)
-    return CanaryView(approved, waited, replica, doing, "" if canary is None else canary.failing)
+    if canary is None:
+        return CanaryView(approved, waited, replica, doing)
+    return CanaryView(approved, waited, replica, doing, canary.failing, canary.scores)
 
 
 def _doing(action: Action | None) -> tuple[str | None, str]:
@@ -389,6 +422,14 @@ def superseded_s(version: Served, published: Model, now: datetime) -> float | No
 
 PERIOD_S = 1.0
 _KEPT = 600
+_COARSE_S = 10.0
+
+
+def _hour(at: datetime, model: ModelView) -> Hour:
+    served = [each.served for each in model.replicas if each.is_answering and each.served is not None]
+    positions = [each.number if each.position is None else each.position for each in served]
+    stale = [each.stale_s for each in served if each.stale_s is not None]
+    return Hour(at, min(positions, default=None), max(positions, default=None), max(stale, default=None))
 
 
 class Sample(Struct, frozen=True):
@@ -399,10 +440,15 @@ class Sample(Struct, frozen=True):
 
 
 class Recorder(Struct):
-    """Samples the fleet every second, and keeps the last ten minutes."""
+    """Samples the fleet every second, and keeps the last ten minutes; of each tenth second, the last hour."""
 
     view: Callable[[], FleetView]
+    tell: Callable[[FleetView], None] = lambda view: None
+    """Gets each view that is sampled."""
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    hours: deque[tuple[datetime, dict[str, Hour]]] = field(
+        default_factory=lambda: deque(maxlen=int(SPAN_S / _COARSE_S) + 1)
+    )
 
     def follow(self, stop: threading.Event) -> None:
         """Sample until `stop`."""
@@ -412,6 +458,7 @@ class Recorder(Struct):
     def look(self) -> None:
         """Take one sample."""
         view = self.view()
+        self.tell(view)
         stale = {
             (model.name, replica.address): None
             if not replica.is_answering or replica.served is None
@@ -420,6 +467,12 @@ class Recorder(Struct):
             for replica in model.replicas
         }
         self.samples.append(Sample(view.at, stale))
+        if not self.hours or (view.at - self.hours[-1][0]).total_seconds() >= _COARSE_S:
+            self.hours.append((view.at, {model.name: _hour(view.at, model) for model in view.models}))
+
+    def hour(self, model: str) -> list[Hour]:
+        """What was served of a model in the last hour, the oldest first."""
+        return [found[model] for _, found in tuple(self.hours) if model in found]
 
     def series(self, model: str, address: str) -> list[float | None]:
         """The samples of one replica, the oldest first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -87,8 +88,13 @@ def _aside(version: Path) -> Path:
     return version.with_name(f".{version.name}")
 
 
-def load_alone(timer: Timer, version: str, rows: str) -> dict[str, Any]:
-    """Load, and ask for the first and the last row; by how many bytes anonymous memory grew."""
+def load_alone(timer: Timer, version: str, rows: str, allocator: str = "") -> dict[str, Any]:
+    """Load, and ask for the first and the last row; by how many bytes anonymous memory grew.
+
+    With the `allocator` "system" TensorFlow takes memory from the C library, as without oneDNN.
+    """
+    if allocator == "system":
+        os.environ["TF_ONEDNN_USE_SYSTEM_ALLOCATOR"] = "1"
     import tensorflow as tf
 
     from serving.loader import load

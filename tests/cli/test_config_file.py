@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import export_model
+from tests.support.printed_documents import checked
 from tests.support.step_models import MODEL, save
 
 FILE = """
@@ -87,7 +88,9 @@ def test_a_file_that_does_not_say_enough(place: Path, text: str, arguments: list
 def test_each_model_is_exported_and_one_failure_ends_no_other(place: Path) -> None:
     done = typed("--json", EXPORT_MODEL_CONFIG="export.toml")
     assert done.returncode == 0, done.stderr
-    runs = json.loads(done.stdout)["models"]
+    printed = json.loads(done.stdout)
+    checked(printed)
+    runs = printed["models"]
     assert [(run["model"], run["exit_code"]) for run in runs] == [("first", 0), ("second", 0)]
     assert [run["document"]["verified"] for run in runs] == ["files", "bytes"]
     (place / "a" / "checkpoint").unlink()

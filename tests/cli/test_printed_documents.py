@@ -19,6 +19,7 @@ NEED_A_STORE_OR_A_SERVER = {
     "export-model pull",
     *(command for command in PRINTED_BY if command.startswith("serve-model")),
     "/status.json of the agent",
+    "export-model --config",  # which runs processes
 }
 """Where these are run, the same is checked: `tests/support/commands.py`."""
 
@@ -41,6 +42,7 @@ RUNS = {
         f"{EXPORT} --incr --dry-run",
         f"{EXPORT} --incr",
     ],
+    "export-model init": ["init ranker", "init train", "init nothere"],
     "export-model inspect": [
         "inspect train",
         "inspect train --tensors",

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from exporter.delta.format import Rows
 from exporter.errors import NotServable
-from exporter.graph.overlaid_reads import OverlaidReads, overlay_reads
+from exporter.graph.overlaid_reads import PAGE_ROWS, OverlaidReads, overlay_reads
 from exporter.options import Isolation
 from exporter.subgraph import update_signatures, write_delta
 from exporter.wire.dtypes import DType
@@ -150,7 +150,7 @@ def test_other_reads_are_refused_by_name(op: str, said: str) -> None:
     graph_def = message_class("GraphDef")()
     graph_def.node.add(name="table", op="VarHandleOp")
     graph_def.node.add(name="read", op=op, input=["table"])
-    table = OverlaidReads("table", DType.FLOAT, (DIM,), "slots", "overlay")
+    table = OverlaidReads("table", DType.FLOAT, (DIM,), "changed", "pages", "slots", "overlay")
     with pytest.raises(NotServable, match=said):
         overlay_reads(graph_def, {"table": table})
 
@@ -207,7 +207,7 @@ def test_a_row_that_changes_again_goes_where_nobody_reads(tmp_path: Path) -> Non
         seen = []
         for position in range(110, 150, 10):
             assert server.update(position)["position"] == position
-            seen.append(server.session.run(slots)[:10].tolist())
+            seen.append(server.session.run(slots)[PAGE_ROWS:][:10].tolist())
             found = server.predict(ids=np.arange(12))["rows"]
             np.testing.assert_array_equal(found, model.at(position)["table"][:12])
     assert seen[0] == seen[2] == [*range(1, 11)]

@@ -16,7 +16,7 @@ import pytest
 
 from exporter import export_incremental
 from tests.support.environments import python_of
-from tests.support.trainer_environments import TrainerCluster, Trainings
+from tests.support.trainer_environments import TrainerCluster, Trainings, wait_for_increments
 
 DEATHS = int(os.environ.get("SOAK_DEATHS", "200"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
@@ -39,12 +39,12 @@ def test_a_cluster_on_tensorflow_1_that_dies_piece_by_piece(tmp_path: Path) -> N
     deaths = exact = 0
     end = trainings.train / "end"
     with TrainerCluster(trainings, workers=2) as cluster:
-        wait_for_progress(trainings, 2)
+        wait_for_increments(trainings, 2)
         with trainings.served(is_quiet=False) as server:
             while True:
                 goal = min(DEATHS, deaths + BETWEEN_ENDS)
                 while deaths < goal:
-                    wait_for_progress(trainings, dice.randint(1, 8))
+                    wait_for_increments(trainings, dice.randint(1, 8))
                     time.sleep(dice.random() * 0.3)
                     victims = dice.sample(cluster.names, dice.choice([1, 1, 1, 2, 3]))
                     for name in victims:
@@ -52,7 +52,7 @@ def test_a_cluster_on_tensorflow_1_that_dies_piece_by_piece(tmp_path: Path) -> N
                     for name in victims:
                         cluster.start(name)
                     deaths += len(victims)
-                wait_for_progress(trainings, 1)
+                wait_for_increments(trainings, 1)
                 end.touch()
                 cluster.wait(900)
                 exact += trainings.assert_exact()
@@ -66,12 +66,3 @@ def test_a_cluster_on_tensorflow_1_that_dies_piece_by_piece(tmp_path: Path) -> N
                 for name in cluster.names:
                     cluster.kill(name)
                     cluster.start(name)
-
-
-def wait_for_progress(trainings: Trainings, increments: int) -> None:
-    """Wait until there are so many increments that were not there before."""
-    there = trainings.increments()
-    deadline = time.monotonic() + 900
-    while len(trainings.increments() - there) < increments:
-        assert time.monotonic() < deadline, trainings.log.read_text(errors="replace")[-6000:]
-        time.sleep(0.05)

@@ -165,7 +165,12 @@ def test_a_damaged_delta_is_quarantined_and_a_base_asked_for(
             return next((model for model in models if model["quarantined"]), None)
 
         model = wait(quarantined)
-        assert model["quarantined"][0]["delta"] == f"{damaged.start}-{damaged.end}"
+        (found,) = model["quarantined"]
+        assert found["delta"] == f"{damaged.start}-{damaged.end}"
+        assert f"{damaged.path}/{data.name}" in found["reason"], "the file, which no server names"
+        assert "checksum" in found["reason"]
+        (event,) = wait(lambda: running.of("damaged"))
+        assert event["command"] == f"export-model doctor {published.model}"
         assert model["base_wanted"]
         assert "--updatable" in running.get("/")[1]
         data.write_bytes(good)

@@ -18,9 +18,10 @@ from tests.support.agents import Agent, Published, Server, agent, wait
 from tests.support.budget import thorough
 from tests.support.commands import export_model
 from tests.support.deployed import DEPLOY, agent_of, kserve_pod, pods_of
+from tests.support.key_pairs import key_pair
 from tests.support.object_stores import BASE, Bucket
 
-OWN = re.compile("--(model-base-path|pull|target|host|port|json)")
+OWN = re.compile("--(model-base-path|pull|trust|target|host|port|json)")
 """Options that name a pod's places and ports; the test has its own."""
 OFTEN = ("--poll-seconds", "0.2", "--fresh-within", "0.1")
 
@@ -32,6 +33,7 @@ class Pod:
     container: dict[str, Any]
     base: Path
     url: str
+    trusted: str
     stack: ExitStack
     agents: ExitStack = field(default_factory=ExitStack)
 
@@ -42,7 +44,8 @@ class Pod:
 
     def start_agent(self) -> None:
         given = [word for word in self.container["args"] if not OWN.match(word)]
-        pulls = ["--pull", self.url] if self.url else []
+        pulls = ["--pull", self.url, "--trust", self.trusted] if self.url else []
+        assert bool(self.url) == any(word.startswith("--trust=") for word in self.container["args"])
         more = (*given, *pulls, *OFTEN)
         self.agent: Agent = self.agents.enter_context(agent(self.base, self.server.address, more=more))
 
@@ -90,7 +93,7 @@ def on_a_volume(container: dict[str, Any], published: Published, stack: ExitStac
                     data.write_bytes(damaged(data.read_bytes()))
                 arriving.rename(there)
 
-    return Layout([Pod(container, volume, "", stack) for _ in range(2)], deliver)
+    return Layout([Pod(container, volume, "", "", stack) for _ in range(2)], deliver)
 
 
 def in_a_bucket(container: dict[str, Any], published: Published, stack: ExitStack, bucket: Bucket) -> Layout:
@@ -107,7 +110,8 @@ def in_a_bucket(container: dict[str, Any], published: Published, stack: ExitStac
     copies = [published.directory / f"pod{number}" / "ranker" for number in range(2)]
     for copy in copies:
         pull(bucket.url(BASE), copy)
-    return Layout([Pod(container, copy, bucket.url(BASE), stack) for copy in copies], deliver)
+    _, trusted = key_pair(published.directory.parent)
+    return Layout([Pod(container, copy, bucket.url(BASE), str(trusted), stack) for copy in copies], deliver)
 
 
 def damaged(content: bytes) -> bytes:
@@ -129,7 +133,8 @@ def layout(request: pytest.FixtureRequest, published: Published) -> Iterator[Lay
 
 @pytest.fixture
 def published(tmp_path: Path) -> Published:
-    return Published(tmp_path / "world")
+    private, _ = key_pair(tmp_path)
+    return Published(tmp_path / "world", options=("--sign-key", str(private)))
 
 
 def test_a_damaged_delta_and_a_directory_that_cannot_be_read_take_no_pod_away(

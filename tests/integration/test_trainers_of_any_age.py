@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from exporter import ExportRequest, export, export_incremental
 from exporter.increments.history import read_history
 from tests.support.environments import BY_NAME, ROOT, clean_environ, python_of
 from tests.support.guide_pages import Page
 from tests.support.increments import differing, full, starts
-from tests.support.trainer_environments import TrainerCluster, Trainings
+from tests.support.trainer_environments import TrainerCluster, Trainings, wait_for_increments
+from tests.support.updatable import loaded
 
 pytestmark = [pytest.mark.landing, pytest.mark.timeout(1800)]
 
@@ -112,6 +115,93 @@ def test_what_touches_every_row_and_synchronous_workers(tmp_path: Path, tensorfl
         trainings.assert_followed(server)
     said = trainings.log.read_text()
     assert (" may change any row " in said) == (kind != "sync")
+
+
+@pytest.mark.parametrize("tensorflow", some(["1.12.3", "1.15.5", "2.8.4"], ["1.15.5"]))
+def test_averages_are_followed(tmp_path: Path, tensorflow: str) -> None:
+    """What `--average` serves comes with the increments, too."""
+    trainings = Trainings(python_of(tensorflow), tmp_path, ["adagrad"], averages=True)
+    trainings.run(20)
+    request = replace(trainings.request, average="ema")
+    with loaded(export(request).published.path) as server:
+        trainings.run(47)
+        trainings.assert_exact()
+        delta = export_incremental(request)
+        assert delta.published is not None
+        assert delta.compared_bytes == 0, delta.reason
+        server.update()
+        trainings.assert_answers(server, "/ExponentialMovingAverage")
+
+
+@pytest.mark.parametrize("tensorflow", some(["1.12.3", "1.15.5", "2.8.4"], ["1.15.5"]))
+def test_a_trainer_that_is_set_back(tmp_path: Path, tensorflow: str) -> None:
+    """It trains other values from an older full checkpoint on; the model goes to those."""
+    trainings = Trainings(python_of(tensorflow), tmp_path, ["adagrad"])
+    trainings.run(30)
+    with trainings.served() as server:
+        trainings.set_back(20)
+        trainings.run(27)
+        assert trainings.newest.name == "model.ckpt-27"
+        trainings.assert_exact()
+        delta = export_incremental(trainings.request)
+        assert delta.published is not None
+        server.update()
+        trainings.assert_answers(server)
+        trainings.run(33)  # on: past the steps of before, by increments alone
+        trainings.assert_followed(server)
+
+
+@pytest.mark.parametrize("tensorflow", some(["1.12.3", "1.15.5", "2.8.4"], ["1.15.5"]))
+@pytest.mark.parametrize("victims", some(["chief-0", "ps-1", "worker-1"], ["chief-0"]))
+def test_a_cluster_loses_a_process(tmp_path: Path, tensorflow: str, victims: str) -> None:
+    """Two workers; whoever is lost comes back, and what increments lead to is what was trained."""
+    trainings = Trainings(python_of(tensorflow), tmp_path, ["adagrad"], pause_s=0.02, steps=10**9)
+    end = trainings.train / "end"
+    with TrainerCluster(trainings, workers=2) as cluster:
+        wait_for_increments(trainings, 3)
+        with trainings.served(is_quiet=False) as server:
+            cluster.kill(victims)
+            wait_for_increments(trainings, 0)
+            cluster.start(victims)
+            wait_for_increments(trainings, 3)
+            end.touch()
+            cluster.wait()
+            trainings.assert_exact()
+            export_incremental(trainings.request)
+            server.update()
+            trainings.assert_answers(server)
+
+
+LOADS = """
+import sys
+import numpy as np, tensorflow as tf
+v1 = getattr(tf.compat, "v1", tf)
+if hasattr(v1, "disable_eager_execution"):
+    v1.disable_eager_execution()
+version, prefix = sys.argv[1:]
+ids = np.random.RandomState(1).randint(0, 300, [3, 8])
+with v1.Session(graph=tf.Graph()) as session:
+    saver = v1.train.import_meta_graph(prefix + ".meta", clear_devices=True)
+    saver.restore(session, prefix)
+    trained = session.run("adagrad/rows:0", {"ids:0": ids})
+with v1.Session(graph=tf.Graph()) as session:
+    signature = v1.saved_model.loader.load(session, ["serve"], version).signature_def["serving_default"]
+    served = session.run(signature.outputs["rows"].name, {signature.inputs["ids"].name: ids})
+assert trained.any() and served.tobytes() == trained.tobytes()
+"""
+
+
+@pytest.mark.parametrize("tensorflow", ["1.15.5", "2.8.4"])
+@pytest.mark.parametrize("kind", some(["reference", "resource"], ["reference"]))
+def test_the_trainers_own_tensorflow_loads_its_graph(tmp_path: Path, tensorflow: str, kind: str) -> None:
+    """Published from the `.meta`, it answers there as the training's graph does, bit for bit."""
+    trainings = Trainings(python_of(tensorflow), tmp_path, ["adagrad"], resource=kind == "resource")
+    trainings.run(20)
+    tensors = {"inputs": {"ids": "ids:0"}, "outputs": {"rows": "adagrad/rows:0"}}
+    done = export(ExportRequest(trainings.train, tmp_path / "meta", **tensors))
+    command = [trainings.python, "-W", "ignore", "-c", LOADS, done.published.path, trainings.newest]
+    found = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr[-3000:]
 
 
 GRAPH = """

@@ -10,6 +10,7 @@ import numpy as np
 from exporter.options import ExportRequest, Updates
 from exporter.tables import DynamicTable
 from tests.support.deeprec_logs import DIM, DeepRecTrainer
+from tests.support.stock_loaders import StockLoader
 from tests.support.updatable import Loaded
 
 DEFAULTS = np.arange(2 * DIM, dtype=np.float32).reshape(2, DIM)
@@ -36,7 +37,7 @@ def request(trainer: DeepRecTrainer, **options: Any) -> ExportRequest:
 
 
 def assert_serves(
-    server: Loaded,
+    server: Loaded | StockLoader,
     trainer: DeepRecTrainer,
     more: list[int] | None = None,
     stored: Callable[[np.ndarray], np.ndarray] = lambda rows: rows,

@@ -23,8 +23,10 @@ from msgspec.structs import replace
 
 from exporter.delta.chunk_digest import Chunk
 from exporter.delta.spans import Span
-from exporter.publish.model import Rollback
+from exporter.publish.judge import Silence
+from exporter.publish.model import Published, Rollback
 from serving.agent.audit import Audited
+from serving.agent.chart import Hour
 from serving.agent.http import Site, page, serving
 from serving.agent.journal import AgentEvent, EventKind, Journal
 from serving.agent.metrics import Metrics
@@ -65,6 +67,22 @@ def replica(address: str, *, position: int = _NEWEST, stale_s: float = 0.0, erro
     return ReplicaView("ranker", address, not error, error, (version,))
 
 
+def hour() -> tuple[Published, ...]:
+    """A delta each minute, of which one brought earlier values back."""
+    return tuple(
+        Published(
+            NOON - timedelta(seconds=8 + 60 * back),
+            _NEWEST - 100 * back,
+            None,
+            1200 + 900 * (back * 7 % 11),
+            400_000 + 90_000 * (back * 5 % 13),
+            back == 40,
+            position=_NEWEST - 100 * back,
+        )
+        for back in reversed(range(75))
+    )
+
+
 def model(*replicas: ReplicaView, **fields: Any) -> ModelView:
     """The model; `fields` replace what is usual."""
     usual = ModelView(
@@ -78,6 +96,8 @@ def model(*replicas: ReplicaView, **fields: Any) -> ModelView:
         False,
         replicas,
         published=_NEWEST,
+        silence=Silence(8.0, 60.0),
+        recent=hour(),
     )
     return replace(usual, **fields)
 
@@ -150,7 +170,7 @@ def scenes() -> dict[str, FleetView]:
             model(
                 *behind,
                 **held,
-                rollback=Rollback(47_900, 47_700, "canary: score of 'a known user' is NaN"),
+                rollback=Rollback(47_900, 47_700, "canary: score of 'a known user' is NaN", True),
                 canary=CanaryView(None, 0.0, None, "waits: the model is rolled back to the values of 47700"),
             )
         ),
@@ -168,6 +188,13 @@ def scenes() -> dict[str, FleetView]:
                 newest_version=None,
                 position=None,
                 published=None,
+            )
+        ),
+        "silent": fleet(model(*two(), silence=Silence(7500.0, 900.0))),
+        "damaged": fleet(
+            model(
+                *(replace(each, error=_LONG) for each in two(stale_s=300.0)),
+                quarantined=(Quarantined("x", Span(48_100, 48_200), _LONG, True),),
             )
         ),
         "store": fleet(model(*two(), store=store)),
@@ -199,6 +226,9 @@ def journal_of(view: FleetView) -> Journal:
                 behind = 0.06 + number / 50
                 counted = replace(applied, rows=1840, deltas=1, behind_seconds=behind)
                 journal.write(replace(counted, at=at + timedelta(seconds=behind)))
+        text = f"version {_VERSION} is AVAILABLE"
+        swap = AgentEvent(EventKind.VERSION, text, shown.name, "r1:8500", _VERSION)
+        journal.write(replace(swap, at=view.at - timedelta(minutes=25)))
         for each in shown.replicas:
             if each.error:
                 failed = AgentEvent(EventKind.FAILED, each.error, shown.name, each.address)
@@ -209,6 +239,14 @@ def journal_of(view: FleetView) -> Journal:
 def recorded(view: FleetView) -> Recorder:
     """Ten minutes: small steps up and down, and of the last replica a time when it was away."""
     recorder = Recorder(lambda: view)
+    for back in reversed(range(360)):
+        at = view.at - timedelta(seconds=10 * back)
+        served = [one.position for one in hour() if one.created <= at - timedelta(seconds=back % 4)]
+        late = max(0.0, 100.0 - abs(back - 200) * 10)
+        hours = {
+            each.name: Hour(at, max(served) - int(late) * 5, max(served), late or 0.3) for each in view.models
+        }
+        recorder.hours.append((at, hours))
     replicas = [(model.name, each.address) for model in view.models for each in model.replicas]
     for second in range(_SECONDS):
         behind: dict[tuple[str, str], float | None] = {}

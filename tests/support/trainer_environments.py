@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,6 +82,11 @@ class Trainings:
         """The names of the increments that are there."""
         return {path.name for path in (self.train / "increments").glob("0*")}
 
+    def set_back(self, step: int) -> None:
+        """Have the next training begin at an older full checkpoint: `checkpoint` names it."""
+        state = self.train / "checkpoint"
+        state.write_text(f'model_checkpoint_path: "model.ckpt-{step}"\n')
+
     def assert_followed(self, server: Loaded) -> None:
         """Publish what increments tell, and nothing else; the model answers as the last checkpoint does."""
         delta = export_incremental(self.request)
@@ -89,9 +95,14 @@ class Trainings:
         server.update()
         self.assert_answers(server)
 
-    def assert_answers(self, server: Loaded) -> None:
-        """The model answers with the values of the newest full checkpoint, bit for bit."""
+    def assert_answers(self, server: Loaded, suffix: str = "") -> None:
+        """The model answers with the values of the newest full checkpoint, bit for bit.
+
+        With a `suffix`, with those of the variables whose names end so.
+        """
         values = values_of(self.newest)
+        if suffix:
+            values = {name.removesuffix(suffix): values[name] for name in values if name.endswith(suffix)}
         answer = server.predict(rows=np.arange(ROWS))
         for optimizer in self.optimizers:
             expected = {
@@ -158,6 +169,15 @@ class TrainerCluster:
         except subprocess.TimeoutExpired:
             code = None
         assert code == 0, self.trainings.log.read_text(errors="replace")[-6000:]
+
+
+def wait_for_increments(trainings: Trainings, count: int) -> None:
+    """Wait until there are so many increments that were not there before."""
+    there = trainings.increments()
+    deadline = time.monotonic() + 900
+    while len(trainings.increments() - there) < count:
+        assert time.monotonic() < deadline, trainings.log.read_text(errors="replace")[-6000:]
+        time.sleep(0.05)
 
 
 def serving(optimizers: str, partitioner: str) -> tuple[dict[str, Any], dict[str, Any]]:

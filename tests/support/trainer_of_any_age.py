@@ -85,7 +85,7 @@ def tower(job, ids):
     shared, table, dense = variables(job)
     first = tf.nn.embedding_lookup(shared, ids[0])
     second = v1.nn.embedding_lookup(shared, ids[1] * 2 + 1, partition_strategy="div")
-    rows = tf.concat([first * second, tf.gather(table, ids[2])], axis=1)
+    rows = tf.concat([first * second, tf.gather(table, ids[2])], axis=1, name="rows")
     loss = tf.reduce_mean((tf.matmul(rows, dense) - 1.0) ** 2)
     return loss, [*list(shared), table, dense]
 
@@ -94,7 +94,7 @@ def model(job):
     """The training's operation, and the hooks that the optimizer wants."""
     step = v1.train.get_or_create_global_step()
     updates, hooks = [], []
-    ids = tf.cast(v1.random_uniform([3, 8]) ** 3 * (ROWS // 2), tf.int64)
+    ids = tf.cast(v1.random_uniform([3, 8]) ** 3 * (ROWS // 2), tf.int64, name="ids")
     for number, name in enumerate(job["optimizers"]):
         is_resource = bool(number % 2) if job["resource"] is None else job["resource"]
         with v1.variable_scope(name, use_resource=is_resource):
@@ -105,10 +105,10 @@ def model(job):
             update = optimizer.minimize(loss, global_step=step if job["sync"] else None, var_list=trained)
             if job["sync"]:
                 hooks.append(optimizer.make_session_run_hook(job["task"] == ["chief", 0], num_tokens=0))
-            if job["averages"]:
-                with tf.control_dependencies([update]):
-                    update = tf.train.ExponentialMovingAverage(0.9).apply(trained)
-            updates.append(update)
+        if job["averages"]:  # outside of the scope, whose name would stand twice before theirs
+            with tf.control_dependencies([update]):
+                update = tf.train.ExponentialMovingAverage(0.9).apply(trained)
+        updates.append(update)
     if job["sync"]:
         return step, tf.group(*updates), hooks
     with tf.control_dependencies(updates):

@@ -24,6 +24,7 @@ from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.delta_files import write_delta
 from exporter.delta.format import Change, ChangeKind, DeltaHeader, Rows, Schema, log_name
 from exporter.graph.inference_graph import InferenceGraph
+from exporter.graph.overlaid_reads import PAGE_ROWS
 from exporter.mapping.build import build_mapping
 from exporter.mapping.mapping_rules import MappingRules
 from exporter.subgraph.make_updatable import (
@@ -242,14 +243,16 @@ class Loaded:
             slots = next((n for n in names if n.endswith(f"/overlay/{name}/slots")), None)
             if slots is None:
                 return read(dtype=dtype, name=f"test_read/{name}")
-            overlay = slots.removesuffix("slots") + "rows"
-            at = tf.raw_ops.ReadVariableOp(resource=graph.get_tensor_by_name(f"{slots}:0"), dtype=tf.int32)
-            changed = tf.where(at)  # place 0 of an overlay holds anything
-            rows = tf.raw_ops.ResourceGather(
-                resource=graph.get_tensor_by_name(f"{overlay}:0"),
-                indices=tf.gather_nd(at, changed),
-                dtype=dtype,
-            )
+
+            def beside(what: str, indices: Any, of: Any = tf.int32) -> Any:
+                handle = graph.get_tensor_by_name(f"{slots.removesuffix('slots')}{what}:0")
+                return tf.raw_ops.ResourceGather(resource=handle, indices=indices, dtype=of)
+
+            rows = graph.get_operation_by_name(name).get_attr("shape").dim[0].size
+            ids = tf.range(rows, dtype=tf.int64)
+            places = beside("slots", beside("pages", ids // PAGE_ROWS, tf.int64) + ids)
+            changed = tf.where(places)  # place 0 of an overlay holds anything
+            rows = beside("rows", tf.gather_nd(places, changed), dtype)
             return tf.tensor_scatter_nd_update(read(dtype=dtype), changed, rows, name=f"test_read/{name}")
 
 

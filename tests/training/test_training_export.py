@@ -26,6 +26,7 @@ from exporter.options import (
     ExportRequest,
     Isolation,
     Jobs,
+    Signing,
     Updates,
     Verify,
 )
@@ -63,6 +64,7 @@ FULL = ExportRequest(
     tolerance=1e-3,
     updates=Updates(Isolation.ROW, 5, stamp=True, digest=True, finite=True),
     format=ExportFormat.BOTH,
+    for_server="2.4",
     allow_code=True,
     allow_foreign_ops=True,
     allow_files=(Path("/data"), Path("words")),
@@ -79,6 +81,7 @@ FULL = ExportRequest(
     table_head_room=0.5,
     golden=Path("golden.jsonl"),
     jobs=Jobs(EngineName.DASK, 3, "tcp://h:8786", {"retries": "2"}, 1 << 27, "s3://bucket/jobs"),
+    signing=Signing("env:SIGNING", "ranker"),
 )
 MAPPED = replace(FULL, updates=None, plain=True, map_tables=True, served_at="/models/ranker", overlay_rows=5)
 
@@ -93,6 +96,8 @@ def as_parsed(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Ex
     def stop(request: ExportRequest, *_: Any) -> None:
         raise KeyboardInterrupt(request)
 
+    key = ["openssl", "genpkey", "-algorithm", "ed25519"]
+    monkeypatch.setenv("SIGNING", subprocess.run(key, check=True, capture_output=True, text=True).stdout)
     seen: list[ExportRequest] = []
     monkeypatch.setattr(full, "export", lambda request, *_: seen.append(request) or stop(request))
     with pytest.raises(SystemExit):

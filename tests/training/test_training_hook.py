@@ -186,6 +186,22 @@ def by_name(name: str) -> Any:
     return next(variable for variable in v1.global_variables() if variable.op.name == name)
 
 
+@pytest.mark.parametrize(("every", "steps"), [(10, (25, 43)), (3, (24, 42))], ids=["between", "same steps"])
+def test_full_checkpoints_of_a_hook_that_comes_after_are_marked(
+    tmp_path: Path, every: int, steps: tuple[int, int]
+) -> None:
+    """Those of the beginning and of the end, too, which are saved after this hook has had its turn."""
+    training = Training(tmp_path, two_towers("adagrad", True), save_checkpoint_steps=every)
+    for last, count in zip(steps, (steps[0], steps[1] - steps[0]), strict=True):
+        final = training.run(count, before=True)
+        history = read_history(tmp_path)
+        marked = {marker.checkpoint.name for marker in history.markers}
+        assert final.name == f"model.ckpt-{last}"
+        assert marked >= {path.stem for path in tmp_path.glob("*.index")}
+        assert_exact(training, final)
+    assert len({stored.increment.run for stored in history.increments}) == 1
+
+
 def test_a_clean_restart_continues_the_run(tmp_path: Path) -> None:
     training = Training(tmp_path, two_towers("ftrl", True))
     training.run(13)

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from exporter.training.trainer_side import SessionSource, plan_tracking, reader_of, record
+from exporter.training import trainer_side
+from exporter.training.trainer_side import Collector, SessionSource, plan_tracking, reader_of, record
 
 v1 = tf.compat.v1
 
@@ -58,6 +60,73 @@ def test_a_row_that_is_written_once_is_never_missed() -> None:
     assert collections > 20
     missed = np.flatnonzero(copy[:, 0] != np.arange(1, rows + 1))
     assert len(missed) == 0
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 200], ids=["all at once", "the larger ones alone"])
+def test_small_variables_are_read_in_two_calls_of_the_same_tensors(
+    monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """A session makes the graph ready for each set of tensors that it has not been asked for."""
+    monkeypatch.setattr(trainer_side, "CHUNK_BYTES", chunk)
+    with tf.Graph().as_default():
+        tables = [v1.get_variable(f"t{n}", [30, n + 1], use_resource=n > 1) for n in range(4)]
+        ids = v1.placeholder(tf.int64, [None])
+        loss = tf.add_n([tf.reduce_sum(tf.gather(table, ids) ** 2) for table in tables])
+        step = v1.train.get_or_create_global_step()
+        weights = [v1.get_variable(f"w{n}", [n + 2]) for n in range(3)]
+        updates = [weight.assign_add(weight * 2.0) for weight in weights]
+        train_op = [v1.train.AdagradOptimizer(0.1).minimize(loss, step), *updates]
+        tracked = plan_tracking(v1.global_variables())
+        recording = record(tracked, step)
+        collector = Collector(tracked, recording.groups)
+        with Counting() as session:
+            session.run([v1.global_variables_initializer(), *(v.initializer for v in recording.variables)])
+            asked = []
+            for rows in ([3, 4], [5, 6, 7, 8], [3]):
+                session.run(train_op, {ids: rows})
+                expected = session.run({v.op.name: v for v in v1.global_variables()})
+                collector.collect(session)
+                session.asked.clear()
+                writer = Written()
+                collector.write(writer, collector.source(session))
+                collector.commit()
+                asked.append(list(session.asked))
+                for table in (f"t{n}{slot}" for n in range(4) for slot in ("", "/Adagrad")):
+                    assert writer.found[f"{table}/ids"].tolist() == rows
+                    assert writer.found[f"{table}/values"].tobytes() == expected[table][rows].tobytes()
+                for weight in ("w0", "w1", "w2"):
+                    assert writer.found[f"{weight}/value"].tobytes() == expected[weight].tobytes()
+    assert asked[0][0] == asked[1][0] == asked[2][0]
+    if chunk > 200:
+        assert [len(each) for each in asked] == [2, 2, 2]
+        assert asked[0] == asked[1] == asked[2]
+    else:
+        assert max(len(each) for each in asked) > 2
+
+
+class Counting(v1.Session):  # type: ignore[misc]  # TensorFlow is untyped
+    """A session that notes which tensors it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[list[str]] = []
+
+    def run(self, fetches: Any, *others: Any, **named: Any) -> Any:
+        self.asked.append(sorted(fetch.name for fetch in tf.nest.flatten(fetches)))
+        return super().run(fetches, *others, **named)
+
+
+class Written:
+    """A bundle in memory."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, np.ndarray] = {}
+
+    def add(self, key: str, value: np.ndarray) -> None:
+        self.found[key] = value
+
+    def add_rows(self, key: str, dtype: str, shape: Any, pieces: Iterable[np.ndarray]) -> None:
+        self.found[key] = np.concatenate(list(pieces)).reshape(shape)
 
 
 def test_a_row_is_flagged_after_it_was_written_however_long_that_takes() -> None:

@@ -255,6 +255,15 @@ ADVICE: dict[type[ExportError], Advice] = {
         "Remove the directory that the text names and publish again; of a newer format, use the newer "
         "`export-model`.",
     ),
+    errors.NotTrusted: Advice(
+        "Keys are trusted (`--trust`), and none of them has signed a publication for the place where it lies "
+        "and for this model: it is not signed, another key signed it, it was altered, or it was copied from "
+        "elsewhere. Or a hold would lead servers back, and holds are not signed.",
+        "Find out who published it: `export-model history`, and the store's own log of who wrote. If it is "
+        "yours, publish with `--sign-key`, or trust its key, too. If it is not, remove it, and keep out "
+        "whoever put it there. What a trusted key signed is taken as before: "
+        "[signed publications](../signed-publications.md).",
+    ),
     errors.NotFinite: Advice(
         "A base that was exported with `--require-finite` refuses deltas with NaN or infinity, and rows in 8 "
         "bits have no codes for them. So none is published: the trainer's newest state holds some, or the "

@@ -56,6 +56,10 @@ MEANINGS: Mapping[Code, Meaning] = {
         "Something could not be looked at, so nothing is known of it. `check` says what.",
         "Give this user the right to read it, or run the doctor as one that has it.",
     ),
+    Code.AGENT_DOWN: Meaning(
+        "The agent that the doctor was told to ask (`--agent`) does not answer, or not as an agent does.",
+        "Start it again: it keeps no state. Its servers answer meanwhile, and get no further deltas.",
+    ),
     Code.SILENT: Meaning(
         "None of several replicas answers the agent.",
         "Look at the network between them, and whether the servers run. It is hardly all servers at once.",
@@ -132,6 +136,12 @@ MEANINGS: Mapping[Code, Meaning] = {
         "loaded the newest base.",
         "`serve-model update` brings it on. Where an agent runs, read its last events: they name the cause.",
     ),
+    Code.PUBLISHER_SILENT: Meaning(
+        "Nothing was published for three times the longest of the intervals that are usual for this model, "
+        "or for longer than the agent's `--expect-every` says.",
+        "The command says whether the trainer writes and an export would publish. If the model is published "
+        "more seldom from now on, give the agent `--expect-every`.",
+    ),
     Code.OVERLAY: Meaning(
         "The room for changed rows beside mapped tables is nearly used up. When it is, a server refuses "
         "deltas.",
@@ -142,6 +152,11 @@ MEANINGS: Mapping[Code, Meaning] = {
         "Publications wait for a canary, for longer than it should need.",
         "Look at the agent that has it: does it run, and can a replica go first? If it is given up: "
         "`export-model resume --lift-canary`.",
+    ),
+    Code.UNTRUSTED: Meaning(
+        "Keys are trusted, and something lies beside what they have signed: unsigned, signed by another key, "
+        "altered or copied. Or a hold would lead back. It is left; what was signed is served.",
+        "Find out who wrote it: [signed publications](../signed-publications.md).",
     ),
     Code.STORE: Meaning(
         "The agent cannot read the store that it fetches from. Replicas serve what was fetched.",
@@ -172,6 +187,11 @@ MEANINGS: Mapping[Code, Meaning] = {
         "load it in "
         "the place of the newest one that has.",
         "Keep it if it is meant; else move it away, as the command does.",
+    ),
+    Code.ROOM: Meaning(
+        "The next base, as large as the newest, does not fit on the model's disk; what is linked to the "
+        "trainer's files counts as nothing.",
+        "Make room: fewer versions (`--keep`), or another disk. Deltas go on meanwhile.",
     ),
     Code.ORPHANS: Meaning(
         "Deltas are there whose bases are all gone: no server can take them.",

@@ -24,7 +24,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
-from exporter.options import {names}
+from exporter.options import (
+{names}
+)
 from exporter.options.given import StrPath
 '''
 _PARTS: dict[str, type[Struct]] = {
@@ -40,7 +42,8 @@ def module() -> str:
     """The text of the module."""
     parts = ["\n".join(_class(name, struct)) for name, struct in _PARTS.items()]
     used = {kind.__name__ for struct in _PARTS.values() for kind in _own_types(struct)}
-    return "\n\n\n".join([_HEAD.format(names=", ".join(sorted(used))).rstrip(), *parts]) + "\n"
+    names = "\n".join(f"    {name}," for name in sorted(used))
+    return "\n\n\n".join([_HEAD.format(names=names).rstrip(), *parts]) + "\n"
 
 
 def _class(name: str, struct: type[Struct]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from tools.reference import (
     findings,
     keywords,
     metrics,
+    python_api,
     rooms,
     tf_serving,
 )
@@ -33,6 +34,7 @@ _REFERENCE: dict[str, Callable[[], str]] = {
     "exit-codes.md": failures.exit_codes,
     "findings.md": findings.page,
     "metrics.md": metrics.page,
+    "python.md": python_api.page,
     "troubleshooting.md": failures.troubleshooting,
 }
 _WHOLE: dict[str, Callable[[], str]] = {

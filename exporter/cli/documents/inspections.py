@@ -97,6 +97,8 @@ class VersionInspection(Struct, frozen=True):
     """Its dynamic tables, as its variables hold them."""
     mapped: str | None
     """`mapped`, of a copy ` from ` the original, or `restored: ` and why; null: not made for it."""
+    oldest_server: str | None
+    """The oldest TensorFlow whose servers load it; null: it has no graph."""
     tensors: Sequence[Tensor] | None
     """Every variable, with `--tensors`."""
 

@@ -46,6 +46,8 @@ class Pull(Struct, frozen=True, kw_only=True):
     """What has a manifest in the store and not yet all its files."""
     waiting: Sequence[str] = ()
     """What servers could not take after the rollback that a canary made here."""
+    untrusted: Sequence[str] = ()
+    """With `--trust`: why publications and holds were left where they are."""
     bytes: int
     """Bytes fetched."""
     position: int | None

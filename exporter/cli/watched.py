@@ -1,0 +1,243 @@
+"""What others see of a watch: metrics on a port of its own, and a file that is written while it goes on.
+
+A watch that hangs neither looks nor reports progress, so its file gets old: that is for a liveness probe. A
+watch that looks and fails is alive; its metrics say what fails, and for how long nothing was published.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from exporter.errors import CheckpointNotFound, ExportError, UsageError
+from exporter.publish.manifest import DeltaEntry, Manifest
+from exporter.publish.model import Model
+from exporter.storage.local_paths import local_path
+from exporter.terminal.output import Output
+from exporter.terminal.process_metrics import Described, build_info, register_process
+from exporter.terminal.progress import Progress, ProgressFactory
+
+PREFIX = "export_model_exporter"
+_BEAT_S = 1.0
+_THREADS = 2
+_LARGEST_BODY_BYTES = 4096
+_REQUEST_S = 10.0
+_MODEL, _KIND = ("model",), ("model", "kind")
+_LATEST = "last_publication_timestamp_seconds"
+_METRICS = (
+    Described(
+        _LATEST, "gauge", _MODEL, "When the model was published last, as a Unix time; absent if never."
+    ),
+    Described("published_step", "gauge", _MODEL, "The training step that was published last."),
+    Described(
+        "lag_seconds",
+        "gauge",
+        _MODEL,
+        "For how long, at most, something has waited that the trainer finished; seconds if nothing waits.",
+    ),
+    Described("failing", "gauge", _KIND, "1 if the last look failed, by the name of the error."),
+    Described("publications_total", "counter", _KIND, "Publications: `version`, `base` or `delta`."),
+    Described("failures_total", "counter", _KIND, "Looks that failed, by the name of the error."),
+    Described("rows_total", "counter", _MODEL, "Rows of tables in published deltas."),
+    Described("bytes_total", "counter", _MODEL, "Bytes of published files, those that are linked, too."),
+)
+
+
+def described() -> Iterator[Described]:
+    """Every metric of the exporter."""
+    yield build_info(PREFIX)
+    for one in _METRICS:
+        yield Described(f"{PREFIX}_{one.name}", one.kind, one.labels, one.text)
+
+
+class Watched:
+    """The state of a watch, told by it, for metrics and the heartbeat. Safe to read from other threads."""
+
+    def __init__(self, model: Path, heartbeat: Path | None = None) -> None:
+        self._model = model
+        self._heartbeat = heartbeat
+        self._lock = threading.Lock()
+        self._beaten = 0.0
+        self._complete = self._looked = time.monotonic()
+        self._failing = ""
+        self._step: int | None = None
+        self._latest: datetime | None = None
+        self._published: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        self._rows = self._bytes = 0
+
+    def look_back(self) -> None:
+        """Note when the model was published last, before this watch began, if that can be read."""
+        times = [event.created for event in Model.look(self._model).publications if event.created]
+        self._latest = max(times, default=None)
+
+    def looked(self, error: ExportError | None) -> None:
+        """Note the end of a look, which published all that the trainer has finished, or failed."""
+        with self._lock:
+            self._failing = "" if error is None or error.may_pass else type(error).__name__
+            if self._failing:
+                self._failures[self._failing] += 1
+            if error is None or isinstance(
+                error, CheckpointNotFound
+            ):  # what was there when the look before it ended; the trainer may have written since
+                self._complete = self._looked
+            self._looked = time.monotonic()
+        self.beat(force=True)
+
+    def published(self, manifest: Manifest) -> None:
+        """Count a publication."""
+        entry = manifest.incremental
+        kind = "version" if entry is None else "delta" if isinstance(entry, DeltaEntry) else "base"
+        with self._lock:
+            self._published[kind] += 1
+            self._rows += entry.rows if isinstance(entry, DeltaEntry) else 0
+            self._bytes += sum(file.bytes_ for file in manifest.files)
+            self._latest, self._step = manifest.created, manifest.step
+
+    def beat(self, *, force: bool = False) -> None:
+        """Write the heartbeat, once a second at most; a disk that is full leaves the file old."""
+        now = time.monotonic()
+        if self._heartbeat is None or not (force or now - self._beaten >= _BEAT_S):
+            return
+        self._beaten = now
+        with suppress(OSError):
+            _write(self._heartbeat)
+
+    def progress(self, show: ProgressFactory) -> ProgressFactory:
+        """The same progress bars, which also write the heartbeat."""
+
+        @contextmanager
+        def beating(label: str, total: int) -> Iterator[Progress]:
+            self.beat()
+            with show(label, total) as bar:
+                yield _Beating(bar, self)
+
+        return beating
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metrics: prometheus_client asks for each page."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        with self._lock:
+            values: dict[str, dict[str, float]] = {
+                _LATEST: {} if self._latest is None else {"": self._latest.timestamp()},
+                "published_step": {} if self._step is None else {"": self._step},
+                "lag_seconds": {"": time.monotonic() - self._complete},
+                "failing": {self._failing: 1.0} if self._failing else {},
+                "publications_total": dict(self._published),
+                "failures_total": dict(self._failures),
+                "rows_total": {"": self._rows},
+                "bytes_total": {"": self._bytes},
+            }
+        families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+        for one in _METRICS:
+            family = families[one.kind](f"{PREFIX}_{one.name}", one.text, labels=one.labels)
+            for kind, value in values[one.name].items():
+                family.add_metric([self._model.name, kind][: len(one.labels)], value)
+            yield family
+
+
+class _Beating(Struct, frozen=True):
+    bar: Progress
+    watched: Watched
+
+    def advance(self, amount: int) -> None:
+        self.bar.advance(amount)
+        self.watched.beat()
+
+
+def endpoint_of(text: str) -> tuple[str, int] | None:
+    """The address and port of `[ADDRESS:]PORT`; None for no text, UsageError for another one."""
+    if not text:
+        return None
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or not port.isascii() or int(port) > 65535:
+        raise UsageError(f"--metrics-port {text} is no port", hint="as in 8601, or 0.0.0.0:8601")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def _write(file: Path) -> None:
+    """Write the time into a file, which is not there half-written: a probe reads its time of change."""
+    file.write_text(f"{datetime.now(timezone.utc).isoformat(timespec='seconds')}\n")
+
+
+@contextmanager
+def watched(model: Path, sink: Output, metrics_port: str, heartbeat_file: str) -> Iterator[Watched]:
+    """Serve metrics and write the heartbeat inside the block; gives what the watch tells of itself.
+
+    Both texts are as they are typed; without one there is no port, or no file.
+
+    Raises:
+        UsageError: the port or the file cannot be used, or the libraries of a port are not installed.
+        ServerError: the port cannot listen on the address.
+    """
+    endpoint, heartbeat = endpoint_of(metrics_port), None
+    if heartbeat_file:
+        heartbeat = local_path("--heartbeat", heartbeat_file)
+        try:
+            _write(heartbeat)
+        except OSError as error:
+            raise UsageError(
+                f"--heartbeat {heartbeat} cannot be written",
+                cause=error.strerror or str(error),
+                hint="name a file in a directory that this user can write, such as /tmp/heartbeat",
+            ) from error
+    seen = Watched(model, heartbeat)
+    if endpoint is None:
+        yield seen
+        return
+    seen.look_back()
+    with _serving(seen, *endpoint) as port:
+        shown = f"[{endpoint[0]}]" if ":" in endpoint[0] else endpoint[0]
+        sink.note(f"metrics on http://{shown}:{port}/metrics")
+        yield seen
+
+
+@contextmanager
+def _serving(seen: Watched, host: str, port: int) -> Iterator[int]:
+    """Serve /metrics and /healthz inside the block; gives the number of the port."""
+    from serving.optional_libraries import require_libraries
+
+    require_libraries("agent", "--metrics-port", "h11", "prometheus_client")
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    from serving.http_port import HttpPort, HttpRequest, HttpResponse
+
+    registry = CollectorRegistry()
+    register_process(registry, PREFIX)
+    registry.register(seen)
+
+    def respond(request: HttpRequest) -> HttpResponse:
+        if request.method not in ("GET", "HEAD"):
+            status, body = "405 Method Not Allowed", b"only GET and HEAD are allowed\n"
+        elif request.path == "/metrics":
+            status, body = "200 OK", bytes(generate_latest(registry))
+        elif request.path == "/healthz":
+            status, body = "200 OK", b"ok\n"
+        else:
+            status, body = "404 Not Found", b"see /metrics or /healthz\n"
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return HttpResponse(status, [("Content-Type", kind), ("Cache-Control", "no-store")], [body])
+
+    listening = HttpPort(
+        respond,
+        host,
+        port,
+        option="--metrics-port",
+        threads=_THREADS,
+        max_body_bytes=_LARGEST_BODY_BYTES,
+        request_seconds=_REQUEST_S,
+        is_quick=lambda request: request.path == "/healthz",
+    )
+    try:
+        yield listening.port
+    finally:
+        listening.stop(grace_seconds=0.5)

@@ -1,0 +1,351 @@
+"""Signatures of publications: which keys may say what servers serve.
+
+A manifest that is signed has the SHA-256 of each file of its directory, and ends with the line
+
+    "signature": {"model":"ranker","key":"<id of the key>","ed25519":"<signature>"}}
+
+The signature (Ed25519, RFC 8032) covers these bytes, with a line break between two of them:
+
+    export-model publication 1
+    the model's name
+    the path below the model: `4200`, or `deltas/<log>/<from>-<to>`
+    the manifest without that line: positions, lineage, step, source, options, tensors, every file's SHA-256
+
+So nothing is taken that was altered, or that was signed for another place or another model. What says nothing
+of its own is not signed: holds, and a store's head (`exporter.transfer.pull` says what becomes of those).
+
+Who signs for a model in a store reads that model, too: deltas to merge, values to bring back. So that nobody
+else's are signed on, the own key is trusted there, and no other (but those that `--trust` names).
+
+Who publishes or reads says for which model, and for how long, which key signs and which keys are trusted:
+`in_force` of `exporter.publish.versions`. Every publication passes `signer_of` on its way into place, and
+every manifest that is read passes `require_trusted`; without keys in force nothing of this module is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from exporter.errors import NotTrusted, UsageError, VerificationError, to_install
+from exporter.publish.manifest import FileEntry, Manifest, Signature, to_json
+from exporter.storage import mirror
+from exporter.storage.files import (
+    SETTLED_NS,
+    FileIdentity,
+    Unchanged,
+    file_digest,
+    identity_of,
+    read_regular,
+)
+from exporter.storage.local_paths import quoted
+from exporter.storage.waiting import workers
+from exporter.wire.json_documents import DocumentError, decode, encode
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+_BEGINNING = "export-model publication 1"
+_LAST_LINE = b',\n "signature": '
+_LONGEST_LINE = 4096
+_LONGEST_KEYS = 64 << 10
+_LONGEST_NAME = 255
+_PEM = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----\s.*?-----END \1-----", re.DOTALL)
+_READERS = 4
+_PIECE = 64 << 20
+TO_MAKE_KEYS = "make one: openssl genpkey -algorithm ed25519 -out KEY"
+
+
+class Signer:
+    """A key that signs what is published of a model."""
+
+    def __init__(self, model: str, key: Ed25519PrivateKey) -> None:
+        self.model, self._key = model, key
+        self.key_id = _id_of(key.public_key())
+
+    @classmethod
+    def of(cls, source: str, model: str) -> Signer:
+        """The signer with the private key (PEM, PKCS #8) of a file, or of a variable, `env:NAME`.
+
+        Raises:
+            UsageError: there is none, it is of another kind, others may read the file, or the model's name is
+                not one; the library is not installed.
+        """
+        return cls(_named(model), _private_key(source))
+
+    def trusting(self, files: Iterable[str | Path]) -> Trust:
+        """The trust in this key and in those of some files: a publisher builds on nothing else.
+
+        Raises:
+            UsageError: as `Trust.of`.
+        """
+        found = Trust(tuple(map(Path, files)), self.model, self._key.public_key())
+        found.keys()
+        return found
+
+    def __repr__(self) -> str:
+        return f"Signer({self.model!r}, {self.key_id!r})"
+
+    def signed(self, manifest: Manifest, path: str) -> Manifest:
+        """The manifest with its signature, for a path below the model."""
+        said = _message(self.model, path, to_json(manifest).encode("ascii"))
+        return replace(manifest, signature=Signature(self.model, self.key_id, self._key.sign(said).hex()))
+
+
+class Trust(Struct, frozen=True):
+    """The public keys that are trusted to publish a model, by their files, which may change at any time."""
+
+    files: tuple[Path, ...]
+    model: str
+    own: Any = None
+    """A public key that is trusted, too."""
+
+    @classmethod
+    def of(cls, files: Iterable[str | Path], model: str) -> Trust:
+        """The trust in the keys (PEM) of some files, each of one key or of several.
+
+        Raises:
+            UsageError: as `keys`, or the model's name is not one.
+        """
+        found = cls(tuple(map(Path, files)), _named(model))
+        found.keys()
+        return found
+
+    def keys(self) -> dict[str, Ed25519PublicKey]:
+        """The keys by their ids, as the files are now.
+
+        Raises:
+            UsageError: a file cannot be read, or holds something else; the library is not installed.
+        """
+        found = {} if self.own is None else {_id_of(self.own): self.own}
+        for file in self.files:
+            found.update(_public.of(file, _public_keys))
+        return found
+
+    def check(self, content: bytes, path: str, where: object) -> None:
+        """Refuse a manifest that no trusted key has signed for this model and this path below it.
+
+        Raises:
+            NotTrusted: it is not signed, or by another key, for another model or path, or it was altered.
+        """
+        keys = self.keys()
+        manifest, mark, line = content.rpartition(_LAST_LINE)
+        if not mark:
+            raise NotTrusted(f"{where} is not signed", cause=f"trusted are {_listed(keys)}")
+        signature = _signature(line, where)
+        if signature.model != self.model:
+            raise NotTrusted(
+                f"{where} is signed as a publication of {signature.model!r}, expected {self.model!r}",
+                hint=f"if this is the model that is meant: --signed-as {quoted(signature.model)}",
+            )
+        key = keys.get(signature.key)
+        if key is None:
+            raise NotTrusted(
+                f"{where} is signed by the key {signature.key}, which is not trusted",
+                cause=f"trusted are {_listed(keys)}",
+            )
+        from cryptography.exceptions import InvalidSignature
+
+        said = _message(self.model, path, manifest + b"}\n")
+        try:
+            key.verify(bytes.fromhex(signature.ed25519), said)
+        except InvalidSignature:
+            raise NotTrusted(
+                f"the signature of {where} does not fit",
+                cause="the manifest was altered, or it was signed for another place",
+                hint="publish a new base (--updatable --again --sign-key); and find out who writes there",
+            ) from None
+
+
+def with_digests(directory: Path, files: Iterable[FileEntry]) -> tuple[FileEntry, ...]:
+    """The files of a staged directory with the SHA-256 of each: all of them are read once, in parallel."""
+    files = tuple(files)
+    digests = _digests([directory / file.path for file in files], sum(file.bytes_ for file in files))
+    return tuple(replace(file, sha256=digest) for file, digest in zip(files, digests, strict=True))
+
+
+def verify_digests(directory: Path, files: Iterable[FileEntry]) -> None:
+    """Read the files that have a SHA-256 in the manifest, and compare it.
+
+    Raises:
+        VerificationError: one differs.
+    """
+    files = [file for file in files if file.sha256 is not None]
+    digests = _digests([directory / file.path for file in files], sum(file.bytes_ for file in files))
+    for file, digest in zip(files, digests, strict=True):
+        if digest != file.sha256:
+            raise VerificationError(
+                f"{directory / file.path} has SHA-256 {digest}, expected {file.sha256}",
+                cause="it is not what was signed, or published",
+                hint="remove that directory and fetch it again; where it was made, publish it again",
+            )
+
+
+def _digests(paths: list[Path], size: int) -> list[str]:
+    if size < _PIECE or len(paths) < 2:
+        return [_digest(path) for path in paths]
+    with workers(_READERS, "sha256") as pool:
+        return list(pool.map(_digest, paths))
+
+
+def _digest(path: Path) -> str:
+    """The SHA-256 of a file; of one with a second link, which the trainer has, it is taken once."""
+    if mirror.is_remote(path):
+        return _passing_digest(path)
+    found = path.stat()
+    if found.st_nlink == 1:
+        return file_digest(path)
+    looks = FileIdentity.of(found)
+    if looks not in _linked:
+        digest = file_digest(path)
+        if identity_of(path) != looks or time.time_ns() - looks.modified_ns < SETTLED_NS:
+            return digest
+        if len(_linked) >= _MOST_LINKED:
+            _linked.clear()
+        _linked[looks] = digest
+    return _linked[looks]  # if it is out of date after all, readers refuse the bytes: none are taken unseen
+
+
+_linked: dict[FileIdentity, str] = {}
+_MOST_LINKED = 4096
+
+
+def _passing_digest(path: Path) -> str:
+    """The SHA-256 of a file that stands for an object of a store; its bytes are not kept."""
+    digest, size = hashlib.sha256(), path.stat().st_size
+    for start in range(0, size, _PIECE):
+        stop = min(start + _PIECE, size)
+        passing, left = mirror.copy(path, start, stop), stop - start
+        with passing or path.open("rb") as file:
+            file.seek(0 if passing else start)
+            while left and (block := file.read(min(left, 1 << 20))):
+                digest.update(block)
+                left -= len(block)
+    return digest.hexdigest()
+
+
+def _message(model: str, path: str, manifest: bytes) -> bytes:
+    return b"\n".join([f"{_BEGINNING}\n{model}\n{path}".encode(), manifest])
+
+
+def _signature(line: bytes, where: object) -> Signature:
+    """The signature in a manifest's last line, which is as this program writes it."""
+    try:
+        if len(line) > _LONGEST_LINE:
+            raise DocumentError(f"it has {len(line)} bytes")
+        found: Signature = decode(line.removesuffix(b"}\n"), Signature, "signature", written=encode)
+        if encode(found) + b"}\n" != line:
+            raise DocumentError("it is not the last line")
+    except DocumentError as error:
+        raise NotTrusted(f"the signature of {where} is damaged", cause=str(error)) from None
+    return found
+
+
+def _named(model: str) -> str:
+    if not 0 < len(model) <= _LONGEST_NAME or not model.isprintable():
+        raise UsageError(f"--signed-as {model[:60]!r} is not a model's name", hint="as in --signed-as ranker")
+    return model
+
+
+def _private_key(source: str) -> Ed25519PrivateKey:
+    serialization, private, _ = _library()
+    content = _secret(source)
+    try:
+        key = serialization.load_pem_private_key(content, None)
+    except TypeError:
+        raise UsageError(
+            f"--sign-key {source} is locked with a password",
+            hint="unlock it into a file that this user alone may read: openssl pkey -in LOCKED -out KEY",
+        ) from None
+    except Exception:  # noqa: BLE001 - whatever the library says of a secret is not repeated
+        raise UsageError(f"--sign-key {source} holds no private key in PEM", hint=TO_MAKE_KEYS) from None
+    if not isinstance(key, private):
+        raise UsageError(f"--sign-key {source} is not an Ed25519 key, but {_kind(key)}", hint=TO_MAKE_KEYS)
+    return key
+
+
+def _secret(source: str) -> bytes:
+    name = source.removeprefix("env:")
+    if name != source:
+        if not (text := os.environ.get(name, "")):
+            raise UsageError(f"--sign-key {source}: there is no such variable", hint=TO_MAKE_KEYS)
+        return text.encode()
+    path = Path(source)
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        content = read_regular(path, _LONGEST_KEYS)
+    except OSError as error:
+        raise UsageError(
+            f"--sign-key {source} cannot be read", cause=error.strerror or str(error), hint=TO_MAKE_KEYS
+        ) from None
+    if mode & 0o027:
+        raise UsageError(
+            f"--sign-key {source} has mode {mode:04o}: others than its owner and group may use it",
+            hint=f"chmod 600 {quoted(source)}, and replace the key if others had access: it publishes models",
+        )
+    return content
+
+
+_public: Unchanged[Mapping[str, Ed25519PublicKey]] = Unchanged()
+
+
+def _public_keys(path: Path) -> Mapping[str, Ed25519PublicKey]:
+    serialization, _, public = _library()
+    hint = f"it holds public keys in PEM: openssl pkey -in KEY -pubout -out {quoted(path)}"
+    try:
+        content = read_regular(path, _LONGEST_KEYS)
+    except OSError as error:
+        raise UsageError(
+            f"--trust {path} cannot be read", cause=error.strerror or str(error), hint=hint
+        ) from None
+    found = {}
+    for block in _PEM.finditer(content):
+        if block[1] != b"PUBLIC KEY":
+            what = block[1].decode("ascii").lower()
+            raise UsageError(f"--trust {path} holds a block {what!r}, which readers must not have", hint=hint)
+        try:
+            key = serialization.load_pem_public_key(block[0])
+        except Exception as error:  # noqa: BLE001 - the library has a dozen kinds
+            raise UsageError(
+                f"--trust {path} holds a key that cannot be read", cause=str(error), hint=hint
+            ) from None
+        if not isinstance(key, public):
+            raise UsageError(f"--trust {path} holds a key that is not Ed25519, but {_kind(key)}", hint=hint)
+        found[_id_of(key)] = key
+    if not found:
+        raise UsageError(f"--trust {path} holds no public key", hint=hint)
+    return found
+
+
+def _kind(key: object) -> str:
+    return re.sub(r"^_|(Private|Public)Key$", "", type(key).__name__)
+
+
+def _id_of(key: Ed25519PublicKey) -> str:
+    serialization, _, _ = _library()
+    der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(der).hexdigest()[:32]
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return "the keys " + ", ".join(sorted(keys))
+
+
+def _library() -> tuple[Any, type[Ed25519PrivateKey], type[Ed25519PublicKey]]:
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError:
+        raise UsageError(
+            "signatures need the library cryptography, which is not installed", hint=to_install("signing")
+        ) from None
+    return serialization, ed25519.Ed25519PrivateKey, ed25519.Ed25519PublicKey

@@ -1,0 +1,96 @@
+"""Events of what became true of a model: it is held, a base is wanted, its publisher is silent, ...
+
+Findings say how everything stands now; an event says once that it began. A finding counts when two looks in
+a row have it, so that what passes by itself wakes nobody. An agent that starts tells what it finds, too:
+whoever was to be told may have missed it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from msgspec import Struct
+
+from exporter.publish.judge import Code, Finding
+from serving.agent.journal import AgentEvent, EventKind, Journal
+from serving.agent.standing import assess
+from serving.agent.view import FleetView, ModelView
+
+_KINDS = {
+    Code.ROLLED_BACK: EventKind.ROLLED_BACK,
+    Code.PUBLICATIONS_HELD: EventKind.HELD,
+    Code.HELD: EventKind.HELD,
+    Code.HOLD_UNREADABLE: EventKind.HELD,
+    Code.PUBLISHER_SILENT: EventKind.SILENT,
+    Code.DAMAGED: EventKind.DAMAGED,
+    Code.BASE_WANTED: EventKind.BASE_WANTED,
+}
+
+
+_HEARD_S = 60.0
+"""For how long an event of somebody else counts as that of a finding, which is seen a moment later."""
+
+
+class _Key(Struct, frozen=True):
+    """What makes two findings of a kind the same one."""
+
+    model: str
+    what: EventKind
+    about: int | str | None
+
+
+class Changes:
+    """Compares the findings of each look with those of the look before, and writes events of new ones."""
+
+    def __init__(self, journal: Journal, fresh_within_s: float) -> None:
+        self._journal = journal
+        self._fresh_within_s = fresh_within_s
+        self._before: frozenset[_Key] = frozenset()
+        self._told: frozenset[_Key] = frozenset()
+        self._heard: dict[_Key, float] = {}
+        journal.read_by(self._hear)
+
+    def look(self, view: FleetView) -> None:
+        """Write an event of each finding that was there at the last look, too, and is not told yet."""
+        models = {model.name: model for model in view.models}
+        found = {
+            _Key(each.model, kind, _about(kind, models[each.model], each)): each
+            for each in assess(view, self._fresh_within_s).findings
+            if (kind := _KINDS.get(each.code)) is not None
+        }
+        self._told &= found.keys()
+        for key, finding in found.items():
+            if key in self._before and key not in self._told:
+                self._told |= {key}
+                if time.monotonic() - self._heard.get(key, -math.inf) < _HEARD_S:
+                    continue
+                position = key.about if isinstance(key.about, int) else None
+                self._journal.write(
+                    AgentEvent(
+                        key.what,
+                        finding.text,
+                        key.model,
+                        position=position,
+                        why=finding.why,
+                        command=finding.command,
+                    )
+                )
+        self._before = frozenset(found)
+
+    def _hear(self, event: AgentEvent) -> None:
+        """A canary's rollback is told by the canary, which knows of it first."""
+        if event.what is EventKind.ROLLED_BACK:
+            self._heard[_Key(event.model, event.what, event.position)] = time.monotonic()
+
+
+def _about(kind: EventKind, model: ModelView, finding: Finding) -> int | str | None:
+    match kind:
+        case EventKind.ROLLED_BACK:
+            return None if model.rollback is None else model.rollback.back_to
+        case EventKind.HELD:
+            return model.hold
+        case EventKind.DAMAGED:
+            return finding.text
+        case _:
+            return None

@@ -1,0 +1,158 @@
+"""The last hour of a model as lines and bars: paths for SVGs of the status page, drawn without a script.
+
+Published positions, rows and bytes come from what is published, so that an agent that has just started has
+them; what was served, and how far behind, from samples that it took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timedelta
+
+from msgspec import Struct
+
+from exporter.publish.model import Published
+
+SPAN_S = 3600.0
+WIDTH, HEIGHT = 720, 56
+_EDGE = 3
+_LEAST_BAR = 1.5
+
+
+class Hour(Struct, frozen=True):
+    """What was served at one time: the lowest and the highest position, and for how long a publication had
+    been lacking. None where that was not known.
+    """
+
+    at: datetime
+    lowest: int | None
+    highest: int | None
+    stale_s: float | None
+
+
+class Mark(Struct, frozen=True):
+    """Something that happened at one time: `kind` is `rollback` or `swap`."""
+
+    kind: str
+    x: float
+    text: str
+
+
+class Panel(Struct, frozen=True):
+    """A part of the chart: `lines` are (class, path); `least` and `most` are the values at its edges."""
+
+    title: str
+    lines: tuple[tuple[str, str], ...]
+    least: str
+    most: str
+
+
+class Chart(Struct, frozen=True):
+    """The panels, one below the other, and what is marked in all of them."""
+
+    panels: tuple[Panel, ...]
+    marks: tuple[Mark, ...]
+    width: int = WIDTH
+    height: int = HEIGHT
+
+
+def chart(
+    now: datetime,
+    published: Sequence[Published],
+    samples: Sequence[Hour],
+    swaps: Iterable[tuple[datetime, str]],
+    seconds: Callable[[float], str],
+    size: Callable[[float], str],
+) -> Chart | None:
+    """The chart of the hour before `now`; None if nothing is known of it.
+
+    Args:
+        now: the time at its right edge.
+        published: all publications, by time.
+        samples: what was served, by time.
+        swaps: when a replica began to serve another version, and what to say of it.
+        seconds: writes a duration.
+        size: writes a number of bytes.
+    """
+    began = now - timedelta(seconds=SPAN_S)
+    recent = [one for one in published if one.created >= began]
+    taken = [one for one in samples if one.at >= began]
+    if not recent and not taken:
+        return None
+
+    def x(at: datetime) -> float:
+        return round(WIDTH * max(0.0, min(1.0, (at - began).total_seconds() / SPAN_S)), 1)
+
+    steps = [(x(one.created), float(one.position)) for one in recent]
+    before = max((one.position for one in published if one.created < began), default=None)
+    if before is not None:
+        steps.insert(0, (0.0, float(before)))
+    if steps:
+        steps.append((float(WIDTH), steps[-1][1]))
+    lowest = [(x(one.at), None if one.lowest is None else float(one.lowest)) for one in taken]
+    highest = [(x(one.at), None if one.highest is None else float(one.highest)) for one in taken]
+    known = [value for _, value in [*steps, *lowest, *highest] if value is not None]
+    least, most = min(known, default=0.0), max(known, default=0.0)
+    panels = [
+        Panel(
+            "Position",
+            (
+                ("published", _line(steps, least, most, is_step=True)),
+                ("served", _line(highest, least, most)),
+                ("served", _line(lowest, least, most)),
+            ),
+            f"{least:.0f}",
+            f"{most:.0f}",
+        )
+    ]
+    stale = [(x(one.at), one.stale_s) for one in taken]
+    worst = max((value for _, value in stale if value is not None), default=0.0)
+    lines = (("stale", _line(stale, 0.0, max(1.0, worst))),)
+    panels.append(Panel("Behind", lines, "0 s", seconds(worst) if worst else "never"))
+    for title, values, write in (
+        ("Rows a delta", [(x(one.created), one.rows) for one in recent], lambda value: f"{value:,.0f}"),
+        ("Bytes a delta", [(x(one.created), one.bytes_) for one in recent], size),
+    ):
+        heights = [(at, float(value)) for at, value in values if value is not None]
+        if heights:
+            top = max(value for _, value in heights)
+            panels.append(Panel(title, (("bar", _bars(heights, top)),), "0", write(top)))
+    marks = [
+        Mark("rollback", x(one.created), f"rollback at {one.position}") for one in recent if one.is_rollback
+    ]
+    marks += [Mark("swap", x(at), text) for at, text in swaps if at >= began]
+    return Chart(tuple(panels), tuple(marks))
+
+
+def _height(value: float, least: float, most: float) -> float:
+    part = 0.5 if most == least else (value - least) / (most - least)
+    return round(HEIGHT - _EDGE - (HEIGHT - 2 * _EDGE) * part, 1)
+
+
+def _line(
+    points: Sequence[tuple[float, float | None]], least: float, most: float, *, is_step: bool = False
+) -> str:
+    """The path of a line; None leaves a gap, and points inside level lines are left out."""
+    found, pen, before = [], "M", None
+    for index, (at, value) in enumerate(points):
+        if value is None:
+            pen, before = "M", None
+            continue
+        height = _height(value, least, most)
+        if is_step and before is not None and height != before:
+            found.append(f"L{at:g} {before:g}")
+        following = points[index + 1][1] if index + 1 < len(points) else None
+        is_level = before == height and following is not None and _height(following, least, most) == height
+        if pen == "M" or not is_level:
+            found.append(f"{pen}{at:g} {height:g}")
+        pen, before = "L", height
+    return "".join(found)
+
+
+def _bars(points: Sequence[tuple[float, float]], top: float) -> str:
+    """The path of a bar for each value, from the lower edge; one of a small value can still be seen."""
+    full = HEIGHT - _EDGE
+    heights = (
+        (at, max(_LEAST_BAR, (full - _EDGE) * value / top) if top else _LEAST_BAR) for at, value in points
+    )
+    return "".join(f"M{at:g} {full}V{full - height:.1f}" for at, height in heights)

@@ -1,0 +1,158 @@
+"""`--on-event`: run a person's command for events that somebody should know of.
+
+The agent never waits for it: events stand in a queue of which a thread takes one at a time. A command that
+takes too long is ended with all that it has started. It inherits only what a program needs to be found and to
+speak (`PATH`, `HOME`, the locale), so that no credential of the agent reaches it; what it needs itself, it
+reads from a file. Some of what is known of an event was written by others: it is passed as variables and on
+stdin, never as part of a command line.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shlex
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from msgspec import to_builtins
+from msgspec.structs import asdict
+
+from exporter.errors import UsageError
+from exporter.terminal.output import FORMAT_VERSION, as_json
+from serving.agent.journal import AgentEvent, EventKind
+
+KINDS = (
+    EventKind.ROLLED_BACK,
+    EventKind.HELD,
+    EventKind.BASE_WANTED,
+    EventKind.SILENT,
+    EventKind.DAMAGED,
+)
+_INHERITED = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "SHELL")
+_WAITING = 64
+_LONGEST_VALUE = 4096
+_LOOK_S, _GRACE_S = 0.05, 2.0
+"""How often a command is looked at, and its time to end after SIGTERM, before SIGKILL."""
+
+
+def parse_command(text: str) -> tuple[str, ...]:
+    """The words of `--on-event`, the first of them a program that is there.
+
+    UsageError for a text that is no command line, or names no program.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(
+            f"--on-event {text} is no command", cause=str(error), hint="quote it as a shell would"
+        ) from error
+    if not words or shutil.which(words[0]) is None:
+        found = f"there is no program {words[0]!r}" if words else "it is empty"
+        raise UsageError(
+            "--on-event names no program that can be run",
+            cause=found,
+            hint="name a program; for a line of a shell: --on-event \"sh -c 'LINE'\"",
+        )
+    return tuple(words)
+
+
+class EventCommand:
+    """Runs a command for each event of `KINDS`, one at a time; other events pass.
+
+    `fail` is told of a command that failed, was ended, or was not run.
+    """
+
+    def __init__(self, command: Sequence[str], deadline_s: float, fail: Callable[[str], None]) -> None:
+        self._command = command
+        self._deadline_s = deadline_s
+        self._fail = fail
+        self._waiting: queue.Queue[AgentEvent | None] = queue.Queue(_WAITING)
+        self._dropped = 0
+        self._stop = threading.Event()
+
+    def __call__(self, event: AgentEvent) -> None:
+        """Put an event into the queue; one that finds it full is dropped, and counted."""
+        if event.what in KINDS:
+            try:
+                self._waiting.put_nowait(event)
+            except queue.Full:
+                self._dropped += 1
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run commands inside the block; at its end the one in progress is ended, and no other begins."""
+        thread = threading.Thread(target=self._follow, name="on-event", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            with suppress(queue.Full):  # a thread that has events to take sees that it is to stop
+                self._waiting.put_nowait(None)
+            thread.join(2 * _GRACE_S)
+
+    def _follow(self) -> None:
+        while (event := self._waiting.get()) is not None and not self._stop.is_set():
+            if why := self._run(event):
+                self._fail(f"--on-event for {event.what} of {event.model}: {why}")
+            if dropped := self._dropped:
+                self._dropped = 0
+                self._fail(f"--on-event was not run for {dropped} events: {_WAITING} waited already")
+
+    def _run(self, event: AgentEvent) -> str:
+        """Run the command for an event; why that failed, empty if it did not."""
+        try:
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=2,  # standard output is the agent's own, perhaps one of JSON
+                env=environment(event),
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"it cannot be run: {error.strerror}"
+        document = as_json({"format_version": FORMAT_VERSION, **asdict(event)})
+        threading.Thread(target=_give, args=(process, f"{document}\n".encode()), daemon=True).start()
+        until = time.monotonic() + self._deadline_s
+        while (code := process.poll()) is None and time.monotonic() < until and not self._stop.wait(_LOOK_S):
+            pass
+        if code is None:
+            _end(process)
+            return "" if self._stop.is_set() else f"it was ended after {self._deadline_s:g} s"
+        return f"it ended with exit code {code}" if code else ""
+
+
+def environment(event: AgentEvent) -> dict[str, str]:
+    """The variables of a command: few of the agent's own, and `EVENT_WHAT`, `EVENT_MODEL`, ..."""
+    values = {name: value for name, value in to_builtins(event).items() if value not in (None, "")}
+    told = {f"EVENT_{name.upper()}": _variable(str(value)) for name, value in values.items()}
+    return {name: os.environ[name] for name in _INHERITED if name in os.environ} | told
+
+
+def _variable(text: str) -> str:
+    """A text as a variable can hold it."""
+    return text.replace("\0", "").encode(errors="replace").decode()[:_LONGEST_VALUE]
+
+
+def _give(process: subprocess.Popen[bytes], document: bytes) -> None:
+    """Write a document to a command that may not read it."""
+    assert process.stdin is not None
+    with suppress(OSError), process.stdin:
+        process.stdin.write(document)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a command, and all that it has started and not put into a session of its own."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

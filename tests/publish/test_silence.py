@@ -1,0 +1,98 @@
+"""A publisher that is silent for longer than it usually is: what is usual, and who says so."""
+
+from __future__ import annotations
+
+import random
+from datetime import datetime, timedelta, timezone
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+
+from exporter.publish.habit import longest_silence_s
+from exporter.publish.judge import Code, Habit, Level, Silence
+from exporter.publish.model import Model
+from serving.agent.standing import assess
+from tests.support.commands import export_model
+from tests.support.logs import Serving, Trainer, publish_base
+from tests.support.status_pages import fleet, model, two
+
+BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+
+def times(*intervals: float) -> list[datetime]:
+    return [BEGAN + timedelta(seconds=at) for at in accumulate(intervals, initial=0.0)]
+
+
+def test_a_habit_takes_samples() -> None:
+    assert longest_silence_s([]) is None
+    assert longest_silence_s(times(*[300] * 7)) is None
+    assert longest_silence_s(times(*[300] * 8)) == 900
+    assert longest_silence_s(times(*[1] * 30)) == 60, "a second's silence is none"
+    assert longest_silence_s([BEGAN] * 30) is None
+
+
+def test_a_pause_is_no_habit_and_one_that_comes_again_and_again_is() -> None:
+    assert longest_silence_s(times(*[300] * 30, 86_400, *[300] * 30)) == 900, "a day of maintenance"
+    bursts = [*[5] * 9, 3600] * 6
+    assert longest_silence_s(times(*bursts)) == 3 * 3600, "ten at once each hour"
+
+
+def test_the_order_of_times_does_not_matter_and_only_the_newest_count() -> None:
+    found = times(*[3600] * 50, *[60] * 70)
+    random.Random(1).shuffle(found)
+    assert longest_silence_s(found) == 180
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """A model that is published every five minutes, by its manifests."""
+    trainer = Trainer(tmp_path / "train", parts=3)
+    trainer.save()
+    publish_base(trainer, Serving(parts=2, cast=True), tmp_path / "ranker")
+    for step in range(20, 120, 10):
+        trainer.train()
+        trainer.step = step
+        trainer.increment()
+        done = export_model("--ckpt-dir", tmp_path / "train", "--out", tmp_path / "ranker", "--incr")
+        assert done.code == 0, done.err
+    backdate(tmp_path / "ranker")
+    return tmp_path / "ranker"
+
+
+def backdate(model: Path) -> None:
+    now = datetime.now(timezone.utc).replace(microsecond=0)
+    for manifest in [*model.glob("*/manifest.json"), *model.glob("deltas/*/*/manifest.json")]:
+        position = int(manifest.parent.name.rpartition("-")[2])
+        created = now - timedelta(hours=2) - timedelta(seconds=30 * (120 - position))
+        old = next(line for line in manifest.read_text().splitlines() if '"created"' in line)
+        new = f' "created": "{created.isoformat().replace("+00:00", ".000000Z")}",'
+        manifest.write_text(manifest.read_text().replace(old, new))
+
+
+def test_a_silent_publisher_is_a_finding_of_page_and_doctor(published: Path) -> None:
+    now = datetime.now(timezone.utc)
+    found = Habit.of(Model.read(published)).silence(now)
+    assert found.longest_s == pytest.approx(900)
+    assert found.seconds == pytest.approx(7800 - 300, abs=60)
+    assert found.is_too_long
+    assert not Habit.of(Model.read(published)).silence(now, expected_s=86_400.0).is_too_long, (
+        "who says so knows better"
+    )
+
+    doctor = export_model("doctor", published, "--json")
+    (told,) = (each for each in doctor.document["findings"] if each["check"] == "publisher")
+    assert (doctor.code, told["code"], told["level"]) == (0, "publisher-silent", "warning")
+    assert told["message"] == "nothing was published for 2 h"
+    assert told["command"].startswith(f"export-model doctor {published} --ckpt-dir ")
+
+    view = fleet(model(*two(), path=str(published), silence=found))
+    (finding,) = assess(view, 30.0).findings
+    assert (finding.code, finding.level) == (Code.PUBLISHER_SILENT, Level.WARNING)
+    assert not assess(fleet(model(*two(), silence=Silence(10.0, 900.0))), 30.0).findings
+
+
+def test_what_cannot_be_read_is_not_called_silent(published: Path) -> None:
+    before = Model.read(published)
+    published.rename(published.with_name("away"))
+    assert Habit.of(Model.look(published, before)).silence(datetime.now(timezone.utc)) == Silence(None, None)
