@@ -18,6 +18,7 @@ from exporter.checkpoint.bundle_writer import index_path
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.checkpoint.trainers import recognise
 from exporter.storage.layout import (
+    ORBAX_FILES,
     SAVED_MODEL_FILES,
     VARIABLES_DIRECTORY,
     VARIABLES_NAME,
@@ -27,9 +28,6 @@ from exporter.storage.layout import (
 
 # Behind a prefix: which shard of how many, or, in a pattern, each of them.
 V1_SHARD = re.compile(r"-([0-9]{5}|\?{5})-of-[0-9]{5}$")
-
-# Of a directory that Orbax wrote, one of these is a file.
-OF_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 
 
 class Family(Protocol):
@@ -117,7 +115,7 @@ class _Orbax:
 
     def matches(self, path: Path) -> bool:
         with suppress(OSError, ValueError):
-            if any((path / name).is_file() for name in OF_ORBAX):
+            if any((path / name).is_file() for name in ORBAX_FILES):
                 from exporter.checkpoint.orbax import is_orbax
 
                 return is_orbax(path)

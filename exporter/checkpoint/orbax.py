@@ -31,7 +31,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog, TensorRef
-from exporter.checkpoint.families import OF_ORBAX
 from exporter.checkpoint.file_range import FileRange
 from exporter.checkpoint.library import Reading, library
 from exporter.checkpoint.tensor_values import read_step
@@ -46,10 +45,11 @@ from exporter.errors import (
 )
 from exporter.storage import mirror
 from exporter.storage.files import open_regular, read_regular
+from exporter.storage.layout import ORBAX_FILES
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import DocumentError, Text, decode
 
-_STEP, _TREE, _STORE = OF_ORBAX
+_STEP, _TREE, _STORE = ORBAX_FILES
 _COMMITTED = "commit_success.txt"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _CONFIG = ("model_config", "_strings.json")
