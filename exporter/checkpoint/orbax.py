@@ -45,7 +45,7 @@ from exporter.errors import (
 )
 from exporter.storage import mirror
 from exporter.storage.files import open_regular, read_regular
-from exporter.storage.layout import ORBAX_FILES
+from exporter.storage.layout import ASSETS_DIRECTORY, ORBAX_FILES
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import DocumentError, Text, decode
 
@@ -169,7 +169,7 @@ def config_of(path: Path) -> str | None:
     CorruptFile if it is none.
     """
     file = path.joinpath(*_CONFIG)
-    if not file.is_file() or (path / "assets").exists():
+    if not file.is_file() or (path / ASSETS_DIRECTORY).exists():
         return None
     try:
         content = read_regular(file, _MAX_TREE_BYTES)
