@@ -266,6 +266,14 @@ class DeltaDtype(StrEnum):
     INT8 = "int8"
 
 
+class OnWild(StrEnum):
+    """What is done about rows beyond `--max-norm`: refuse all, keep the served rows, or send and warn."""
+
+    REFUSE = "refuse"
+    HOLD_ROW = "hold-row"
+    WARN = "warn"
+
+
 class EngineName(StrEnum):
     """The engine that runs the tasks of a job: threads here, or one of the user's; see `exporter.jobs`."""
 
@@ -303,15 +311,57 @@ DEFAULT_TASK_BYTES = 64 << 20
 """What a task reads: a second's work for a slow disk, and a million of them for 64 TB."""
 
 _SERVER = re.compile(r"([0-9]{1,3})\.([0-9]{1,3})([.-]?[0-9a-z]+){0,3}")
-_SIZE = re.compile(r"([1-9][0-9]{0,9})(B|KiB|MiB|GiB)", re.IGNORECASE)
-_UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_SIZE = re.compile(r"([1-9][0-9]{0,9})(B|KB|MB|GB|KiB|MiB|GiB)", re.IGNORECASE)
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
-def _size(option: str, text: str) -> int:
+def _size(option: str, text: str, example: str = "--task-size 256MiB") -> int:
     size = _SIZE.fullmatch(text)
     if size is None:
-        raise UsageError(f"{option} {text!r} is not a size", hint="as in --task-size 256MiB")
+        raise UsageError(f"{option} {text!r} is not a size", hint=f"as in {example}")
     return int(size[1]) * _UNITS[size[2].lower()]
+
+
+class DeltaBudget(Struct, frozen=True):
+    """The bytes that a delta may hold or, if it is a rate, those of each second."""
+
+    size: int
+    is_rate: bool = False
+
+    @classmethod
+    def parse(cls, option: str, text: str) -> "DeltaBudget":
+        """The budget that a text as `64MiB` or `1MB/s` names; UsageError for another text."""
+        size = text.removesuffix("/s")
+        return cls(_size(option, size, "--delta-budget 64MiB, or 1MB/s"), size != text)
+
+
+def _budget(option: str, text: str) -> str:
+    DeltaBudget.parse(option, text)
+    return text
+
+
+class NormRule(Struct, frozen=True):
+    """The largest norm of rows of the tables whose whole name matches; None: learned from the base."""
+
+    pattern: re.Pattern[str]
+    bound: float | None
+
+    @classmethod
+    def parse(cls, option: str, text: str) -> "NormRule":
+        """The rule in `auto`, `100` or `PATTERN=100`; UsageError for another text."""
+        pattern, _, number = text.rpartition("=")
+        try:
+            bound = None if number == "auto" else float(number)
+            if bound is not None and not 0 < bound < math.inf:
+                raise ValueError("a bound is positive and finite")
+            return cls(re.compile(pattern or ".*"), bound)
+        except (ValueError, re.error) as error:
+            hint = "as in --max-norm auto, --max-norm 100 or --max-norm 'embedding.*=100'"
+            raise UsageError(f"{option} {text!r} names no bound", cause=str(error), hint=hint) from error
+
+    def is_for(self, variable: str) -> bool:
+        """True if a variable is of such a table: it may be a part of one."""
+        return self.pattern.fullmatch(variable.partition("[")[0]) is not None
 
 
 def _path_or_url(option: str, text: str) -> str:
@@ -722,6 +772,37 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
             goes_with="--incr",
         ),
     ] = None
+    delta_budget: Annotated[
+        str | None,
+        _deltas(
+            "With --incr: send the rows that changed most, up to this size a delta, or rate.",
+            metavar="SIZE|SIZE/s",
+            goes_with="--incr",
+            parse=_budget,
+        ),
+    ] = None
+    max_row_age: Annotated[
+        float | None,
+        _deltas(
+            "Send each row that was held back after this time, whatever the budget.",
+            metavar="SECONDS",
+            least=0.0,
+            goes_with="--delta-budget or --min-change",
+        ),
+    ] = None
+    max_norm: Annotated[
+        tuple[str, ...],
+        _deltas(
+            "With --incr: look for table rows of a larger Euclidean norm. Repeatable.",
+            metavar="auto|X|PATTERN=X",
+            goes_with="--incr",
+        ),
+    ] = ()
+    """`auto` learns a bound for each table from the base."""
+    on_wild: Annotated[
+        OnWild,
+        _deltas("What to do with rows beyond --max-norm.", goes_with="--max-norm"),
+    ] = OnWild.WARN
     check_graph: Annotated[
         bool,
         _deltas("With --incr: build the graph again and compare it with the base's.", goes_with="--incr"),
@@ -768,6 +849,14 @@ class ExportRequest(ExportOptions, frozen=True, metaclass=Checked):
         if not math.isfinite(self.min_change):
             raise UsageError(
                 f"--min-change {self.min_change} is not a distance", hint="as in --min-change 0.001"
+            )
+        if self.delta_budget is not None:
+            DeltaBudget.parse("--delta-budget", self.delta_budget)
+        for text in self.max_norm:
+            NormRule.parse("--max-norm", text)
+        if self.max_row_age is not None and not math.isfinite(self.max_row_age):
+            raise UsageError(
+                f"--max-row-age {self.max_row_age} is not a time", hint="as in --max-row-age 600"
             )
         modules = tuple(local_name("--custom-objects", name) for name in self.custom_objects)
         force_setattr(self, "custom_objects", modules)
@@ -846,6 +935,15 @@ def require_local(request: ExportRequest) -> None:
     local_path("--out", request.out)
 
 
+_OF_DELTAS = {
+    "min_change",
+    "delta_dtype",
+    "delta_budget",
+    "max_row_age",
+    "max_norm",
+    "on_wild",
+    "check_graph",
+}
 _FOR_DELTAS = "export(request, save_incr_model=True), or export_incremental(request)"
 
 
@@ -853,10 +951,10 @@ def require_exact(request: ExportRequest, hint: str = _FOR_DELTAS) -> None:
     """Refuse options of deltas where a version is asked for.
 
     Raises:
-        UsageError: `min_change`, `delta_dtype` or `check_graph` is set: a version is exact, and its own.
+        UsageError: `min_change`, `check_graph` or the like is set: a version is exact, and its own.
     """
-    if request.min_change or request.delta_dtype or request.check_graph:
-        raise UsageError(
-            "min_change, delta_dtype and check_graph are for deltas, a version is exact",
-            hint=hint,
-        )
+    given = [
+        one.path[0] for one in declared(ExportRequest) if one.path[0] in _OF_DELTAS and one.is_given(request)
+    ]
+    if given:
+        raise UsageError(f"{', '.join(given)}: such options are for deltas, a version is exact", hint=hint)

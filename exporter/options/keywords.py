@@ -15,6 +15,7 @@ from exporter.options import (
     ExportFormat,
     Isolation,
     Jobs,
+    OnWild,
     Signing,
     Updates,
     Verify,
@@ -151,6 +152,14 @@ class ExportKeywords(TypedDict, total=False):
     """For deltas: hold back rows that moved less than X (Euclidean norm) since their publication."""
     delta_dtype: DeltaDtype | Literal["bfloat16", "int8"] | None
     """For deltas: send table rows as bfloat16 or int8; reports the largest error."""
+    delta_budget: str | None
+    """For deltas: send the rows that changed most, up to this size a delta, or rate."""
+    max_row_age: float | None
+    """Send each row that was held back after this time, whatever the budget."""
+    max_norm: Sequence[str]
+    """For deltas: look for table rows of a larger Euclidean norm."""
+    on_wild: OnWild | Literal["refuse", "hold-row", "warn"]
+    """What to do with rows beyond max_norm."""
     check_graph: bool
     """For deltas: build the graph again and compare it with the base's."""
     jobs: Jobs

@@ -3,7 +3,7 @@
 <model>/<position>/                       a base; its manifest names log, schema and mapping
 <model>/deltas/<log>/<from>-<to>/         deltas; names that are no delta's, files and links are ignored
 <model>/deltas/<log>/hold                 a position that `up_to = -1` does not pass
-<model>/deltas/<log>/.state/              caches of the exporter, see `row_hashes`, `tolerance` and `snapshot`
+<model>/deltas/<log>/.state/              caches of the exporter, see `row_hashes`, `residual` and `snapshot`
                                           of `exporter.delta`
 """
 

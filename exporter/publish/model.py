@@ -21,6 +21,7 @@ from pathlib import Path
 from msgspec import Struct, field
 from msgspec.structs import astuple, replace
 
+from exporter.delta.deviation import Budgeted, LeftOut, WildRows
 from exporter.delta.spans import Position, Span, furthest
 from exporter.errors import (
     ExportError,
@@ -106,6 +107,12 @@ class Event(Struct, frozen=True):
     """What is wrong with it; empty if nothing is."""
     event_time: datetime | None = None
     """When the newest event happened that its values were trained on."""
+    left_out: LeftOut | None = None
+    """Rows that are held back, and how far what is served stays behind."""
+    budget: Budgeted | None = None
+    """How a delta used its budget."""
+    wild: tuple[WildRows, ...] = ()
+    """Rows of it that are beyond `--max-norm`, by table."""
     changes: tuple[VariableChange, ...] | None = None
     """What a delta changed, with `--changes`; null if that was not asked for, or cannot be read."""
 
@@ -588,6 +595,7 @@ def _event(what: PublicationKind, path: Path, manifest: Manifest) -> Event:
         from_position=manifest.from_position,
         checkpoint=manifest.source.checkpoint,
         event_time=None if manifest.incremental is None else manifest.incremental.trained.newest_event,
+        left_out=None if manifest.incremental is None else manifest.incremental.trained.left_out,
     )
 
 
@@ -635,6 +643,8 @@ def _delta(delta: LogDelta) -> Event:
         parts=entry.parts,
         back_to=entry.back_to,
         reason=entry.reason or "",
+        budget=entry.budget,
+        wild=entry.wild,
     )
 
 

@@ -143,7 +143,7 @@ def made_over_this(name: str, packages: tuple[str, ...]) -> Path | None:
         (site,) = directory.glob("lib/python*/site-packages")
         here = [entry for entry in sys.path if entry.endswith("-packages")]
         (site / "below.pth").write_text("\n".join([str(ROOT), *here]) + "\n")
-        pip = [directory / "bin/python", "-m", "pip", "install", "-q", "--no-deps", *packages]
+        pip = [str(directory / "bin/python"), "-m", "pip", "install", "-q", "--no-deps", *packages]
         return subprocess.run(pip, cwd="/", check=False).returncode == 0
 
     return made_once(name, make)
