@@ -101,10 +101,18 @@ class OrbaxValues(Struct, frozen=True):
         size = math.prod(self.shape) * self.dtype.numpy.itemsize
         if not size:
             return
-        with library(self.item.reading(self.box_bytes)) as process:
-            for data in process.values(self.path, size):
-                yield np.frombuffer(data, self.dtype.numpy)
-        with self.item.mark.open():  # another step under its name would have files of the same names
+        try:
+            with library(self.item.reading(self.box_bytes)) as process:
+                for data in process.values(self.path, size):
+                    yield np.frombuffer(data, self.dtype.numpy)
+        except CheckpointError:
+            self._require_unchanged()
+            raise
+        self._require_unchanged()
+
+    def _require_unchanged(self) -> None:
+        # another step under its name has files of the same names
+        with self.item.mark.open():
             pass
 
 
