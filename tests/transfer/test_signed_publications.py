@@ -521,12 +521,15 @@ def test_caches_in_a_store_are_not_believed(attack: Attack, url: str) -> None:
     attack.put(f"{LOG}/.state/hashes", (attack.copy.parent / "forged" / "hashes").read_bytes())
     attack.put(f"{LOG}/.state/held-back-30-forged.index", b"")
     with opened(url, signing=key) as target:
-        assert not [*target.path.rglob(".state/*")]
+        shown = [*target.path.rglob(".state/*")]
         at = partial(request, attack.machine.trainer, target.path)
         target.carry(lambda: export_incremental(at()))
+        assert attack.pull() == set()
+        assert_same_bits(values_at(read_log(attack.copy)), served_now(attack.machine.trainer, Serving()))
         full_checkpoint(attack, 50)
         target.carry(lambda: export_incremental(at()))
         assert [path.name for path in target.path.rglob(".state/hashes")] == ["hashes"], "a watch has its own"
+    assert not shown
     assert attack.pull() == set()
     assert_same_bits(values_at(read_log(attack.copy)), served_now(attack.machine.trainer, Serving()))
 
