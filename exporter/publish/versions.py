@@ -416,6 +416,11 @@ def signer_of(model: Path) -> Signer | None:
     return _keys_of(os.path.abspath(model)).signer if _in_force else None  # noqa: PTH100
 
 
+def is_trusting(model: Path) -> bool:
+    """True if what lies under a base path is taken from trusted keys alone: others may write there."""
+    return bool(_in_force) and _keys_of(os.path.abspath(model)).trust is not None  # noqa: PTH100
+
+
 def require_signer(model: Path, newest: Manifest) -> None:
     """Refuse to publish without a key what follows a signed publication, unless that is asked for.
 

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from exporter.errors import CheckpointChanged, ExportError, NothingChanged, PositionMoved, PublishError
 from exporter.jobs.runner import StoredJob, remove_abandoned
-from exporter.publish.versions import trust_of
+from exporter.publish.versions import is_trusting
 from exporter.storage import mirror
 from exporter.storage.files import below, make_directories, remove_tree, writing
 from exporter.storage.layout import (
@@ -204,13 +204,9 @@ class RemoteModel:
         longer where they put it.
         """
         if _is_cache(name):
-            return not self._is_trusting
+            return not is_trusting(self.path)
         found = path_of(name)
         return found in stored.manifests and not (found in ours and self._mirror.is_made_here(name))
-
-    @property
-    def _is_trusting(self) -> bool:
-        return trust_of(self.path / "version") is not None
 
     def _is_own(self, name: str, each: RemoteObject) -> bool:
         """True if an object is the manifest of what was published here."""
@@ -271,7 +267,7 @@ class RemoteModel:
 
     def _put_caches_of_next(self) -> None:
         """Upload, before a delta is published, the caches by which the next one is made."""
-        for prefix in () if self._is_trusting else _WITH_STATE:
+        for prefix in () if is_trusting(self.path) else _WITH_STATE:
             for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{CACHES_DIRECTORY}/{prefix}*"):
                 name = path.relative_to(self.path).as_posix()
                 if name not in self._stored.objects:
@@ -285,7 +281,7 @@ class RemoteModel:
         with suppress(ExportError):
             for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{HASHES_DIRECTORY}"):
                 name = path.relative_to(self.path).as_posix()
-                if not (self._is_trusting or self._mirror.has(name)):
+                if not (is_trusting(self.path) or self._mirror.has(name)):
                     self._store.upload(self.url.key(name), path)
             old = [
                 name for name in self._stored.objects if _is_cache(name) and not (self.path / name).exists()

@@ -15,7 +15,8 @@ import pytest
 from exporter import api
 from exporter.delta.row_hashes import BlockHasher, HashIndex, write_index
 from exporter.errors import ExportError, ManifestError, NotTrusted, UsageError, VerificationError
-from exporter.options import Signing, Trusting
+from exporter.jobs import execute, runner
+from exporter.options import EngineName, Jobs, Signing, Trusting
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.log_maintenance import merge, resume, rollback
 from exporter.pipeline.rebase import rebase
@@ -346,6 +347,20 @@ def test_models_whose_deltas_others_wrote_are_followed_to_the_last_trusted_one(
         assert str(model / delta(10, 30)) in found.untrusted[0].message
 
 
+@pytest.mark.parametrize("lost", ["manifest.json", "delta.index"])
+def test_deltas_that_are_not_whole_are_not_followed(attack: Attack, lost: str) -> None:
+    """A server's graph lists directories: it would take one that has no manifest."""
+    model, path = attack.machine.model, delta(20, 30)
+    if lost == "manifest.json":
+        path = delta(10, 30)
+        shutil.copytree(model / delta(20, 30), model / path)
+    (model / path / lost).unlink()
+    with in_force(model, trust=attack.keys.trust()):
+        found = Model.read(model)
+        assert next(iter(found.logs.values())).newest == 20
+        assert str(model / path) in found.untrusted[0].message
+
+
 def test_deltas_whose_bytes_were_altered_are_not_followed(attack: Attack) -> None:
     shard = attack.machine.model / delta(20, 30) / "delta.data-00000-of-00001"
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
@@ -555,6 +570,23 @@ def test_a_new_base_holds_nothing_that_the_old_one_does_not_list(attack: Attack,
     assert not [file for file in based.published.manifest.files if "warmup" in file.path]
     assert attack.pull() == set()
     assert not [*attack.copy.rglob("*warmup*")]
+
+
+def test_work_that_others_may_have_left_is_not_gone_on_with(
+    attack: Attack, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Receipts lie in the store, and nobody signs them: values of a forged one would be signed."""
+
+    def looked(directory: object, name: str) -> None:
+        raise AssertionError(f"{name} is asked for")
+
+    monkeypatch.setattr(execute, "kept_receipt", looked)
+    monkeypatch.setattr(runner, "kept_receipt", looked)
+    key = Signing(str(attack.keys.private("publisher")))
+    based = api.rebase(url, signing=key, jobs=Jobs(engine=EngineName.LOCAL))
+    assert based is not None and based.tasks
+    assert attack.pull() == set()
+    assert_same_bits(values_at(read_log(attack.copy)), served_now(attack.machine.trainer, Serving()))
 
 
 def test_a_hold_may_come_back_to_where_the_copy_is(attack: Attack) -> None:
