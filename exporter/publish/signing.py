@@ -284,6 +284,11 @@ def _private_key(source: str) -> Ed25519PrivateKey:
 
 
 def _secret(source: str) -> bytes:
+    if "PRIVATE KEY" in source:
+        raise UsageError(
+            "--sign-key was given a key itself, which other programs can see there",
+            hint="replace that key, and name its file, or a variable that holds it: --sign-key env:NAME",
+        )
     name = source.removeprefix("env:")
     if name != source:
         if not (text := os.environ.get(name, "")):

@@ -250,7 +250,7 @@ class LocalCopy:
 
     def _look(self, store: ObjectWriter) -> Seen:
         now = time.monotonic()
-        if self._trust is not None and self._keys != (keys := sorted(self._trust.keys())):
+        if self._trust is not None and self._keys != (keys := self._keys_now(self._trust)):
             self._keys, self._seen = keys, Seen()  # what was trusted may not be any more
         head = fetch_head(store)  # before what it may name
         if self._seen.is_current(head, now):
@@ -258,6 +258,13 @@ class LocalCopy:
         ours = by_path(local_items(self._model)) if self._trust is None else {}
         stored = stored_items(store, ours, self._seen.stored, trust=self._trust)
         return Seen(head, stored, now if head is not None and _is_settled(head[0], stored) else None)
+
+    def _keys_now(self, trust: Trust) -> list[str]:
+        """The ids of the trusted keys; NotTrusted while a file of them is being replaced, or if it is gone."""
+        try:
+            return sorted(trust.keys())
+        except UsageError as error:
+            raise NotTrusted(error.message, cause=error.cause, hint=error.hint) from None
 
 
 def _is_settled(head: Head, stored: StoredItems) -> bool:

@@ -324,6 +324,9 @@ def test_keys_are_changed_without_a_stop_and_revoked(attack: Attack, tmp_path: P
     both = [attack.keys.public(name).read_bytes() for name in ("publisher", "next")]
     file.write_bytes(b"".join(both))
     assert copy.update().position == 40
+    file.write_bytes(both[1][:30])
+    with pytest.raises(NotTrusted, match="no public key"):
+        copy.update()  # it is being written: a watch goes on, and takes nothing
     file.write_bytes(both[1])
     with pytest.raises(NotTrusted):
         copy.update()
@@ -426,6 +429,9 @@ def test_private_keys_are_kept_private(
     monkeypatch.setenv("SIGNING", path.read_text())
     assert Signer.of("env:SIGNING", "ranker").key_id == keys.signer().key_id
     assert secret not in repr(Signer.of("env:SIGNING", "ranker"))
+    with pytest.raises(UsageError, match="was given a key itself") as refused:
+        Signer.of(path.read_text(), "ranker")
+    assert secret not in f"{refused.value.message}{refused.value.cause}{refused.value.hint}"
     with pytest.raises(UsageError, match="no such variable"):
         Signer.of("env:ABSENT", "ranker")
     assert not any(secret.encode() in content for content in files(attack.machine.model).values())
