@@ -260,7 +260,7 @@ class LocalCopy:
         return Seen(head, stored, now if head is not None and _is_settled(head[0], stored) else None)
 
     def _keys_now(self, trust: Trust) -> list[str]:
-        """The ids of the trusted keys; NotTrusted while a file of them is being replaced, or if it is gone."""
+        """The ids of the trusted keys; NotTrusted while a file of them is written, or if it is gone."""
         try:
             return sorted(trust.keys())
         except UsageError as error:
