@@ -364,8 +364,9 @@ class _Lost(ManifestError):
 def _not_trusted(path: Path, error: VerificationError | OSError) -> NotTrusted:
     if isinstance(error, OSError):
         return NotTrusted(f"{path} cannot be read", cause=error.strerror or "")
-    is_named = isinstance(error, NotTrusted)
-    return error if is_named else NotTrusted(error.message, cause=error.cause, hint=error.hint)
+    if isinstance(error, NotTrusted):
+        return error
+    return NotTrusted(error.message, cause=error.cause, hint=error.hint)
 
 
 class Model(Struct, frozen=True, dict=True):
