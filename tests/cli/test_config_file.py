@@ -206,7 +206,7 @@ def test_each_model_is_exported_and_one_failure_ends_no_other(place: Path) -> No
     done = typed("--config", "export.toml")
     assert done.returncode == 3
     assert "1 model of 2 failed: first" in done.stderr
-    assert "export-model --options export.toml#first" in done.stderr
+    assert "export-model --options 'export.toml#first'" in done.stderr
     assert {path.name for path in Path("models/b").glob("[0-9]*")} == {"20", "30"}
 
 
