@@ -20,6 +20,7 @@ from typing import Any
 
 from exporter.errors import UsageError
 from exporter.storage.files import read_regular
+from exporter.storage.local_paths import quoted
 
 _MAX_BYTES = 1 << 20
 _MODELS = "models"
@@ -31,14 +32,15 @@ def options_in(path: Path) -> Mapping[str, Any]:
     Raises:
         UsageError: it cannot be read, has no such model, or has several and none is named.
     """
-    file, _, name = str(path).partition("#")
+    file, name = _parted(str(path))
     found = _read(Path(file))
     models = _models(Path(file), found)
     if not name:
         if models:
+            one = quoted(f"{file}#{next(iter(models))}")
             raise UsageError(
                 f"{file} has the options of several models: {', '.join(models)}",
-                hint=f"--config {file} runs all, --options {file}#{next(iter(models))} one of them",
+                hint=f"--config {quoted(file)} runs all, --options {one} one of them",
             )
         return found
     if name not in models:
@@ -48,6 +50,14 @@ def options_in(path: Path) -> Mapping[str, Any]:
             hint="name one of them",
         )
     return {key: value for key, value in found.items() if key != _MODELS} | models[name]
+
+
+def _parted(text: str) -> tuple[str, str]:
+    """A file's path, and the model's name behind it; a path may have a `#` of its own."""
+    parts = text.split("#")
+    ends = [end for end in range(1, len(parts) + 1) if Path("#".join(parts[:end])).is_file()]
+    end = ends[-1] if ends else 1
+    return "#".join(parts[:end]), "#".join(parts[end:])
 
 
 def models_in(path: Path) -> list[str]:
@@ -75,7 +85,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     form = f'write {{"model": "my_model.py:serving", "keep": 3, "input": {{"x": "X:0"}}}} into {path}'
     try:
         content = read_regular(path, _MAX_BYTES)
-        found = _toml(content.decode()) if path.suffix == ".toml" else json.loads(content)
+        found = _toml(content.decode("utf-8-sig")) if path.suffix == ".toml" else json.loads(content)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as options", cause=str(error), hint=form) from error
     if not isinstance(found, dict):
