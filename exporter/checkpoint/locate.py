@@ -161,7 +161,7 @@ def _without_index(directory: Path, names: list[str], named: Path | None) -> lis
         raise CheckpointNotFound(
             f"{directory} holds several archives: {', '.join(path.name for path in found[:5])}",
             cause="their names are not those of one series, as in model-01.keras, model-02.keras",
-            hint=f"name one of them, the last one written: --ckpt-dir {quoted(_last_written(found))}",
+            hint=f"name one of them in its place; the last one written: {quoted(_last_written(found))}",
         )
     return sorted(found, key=_order, reverse=True)
 

@@ -70,7 +70,9 @@ WRONG = [
     ("export-model --ckpt-dir train/model.ckpt-21 --out models/new", 3, "train/model.ckpt-10"),
     ("export-model --ckpt-dir train/model.ckpt-32 --out models/new", 3, "train/model.ckpt-40"),
     ("export-model --ckpt-dir train/model.ckpt-20.index --out models/new", 3, "train/model.ckpt-10"),
-    ("export-model --ckpt-dir archives --out models/new", 3, "--ckpt-dir archives/final.weights.h5"),
+    ("export-model --ckpt-dir archives --out models/new", 3, "written: archives/final.weights.h5"),
+    ("export-model init archives", 3, "written: archives/final.weights.h5"),
+    ("export-model diff train archives", 3, "written: archives/final.weights.h5"),
     ("export-model --ckpt-dir train --out http://x/y", 2, "publish to a local directory, then copy"),
     ("export-model push models/ranker /tmp/x", 2, "name a bucket and a model in it: s3://BUCKET/MODEL"),
     (
