@@ -328,6 +328,8 @@ class ModelClient:
             hint = "name a model of this server with --model; it is the last part of MODEL_BASE_PATH"
             if method != "GetModelStatus" and self.model != "default":
                 hint = f"{hint}; if it still loads, this shows it: {self.status_command}"
+        if "version label" in details:
+            hint = f"leave out --label; versions that are served: {self.status_command}"
         if code == "UNAVAILABLE" and (tls := _TLS_PROBLEM.search(details)):
             message = f"{self.address} and this client do not agree on TLS"
             hint = "compare its certificate with --grpc-ca and --grpc-name, and yours with its authority"

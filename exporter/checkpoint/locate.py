@@ -239,6 +239,12 @@ def _no_index(prefix: Path) -> CheckpointError:
             f"there is no {index_path(prefix)}",
             cause="its .meta is a left-over: the values were pruned or moved",
         )
+    if _exists(prefix):  # a pipe, a device, a socket
+        return CheckpointNotFound(
+            f"{prefix} is neither a file nor a directory",
+            cause="a checkpoint is read from any of its bytes on, which a pipe cannot give",
+            hint="write it into a file, and name that",
+        )
     try:
         there = [path.name for path in candidates(prefix.parent)]
     except CheckpointError:
