@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import IO
 
@@ -34,10 +35,13 @@ def run_all(config: Path, arguments: Sequence[str], sink: Output, *, watch: bool
     """Export each model of a file with what was typed besides, and print what each prints.
 
     Raises:
-        UsageError: the file cannot be read, or has no models.
+        UsageError: the file cannot be read, has no models, or two would be published as one.
         SomeFailed: an export failed; all others were done.
     """
-    commands = {name: _command(config, name, arguments) for name in models_in(config)}
+    models = models_in(config)
+    commands = {name: _command(config, name, arguments) for name in models}
+    typed = any(word.split("=")[0] == "--out" for word in arguments)
+    _require_apart({name: "--out" if typed else own.get("out") for name, own in models.items()})
     as_json = sink.mode is OutputMode.JSON
     runs = _watch(commands, as_json=as_json) if watch else [*_one_by_one(commands, sink, as_json=as_json)]
     if as_json and not watch:
@@ -51,6 +55,16 @@ def run_all(config: Path, arguments: Sequence[str], sink: Output, *, watch: bool
         # a signal has no exit code of ours
         error.exit_code = next((one for one in Exit if one == failed[0].exit_code), Exit.FAILURE)
         raise error
+
+
+def _require_apart(places: Mapping[str, object]) -> None:
+    """Refuse models that would be published as versions of one."""
+    for one, other in combinations(places, 2):
+        if places[one] is not None and places[one] == places[other]:
+            raise UsageError(
+                f"the models {one} and {other} have one place to be published in: {places[one]}",
+                hint="give each an out of its own in the file, and type no --out",
+            )
 
 
 def _command(config: Path, name: str, arguments: Sequence[str]) -> list[str]:
