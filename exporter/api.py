@@ -108,9 +108,9 @@ def export(
     serve: "pkg.mod:fn", "file.py:fn", a path, a function, or a Keras model, of which the architecture counts:
     values come from the checkpoint. An `ExportRequest` takes the place of all of these, and of the options.
 
-    A checkpoint that is published already, by the same graph and options, is not published again: the result
-    has that version, and `is_new` is False. `again=True` publishes it once more. Each note of the export, as
-    the command prints them, is an `ExportWarning`.
+    If the checkpoint was already published, by the same graph and options, the result has that version, and
+    `is_new` is False; `again=True` publishes it once more. Each note of the export, as the command prints
+    them, is an `ExportWarning`.
 
     For a delta, the trainer's increments (DeepRec's, too) say what changed, or its newest checkpoint is
     compared with what is published. `export_incremental` does the same, but begins with a base, and nothing
@@ -256,7 +256,7 @@ def merge(
 ) -> Merged | None:
     """Merge the deltas that lead from `start` (by default the newest base) to `end` (by default the newest).
 
-    None if a single delta, or none, leads there. `model` is a model base path, or its URL.
+    None if there is nothing to merge: at most one delta leads there. `model` is a path or a URL.
 
     Raises:
         DeltaGap, StaleDelta: no deltas lead so.

@@ -44,7 +44,8 @@
     ├── VerificationError            6   the staged result is not what it should be
     │   ├── ManifestError                a manifest.json is missing, damaged or of another format version
     │   │   └── NotTrusted                   no trusted key has signed it, for this place and this model
-    │   └── NotFinite                    NaN or infinity would be published, which the model refuses
+    │   ├── NotFinite                    NaN or infinity would be published, which the model refuses
+    │   └── WildValues                   rows are beyond --max-norm, and that is to be refused
     ├── PublishError                 1   the target could not be written
     │   ├── TargetNotWritable            no permission, read-only file system, not a directory
     │   ├── DiskFull                     no space left, or a quota
@@ -443,6 +444,15 @@ class NotFinite(VerificationError):
     default_hint = (
         "mend the training, or set it back to where it was well: the next --incr leads on from what is "
         "published; to serve such values: a base without --require-finite (--updatable)"
+    )
+
+
+class WildValues(VerificationError):
+    """Rows are beyond their bound (`--max-norm`), and that is to be refused; nothing was published."""
+
+    default_hint = (
+        "mend the training, or set it back to where it was well; to serve the rest without these rows: "
+        "--on-wild hold-row; to serve them: --on-wild warn"
     )
 
 

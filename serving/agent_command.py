@@ -353,14 +353,14 @@ def agent(
         list[str] | None,
         typer.Option(
             metavar="[NAME=]URL",
-            help="Fetch what is published at this URL (s3://, gs://, az://) into the model base path. "
+            help="Fetch the model published at this URL (s3://, gs://, az://) into the model base path. "
             "Repeat it for several models.",
         ),
     ] = None,
     trusting: Trusting = ANYBODY,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """Keep the replicas of models as fresh as what is published.
+    """Keep the replicas of models at the newest publication.
 
     For each replica and each loaded version, the agent asks for the position, applies the missing deltas and
     confirms the new position. It notices a new delta at once on local disks, elsewhere within --poll-seconds.

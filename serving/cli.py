@@ -58,7 +58,7 @@ def status(
         typer.Option(
             metavar="MODEL_BASE_PATH",
             parser=checkpoint_parser("--published"),
-            help="Also show how far each version is behind what is published here; a path, s3://, gs:// or az://.",
+            help="Also show how far each version is behind this model: a path, s3://, gs:// or az://.",
         ),
     ] = None,
     deadline: Deadline = 10.0,
@@ -145,10 +145,10 @@ def predict(
         name = signature or request.get("signature_name") or "serving_default"
         with ModelClient(address, model, deadline_s=deadline, access=access) as client:
             metadata = client.metadata(version, label=label)
-            if example:
-                _print_example(client, metadata, name, form, sink)
-                return
             asked = version if label is None else metadata.version
+            if example:
+                _print_example(client, metadata, name, form, asked, sink)
+                return
             answer, served = _ask(client, metadata, name, asked, request)
         document = _ANSWERS[next(iter(answer))](model, served, name, *answer.values())
         is_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
@@ -156,12 +156,14 @@ def predict(
         _print(sink, document, line if is_unicode and line.isprintable() else as_json(answer))
 
 
-def _print_example(client: ModelClient, metadata: Metadata, name: str, form: Form, sink: Output) -> None:
+def _print_example(
+    client: ModelClient, metadata: Metadata, name: str, form: Form, asked: int | None, sink: Output
+) -> None:
     from serving.example import example, written
 
     signature = _signature(client, metadata, name)
     request = example(signature, name)
-    text = written(request, signature, form, address=client.address, model=client.model)
+    text = written(request, signature, form, address=client.address, model=client.model, version=asked)
     document = RequestExample(client.model, metadata.version, name, request, text)
     sink.result(document, map(escape, text.splitlines()))
 

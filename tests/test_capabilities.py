@@ -74,6 +74,7 @@ def test_each_command_is_typed_in_a_guide_that_is_run(command: str) -> None:
 ELSEWHERE = {
     "tests/integration/test_trainers_of_any_age.py::test_the_guide",
     "tests/integration/test_increments_from_torch.py::test_the_guide",
+    "tests/integration/test_jax.py::test_the_guide",
     "tests/integration/test_libraries_of_trainers.py::test_easyrec",
 }
 """What guides show that runs in environments of its own, which take minutes to make."""

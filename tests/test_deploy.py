@@ -360,6 +360,8 @@ FIRES = {
         exporter(f"{watched.PREFIX}_lag_seconds", "0+60x60", model="ranker"),
     ],
     "ExporterBehind": [UP, exporter(f"{watched.PREFIX}_lag_seconds", "901x60", model="ranker")],
+    "WildRows": [UP, exporter(f"{watched.PREFIX}_wild_rows", "3x60", model="ranker")],
+    "BudgetExceeded": [UP, exporter(f"{watched.PREFIX}_budget_excess_bytes", "100x60", model="ranker")],
     "ReplicaNotFresh": [UP, metric("stale_seconds", "61x60")],
     "ReplicaNotUpdatable": [
         UP,

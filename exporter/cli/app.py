@@ -78,7 +78,10 @@ class PlaceFlags(Struct, frozen=True):
     ] = None
     config: Annotated[
         Path | None,
-        _place("Export each model of this TOML file (see --options) with what is typed.", metavar="FILE"),
+        _place(
+            "Export each model of this TOML file (see --options); typed options count for all.",
+            metavar="FILE",
+        ),
     ] = None
 
     def both(self) -> tuple[Path, Path]:
@@ -95,7 +98,7 @@ class RunFlags(Struct, frozen=True):
     """Whether to plan, to publish deltas, to watch, and whom to tell."""
 
     dry_run: Annotated[bool, Option("Print the plan and write nothing.", CHECKS)] = False
-    incr: Annotated[bool, _delta("Publish what changed, as a delta; first a base.")] = False
+    incr: Annotated[bool, _delta("Publish changes as a delta; first a base.")] = False
     updatable: Annotated[bool, _delta("Publish a new base that takes deltas.")] = False
     full_on_mismatch: Annotated[bool, _of_incr("With --incr: publish a new base if no delta fits.")] = False
     rebase: Annotated[bool, _of_incr("With --incr: also publish a new base that includes all deltas.")] = (
@@ -104,7 +107,7 @@ class RunFlags(Struct, frozen=True):
     notify: Annotated[
         tuple[str, ...],
         _of_incr(
-            "With --incr: ask this model server to apply what was published. Repeat it for several.",
+            "With --incr: ask this model server to apply the publication. Repeat it for several.",
             metavar="HOST[:PORT]",
         ),
     ] = ()
@@ -226,7 +229,7 @@ def export(
         if places.config is not None:
             from exporter.cli.several import run_all  # late, as below
 
-            run_all(places.config, ARGUMENTS.get(), sink, watch=flags.watch)
+            run_all(places.config, ARGUMENTS.get(), sink, watch=flags.watch, out=places.out)
             return
         ckpt_dir, out = places.both()
         require_apart(ckpt_dir, out)

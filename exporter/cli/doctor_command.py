@@ -39,7 +39,7 @@ class ServerFlags(Struct, frozen=True):
     ] = None
     patience: Annotated[
         float,
-        _of_target("How long a server may take to serve what is published.", metavar="SECONDS", least=0),
+        _of_target("How long a server may take to serve the newest publication.", metavar="SECONDS", least=0),
     ] = 60.0
     deadline: Annotated[
         float, _of_target("How long to wait for a server's answer.", metavar="SECONDS", least=0.001)
@@ -72,7 +72,7 @@ def doctor(
     trusting: Trusting = ANYBODY,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """List what is wrong with a published model, or soon will be, with the command that helps.
+    """List present and coming problems of a published model, each with the command that helps.
 
     Looks at files and checksums, ways from each base to the newest position, holds, permissions, clocks, room
     and left-overs; with --ckpt-dir at what the next export reads, with --target at what servers serve, with

@@ -5,7 +5,9 @@ The stages of a full export take as long to import as a delta to make: they are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ from msgspec.structs import asdict
 from exporter.cli.documents import Status
 from exporter.cli.documents.deltas import DeltaExport, DeltaPlan
 from exporter.cli.notify import NOBODY, Notified, Servers
+from exporter.delta.deviation import Budgeted
 from exporter.errors import (
     ExportError,
     NoNewBase,
@@ -28,12 +31,13 @@ from exporter.pipeline import incremental
 from exporter.pipeline.incremental import ExportedDelta, Incremental, IncrementalPlan, plan_incremental
 from exporter.pipeline.trainer_state import MARKER_SECONDS
 from exporter.pipeline.watch_loop import Poll, Watching, follow, is_for_a_person
+from exporter.publish.commit import PublishedDelta
 from exporter.publish.permission import Permission, hold_in_force
 from exporter.storage.local_paths import quoted
 from exporter.terminal.edge import outlived, until_interrupted, watch_ended
 from exporter.terminal.output import Output, escape, labelled
 from exporter.terminal.parameters import TAKEN
-from exporter.terminal.progress import count, human_bytes
+from exporter.terminal.progress import count, human_bytes, human_time
 from exporter.training.roles import Role
 from exporter.transfer.opened import OpenModel
 
@@ -185,6 +189,7 @@ def _publish(request: ExportRequest, sink: Output, how: RunOptions) -> Increment
             full_on_mismatch=how.full_on_mismatch,
             is_watching=how.watching is not None,
             marker_seconds=MARKER_SECONDS,
+            look_seconds=0.0 if how.watching is None else how.watching.interval_seconds,
         ),
         progress,
     )
@@ -272,6 +277,8 @@ def exported(
         bytes_compared=done.compared_bytes,
         seconds=round(done.seconds, 4),
         warnings=[warning.message for warning in done.warnings],
+        budget=done.budgeted,
+        wild=done.wild,
         # Where nothing is new, too: the servers of a run before may have been down, or named wrongly.
         notified=servers.notify(plan.log.model.name, done.at.position),
         new_base=None if based is None else str(based.published.path),
@@ -286,7 +293,14 @@ def exported(
         brief = f"{done.published.path} (step {done.at.step}): {what}, in {done.seconds:.2f} s"
         if left_out is not None:
             near = f"less than {left_out.bound:g}, {left_out.largest:.3g} at most"
-            lines.append(labelled("left out", f"{count(left_out.rows, 'row')} that moved {near}"))
+            waits = (
+                ""
+                if left_out.since is None
+                else f"; the oldest waits for {_waited(done.published, left_out.since)}"
+            )
+            lines.append(labelled("left out", f"{count(left_out.rows, 'row')} that moved {near}{waits}"))
+        if done.budgeted is not None:
+            lines.append(labelled("budget", budget_used(done.budgeted)))
         if rounded is not None:
             off = f"to {rounded.dtype.value}, off by {rounded.largest:.3g} at most"
             lines.append(labelled("rounded", f"{count(rounded.rows, 'row')} {off}"))
@@ -298,6 +312,10 @@ def exported(
         holds = f"the base and {count(based.deltas, 'delta')}"
         lines.append(labelled("new base", f"{based.published.path}: {holds}"))
     sink.result(document, lines, brief=escape(brief), is_done=True)
+    if done.budgeted is not None and done.budgeted.excess:
+        sink.warn(budget_exceeded(plan.request, done.budgeted))
+    for found in done.wild:
+        sink.warn(f"{found.said} (hint: --on-wild hold-row keeps what is served)")
     for warning in done.warnings:
         sink.warn(f"the delta is published; {warning.message} (hint: {warning.hint})")
     for one in document.notified:
@@ -305,6 +323,29 @@ def exported(
             what = "the delta is published" if done.published is not None else "nothing new was published"
             again = f"serve-model update {one.address} --model {quoted(plan.log.model.name)}"
             sink.warn(f"{what}; {one.address} did not take it: {one.problem} (hint: {again})")
+
+
+def _waited(published: PublishedDelta, since: datetime) -> str:
+    return human_time(max(0.0, (published.manifest.created - since).total_seconds()))
+
+
+def budget_used(found: Budgeted) -> str:
+    """How a delta used its budget, in words."""
+    return (
+        f"{human_bytes(found.sent)} of {human_bytes(found.allowed)}; all changes would take "
+        f"{human_bytes(found.changes)}; {found.share:.1%} of the change is sent"
+    )
+
+
+def budget_exceeded(request: ExportRequest, found: Budgeted) -> str:
+    """By how much what had to go exceeds the budget, and the budget that would be enough."""
+    is_rate = (request.delta_budget or "").endswith("/s")
+    enough = f"{math.ceil(found.due / max(found.seconds, 1.0))}B/s" if is_rate else f"{found.due}B"
+    age = "" if request.max_row_age is None else ", rows that waited for --max-row-age,"
+    return (
+        f"the budget allowed {found.allowed} B, and {found.due} B had to go: what is served whole, new "
+        f"keys{age} and the delta's own index; --delta-budget {enough} would be enough"
+    )
 
 
 def changed(rows: int, variables: int) -> str:

@@ -28,20 +28,20 @@ def init(
     out: Annotated[
         Path,
         typer.Option(
-            metavar="MODEL", help="Where the model is to be published.", parser=checkpoint_parser("--out")
+            metavar="MODEL", help="The directory to publish the model in.", parser=checkpoint_parser("--out")
         ),
     ] = Path("models/model"),
     write: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Where no graph is found: write the beginning of a builder to this new file.",
+            help="If no graph is found, write the beginning of a builder to this new file.",
             parser=path_parser("--write"),
         ),
     ] = None,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """Propose a first export: the whole command, with inputs named by the variables that they are used with.
+    """Propose a first export: the whole command, with inputs named after the variables that use them.
 
     Looks at the newest checkpoint, and at the .meta file, SavedModel or archive beside it. Where there is no
     graph, prints the beginning of a builder, which declares the checkpoint's variables.
@@ -49,7 +49,7 @@ def init(
     \b
     Examples:
       export-model init train/
-      export-model init train/ --out models/ranker --write serving.py
+      export-model init train/ --out models/ranker --write model.py
     """
     with command(printing) as sink:
         from exporter.cli.documents.inspections import Proposed

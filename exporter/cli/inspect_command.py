@@ -24,7 +24,7 @@ class ComparisonFlags(Struct, frozen=True):
     unmatched: Annotated[
         str | None,
         Option(
-            "Compare a checkpoint with this graph (as --model names it), and list what has no partner.",
+            "Compare a checkpoint with this graph (as --model names it), and list unmatched names.",
             metavar="MODEL",
         ),
     ] = None
@@ -75,7 +75,7 @@ def inspect(
     comparison: ComparisonFlags = NOT_COMPARED,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """Show what a checkpoint, a graph or a published model holds.
+    """Show the contents of a checkpoint, a graph or a published model.
 
     \b
     Examples:

@@ -21,7 +21,7 @@ from exporter.storage.url import Url
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.transfer.opened import opened
 
-DryRunFlag = Annotated[bool, typer.Option("--dry-run", help="Print what would be done and write nothing.")]
+DryRunFlag = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 ModelArgument = Annotated[
     Path,
     typer.Argument(
@@ -133,7 +133,7 @@ def rollback(
         bool,
         typer.Option(
             "--if-canary",
-            help="Only if POSITION is what the canary of `serve-model agent` approved last, which uses this.",
+            help="Only if a canary approved POSITION last; `serve-model agent` uses this.",
         ),
     ] = False,
     signing: Signing = UNSIGNED,
@@ -173,7 +173,7 @@ def resume(
         bool,
         typer.Option(
             "--lift-canary",
-            help="Lift a canary's hold, too: servers take what none has passed, also what one has failed.",
+            help="Lift a canary's hold, too: servers then take deltas that none approved, or one failed.",
         ),
     ] = False,
     signing: Signing = UNSIGNED,
@@ -217,7 +217,7 @@ def diff(
     jobs: Jobs = LOCALLY,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """Show what differs between two states: variables, rows, norms.
+    """Show the differences of two states: variables, rows, norms.
 
     \b
     Examples:
@@ -275,7 +275,7 @@ def history(
     ] = False,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """List what was published, in order: versions, bases, deltas, mergers, rollbacks; and the hold.
+    """List publications in order: versions, bases, deltas, mergers, rollbacks; and the hold.
 
     \b
     Examples:

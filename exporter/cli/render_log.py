@@ -303,6 +303,12 @@ def _notes(event: Event) -> Iterator[str]:
         yield (count(event.rows, "row") if event.rows else "whole variables") + (
             ", found by comparison" if event.compared else ""
         )
+    if event.budget is not None:
+        yield f"{human_bytes(event.budget.sent)} of {human_bytes(event.budget.changes)}, a budget's"
+    if event.left_out is not None and event.from_position is not None:
+        yield f"{count(event.left_out.rows, 'row')} held back"
+    if event.wild:
+        yield f"{count(sum(each.rows for each in event.wild), 'row')} beyond --max-norm"
     if event.event_time is not None:
         yield f"trained on events up to {event.event_time.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S}"
     if event.merged_into is not None:
@@ -313,5 +319,5 @@ def _notes(event: Event) -> Iterator[str]:
         yield "of before" if event.log is None else f"of the log {event.log}, which has ended"
 
 
-_NOTHING_TO_MERGE = labelled("nothing to do", "one delta, or none, leads there")
+_NOTHING_TO_MERGE = labelled("nothing to merge", "at most one delta leads there")
 _NOTHING_TO_REBASE = labelled("nothing to do", "the newest base stands at the newest position")

@@ -34,13 +34,13 @@ def push(
         typer.Argument(metavar="URL", help="s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL."),
     ],
     prune: Annotated[
-        bool, typer.Option("--prune", help="Remove from the store what is not published here any more.")
+        bool, typer.Option("--prune", help="Remove publications from the store that are gone here.")
     ] = False,
     trusting: Trusting = ANYBODY,
     dry_run: DryRunFlag = False,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """Upload what is published to an object store: versions, deltas and the hold, each whole or not at all.
+    """Upload a published model to an object store: versions, deltas, the hold, each whole or not at all.
 
     \b
     Examples:
@@ -97,7 +97,7 @@ def _print_push(plan: PushPlan, sink: Output, *, dry_run: bool) -> None:
 class LookFlags(Struct, frozen=True):
     """How often `pull` looks into the store."""
 
-    watch: Annotated[bool, Option("Go on: fetch what appears in the store.")] = False
+    watch: Annotated[bool, Option("Keep running: fetch new publications of the store.")] = False
     interval: Annotated[
         float,
         Option("With --watch: how often to look.", metavar="SECONDS", least=0.05, goes_with="--watch"),
@@ -118,13 +118,13 @@ def pull(
         ),
     ],
     prune: Annotated[
-        bool, typer.Option("--prune", help="Remove here what is not in the store any more.")
+        bool, typer.Option("--prune", help="Remove publications here that are gone from the store.")
     ] = False,
     looks: LookFlags = ONCE,
     trusting: Trusting = ANYBODY,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """Fetch what is published in an object store into a local directory, checked, in order of positions.
+    """Fetch a published model from a store into a local directory, checked, in order of positions.
 
     \b
     Examples:

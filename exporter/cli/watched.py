@@ -48,6 +48,18 @@ _METRICS = (
     Described("failures_total", "counter", _KIND, "Looks that failed, by the name of the error."),
     Described("rows_total", "counter", _MODEL, "Rows of tables in published deltas."),
     Described("bytes_total", "counter", _MODEL, "Bytes of published files, those that are linked, too."),
+    Described("held_back_rows", "gauge", _MODEL, "Rows that the newest delta leaves out."),
+    Described(
+        "held_back_since_timestamp_seconds",
+        "gauge",
+        _MODEL,
+        "Since when the oldest of these rows waits, as a Unix time; absent if none does, or it is not known.",
+    ),
+    Described("wild_rows", "gauge", _MODEL, "Rows of the newest delta that are beyond --max-norm."),
+    Described("change_bytes", "gauge", _MODEL, "With a budget: what all changes would have taken."),
+    Described("change_sent_ratio", "gauge", _MODEL, "With a budget: the part of the change that was sent."),
+    Described("budget_bytes", "gauge", _MODEL, "What the newest delta might hold."),
+    Described("budget_excess_bytes", "gauge", _MODEL, "By how much what had to go exceeded that."),
 )
 
 
@@ -73,6 +85,7 @@ class Watched:
         self._published: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._rows = self._bytes = 0
+        self._divided: dict[str, float] = {}
 
     def look_back(self) -> None:
         """Note when the model was published last, before this watch began, if that can be read."""
@@ -101,6 +114,7 @@ class Watched:
             self._rows += entry.rows if isinstance(entry, DeltaEntry) else 0
             self._bytes += sum(file.bytes_ for file in manifest.files)
             self._latest, self._step = manifest.created, manifest.step
+            self._divided = dict(_divided(entry)) if isinstance(entry, DeltaEntry) else {}
 
     def beat(self, *, force: bool = False) -> None:
         """Write the heartbeat, once a second at most; a disk that is full leaves the file old."""
@@ -136,13 +150,28 @@ class Watched:
                 "failures_total": dict(self._failures),
                 "rows_total": {"": self._rows},
                 "bytes_total": {"": self._bytes},
+                **{name: {"": value} for name, value in self._divided.items()},
             }
         families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
         for one in _METRICS:
             family = families[one.kind](f"{PREFIX}_{one.name}", one.text, labels=one.labels)
-            for kind, value in values[one.name].items():
+            for kind, value in values.get(one.name, {}).items():
                 family.add_metric([self._model.name, kind][: len(one.labels)], value)
             yield family
+
+
+def _divided(entry: DeltaEntry) -> Iterator[tuple[str, float]]:
+    """Yield the figures of rows that a delta leaves out, by metric, and of its budget, if it had one."""
+    left_out, budget = entry.trained.left_out, entry.budget
+    yield "held_back_rows", 0 if left_out is None else left_out.rows
+    if left_out is not None and left_out.since is not None:
+        yield "held_back_since_timestamp_seconds", left_out.since.timestamp()
+    yield "wild_rows", sum(found.rows for found in entry.wild)
+    if budget is not None:
+        yield "change_bytes", budget.changes
+        yield "change_sent_ratio", budget.share
+        yield "budget_bytes", budget.allowed
+        yield "budget_excess_bytes", budget.excess
 
 
 class _Beating(Struct, frozen=True):

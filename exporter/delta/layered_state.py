@@ -117,6 +117,10 @@ class LayeredState(Struct, frozen=True, eq=False):
         """Note that the checksums of these runs were verified while values were streamed."""
         self._checked.update(runs)
 
+    def is_remote(self, name: str) -> bool:
+        """True if a variable's stored rows lie in an object store: they are asked for by few requests."""
+        return self.stored[name].is_remote
+
     def touched(self, name: str) -> Array:
         """The numbers of a table's rows that changes touch, ascending."""
         ids = [change.ids for layer in self.layers if isinstance(change := layer.get(name), Rows)]
@@ -159,7 +163,7 @@ class LayeredState(Struct, frozen=True, eq=False):
 
     def rows_at(self, name: str, ids: Array) -> Array:
         """Rows `ids` (int64 [n], in any order) of a table, as a copy."""
-        values = np.array(self.stored[name].rows_at(ids))
+        values = self.stored[name].rows_at(ids)
         for layer in self.layers:
             change = layer.get(name)
             if isinstance(change, Rows):

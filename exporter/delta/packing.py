@@ -157,6 +157,18 @@ class SlicedRows(StoredRows):
         return int(self._ends[number]) - len(self._parts[number])
 
 
+class ChosenRows(StoredRows):
+    """The rows at some places of others, copied when they are asked for."""
+
+    def __init__(self, rows: RowValues, places: Array) -> None:
+        self._rows, self._places = rows, places
+        self.dtype = rows.dtype
+        self.shape = (len(places), *rows.shape[1:])
+
+    def __getitem__(self, which: slice | Array) -> Array:
+        return np.asarray(self._rows[self._places[which]])
+
+
 RowValues: TypeAlias = "Array | StoredRows"
 """Rows in memory or in a map of a file, in several of them, or packed."""
 

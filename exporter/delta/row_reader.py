@@ -193,11 +193,11 @@ class RowReader(Struct, frozen=True, dict=True):
     def rows_at(self, ids: Array) -> Array:
         """Served rows `ids`, int64 [n], in their order, as a copy."""
         natural = ids * self.order.scatter + self.part if self.order.scatter else ids + self.box.starts[0]
+        columns, is_wide = self.box.slices[1:], self.box.lengths[1:] == self.box.full_shape[1:]
+        if is_wide and len(self._pieces) == 1 and self._pieces[0].spec.is_full:
+            return self._cast(self._pieces[0].values.at(natural))
         values = np.empty((len(ids), *self.box.lengths[1:]), self.tensor.dtype.numpy)
-        columns = self.box.slices[1:]
         for number, piece in enumerate(self._pieces):
-            if not columns and piece.spec.is_full:  # an index, of which many elements are asked for
-                return self._cast(piece.values.at(natural))
             inside, offsets = self._in_piece(natural, number, piece)
             if len(inside):
                 if piece.spec.lengths[1:] == self.box.full_shape[1:]:

@@ -266,6 +266,14 @@ class DeltaDtype(StrEnum):
     INT8 = "int8"
 
 
+class OnWild(StrEnum):
+    """What is done about rows beyond `--max-norm`: refuse all, keep the served rows, or send and warn."""
+
+    REFUSE = "refuse"
+    HOLD_ROW = "hold-row"
+    WARN = "warn"
+
+
 class EngineName(StrEnum):
     """The engine that runs the tasks of a job: threads here, or one of the user's; see `exporter.jobs`."""
 
@@ -303,15 +311,57 @@ DEFAULT_TASK_BYTES = 64 << 20
 """What a task reads: a second's work for a slow disk, and a million of them for 64 TB."""
 
 _SERVER = re.compile(r"([0-9]{1,3})\.([0-9]{1,3})([.-]?[0-9a-z]+){0,3}")
-_SIZE = re.compile(r"([1-9][0-9]{0,9})(B|KiB|MiB|GiB)", re.IGNORECASE)
-_UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_SIZE = re.compile(r"([1-9][0-9]{0,9})(B|KB|MB|GB|KiB|MiB|GiB)", re.IGNORECASE)
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
-def _size(option: str, text: str) -> int:
+def _size(option: str, text: str, example: str = "--task-size 256MiB") -> int:
     size = _SIZE.fullmatch(text)
     if size is None:
-        raise UsageError(f"{option} {text!r} is not a size", hint="as in --task-size 256MiB")
+        raise UsageError(f"{option} {text!r} is not a size", hint=f"as in {example}")
     return int(size[1]) * _UNITS[size[2].lower()]
+
+
+class DeltaBudget(Struct, frozen=True):
+    """The bytes that a delta may hold or, if it is a rate, those of each second."""
+
+    size: int
+    is_rate: bool = False
+
+    @classmethod
+    def parse(cls, option: str, text: str) -> "DeltaBudget":
+        """The budget that a text as `64MiB` or `1MB/s` names; UsageError for another text."""
+        size = text.removesuffix("/s")
+        return cls(_size(option, size, "--delta-budget 64MiB, or 1MB/s"), size != text)
+
+
+def _budget(option: str, text: str) -> str:
+    DeltaBudget.parse(option, text)
+    return text
+
+
+class NormRule(Struct, frozen=True):
+    """The largest norm of rows of the tables whose whole name matches; None: learned from the base."""
+
+    pattern: re.Pattern[str]
+    bound: float | None
+
+    @classmethod
+    def parse(cls, option: str, text: str) -> "NormRule":
+        """The rule in `auto`, `100` or `PATTERN=100`; UsageError for another text."""
+        pattern, _, number = text.rpartition("=")
+        try:
+            bound = None if number == "auto" else float(number)
+            if bound is not None and not 0 < bound < math.inf:
+                raise ValueError("a bound is positive and finite")
+            return cls(re.compile(pattern or ".*"), bound)
+        except (ValueError, re.error) as error:
+            hint = "as in --max-norm auto, --max-norm 100 or --max-norm 'embedding.*=100'"
+            raise UsageError(f"{option} {text!r} names no bound", cause=str(error), hint=hint) from error
+
+    def is_for(self, variable: str) -> bool:
+        """True if a variable is of such a table: it may be a part of one."""
+        return self.pattern.fullmatch(variable.partition("[")[0]) is not None
 
 
 def _path_or_url(option: str, text: str) -> str:
@@ -363,7 +413,7 @@ class Jobs(_Limited, frozen=True, repr_omit_defaults=True):
     task_bytes: Annotated[
         int,
         _work(
-            "What one task reads, as in 64MiB.",
+            "Bytes that one task reads, as in 64MiB.",
             name="--task-size",
             metavar="SIZE",
             default="64MiB",
@@ -418,10 +468,13 @@ class Signing(_Limited, frozen=True, repr_omit_defaults=True):
             goes_with="--sign-key",
         ),
     ] = ()
+    unsigned: Annotated[
+        bool, _signatures("Publish without a key, though what is published so far is signed.")
+    ] = False
 
 
 UNSIGNED = Signing()
-"""Nothing is signed."""
+"""Nothing is signed, and nothing was."""
 
 
 class Trusting(_Limited, frozen=True, repr_omit_defaults=True):
@@ -517,20 +570,20 @@ class GraphOptions(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     ] = field(default_factory=dict)
     absent_keys: Annotated[
         Mapping[str, str],
-        _served(
-            "What keys read that a table lacks. Repeatable.", name="--absent-key", metavar="TABLE=NUMBER"
-        ),
+        _served("Value of keys that a table lacks. Repeatable.", name="--absent-key", metavar="TABLE=NUMBER"),
     ] = field(default_factory=dict)
     """Numbers by regular expressions for tables' names."""
     allow_code: Annotated[
-        bool, _served("Trust the model: run code of an archive, and here whatever its graph does.")
+        bool, _served("Trust the model: run its archive's code, and here any operation of its graph.")
     ] = False
     allow_files: Annotated[
         tuple[Path, ...],
-        _served("Let a graph that is not named take files from here, too. Repeatable.", metavar="DIR"),
+        _served(
+            "Let a graph found beside the checkpoint read this directory, too. Repeatable.", metavar="DIR"
+        ),
     ] = ()
     allow_file_ops: Annotated[
-        bool, _served("Serve operations that use files, call out, or were not judged.")
+        bool, _served("Serve operations that use files, call other processes, or are unknown.")
     ] = False
     allow_foreign_ops: Annotated[
         bool, _served("Serve operations that stock TensorFlow lacks, with all that they need.")
@@ -610,14 +663,14 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     casts: Annotated[
         tuple[str, ...],
         _storage(
-            "Store matching variables in 16 bits, or tables in 8: of one by keys, TABLE/values. Repeatable.",
+            "Store matching variables in 16 bits, or tables in 8 (by keys: TABLE/values). Repeatable.",
             name="--cast",
             metavar="[PATTERN=]bfloat16|float16|int8",
         ),
     ] = ()
     data: Annotated[
         DataMode,
-        _storage("How values reach the version; compact copies the needed bytes alone.", digest="always"),
+        _storage("How values reach the version; compact copies only the needed bytes.", digest="always"),
     ] = DataMode.AUTO
     map_tables: Annotated[
         bool,
@@ -626,7 +679,7 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     served_at: Annotated[
         str | None,
         _storage(
-            "Where servers see the model: mapped tables are there.",
+            "The model's directory as servers see it, for mapped tables.",
             metavar="DIR",
             default="--out",
             goes_with="--map-tables",
@@ -709,7 +762,7 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     min_change: Annotated[
         float,
         _deltas(
-            "With --incr: hold back rows that are less than X (Euclidean norm) from what is published.",
+            "With --incr: hold back rows that moved less than X (Euclidean norm) since their publication.",
             metavar="X",
             least=0.0,
             goes_with="--incr",
@@ -722,6 +775,37 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
             goes_with="--incr",
         ),
     ] = None
+    delta_budget: Annotated[
+        str | None,
+        _deltas(
+            "With --incr: send the rows that changed most, up to this size a delta, or rate.",
+            metavar="SIZE|SIZE/s",
+            goes_with="--incr",
+            parse=_budget,
+        ),
+    ] = None
+    max_row_age: Annotated[
+        float | None,
+        _deltas(
+            "Send each row that was held back after this time, whatever the budget.",
+            metavar="SECONDS",
+            least=0.0,
+            goes_with="--delta-budget or --min-change",
+        ),
+    ] = None
+    max_norm: Annotated[
+        tuple[str, ...],
+        _deltas(
+            "With --incr: look for table rows of a larger Euclidean norm. Repeatable.",
+            metavar="auto|X|PATTERN=X",
+            goes_with="--incr",
+        ),
+    ] = ()
+    """`auto` learns a bound for each table from the base."""
+    on_wild: Annotated[
+        OnWild,
+        _deltas("What to do with rows beyond --max-norm.", goes_with="--max-norm"),
+    ] = OnWild.WARN
     check_graph: Annotated[
         bool,
         _deltas("With --incr: build the graph again and compare it with the base's.", goes_with="--incr"),
@@ -768,6 +852,14 @@ class ExportRequest(ExportOptions, frozen=True, metaclass=Checked):
         if not math.isfinite(self.min_change):
             raise UsageError(
                 f"--min-change {self.min_change} is not a distance", hint="as in --min-change 0.001"
+            )
+        if self.delta_budget is not None:
+            DeltaBudget.parse("--delta-budget", self.delta_budget)
+        for text in self.max_norm:
+            NormRule.parse("--max-norm", text)
+        if self.max_row_age is not None and not math.isfinite(self.max_row_age):
+            raise UsageError(
+                f"--max-row-age {self.max_row_age} is not a time", hint="as in --max-row-age 600"
             )
         modules = tuple(local_name("--custom-objects", name) for name in self.custom_objects)
         force_setattr(self, "custom_objects", modules)
@@ -846,6 +938,15 @@ def require_local(request: ExportRequest) -> None:
     local_path("--out", request.out)
 
 
+_OF_DELTAS = {
+    "min_change",
+    "delta_dtype",
+    "delta_budget",
+    "max_row_age",
+    "max_norm",
+    "on_wild",
+    "check_graph",
+}
 _FOR_DELTAS = "export(request, save_incr_model=True), or export_incremental(request)"
 
 
@@ -853,10 +954,10 @@ def require_exact(request: ExportRequest, hint: str = _FOR_DELTAS) -> None:
     """Refuse options of deltas where a version is asked for.
 
     Raises:
-        UsageError: `min_change`, `delta_dtype` or `check_graph` is set: a version is exact, and its own.
+        UsageError: `min_change`, `check_graph` or the like is set: a version is exact, and its own.
     """
-    if request.min_change or request.delta_dtype or request.check_graph:
-        raise UsageError(
-            "min_change, delta_dtype and check_graph are for deltas, a version is exact",
-            hint=hint,
-        )
+    given = [
+        one.path[0] for one in declared(ExportRequest) if one.path[0] in _OF_DELTAS and one.is_given(request)
+    ]
+    if given:
+        raise UsageError(f"{', '.join(given)}: such options are for deltas, a version is exact", hint=hint)

@@ -15,6 +15,7 @@ from exporter.options import (
     ExportFormat,
     Isolation,
     Jobs,
+    OnWild,
     Signing,
     Updates,
     Verify,
@@ -70,13 +71,13 @@ class ExportKeywords(TypedDict, total=False):
     feeds: Mapping[str, str | float]
     """Fix a placeholder: keep_prob=1.0."""
     absent_keys: Mapping[str, str | float]
-    """What keys read that a table lacks."""
+    """Value of keys that a table lacks."""
     allow_code: bool
-    """Trust the model: run code of an archive, and here whatever its graph does."""
+    """Trust the model: run its archive's code, and here any operation of its graph."""
     allow_files: Sequence[StrPath]
-    """Let a graph that is not named take files from here, too."""
+    """Let a graph found beside the checkpoint read this directory, too."""
     allow_file_ops: bool
-    """Serve operations that use files, call out, or were not judged."""
+    """Serve operations that use files, call other processes, or are unknown."""
     allow_foreign_ops: bool
     """Serve operations that stock TensorFlow lacks, with all that they need."""
     custom_objects: Sequence[str]
@@ -112,13 +113,13 @@ class ExportKeywords(TypedDict, total=False):
     object_path: str | None
     """Path to the served model in a TF2 checkpoint: net/tower."""
     casts: Sequence[str]
-    """Store matching variables in 16 bits, or tables in 8: of one by keys, TABLE/values."""
+    """Store matching variables in 16 bits, or tables in 8 (by keys: TABLE/values)."""
     data: DataMode | Literal["auto", "link", "copy", "compact"]
-    """How values reach the version; compact copies the needed bytes alone."""
+    """How values reach the version; compact copies only the needed bytes."""
     map_tables: bool
     """Let servers map large tables instead of reading them when they load."""
     served_at: str | None
-    """Where servers see the model: mapped tables are there."""
+    """The model's directory as servers see it, for mapped tables."""
     overlay_rows: int | None
     """Room for N changed rows beside each mapped table of a base that takes deltas."""
     warmup: StrPath | None
@@ -148,9 +149,17 @@ class ExportKeywords(TypedDict, total=False):
     updates: Updates | None
     """How the version takes deltas; None: it takes none."""
     min_change: float
-    """For deltas: hold back rows that are less than X (Euclidean norm) from what is published."""
+    """For deltas: hold back rows that moved less than X (Euclidean norm) since their publication."""
     delta_dtype: DeltaDtype | Literal["bfloat16", "int8"] | None
     """For deltas: send table rows as bfloat16 or int8; reports the largest error."""
+    delta_budget: str | None
+    """For deltas: send the rows that changed most, up to this size a delta, or rate."""
+    max_row_age: float | None
+    """Send each row that was held back after this time, whatever the budget."""
+    max_norm: Sequence[str]
+    """For deltas: look for table rows of a larger Euclidean norm."""
+    on_wild: OnWild | Literal["refuse", "hold-row", "warn"]
+    """What to do with rows beyond max_norm."""
     check_graph: bool
     """For deltas: build the graph again and compare it with the base's."""
     jobs: Jobs

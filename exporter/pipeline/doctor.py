@@ -42,7 +42,7 @@ from exporter.publish.finite import lasting, refused
 from exporter.publish.hold import Hold
 from exporter.publish.judge import Code, Finding, Habit, Level, Limits, Server, command, judge, silent
 from exporter.publish.made_by import new_base
-from exporter.publish.manifest import BaseEntry
+from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin
 from exporter.publish.mapped_state import mapped_elsewhere, network_file_system, why_restored
 from exporter.publish.model import Model
 from exporter.publish.permission import binding
@@ -83,6 +83,8 @@ class Check(StrEnum):
     CHECKPOINT = "checkpoint"
     TABLES = "tables"
     MAPPED = "mapped"
+    VALUES = "values"
+    BUDGET = "budget"
     REPLICAS = "replicas"
 
 
@@ -110,6 +112,8 @@ CHECKS = {
     Code.CHECKPOINT: Check.CHECKPOINT,
     Code.TABLE_FULL: Check.TABLES,
     Code.NOT_MAPPED: Check.MAPPED,
+    Code.WILD: Check.VALUES,
+    Code.BUDGET: Check.BUDGET,
 }
 
 
@@ -333,6 +337,11 @@ FUTURE_SECONDS = 60.0
 """Clocks of machines differ; by less than this it is no matter."""
 
 
+LATELY, LEAST = 20, 5
+"""Deltas by which a budget is judged: at most, at least."""
+SMALL_SHARE = 0.25
+"""The part of the change below which a budget is too small: a tenth of the rows usually brings half of it."""
+
 SCARCE = 0.05
 """The part of a dynamic table's rows below which free ones are few."""
 
@@ -515,6 +524,59 @@ def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
             )
 
 
+def _lately(found: VerifiedModel) -> list[DeltaEntry]:
+    """What the newest deltas say of themselves, oldest first: `LATELY` of them at most, and no mergers."""
+    deltas = () if found.log is None else found.log.deltas
+    entries: list[DeltaEntry] = []
+    for delta in sorted(deltas, key=lambda one: one.end, reverse=True):
+        if len(entries) == LATELY:
+            break
+        with suppress(ManifestError):  # which `damage` has reported
+            if delta.entry.made is not DeltaOrigin.MERGE:
+                entries.append(delta.entry)
+    return entries[::-1]
+
+
+def wild(model: Path, found: VerifiedModel) -> Iterator[Finding]:
+    """Find that the newest delta holds, or holds back, rows beyond `--max-norm`."""
+    entries = _lately(found)
+    worst = max(entries[-1].wild if entries else (), key=lambda one: one.norm, default=None)
+    if worst is not None:
+        yield Finding(
+            Code.WILD,
+            worst.said,
+            "a learning rate that is too high, or rubbish in the trainer's memory",
+            command("export-model", "history", model),
+        )
+
+
+def budget(found: VerifiedModel) -> Iterator[Finding]:
+    """Find that budgets of deltas were too small for what changes in the model."""
+    used = [entry.budget for entry in _lately(found) if entry.budget is not None]
+    excess = [each for each in used if each.excess]
+    if excess:
+        most = max(excess, key=lambda one: one.excess)
+        yield Finding(
+            Code.BUDGET,
+            f"{len(excess)} of the last {len(used)} deltas with a budget exceeded it: the worst had "
+            f"{human_bytes(most.due)} that had to go, and {human_bytes(most.allowed)} were allowed",
+            "what is served whole, new keys, and rows older than --max-row-age go whatever the budget",
+            "export with a larger --delta-budget, or a longer --max-row-age",
+        )
+    elif len(used) >= LEAST and (share := sum(each.share for each in used) / len(used)) < SMALL_SHARE:
+        sent, changes = (
+            sum(numbers) // len(used)
+            for numbers in zip(*((one.sent, one.changes) for one in used), strict=True)
+        )
+        yield Finding(
+            Code.BUDGET,
+            f"the last {len(used)} deltas with a budget sent {share:.0%} of the change: "
+            f"{human_bytes(sent)} of {human_bytes(changes)} a delta",
+            "the model changes faster than its budget lets servers follow",
+            "export with a larger --delta-budget",
+        )
+
+
 def mapped(model: Path, ckpt_dir: Path | None) -> Iterator[Finding]:
     """Find that servers here restore the newest version, made to be mapped, or map it where they may die."""
     newest = newest_version(model)
@@ -669,6 +731,8 @@ def examine(
         (Check.ROOM, lambda: room(model)),
         (Check.TABLES, lambda: tables(model, found, ckpt_dir)),
         (Check.MAPPED, lambda: mapped(model, ckpt_dir)),
+        (Check.VALUES, lambda: wild(model, found)),
+        (Check.BUDGET, lambda: budget(found)),
         (Check.ORPHANS, lambda: orphans(model, found)),
         (Check.LEFT_OVERS, lambda: left_overs(model)),
     ]

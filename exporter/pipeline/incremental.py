@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
-from exporter.delta.deviation import LeftOut, Rounded, Tolerance
+from exporter.delta.deviation import Budgeted, LeftOut, Rounded, Tolerance, WildRows
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable, count_rows
 from exporter.delta.layered_state import Changes, CheckedFiles, LayeredState
 from exporter.delta.layers import fold_whole, merge_changes, needs_folding
@@ -39,9 +39,9 @@ from exporter.errors import (
     SchemaChanged,
     TableFull,
 )
-from exporter.increments.trained import TrainerVersion
 from exporter.mapping.mapping_rules import MappingRules, parse_admission, parse_rules, read_renames
-from exporter.options import ExportRequest, Updates, Verify, require_local
+from exporter.mapping.mapping_spec import MappingSpec
+from exporter.options import DeltaBudget, ExportRequest, OnWild, Updates, Verify, require_local
 from exporter.pipeline.log_maintenance import tidy
 from exporter.pipeline.overlay_room import OverlaidRows, asked_room
 from exporter.pipeline.same_graph import SameGraph, check_same_graph
@@ -51,7 +51,14 @@ from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
 from exporter.publish.delta_log import DeltaLog, log_of, read_log
 from exporter.publish.delta_publication import Publication, publish_changes
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
-from exporter.publish.versions import VersionDir, newest_of, newest_version, version_dirs
+from exporter.publish.versions import (
+    VersionDir,
+    is_trusting,
+    newest_of,
+    newest_version,
+    require_signer,
+    version_dirs,
+)
 from exporter.storage import mirror
 from exporter.storage.files import writing
 from exporter.storage.layout import CACHES_DIRECTORY, CHECKED_DIRECTORY, HASHES_DIRECTORY
@@ -59,8 +66,11 @@ from exporter.terminal.progress import ProgressFactory, no_progress
 from exporter.wire.dtypes import Array
 
 if TYPE_CHECKING:
+    from exporter.delta.residual import Waiting
     from exporter.delta.row_hashes import HashIndex
+    from exporter.delta.tolerance import Divided
     from exporter.jobs.runner import Runner
+    from exporter.pipeline.delta_budget import Allowance
     from exporter.pipeline.full import Exported
 
 
@@ -111,22 +121,24 @@ def as_base(request: ExportRequest) -> ExportRequest:
 class IncrementalPlan(Struct, frozen=True):
     """What an incremental export will do; `position` is where the log stands after it.
 
-    `remembered` are the rows that were left out so far: laid over what is published, they give the trainer's
-    state. `lookups` are the changed contents of lookup tables, of which increments say nothing.
+    `waiting` are the rows that were left out so far: laid over what is published, they give the trainer's
+    state; None if there are none, or they are not known any more. With `resends` they compete for the next
+    delta, also if the trainer has no news. `lookups` are the changed contents of lookup tables, of which
+    increments say nothing. `is_nothing`: the newest of the trainer's states is published, or a budget says
+    when: that is `allowance`. `allowed` is how far what is served may be from it.
     """
 
     request: ExportRequest
     log: DeltaLog
     trainer: TrainerState
     position: int
-    remembered: Changes = field(default_factory=dict)
+    is_nothing: bool
+    allowed: Tolerance
+    allowance: Allowance | None = None
+    waiting: Waiting | None = None
+    resends: bool = False
     graph: SameGraph = field(default_factory=SameGraph)
     lookups: Changes = field(default_factory=dict)
-
-    @property
-    def is_nothing(self) -> bool:
-        """True if the newest of the trainer's states is published."""
-        return self.trainer.plan.is_nothing and not self.lookups
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -151,11 +163,6 @@ class IncrementalPlan(Struct, frozen=True):
         """The positions between which the next delta leads."""
         return Span(self.log.at.position, self.position)
 
-    @property
-    def allowed(self) -> Tolerance:
-        """How far what is served may be from what the trainer has."""
-        return Tolerance(self.request.min_change, self.request.delta_dtype)
-
 
 def plan_incremental(
     request: ExportRequest,
@@ -163,12 +170,14 @@ def plan_incremental(
     *,
     is_watching: bool = False,
     marker_seconds: float = 0.0,
+    look_seconds: float = 0.0,
 ) -> IncrementalPlan:
     """Read the newest position of the target's log and the trainer's files, and plan the next delta.
 
     The target's `versions` are listed unless they are given. In a watch, a plan after a full checkpoint is to
     do nothing while the next increment is due, instead of comparing. For `marker_seconds` from this process's
-    first look at a full checkpoint, the plan says if the trainer's hook may still mark it.
+    first look at a full checkpoint, the plan says if the trainer's hook may still mark it. A watch looks
+    again after `look_seconds`: rows are sent now that would have waited for too long then.
 
     Raises:
         NotUpdatable: nothing is published that takes deltas.
@@ -177,31 +186,42 @@ def plan_incremental(
     """
     require_local(request)
     log = read_log(request.out) if versions is None else log_of(request.out, versions)
+    require_signer(log.model, log.newest.manifest)
     entry = log.base.entry
     entry.mapping_spec.check_rules(_rules(request), parse_admission(request))
     entry.check_updates(request.updates)
     _check_server(request, log)
-    bound = request.min_change
-    published = log.trained.exact_but_for(request.delta_dtype)
-    remembered = _remembered(log, published, bound)
-    published = replace(published, left_out=None) if remembered else published
+    published, now = log.trained.exact_but_for(request.delta_dtype), time.time()
+    waiting = _waiting(log, request, now)
+    overdue = None if request.max_row_age is None else now - request.max_row_age + look_seconds
+    is_overdue = overdue is not None and waiting is not None and waiting.oldest <= overdue
+    resends = is_overdue or _competes(request, published.left_out, is_watching=is_watching)
     trainer = read_trainer(
         request.ckpt_dir,
         entry.mapping_spec,
         log.schema,
-        published,
-        bound,
+        published if waiting is None else replace(published, left_out=None),
+        -math.inf if resends else math.inf,  # what may not stay away is sent again
         is_watching=is_watching,
         marker_seconds=marker_seconds,
     )
     lookups = trainer.changed_lookups(log)
+    is_nothing = trainer.plan.is_nothing and not lookups and not resends
+    allowed, allowance = Tolerance(request.min_change, request.delta_dtype, overdue=overdue), None
+    if request.delta_budget is not None and not is_nothing:
+        from exporter.pipeline.delta_budget import Allowance  # late: few deltas have a budget
+
+        allowance = Allowance.of(log, request.delta_budget, now)
+        allowed = replace(allowed, room=allowance.room)
+        is_nothing = is_watching and not allowance.is_worth and not is_overdue
     # A watch goes on while the next model is being prepared; only a delta must be of the same graph.
-    is_idle = is_watching and trainer.plan.is_nothing and not lookups
-    graph = SameGraph() if is_idle else check_same_graph(log, request, trainer.catalog)
+    graph = SameGraph() if is_watching and is_nothing else check_same_graph(log, request, trainer.catalog)
     step = None if trainer.catalog.step is None else trainer.plan.step
-    is_nothing = trainer.plan.is_nothing and not lookups  # then no other log has to be listed
+    # Where there is nothing to do, no other log has to be listed.
     position = log.at.position if is_nothing else next_delta_position(log, step)
-    return IncrementalPlan(request, log, trainer, position, remembered, graph, lookups)
+    return IncrementalPlan(
+        request, log, trainer, position, is_nothing, allowed, allowance, waiting, resends, graph, lookups
+    )
 
 
 def _state_key(log: DeltaLog) -> dict[str, Any]:
@@ -228,13 +248,41 @@ def _rules(request: ExportRequest) -> MappingRules:
     return replace(rules, renames=(*rules.renames, *read_renames(request.rename_file).rules))
 
 
-def _remembered(log: DeltaLog, published: TrainerVersion, bound: float) -> Changes:
-    """Return the rows that were left out and may stay so; {} if some may not: then all is compared."""
-    if published.left_out is None or not published.is_within(bound):
-        return {}
-    from exporter.delta.tolerance import load_residual
+def _waiting(log: DeltaLog, request: ExportRequest, now: float) -> Waiting | None:
+    """Return the rows that were left out; None without any, or if they are lost: then all is compared.
 
-    return load_residual(log.path / CACHES_DIRECTORY, log.schema, **_state_key(log)) or {}
+    It is compared, too, where a bound alone left them out, and is lower now.
+    """
+    left_out = log.trained.left_out
+    if left_out is None:
+        return None
+    is_by_bound = left_out.since is None and not left_out.wild and request.delta_budget is None
+    if is_by_bound and left_out.bound > request.min_change:
+        return None
+    from exporter.delta.residual import load_residual
+
+    unknown = _since(left_out, now)
+    return load_residual(log.path / CACHES_DIRECTORY, log.schema, **_state_key(log), now=now, unknown=unknown)
+
+
+def _since(left_out: LeftOut, otherwise: float) -> float:
+    """Return since when a row waits at most of which no time is known, in seconds since 1970."""
+    return otherwise if left_out.since is None else left_out.since.timestamp()
+
+
+def _competes(request: ExportRequest, left_out: LeftOut | None, *, is_watching: bool) -> bool:
+    """True if rows that were left out may be sent although the trainer has no news.
+
+    In a watch with a budget of each delta they wait for the next one, or the budget would be that of a look.
+    """
+    if left_out is None:
+        return False
+    keeps_wild = bool(request.max_norm) and request.on_wild is OnWild.HOLD_ROW
+    if left_out.rows <= (left_out.wild if keeps_wild else 0) or left_out.bound <= request.min_change:
+        return False
+    if request.delta_budget is None or not is_watching:
+        return True
+    return DeltaBudget.parse("--delta-budget", request.delta_budget).is_rate
 
 
 _REMOVE_EVERY_S = 10  # however many deltas a watch publishes meanwhile
@@ -280,6 +328,18 @@ class ExportedDelta(Struct, frozen=True):
         return entry.rounded if isinstance(entry, DeltaEntry) else None
 
     @property
+    def budgeted(self) -> Budgeted | None:
+        """How the delta used its budget; None without a delta, or a budget."""
+        entry = None if self.published is None else self.published.manifest.incremental
+        return entry.budget if isinstance(entry, DeltaEntry) else None
+
+    @property
+    def wild(self) -> tuple[WildRows, ...]:
+        """The rows that are beyond `--max-norm`, by table."""
+        entry = None if self.published is None else self.published.manifest.incremental
+        return entry.wild if isinstance(entry, DeltaEntry) else ()
+
+    @property
     def at(self) -> Position:
         """The log's newest position after the export."""
         if self.published is None:
@@ -310,13 +370,15 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         scratch = staging.path.with_name("scratch")
         scratch.mkdir()
         found = _changes(planned, scratch, progress)
+        if plan.is_nothing and not found.changes:  # the budget has no room for any of the rows that wait
+            return ExportedDelta(planned, None, 0, 0, 0, time.monotonic() - started)
         overlaid = _overlaid(planned, found.changes)
         made = DeltaOrigin.INCREMENTS if plan.is_known else DeltaOrigin.COMPARISON
-        span = replace(planned.span, only_from=bool(found.left_out or found.rounded))
-        rounded = _rounded_so_far(planned, found)
-        trained = replace(plan.target, left_out=found.left_out, rounded=rounded)
+        left_out, rounded, budgeted, wild = found.told(planned.allowance)
+        trained = replace(plan.target, left_out=left_out, rounded=_rounded_so_far(planned, rounded))
+        span = replace(planned.span, only_from=bool(left_out or rounded))
         what = Publication.of(log, span, plan.step, made, trained)
-        entry = replace(what.entry, rounded=found.rounded)
+        entry = replace(what.entry, rounded=rounded, budget=budgeted, wild=wild)
         what = replace(what, entry=entry, packing=planned.request.delta_dtype)
         check = _verify_bytes if planned.request.verify is Verify.BYTES else None
         published = publish_changes(log, staging, found.changes, what, last=log.last, check=check)
@@ -359,10 +421,11 @@ def _keep_for_next_time(planned: IncrementalPlan, found: _Found, overlaid: Overl
             from exporter.delta.row_hashes import write_index
 
             write_index(log.path / HASHES_DIRECTORY, replace(found.hashes, state=state))
-        if found.held_back:
-            from exporter.delta.tolerance import save_residual
+        if (divided := found.divided) is not None and divided.held_back:
+            from exporter.delta.residual import save_residual
 
-            save_residual(log.path / CACHES_DIRECTORY, log.schema, _header(planned), state, found.held_back)
+            caches, header = log.path / CACHES_DIRECTORY, _header(planned)
+            save_residual(caches, log.schema, header, state, divided.held_back, divided.since)
 
 
 def export_incremental(
@@ -372,6 +435,7 @@ def export_incremental(
     full_on_mismatch: bool = False,
     is_watching: bool = False,
     marker_seconds: float = 0.0,
+    look_seconds: float = 0.0,
 ) -> Incremental:
     """Publish the next delta, or a base if nothing is published yet or a new log may begin.
 
@@ -391,7 +455,7 @@ def export_incremental(
         return export_base(request, progress, is_watching=is_watching)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            planned = _planned(request, versions, is_watching, marker_seconds)
+            planned = _planned(request, versions, is_watching, marker_seconds, look_seconds)
             done = execute_incremental(planned, progress)
             break
         except (TableFull, OverlayFull) as error:
@@ -424,12 +488,19 @@ def _planned(
     versions: Sequence[VersionDir] | None,
     is_watching: bool,
     marker_seconds: float,
+    look_seconds: float,
 ) -> IncrementalPlan:
     """Plan; unless the caller is a watch, which looks again, wait until no marker is awaited any more.
 
     Raises what `plan_incremental` raises, PositionErrors among them.
     """
-    planned = plan_incremental(request, versions, is_watching=is_watching, marker_seconds=marker_seconds)
+    planned = plan_incremental(
+        request,
+        versions,
+        is_watching=is_watching,
+        marker_seconds=marker_seconds,
+        look_seconds=look_seconds,
+    )
     if is_watching or not planned.trainer.awaits_marker:
         return planned
     from exporter.storage.arrivals import Arrivals  # few deltas wait for anything
@@ -492,42 +563,64 @@ class _Found(Struct, frozen=True):
     changes: dict[str, Change]
     compared_bytes: int = 0
     hashes: HashIndex | None = None
-    left_out: LeftOut | None = None
-    rounded: Rounded | None = None
-    held_back: Mapping[str, Rows] = field(default_factory=dict)
+    divided: Divided | None = None
+
+    def told(
+        self, allowance: Allowance | None
+    ) -> tuple[LeftOut | None, Rounded | None, Budgeted | None, tuple[WildRows, ...]]:
+        """What the manifest says of rows left out, rounded and wild, and of the budget."""
+        if (found := self.divided) is None:
+            return None, None, None, ()
+        budgeted = None if found.used is None or allowance is None else allowance.told(found.used)
+        return found.left_out, found.rounded, budgeted, found.wild
 
 
 def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory) -> _Found:
     """Find the delta's changes: all, or those that the request's tolerance does not hold back."""
-    published = cache(planned.log.state)
+    published, request, log = cache(planned.log.state), planned.request, planned.log
     found = _all_changes(planned, published, scratch, progress)
-    if planned.allowed.is_nothing:
+    if planned.allowed.is_nothing and not request.max_norm:
         return found
-    from exporter.delta.tolerance import apply_tolerance  # late: of exact deltas, which are most
+    from exporter.delta.residual import Waiting  # late: of exact deltas, which are most
+    from exporter.delta.tolerance import divide
 
-    schema, state = planned.log.schema, published()
-    files = CheckedFiles.of(planned.log.path / CHECKED_DIRECTORY, state.stored.values())
+    state, allowed, spec = published(), planned.allowed, log.base.entry.mapping_spec
+    files = CheckedFiles.of(log.path / CHECKED_DIRECTORY, state.stored.values())
     state.trust(known := files.known(state.stored.values()))
-    tolerated = apply_tolerance(found.changes, state, schema, planned.allowed, scratch)
+    coded = {part.served_name for each in spec.sources() if each.is_in_8_bits for part in each.variables}
+    if request.max_norm:
+        from exporter.pipeline.norm_bounds import norm_bounds
+
+        allowed = replace(allowed, norms=norm_bounds(log, request.max_norm, coded), on_wild=request.on_wild)
+    lost, now = log.trained.left_out if planned.waiting is None else None, time.time()
+    divided = divide(
+        found.changes,
+        state,
+        log.schema,
+        allowed,
+        scratch,
+        planned.waiting or Waiting(otherwise=now if lost is None else _since(lost, now)),
+        coded=coded,
+        first=_new_rows(found.changes, spec),
+    )
     if state.checked:
         files.save(state.checked | known)
-    hashes = None if found.hashes is None else _of_published(found.hashes, tolerated.stale, schema)
-    return _Found(
-        tolerated.changes,
-        found.compared_bytes,
-        hashes,
-        tolerated.left_out,
-        tolerated.rounded,
-        tolerated.held_back,
-    )
+    hashes = None if found.hashes is None else _of_published(found.hashes, divided.stale, log.schema)
+    return _Found(divided.changes, found.compared_bytes, hashes, divided)
 
 
-def _rounded_so_far(planned: IncrementalPlan, found: _Found) -> Rounded | None:
+def _new_rows(changes: Mapping[str, Change], spec: MappingSpec) -> dict[str, Array]:
+    """Return the rows of new keys, by variable: what is served there is of other keys, or of none."""
+    found = ((table.keys[3], changes.get(table.keys[2])) for table in spec.dynamic)
+    return {values: change.ids for values, change in found if isinstance(change, Rows)}
+
+
+def _rounded_so_far(planned: IncrementalPlan, rounded: Rounded | None) -> Rounded | None:
     """Return how many rows are served rounded, with increments also earlier deltas'; None if none are."""
     before = planned.log.trained.rounded
     if not planned.trainer.plan.is_known:
-        return found.rounded
-    return before if found.rounded is None else found.rounded.since(before)
+        return rounded
+    return before if rounded is None else rounded.since(before)
 
 
 def _of_published(index: HashIndex, stale: Mapping[str, Array], schema: Schema) -> HashIndex:
@@ -548,7 +641,8 @@ def _all_changes(
     """Find all changes since the newest position: from increments, else by comparing every row."""
     log, trainer = planned.log, planned.trainer
     if trainer.plan.is_known:
-        layers = (planned.remembered, *trainer.layers()) if planned.remembered else trainer.layers()
+        remembered = () if planned.waiting is None else (planned.waiting.changes,)
+        layers = (*remembered, *trainer.layers())
         if needs_folding(layers, log.schema):
             layers = fold_whole(layers, log.schema, published())
         layers = (*layers, table_changes(log, trainer, scratch).changes)
@@ -582,4 +676,4 @@ def _runner(request: ExportRequest) -> Runner | None:
         return None
     from exporter.jobs.runner import Runner
 
-    return Runner.of(request.jobs, request.out)
+    return Runner.of(request.jobs, request.out, resumes=not is_trusting(request.out))

@@ -3,7 +3,7 @@
 <model>/<position>/                       a base; its manifest names log, schema and mapping
 <model>/deltas/<log>/<from>-<to>/         deltas; names that are no delta's, files and links are ignored
 <model>/deltas/<log>/hold                 a position that `up_to = -1` does not pass
-<model>/deltas/<log>/.state/              caches of the exporter, see `row_hashes`, `tolerance` and `snapshot`
+<model>/deltas/<log>/.state/              caches of the exporter, see `row_hashes`, `residual` and `snapshot`
                                           of `exporter.delta`
 """
 
@@ -260,6 +260,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         by_position = {base.at.position: base for base in self.bases}
         base = by_position[nearest_base(self.deltas, by_position, target)]
         chain = self.chain(base.at.position, target)
+        require_signed_bytes(base.path, base.manifest)
         layers = tuple(self.open(delta, only=only).changes for delta in chain)
         return LayeredState(base.stored(), layers, hint=BROKEN_LOG_HINT)
 

@@ -99,6 +99,8 @@ class Code(StrEnum):
     COPIES = "copies", "copies", Level.WARNING
     TABLE_FULL = "table-full", "table fills", Level.WARNING
     NOT_MAPPED = "not-mapped", "not mapped", Level.WARNING
+    WILD = "wild", "wild values", Level.WARNING
+    BUDGET = "budget", "budget too small", Level.WARNING
     UNASKED = "unasked", "not asked yet", Level.BUSY
     CANARY = "canary", "waits for canary", Level.BUSY
     UPDATING = "updating", "updating", Level.BUSY

@@ -1,7 +1,7 @@
 """The command that publishes a new base of a model, whole, so that it can be typed.
 
-An export keeps its own arguments beside the model, for the people of that machine alone: neither servers nor
-stores read the file. Without it, as for models of earlier releases and copies, the base's manifest knows the
+An export keeps its own arguments beside the model, for its own user alone: neither servers nor stores read
+the file. Without it, as for models of earlier releases and copies, the base's manifest knows the
 names of what it was made from.
 """
 
@@ -34,8 +34,10 @@ class _Kept(Struct, frozen=True):
 
 
 def _kept(model: Path) -> _Kept | None:
-    """What an export kept; None without it, or if it cannot be read."""
+    """What an export of this user kept; None without it, or if it cannot be read."""
     with suppress(OSError, msgspec.DecodeError):
+        if (model / MADE_BY_FILE).lstat().st_uid != os.getuid():
+            return None  # a command that others wrote is not one to type
         return msgspec.json.decode(read_regular(model / MADE_BY_FILE, _LONGEST_BYTES), type=_Kept)
     return None
 
@@ -52,7 +54,9 @@ def keep_command(request: ExportRequest) -> None:
             return
         document = _Kept(str(Path.cwd()), list(_arguments(request)))
         new = place.with_name(f"{MADE_BY_FILE}.{os.getpid()}")
-        new.write_bytes(msgspec.json.encode(document))
+        # for its owner alone: an argument of a builder may be nobody else's business
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(document))
         new.replace(place)
 
 

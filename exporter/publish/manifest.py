@@ -34,7 +34,7 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import asdict, fields
 
 from exporter.catalog import Catalog, TensorRef
-from exporter.delta.deviation import Rounded
+from exporter.delta.deviation import Budgeted, Rounded, WildRows
 from exporter.delta.format import Schema
 from exporter.errors import ManifestError, SchemaChanged
 from exporter.graph.origin import GraphOrigin
@@ -163,6 +163,8 @@ class DeltaEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
     rounded: Annotated[Rounded | None, doc("rows that were rounded for it; null: none")] = _always_written(
         None
     )
+    budget: Annotated[Budgeted | None, doc("how it used a budget; absent: it had none")] = None
+    wild: Annotated[tuple[WildRows, ...], doc("rows beyond `--max-norm`, by table; absent: none")] = ()
     trained: Annotated[TrainerVersion, doc("the trainer's state that it leads to")]
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from msgspec import Struct, field
 from msgspec.structs import astuple, replace
 
+from exporter.delta.deviation import Budgeted, LeftOut, WildRows
 from exporter.delta.spans import Position, Span, furthest
 from exporter.errors import (
     ExportError,
@@ -44,6 +45,7 @@ from exporter.publish.versions import (
     read_head,
     read_manifest,
     require_signed_bytes,
+    trust_of,
     version_dirs,
 )
 from exporter.storage.files import FileIdentity, is_gone, read_regular
@@ -106,6 +108,12 @@ class Event(Struct, frozen=True):
     """What is wrong with it; empty if nothing is."""
     event_time: datetime | None = None
     """When the newest event happened that its values were trained on."""
+    left_out: LeftOut | None = None
+    """Rows that are held back, and how far what is served stays behind."""
+    budget: Budgeted | None = None
+    """How a delta used its budget."""
+    wild: tuple[WildRows, ...] = ()
+    """Rows of it that are beyond `--max-norm`, by table."""
     changes: tuple[VariableChange, ...] | None = None
     """What a delta changed, with `--changes`; null if that was not asked for, or cannot be read."""
 
@@ -313,12 +321,9 @@ class _Known(Struct):
         try:
             manifest, entry = delta.manifest, delta.entry
             require_signed_bytes(delta.path, manifest)
-        except NotTrusted as error:
-            self.untrusted[delta.path] = error
-            return None
-        except VerificationError as error:
-            if not isinstance(error, ManifestError):
-                self.untrusted[delta.path] = NotTrusted(error.message, cause=error.cause, hint=error.hint)
+        except (VerificationError, OSError) as error:
+            if trust_of(delta.path) is not None and not is_gone(delta.path):  # servers need no manifest
+                self.untrusted[delta.path] = _not_trusted(delta.path, error)
             return None
         self._remember(manifest, entry, lineage)
         if entry.made is DeltaOrigin.ROLLBACK and entry.back_to is not None:
@@ -354,6 +359,14 @@ class _Known(Struct):
 
 class _Lost(ManifestError):
     """A log that was read before has vanished, as if its volume were not mounted."""
+
+
+def _not_trusted(path: Path, error: VerificationError | OSError) -> NotTrusted:
+    if isinstance(error, OSError):
+        return NotTrusted(f"{path} cannot be read", cause=error.strerror or "")
+    if isinstance(error, NotTrusted):
+        return error
+    return NotTrusted(error.message, cause=error.cause, hint=error.hint)
 
 
 class Model(Struct, frozen=True, dict=True):
@@ -588,6 +601,7 @@ def _event(what: PublicationKind, path: Path, manifest: Manifest) -> Event:
         from_position=manifest.from_position,
         checkpoint=manifest.source.checkpoint,
         event_time=None if manifest.incremental is None else manifest.incremental.trained.newest_event,
+        left_out=None if manifest.incremental is None else manifest.incremental.trained.left_out,
     )
 
 
@@ -635,6 +649,8 @@ def _delta(delta: LogDelta) -> Event:
         parts=entry.parts,
         back_to=entry.back_to,
         reason=entry.reason or "",
+        budget=entry.budget,
+        wild=entry.wild,
     )
 
 

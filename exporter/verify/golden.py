@@ -154,7 +154,7 @@ def read_golden(path: Path) -> tuple[GoldenRequest, ...]:
         raise UsageError(
             f"the golden requests in {path} cannot be used",
             cause=str(error),
-            hint="name their file; their form is in docs/production.md, under 'One replica first'",
+            hint="name their file; their form is in docs/canary.md",
         ) from error
     return named
 

@@ -126,7 +126,10 @@ def test_a_watch_tells_what_it_published_and_what_it_cannot(trainer: Trainer, tm
             assert answer.read() == b"ok\n"
         known = {name for name, _ in metrics(address) if name.startswith(PREFIX)}
     assert {name for name in known if not name.endswith("_created")} | {
-        f"{PREFIX}_failing"  # of which nothing is known while nothing fails
+        f"{PREFIX}_failing",  # of which nothing is known while nothing fails
+        f"{PREFIX}_held_back_since_timestamp_seconds",  # and these are of a delta with a budget
+        *(f"{PREFIX}_{name}" for name in ("change_bytes", "change_sent_ratio", "budget_bytes")),
+        f"{PREFIX}_budget_excess_bytes",
     } == {one.name for one in described()}
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from exporter.delta.deviation import Rounded
 from exporter.delta.format import DeltaHeader
 from exporter.delta.spans import (
     FANOUT,
@@ -21,7 +22,6 @@ from exporter.delta.spans import (
     nearest_base,
     plan_chain,
 )
-from exporter.delta.tolerance import Rounded
 from exporter.errors import DeltaGap, ForeignLineage, PositionUnknown, SchemaChanged, StaleDelta
 from exporter.increments.history import CheckpointMarker, History
 from exporter.increments.increment import CheckpointId, StoredIncrement

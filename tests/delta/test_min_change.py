@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from exporter.delta.delta_files import read_delta
 from exporter.delta.deviation import LeftOut
-from exporter.delta.tolerance import load_residual
+from exporter.delta.residual import load_residual
 from exporter.publish.delta_log import read_log
 from exporter.storage.layout import CACHES_DIRECTORY
 from exporter.wire.json_documents import DocumentError, decode, encode

@@ -20,12 +20,14 @@ from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.checkpoint.tensor_values import checked_map
 from exporter.delta import diff as comparing
 from exporter.delta import row_reader
+from exporter.delta.deviation import Tolerance
 from exporter.delta.diff import Compared, Comparison, diff
 from exporter.delta.format import ChangeKind, Rows, Schema, ServedVariable
 from exporter.delta.layered_state import LayeredState
+from exporter.delta.residual import Waiting
 from exporter.delta.row_hashes import BlockHasher, HashIndex
 from exporter.delta.row_reader import RowReader, SliceOrder
-from exporter.delta.tolerance import Tolerance, apply_tolerance
+from exporter.delta.tolerance import divide
 from exporter.errors import CheckpointChanged, CorruptFile
 from exporter.jobs import task
 from exporter.storage import mirror
@@ -265,8 +267,9 @@ def test_a_watch_leaves_nothing_behind(
         sizes = [objects.traffic.of(lambda path, n=n: f"m-{n}.data" in path)[1] for n in (step, step + 1)]
         assert sizes[1] == 2 * TABLE_BYTES  # each byte once
         assert sizes[0] == 2 * TABLE_BYTES if not step else 0 < sizes[0] < TABLE_BYTES
-        tolerated = apply_tolerance(found.changes, old, schema, Tolerance(bound=1e-9), tmp_path / "scratch")
-        assert tolerated.changes.keys() == {"t"}
+        allowed, scratch = Tolerance(bound=1e-9), tmp_path / "scratch"
+        divided = divide(found.changes, old, schema, allowed, scratch, Waiting())
+        assert divided.changes.keys() == {"t"}
     assert watching.most - before <= 2 * (THREADS + 1) * CHUNK
     assert watching.bytes_() - before < CHUNK
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import random
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from exporter.errors import AccessRefused
 from exporter.graph.stablehlo import is_plain_module, read_program
-from exporter.options import ExportRequest, Verify
+from exporter.options import ExportRequest, Updates, Verify
 from exporter.pipeline.full import export
+from exporter.pipeline.incremental import export_incremental
+from exporter.training import IncrementWriter
 from exporter.wire import protos
 from tests.support.budget import times
 from tests.support.trained import answers_in_session
+from tests.support.updatable import loaded
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures/jax/0.9.0.tar.xz"
 
@@ -47,6 +51,29 @@ def assert_answers_as_jax(version: Path, model: Path) -> None:
 def test_a_program_that_only_computes_is_served(name: str, models: Path, tmp_path: Path) -> None:
     request = ExportRequest(models / name, tmp_path / "model", verify=Verify.OUTPUTS)
     assert_answers_as_jax(export(request).published.path, models / name)
+
+
+def test_a_base_of_a_program_takes_deltas(models: Path, tmp_path: Path) -> None:
+    """The trainer gives arrays by the names of the SavedModel's variables."""
+    with np.load(models / "any_rows.answers.npz") as answers:
+        rows = answers["inputs/rows"]
+    weights = np.arange(12, dtype=np.float32).reshape(4, 3) / 12
+    writer = IncrementWriter(tmp_path / "train")
+    writer.save(1, {"weights": weights})
+    request = ExportRequest(
+        tmp_path / "train", tmp_path / "model", model=str(models / "any_rows"), updates=Updates()
+    )
+    with loaded(export(request).published.path) as server:
+        assert_is_softmax(server.predict(rows=rows)["y"], rows @ weights)
+        writer.write(2, {"weights": weights * 2})
+        export_incremental(request)
+        server.update()
+        assert_is_softmax(server.predict(rows=rows)["y"], rows @ (weights * 2))
+
+
+def assert_is_softmax(found: Any, products: Any) -> None:
+    exponents = np.exp(np.tanh(products))
+    np.testing.assert_allclose(found, exponents / exponents.sum(axis=1, keepdims=True), atol=1e-6)
 
 
 def test_a_program_that_calls_other_functions_is_served_if_asked_for(models: Path, tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from tests.support.guide_reader import Reader
 
 @pytest.fixture(scope="module")
 def follow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Block], None]]:
-    """Run a block of a page after those that stand before it, in the page's own directory."""
+    """Run a block after those before it, in the directory of its page or of the one that it continues."""
     readers: dict[str, Reader] = {}
 
     def run(block: Block) -> None:
-        if block.page not in readers:
-            directory = tmp_path_factory.mktemp("guide")
-            readers[block.page] = Reader(Page(block.page), directory, tmp_path_factory)
-        readers[block.page].follow(block)
+        first = Page(block.page).story[0]
+        if first.name not in readers:
+            readers[first.name] = Reader(first, tmp_path_factory.mktemp("guide"), tmp_path_factory)
+        readers[first.name].follow(block)
 
     yield run
     for reader in readers.values():

@@ -6,6 +6,8 @@ import ast
 import importlib
 import pkgutil
 import re
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import typer
@@ -110,6 +112,21 @@ def test_links_lead_somewhere(page: Page) -> None:
         if anchor and linked.suffix == ".md":  # that of a picture says in which light it is shown
             headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE)
             assert anchor in {anchor_of(heading) for heading in headings}, f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs/assets").glob("*.svg")), ids=lambda path: path.name)
+def test_a_picture_is_still_where_its_reader_asks_for_that(picture: Path) -> None:
+    """It runs nothing, fetches nothing, says in words what it shows, and is light or dark."""
+    root = ElementTree.parse(picture).getroot()
+    names = {element.tag.rpartition("}")[2] for element in root.iter()}
+    assert not names & {"script", "foreignObject", "image", "a"}
+    if picture.name == "favicon.svg":
+        return
+    assert names >= {"title", "desc"}
+    text = picture.read_text()
+    assert "prefers-color-scheme: dark" in text
+    assert ("animation:" in text) == ("prefers-reduced-motion: no-preference" in text)
+    assert any(f"assets/{picture.name}" in page.text for page in PAGES), "no page shows it"
 
 
 def anchor_of(heading: str) -> str:

@@ -6,7 +6,14 @@ import pytest
 
 from tests.support.guide_pages import Block, followed
 
-FOLLOWED = ["docs/production.md", "docs/signed-publications.md"]
+FOLLOWED = [
+    "docs/production.md",
+    "docs/agent.md",
+    "docs/rollback.md",
+    "docs/upkeep.md",
+    "docs/canary.md",
+    "docs/signed-publications.md",
+]
 
 
 @pytest.mark.parametrize("block", followed(*FOLLOWED), ids=str)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.guide_pages import Block, followed
 
-FOLLOWED = ["docs/serve-and-update.md"]
+FOLLOWED = ["docs/serve-and-update.md", "docs/delta-budgets.md"]
 
 
 @pytest.mark.parametrize("block", followed(*FOLLOWED), ids=str)

@@ -73,4 +73,4 @@ def test_every_picture_and_link_inside_is_there(site: Path) -> None:
 
 
 def test_the_picture_is_on_the_front_page(site: Path) -> None:
-    assert 'src="assets/data-flow.svg"' in (site / "index.html").read_text()
+    assert 'src="assets/hot-update.svg"' in (site / "index.html").read_text()

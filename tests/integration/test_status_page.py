@@ -73,7 +73,7 @@ def test_the_page_is_light_or_dark_as_its_reader_has_it(tmp_path: Path) -> None:
         size, corner = size_and_corner((tmp_path / name).read_bytes())
         assert size == size_and_corner((ROOT / "docs/assets" / name).read_bytes())[0], "make pictures"
         assert (max(corner) < 64) if is_dark else (min(corner) > 192)
-    guide = (ROOT / "docs/production.md").read_text()
+    guide = (ROOT / "docs/monitoring.md").read_text()
     for name in PICTURES:
         assert f"assets/{name}" in guide
 

@@ -355,6 +355,22 @@ def test_rows_of_8_bits_are_neither_held_back_nor_rounded_again(trainer: DeepRec
     assert rows_at(trainer) == trained(trainer)
 
 
+def test_rows_of_8_bits_compete_for_a_budget_by_their_values(trainer: DeepRecTrainer) -> None:
+    log_of(trainer)
+    before = rows_at(trainer)
+    trainer.train(keys=100)
+    trainer.increment()
+    done = to_log(trainer, delta_budget="1B")
+    known = {
+        name: {key: row for key, row in rows.items() if key in before[name]}
+        for name, rows in rows_at(trainer).items()
+    }
+    assert known == before
+    assert done.left_out is not None and done.left_out.rows > 50
+    assert to_log(trainer, delta_budget="1MB").left_out is None
+    assert rows_at(trainer) == trained(trainer)
+
+
 def test_keys_that_are_not_admitted_need_no_codes(tmp_path: Path) -> None:
     trainer = DeepRecTrainer(tmp_path / "train", records_freqs=True, has_codes=True)
     for name in NAMES:

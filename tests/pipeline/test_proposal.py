@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from exporter import export
+from exporter.checkpoint.tensor_bundle import BundleWriter
+from exporter.pipeline.proposal import propose
 from tests.support.commands import export_model
 from tests.support.graph_runs import v1_graph
 
@@ -72,20 +74,31 @@ def test_without_a_graph_a_builder_is_begun(
     for path in (*trained.glob("*.data*"), *trained.glob("*.index"), trained / "checkpoint"):
         (tmp_path / "train").mkdir(exist_ok=True)
         (tmp_path / "train" / path.name).write_bytes(path.read_bytes())
-    ran = export_model("init", "train", "--write", "serving.py")
-    assert (ran.code, "--model serving.py:serving" in ran.out) == (0, True), ran.err
-    begun = Path("serving.py").read_text()
+    ran = export_model("init", "train", "--write", "model.py")
+    assert (ran.code, "--model model.py:serving" in ran.out) == (0, True), ran.err
+    begun = Path("model.py").read_text()
     assert "Adagrad" not in begun
     assert "global_step" not in begun
     asks = "    ids = tf.compat.v1.placeholder(tf.int64, [None])\n"
     answers = "    return {'ids': ids}, {'rows': tf.gather(tower_user_rows, ids)}\n"
-    Path("serving.py").write_text(begun.partition("    # Declare")[0] + asks + answers)
+    Path("model.py").write_text(begun.partition("    # Declare")[0] + asks + answers)
     strategies = {"tower/user_rows": "mod"}
-    done = export("train", "m", "serving.py:serving", verify="outputs", partition_strategies=strategies)
+    done = export("train", "m", "model.py:serving", verify="outputs", partition_strategies=strategies)
     assert done.is_new
-    again = export_model("init", "train", "--write", "serving.py")
-    assert (again.code, "serving.py exists" in again.err) == (2, True), "nothing is overwritten"
-    assert "Declare" not in Path("serving.py").read_text()
+    again = export_model("init", "train", "--write", "model.py")
+    assert (again.code, "model.py exists" in again.err) == (2, True), "nothing is overwritten"
+    assert "Declare" not in Path("model.py").read_text()
+
+
+def test_a_builder_is_python_whatever_variables_are_called(tmp_path: Path) -> None:
+    names = ["1x/w", "lambda", "tf", "a b\n", "\u00b2", "w:0", "user-rows"]
+    with BundleWriter(tmp_path / "model.ckpt-1") as writer:
+        for name in sorted(names):
+            writer.add(name, np.zeros(2, np.float32))
+    begun = propose(tmp_path / "model.ckpt-1").builder
+    compile(begun, "model.py", "exec")
+    assert all(repr(name) in begun for name in names)
+    assert begun.count(" tf = ") == 0, "TensorFlow's own name stays"
 
 
 def test_what_has_a_graph_needs_no_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

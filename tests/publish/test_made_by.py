@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from exporter.publish.made_by import look_at_trainer, new_base
 from exporter.publish.versions import newest_version
@@ -41,6 +44,8 @@ def test_what_was_exported_is_exported_again_by_the_command(
     assert done.code == 0, done.err
     line = new_base(model)
     assert line.startswith(f"cd {Path.cwd()} && export-model --ckpt-dir={ranker} ")
+    kept = model / MADE_BY_FILE
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     before = newest_version(model)
     done_again = run(line)
     assert done_again.returncode == 0, done_again.stderr
@@ -63,3 +68,12 @@ def test_without_it_the_manifest_has_the_names(tmp_path: Path) -> None:
         (tmp_path / "ranker" / MADE_BY_FILE).write_text(damage)
         assert new_base(tmp_path / "ranker").startswith("export-model --ckpt-dir train")
     assert new_base(tmp_path / "none").startswith("export-model --ckpt-dir DIR --model WHAT --out")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_what_another_user_wrote_is_no_command(tmp_path: Path) -> None:
+    kept = tmp_path / MADE_BY_FILE
+    kept.write_text(json.dumps({"directory": "/", "arguments": ["--model=evil.py:f"]}))
+    assert "evil" in new_base(tmp_path)
+    os.chown(kept, 12345, 12345)
+    assert "evil" not in new_base(tmp_path)

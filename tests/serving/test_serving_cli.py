@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -15,9 +17,13 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
+from exporter.errors import UsageError
+from exporter.wire import protos
 from serving.cli import app
+from serving.documents import Form
+from serving.example import example, written
 from serving.model_config import ModelConfig
-from serving.server import ModelServer
+from serving.server import ModelServer, require_free
 from serving.server_options import ServerOptions
 from tests.support.printed_documents import checked
 from tests.support.serving_models import write_saved_model
@@ -183,6 +189,36 @@ def test_an_example_is_answered_in_each_form(server: ModelServer, tmp_path: Path
     words = shlex.split(printed["text"])
     assert (words[0], json.loads(words[2])) == ("curl", request)
     assert words[3] == "http://127.0.0.1:8501/v1/models/ranker:predict"
+
+
+def test_an_example_asks_the_version_that_it_is_of(server: ModelServer) -> None:
+    asked = ("predict", server.address, "--model", "ranker", "--version", "7", "--example")
+    assert "/v1/models/ranker/versions/7:predict" in call(*asked, "--as", "curl").stdout
+    assert ", version=7)" in call(*asked, "--as", "python").stdout
+
+
+def test_examples_of_borders() -> None:
+    """No inputs at all; and sizes that a server says, and nobody has the memory for."""
+    signature = protos.SignatureDef()
+    signature.outputs["y"].tensor_shape.SetInParent()
+    request = example(signature, "count")
+    text = written(request, signature, Form.PYTHON, address="a:1", model="m", version=None)
+    compile(text, "example", "exec")
+    signature.inputs["x"].dtype = 1
+    for size in (1 << 30, 1 << 30):
+        signature.inputs["x"].tensor_shape.dim.add().size = size
+    with pytest.raises(UsageError, match="too large for an example"):
+        example(signature, "count")
+
+
+def test_a_family_of_addresses_that_is_not_there_is_no_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel has no IPv6, names still have addresses of it."""
+
+    def refused(*family: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+
+    monkeypatch.setattr("serving.server.socket.socket", refused)
+    require_free("localhost", 0)
 
 
 def test_no_example_where_the_signature_does_not_say_enough(server: ModelServer) -> None:

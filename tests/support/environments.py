@@ -6,6 +6,8 @@ import fcntl
 import os
 import shutil
 import subprocess
+import sys
+import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -131,3 +133,27 @@ def made_once(name: str, make: Callable[[Path], bool]) -> Path | None:
                 return None
             (directory / ".complete").touch()
     return directory / "bin/python"
+
+
+def made_over_this(name: str, packages: tuple[str, ...]) -> Path | None:
+    """The interpreter of an environment with these packages over the ones here; None if pip fails."""
+
+    def make(directory: Path) -> bool:
+        venv.create(directory, symlinks=True)
+        (site,) = directory.glob("lib/python*/site-packages")
+        here = [entry for entry in sys.path if entry.endswith("-packages")]
+        (site / "below.pth").write_text("\n".join([str(ROOT), *here]) + "\n")
+        pip = [str(directory / "bin/python"), "-m", "pip", "install", "-q", "--no-deps", *packages]
+        return subprocess.run(pip, cwd="/", check=False).returncode == 0
+
+    return made_once(name, make)
+
+
+def run_program(python: Path, directory: Path, code: str) -> None:
+    """Run a program in a directory, with this repository's packages."""
+    (directory / "program.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [python, "program.py"], cwd=directory, env=environment, capture_output=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]

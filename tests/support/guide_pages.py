@@ -6,7 +6,10 @@ A comment on the line before a block, which no reader sees:
     <!-- tested by: FILE::TEST -->   that test runs it, among names that it needs
     <!-- file: NAME -->              its text is a file that the next commands read
 
-and anywhere in a page `<!-- starts with: A, B -->`: what is there already (see `guide_artefacts`).
+and anywhere in a page:
+
+    <!-- starts with: A, B -->       what is there already (see `guide_artefacts`)
+    <!-- continues: PAGE -->         its reader has followed that page, and goes on in its directory
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ OUTPUT = {"text", "mermaid"}
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"<!-- (not run|tested by|file): (.+?) -->\n\Z")
 _SHOWN = re.compile(r"\s*^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_CONTINUES = re.compile(r"<!-- continues: (.+?) -->")
 _STARTS_WITH = re.compile(r"<!-- starts with: (.+?) -->")
 
 
@@ -94,6 +98,12 @@ class Page:
     def starts_with(self) -> list[str]:
         """The names of what is there before the page's first block."""
         return [name.strip() for match in _STARTS_WITH.finditer(self.text) for name in match[1].split(",")]
+
+    @property
+    def story(self) -> list[Page]:
+        """The pages that a reader follows up to this one, in their order."""
+        continued = _CONTINUES.search(self.text)
+        return [*(Page(continued[1]).story if continued else []), self]
 
     def tested_by(self, test: str) -> list[Block]:
         """The blocks that name this test as theirs."""

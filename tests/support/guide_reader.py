@@ -1,4 +1,7 @@
-"""A reader of the guide, who types each page's blocks in their order, in a directory of the page's own."""
+"""A reader of the guide, who types each page's blocks in their order, in a directory of the page's own.
+
+Pages that continue another one are followed in its directory, after it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import pytest
 
 from tests.support.guide_artefacts import TRAIN, lay_out, train
 from tests.support.guide_commands import run_command, start_server
-from tests.support.guide_pages import ROOT, Block, Command, Page
+from tests.support.guide_pages import ROOT, Block, Command, Page, followed
 
 _PORT = re.compile(r"\b(?:85|95)\d\d\b")
 _VARIES = re.compile(r"\b\d+\.\d\d? s\b|127\.0\.0\.1:\d+")
@@ -21,10 +24,9 @@ _VARIES = re.compile(r"\b\d+\.\d\d? s\b|127\.0\.0\.1:\d+")
 
 
 class Reader:
-    """Follows one page. What a block needs is what the blocks before it left."""
+    """Follows a page and those that continue it. What a block needs is what the blocks before it left."""
 
     def __init__(self, page: Page, directory: Path, factory: pytest.TempPathFactory) -> None:
-        self._page = page
         self._directory = directory
         self._factory = factory
         self._done: list[Block] = []
@@ -37,8 +39,8 @@ class Reader:
 
     def follow(self, block: Block) -> None:
         """Run a block, and those before it that were not run yet."""
-        for each in self._page.blocks:
-            if each.line > block.line or each in self._done or not each.is_followed:
+        for each in followed(*(page.name for page in Page(block.page).story)):
+            if each in self._done or (each.page == block.page and each.line > block.line):
                 continue
             if self._failed is not None:
                 pytest.skip(f"{self._failed} failed")

@@ -215,6 +215,26 @@ def test_rows_that_moved_little_are_held_back_and_new_keys_never(
 
 
 @pytest.mark.parametrize("by_saving", [False, True])
+def test_under_a_budget_keys_come_and_go_first(trainer: DeepRecTrainer, model: Path, by_saving: bool) -> None:
+    for number in range(4):
+        before = served(read_log(model))
+        trainer.train()
+        if by_saving:
+            trainer.evict("emb/user", range(number * 10, number * 10 + 10))
+        trainer.save() if by_saving else trainer.increment()
+        done = exported(trainer, model, delta_budget="1B")
+        found = served(read_log(model))
+        for name, table in trainer.now().items():
+            assert found[name].keys() == table.keys()
+            for key, row in table.items():
+                assert found[name][key] in (row, before[name].get(key)), (name, key)
+    assert done.left_out is not None and done.left_out.rows > 0
+    assert done.budgeted is not None and done.budgeted.excess
+    exported(trainer, model)
+    assert served(read_log(model)) == trainer.now()
+
+
+@pytest.mark.parametrize("by_saving", [False, True])
 @pytest.mark.parametrize("delta_dtype", list(DeltaDtype))
 def test_rows_are_rounded_and_the_index_is_not(
     trainer: DeepRecTrainer, model: Path, by_saving: bool, delta_dtype: DeltaDtype

@@ -59,6 +59,8 @@ FULL = ExportRequest(
     warmup=Path("warm.jsonl"),
     version="7",
     keep=3,
+    keep_hourly=2,
+    keep_daily=7,
     verify=Verify.OUTPUTS,
     verify_inputs=Path("probe.jsonl"),
     tolerance=1e-3,
@@ -122,11 +124,15 @@ def test_arguments_say_what_a_request_says(request_: ExportRequest, monkeypatch:
 def test_every_option_of_a_request_is_covered() -> None:
     plain = ExportRequest(Path("train"), Path("out"))
     same = [field.name for field in fields(FULL) if getattr(FULL, field.name) == getattr(plain, field.name)]
-    # The first three go with --incr, which arguments alone can say; --no-warmup does not go with --warmup.
+    # The first ones go with --incr, which arguments alone can say; --no-warmup does not go with --warmup.
     # MAPPED has those that do not go with deltas.
     assert {*same} <= {
         "min_change",
         "delta_dtype",
+        "delta_budget",
+        "max_row_age",
+        "max_norm",
+        "on_wild",
         "check_graph",
         "no_warmup",
         "plain",
@@ -165,7 +171,8 @@ def test_a_function_cannot_be_handed_to_another_process() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"min_change": 0.1}, {"delta_dtype": DeltaDtype.INT8}, {"check_graph": True}]
+    "options",
+    [{"min_change": 0.1}, {"delta_dtype": DeltaDtype.INT8}, {"check_graph": True}, {"delta_budget": "1MB/s"}],
 )
 @pytest.mark.parametrize("made", [ExportHook, ExportCallback])
 def test_what_only_deltas_are_told_is_refused_before_the_training(made: Any, options: dict[str, Any]) -> None:

@@ -272,6 +272,13 @@ ADVICE: dict[type[ExportError], Advice] = {
         "the row that the `cause:` line names, mend the training or set it back. To serve such values after "
         "all, publish a base without `--require-finite` and `--cast int8`.",
     ),
+    errors.WildValues: Advice(
+        "Rows of the trainer's newest state have a Euclidean norm beyond the bound of `--max-norm`, and "
+        "`--on-wild refuse` was given.",
+        "Servers stay where they are, and nothing is lost: the next `--incr` holds everything since. Mend "
+        "the training or set it back; with `--on-wild hold-row` servers keep the rows that they have and "
+        "get all others.",
+    ),
     errors.PublishError: Advice(
         "Writing failed for a reason other than space and permission; the `cause:` line is the operating "
         "system's.",

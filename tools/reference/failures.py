@@ -38,7 +38,7 @@ Both commands end with one of these codes. A script needs nothing else: no text 
 {table}
 What a script may rely on:
 
-- 0 is also the code of a command that found nothing to do: the checkpoint is published already, there is no
+- 0 is also the code of a command that found nothing to do: the checkpoint was already published, there is no
   delta to merge, this node of the cluster is not the chief. The document's `status` tells which.
 - After 1 to 7 nothing is half-written, and running the same command again is safe.
 - 10 comes from `export-model diff --exit-code` alone. `export-model verify` and `doctor` end with 6 if

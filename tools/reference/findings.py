@@ -229,6 +229,17 @@ MEANINGS: Mapping[Code, Meaning] = {
         "A table by keys has little room for new keys left. When it is full, a delta is refused.",
         "Publish a new base, which has more room. A watch does so by itself.",
     ),
+    Code.WILD: Meaning(
+        "Rows of the newest delta have a Euclidean norm beyond `--max-norm`. With `--on-wild hold-row` "
+        "servers keep the rows that they had.",
+        "Look at the training: a learning rate that is too high, or slots that were lost. To take the values "
+        "back, roll back.",
+    ),
+    Code.BUDGET: Meaning(
+        "The deltas of `--delta-budget` lately exceeded it, because more had to go, or sent less than a "
+        "quarter of the change.",
+        "Give a larger budget, or a longer `--max-row-age`. What all changes would take: `history --json`.",
+    ),
     Code.NOT_MAPPED: Meaning(
         "Servers here do not map the tables that were made for it, or map them where that is dangerous.",
         "Export again with the directory as servers see it (`--served-at`), as the command says.",

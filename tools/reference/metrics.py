@@ -17,7 +17,7 @@ _PAGE = """\
 `serve-model agent` serves these metrics at `/metrics`, in Prometheus' text format. A gauge without a value is
 left out: a replica that does not answer has no position, and a model without a canary has none of a canary's
 gauges. `deploy/prometheus/alerts.yaml` has alerts for them, `deploy/grafana/export-model.json` a dashboard.
-The [production guide](../production.md#keep-every-replica-fresh) says what to do.
+The [production guide](../agent.md) says what to do.
 
 {agent}
 ## Of the exporter

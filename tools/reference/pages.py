@@ -10,6 +10,7 @@ from exporter.cli.app import app as export_model
 from serving.cli import app as serve_model
 from tools.reference import (
     alerts,
+    budget_chart,
     commands,
     documents,
     failures,
@@ -17,6 +18,7 @@ from tools.reference import (
     findings,
     keywords,
     metrics,
+    python_api,
     rooms,
     tf_serving,
 )
@@ -33,6 +35,7 @@ _REFERENCE: dict[str, Callable[[], str]] = {
     "exit-codes.md": failures.exit_codes,
     "findings.md": findings.page,
     "metrics.md": metrics.page,
+    "python.md": python_api.page,
     "troubleshooting.md": failures.troubleshooting,
 }
 _WHOLE: dict[str, Callable[[], str]] = {
@@ -40,6 +43,7 @@ _WHOLE: dict[str, Callable[[], str]] = {
     f"docs/reference/{files.SCHEMA_FILE}": files.schema,
     "docs/reference/formats.md": files.page,
     "docs/architecture.md": rooms.page,
+    "docs/assets/delta-budgets.svg": budget_chart.made,
     "exporter/options/keywords.py": keywords.module,
     "deploy/kubernetes/monitoring/alerts.yaml": alerts.prometheus_rule,
 }

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from exporter.cli.documents import Status
 from exporter.cli.notify import Notified
-from exporter.delta.deviation import LeftOut, Rounded
+from exporter.delta.deviation import Budgeted, LeftOut, Rounded, WildRows
 from exporter.terminal.parameters import Taken
 
 
@@ -61,7 +61,7 @@ class DeltaExport(DeltaPlan, frozen=True, kw_only=True):
     variables_changed: int
     """Variables in the delta."""
     left_out: LeftOut | None
-    """Rows that were not sent, with `--min-change`."""
+    """Rows that were not sent, with `--min-change`, `--delta-budget` or `--on-wild hold-row`."""
     rounded: Rounded | None
     """Rows that were sent rounded, with `--delta-dtype`."""
     bytes_compared: int
@@ -70,6 +70,10 @@ class DeltaExport(DeltaPlan, frozen=True, kw_only=True):
     """How long it took, without the start of the program."""
     warnings: Sequence[str]
     """What went wrong after it was published."""
+    budget: Budgeted | None = None
+    """How the delta used its budget, with `--delta-budget`."""
+    wild: Sequence[WildRows] = ()
+    """Rows that are beyond `--max-norm`, by table."""
     notified: Sequence[Notified] = ()
     """The servers that were asked to apply it (`--notify`)."""
     new_base: str | None = None

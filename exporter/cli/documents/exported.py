@@ -132,7 +132,7 @@ class Export(ExportPlan, frozen=True, kw_only=True):
 
 
 class PublishedAlready(Struct, frozen=True, kw_only=True):
-    """The document of an export whose checkpoint is published already, by the same graph and options."""
+    """The document of an export whose checkpoint was already published, by the same graph and options."""
 
     dry_run: bool
     """True if it was only a question."""

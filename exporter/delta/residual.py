@@ -1,0 +1,121 @@
+"""Rows that a delta left out, kept beside the log until a later delta holds them.
+
+<log>/.state/left-out-<position>-<state>.index, .data-*         the trainer's values of them, as a delta
+<log>/.state/left-out-<position>-<state>.since.index, .data-*   a bundle: since when each waits, float64 [n]
+
+The second is there if time or size is limited. Both are a cache of the exporter's, of the newest state alone,
+and named by it: after a rollback, or beside another command, nothing is taken for what it is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from msgspec import Struct, field
+
+from exporter.catalog import Catalog
+from exporter.checkpoint.bundle_writer import BundleWriter
+from exporter.checkpoint.tensor_bundle import check_tensor, memory_map, read_catalog
+from exporter.delta.delta_files import read_delta, write_delta
+from exporter.delta.format import DeltaHeader, Rows, Schema
+from exporter.delta.layered_state import Changes
+from exporter.errors import CheckpointError
+from exporter.storage.layout import RESIDUAL_PREFIX
+from exporter.wire.dtypes import Array
+
+_SINCE = ".since"
+
+
+class Waiting(Struct, frozen=True):
+    """Rows that were left out so far, as the trainer had them.
+
+    `since` is when each began to wait, in seconds since 1970; rows that are not among them, since
+    `otherwise`.
+    """
+
+    changes: Changes = field(default_factory=dict)
+    since: Mapping[str, Array] = field(default_factory=dict)
+    otherwise: float = 0.0
+
+    @property
+    def oldest(self) -> float:
+        """Since when the row waits that waits longest; infinite without any."""
+        return min((float(each.min()) for each in self.since.values() if len(each)), default=math.inf)
+
+    def since_of(self, name: str, ids: Array) -> Array:
+        """float64 [n]: since when each of these rows, in ascending order, waits."""
+        change = self.changes.get(name)
+        if not isinstance(change, Rows) or not len(change.ids):
+            return np.full(len(ids), self.otherwise)
+        places = np.minimum(np.searchsorted(change.ids, ids), len(change.ids) - 1)
+        return np.where(change.ids[places] == ids, self.since[name][places], self.otherwise)
+
+
+def save_residual(
+    directory: Path,
+    schema: Schema,
+    header: DeltaHeader,
+    state: str,
+    held_back: Changes,
+    since: Mapping[str, Array],
+) -> None:
+    """Write the trainer's values of rows that the delta `header` left out as a delta; remove older ones.
+
+    `state` distinguishes the delta from another one at its position. Since when they wait is written beside
+    it, as a bundle. The files are a cache: if they are lost or damaged, states are compared.
+
+    Raises:
+        DiskFull, PublishError: they cannot be written.
+    """
+    directory.mkdir(exist_ok=True)
+    name = f"{RESIDUAL_PREFIX}{header.to_position}-{state}"
+    write_delta(directory / name, schema, header, held_back)
+    if since:
+        with BundleWriter(directory / f"{name}{_SINCE}") as writer:
+            for table in sorted(since):
+                writer.add(table, since[table])
+    for path in directory.glob(f"{RESIDUAL_PREFIX}*"):
+        if path.name.partition(".")[0] != name:
+            path.unlink(missing_ok=True)
+
+
+def load_residual(
+    directory: Path,
+    schema: Schema,
+    *,
+    lineage: str,
+    position: int,
+    state: str,
+    now: float = 0.0,
+    unknown: float = 0.0,
+) -> Waiting | None:
+    """The rows that `save_residual` wrote for a state of a log; None if they are lost or damaged.
+
+    They wait since `unknown` where no times are kept, or these are lost. A clock that is behind
+    `now` counts as right.
+    """
+    prefix = directory / f"{RESIDUAL_PREFIX}{position}-{state}"
+    try:
+        found = read_delta(prefix, schema)
+        _check_all(found.catalog)
+    except CheckpointError:
+        return None
+    if (found.header.lineage, found.header.to_position) != (lineage, position):
+        return None
+    rows = {name: len(change.ids) for name, change in found.changes.items() if isinstance(change, Rows)}
+    since = {name: np.full(count, unknown) for name, count in rows.items()}
+    with suppress(CheckpointError):
+        _check_all(times := read_catalog(directory / f"{prefix.name}{_SINCE}"))
+        kept = {name: memory_map(times, ref) for name, ref in times.tensors.items()}
+        if {name: each.shape for name, each in kept.items()} == {n: (count,) for n, count in rows.items()}:
+            since = {name: np.minimum(each, now) for name, each in kept.items()}
+    return Waiting(found.changes, since, now)
+
+
+def _check_all(catalog: Catalog) -> None:
+    for ref in catalog.tensors.values():
+        check_tensor(catalog, ref)

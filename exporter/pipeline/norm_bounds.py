@@ -1,0 +1,81 @@
+"""The norms beyond which rows of tables are taken for rubbish, by the rules of `--max-norm`.
+
+`auto` learns a table's bound from the base: ten times the norm that 99.99 % of its rows stay below, and at
+least ten for each square root of an element, since rows of a young model are small. Of a large table some
+hundred thousand rows are looked at, in ranges that lie evenly in it. What was learned is kept beside the log.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+
+import numpy as np
+
+from exporter.delta.format import ServedVariable
+from exporter.delta.row_reader import RowReader
+from exporter.delta.tolerance import row_norms
+from exporter.options import NormRule
+from exporter.publish.delta_log import DeltaLog
+from exporter.storage.files import beside
+from exporter.storage.layout import NORMS_FILE
+from exporter.wire.int8_codes import values_of
+
+_TIMES = 10.0
+_SHARE = 0.9999
+_RANGES, _RANGE_ROWS = 64, 4096
+
+
+def norm_bounds(log: DeltaLog, rules: Iterable[str], coded: Collection[str]) -> dict[str, float]:
+    """The bound of each table that a rule names, by variable; of several rules the first counts.
+
+    The tables `coded` hold rows in 8 bits.
+    """
+    parsed = [NormRule.parse("--max-norm", text) for text in rules]
+    found: dict[str, float] = {}
+    learned: list[ServedVariable] = []
+    for variable in log.schema.variables:
+        if variable.is_table and (variable.dtype.is_floating or variable.name in coded):
+            rule = next((rule for rule in parsed if rule.is_for(variable.name)), None)
+            if rule is not None and rule.bound is not None:
+                found[variable.name] = rule.bound
+            elif rule is not None:
+                learned.append(variable)
+    return found | _learned(log, learned, coded) if learned else found
+
+
+def _learned(log: DeltaLog, tables: Collection[ServedVariable], coded: Collection[str]) -> dict[str, float]:
+    """The bounds that the newest base gives; those that are known are read from the cache."""
+    path, key = log.path / NORMS_FILE, f"{log.lineage}-{log.base.at.position}"
+    known: dict[str, float] = {}
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        found = json.loads(path.read_bytes())
+        known = {str(name): float(bound) for name, bound in found.get(key, {}).items()}
+    missing = [variable for variable in tables if not known.get(variable.name, 0.0) > 0]
+    if missing:
+        stored = log.base.stored()
+        for each in missing:
+            known[each.name] = _bound(stored[each.name], is_coded=each.name in coded)
+        temporary = beside(path)
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps({key: known}))
+            temporary.replace(path)
+    return {variable.name: known[variable.name] for variable in tables}
+
+
+def _bound(stored: RowReader, *, is_coded: bool) -> float:
+    rows = stored.shape[0]
+    step = max(_RANGE_ROWS, -(-rows // _RANGES))
+    norms, elements = [np.empty(0)], 1
+    for start in range(0, rows, step):
+        values = stored.rows(start, min(rows, start + _RANGE_ROWS))
+        values = values_of(values) if is_coded else values
+        norms.append(row_norms(values))
+        elements = math.prod(values.shape[1:])
+    usual = np.concatenate(norms)
+    usual = np.sort(usual[np.isfinite(usual) & (usual > 0)])  # rows of no key are zero
+    largest = float(usual[math.ceil(_SHARE * len(usual)) - 1]) if len(usual) else 0.0
+    return _TIMES * max(largest, math.sqrt(elements))
