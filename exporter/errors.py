@@ -143,6 +143,12 @@ class ExportError(Exception):
         self.cause = bounded(_ERRNO.sub("", cause))
         self.hint = hint or self.default_hint
 
+    @property
+    def __notes__(self) -> list[str]:
+        """What a traceback of Python 3.11, or of a notebook, shows below the message."""
+        cause = [f"cause: {self.cause}"] if self.cause else []
+        return [*cause, f"hint:  {self.hint}"]
+
     def advise(self, hint: str) -> None:
         """Give it a hint in place of its class's own; one that was chosen for this very failure stays."""
         if hint and self.hint == self.default_hint:

@@ -12,7 +12,7 @@ import typer
 
 from exporter.errors import ServerError, UsageError
 from exporter.options import ANYBODY, Trusting
-from exporter.storage.local_paths import checkpoint_parser, local_path
+from exporter.storage.local_paths import checkpoint_parser, local_path, quoted
 from exporter.terminal.commands import LateCommand, application
 from exporter.terminal.edge import (
     AS_TEXT,
@@ -340,7 +340,9 @@ def _ask(
         else:
             examples, inputs = None, predict_inputs(request, definition)
     except ValueError as error:
-        raise _bad_request("the input", error) from error
+        wanted = f"serve-model predict {client.address} --model {quoted(client.model)}"
+        wanted += "" if name == "serving_default" else f" --signature {quoted(name)}"
+        raise _bad_request("the input", error, f"{wanted} --example") from error
     if examples is None:
         predicted = client.predict(inputs, signature=name, version=version)
         return _answer(predicted.outputs, by_row="instances" in request), predicted.version
@@ -379,11 +381,15 @@ def _answer(outputs: Mapping[str, NDArray[Any]], *, by_row: bool) -> dict[str, A
         ) from error
 
 
-def _bad_request(source: str, cause: object) -> UsageError:
+def _bad_request(
+    source: str,
+    cause: object,
+    hint: str = 'write {"instances": [...]} with one item a row, or {"inputs": {...}}',
+) -> UsageError:
     return UsageError(
         f"{'standard input' if source == '-' else source} is not a request of the REST interface",
         cause=str(cause),
-        hint='write {"instances": [...]} with one item a row, or {"inputs": {...}}',
+        hint=hint,
     )
 
 

@@ -167,7 +167,7 @@ def _without_index(directory: Path, names: list[str], named: Path | None) -> lis
         raise CheckpointNotFound(
             f"{directory} holds several archives: {', '.join(path.name for path in found[:5])}",
             cause="their names are not those of one series, as in model-01.keras, model-02.keras",
-            hint=f"name one of them, the last one written: --ckpt-dir {quoted(_last_written(found))}",
+            hint=f"name one of them in its place; the last one written: {quoted(_last_written(found))}",
         )
     return sorted(found, key=_order, reverse=True)
 
@@ -244,6 +244,12 @@ def _no_index(prefix: Path) -> CheckpointError:
         return CheckpointNotFound(
             f"there is no {index_path(prefix)}",
             cause="its .meta is a left-over: the values were pruned or moved",
+        )
+    if _exists(prefix):  # a pipe, a device, a socket
+        return CheckpointNotFound(
+            f"{prefix} is neither a file nor a directory",
+            cause="a checkpoint is read from any of its bytes on, which a pipe cannot give",
+            hint="write it into a file, and name that",
         )
     try:
         there = [path.name for path in candidates(prefix.parent)]

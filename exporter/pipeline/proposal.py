@@ -37,7 +37,8 @@ class Proposal(Struct, frozen=True):
     def command(self, ckpt_dir: Path, out: Path, builder: Path | None = None) -> str:
         """The command line of the export; `builder` is the file that the builder was written to."""
         words = ["export-model", "--ckpt-dir", quoted(ckpt_dir), "--out", quoted(out)]
-        words += ["--model", quoted(self.model or f"{builder or 'model.py'}:serving")]
+        if self.model is None:  # an export finds a graph that lies beside the checkpoint, and the next one's
+            words += ["--model", quoted(f"{builder or 'model.py'}:serving")]
         for one in self.inputs:
             words += ["--input", quoted(f"{one.name}={one.tensor}")]
         for name, tensor in self.outputs.items():

@@ -302,7 +302,7 @@ def _secret(source: str) -> bytes:
         raise UsageError(
             f"--sign-key {source} cannot be read", cause=error.strerror or str(error), hint=TO_MAKE_KEYS
         ) from None
-    if mode & 0o027:
+    if mode & 0o027 and b"PRIVATE KEY" in content:
         raise UsageError(
             f"--sign-key {source} has mode {mode:04o}: others than its owner and group may use it",
             hint=f"chmod 600 {quoted(source)}, and replace the key if others had access: it publishes models",
@@ -315,13 +315,17 @@ _public: Unchanged[Mapping[str, Ed25519PublicKey]] = Unchanged()
 
 def _public_keys(path: Path) -> Mapping[str, Ed25519PublicKey]:
     serialization, _, public = _library()
-    hint = f"it holds public keys in PEM: openssl pkey -in KEY -pubout -out {quoted(path)}"
+    hint = "it holds public keys in PEM: openssl pkey -in {} -pubout -out {}"
+    new = path.with_name(f"{path.name}.pem")  # never over what is there, which may be the only secret
     try:
         content = read_regular(path, _LONGEST_KEYS)
     except OSError as error:
         raise UsageError(
-            f"--trust {path} cannot be read", cause=error.strerror or str(error), hint=hint
+            f"--trust {path} cannot be read",
+            cause=error.strerror or str(error),
+            hint=hint.format("KEY", quoted(path if isinstance(error, FileNotFoundError) else new)),
         ) from None
+    hint = hint.format(quoted(path) if b"PRIVATE KEY" in content else "KEY", quoted(new))
     found = {}
     for block in _PEM.finditer(content):
         if block[1] != b"PUBLIC KEY":

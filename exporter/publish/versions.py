@@ -33,6 +33,9 @@ from exporter.storage.layout import (
 )
 from exporter.storage.local_paths import quoted
 
+_ADDRESS = re.compile(r"[^/]+:[0-9]+")
+"""The address of a server, where a model's path is expected."""
+
 
 def nothing_published(model: Path) -> NotUpdatable:
     """The error for a model base path without a version; its hint names the model that was probably meant."""
@@ -41,6 +44,8 @@ def nothing_published(model: Path) -> NotUpdatable:
         return NotUpdatable(what, hint=f"did you mean {quoted(found)}?")
     if (model / CHECKPOINT_STATE_FILE).exists():
         return NotUpdatable(what, hint=f"it holds checkpoints: export-model inspect {quoted(model)}")
+    if _ADDRESS.fullmatch(str(model)):
+        return NotUpdatable(what, hint=f"of a server, ask: serve-model status {quoted(model)} --model NAME")
     return NotUpdatable(what)
 
 
@@ -57,6 +62,13 @@ def likely_model(model: Path) -> Path | None:
     except (OSError, ExportError):
         return None
     return place if place != model else None
+
+
+def _is_other_than_directory(path: Path) -> bool:
+    try:
+        return not stat.S_ISDIR(path.stat().st_mode)
+    except OSError:  # it is not there yet, or is not ours to see
+        return False
 
 
 def _is_model(path: Path) -> bool:
@@ -142,12 +154,12 @@ def newest_of(versions: Iterable[VersionDir]) -> VersionDir | None:
 
 
 def require_base_path(model: Path) -> None:
-    """Refuse a path that is itself a version, lies in a published model, or is the directory of models.
+    """Refuse a path that is itself a version or a file, lies in a model, or is the directory of models.
 
     Raises:
         UsageError: `model` is itself a version, or would be one of a model around it, or lies in its deltas;
             or models lie in it, and it has no versions.
-        TargetNotWritable: a symbolic link on the way to it leads nowhere.
+        TargetNotWritable: it is a file, or lies below one, or a symbolic link on the way leads nowhere.
     """
     for place in (model, *model.parents):
         if place.is_symlink() and not place.exists():
@@ -155,6 +167,10 @@ def require_base_path(model: Path) -> None:
                 f"{place} is a symbolic link that leads nowhere",
                 cause=f"it names {place.readlink()}",
                 hint="make the directory that it names, mount it, or name another one with --out",
+            )
+        if _is_other_than_directory(place):
+            raise TargetNotWritable(
+                f"{place} is a file: a model is a directory", hint="name a new directory in its place"
             )
     if any(_is_regular(model / name) for name in VERSION_FILES):
         raise itself_a_version(model, model.parent)

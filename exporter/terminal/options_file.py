@@ -18,12 +18,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from exporter.errors import UsageError
+from exporter.errors import UsageError, nearest
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import quoted
 
 _MAX_BYTES = 1 << 20
 _MODELS = "models"
+_SEVERAL = 'write [models.NAME], and below it ckpt-dir = "..." and out = "..."'
 
 
 def options_in(path: Path) -> Mapping[str, Any]:
@@ -66,11 +67,13 @@ def models_in(path: Path) -> list[str]:
     Raises:
         UsageError: it cannot be read, or has none.
     """
+    if "#" in str(path) and not path.exists():
+        raise UsageError(
+            f"--config {path}: it runs all models", hint=f"one of them: --options {quoted(path)}"
+        )
     found = [*_models(path, _read(path))]
     if not found:
-        raise UsageError(
-            f"{path} has no models", hint='write [models.NAME], and below it ckpt-dir = "..." and out = "..."'
-        )
+        raise UsageError(f"{path} has no models", hint=_SEVERAL)
     return found
 
 
@@ -82,10 +85,19 @@ def _models(path: Path, found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    form = f'write {{"model": "my_model.py:serving", "keep": 3, "input": {{"x": "X:0"}}}} into {path}'
+    is_toml = path.suffix == ".toml"
+    form = 'write {"model": "my_model.py:serving", "keep": 3, "input": {"x": "X:0"}} into a file'
+    form = 'write model = "my_model.py:serving" and keep = 3 into a file, a line each' if is_toml else form
     try:
         content = read_regular(path, _MAX_BYTES)
-        found = _toml(content.decode("utf-8-sig")) if path.suffix == ".toml" else json.loads(content)
+        found = _toml(content.decode("utf-8-sig")) if is_toml else json.loads(content)
+    except FileNotFoundError:
+        beside = (each.name for each in path.parent.glob(f"*{path.suffix}"))
+        close = nearest(path.name, beside)
+        hint = f"did you mean {quoted(path.with_name(close))}?" if close else form
+        raise UsageError(
+            f"{path} cannot be read as options", cause="there is no such file", hint=hint
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as options", cause=str(error), hint=form) from error
     if not isinstance(found, dict):

@@ -76,6 +76,8 @@ def test_one_model_of_a_file(place: Path) -> None:
         ("models = 3", ["--config", "export.toml"], "'models' is not a table of tables"),
         ("keep = ", ["--config", "export.toml"], "cannot be read as options"),
         (FILE, ["--config", "none.toml"], "none.toml cannot be read as options"),
+        (FILE, ["--config", "exprt.toml"], "did you mean export.toml?"),
+        (FILE, ["--config", "export.toml#first"], "--options 'export.toml#first'"),
         (FILE, ["--config", "export.toml", "--options=x.json"], "leave one of them out"),
         (FILE, ["--config", "export.toml", "--out", "models/one"], "published to one place, models/one"),
         (FILE.replace("models/b", "models/a"), ["--config", "export.toml"], "to one place, models/a"),

@@ -33,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, asked in (("user", batch["user"]), ("item", batch["an_item"])):
             parts = v1.fixed_size_partitioner(2)
             table = v1.get_variable(f"tower/{name}_rows", [6, 3], partitioner=parts)
-            towers.append(v1.nn.embedding_lookup(table, asked))
+            towers.append(v1.nn.embedding_lookup(table, asked, partition_strategy="div"))
         rate = v1.placeholder(tf.float32, [None, 1], name="features/rate")
         kernel = v1.get_variable("kernel", [7, 1])
         logits = v1.matmul(v1.concat([*towers, rate], 1), kernel)
@@ -60,6 +60,7 @@ def test_the_proposed_command_works_and_no_input_is_swapped(
     program, *arguments = shlex.split(proposed["command"])
     ran = export_model(*arguments)
     assert (program, ran.code) == ("export-model", 0), ran.err
+    assert "--model" not in arguments, "the newest checkpoint's own graph is found, whichever that is"
     assert f"next          {proposed['command']}" in export_model("init", trained, "--out", "m").out
     shown = export_model("inspect", trained / "model.ckpt-7.meta")
     assert "float32[?,1] -> kernel" in shown.out

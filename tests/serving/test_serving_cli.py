@@ -230,6 +230,21 @@ def test_no_example_where_the_signature_does_not_say_enough(server: ModelServer)
         assert (done.exit_code, "--example" in done.stderr) == (2, True)
 
 
+def test_a_request_that_does_not_fit_leads_to_one_that_does(server: ModelServer) -> None:
+    done = predict(server, {"inputs": {"y": [1]}})
+    (hint,) = (line for line in done.stderr.splitlines() if line.startswith("hint:"))
+    _, program, *arguments = shlex.split(hint)
+    assert (done.exit_code, program) == (2, "serve-model")
+    example = call(*arguments)
+    assert predict(server, json.loads(example.stdout)).exit_code == 0
+
+
+def test_the_default_name_is_no_name_to_ask_for(server: ModelServer) -> None:
+    done = call("predict", server.address, "--example")
+    assert (done.exit_code, "name a model of this server with --model" in done.stderr) == (7, True)
+    assert "--model default" not in done.stderr
+
+
 def test_predict_by_a_label(server: ModelServer) -> None:
     (ranker,) = server.models.served().values()
     config = ModelConfig("ranker", ranker.base_path)
@@ -238,6 +253,7 @@ def test_predict_by_a_label(server: ModelServer) -> None:
     assert json.loads(done.stdout)["version"] == 7
     done = predict(server, {"instances": [[1, 2]]}, "--label", "canary")
     assert (done.exit_code, "Unrecognized servable version label: canary" in done.stderr) == (7, True)
+    assert "hint:  leave out --label; versions that are served: serve-model status " in done.stderr
     done = predict(server, {"instances": [[1, 2]]}, "--label", "stable", "--version", "7")
     assert (done.exit_code, "both name a version" in done.stderr) == (2, True)
     server.models.configure([config])

@@ -395,8 +395,14 @@ def test_keys_of_other_kinds_and_shapes_are_refused(keys: Keys, tmp_path: Path) 
             Signer.of(str(keys.private(name, kind)), "ranker")
         with pytest.raises(UsageError, match="not Ed25519"):
             Trust.of([keys.public(name, kind)], "ranker")
-    with pytest.raises(UsageError, match="which readers must not have"):
-        Trust.of([keys.private("publisher")], "ranker")
+    secret = keys.private("publisher")
+    with pytest.raises(UsageError, match="which readers must not have") as refused:
+        Trust.of([secret], "ranker")
+    assert f"-in {secret} -pubout -out {secret}.pem" in refused.value.hint, "the secret is not overwritten"
+    readable = keys.public("readable")
+    readable.chmod(0o644)
+    with pytest.raises(UsageError, match="holds no private key"):  # and not: its mode lets others read it
+        Signer.of(str(readable), "ranker")
     for content in (b"", b"no key\n", b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n"):
         (tmp_path / "bad").write_bytes(content)
         (tmp_path / "bad").chmod(0o600)
