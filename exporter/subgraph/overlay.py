@@ -161,12 +161,12 @@ class Overlay(Struct, frozen=True):
     """The handles of a table and of its overlay inside a function."""
 
     table: Tensor
+    nodes: OverlayNodes
     changed: Tensor
     slots: Tensor
     rows: Tensor
     used: Tensor
-    pages: Tensor | None
-    nodes: OverlayNodes
+    pages: Tensor | None = None
 
     def gather(self, ids: Tensor) -> Tensor:
         """Add a gather of the rows as they are now, for row numbers int64 [n]."""

@@ -160,8 +160,7 @@ class _Handles(Struct, frozen=True):
             valued = handle if owner.contents else _with_handle_data(handle, owner.dtype, owner.shape)
             if overlay is not None:
                 beside = [_with_handle_data(next(further), *kind) for kind in overlay.handles.values()]
-                paged = beside if overlay.pages else [*beside, None]
-                by_name[owner.name].append(Overlay(valued, *paged, overlay))
+                by_name[owner.name].append(Overlay(valued, overlay, *beside))
             else:
                 by_name[owner.name].append(valued)
         return UpdateTarget(self.schema, by_name)
