@@ -450,7 +450,8 @@ def _part(use: VariableUse) -> VariablePart:
     shape = _shape(use.variable)
     slice_info = use.variable._get_save_slice_info()
     starts = tuple(slice_info.var_offset) if slice_info else (0,) * len(shape)
-    return VariablePart(use.variable, shape, starts, use.row_writes, slice_info.spec if slice_info else "")
+    is_slice = slice_info and tuple(slice_info.full_shape) != shape
+    return VariablePart(use.variable, shape, starts, use.row_writes, slice_info.spec if is_slice else "")
 
 
 def _full_shape(variable: Variable) -> Tuple[int, ...]:
@@ -496,14 +497,20 @@ class Recording(NamedTuple):
         return (*tuple(group.touched for group in self.groups), self.steps, self.plan)
 
 
-def record(tracked: Iterable[VariableTracking], global_step: Variable) -> Recording:
-    """Extend the current default graph, the same way in every worker."""
+def record(
+    tracked: Iterable[VariableTracking], global_step: Variable, shared: Optional[Variable] = None
+) -> Recording:
+    """Extend the current default graph, the same way in every worker.
+
+    What all workers share lies beside `shared`, by default the global step.
+    """
     tf, tracked = v1(), tuple(tracked)
     marks: Dict[str, Operation] = {}
     groups = tuple(_group(parts, marks) for parts in _parts_by_operation(tracked))
-    steps = _count_steps(global_step)
+    shared = global_step if shared is None else shared
+    steps = _count_steps(global_step, shared)
     digest = tracking_digest(tracked)
-    plan = _beside(global_step, SCOPE + "/plan", [], tf.int64, digest)
+    plan = _beside(shared, SCOPE + "/plan", [], tf.int64, digest)
     variables = [group.touched for group in groups] + [steps, plan]
     with tf.name_scope(SCOPE + "/"):
         ready = [_resource_ops().var_is_initialized_op(variable.handle) for variable in variables]
@@ -571,13 +578,13 @@ def _collect(touched: Variable) -> Tensor:
             return tf.identity(rows)
 
 
-def _count_steps(global_step: Variable) -> Variable:
-    """A variable to which every worker that records adds its steps, before it adds them to the global step.
+def _count_steps(global_step: Variable, shared: Variable) -> Variable:
+    """A variable beside `shared` to which every worker that records adds its steps, before it adds them to the global step.
 
     A global step that grows faster than this variable reveals a worker that does not record.
     """
     tf = v1()
-    steps = _beside(global_step, SCOPE + "/recorded_steps", [], tf.int64)
+    steps = _beside(shared, SCOPE + "/recorded_steps", [], tf.int64)
     for op in _additions(global_step):
         with near(steps, SCOPE + "/count/"):
             added = tf.cast(op.inputs[1], tf.int64)
@@ -1638,6 +1645,76 @@ def new_id() -> str:
     return secrets.token_hex(16)
 
 
+# --- AutoDist -----------------------------------------------------------------------------------------------
+
+_REPLICA = "AutoDist-Replica-0/"
+"""Of the replicas of a graph the one whose variables are trained and saved."""
+
+
+def transformed_by(autodist: Any) -> Tuple[Any, List[Variable], Variable]:
+    """The graph that an `AutoDist` trains, its variables under their names in checkpoints, and a shared one.
+
+    It transforms the program's graph when it makes a session, and operations cannot be added to a graph in
+    use: so it is transformed here, as its session would do. The graph has no collections; what is in its
+    checkpoints, and of which partitioned variable each part is, its saver's SaveV2 tells. Each worker has
+    untrained variables, like the global step, of its own; the shared one is none of these.
+
+    Raises:
+        Refused: a session was made already, or no saver before.
+    """
+    from tensorflow.python.framework import tensor_util
+
+    if autodist.is_built():
+        raise Refused("AutoDist has made its session", hint="call begin before create_distributed_session")
+    autodist._build()
+    item = autodist._transformed_graph_item
+    by_name = {variable.op.name: variable for variable in item.get_all_variables()}
+    found = {}
+    for op in item.graph.get_operations():
+        if op.type == "SaveV2" and op.name.startswith(_REPLICA):
+            names, specs = (tensor_util.constant_value(each) for each in op.inputs[1:3])
+            for name, spec, tensor in zip(names, specs, list(op.inputs)[3:]):
+                place = tensor.op
+                while place.type not in _VARIABLES:  # its value was read, and copied
+                    place = place.inputs[0].op
+                _name_as_saved(by_name[place.name], name.decode(), spec.decode())
+                found[place.name] = by_name[place.name]
+    if not found:
+        raise Refused(
+            "AutoDist saves no checkpoint that increments could follow",
+            hint="make an autodist.checkpoint.saver.Saver() before begin",
+        )
+    trained = [by_name[each.variable_name.rpartition(":")[0]] for each in item.info.trainable_variables]
+    return item.graph, list(found.values()), min(trained, key=lambda variable: str(variable.op.name))
+
+
+def _name_as_saved(variable: Variable, name: str, spec: str) -> None:
+    """Tell a variable its name in checkpoints, and of which slice (`100 4 50,50:0,4`) it is the value there."""
+    whole, box = tuple(variable.shape.as_list()), [(0, size) for size in variable.shape.as_list()]
+    if spec:
+        *sizes, slices = spec.split(" ")
+        whole = tuple(map(int, sizes))
+        box = [tuple(map(int, each.split(","))) for each in slices.split(":")]
+    starts, shape = zip(*box) if box else ((), ())
+    info = v1().Variable.SaveSliceInfo(name, list(whole), list(starts), list(shape))
+    variable._set_save_slice_info(info)
+
+
+def _step_of(variables: List[Variable], name: str) -> Variable:
+    """The global step among the variables of a transformed graph."""
+    found = [variable for variable in variables if variable._get_save_slice_info().full_name == name]
+    if not found or not _additions(found[0]):
+        raise Refused(
+            "the graph that AutoDist trains does not count steps",
+            cause="strategies that partition variables leave out what the optimizer adds to the global step"
+            if found
+            else f"its saver leaves out {name!r}",
+            hint='add to it beside the optimizer, count = tf.assign_add(step, 1, name="count"), and run '
+            "[train_op, count]",
+        )
+    return found[0]
+
+
 # --- the hook -----------------------------------------------------------------------------------------------
 
 
@@ -1704,16 +1781,29 @@ class IncrementHook(SessionHook):
         self._unrecorded = 0
         self._fetched: Tuple[Any, List[Operation]] = (None, [])
 
-    def begin(self) -> None:
-        """Extend the graph before it is finalized."""
-        tf = v1()
-        global_step = tf.train.get_global_step()
+    def begin(self, autodist: Any = None) -> None:
+        """Extend the graph before it is finalized; with an `AutoDist`, the graph that it trains instead."""
+        global_step = v1().train.get_global_step()
         if global_step is None:
             raise Refused(
                 "increments need a global step", hint="call tf.compat.v1.train.get_or_create_global_step()"
             )
-        tracked = self._track()
-        self._recording = record(tracked, global_step)
+        if autodist is None:
+            self._extend(self._track(), global_step)
+            return
+        self._is_chief &= "AUTODIST_WORKER" not in os.environ  # it runs the program on every node
+        graph, variables, shared = transformed_by(autodist)
+        with graph.as_default():
+            self._extend(plan_tracking(variables), _step_of(variables, global_step.op.name), shared)
+
+    def _extend(
+        self,
+        tracked: Tuple[VariableTracking, ...],
+        global_step: Variable,
+        shared: Optional[Variable] = None,
+    ) -> None:
+        tf = v1()
+        self._recording = record(tracked, global_step, shared)
         self._checks_steps = counts_every_step(global_step)
         self._fetched = (None, [])
         if self._is_chief:
