@@ -1666,6 +1666,11 @@ def transformed_by(autodist: Any) -> Tuple[Any, List[Variable], Variable]:
 
     if autodist.is_built():
         raise Refused("AutoDist has made its session", hint="call begin before create_distributed_session")
+    if not autodist._original_graph_item.info.savers:
+        raise Refused(
+            "AutoDist saves no checkpoint that increments could follow",
+            hint="make an autodist.checkpoint.saver.Saver() before begin",
+        )
     autodist._build()
     item = autodist._transformed_graph_item
     by_name = {variable.op.name: variable for variable in item.get_all_variables()}
@@ -1679,11 +1684,6 @@ def transformed_by(autodist: Any) -> Tuple[Any, List[Variable], Variable]:
                     place = place.inputs[0].op
                 _name_as_saved(by_name[place.name], name.decode(), spec.decode())
                 found[place.name] = by_name[place.name]
-    if not found:
-        raise Refused(
-            "AutoDist saves no checkpoint that increments could follow",
-            hint="make an autodist.checkpoint.saver.Saver() before begin",
-        )
     trained = [by_name[each.variable_name.rpartition(":")[0]] for each in item.info.trainable_variables]
     return item.graph, list(found.values()), min(trained, key=lambda variable: str(variable.op.name))
 
@@ -1703,14 +1703,13 @@ def _name_as_saved(variable: Variable, name: str, spec: str) -> None:
 def _step_of(variables: List[Variable], name: str) -> Variable:
     """The global step among the variables of a transformed graph."""
     found = [variable for variable in variables if variable._get_save_slice_info().full_name == name]
-    if not found or not _additions(found[0]):
+    if not found:
+        raise Refused(f"AutoDist's saver leaves out {name!r}", hint="make its Saver() after the global step")
+    if not _additions(found[0]):
         raise Refused(
             "the graph that AutoDist trains does not count steps",
-            cause="strategies that partition variables leave out what the optimizer adds to the global step"
-            if found
-            else f"its saver leaves out {name!r}",
-            hint='add to it beside the optimizer, count = tf.assign_add(step, 1, name="count"), and run '
-            "[train_op, count]",
+            cause="strategies that partition variables leave out what the optimizer adds to the global step",
+            hint='count = tf.assign_add(step, 1, name="count"), and session.run([train_op, count])',
         )
     return found[0]
 

@@ -19,6 +19,7 @@ def main(text):
     import autodist.strategy
     import tensorflow as tf
     from autodist import AutoDist
+    from autodist.checkpoint.saver import Saver
 
     job = json.loads(text)
     tf.logging.set_verbosity(tf.logging.ERROR)
@@ -31,7 +32,9 @@ def main(text):
     with tf.Graph().as_default(), distributed.scope():
         ids = tf.cast(tf.random_uniform([8, 3]) ** 3 * ROWS, tf.int64)
         loss = tf.reduce_mean((scored(ids)[1] - 1.0) ** 2)
-        exec(job["loop"], {"distributed": distributed, "loss": loss, "steps": job["steps"]})
+        optimizer = getattr(tf.train, job.get("optimizer", "AdagradOptimizer"))(0.1)
+        given = {"distributed": distributed, "optimizer": optimizer, "loss": loss, "steps": job["steps"]}
+        exec(job["loop"], {"tf": tf, "Saver": Saver, **given})
 
 
 def scored(ids):
