@@ -579,7 +579,7 @@ def _collect(touched: Variable) -> Tensor:
 
 
 def _count_steps(global_step: Variable, shared: Variable) -> Variable:
-    """A variable beside `shared` to which every worker that records adds its steps, before it adds them to the global step.
+    """A variable beside `shared` to which recording workers add steps, before they add to the global step.
 
     A global step that grows faster than this variable reveals a worker that does not record.
     """
@@ -1689,14 +1689,16 @@ def transformed_by(autodist: Any) -> Tuple[Any, List[Variable], Variable]:
 
 
 def _name_as_saved(variable: Variable, name: str, spec: str) -> None:
-    """Tell a variable its name in checkpoints, and of which slice (`100 4 50,50:0,4`) it is the value there."""
-    whole, box = tuple(variable.shape.as_list()), [(0, size) for size in variable.shape.as_list()]
+    """Tell a variable its name in checkpoints, and which slice of that it is: all, or `100 4 50,50:0,4`."""
+    whole = shape = variable.shape.as_list()
+    starts = [0] * len(shape)
     if spec:
-        *sizes, slices = spec.split(" ")
-        whole = tuple(map(int, sizes))
-        box = [tuple(map(int, each.split(","))) for each in slices.split(":")]
-    starts, shape = zip(*box) if box else ((), ())
-    info = v1().Variable.SaveSliceInfo(name, list(whole), list(starts), list(shape))
+        *sizes, box = spec.split(" ")
+        whole = [int(size) for size in sizes]
+        starts, shape = (
+            [int(end) for end in ends] for ends in zip(*(each.split(",") for each in box.split(":")))
+        )
+    info = v1().Variable.SaveSliceInfo(name, whole, starts, shape)
     variable._set_save_slice_info(info)
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 os.environ["AUTODIST_MIN_LOG_LEVEL"] = "WARNING"
@@ -25,10 +26,11 @@ def main(text):
     tf.logging.set_verbosity(tf.logging.ERROR)
     logging.getLogger("exporter").addHandler(logging.StreamHandler(sys.stdout))
     logging.getLogger("exporter").setLevel(logging.INFO)
-    with open("machine.yml", "w") as file:
-        json.dump({"nodes": [{"address": "localhost", "cpus": job["cpus"], "chief": True}]}, file)
+    machine = Path(job["directory"], "machine.yml")
+    node = {"address": "localhost", "cpus": job["cpus"], "chief": True}
+    machine.write_text(json.dumps({"nodes": [node]}))
     strategy = getattr(autodist.strategy, job["strategy"])(**job.get("options", {}))
-    distributed = AutoDist(os.path.abspath("machine.yml"), strategy)
+    distributed = AutoDist(str(machine), strategy)
     with tf.Graph().as_default(), distributed.scope():
         ids = tf.cast(tf.random_uniform([8, 3]) ** 3 * ROWS, tf.int64)
         loss = tf.reduce_mean((scored(ids)[1] - 1.0) ** 2)
