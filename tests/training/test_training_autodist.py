@@ -93,7 +93,8 @@ def test_increments_have_the_names_of_the_checkpoints(tmp_path: Path, use_resour
     for start in known:
         assert differing(tmp_path, start, candidates(tmp_path)[0]) == []
     (chain,) = [history.after(start) for start in known if start.step == 8]
-    tables = {each.name: each.rows for each in chain[0].increment.variables if each.kind == "table"}
+    changed = chain[0].increment.variables
+    tables = {each.variable.name: each.rows for each in changed if each.is_table}
     assert tables.keys() == {"table", "table/Adagrad"}  # three parts are one table, and few of its rows move
     assert max(tables.values()) < ROWS
 
