@@ -497,20 +497,14 @@ class Recording(NamedTuple):
         return (*tuple(group.touched for group in self.groups), self.steps, self.plan)
 
 
-def record(
-    tracked: Iterable[VariableTracking], global_step: Variable, shared: Optional[Variable] = None
-) -> Recording:
-    """Extend the current default graph, the same way in every worker.
-
-    What all workers share lies beside `shared`, by default the global step.
-    """
+def record(tracked: Iterable[VariableTracking], global_step: Variable) -> Recording:
+    """Extend the current default graph, the same way in every worker."""
     tf, tracked = v1(), tuple(tracked)
     marks: Dict[str, Operation] = {}
     groups = tuple(_group(parts, marks) for parts in _parts_by_operation(tracked))
-    shared = global_step if shared is None else shared
-    steps = _count_steps(global_step, shared)
+    steps = _count_steps(global_step)
     digest = tracking_digest(tracked)
-    plan = _beside(shared, SCOPE + "/plan", [], tf.int64, digest)
+    plan = _beside(global_step, SCOPE + "/plan", [], tf.int64, digest)
     variables = [group.touched for group in groups] + [steps, plan]
     with tf.name_scope(SCOPE + "/"):
         ready = [_resource_ops().var_is_initialized_op(variable.handle) for variable in variables]
@@ -578,13 +572,13 @@ def _collect(touched: Variable) -> Tensor:
             return tf.identity(rows)
 
 
-def _count_steps(global_step: Variable, shared: Variable) -> Variable:
-    """A variable beside `shared` to which recording workers add steps, before they add to the global step.
+def _count_steps(global_step: Variable) -> Variable:
+    """A variable to which every worker that records adds its steps, before it adds them to the global step.
 
     A global step that grows faster than this variable reveals a worker that does not record.
     """
     tf = v1()
-    steps = _beside(shared, SCOPE + "/recorded_steps", [], tf.int64)
+    steps = _beside(global_step, SCOPE + "/recorded_steps", [], tf.int64)
     for op in _additions(global_step):
         with near(steps, SCOPE + "/count/"):
             added = tf.cast(op.inputs[1], tf.int64)
@@ -1651,13 +1645,12 @@ _REPLICA = "AutoDist-Replica-0/"
 """Of the replicas of a graph the one whose variables are trained and saved."""
 
 
-def transformed_by(autodist: Any) -> Tuple[Any, List[Variable], Variable]:
-    """The graph that an `AutoDist` trains, its variables under their names in checkpoints, and a shared one.
+def transformed_by(autodist: Any) -> Tuple[Any, List[Variable]]:
+    """What an `AutoDist` made of the program's graph, and its variables under their names in checkpoints.
 
-    It transforms the program's graph when it makes a session, and operations cannot be added to a graph in
-    use: so it is transformed here, as its session would do. The graph has no collections; what is in its
-    checkpoints, and of which partitioned variable each part is, its saver's SaveV2 tells. Each worker has
-    untrained variables, like the global step, of its own; the shared one is none of these.
+    It transforms the graph when it makes a session, and operations cannot be added to a graph in use: so it
+    is transformed here, as its session would do. The graph has no collections; what is in its checkpoints,
+    and of which partitioned variable each part is, its saver's SaveV2 tells.
 
     Raises:
         Refused: a session was made already, or no saver before.
@@ -1684,8 +1677,7 @@ def transformed_by(autodist: Any) -> Tuple[Any, List[Variable], Variable]:
                     place = place.inputs[0].op
                 _name_as_saved(by_name[place.name], name.decode(), spec.decode())
                 found[place.name] = by_name[place.name]
-    trained = [by_name[each.variable_name.rpartition(":")[0]] for each in item.info.trainable_variables]
-    return item.graph, list(found.values()), min(trained, key=lambda variable: str(variable.op.name))
+    return item, list(found.values())
 
 
 def _name_as_saved(variable: Variable, name: str, spec: str) -> None:
@@ -1793,18 +1785,15 @@ class IncrementHook(SessionHook):
             self._extend(self._track(), global_step)
             return
         self._is_chief &= "AUTODIST_WORKER" not in os.environ  # it runs the program on every node
-        graph, variables, shared = transformed_by(autodist)
-        with graph.as_default():
-            self._extend(plan_tracking(variables), _step_of(variables, global_step.op.name), shared)
+        item, variables = transformed_by(autodist)
+        with item.graph.as_default():
+            self._extend(plan_tracking(variables), _step_of(variables, global_step.op.name))
+        # Each node's session initializes these, as it does all others, before it trains.
+        item.info.update_variables(self._recording.variables, replace=False)
 
-    def _extend(
-        self,
-        tracked: Tuple[VariableTracking, ...],
-        global_step: Variable,
-        shared: Optional[Variable] = None,
-    ) -> None:
+    def _extend(self, tracked: Tuple[VariableTracking, ...], global_step: Variable) -> None:
         tf = v1()
-        self._recording = record(tracked, global_step, shared)
+        self._recording = record(tracked, global_step)
         self._checks_steps = counts_every_step(global_step)
         self._fetched = (None, [])
         if self._is_chief:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,12 +57,14 @@ class Distributed:
         return self.is_transformed
 
     def _build(self) -> None:
-        trained = [each for each in self.variables if each.op.name.endswith("kernel")]
-        info = SimpleNamespace(trainable_variables=[SimpleNamespace(variable_name=trained[0].name)])
         self._transformed_graph_item = SimpleNamespace(
-            graph=self.graph, info=info, get_all_variables=lambda: self.variables
+            graph=self.graph, info=self, get_all_variables=lambda: self.variables
         )
         self.is_transformed = True
+
+    def update_variables(self, variables: Iterable[Any], replace: bool) -> None:
+        assert not replace
+        self.initializer = tf.group(self.initializer, *(each.initializer for each in variables))
 
 
 @contextmanager
@@ -99,12 +101,19 @@ def test_increments_have_the_names_of_the_checkpoints(tmp_path: Path, use_resour
     assert max(tables.values()) < ROWS
 
 
-def test_a_worker_waits_for_the_chief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_records_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTODIST_WORKER", "192.0.2.2")
+    distributed = Distributed(True)
     with program(tmp_path) as hook:
-        hook.begin(Distributed(True))
-    assert not hook._is_chief
-    assert hook._chief is None
+        hook.begin(distributed)
+    with v1.Session(graph=distributed.graph) as session:
+        session.run(distributed.initializer)
+        hook.after_create_session(session)  # without waiting: AutoDist's session has initialized the flags
+        session.run([distributed.train_op, distributed.count])
+        hook.save_if_due(session)
+        hook.end(session)
+        assert any(len(session.run(group.collect)) for group in hook._recording.groups)
+    assert not (tmp_path / "increments").exists()
 
 
 def refusal(directory: Path, distributed: Any) -> str:
