@@ -6,6 +6,7 @@ Importable are TensorFlow 1.15, AutoDist 0.7.0rc2 and `export_model_trainer`. `l
 import json
 import logging
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ ROWS = 300
 
 
 def main(text):
+    import autodist.cluster
     import autodist.strategy
     import tensorflow as tf
     from autodist import AutoDist
@@ -26,6 +28,9 @@ def main(text):
     tf.logging.set_verbosity(tf.logging.ERROR)
     logging.getLogger("exporter").addHandler(logging.StreamHandler(sys.stdout))
     logging.getLogger("exporter").setLevel(logging.INFO)
+    with socket.socket() as found:  # its own choice is 15000
+        found.bind(("127.0.0.1", 0))
+        autodist.cluster.DEFAULT_PORT_RANGE = iter([found.getsockname()[1]])
     machine = Path(job["directory"], "machine.yml")
     node = {"address": "localhost", "cpus": job["cpus"], "chief": True}
     machine.write_text(json.dumps({"nodes": [node]}))
