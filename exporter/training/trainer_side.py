@@ -1744,8 +1744,8 @@ class IncrementHook(SessionHook):
 
     A loop without hooks calls `begin` when its graph is complete, `after_create_session` once the variables
     have their values, `save_if_due` after each step, and `end` after the last full checkpoint. It saves full
-    checkpoints in the same thread, between these calls. With AutoDist it calls `begin(distributed)`, before it
-    makes the session.
+    checkpoints in the same thread, between these calls. With AutoDist it calls `begin(distributed)`,
+    before it makes the session.
 
     Raises:
         Refused: the arguments contradict each other. Later, from the session: there is no global step, a
