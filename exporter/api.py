@@ -515,7 +515,9 @@ def doctor(
     place = None if ckpt_dir is None else given.place("ckpt_dir", ckpt_dir, checkpoint_path)
     with opened(given.place("model", model, checkpoint_path), read_only=True, trusting=trusting) as target:
         name = model_name or target.path.resolve().name
-        servers = tuple(ask(address, name, deadline, access) for address in targets)
+        servers = tuple(
+            ask(address, name, deadline, access) for address in given.several("targets", str, targets)
+        )
         return target.carry(
             lambda: examine(
                 target.path,

@@ -143,6 +143,12 @@ class ExportError(Exception):
         self.cause = bounded(_ERRNO.sub("", cause))
         self.hint = hint or self.default_hint
 
+    @property
+    def __notes__(self) -> list[str]:
+        """What a traceback of Python 3.11, or of a notebook, shows below the message."""
+        cause = [f"cause: {self.cause}"] if self.cause else []
+        return [*cause, f"hint:  {self.hint}"]
+
     def advise(self, hint: str) -> None:
         """Give it a hint in place of its class's own; one that was chosen for this very failure stays."""
         if hint and self.hint == self.default_hint:
@@ -497,7 +503,7 @@ class Unreachable(ExportError):
 class TensorFlowNeeded(ExportError):
     """What is asked for runs in TensorFlow, and there is none, or one that does not fit."""
 
-    default_hint = "install one that fits: python3 -m pip install 'tensorflow>=2.15,<2.22'"
+    default_hint = "install one that fits: python3 -m pip install 'tensorflow>=2.15,<2.23'"
 
 
 class EngineFailed(ExportError):

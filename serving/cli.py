@@ -12,7 +12,7 @@ import typer
 
 from exporter.errors import ServerError, UsageError
 from exporter.options import ANYBODY, Trusting
-from exporter.storage.local_paths import checkpoint_parser, local_path
+from exporter.storage.local_paths import checkpoint_parser, local_path, quoted
 from exporter.terminal.commands import LateCommand, application
 from exporter.terminal.edge import (
     AS_TEXT,
@@ -145,10 +145,10 @@ def predict(
         name = signature or request.get("signature_name") or "serving_default"
         with ModelClient(address, model, deadline_s=deadline, access=access) as client:
             metadata = client.metadata(version, label=label)
-            if example:
-                _print_example(client, metadata, name, form, sink)
-                return
             asked = version if label is None else metadata.version
+            if example:
+                _print_example(client, metadata, name, form, asked, sink)
+                return
             answer, served = _ask(client, metadata, name, asked, request)
         document = _ANSWERS[next(iter(answer))](model, served, name, *answer.values())
         is_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
@@ -156,12 +156,14 @@ def predict(
         _print(sink, document, line if is_unicode and line.isprintable() else as_json(answer))
 
 
-def _print_example(client: ModelClient, metadata: Metadata, name: str, form: Form, sink: Output) -> None:
+def _print_example(
+    client: ModelClient, metadata: Metadata, name: str, form: Form, asked: int | None, sink: Output
+) -> None:
     from serving.example import example, written
 
     signature = _signature(client, metadata, name)
     request = example(signature, name)
-    text = written(request, signature, form, address=client.address, model=client.model)
+    text = written(request, signature, form, address=client.address, model=client.model, version=asked)
     document = RequestExample(client.model, metadata.version, name, request, text)
     sink.result(document, map(escape, text.splitlines()))
 
@@ -338,7 +340,9 @@ def _ask(
         else:
             examples, inputs = None, predict_inputs(request, definition)
     except ValueError as error:
-        raise _bad_request("the input", error) from error
+        wanted = f"serve-model predict {client.address} --model {quoted(client.model)}"
+        wanted += "" if name == "serving_default" else f" --signature {quoted(name)}"
+        raise _bad_request("the input", error, f"{wanted} --example") from error
     if examples is None:
         predicted = client.predict(inputs, signature=name, version=version)
         return _answer(predicted.outputs, by_row="instances" in request), predicted.version
@@ -377,11 +381,15 @@ def _answer(outputs: Mapping[str, NDArray[Any]], *, by_row: bool) -> dict[str, A
         ) from error
 
 
-def _bad_request(source: str, cause: object) -> UsageError:
+def _bad_request(
+    source: str,
+    cause: object,
+    hint: str = 'write {"instances": [...]} with one item a row, or {"inputs": {...}}',
+) -> UsageError:
     return UsageError(
         f"{'standard input' if source == '-' else source} is not a request of the REST interface",
         cause=str(cause),
-        hint='write {"instances": [...]} with one item a row, or {"inputs": {...}}',
+        hint=hint,
     )
 
 

@@ -326,8 +326,10 @@ class ModelClient:
         hint = _HINTS.get(code, f"see what it serves: {self.status_command}")
         if code == "NOT_FOUND" and ("Latest(" in details or method == "GetModelStatus"):
             hint = "name a model of this server with --model; it is the last part of MODEL_BASE_PATH"
-            if method != "GetModelStatus":
+            if method != "GetModelStatus" and self.model != "default":
                 hint = f"{hint}; if it still loads, this shows it: {self.status_command}"
+        if "version label" in details:
+            hint = f"leave out --label; versions that are served: {self.status_command}"
         if code == "UNAVAILABLE" and (tls := _TLS_PROBLEM.search(details)):
             message = f"{self.address} and this client do not agree on TLS"
             hint = "compare its certificate with --grpc-ca and --grpc-name, and yours with its authority"

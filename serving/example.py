@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from exporter.wire.rest_json import REST_TYPES
 from serving.documents import Form
 
 _DEFAULT_SIGNATURE = "serving_default"
+_MOST_VALUES = 1 << 20
 
 
 def example(signature: Proto, name: str) -> dict[str, Any]:
@@ -22,7 +24,8 @@ def example(signature: Proto, name: str) -> dict[str, Any]:
     Numbers are zero, texts empty, unknown sizes 1.
 
     Raises:
-        UsageError: it takes serialised Examples, whose features it does not name, or a type without JSON.
+        UsageError: it takes serialised Examples, whose features it does not name, a type without JSON, or
+            too many values.
     """
     method = signature.method_name.rpartition("/")[2]
     if method in ("classify", "regress"):
@@ -52,6 +55,11 @@ def _value(key: str, info: Proto, sizes: tuple[int, ...]) -> Any:
             f"input {key!r} is {dtype.label}, which REST's JSON does not have",
             hint="ask this signature by a gRPC client: serving.client.ModelClient",
         )
+    if math.prod(max(size, 1) for size in sizes) > _MOST_VALUES:
+        raise UsageError(
+            f"input {key!r} has the shape {list(sizes)}, which is too large for an example",
+            hint="ask this signature by a gRPC client: serving.client.ModelClient",
+        )
     value: Any = "" if dtype is DType.STRING else False if dtype is DType.BOOL else 0
     value = 0.0 if dtype.is_floating else value
     for size in reversed(sizes):
@@ -59,24 +67,31 @@ def _value(key: str, info: Proto, sizes: tuple[int, ...]) -> Any:
     return value
 
 
-def written(request: dict[str, Any], signature: Proto, form: Form, *, address: str, model: str) -> str:
+def written(
+    request: dict[str, Any], signature: Proto, form: Form, *, address: str, model: str, version: int | None
+) -> str:
     """The request as its JSON, as a command line for the REST port, or as a Python program.
 
-    `address` is HOST:PORT of gRPC; REST is taken to be at 8501, TensorFlow Serving's own default.
+    It asks a `version`, unless that is None. `address` is HOST:PORT of gRPC; REST is taken to be at 8501,
+    TensorFlow Serving's own default.
     """
     text = json.dumps(request)
     match form:
         case Form.JSON:
             return text
         case Form.CURL:
-            url = f"http://{address.rpartition(':')[0]}:8501/v1/models/{model}:predict"
+            of = model if version is None else f"{model}/versions/{version}"
+            url = f"http://{address.rpartition(':')[0]}:8501/v1/models/{of}:predict"
             return f"curl -d {shlex.quote(text)} {shlex.quote(url)}"
         case Form.PYTHON:
-            return "\n".join(_program(request, signature, address, model))
+            return "\n".join(_program(request, signature, address, model, version))
 
 
-def _program(request: dict[str, Any], signature: Proto, address: str, model: str) -> Iterator[str]:
-    values = request.get("inputs") or {key: [value] for key, value in request["instances"][0].items()}
+def _program(
+    request: dict[str, Any], signature: Proto, address: str, model: str, version: int | None
+) -> Iterator[str]:
+    rows = request.get("instances", [{}])
+    values = request.get("inputs", {key: [value] for key, value in rows[0].items()})
     yield "import numpy as np"
     yield "from serving.client import ModelClient"
     yield ""
@@ -88,4 +103,5 @@ def _program(request: dict[str, Any], signature: Proto, address: str, model: str
     yield "}"
     yield f"with ModelClient({address!r}, {model!r}) as client:"
     name = request.get("signature_name", _DEFAULT_SIGNATURE)
-    yield f"    print(client.predict(inputs, signature={name!r}).outputs)"
+    of = "" if version is None else f", version={version}"
+    yield f"    print(client.predict(inputs, signature={name!r}{of}).outputs)"

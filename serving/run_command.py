@@ -11,6 +11,7 @@ import typer
 from msgspec.structs import replace
 
 from exporter.errors import Exit, ManifestError, UsageError
+from exporter.storage.layout import CHECKPOINT_STATE_FILE
 from exporter.storage.local_paths import path_parser, quoted, require_no_pattern
 from exporter.terminal import Leave, sleep_until_a_signal, stop_on_sigterm
 from exporter.terminal.edge import AS_TEXT, NOTES, OutputFlags, VersionFlag, command
@@ -206,6 +207,10 @@ def _require_no_neighbour(sink: Output, path: Path) -> None:
     if (found := likely_model(path)) is not None:
         what = "is one version of a model" if found == path.parent else "is not a model"
         raise UsageError(f"{path} {what}: it holds no versions", hint=f"serve-model run {quoted(found)}")
+    if (path / CHECKPOINT_STATE_FILE).exists():
+        raise UsageError(
+            f"{path} holds checkpoints, and no versions of a model", hint=f"export-model init {quoted(path)}"
+        )
     sink.note(f"{path} holds no version yet: the server waits for one")
 
 

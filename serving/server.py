@@ -304,16 +304,16 @@ def require_free(host: str, port: int) -> None:
         for family, kind, protocol, _, address in socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         ):
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports of connections that ended
-                try:
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of connections that ended
                     probe.bind(address)
-                except OSError as error:
-                    if error.errno != errno.EADDRINUSE:
-                        continue  # another of the name's addresses may do
-                    cause, hint = _IN_USE
-                    where = f"cannot listen on {_host_and_port(host, port)}"
-                    raise ServerError(where, cause=cause, hint=hint) from error
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    continue  # another of the name's addresses may do, or be of a family that is there
+                cause, hint = _IN_USE
+                where = f"cannot listen on {_host_and_port(host, port)}"
+                raise ServerError(where, cause=cause, hint=hint) from error
 
 
 def _host_and_port(host: str, port: int) -> str:

@@ -7,6 +7,7 @@ import inspect
 import os
 import pydoc
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -59,6 +60,25 @@ def test_type_checkers_see_the_same_names() -> None:
 def test_another_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         exporter.nothing_of_the_kind  # noqa: B018 - the access is the test
+
+
+def test_a_traceback_shows_cause_and_hint(tmp_path: Path) -> None:
+    code = f"import exporter; exporter.history({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    *_, message, hint = done.stderr.strip().splitlines()
+    if sys.version_info >= (3, 11):
+        assert f"nothing is published under {tmp_path}" in message
+        assert hint.startswith("hint:  publish a base: ")
+    error = ExportError("a", cause="b", hint="c")
+    error.hint = "d"
+    assert error.__notes__ == ["cause: b", "hint:  d"]
+
+
+def test_one_server_may_be_named_by_a_string(tmp_path: Path) -> None:
+    golden = Path(__file__).parent / "golden/0.1.1/models/plain"
+    shutil.copytree(golden, tmp_path / "m")
+    found = exporter.doctor(tmp_path / "m", targets="127.0.0.1:1", patience=0.1, deadline=1)
+    assert [one.address for one in found.servers] == ["127.0.0.1:1"]
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

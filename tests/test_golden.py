@@ -17,12 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exporter.checkpoint.tensor_bundle import BundleWriter
-from exporter.delta.format import ChangeKind, Rows, ServedVariable
+from exporter.delta.format import Rows
 from exporter.delta.residual import load_residual
 from exporter.delta.row_hashes import read_index
 from exporter.increments.history import CheckpointMarker, read_history
-from exporter.increments.increment import Changed, Contents, Increment
 from exporter.increments.increment import from_json as increment_from_json
 from exporter.increments.increment import to_json as increment_to_json
 from exporter.publish.approval import approve
@@ -33,13 +31,11 @@ from exporter.publish.model import Model
 from exporter.publish.versions import read_manifest
 from exporter.storage.layout import CACHES_DIRECTORY, HASHES_DIRECTORY
 from exporter.version import __version__
-from exporter.wire.dtypes import DType
-from tests.golden.trainer import given_id
 from tests.support.commands import export_model
-from tests.support.increments import apply_increments, publish, values_of
+from tests.support.golden import GOLDEN, assert_serves, expected_values, items_of, train_on
+from tests.support.increments import apply_increments, values_of
 from tests.support.logs import assert_same_bits, values_at
 
-GOLDEN = Path(__file__).parent / "golden"
 RELEASES = sorted(path.parent for path in GOLDEN.glob("*/expected.json"))
 OWN = GOLDEN / __version__
 LOGS = ["ranker", "deeprec"]
@@ -55,36 +51,6 @@ def release(request: pytest.FixtureRequest) -> Path:
 
 def expected(release: Path, name: str) -> Any:
     return json.loads((release / "expected.json").read_text())[name]
-
-
-def expected_values(release: Path, name: str) -> dict[int, dict[str, np.ndarray]]:
-    """What is served at each position."""
-    document = json.loads((release / "values.json").read_text())
-    found = {key.partition("@"): values for key, values in document.items()}
-    return {
-        int(position): {variable: _array(variable, value) for variable, value in values.items()}
-        for (model, _, position), values in found.items()
-        if model == name
-    }
-
-
-def _array(variable: str, value: Any) -> np.ndarray:
-    if variable == "seen-keys":
-        return np.array([word.encode() for word in value], object)
-    return np.array(value, np.int64 if variable == "seen-values" else np.float32)
-
-
-def assert_serves(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    """The same, bit for bit; of a lookup table the same entries in any order."""
-    entries = [
-        dict(zip(values["seen-keys"], values["seen-values"], strict=True))
-        for values in (found, wanted)
-        if "seen-keys" in values
-    ]
-    assert entries[:1] == entries[1:]
-    assert_same_bits(
-        *({n: v for n, v in values.items() if not n.startswith("seen")} for values in (found, wanted))
-    )
 
 
 def log_of(release: Path, name: str) -> DeltaLog:
@@ -159,7 +125,7 @@ def test_increments_lead_from_a_full_checkpoint_to_the_newest_values(release: Pa
     found = values_of(release / "train/model.ckpt-40")
     apply_increments(found, chain)
     served = expected_values(release, "ranker")[80]
-    assert_same_bits({"items": found["items"]}, {"items": _items(served)})
+    assert_same_bits({"items": found["items"]}, {"items": items_of(served)})
     alike = ("users", "kernel", "scale")
     assert_same_bits({name: found[name] for name in alike}, {name: served[name] for name in alike})
 
@@ -206,26 +172,7 @@ def test_publishing_goes_on_where_the_release_left_off(release: Path, tmp_path: 
     assert (ran.code, ran.document["position"]) == (0, 84), ran.err
     values = expected_values(release, "ranker")[80]
     assert_serves(values_at(read_log(model), 84), values)
-    users = ServedVariable("users", DType.FLOAT, (8, 4), ChangeKind.TABLE)
-
-    def fill(writer: BundleWriter) -> Contents:
-        writer.add(users.keys[0], np.array([3], np.int64))
-        writer.add(users.keys[1], np.ones([1, 4], np.float32))
-        return Contents((Changed(users, 1),))
-
-    parent = max(read_history(train).increments, key=lambda stored: stored.increment.to_step).increment
-    assert parent.to_step == 80
-    draft = Increment(
-        id=given_id("later", 1),
-        run=parent.run,
-        session=parent.session,
-        generation=parent.generation,
-        parent=parent.id,
-        from_step=80,
-        to_step=90,
-        variables=(),
-    )
-    publish(train, draft, fill)
+    train_on(train)
     ran = export_model("--ckpt-dir", train, "--out", model, "--incr", "--json")
     assert ran.code == 0, ran.err
     assert (ran.document["from_position"], ran.document["rows"], ran.document["compares"]) == (84, 1, False)
@@ -242,7 +189,7 @@ def test_tensorflow_serves_every_position(release: Path) -> None:
         for position, values in sorted(expected_values(release, "ranker").items()):
             assert server.update(position)["position"] == position
             found = server.predict(user=users, item=items, word=words)
-            assert_same_bits({"row": found["row"]}, {"row": _items(values)})
+            assert_same_bits({"row": found["row"]}, {"row": items_of(values)})
             scores = (values["users"] * values["kernel"]).sum(axis=1) * values["scale"]
             np.testing.assert_allclose(found["score"], scores, rtol=1e-5)
             entries = {
@@ -276,14 +223,10 @@ def test_tensorflow_serves_bases_of_another_kind(release: Path) -> None:
     for position in (10, 20):
         with loaded(release / "models/deeprec" / str(position)) as server:
             rows = server.predict(item=items)["row"]
-            np.testing.assert_array_equal(rows, _items(values[position]) * values[position]["scale"])
+            np.testing.assert_array_equal(rows, items_of(values[position]) * values[position]["scale"])
             assert server.update()["position"] == 20
             rows = server.predict(item=items)["row"]
-            np.testing.assert_array_equal(rows, _items(values[20]) * values[20]["scale"])
-
-
-def _items(values: dict[str, np.ndarray]) -> np.ndarray:
-    return np.concatenate([values[name] for name in sorted(values) if name.startswith("items")])
+            np.testing.assert_array_equal(rows, items_of(values[20]) * values[20]["scale"])
 
 
 def test_documents_of_this_release_are_written_as_they_are_read() -> None:

@@ -26,6 +26,7 @@ IN_STORES = {
     *(("init", name) for name in ("ckpt_dir", "out")),
     ("doctor", "ckpt_dir"),
     ("status", "published"),
+    ("update", "published"),
     *((command, "model") for command in ("merge", "rollback", "resume", "verify", "history", "doctor")),
     *((command, "model") for command in ("push", "pull")),  # which refuse it, and know what was meant
 }

@@ -126,7 +126,7 @@ def _without_overlay(graph_def: Proto, sources: Sequence[TensorSource]) -> dict[
 def _why_no_overlay(graph_def: Proto, sources: Iterable[TensorSource]) -> str:
     """The reason why the reads of some variable cannot be changed; "" if all can be."""
     variables = [variable for source in sources for variable in source.variables]
-    beside = ("changed", "pages", "slots", "overlay")
+    beside = ("changed", "slots", "overlay", "pages")
     tried = {
         v.node: OverlaidReads(v.node, v.dtype, v.shape[1:], *(f"{v.node}/{each}" for each in beside))
         for v in variables

@@ -18,6 +18,7 @@ from exporter.checkpoint.bundle_writer import index_path
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.checkpoint.trainers import recognise
 from exporter.storage.layout import (
+    ORBAX_FILES,
     SAVED_MODEL_FILES,
     VARIABLES_DIRECTORY,
     VARIABLES_NAME,
@@ -109,6 +110,30 @@ class _SavedModelAlone:
         return Catalog("SavedModel without variables", path, {}, (model,), (model.stat().st_size,))
 
 
+class _Orbax:
+    """Directories that Orbax writes: that of a step, or of one tree."""
+
+    def matches(self, path: Path) -> bool:
+        with suppress(OSError, ValueError):
+            if any((path / name).is_file() for name in ORBAX_FILES):
+                from exporter.checkpoint.orbax import is_orbax
+
+                return is_orbax(path)
+        return False
+
+    def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
+        # Steps end in their number; what is being written, or was left half-written, does not.
+        return [directory / name for name in names if name[-1:].isdigit() and self.matches(directory / name)]
+
+    def files(self, path: Path, names: Collection[str]) -> list[str]:
+        return [name for name in names if name == path.name]
+
+    def read(self, path: Path) -> Catalog:
+        from exporter.checkpoint.orbax import read_orbax
+
+        return read_orbax(path)
+
+
 class _Archives(Struct, frozen=True):
     """Files that hold a whole checkpoint each, recognised by how their names end.
 
@@ -164,6 +189,7 @@ def _read_safetensors(path: Path) -> Catalog:
 BUNDLE = _TensorBundle()
 V1 = _FormatV1()
 SAVED_MODEL = _SavedModelAlone()
+ORBAX = _Orbax()
 KERAS = _Archives(
     (".keras", ".weights.json", ".h5", ".hdf5"),
     _read_keras,
@@ -179,7 +205,7 @@ SAFETENSORS = _Archives(
     listed_by=r"\1.safetensors.index.json",
 )
 ARCHIVES: tuple[_Archives, ...] = (KERAS, NPZ, SAFETENSORS)
-FAMILIES: tuple[Family, ...] = (*ARCHIVES, V1, SAVED_MODEL, BUNDLE)
+FAMILIES: tuple[Family, ...] = (*ARCHIVES, V1, SAVED_MODEL, BUNDLE, ORBAX)
 
 
 def family_of(path: Path) -> Family:
@@ -204,8 +230,8 @@ def archives(directory: Path, names: Collection[str]) -> list[Path]:
 
 
 def is_archive(path: Path) -> bool:
-    """True for a file that is an archive by its name."""
-    return any(family.matches(path) for family in ARCHIVES)
+    """True for a file that is an archive by its name, and for a directory that Orbax wrote."""
+    return any(family.matches(path) for family in ARCHIVES) or ORBAX.matches(path)
 
 
 def describes_model(path: Path) -> bool:
@@ -214,7 +240,7 @@ def describes_model(path: Path) -> bool:
     Raises:
         CheckpointError: it is damaged or hostile.
     """
-    if not KERAS.matches(path):
+    if not (KERAS.matches(path) or ORBAX.matches(path)):
         return False
     from exporter.checkpoint.keras_archive import read_config
 

@@ -1,14 +1,6 @@
-"""Run the HDF5 library in a process of its own: `python hdf5_process.py CONFIG`.
+"""Read one HDF5 file in a process of its own, which `library_process.py` limits; `hdf5.py` asks it.
 
-A damaged file can keep the library busy for ever, make it allocate without measure, or crash it. Here that
-ends this process alone, which limits its own memory and the time of each step: the kernel ends it when the
-library does not return. It starts quickly, because it imports little besides h5py and numpy; and it opens no
-file, but reads the descriptor that it was given.
-
-A request is one line of JSON on stdin. The answer is on stdout: to `{"list": ...}` one line of JSON, to
-`{"values": path}` the dataset's bytes, whose number is in the list. A process that cannot answer writes the
-reason on stderr, in JSON, and ends with `REFUSED`. `hdf5.py` is the other side. Without a request for a while
-the process ends: it holds a file that its trainer may have removed.
+It opens no file, but reads the descriptor that it was given.
 """
 
 from __future__ import annotations
@@ -16,49 +8,17 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import resource
-import select
-import signal
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-REFUSED = 3  # the exit code of a process that said why it cannot answer
+from exporter.checkpoint.library_process import BLOCK_BYTES, Deadline, Refused
 
-_LIBRARY_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError, AttributeError)
-_BLOCK_BYTES = 4 << 20
+LIBRARY = "h5py"
+
 _CACHE_BYTES = 64 << 20
-_UNKNOWN_SIZE = 4 << 30  # of what is mapped already, where there is no /proc
 # Filters that the library brings along; others would be loaded from plug-in directories.
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 32000: "lzf"}
-
-
-class Refused(Exception):
-    """An error that the parent is to raise: the name of its class, and its message after the file's name."""
-
-    def __init__(self, kind: str, message: str, cause: str = "", hint: str = "") -> None:
-        super().__init__(message)
-        self.document = {"kind": kind, "message": message, "cause": cause, "hint": hint}
-
-
-class Deadline:
-    """Ends the process by SIGXCPU or SIGALRM if one step in the library takes too long."""
-
-    def __init__(self, cpu_seconds: int, seconds: float) -> None:
-        self._cpu_seconds, self._seconds = cpu_seconds, seconds
-
-    def start(self) -> None:
-        """Give the next step its time: an object of the file, or a block of values."""
-        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + self._cpu_seconds)
-        signal.setitimer(signal.ITIMER_REAL, self._seconds)  # a library that waits for ever computes nothing
-
-    def stop(self) -> None:
-        """Stop the clock while the parent works: it may do much with each block."""
-        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class Walk:
@@ -220,102 +180,30 @@ def _boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int | slice,
     if not shape or not math.prod(shape):
         yield from [()] if not shape else []
         return
-    axis = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) * itemsize <= _BLOCK_BYTES)
-    rows = max(1, _BLOCK_BYTES // (math.prod(shape[axis + 1 :]) * itemsize))
+    axis = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) * itemsize <= BLOCK_BYTES)
+    rows = max(1, BLOCK_BYTES // (math.prod(shape[axis + 1 :]) * itemsize))
     for outer in itertools.product(*map(range, shape[:axis])):
         for start in range(0, shape[axis], rows):
             yield (*outer, slice(start, min(start + rows, shape[axis])))
 
 
-def _answer(file: Any, request: Mapping[str, Any], deadline: Deadline) -> Iterator[bytes | memoryview]:
-    if "values" in request:
-        yield from _blocks(file[request["values"]])
-        return
-    walk = Walk(request["list"], deadline)
-    walk.group(file, "", 0)
-    found = {"datasets": walk.datasets, "attributes": walk.attributes, "skipped": walk.skipped}
-    yield json.dumps(found).encode() + b"\n"
-
-
-def _serve(config: Mapping[str, Any], answers: int) -> None:
+@contextmanager
+def opened(config: Mapping[str, Any]) -> Iterator[Callable[[Mapping[str, Any], Deadline], Iterator[Any]]]:
+    """What answers requests of the file whose descriptor the process was given."""
     import h5py
 
     from exporter.storage.open_files import Window
 
-    _limit_memory(config["memory_bytes"])
-    deadline = Deadline(config["cpu_seconds"], config["step_seconds"])
     window = Window(config["descriptor"], config["offset"], config["size"])
-    waiting = select.poll()
-    waiting.register(0, select.POLLIN)
-    deadline.start()
     with h5py.File(window, "r", rdcc_nbytes=_CACHE_BYTES) as file:
-        deadline.stop()
-        while waiting.poll(config["idle_seconds"] * 1000) and (line := sys.stdin.buffer.readline()):
-            deadline.start()
-            for block in _answer(file, json.loads(line), deadline):
-                deadline.stop()
-                left = memoryview(block)
-                while left:
-                    left = left[os.write(answers, left) :]
-                deadline.start()
-            deadline.stop()
 
+        def answer(request: Mapping[str, Any], deadline: Deadline) -> Iterator[bytes | memoryview]:
+            if "values" in request:
+                yield from _blocks(file[request["values"]])
+                return
+            walk = Walk(request["list"], deadline)
+            walk.group(file, "", 0)
+            found = {"datasets": walk.datasets, "attributes": walk.attributes, "skipped": walk.skipped}
+            yield json.dumps(found).encode() + b"\n"
 
-def _require_library() -> None:
-    """Import the library, or raise Refused, so that a broken one is not taken for damage of the file."""
-    try:
-        import h5py  # noqa: F401
-    except (Exception, SystemExit) as error:  # a module that is broken raises what it likes
-        cause = f"{type(error).__name__}: {error}"
-        hint = "install h5py again, in the environment of this command"
-        raise Refused("CheckpointError", " cannot be read: h5py cannot be imported", cause, hint) from error
-
-
-def _reason(error: BaseException, memory_bytes: int) -> Refused:
-    """The error that the parent raises for one of the library."""
-    if isinstance(error, Refused):
-        return error
-    if isinstance(error, MemoryError):
-        what = f"the HDF5 library asked for more than {memory_bytes >> 20} MiB of memory"
-        return Refused("UnsafeArchive", " is refused as an HDF5 file", what)
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if "truncated" in text:
-        return Refused("TruncatedFile", " is an HDF5 file cut off", text)
-    return Refused("CorruptFile", " is damaged as an HDF5 file", text)
-
-
-def _limit_memory(more_bytes: int) -> None:
-    """Let the process grow by `more_bytes` beyond what its libraries have mapped already."""
-    try:
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:
-        mapped = _UNKNOWN_SIZE
-    with suppress(OSError, ValueError):  # a system that does not limit it
-        _limit(resource.RLIMIT_AS, mapped + more_bytes)
-
-
-def _limit(what: int, most: int) -> None:
-    """Lower the soft limit of a resource; it may be raised again, up to the limit that we began with."""
-    _, hard = resource.getrlimit(what)
-    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-
-def main() -> None:
-    """Answer requests until stdin ends or stays silent; exits with REFUSED after an error."""
-    config = json.loads(sys.argv[1])
-    sys.path[:] = config["path"]
-    # a damaged file may crash the library: no core file of it
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    answers, reasons, nowhere = os.dup(1), os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)  # a library may print, and that is not an answer
-    os.dup2(nowhere, 2)
-    try:
-        _require_library()
-        _serve(config, answers)
-    except (Refused, MemoryError, *_LIBRARY_ERRORS) as error:
-        os.write(reasons, json.dumps(_reason(error, config["memory_bytes"]).document).encode())
-        sys.exit(REFUSED)
-
-
-if __name__ == "__main__":
-    main()
+        yield answer

@@ -93,6 +93,11 @@ def read_config(path: Path) -> ModelConfig | None:
         metadata = _json(path, members["metadata.json"]) if "metadata.json" in members else {}
         text = json.dumps(_json(path, members[_CONFIG]))
         return ModelConfig(text, str(metadata.get("keras_version", "")), is_legacy=False)
+    if path.is_dir():
+        from exporter.checkpoint.orbax import config_of
+
+        config = config_of(path)
+        return None if config is None else ModelConfig(config, "", is_legacy=False)
     if path.suffix not in (".h5", ".hdf5", ".keras"):
         return None
     contents = read_hdf5(FileRange.whole(path), _LEGACY_ATTRIBUTES)

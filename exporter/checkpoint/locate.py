@@ -4,7 +4,8 @@ A path is a prefix (`model.ckpt-100`, also with `.index`, `.meta` or `.data-*` b
 directory the state file `checkpoint` goes first (a text `CheckpointState`, tensorflow/python/training/
 checkpoint_state.proto), then the complete prefixes from the highest step down: compared as numbers, never by
 modification time. Archives of Keras and numpy (`.keras`, `.weights.h5`, `.npz`, ...) are named as files; in a
-directory they count if it holds no tensor bundle, and if they are one model's: alike but for numbers.
+directory they count if it holds no tensor bundle, and if they are one model's: alike but for numbers. Orbax
+writes a directory for each step; one that is not finished has another name.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from exporter.catalog import Catalog
 from exporter.checkpoint.bundle_writer import index_path
 from exporter.checkpoint.families import (
     BUNDLE,
+    ORBAX,
     SAVED_MODEL,
     V1,
     archives,
@@ -151,6 +153,10 @@ def _without_index(directory: Path, names: list[str], named: Path | None) -> lis
     """
     if alone := SAVED_MODEL.candidates(directory, names):
         return alone
+    if ORBAX.matches(directory):
+        return [directory]
+    if steps := ORBAX.candidates(directory, names):
+        return sorted(steps, key=_order, reverse=True)
     nested = next((below for mark, below in _NESTED if mark in names and below in names), None)
     if nested is not None:
         return candidates(directory / nested)
@@ -161,7 +167,7 @@ def _without_index(directory: Path, names: list[str], named: Path | None) -> lis
         raise CheckpointNotFound(
             f"{directory} holds several archives: {', '.join(path.name for path in found[:5])}",
             cause="their names are not those of one series, as in model-01.keras, model-02.keras",
-            hint=f"name one of them, the last one written: --ckpt-dir {quoted(_last_written(found))}",
+            hint=f"name one of them in its place; the last one written: {quoted(_last_written(found))}",
         )
     return sorted(found, key=_order, reverse=True)
 
@@ -238,6 +244,12 @@ def _no_index(prefix: Path) -> CheckpointError:
         return CheckpointNotFound(
             f"there is no {index_path(prefix)}",
             cause="its .meta is a left-over: the values were pruned or moved",
+        )
+    if _exists(prefix):  # a pipe, a device, a socket
+        return CheckpointNotFound(
+            f"{prefix} is neither a file nor a directory",
+            cause="a checkpoint is read from any of its bytes on, which a pipe cannot give",
+            hint="write it into a file, and name that",
         )
     try:
         there = [path.name for path in candidates(prefix.parent)]

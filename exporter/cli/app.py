@@ -229,7 +229,7 @@ def export(
         if places.config is not None:
             from exporter.cli.several import run_all  # late, as below
 
-            run_all(places.config, ARGUMENTS.get(), sink, watch=flags.watch)
+            run_all(places.config, ARGUMENTS.get(), sink, watch=flags.watch, out=places.out)
             return
         ckpt_dir, out = places.both()
         require_apart(ckpt_dir, out)

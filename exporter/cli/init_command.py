@@ -49,7 +49,7 @@ def init(
     \b
     Examples:
       export-model init train/
-      export-model init train/ --out models/ranker --write serving.py
+      export-model init train/ --out models/ranker --write model.py
     """
     with command(printing) as sink:
         from exporter.cli.documents.inspections import Proposed

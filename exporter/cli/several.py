@@ -13,15 +13,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from exporter.cli.documents.exported import ModelRun, SeveralRuns
 from exporter.errors import Exit, ExportError, UsageError
-from exporter.terminal.options_file import models_in
+from exporter.newer_python import module_command
+from exporter.storage.local_paths import quoted
+from exporter.terminal.options_file import models_in, options_in
 from exporter.terminal.output import Output, OutputMode
 from exporter.terminal.progress import count
+
+_LONGEST_LINE = 16 << 20  # a longer one is printed in pieces
 
 
 class SomeFailed(ExportError):
@@ -30,14 +35,19 @@ class SomeFailed(ExportError):
     default_hint = "run the command again for one: export-model --options FILE#NAME"
 
 
-def run_all(config: Path, arguments: Sequence[str], sink: Output, *, watch: bool) -> None:
+def run_all(
+    config: Path, arguments: Sequence[str], sink: Output, *, watch: bool, out: Path | None = None
+) -> None:
     """Export each model of a file with what was typed besides, and print what each prints.
 
     Raises:
-        UsageError: the file cannot be read, or has no models.
+        UsageError: the file cannot be read, has no models, or two of them go to one place; `out` is for all.
         SomeFailed: an export failed; all others were done.
     """
-    commands = {name: _command(config, name, arguments) for name in models_in(config)}
+    names = models_in(config)
+    _require_apart(config, names, out)
+    words = {name: [*_left(arguments), "--options", f"{config}#{name}"] for name in names}
+    commands = {name: [*module_command("exporter"), *typed] for name, typed in words.items()}
     as_json = sink.mode is OutputMode.JSON
     runs = _watch(commands, as_json=as_json) if watch else [*_one_by_one(commands, sink, as_json=as_json)]
     if as_json and not watch:
@@ -46,56 +56,52 @@ def run_all(config: Path, arguments: Sequence[str], sink: Output, *, watch: bool
     if failed:
         error = SomeFailed(
             f"{count(len(failed), 'model')} of {len(runs)} failed: {', '.join(run.model for run in failed)}",
-            hint=f"export-model --options {config}#{failed[0].model}",
+            hint=" ".join(map(quoted, ["export-model", *words[failed[0].model]])),
         )
         # a signal has no exit code of ours
         error.exit_code = next((one for one in Exit if one == failed[0].exit_code), Exit.FAILURE)
         raise error
 
 
-def _command(config: Path, name: str, arguments: Sequence[str]) -> list[str]:
+def _require_apart(config: Path, names: Sequence[str], out: Path | None) -> None:
+    found: dict[str, str] = {}
+    for name in names:
+        place = out or options_in(Path(f"{config}#{name}")).get("out")
+        if place is not None and (other := found.setdefault(str(place), name)) != name:
+            raise UsageError(
+                f"models {other} and {name} of {config} would be published to one place, {place}",
+                hint='give each its own: out = "..." below [models.NAME]'
+                + (", and leave out --out" if out else ""),
+            )
+
+
+def _left(arguments: Sequence[str]) -> list[str]:
+    """What was typed, without what the processes are not to begin with again."""
     if any(word.split("=")[0] == "--options" for word in arguments):
         raise UsageError("--config and --options both name a file of options", hint="leave one of them out")
-    left, words = [], iter(arguments)
+    left, words = [], iter(arguments[1:] if arguments[:1] == ("export",) else arguments)
     for word in words:
         if word == "--config":
             next(words, None)
-        elif not word.startswith("--config=") and word != "export":
+        elif not word.startswith("--config="):
             left.append(word)
-    return [sys.executable, "-m", "exporter", *left, "--options", f"{config}#{name}"]
-
-
-def _environment() -> dict[str, str]:
-    """Our own, without the variable that names the file: each process would begin with it again."""
-    return {name: value for name, value in os.environ.items() if name != "EXPORT_MODEL_CONFIG"}
+    return left
 
 
 def _one_by_one(commands: dict[str, list[str]], sink: Output, *, as_json: bool) -> Iterator[ModelRun]:
     for name, command in commands.items():
         sink.note(f"{name}:")
-        out = subprocess.PIPE if as_json else sys.__stdout__
-        with _ended_with_us([subprocess.Popen(command, stdout=out, text=True, env=_environment())]) as (
-            process,
-        ):
-            text, _ = process.communicate()
-        document = json.loads(text) if as_json and text else None
-        yield ModelRun(name, process.returncode, document)
+        with _running() as started:
+            process = _start(started, command, stdout=subprocess.PIPE if as_json else sys.__stdout__)
+            content, _ = process.communicate()
+        yield ModelRun(name, process.returncode, _document(content) if as_json else None)
 
 
 def _watch(commands: dict[str, list[str]], *, as_json: bool) -> list[ModelRun]:
-    started = [
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=_environment(),
-        )
-        for command in commands.values()
-    ]
     turn = threading.Lock()
-    with _ended_with_us(started):
+    with _running() as started:
+        for command in commands.values():
+            _start(started, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         readers = [
             threading.Thread(target=_relay, args=(name, source, target, turn, as_json))
             for name, process in zip(commands, started, strict=True)
@@ -108,19 +114,48 @@ def _watch(commands: dict[str, list[str]], *, as_json: bool) -> list[ModelRun]:
         return [ModelRun(name, process.wait()) for name, process in zip(commands, started, strict=True)]
 
 
-def _relay(name: str, source: IO[str], target: IO[str], turn: threading.Lock, as_json: bool) -> None:
-    """Print the lines of a process under its model's name: a document has it as its first field."""
-    for line in source:
-        document = json.loads(line) if as_json and line.startswith("{") and line.endswith("}\n") else None
-        text = f"{name}: {line}" if document is None else f"{json.dumps({'name': name} | document)}\n"
-        with turn:
-            target.write(text)
+def _relay(name: str, source: IO[bytes], target: IO[str], turn: threading.Lock, as_json: bool) -> None:
+    """Print the lines of a process under its model's name: a document has it as its first field.
+
+    What cannot be printed is passed over: a process whose lines nobody reads would wait for ever.
+    """
+    for line in iter(partial(source.readline, _LONGEST_LINE), b""):
+        document = _document(line) if as_json else None
+        told = f"{name}: ".encode() + line
+        if isinstance(document, dict):
+            told = json.dumps({"name": name} | document).encode() + b"\n"
+        with turn, suppress(OSError, ValueError):
+            target.buffer.write(told if told.endswith(b"\n") else told + b"\n")  # type: ignore[attr-defined]
             target.flush()
 
 
+def _document(content: bytes) -> Any:
+    """The document that a process printed; None if it printed something else, or ended before it did."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _start(started: list[subprocess.Popen[bytes]], command: list[str], **streams: Any) -> Any:
+    """Start a process, and list it; it reads nothing, and takes SIGTERM alone.
+
+    A terminal sends Ctrl-C to all processes: with SIGTERM that would interrupt the work twice, the second
+    time while it is unwound.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "EXPORT_MODEL_CONFIG"}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, **streams))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return started[-1]
+
+
 @contextmanager
-def _ended_with_us(processes: list[subprocess.Popen[str]]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Ask the processes to end when this one is interrupted, and wait until they have."""
+def _running() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A list of processes: they are asked to end when this one is interrupted, and waited for."""
+    processes: list[subprocess.Popen[bytes]] = []
     try:
         yield processes
     except BaseException:

@@ -111,7 +111,10 @@ class _Recorder:
 
 @cache
 def _symbols_saved(keras: Any) -> WhileNeeded:
-    """Let layers of Keras 2, and lookups that weigh tokens, give a `_Recorder` variables, not values."""
+    """Let layers of Keras 2, and lookups that weigh tokens, give a `_Recorder` variables, not values.
+
+    The optimizer of a compiled model gives it nothing: in a graph its variables have no values to save.
+    """
 
     def save_variables(layer: Any, store: Any) -> None:
         for number, variable in enumerate(layer._trainable_weights + layer._non_trainable_weights):
@@ -122,7 +125,7 @@ def _symbols_saved(keras: Any) -> WhileNeeded:
             store[_WEIGHTS] = layer
 
     lookup = importlib.import_module(f"{keras.__name__}.src.layers.preprocessing.index_lookup").IndexLookup
-    saving = {lookup: save_lookup}
+    saving = {lookup: save_lookup, keras.optimizers.Optimizer: lambda _optimizer, _store: None}
     if not hasattr(keras, "Variable"):
         saving[keras.layers.Layer] = save_variables
 

@@ -38,7 +38,7 @@ Array = np.ndarray[Any, Any]
 _FUSED = re.compile(r"_?FusedBatchNorm(Ex|V\d+)?")
 _CONDITIONALS = frozenset({"If", "StatelessIf"})
 _PLAIN_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-_SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
+SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _PASSED_ON = SWITCHES | NEXT_ITERATIONS | {"Identity"}
 # Operations that repeat or arrange the values of one of their inputs, and which one that is.
 _REPEATED = {"Fill": 1} | dict.fromkeys(
@@ -153,7 +153,7 @@ class CalledBody:
 
     def computed_from(self, names: Iterable[str]) -> Collection[str]:
         """The nodes `names`, and those computed from their values; shapes are not values."""
-        return closure(names, lambda n: (r.name for r in self._readers.get(n, ()) if r.op not in _SHAPES))
+        return closure(names, lambda n: (r.name for r in self._readers.get(n, ()) if r.op not in SHAPES))
 
     @cached_property
     def _of_request(self) -> Collection[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from exporter.checkpoint.recommenders_addons import table_in_graph
 from exporter.checkpoint.trainers import AUTODIST_SCOPE
 from exporter.errors import GraphError, NotServable, UsageError
+from exporter.graph.called_bodies import SHAPES
 from exporter.graph.deeprec_conversion import convert_deeprec
 from exporter.graph.deeprec_ops import HANDLE
 from exporter.graph.feeds import hands_over_batches, parse_feeds
@@ -237,14 +238,19 @@ def _met(index: GraphIndex, tensor: Endpoint, values: set[str]) -> tuple[str, ..
             found = {name for source in sources for name in _behind(index, source)}
             return tuple(sorted({_PARTITION.sub("", name) for name in found}))
         seen.update(level)
-        following = (reader for node in level for reader, _ in index.consumers[node])
+        following = (reader for node in level for reader in _takers(index, node))
         level = [*dict.fromkeys(name for name in following if name not in seen)]
     return ()
 
 
 def _readers(index: GraphIndex, tensor: Endpoint) -> list[str]:
-    """The nodes that take this output of its node."""
-    return [name for name, _ in index.consumers[tensor.node] if tensor in data_inputs(index.nodes[name])]
+    """The nodes that take this output's values."""
+    return [name for name in _takers(index, tensor.node) if tensor in data_inputs(index.nodes[name])]
+
+
+def _takers(index: GraphIndex, node: str) -> Iterator[str]:
+    """The nodes that take values of a node, and not their shape alone."""
+    return (name for name, _ in index.consumers[node] if index.nodes[name].op not in SHAPES)
 
 
 def _behind(index: GraphIndex, value: str) -> list[str]:

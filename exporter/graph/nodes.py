@@ -633,9 +633,6 @@ CALLS = {
 """Ops that call functions, with the number of inputs before the functions' arguments."""
 
 
-_OUTPUTS = {"Switch": ("output_false", "output_true"), "ListDiff": ("out", "idx")}  # by name, of OpDefs
-
-
 class Body:
     """The nodes of a graph or of a function, with the two ways in which they name tensors.
 
@@ -671,11 +668,11 @@ class Body:
         return reference if self.function is not None or ":" in reference else f"{reference}:0"
 
     def output(self, node: Proto, index: int) -> str:
-        """The name of output `index` of a node that loops, forwards tensors, or is one of `_OUTPUTS`."""
+        """The name of output `index` of a node that forwards tensors (Identity, Switch) or loops."""
         if self.function is None:
             return f"{node.name}:{index}"
-        if node.op in _OUTPUTS:
-            return f"{node.name}:{_OUTPUTS[node.op][index]}:0"
+        if node.op == "Switch":
+            return f"{node.name}:{('output_false', 'output_true')[index]}:0"
         return f"{node.name}:output:{index}"
 
     def single(self, node: Proto, argument: str) -> str:

@@ -110,23 +110,27 @@ def choose_engine(
 
 
 class Runner(Struct, frozen=True):
-    """How jobs are run: the engine, about the bytes of a task, and where jobs are kept ("": nowhere)."""
+    """How jobs are run: the engine, about the bytes of a task, and where jobs are kept ("": nowhere).
+
+    `resumes`: a job that is kept is gone on with. Nobody signs its receipts, which others may write there.
+    """
 
     engine: Engine = field(default_factory=LocalEngine)
     task_bytes: int = DEFAULT_TASK_BYTES
     kept: str = ""
+    resumes: bool = True
 
     @classmethod
-    def of(cls, jobs: Jobs, model: Path | None = None) -> Runner:
+    def of(cls, jobs: Jobs, model: Path | None = None, *, resumes: bool = True) -> Runner:
         """The runner that a user asked for; UsageError as `choose_engine`."""
         # Jobs that write a model are kept below it, if an engine is named or the model is in a store.
         name = jobs.engine or EngineName.LOCAL
         engine = choose_engine(name, jobs.workers, jobs.address, jobs.settings)
         if jobs.directory or model is None:
-            return cls(engine, jobs.task_bytes, jobs.directory)
+            return cls(engine, jobs.task_bytes, jobs.directory, resumes)
         place = mirror.shown(os.fspath(model))
         is_kept = jobs.engine is not None or place != os.fspath(model)
-        return cls(engine, jobs.task_bytes, f"{place}/{JOBS_DIRECTORY}" if is_kept else "")
+        return cls(engine, jobs.task_bytes, f"{place}/{JOBS_DIRECTORY}" if is_kept else "", resumes)
 
     @property
     def sees_our_files(self) -> bool:
@@ -206,7 +210,7 @@ class Job:
 
         EngineFailed if the engine ends before; a task's own failure is raised.
         """
-        keep, place = self.is_kept, self._place and self.directory.place
+        keep, place = self.is_kept and self._runner.resumes, self._place and self.directory.place
         found = _known(tasks, self.directory) if keep else {}
         left = [task for task in tasks if task.name not in found]
         progress.advance(sum(task.bytes_ for task in tasks if task.name in found))

@@ -151,6 +151,7 @@ _SLOT_NAME = re.compile(
     r"(^|/)(Adam|Adagrad|AdagradDA|Adadelta|Momentum|RMSProp|Ftrl|Lamb|Nadam|Adamax|Proximal\w*)(_\d+)?(/|$)"
     r"|(^|/)(beta[12]_power|accumulator|momentum|velocity|learning_rate|linear)(_\d+)?$"
     r"|\.OPTIMIZER_SLOT|^training/|(^|/)_?optimizer/(?!_trainable_variables/)"
+    r"|(^|/)(optimizer_variables|opt_state)/"
 )
 _COUNTERS = frozenset({"save_counter", "ckpt_saved_epoch", "ckpt_saved_batch"})
 _ITERATIONS = frozenset({"global_step", "_iterations", "iterations"})

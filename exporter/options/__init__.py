@@ -473,10 +473,13 @@ class Signing(_Limited, frozen=True, repr_omit_defaults=True):
             goes_with="--sign-key",
         ),
     ] = ()
+    unsigned: Annotated[
+        bool, _signatures("Publish without a key, though what is published so far is signed.")
+    ] = False
 
 
 UNSIGNED = Signing()
-"""Nothing is signed."""
+"""Nothing is signed, and nothing was."""
 
 
 class Trusting(_Limited, frozen=True, repr_omit_defaults=True):

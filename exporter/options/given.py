@@ -185,7 +185,7 @@ def _taken(name: str, kind: Any, given: Any) -> Any:
         return None
     (kind, *_) = (member for member in members if member is not NoneType)
     if get_origin(kind) is tuple:
-        return _several(name, get_args(kind)[0], given)
+        return several(name, get_args(kind)[0], given)
     if isinstance(origin := get_origin(kind), type) and issubclass(origin, Mapping):
         return _pairs(name, given)
     if kind is Path:
@@ -229,7 +229,7 @@ def _member(name: str, kind: type[StrEnum], given: Any) -> StrEnum:
     )
 
 
-def _several(name: str, kind: type, given: Any) -> tuple[Any, ...]:
+def several(name: str, kind: type, given: Any) -> tuple[Any, ...]:
     """The values of a list or tuple as a tuple, or UsageError; a single string or path is one value."""
     alone = isinstance(given, str | os.PathLike)
     if not alone and not isinstance(given, tuple | list):

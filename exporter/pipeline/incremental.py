@@ -51,7 +51,14 @@ from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
 from exporter.publish.delta_log import DeltaLog, log_of, read_log
 from exporter.publish.delta_publication import Publication, publish_changes
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
-from exporter.publish.versions import VersionDir, newest_of, newest_version, version_dirs
+from exporter.publish.versions import (
+    VersionDir,
+    is_trusting,
+    newest_of,
+    newest_version,
+    require_signer,
+    version_dirs,
+)
 from exporter.storage import mirror
 from exporter.storage.files import writing
 from exporter.storage.layout import CACHES_DIRECTORY, CHECKED_DIRECTORY, HASHES_DIRECTORY
@@ -179,6 +186,7 @@ def plan_incremental(
     """
     require_local(request)
     log = read_log(request.out) if versions is None else log_of(request.out, versions)
+    require_signer(log.model, log.newest.manifest)
     entry = log.base.entry
     entry.mapping_spec.check_rules(_rules(request), parse_admission(request))
     entry.check_updates(request.updates)
@@ -668,4 +676,4 @@ def _runner(request: ExportRequest) -> Runner | None:
         return None
     from exporter.jobs.runner import Runner
 
-    return Runner.of(request.jobs, request.out)
+    return Runner.of(request.jobs, request.out, resumes=not is_trusting(request.out))

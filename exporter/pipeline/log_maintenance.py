@@ -50,7 +50,14 @@ from exporter.publish.hold import Hold
 from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.permission import binding, judged, require_on_way
 from exporter.publish.retention import RetiredDeltas, retire_deltas, retire_logs
-from exporter.publish.versions import is_taken, newest_of, newest_version, nothing_published, version_dirs
+from exporter.publish.versions import (
+    is_taken,
+    is_trusting,
+    newest_of,
+    newest_version,
+    nothing_published,
+    version_dirs,
+)
 from exporter.storage import mirror
 from exporter.storage.files import remove_tree, writing
 from exporter.storage.layout import CANARY_LOCK_FILE, DELTA_NAME
@@ -500,7 +507,8 @@ def runner_for(jobs: Jobs, model: Path, tasks: int) -> Runner:
     """Return the runner of a merger. The job of a single task is not kept, unless an engine is named."""
     from exporter.jobs.runner import Runner
 
-    return Runner.of(jobs, model if jobs.engine is not None or tasks > 1 else None)
+    is_kept = jobs.engine is not None or tasks > 1
+    return Runner.of(jobs, model if is_kept else None, resumes=not is_trusting(model))
 
 
 def undisturbed(model: Path, action: Callable[[DeltaLog], T], log: DeltaLog | None = None) -> T:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from keyword import iskeyword
 from pathlib import Path
 
 from msgspec import Struct
@@ -35,7 +37,8 @@ class Proposal(Struct, frozen=True):
     def command(self, ckpt_dir: Path, out: Path, builder: Path | None = None) -> str:
         """The command line of the export; `builder` is the file that the builder was written to."""
         words = ["export-model", "--ckpt-dir", quoted(ckpt_dir), "--out", quoted(out)]
-        words += ["--model", quoted(self.model or f"{builder or 'serving.py'}:serving")]
+        if self.model is None:  # an export finds a graph that lies beside the checkpoint, and the next one's
+            words += ["--model", quoted(f"{builder or 'model.py'}:serving")]
         for one in self.inputs:
             words += ["--input", quoted(f"{one.name}={one.tensor}")]
         for name, tensor in self.outputs.items():
@@ -109,4 +112,6 @@ def _builder(catalog: Catalog) -> Iterator[str]:
 
 
 def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)
+    """A name of Python that looks like a variable's."""
+    found = re.sub(r"\W", "_", name, flags=re.ASCII)
+    return f"{found}_" if iskeyword(found) or found == "tf" else re.sub(r"^(?=[0-9])", "_", found)

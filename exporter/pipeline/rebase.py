@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import secrets
-import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 from msgspec import Struct
@@ -36,7 +35,7 @@ from exporter.publish.manifest import ManifestDraft, MappedRecord, MappedTable, 
 from exporter.publish.permission import Permission
 from exporter.publish.retention import Keep
 from exporter.publish.versions import require_signed_bytes
-from exporter.storage.files import copy_file, writing
+from exporter.storage.files import copy_file, make_directories, writing
 from exporter.storage.layout import (
     ASSETS_DIRECTORY,
     EXTRA_DIRECTORY,
@@ -247,9 +246,10 @@ def _copy_graph(
             move_tries(meta_graph.graph_def, position, (before.id, mapped.id), files)
         (bundle / MAPPED_ID_FILE).write_text(mapped.id)
     (bundle / SAVED_MODEL_FILE).write_bytes(saved_model.SerializeToString(deterministic=True))
-    for directory in (ASSETS_DIRECTORY, EXTRA_DIRECTORY):
-        if (base / directory).is_dir():
-            shutil.copytree(base / directory, bundle / directory, copy_function=copy_file)
+    for file in log_base.manifest.files:  # and no other: the new manifest would vouch for those, too
+        if PurePosixPath(file.path).parts[0] in (ASSETS_DIRECTORY, EXTRA_DIRECTORY):
+            make_directories((bundle / file.path).parent)
+            copy_file(base / file.path, bundle / file.path)
     description = json.loads((bundle / UPDATABLE_FILE).read_text())
     description |= {"position": position, "step": step}
     (bundle / UPDATABLE_FILE).write_text(json.dumps(description) + "\n")

@@ -11,6 +11,7 @@ from exporter.jobs.runner import Runner
 from exporter.options import DataMode
 from exporter.pipeline.staged import Staged
 from exporter.pipeline.table_layout import write_tables
+from exporter.publish.versions import is_trusting
 
 
 def write_values(staged: Staged) -> None:
@@ -21,7 +22,7 @@ def write_values(staged: Staged) -> None:
         LinkRefused: links are asked for, and the checkpoint is no tensor bundle.
     """
     request, catalog = staged.plan.request, staged.plan.catalog
-    data, runner = request.data, Runner.of(request.jobs, request.out)
+    data, runner = request.data, Runner.of(request.jobs, request.out, resumes=not is_trusting(request.out))
     indexer = runner
     if not catalog.is_bundle:
         if data is DataMode.LINK:

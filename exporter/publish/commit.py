@@ -46,6 +46,7 @@ from exporter.publish.versions import (
     VersionDir,
     greatest,
     last_position,
+    require_signer,
     signer_of,
     taken,
     version_dirs,
@@ -318,7 +319,7 @@ def publish_version(
     link (the trainer's shards) is neither synced, which would cost O(bytes), nor changed in its mode.
 
     Raises:
-        ModelHeld, ChainEnds: see `Permission.check`; nothing was published.
+        ModelHeld, ChainEnds, UsageError: see `Permission.check`; nothing was published.
         VersionExists: see `VersionRule.choose`, or a version of the reserved position or above is there.
         PositionMoved: something was published since the position was reserved.
         TargetBusy: another exporter held the lock for `LOCK_SECONDS`.
@@ -363,7 +364,8 @@ def publish_delta(
 ) -> PublishedDelta:
     """Turn `staging.path` into the delta `<from>-<position>` of a log; whole, durable and immutable.
 
-    PositionMoved if that is published already, or another process published meanwhile.
+    PositionMoved if that is published already, or another process published meanwhile. UsageError if the log
+    is signed, and this would not be.
 
     `last` was the greatest position of the model when the delta was made; None where that does not matter,
     as for a merger of deltas that are published already.
@@ -378,6 +380,8 @@ def publish_delta(
             # Others may have published, merged or removed since the log was read; under the lock none can.
             now = log if under_lock.is_ours else _log_now(log, last)
             under_lock.permit(now)
+            if not under_lock.follows_canary:  # whose rollback is the copy's own, and no reader's
+                require_signer(staging.model, now.newest.manifest)
             make_directories(log.path)
             delta = LogDelta(log.path, draft.from_position or 0, position)
             target = delta.path

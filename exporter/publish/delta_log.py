@@ -260,6 +260,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         by_position = {base.at.position: base for base in self.bases}
         base = by_position[nearest_base(self.deltas, by_position, target)]
         chain = self.chain(base.at.position, target)
+        require_signed_bytes(base.path, base.manifest)
         layers = tuple(self.open(delta, only=only).changes for delta in chain)
         return LayeredState(base.stored(), layers, hint=BROKEN_LOG_HINT)
 

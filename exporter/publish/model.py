@@ -45,6 +45,7 @@ from exporter.publish.versions import (
     read_head,
     read_manifest,
     require_signed_bytes,
+    trust_of,
     version_dirs,
 )
 from exporter.storage.files import FileIdentity, is_gone, read_regular
@@ -320,12 +321,9 @@ class _Known(Struct):
         try:
             manifest, entry = delta.manifest, delta.entry
             require_signed_bytes(delta.path, manifest)
-        except NotTrusted as error:
-            self.untrusted[delta.path] = error
-            return None
-        except VerificationError as error:
-            if not isinstance(error, ManifestError):
-                self.untrusted[delta.path] = NotTrusted(error.message, cause=error.cause, hint=error.hint)
+        except (VerificationError, OSError) as error:
+            if trust_of(delta.path) is not None and not is_gone(delta.path):  # servers need no manifest
+                self.untrusted[delta.path] = _not_trusted(delta.path, error)
             return None
         self._remember(manifest, entry, lineage)
         if entry.made is DeltaOrigin.ROLLBACK and entry.back_to is not None:
@@ -361,6 +359,14 @@ class _Known(Struct):
 
 class _Lost(ManifestError):
     """A log that was read before has vanished, as if its volume were not mounted."""
+
+
+def _not_trusted(path: Path, error: VerificationError | OSError) -> NotTrusted:
+    if isinstance(error, OSError):
+        return NotTrusted(f"{path} cannot be read", cause=error.strerror or "")
+    if isinstance(error, NotTrusted):
+        return error
+    return NotTrusted(error.message, cause=error.cause, hint=error.hint)
 
 
 class Model(Struct, frozen=True, dict=True):

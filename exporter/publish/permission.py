@@ -17,7 +17,14 @@ from exporter.delta.spans import Span, SpanLike, plan_chain
 from exporter.errors import ChainEnds, ManifestError, ModelHeld, PositionError
 from exporter.publish.delta_log import DeltaLog, LogDelta, log_path
 from exporter.publish.hold import Hold
-from exporter.publish.versions import VersionDir, newest_of, read_head, version_dirs
+from exporter.publish.versions import (
+    VersionDir,
+    newest_of,
+    read_head,
+    read_manifest,
+    require_signer,
+    version_dirs,
+)
 from exporter.storage.local_paths import quoted
 
 
@@ -34,10 +41,14 @@ class Permission(Struct, frozen=True):
     def check(self, model: Path, *, takes_deltas: bool, versions: Sequence[VersionDir] | None = None) -> None:
         """Refuse to publish over a hold (ModelHeld), or to end a log (ChainEnds), unless that was asked for.
 
+        UsageError if the newest version is signed, and this would not be (`require_signer`).
         The model's `versions` are listed unless they are given.
         """
         newest = newest_of(version_dirs(model) if versions is None else versions)
         log = None if newest is None else _log_of(newest)
+        if newest is not None and newest.has_manifest:
+            with suppress(ManifestError):
+                require_signer(model, read_manifest(newest.path))
         if not self.despite_hold:
             for hold in binding(model, log):
                 raise ModelHeld(

@@ -198,25 +198,35 @@ def _digests(paths: list[Path], size: int) -> list[str]:
 
 
 def _digest(path: Path) -> str:
-    """The SHA-256 of a file; of one with a second link, which the trainer has, it is taken once."""
-    if mirror.is_remote(path):
-        return _passing_digest(path)
+    """The SHA-256 of a file; of an object, or of a file with a second link, it is taken once.
+
+    The trainer has the other link. What is read of an object later is read of the one that was listed.
+    """
+    if (stored := mirror.pinned(path)) is not None:
+        is_pinned = stored[1].tag is not None
+        return _known.get(stored) or _kept(stored if is_pinned else None, _passing_digest(path))
     found = path.stat()
     if found.st_nlink == 1:
         return file_digest(path)
     looks = FileIdentity.of(found)
-    if looks not in _linked:
-        digest = file_digest(path)
-        if identity_of(path) != looks or time.time_ns() - looks.modified_ns < SETTLED_NS:
-            return digest
-        if len(_linked) >= _MOST_LINKED:
-            _linked.clear()
-        _linked[looks] = digest
-    return _linked[looks]  # if it is out of date after all, readers refuse the bytes: none are taken unseen
+    if (known := _known.get(looks)) is not None:
+        return known  # if it is out of date after all, readers refuse the bytes: none are taken unseen
+    digest = file_digest(path)
+    is_settled = identity_of(path) == looks and time.time_ns() - looks.modified_ns >= SETTLED_NS
+    return _kept(looks if is_settled else None, digest)
 
 
-_linked: dict[FileIdentity, str] = {}
-_MOST_LINKED = 4096
+_known: dict[object, str] = {}
+_MOST_KNOWN = 4096
+
+
+def _kept(of: object, digest: str) -> str:
+    """Keep the digest of a file or an object, unless it is None."""
+    if of is not None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[of] = digest
+    return digest
 
 
 def _passing_digest(path: Path) -> str:
@@ -274,6 +284,11 @@ def _private_key(source: str) -> Ed25519PrivateKey:
 
 
 def _secret(source: str) -> bytes:
+    if "PRIVATE KEY" in source:
+        raise UsageError(
+            "--sign-key was given a key itself, which other programs can see there",
+            hint="replace that key, and name its file, or a variable that holds it: --sign-key env:NAME",
+        )
     name = source.removeprefix("env:")
     if name != source:
         if not (text := os.environ.get(name, "")):
@@ -287,7 +302,7 @@ def _secret(source: str) -> bytes:
         raise UsageError(
             f"--sign-key {source} cannot be read", cause=error.strerror or str(error), hint=TO_MAKE_KEYS
         ) from None
-    if mode & 0o027:
+    if mode & 0o027 and b"PRIVATE KEY" in content:
         raise UsageError(
             f"--sign-key {source} has mode {mode:04o}: others than its owner and group may use it",
             hint=f"chmod 600 {quoted(source)}, and replace the key if others had access: it publishes models",
@@ -300,13 +315,17 @@ _public: Unchanged[Mapping[str, Ed25519PublicKey]] = Unchanged()
 
 def _public_keys(path: Path) -> Mapping[str, Ed25519PublicKey]:
     serialization, _, public = _library()
-    hint = f"it holds public keys in PEM: openssl pkey -in KEY -pubout -out {quoted(path)}"
+    hint = "it holds public keys in PEM: openssl pkey -in {} -pubout -out {}"
+    new = path.with_name(f"{path.name}.pem")  # never over what is there, which may be the only secret
     try:
         content = read_regular(path, _LONGEST_KEYS)
     except OSError as error:
         raise UsageError(
-            f"--trust {path} cannot be read", cause=error.strerror or str(error), hint=hint
+            f"--trust {path} cannot be read",
+            cause=error.strerror or str(error),
+            hint=hint.format("KEY", quoted(path if isinstance(error, FileNotFoundError) else new)),
         ) from None
+    hint = hint.format(quoted(path) if b"PRIVATE KEY" in content else "KEY", quoted(new))
     found = {}
     for block in _PEM.finditer(content):
         if block[1] != b"PUBLIC KEY":

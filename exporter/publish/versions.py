@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import re
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path, PurePath, PurePosixPath
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from msgspec import Struct
 
@@ -32,6 +33,9 @@ from exporter.storage.layout import (
 )
 from exporter.storage.local_paths import quoted
 
+_ADDRESS = re.compile(r"[^/]+:[0-9]+")
+"""The address of a server, where a model's path is expected."""
+
 
 def nothing_published(model: Path) -> NotUpdatable:
     """The error for a model base path without a version; its hint names the model that was probably meant."""
@@ -40,6 +44,8 @@ def nothing_published(model: Path) -> NotUpdatable:
         return NotUpdatable(what, hint=f"did you mean {quoted(found)}?")
     if (model / CHECKPOINT_STATE_FILE).exists():
         return NotUpdatable(what, hint=f"it holds checkpoints: export-model inspect {quoted(model)}")
+    if _ADDRESS.fullmatch(str(model)):
+        return NotUpdatable(what, hint=f"of a server, ask: serve-model status {quoted(model)} --model NAME")
     return NotUpdatable(what)
 
 
@@ -56,6 +62,13 @@ def likely_model(model: Path) -> Path | None:
     except (OSError, ExportError):
         return None
     return place if place != model else None
+
+
+def _is_other_than_directory(path: Path) -> bool:
+    try:
+        return not stat.S_ISDIR(path.stat().st_mode)
+    except OSError:  # it is not there yet, or is not ours to see
+        return False
 
 
 def _is_model(path: Path) -> bool:
@@ -141,12 +154,12 @@ def newest_of(versions: Iterable[VersionDir]) -> VersionDir | None:
 
 
 def require_base_path(model: Path) -> None:
-    """Refuse a path that is itself a version, lies in a published model, or is the directory of models.
+    """Refuse a path that is itself a version or a file, lies in a model, or is the directory of models.
 
     Raises:
         UsageError: `model` is itself a version, or would be one of a model around it, or lies in its deltas;
             or models lie in it, and it has no versions.
-        TargetNotWritable: a symbolic link on the way to it leads nowhere.
+        TargetNotWritable: it is a file, or lies below one, or a symbolic link on the way leads nowhere.
     """
     for place in (model, *model.parents):
         if place.is_symlink() and not place.exists():
@@ -154,6 +167,10 @@ def require_base_path(model: Path) -> None:
                 f"{place} is a symbolic link that leads nowhere",
                 cause=f"it names {place.readlink()}",
                 hint="make the directory that it names, mount it, or name another one with --out",
+            )
+        if _is_other_than_directory(place):
+            raise TargetNotWritable(
+                f"{place} is a file: a model is a directory", hint="name a new directory in its place"
             )
     if any(_is_regular(model / name) for name in VERSION_FILES):
         raise itself_a_version(model, model.parent)
@@ -364,30 +381,76 @@ def _parse(descriptor: int, path: Path, parse: Callable[[bytes], T]) -> T:
         raise ManifestError(f"{path}: {exc.message}", cause=exc.cause, hint=exc.hint) from exc
 
 
+class _Keys(NamedTuple):
+    """What is in force for a base path."""
+
+    signer: Signer | None = None
+    trust: Trust | None = None
+    unsigned: bool = False
+
+
 @contextmanager
-def in_force(model: Path, signer: Signer | None = None, trust: Trust | None = None) -> Iterator[None]:
-    """Sign what is published under a base path, and take nothing else that lies there, inside the block."""
+def in_force(
+    model: Path, signer: Signer | None = None, trust: Trust | None = None, *, unsigned: bool = False
+) -> Iterator[None]:
+    """Sign what is published under a base path, and take nothing else that lies there, inside the block.
+
+    Blocks of several threads may overlap: what one of them brings is in force until that one ends.
+    `unsigned`: what follows a signed publication may be published without a key.
+    """
     place = os.path.abspath(model)  # noqa: PTH100  `resolve` follows links
-    before = _in_force.get(place)
-    if signer is not None or trust is not None:
-        _in_force[place] = signer, trust
+    keys = _Keys(signer, trust, unsigned)
+    with _changing:
+        _in_force[place] = [*_in_force.get(place, ()), keys]
     try:
         yield
     finally:
-        if before is not None:
-            _in_force[place] = before
-        else:
-            _in_force.pop(place, None)
+        with _changing:
+            left = [each for each in _in_force[place] if each is not keys]  # equal ones are of other blocks
+            if left:
+                _in_force[place] = left
+            else:
+                del _in_force[place]
 
 
-_in_force: dict[str, tuple[Signer | None, Trust | None]] = {}
+_changing = threading.Lock()
+_in_force: dict[str, list[_Keys]] = {}
+
+
+def _keys_of(place: str) -> _Keys:
+    """The newest key of each kind that is in force for a base path."""
+    found = _in_force.get(place, [])[::-1]
+    return _Keys(
+        next((keys.signer for keys in found if keys.signer is not None), None),
+        next((keys.trust for keys in found if keys.trust is not None), None),
+        any(keys.unsigned for keys in found),
+    )
 
 
 def signer_of(model: Path) -> Signer | None:
     """The key that signs what is published under a base path; None: nothing is signed."""
-    if not _in_force:
-        return None
-    return _in_force.get(os.path.abspath(model), (None, None))[0]  # noqa: PTH100
+    return _keys_of(os.path.abspath(model)).signer if _in_force else None  # noqa: PTH100
+
+
+def is_trusting(model: Path) -> bool:
+    """True if what lies under a base path is taken from trusted keys alone: others may write there."""
+    return bool(_in_force) and _keys_of(os.path.abspath(model)).trust is not None  # noqa: PTH100
+
+
+def require_signer(model: Path, newest: Manifest) -> None:
+    """Refuse to publish without a key what follows a signed publication, unless that is asked for.
+
+    Raises:
+        UsageError: it would be; readers that trust keys would leave it, and all that follows.
+    """
+    keys = _keys_of(os.path.abspath(model))  # noqa: PTH100
+    if newest.signature is not None and keys.signer is None and not keys.unsigned:
+        raise UsageError(
+            f"{model} is signed, and no key is named to sign what follows",
+            cause=f"the key {newest.signature.key} has signed position {newest.position}; readers that trust "
+            "keys take nothing that is not signed",
+            hint="name the key: --sign-key FILE; or, if signing is to end: --unsigned",
+        )
 
 
 def trust_of(directory: Path) -> tuple[Trust, str] | None:
@@ -396,7 +459,7 @@ def trust_of(directory: Path) -> tuple[Trust, str] | None:
         return None
     directory = Path(os.path.abspath(directory))  # noqa: PTH100
     for model in directory.parents[:3]:
-        trust = _in_force.get(str(model), (None, None))[1]
+        trust = _keys_of(str(model)).trust
         if trust is not None:
             return trust, directory.relative_to(model).as_posix()
     return None

@@ -25,6 +25,8 @@ from pathlib import Path
 SAVED_MODEL_FILE = "saved_model.pb"
 SAVED_MODEL_TEXT_FILE = "saved_model.pbtxt"
 SAVED_MODEL_FILES = (SAVED_MODEL_FILE, SAVED_MODEL_TEXT_FILE)
+# Of a directory that Orbax wrote: what a step is, what a tree of arrays is, where a store of them begins.
+ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 # A model of more than 2 GiB, in several protos; TensorFlow reads it, this program says that it does not.
 SAVED_MODEL_PARTS_FILE = "saved_model.cpb"
 

@@ -12,7 +12,8 @@ follows the other place. Row isolation has no sequence: there rows are written u
 
 Memory is taken by what changes: `Empty` leaves it untouched, first places and slots are given in order, and
 second places are used by rows that change twice. Nothing counts as zero that was not set to zero: allocators
-give memory that was in use before as it is.
+give memory that was in use before as it is. A table with a slot for each row counts as one page: they are set
+to zero before its first row changes, and nobody reads them until then.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from msgspec import Struct
 
 from exporter.graph.editor import GraphEditor
 from exporter.graph.inference_graph import GraphVariable
-from exporter.graph.overlaid_reads import PAGE_BITS, PAGE_ROWS, OverlaidReads
+from exporter.graph.overlaid_reads import MOST_ROWS_OF_A_PAGE, PAGE_BITS, PAGE_ROWS, OverlaidReads
 from exporter.late_names import tf
 from exporter.subgraph.state import Tensor, read
 from exporter.wire.dtypes import DType
@@ -33,12 +34,13 @@ class OverlayNodes(Struct, frozen=True):
     """Nodes of one table's overlay: variables, and the `shape` of rows with place 0, which is never used."""
 
     # `used`, int64 [2], is how many of `capacity` rows have a pair of places, and how many pages have slots.
+    # A table with a slot for each row has no `pages`.
 
     changed: str
-    pages: str
     slots: str
     rows: str
     used: str
+    pages: str | None
     dtype: DType
     table_rows: int
     shape: tuple[int, ...]
@@ -47,13 +49,13 @@ class OverlayNodes(Struct, frozen=True):
     def add(cls, editor: GraphEditor, variable: GraphVariable, capacity: int) -> OverlayNodes:
         """Add the variables of an overlay to a graph."""
         name, shape = f"overlay/{variable.node}", (2 * capacity + 1, *variable.shape[1:])
-        sizes = _sizes(variable.shape[0], capacity)
+        pages, slots = _sizes(variable.shape[0], capacity)
         return cls(
             changed=editor.variable(f"{name}/changed", DType.BOOL),
-            pages=editor.variable(f"{name}/pages", DType.INT64, sizes[0]),
-            slots=editor.variable(f"{name}/slots", DType.INT32, sizes[1]),
+            slots=editor.variable(f"{name}/slots", DType.INT32, slots),
             rows=editor.variable(f"{name}/rows", variable.dtype, shape),
             used=editor.variable(f"{name}/used", *_USED),
+            pages=editor.variable(f"{name}/pages", DType.INT64, pages) if pages else None,
             dtype=variable.dtype,
             table_rows=variable.shape[0],
             shape=shape,
@@ -68,34 +70,40 @@ class OverlayNodes(Struct, frozen=True):
     def handles(self) -> dict[str, tuple[DType, tuple[int, ...]]]:
         """The nodes of the variables that an update takes, in the order of `Overlay`: dtypes and shapes."""
         pages, slots = _sizes(self.table_rows, self.capacity)
-        return {
+        kinds: dict[str, tuple[DType, tuple[int, ...]]] = {
             self.changed: (DType.BOOL, ()),
-            self.pages: (DType.INT64, pages),
             self.slots: (DType.INT32, slots),
             self.rows: (self.dtype, self.shape),
             self.used: _USED,
         }
+        return kinds | ({self.pages: (DType.INT64, pages)} if self.pages else {})
 
     def reads(self, variable: GraphVariable) -> OverlaidReads:
         """Describe how the graph is to read the table, for `overlay_reads`."""
-        beside = self.changed, self.pages, self.slots, self.rows
+        beside = self.changed, self.slots, self.rows, self.pages
         return OverlaidReads(variable.node, self.dtype, self.shape[1:], *beside)
 
     def add_first_values(self, editor: GraphEditor) -> dict[str, tuple[str, DType]]:
         """Add the variables' values of a model that is loaded: value and dtype by handle."""
-        sizes, name = _sizes(self.table_rows, self.capacity), _name(self.slots)
-        zero = _empty(editor, self.pages, (), DType.INT64, is_zero=True)
-        ends = {"limit": -PAGE_ROWS * sizes[0][0], "step": -PAGE_ROWS}
-        limits = [editor.constant(f"{_name(self.pages)}/{what}", n, DType.INT64) for what, n in ends.items()]
-        slots = _empty(editor, self.slots, sizes[1], DType.INT32, is_zero=False)
-        first = editor.constant(f"{name}/of_none", range(PAGE_ROWS), DType.INT32)
-        zeros = editor.constant(f"{name}/zeros", [0] * PAGE_ROWS, DType.INT32)
+        pages, sizes = _sizes(self.table_rows, self.capacity)
+        slots = _empty(editor, self.slots, sizes, DType.INT32, is_zero=False)
+        first_page = []
+        if self.pages:
+            zero = _empty(editor, self.pages, (), DType.INT64, is_zero=True)
+            ends = {"limit": -PAGE_ROWS * pages[0], "step": -PAGE_ROWS}
+            name = _name(self.pages)
+            limits = [editor.constant(f"{name}/{what}", n, DType.INT64) for what, n in ends.items()]
+            first_page = [editor.node(f"{name}/first_page", "Range", [zero, *limits], Tidx=DType.INT64)]
+            name = _name(self.slots)
+            of_none = editor.constant(f"{name}/of_none", range(PAGE_ROWS), DType.INT32)
+            zeros = editor.constant(f"{name}/zeros", [0] * PAGE_ROWS, DType.INT32)
+            slots = editor.node(f"{name}/first_page", "InplaceUpdate", [slots, of_none, zeros], T=DType.INT32)
         values = (
             editor.constant(f"{_name(self.changed)}/no", False, DType.BOOL),
-            editor.node(f"{_name(self.pages)}/first_page", "Range", [zero, *limits], Tidx=DType.INT64),
-            editor.node(f"{name}/first_page", "InplaceUpdate", [slots, first, zeros], T=DType.INT32),
+            slots,
             _empty(editor, self.rows, self.shape, self.dtype, is_zero=False),
             editor.constant(f"{_name(self.used)}/none", [0, 0], DType.INT64),
+            *first_page,
         )
         return {
             handle: (value, dtype)
@@ -106,10 +114,12 @@ class OverlayNodes(Struct, frozen=True):
 _USED = DType.INT64, (2,)
 
 
-def _sizes(table_rows: int, capacity: int) -> tuple[tuple[int], tuple[int]]:
-    """The shapes of `pages` and `slots`: each page that has slots has a changed row at least."""
+def _sizes(table_rows: int, capacity: int) -> tuple[tuple[int, ...], tuple[int]]:
+    """The shapes of `pages`, () if there is a slot for each row, and of `slots`."""
+    if table_rows <= MOST_ROWS_OF_A_PAGE:
+        return (), (table_rows,)
     pages = -(-table_rows // PAGE_ROWS)
-    return (pages,), (PAGE_ROWS * (1 + min(pages, capacity)),)
+    return (pages,), (PAGE_ROWS * (1 + min(pages, capacity)),)  # pages with slots have a changed row at least
 
 
 def _name(handle: str) -> str:
@@ -151,32 +161,27 @@ class Overlay(Struct, frozen=True):
     """The handles of a table and of its overlay inside a function."""
 
     table: Tensor
+    nodes: OverlayNodes
     changed: Tensor
-    pages: Tensor
     slots: Tensor
     rows: Tensor
     used: Tensor
-    nodes: OverlayNodes
+    pages: Tensor | None = None
 
     def gather(self, ids: Tensor) -> Tensor:
         """Add a gather of the rows as they are now, for row numbers int64 [n]."""
         dtype = tf.as_dtype(int(self.nodes.dtype))
-        begins = self._begins(tf.bitwise.right_shift(ids, PAGE_BITS))
-        places = tf.raw_ops.ListDiff(x=self._slots_at(begins + ids), y=tf.constant([0]))
+        places = tf.raw_ops.ListDiff(x=self._slots(ids).slots, y=tf.constant([0]))
         changed = tf.raw_ops.ResourceGather(resource=self.rows, indices=places.out, dtype=dtype)
         gathered = tf.raw_ops.ResourceGather(resource=self.table, indices=ids, dtype=dtype)
         return tf.raw_ops.InplaceUpdate(x=gathered, i=places.idx, v=changed)
 
     def place(self, ids: Tensor) -> Places:
         """Add the choice of places for changed rows `ids`, which increase."""
-        pages = tf.bitwise.right_shift(ids, PAGE_BITS)
-        begins = self._begins(pages)
-        slots = tf.cast(self._slots_at(begins + ids), tf.int64)
-        is_new, is_second = tf.equal(slots, 0), slots > self.nodes.capacity
+        found = self._slots(ids)
+        pages, held, slots = found.pages, found.held, tf.cast(found.slots, tf.int64)
+        is_new, is_second, is_bare = tf.equal(slots, 0), slots > self.nodes.capacity, tf.equal(held, 0)
         first = tf.where(is_second, slots - self.nodes.capacity, slots)
-        # What a page's slots begin at, by pages, without what makes a row's number its own: 0 if it has none.
-        held = tf.bitwise.right_shift(begins, PAGE_BITS) + pages
-        is_bare = tf.equal(held, 0)
         # `used` is assigned last. If an update died before, it may have led slots and pages beyond it; the
         # update that repairs changes the same rows at least, and so finds these here.
         used = tf.maximum(read(self.used, *_USED), tf.stack([_largest(first), _largest(held)]))
@@ -185,8 +190,10 @@ class Overlay(Struct, frozen=True):
         rows = tf.where(is_new, used[0] + tf.cumsum(tf.cast(is_new, tf.int64)), other)
         # Rows of one page are neighbours: its first one asks for slots.
         asks = is_bare & tf.not_equal(pages, tf.concat([[-1], pages[:-1]], 0))
-        given = tf.where(is_bare, used[1] + tf.cumsum(tf.cast(asks, tf.int64)), held)
-        begins = tf.bitwise.left_shift(given - pages, PAGE_BITS)
+        begins = found.begins
+        if self.pages is not None:
+            given = tf.where(is_bare, used[1] + tf.cumsum(tf.cast(asks, tf.int64)), held)
+            begins = tf.bitwise.left_shift(given - pages, PAGE_BITS)
         more = [tf.reduce_sum(tf.cast(each, tf.int64)) for each in (is_new, asks)]
         return Places(
             at=begins + ids,
@@ -197,15 +204,45 @@ class Overlay(Struct, frozen=True):
             used=used + tf.stack(more),
         )
 
+    def clear(self, pages: Tensor, begins: Tensor) -> Tensor:
+        """Add the operation that sets to 0 all slots of `pages`, of which `begins` are the contents."""
+        first = tf.bitwise.left_shift(pages, PAGE_BITS) + begins
+        size = self.nodes.table_rows if self.pages is None else PAGE_ROWS
+        # Constant folding would keep the range of all rows; and mostly there is nothing to clear.
+        size = tf.where(tf.size(first) > 0, tf.constant(size, tf.int64), 0)
+        every = first[:, tf.newaxis] + tf.range(size)
+        return tf.raw_ops.ResourceScatterUpdate(resource=self.slots, indices=every, updates=tf.constant(0))
+
     def is_full(self, places: Places) -> Tensor:
         """True if there is no room for the rows, bool []."""
         return places.used[0] > self.nodes.capacity
 
-    def _begins(self, pages: Tensor) -> Tensor:
-        return tf.raw_ops.ResourceGather(resource=self.pages, indices=pages, dtype=tf.int64)
+    def _slots(self, ids: Tensor) -> _Slots:
+        """Add gathers of the rows' slots."""
+        if self.pages is None:
+            pages = begins = tf.zeros_like(ids)
+            # Whichever was assigned, if an update died between: the slots were written before.
+            any_used = read(self.changed, DType.BOOL, ()) | (read(self.used, *_USED)[1] > 0)
+            held = pages + tf.cast(any_used, tf.int64)
+        else:
+            pages = tf.bitwise.right_shift(ids, PAGE_BITS)
+            begins = tf.raw_ops.ResourceGather(resource=self.pages, indices=pages, dtype=tf.int64)
+            held = tf.bitwise.right_shift(begins, PAGE_BITS) + pages
+        slots = tf.raw_ops.ResourceGather(resource=self.slots, indices=begins + ids, dtype=tf.int32)
+        return _Slots(pages, begins, held, slots if self.pages is not None else tf.where(held > 0, slots, 0))
 
-    def _slots_at(self, numbers: Tensor) -> Tensor:
-        return tf.raw_ops.ResourceGather(resource=self.slots, indices=numbers, dtype=tf.int32)
+
+class _Slots(Struct, frozen=True):
+    """The `slots` of some rows, int32 [n], with the `pages` in which they lie, int64 [n].
+
+    `begins`, int64 [n], are the contents of `pages` in the overlay, and `held`, int64 [n], the same without
+    what makes a row's number its own: 0 if the page has no slots.
+    """
+
+    pages: Tensor
+    begins: Tensor
+    held: Tensor
+    slots: Tensor
 
 
 def _largest(numbers: Tensor) -> Tensor:
@@ -232,13 +269,6 @@ class Places(Struct, frozen=True):
         """Places of no rows."""
         rows, slots = tf.zeros([0], tf.int64), tf.zeros([0], tf.int32)
         return cls(rows, rows, slots, rows, rows, tf.zeros([2], tf.int64))
-
-
-def clear(slots: Tensor, pages: Tensor, begins: Tensor) -> Tensor:
-    """Add the operation that sets to 0 all slots of `pages`, of which `begins` are the contents."""
-    first = tf.bitwise.left_shift(pages, PAGE_BITS) + begins
-    every = first[:, tf.newaxis] + tf.range(PAGE_ROWS, dtype=tf.int64)
-    return tf.raw_ops.ResourceScatterUpdate(resource=slots, indices=every, updates=tf.constant(0))
 
 
 def add_overlays(

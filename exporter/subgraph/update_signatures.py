@@ -159,11 +159,8 @@ class _Handles(Struct, frozen=True):
             # Shape inference needs dtype and shape to read a variable; a lookup table is not read so.
             valued = handle if owner.contents else _with_handle_data(handle, owner.dtype, owner.shape)
             if overlay is not None:
-                changed, pages, slots, rows, used = (
-                    _with_handle_data(next(further), *kind) for kind in overlay.handles.values()
-                )
-                beside = Overlay(valued, changed, pages, slots, rows, used, overlay)
-                by_name[owner.name].append(beside)
+                beside = [_with_handle_data(next(further), *kind) for kind in overlay.handles.values()]
+                by_name[owner.name].append(Overlay(valued, overlay, *beside))
             else:
                 by_name[owner.name].append(valued)
         return UpdateTarget(self.schema, by_name)

@@ -23,7 +23,7 @@ from msgspec.structs import astuple
 
 from exporter.delta.format import ChangeKind, Schema
 from exporter.late_names import tf
-from exporter.subgraph.overlay import Overlay, Places, clear
+from exporter.subgraph.overlay import Overlay, Places
 from exporter.subgraph.read_delta import ReadDelta, by_variable, tensors_in
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign, sleep
 
@@ -98,9 +98,10 @@ class UpdateTarget(Struct, frozen=True):
                 if isinstance(handle, Overlay):
                     found_at = places[variable.name, number]
                     writes.overlaid.append((handle.rows, found_at.rows, its_tensors[1]))
-                    writes.cleared.append((handle.slots, found_at.pages, found_at.begins))
+                    writes.cleared.append((handle, found_at.pages, found_at.begins))
                     writes.slots.append((handle.slots, found_at.at, found_at.slots))
-                    writes.pages.append((handle.pages, found_at.pages, found_at.begins))
+                    if handle.pages is not None:
+                        writes.pages.append((handle.pages, found_at.pages, found_at.begins))
                     any_used = found_at.used[0] > 0
                     writes.used.extend([(handle.used, found_at.used), (handle.changed, any_used)])
                 elif variable.kind is ChangeKind.TABLE:
@@ -120,7 +121,7 @@ class Writes(Struct, frozen=True):
     value), the entries of `lookups` replaced (handle, whether they changed, keys, values).
 
     Of overlays `overlaid` rows are scattered first (handle, places, rows), and the slots of some pages
-    `cleared` (handle, pages, contents); then the `slots` that lead to rows (handle, at, places) and the
+    `cleared` (overlay, pages, contents); then the `slots` that lead to rows (handle, at, places) and the
     `pages` that lead to slots (handle, pages, contents). Last it is assigned how much is `used`, and whether
     any is (handle, value). So what leads anywhere leads to what is there; and an update that dies takes
     nothing for good: `Overlay.place` of the one that repairs looks at slots and pages, too.
@@ -131,7 +132,7 @@ class Writes(Struct, frozen=True):
     dense: list[tuple[Tensor, Tensor, Tensor]]
     lookups: list[tuple[Tensor, Tensor, Tensor, Tensor]]
     overlaid: list[tuple[Tensor, Tensor, Tensor]]
-    cleared: list[tuple[Tensor, Tensor, Tensor]]
+    cleared: list[tuple[Overlay, Tensor, Tensor]]
     slots: list[tuple[Tensor, Tensor, Tensor]]
     pages: list[tuple[Tensor, Tensor, Tensor]]
     used: list[tuple[Tensor, Tensor]]
@@ -157,7 +158,7 @@ def write_snapshot(
     prepared = [*writes.tensors, start, end, *chosen]
     # Rows of overlays, too: no slot leads to where they are written (`exporter.subgraph.overlay`).
     with tf.control_dependencies(prepared):
-        rows = [*_scatter(overlaid), *(clear(*each) for each in writes.cleared)]
+        rows = [*_scatter(overlaid), *(overlay.clear(*led) for overlay, *led in writes.cleared)]
     with tf.control_dependencies([*prepared, *rows]):
         granted = _grant_quiet(state)
     with tf.control_dependencies([granted]):
@@ -313,8 +314,8 @@ def _scatter_chunks(target: UpdateTarget, delta: ReadDelta, places: DeltaPlaces)
             )
         ]
         # Nobody reads these: no lookup has to wait for them.
-        for handle, *led in () if leads else writes.cleared:
-            scatters.append(clear(handle, *(tf.raw_ops.StridedSlice(input=each, **rows) for each in led)))
+        for overlay, *led in () if leads else writes.cleared:
+            scatters.append(overlay.clear(*(tf.raw_ops.StridedSlice(input=each, **rows) for each in led)))
         with tf.control_dependencies(scatters):
             return tf.identity(end)
 

@@ -18,11 +18,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from exporter.errors import UsageError
+from exporter.errors import UsageError, nearest
 from exporter.storage.files import read_regular
+from exporter.storage.local_paths import quoted
 
 _MAX_BYTES = 1 << 20
 _MODELS = "models"
+_SEVERAL = 'write [models.NAME], and below it ckpt-dir = "..." and out = "..."'
 
 
 def options_in(path: Path) -> Mapping[str, Any]:
@@ -31,14 +33,15 @@ def options_in(path: Path) -> Mapping[str, Any]:
     Raises:
         UsageError: it cannot be read, has no such model, or has several and none is named.
     """
-    file, _, name = str(path).partition("#")
+    file, name = _parted(str(path))
     found = _read(Path(file))
     models = _models(Path(file), found)
     if not name:
         if models:
+            one = quoted(f"{file}#{next(iter(models))}")
             raise UsageError(
                 f"{file} has the options of several models: {', '.join(models)}",
-                hint=f"--config {file} runs all, --options {file}#{next(iter(models))} one of them",
+                hint=f"--config {quoted(file)} runs all, --options {one} one of them",
             )
         return found
     if name not in models:
@@ -50,17 +53,27 @@ def options_in(path: Path) -> Mapping[str, Any]:
     return {key: value for key, value in found.items() if key != _MODELS} | models[name]
 
 
+def _parted(text: str) -> tuple[str, str]:
+    """A file's path, and the model's name behind it; a path may have a `#` of its own."""
+    parts = text.split("#")
+    ends = [end for end in range(1, len(parts) + 1) if Path("#".join(parts[:end])).is_file()]
+    end = ends[-1] if ends else 1
+    return "#".join(parts[:end]), "#".join(parts[end:])
+
+
 def models_in(path: Path) -> list[str]:
     """The names of the models that a file has options of, in its order.
 
     Raises:
         UsageError: it cannot be read, or has none.
     """
+    if "#" in str(path) and not path.exists():
+        raise UsageError(
+            f"--config {path}: it runs all models", hint=f"one of them: --options {quoted(path)}"
+        )
     found = [*_models(path, _read(path))]
     if not found:
-        raise UsageError(
-            f"{path} has no models", hint='write [models.NAME], and below it ckpt-dir = "..." and out = "..."'
-        )
+        raise UsageError(f"{path} has no models", hint=_SEVERAL)
     return found
 
 
@@ -72,10 +85,19 @@ def _models(path: Path, found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    form = f'write {{"model": "my_model.py:serving", "keep": 3, "input": {{"x": "X:0"}}}} into {path}'
+    is_toml = path.suffix == ".toml"
+    form = 'write {"model": "my_model.py:serving", "keep": 3, "input": {"x": "X:0"}} into a file'
+    form = 'write model = "my_model.py:serving" and keep = 3 into a file, a line each' if is_toml else form
     try:
         content = read_regular(path, _MAX_BYTES)
-        found = _toml(content.decode()) if path.suffix == ".toml" else json.loads(content)
+        found = _toml(content.decode("utf-8-sig")) if is_toml else json.loads(content)
+    except FileNotFoundError:
+        beside = (each.name for each in path.parent.glob(f"*{path.suffix}"))
+        close = nearest(path.name, beside)
+        hint = f"did you mean {quoted(path.with_name(close))}?" if close else form
+        raise UsageError(
+            f"{path} cannot be read as options", cause="there is no such file", hint=hint
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as options", cause=str(error), hint=form) from error
     if not isinstance(found, dict):

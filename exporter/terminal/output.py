@@ -135,7 +135,7 @@ class Output(Struct):
             self.stdout.flush()
 
     def _time(self) -> list[str]:
-        return [time.strftime("%Y-%m-%d %H:%M:%S")] if self.json_lines else []
+        return [time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())] if self.json_lines else []
 
     @contextmanager
     def _writing_stdout(self, *, is_done: bool) -> Iterator[None]:

@@ -41,7 +41,8 @@ from exporter.storage.local_paths import local_path, quoted, without_secrets
 
 OPTIONS_FILE = "--options"
 _NEARLY = 0.7
-"""Kubernetes sets EXPORT_MODEL_PORT where there is a service `export-model`: less alike is no mistake."""
+_OF_KUBERNETES = re.compile(r"SERVICE_(HOST|PORT)(_\w+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_\w+)?)?")
+"""What Kubernetes sets behind EXPORT_MODEL_ where there is a service `export-model`: no mistake."""
 _BadParameter: type[Any] = typer.BadParameter
 
 
@@ -119,6 +120,8 @@ def misspelt(context: Any) -> Iterator[tuple[str, str]]:
     for name, command in root.command.commands.items():  # which makes each command
         known.update(f"{name}_{one.name}".upper() for one in command.params)
     for name in names:
+        if _OF_KUBERNETES.fullmatch(name):
+            continue
         if name not in known and (close := nearest(name, known, _NEARLY)):
             yield f"{prefix}{name}", f"{prefix}{close}"
 

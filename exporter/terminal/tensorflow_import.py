@@ -27,8 +27,10 @@ _DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tf-nightly", "tensorflow-rocm
 """Names under which the package is installed."""
 
 
-OLDEST, NEWEST = (2, 15), (2, 21)
+OLDEST, NEWEST = (2, 15), (2, 22)
 """The releases of TensorFlow that every part of this package is tested with: tests/matrix."""
+_NIGHTLY = "tf-nightly"
+"""What is not released yet, which whoever installs it means to try; it may be of any newer release."""
 
 
 def require_tensorflow(purpose: str) -> None:
@@ -99,7 +101,8 @@ def require_fitting() -> None:
             continue
         numbers = re.findall(r"[0-9]+", found)[:2]
         release = tuple(map(int, numbers))
-        if not OLDEST <= release <= NEWEST:
+        is_too_new = release > NEWEST and distribution != _NIGHTLY
+        if release < OLDEST or is_too_new:
             fitting = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
             which = "old" if release < OLDEST else "new"
             raise TensorFlowNeeded(f"TensorFlow {'.'.join(numbers)} is too {which}: {fitting}")

@@ -48,10 +48,10 @@ def wrong_use(
         hint = _unknown_word(word, context, program, arguments, takes)
     elif (wrong := getattr(error, "option_name", None)) and "No such option" in message:
         options = (one for one in context.command.params if one.param_type_name == "option")
-        names = [max(one.opts, key=len) for one in options]
+        names = {(name := max(one.opts, key=len)).lstrip("-"): name for one in options}
         message = _SUGGESTIONS.sub("", message)
-        if close := nearest(wrong, names):
-            hint = _command_line(program, _with_correction(arguments, wrong, close))
+        if close := nearest(wrong.lstrip("-"), names):  # dashes are alike in all of them
+            hint = _command_line(program, _with_correction(arguments, wrong, names[close]))
     elif (parameter := getattr(error, "param", None)) is not None:
         if message.startswith("Missing"):
             hint = _with_missing(program, arguments, parameter, context)
@@ -78,11 +78,18 @@ def _context(command: Any, program: str, arguments: Sequence[str]) -> Any:
 
 
 def _with_missing(program: str, arguments: Sequence[str], parameter: Any, context: Any) -> str:
-    """The command line with its missing parameter; an extra word at its end becomes the parameter's value."""
+    """The command line with its missing parameter; words too many become the values of required options."""
     own = sum(one.param_type_name == "argument" for one in context.command.params)
-    is_value = len(arguments) == 2 + own and not any(each.startswith("-") for each in arguments)
-    if is_value and parameter.param_type_name == "option":
-        return _command_line(program, [*arguments[:-1], max(parameter.opts, key=len), arguments[-1]])
+    asked, words = arguments[: 1 + own], arguments[1 + own :]
+    required = [one for one in context.command.params if one.param_type_name == "option" and one.required]
+    are_values = 0 < len(words) <= len(required) and not any(each.startswith("-") for each in arguments)
+    if are_values and parameter.param_type_name == "option":
+        named = (
+            part
+            for one, word in zip(required, words, strict=False)
+            for part in (max(one.opts, key=len), word)
+        )
+        return _command_line(program, [*asked, *named])
     return f"{_command_line(program, arguments)} {_usage_of(parameter, context)}"
 
 

@@ -450,7 +450,8 @@ def _part(use: VariableUse) -> VariablePart:
     shape = _shape(use.variable)
     slice_info = use.variable._get_save_slice_info()
     starts = tuple(slice_info.var_offset) if slice_info else (0,) * len(shape)
-    return VariablePart(use.variable, shape, starts, use.row_writes, slice_info.spec if slice_info else "")
+    is_slice = slice_info and tuple(slice_info.full_shape) != shape
+    return VariablePart(use.variable, shape, starts, use.row_writes, slice_info.spec if is_slice else "")
 
 
 def _full_shape(variable: Variable) -> Tuple[int, ...]:
@@ -1638,6 +1639,75 @@ def new_id() -> str:
     return secrets.token_hex(16)
 
 
+# --- AutoDist -----------------------------------------------------------------------------------------------
+
+_REPLICA = "AutoDist-Replica-0/"
+"""Of the replicas of a graph the one whose variables are trained and saved."""
+
+
+def transformed_by(autodist: Any) -> Tuple[Any, List[Variable]]:
+    """What an `AutoDist` made of the program's graph, and its variables under their names in checkpoints.
+
+    It transforms the graph when it makes a session, and operations cannot be added to a graph in use: so it
+    is transformed here, as its session would do. The graph has no collections; what is in its checkpoints,
+    and of which partitioned variable each part is, its saver's SaveV2 tells.
+
+    Raises:
+        Refused: a session was made already, or no saver before.
+    """
+    from tensorflow.python.framework import tensor_util
+
+    if autodist.is_built():
+        raise Refused("AutoDist has made its session", hint="call begin before create_distributed_session")
+    if not autodist._original_graph_item.info.savers:
+        raise Refused(
+            "AutoDist saves no checkpoint that increments could follow",
+            hint="make an autodist.checkpoint.saver.Saver() before begin",
+        )
+    autodist._build()
+    item = autodist._transformed_graph_item
+    by_name = {variable.op.name: variable for variable in item.get_all_variables()}
+    found = {}
+    for op in item.graph.get_operations():
+        if op.type == "SaveV2" and op.name.startswith(_REPLICA):
+            names, specs = (tensor_util.constant_value(each) for each in op.inputs[1:3])
+            for name, spec, tensor in zip(names, specs, list(op.inputs)[3:]):
+                place = tensor.op
+                while place.type not in _VARIABLES:  # its value was read, and copied
+                    place = place.inputs[0].op
+                _name_as_saved(by_name[place.name], name.decode(), spec.decode())
+                found[place.name] = by_name[place.name]
+    return item, list(found.values())
+
+
+def _name_as_saved(variable: Variable, name: str, spec: str) -> None:
+    """Tell a variable its name in checkpoints, and which slice of that it is: all, or `100 4 50,50:0,4`."""
+    whole = shape = variable.shape.as_list()
+    starts = [0] * len(shape)
+    if spec:
+        *sizes, box = spec.split(" ")
+        whole = [int(size) for size in sizes]
+        starts, shape = (
+            [int(end) for end in ends] for ends in zip(*(each.split(",") for each in box.split(":")))
+        )
+    info = v1().Variable.SaveSliceInfo(name, whole, starts, shape)
+    variable._set_save_slice_info(info)
+
+
+def _step_of(variables: List[Variable], name: str) -> Variable:
+    """The global step among the variables of a transformed graph."""
+    found = [variable for variable in variables if variable._get_save_slice_info().full_name == name]
+    if not found:
+        raise Refused(f"AutoDist's saver leaves out {name!r}", hint="make its Saver() after the global step")
+    if not _additions(found[0]):
+        raise Refused(
+            "the graph that AutoDist trains does not count steps",
+            cause="strategies that partition variables leave out what the optimizer adds to the global step",
+            hint='count = tf.assign_add(step, 1, name="count"), and session.run([train_op, count])',
+        )
+    return found[0]
+
+
 # --- the hook -----------------------------------------------------------------------------------------------
 
 
@@ -1674,7 +1744,8 @@ class IncrementHook(SessionHook):
 
     A loop without hooks calls `begin` when its graph is complete, `after_create_session` once the variables
     have their values, `save_if_due` after each step, and `end` after the last full checkpoint. It saves full
-    checkpoints in the same thread, between these calls.
+    checkpoints in the same thread, between these calls. With AutoDist it calls `begin(distributed)`,
+    before it makes the session.
 
     Raises:
         Refused: the arguments contradict each other. Later, from the session: there is no global step, a
@@ -1704,15 +1775,25 @@ class IncrementHook(SessionHook):
         self._unrecorded = 0
         self._fetched: Tuple[Any, List[Operation]] = (None, [])
 
-    def begin(self) -> None:
-        """Extend the graph before it is finalized."""
-        tf = v1()
-        global_step = tf.train.get_global_step()
+    def begin(self, autodist: Any = None) -> None:
+        """Extend the graph before it is finalized; with an `AutoDist`, the graph that it trains instead."""
+        global_step = v1().train.get_global_step()
         if global_step is None:
             raise Refused(
                 "increments need a global step", hint="call tf.compat.v1.train.get_or_create_global_step()"
             )
-        tracked = self._track()
+        if autodist is None:
+            self._extend(self._track(), global_step)
+            return
+        self._is_chief &= "AUTODIST_WORKER" not in os.environ  # it runs the program on every node
+        item, variables = transformed_by(autodist)
+        with item.graph.as_default():
+            self._extend(plan_tracking(variables), _step_of(variables, global_step.op.name))
+        # Each node's session initializes these, as it does all others, before it trains.
+        item.info.update_variables(self._recording.variables, replace=False)
+
+    def _extend(self, tracked: Tuple[VariableTracking, ...], global_step: Variable) -> None:
+        tf = v1()
         self._recording = record(tracked, global_step)
         self._checks_steps = counts_every_step(global_step)
         self._fetched = (None, [])

@@ -94,7 +94,7 @@ def opened(
     """
     signer, trust = _signer(signing, model), trust_in(trusting, model)
     if Url.parse(os.fspath(model)) is None:
-        with _in_force(Path(model), signer, trust):
+        with _in_force(Path(model), signer, trust, unsigned=signing.unsigned):
             yield LocalModel(Path(model))
         return
     from exporter.transfer.remote_model import RemoteModel  # with the library that reads stores
@@ -103,8 +103,8 @@ def opened(
     if signer is not None:
         trust = signer.trusting(signing.trust)
     try:
-        remote.refresh()
-        with _in_force(remote.path, signer, trust):
+        with _in_force(remote.path, signer, trust, unsigned=signing.unsigned):
+            remote.refresh()
             yield remote
     finally:
         remote.close()
@@ -114,6 +114,8 @@ def _signer(signing: Signing, model: str | os.PathLike[str]) -> Signer | None:
     """The key that signs what is published of a model; None: nothing is signed."""
     if signing.sign_key is None:
         return None
+    if signing.unsigned:
+        raise UsageError("--sign-key and --unsigned exclude each other", hint="leave one of them out")
     from exporter.publish.signing import Signer
 
     return Signer.of(signing.sign_key, signing.signed_as or name_of(model))
@@ -135,15 +137,17 @@ def trust_in(trusting: Trusting, model: str | os.PathLike[str]) -> Trust | None:
 def name_of(model: str | os.PathLike[str]) -> str:
     """The name that signatures have for a model unless another is given: the last part of its path or URL."""
     url = Url.parse(os.fspath(model))
-    return Path(model).absolute().name if url is None else url.name
+    return os.path.basename(os.path.abspath(model)) if url is None else url.name  # noqa: PTH100, PTH119  `..`
 
 
-def _in_force(model: Path, signer: Signer | None, trust: Trust | None) -> AbstractContextManager[None]:
-    if signer is None and trust is None:
+def _in_force(
+    model: Path, signer: Signer | None, trust: Trust | None, *, unsigned: bool
+) -> AbstractContextManager[None]:
+    if signer is None and trust is None and not unsigned:
         return nullcontext()
     from exporter.publish.versions import in_force
 
-    return in_force(model, signer, trust)
+    return in_force(model, signer, trust, unsigned=unsigned)
 
 
 @contextmanager

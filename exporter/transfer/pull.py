@@ -24,8 +24,8 @@ Who may write a store is not always who may publish. With keys that are trusted 
 - what none of them has signed is not fetched, nor a delta whose log has no base that one has signed;
 - what was fetched is compared with the digests that were signed, as it lies here, before servers can see it;
 - what is in the copy goes only when it is replaced, whatever is not in the store any more;
-- a hold is taken over if it leads no server of the copy back: it may not be less than the copy's own hold or,
-  where that has none, than the newest position in the copy. Any other, and one that is no position, is left.
+- a hold is taken over if it leads no server of the copy back: it may not be less than the newest position in
+  the copy, or than the copy's own hold below that. Any other, and one that is no position, is left.
 
 So a copy never goes back. Whoever may write the store can still keep a copy where it is, show a new copy less
 than was published, and lift a hold.
@@ -250,7 +250,7 @@ class LocalCopy:
 
     def _look(self, store: ObjectWriter) -> Seen:
         now = time.monotonic()
-        if self._trust is not None and self._keys != (keys := sorted(self._trust.keys())):
+        if self._trust is not None and self._keys != (keys := self._keys_now(self._trust)):
             self._keys, self._seen = keys, Seen()  # what was trusted may not be any more
         head = fetch_head(store)  # before what it may name
         if self._seen.is_current(head, now):
@@ -258,6 +258,13 @@ class LocalCopy:
         ours = by_path(local_items(self._model)) if self._trust is None else {}
         stored = stored_items(store, ours, self._seen.stored, trust=self._trust)
         return Seen(head, stored, now if head is not None and _is_settled(head[0], stored) else None)
+
+    def _keys_now(self, trust: Trust) -> list[str]:
+        """The ids of the trusted keys; NotTrusted while a file of them is written, or if it is gone."""
+        try:
+            return sorted(trust.keys())
+        except UsageError as error:
+            raise NotTrusted(error.message, cause=error.cause, hint=error.hint) from None
 
 
 def _is_settled(head: Head, stored: StoredItems) -> bool:
@@ -391,7 +398,7 @@ class _Pull:
         log = name.rpartition("/")[0]
         newest = max((item.manifest.position for item in self.here.values() if item.log == log), default=-1)
         held = None if here is None else position_in(here)
-        return newest if held is None else held
+        return newest if held is None else min(newest, held)
 
     def _published_here(self) -> list[Item]:
         """The local items beyond all that the store ever had, and those that a canary took back.

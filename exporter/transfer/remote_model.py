@@ -7,7 +7,8 @@ the local path as ever; between machines the head decides (see `exporter.transfe
 
 Two caches of the exporter travel with a model, because without them every row would be compared: the values
 of rows that were held back, and the hashes of rows. Everything else that is private to a directory is made
-again.
+again. Nobody signs a cache: where keys are trusted, none is taken from a store, nor put there. So a watch
+keeps its own, and a command compares.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from msgspec.structs import replace
 
 from exporter.errors import CheckpointChanged, ExportError, NothingChanged, PositionMoved, PublishError
 from exporter.jobs.runner import StoredJob, remove_abandoned
+from exporter.publish.versions import is_trusting
 from exporter.storage import mirror
 from exporter.storage.files import below, make_directories, remove_tree, writing
 from exporter.storage.layout import (
@@ -202,7 +204,7 @@ class RemoteModel:
         longer where they put it.
         """
         if _is_cache(name):
-            return True
+            return not is_trusting(self.path)
         found = path_of(name)
         return found in stored.manifests and not (found in ours and self._mirror.is_made_here(name))
 
@@ -265,7 +267,7 @@ class RemoteModel:
 
     def _put_caches_of_next(self) -> None:
         """Upload, before a delta is published, the caches by which the next one is made."""
-        for prefix in _WITH_STATE:
+        for prefix in () if is_trusting(self.path) else _WITH_STATE:
             for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{CACHES_DIRECTORY}/{prefix}*"):
                 name = path.relative_to(self.path).as_posix()
                 if name not in self._stored.objects:
@@ -279,7 +281,7 @@ class RemoteModel:
         with suppress(ExportError):
             for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{HASHES_DIRECTORY}"):
                 name = path.relative_to(self.path).as_posix()
-                if not self._mirror.has(name):
+                if not (is_trusting(self.path) or self._mirror.has(name)):
                     self._store.upload(self.url.key(name), path)
             old = [
                 name for name in self._stored.objects if _is_cache(name) and not (self.path / name).exists()

@@ -71,6 +71,16 @@ def keras3(version: str) -> list[Case]:
     ]
 
 
+def other_back_end(name: str) -> list[Case]:
+    """Keras 3 on another back end than TensorFlow, in which its model is served."""
+    family = f"keras_backends/3.15.1-{name}"
+    return [
+        Case(family, "functional.keras", "functional"),
+        Case(family, "functional.weights.h5", "functional", "branches"),
+        Case(family, "subclassed.weights.h5", "subclassed", "wide"),
+    ]
+
+
 TF1, AUTODIST = "tf1/1.15.5", "autodist/0.7.0rc2"
 IN_META = {"inputs": {"ids": "ids", "features": "features"}, "outputs": {"scores": "ranker/scores"}}
 
@@ -83,6 +93,8 @@ CASES = [
     *keras3("3.0.5"),
     *keras3("3.15.1"),
     Case("keras3/3.15.1", "subclassed_checkpoints", "subclassed", "wide"),
+    *other_back_end("jax"),
+    *other_back_end("torch"),
     Case("keras_multi/2.3.1", "model.h5", "model"),
     Case(TF1, "mod", "mod", "serving"),
     Case(TF1, "mod", "mod", options=IN_META),
@@ -104,6 +116,10 @@ CASES = [
     Case("safetensors/0.8.0", "model-30.safetensors", "whole", "serving"),
     Case("safetensors/0.8.0", "sharded", "whole", "serving"),
     Case("safetensors/0.8.0", "halves.safetensors", "halves", "serving", {"model_args": {"halves": "1"}}),
+    Case("orbax/0.12.8", "keras", "keras"),
+    Case("orbax/0.12.8", "keras", "keras", "branches"),
+    Case("orbax/0.12.8", "weights", "weights", "branches"),
+    Case("orbax/0.12.8", "managed", "tower", "tower"),
     *(
         Case(AUTODIST, f"{strategy}/{path}", strategy, model)
         for strategy in ("PS", "PartitionedPS", "UnevenPartitionedPS")

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from exporter.cli import several
+from exporter.errors import ExportError
+from exporter.terminal.output import Output, OutputMode
 from tests.support.commands import export_model
 from tests.support.printed_documents import checked
 from tests.support.step_models import MODEL, save
@@ -73,7 +76,11 @@ def test_one_model_of_a_file(place: Path) -> None:
         ("models = 3", ["--config", "export.toml"], "'models' is not a table of tables"),
         ("keep = ", ["--config", "export.toml"], "cannot be read as options"),
         (FILE, ["--config", "none.toml"], "none.toml cannot be read as options"),
+        (FILE, ["--config", "exprt.toml"], "did you mean export.toml?"),
+        (FILE, ["--config", "export.toml#first"], "--options 'export.toml#first'"),
         (FILE, ["--config", "export.toml", "--options=x.json"], "leave one of them out"),
+        (FILE, ["--config", "export.toml", "--out", "models/one"], "published to one place, models/one"),
+        (FILE.replace("models/b", "models/a"), ["--config", "export.toml"], "to one place, models/a"),
         ("config = 'export.toml'\n" + FILE, ["--config", "export.toml"], "has an option 'config'"),
     ],
 )
@@ -82,6 +89,107 @@ def test_a_file_that_does_not_say_enough(place: Path, text: str, arguments: list
     done = typed(*arguments)
     assert (done.returncode, says in done.stderr) == (2, True), done.stderr
     assert not Path("models").exists()
+
+
+def test_a_file_of_another_editor_in_a_directory_of_any_name(place: Path) -> None:
+    """A byte order mark and carriage returns are Windows'; a `#` may stand in a path, too."""
+    (place / "a#1").mkdir()
+    (place / "a#1" / "export.toml").write_bytes(b"\xef\xbb\xbf" + FILE.replace("\n", "\r\n").encode())
+    document = export_model("--options", "a#1/export.toml#second", "--dry-run", "--json").document
+    assert {"option": "--out", "value": "models/b", "source": "a#1/export.toml#second"} in document["taken"]
+
+
+def run_programs(
+    monkeypatch: pytest.MonkeyPatch, program: str, *arguments: str, watch: bool = False
+) -> ExportError | None:
+    """Run a program in place of each model's export, whatever a library in it may print."""
+    monkeypatch.setattr(several, "module_command", lambda module: [sys.executable, "-c", program])
+    sink = Output(OutputMode.JSON)
+    try:
+        several.run_all(Path("export.toml"), arguments, sink, watch=watch)
+    except ExportError as error:
+        return error
+    return None
+
+
+def test_what_a_process_prints_is_no_document(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_programs(monkeypatch, r"import os; os.write(1, b'{rubbish \xff}\n')") is None
+    runs = json.loads(capfd.readouterr().out)["models"]
+    assert [(run["model"], run["exit_code"], run["document"]) for run in runs] == [
+        ("first", 0, None),
+        ("second", 0, None),
+    ]
+
+
+def test_a_watch_passes_on_whatever_its_processes_print(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A line that could not be passed on would block its process, whose pipe nobody reads any more."""
+    program = (
+        r"import os; [os.write(1, b'{rubbish \xff}\n' * 1000) for _ in range(20)]; os.write(1, b'{\"a\": 1}')"
+    )
+    assert run_programs(monkeypatch, program, "--watch", watch=True) is None
+    lines = capfd.readouterr().out.splitlines()
+    assert len(lines) == 2 * 20_001
+    assert json.loads(next(line for line in lines if line.startswith("{"))) in (
+        {"name": "first", "a": 1},
+        {"name": "second", "a": 1},
+    )
+
+
+def test_a_process_that_is_killed_has_failed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = run_programs(monkeypatch, "import os; os.kill(os.getpid(), 9)", "--model", "export")
+    assert error is not None and (error.exit_code, "2 models of 2 failed" in error.message) == (1, True)
+    assert error.hint == "export-model --model export --options 'export.toml#first'", "it can be typed"
+
+
+def test_processes_do_not_share_what_is_typed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    before = os.dup(0)
+    os.dup2(reader, 0)
+    try:
+        assert run_programs(monkeypatch, "import sys; sys.stdin.read()") is None, "else it waits for ever"
+    finally:
+        os.dup2(before, 0)
+        for descriptor in (reader, writer, before):
+            os.close(descriptor)
+
+
+_CHILD = """
+import signal, time
+told = []
+def tell(number, frame):
+    told.append(number)
+for each in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(each, tell)
+open("ready", "a").write("x")
+while not told:
+    time.sleep(0.01)
+time.sleep(0.3)
+open("told", "a").write(f"{told} ")
+"""
+_PARENT = f"""
+import sys
+from pathlib import Path
+from exporter.cli import several
+from exporter.terminal.output import Output, OutputMode
+several.module_command = lambda module: [sys.executable, "-c", {_CHILD!r}]
+several.run_all(Path("export.toml"), (), Output(OutputMode.JSON), watch=True)
+"""
+
+
+def test_ctrl_c_interrupts_each_process_once(place: Path) -> None:
+    """A terminal sends it to all processes of the group, and the first of them tells the others."""
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT], start_new_session=True, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (Path("ready").exists() and len(Path("ready").read_text()) == 2):
+        assert time.monotonic() < deadline and parent.poll() is None
+        time.sleep(0.01)
+    os.killpg(parent.pid, signal.SIGINT)
+    parent.communicate(timeout=60)
+    assert Path("told").read_text().split("] ") == ["[15", "[15", ""]
 
 
 @pytest.mark.landing
@@ -100,7 +208,7 @@ def test_each_model_is_exported_and_one_failure_ends_no_other(place: Path) -> No
     done = typed("--config", "export.toml")
     assert done.returncode == 3
     assert "1 model of 2 failed: first" in done.stderr
-    assert "export-model --options export.toml#first" in done.stderr
+    assert "export-model --options 'export.toml#first'" in done.stderr
     assert {path.name for path in Path("models/b").glob("[0-9]*")} == {"20", "30"}
 
 

@@ -168,10 +168,10 @@ def test_people_read_times_and_why_a_watch_ended(ranker: Path, ranker_graph: Pat
     out = tmp_path / "my models"
     options = ["--ckpt-dir", ranker, "--model", ranker_graph, "--out", out, "--watch"]
     ran = export_model(*options, "--stop-count", "1", "-v")
-    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\n", ran.out)
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ\n", ran.out)
     last = ran.err.strip().splitlines()[-1]
     assert re.match(
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d the watch has ended: 1 publication, as --stop-count", last
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ the watch has ended: 1 publication, as --stop-count", last
     )
     assert f"serve-model run '{out}'" in ran.out
     again = export_model(*options, "--stop-idle", "0.1s")
@@ -181,7 +181,7 @@ def test_people_read_times_and_why_a_watch_ended(ranker: Path, ranker_graph: Pat
 def test_a_publication_is_one_line(ranker: Path, ranker_graph: Path, tmp_path: Path) -> None:
     options = ["--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path / "m", "--watch"]
     ran = export_model(*options, "--stop-count", "1")
-    assert re.fullmatch(rf"\S+ \S+ {tmp_path}/m/20: 6 variables, 443.8 KiB, in \d+\.\d\d s\n", ran.out)
+    assert re.fullmatch(rf"\S+Z {tmp_path}/m/20: 6 variables, 443.8 KiB, in \d+\.\d\d s\n", ran.out)
 
 
 def test_deltas_are_a_line_each_and_ctrl_c_is_no_error(tmp_path: Path) -> None:

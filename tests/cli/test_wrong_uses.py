@@ -70,7 +70,9 @@ WRONG = [
     ("export-model --ckpt-dir train/model.ckpt-21 --out models/new", 3, "train/model.ckpt-10"),
     ("export-model --ckpt-dir train/model.ckpt-32 --out models/new", 3, "train/model.ckpt-40"),
     ("export-model --ckpt-dir train/model.ckpt-20.index --out models/new", 3, "train/model.ckpt-10"),
-    ("export-model --ckpt-dir archives --out models/new", 3, "--ckpt-dir archives/final.weights.h5"),
+    ("export-model --ckpt-dir archives --out models/new", 3, "written: archives/final.weights.h5"),
+    ("export-model init archives", 3, "written: archives/final.weights.h5"),
+    ("export-model diff train archives", 3, "written: archives/final.weights.h5"),
     ("export-model --ckpt-dir train --out http://x/y", 2, "publish to a local directory, then copy"),
     ("export-model push models/ranker /tmp/x", 2, "name a bucket and a model in it: s3://BUCKET/MODEL"),
     (
@@ -78,6 +80,15 @@ WRONG = [
         2,
         "write localhost:8500: 8501 is",
     ),
+    # before TensorFlow is imported, or the builder run
+    (
+        f"{EXPORT.replace('models/new', 'note.txt')} --model m.py:serving",
+        1,
+        "name a new directory in its place",
+    ),
+    (f"{EXPORT.replace('models/new', 'note.txt/m')} --model m.py:no", 1, "name a new directory in its place"),
+    ("export-model --ckpt-dir pipe --out models/new", 3, "write it into a file, and name that"),
+    ("export-model inspect pipe", 3, "write it into a file, and name that"),
     ("export-model --ckpt-dir https://x/y --out models/new", 2, "curl -L -o LOCAL https://x/y"),
     ("export-model --ckpt-dir models/ranker --out train", 3, "export-model inspect models/ranker"),
     ("export-model inspect nothere", 3, "name a directory of checkpoints"),
@@ -138,6 +149,16 @@ WRONG = [
         2,
         "serve-model agent --model-base-path models/ranker --target HOST[:PORT]",
     ),
+    ("serve-model agent models/ranker", 2, "serve-model agent --model-base-path models/ranker"),
+    (
+        "serve-model agent models/ranker localhost",
+        2,
+        "serve-model agent --model-base-path models/ranker --target localhost",
+    ),
+    (f"{AGENT} --once", 2, "see serve-model agent --help"),
+    ("serve-model run trained", 2, "export-model init trained"),
+    ("export-model doctor 127.0.0.1:8500", 5, "serve-model status 127.0.0.1:8500 --model NAME"),
+    ("export-model history localhost:8500", 5, "serve-model status localhost:8500 --model NAME"),
     ("serve-model agent --model-base-path models --target a --port 0", 2, "/models/deeprec"),
     ("serve-model agent --model-base-path m=models --target a --port 0", 2, "--model-base-path m=/"),
 ]
@@ -150,6 +171,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(GOLDEN, place, dirs_exist_ok=True)
     (place / "empty").mkdir()
     (place / "note.txt").write_text("hi\n")
+    os.mkfifo(place / "pipe")
+    (place / "trained").mkdir()
+    (place / "trained/checkpoint").write_text('model_checkpoint_path: "model.ckpt-7"\n')
     (place / "archives").mkdir()
     for age, name in enumerate(("final.weights.h5", "e-02.keras", "e-01.keras")):
         (place / "archives" / name).touch()

@@ -42,6 +42,21 @@ def served(done: Exported, **inputs: Any) -> Any:
     return answer.numpy()
 
 
+@pytest.mark.parametrize("kind", [keras, tf_keras], ids=["keras", "tf-keras"])
+def test_a_builder_may_compile_its_model_and_be_called_often(kind: ModuleType, tmp_path: Path) -> None:
+    def made() -> Any:
+        x = kind.Input((2,), name="x")
+        model = kind.Model(x, kind.layers.Dense(2, name="last")(kind.layers.Dense(2)(x)))
+        model.compile("adam", "mse")
+        return model
+
+    trained = made()
+    trained.save_weights(tmp_path / "m.weights.h5")  # layer names are counted on from here: dense_1, dense_2
+    expected = np.asarray(trained(np.ones((1, 2), np.float32)))
+    done = export(tmp_path / "m.weights.h5", tmp_path / "m", made, allow_code=True)
+    np.testing.assert_allclose(served(done, x=np.ones((1, 2), np.float32)), expected, rtol=1e-6)
+
+
 @pytest.mark.landing
 @pytest.mark.parametrize("kind", [keras, tf_keras], ids=["keras", "tf-keras"])
 @pytest.mark.parametrize("saved", ["archive", "weights", "checkpoint"])

@@ -17,7 +17,7 @@ from exporter.delta.format import Rows
 from exporter.errors import NotServable
 from exporter.graph.overlaid_reads import PAGE_ROWS, OverlaidReads, overlay_reads
 from exporter.options import Isolation
-from exporter.subgraph import update_signatures, write_delta
+from exporter.subgraph import overlay, update_signatures, write_delta
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import message_class
 from tests.support.mapped_models import mapped_below
@@ -150,7 +150,7 @@ def test_other_reads_are_refused_by_name(op: str, said: str) -> None:
     graph_def = message_class("GraphDef")()
     graph_def.node.add(name="table", op="VarHandleOp")
     graph_def.node.add(name="read", op=op, input=["table"])
-    table = OverlaidReads("table", DType.FLOAT, (DIM,), "changed", "pages", "slots", "overlay")
+    table = OverlaidReads("table", DType.FLOAT, (DIM,), "changed", "slots", "overlay", "pages")
     with pytest.raises(NotServable, match=said):
         overlay_reads(graph_def, {"table": table})
 
@@ -190,8 +190,13 @@ def test_a_refused_delta_is_named_on_a_base_with_overlays(tmp_path: Path) -> Non
         assert server.update()["position"] == 110
 
 
-def test_a_row_that_changes_again_goes_where_nobody_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_row_that_changes_again_goes_where_nobody_reads(
+    tmp_path: Path, paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its slot leads to one of two places; the other one is written, and the next time the first again."""
+    if paged:
+        monkeypatch.setattr(overlay, "MOST_ROWS_OF_A_PAGE", 0)
     model = updatable_model(tmp_path, plain, {"ids": [0]}, mapped=True, overlay_rows=10)
     for position in range(100, 140, 10):
         rows = np.full((10, DIM), position, np.float32)
@@ -207,7 +212,7 @@ def test_a_row_that_changes_again_goes_where_nobody_reads(tmp_path: Path) -> Non
         seen = []
         for position in range(110, 150, 10):
             assert server.update(position)["position"] == position
-            seen.append(server.session.run(slots)[PAGE_ROWS:][:10].tolist())
+            seen.append(server.session.run(slots)[PAGE_ROWS * paged :][:10].tolist())
             found = server.predict(ids=np.arange(12))["rows"]
             np.testing.assert_array_equal(found, model.at(position)["table"][:12])
     assert seen[0] == seen[2] == [*range(1, 11)]

@@ -13,6 +13,7 @@ FOLLOWED = [
     "docs/from/estimator.md",
     "docs/from/index.md",
     "docs/from/keras.md",
+    "docs/from/orbax.md",
     "docs/from/tables-by-keys.md",
     "docs/from/tensorlayer.md",
     "docs/from/safetensors.md",

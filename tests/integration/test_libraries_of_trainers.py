@@ -33,7 +33,7 @@ class Library:
         self._python, self._trainer = python_of(name), Path(__file__).parents[1] / "support" / trainer
         self.directory, self.train = directory, directory / "train"
         shutil.copy(ROOT / "exporter/training/trainer_side.py", directory / "export_model_trainer.py")
-        self._environment = {**clean_environ(), "PYTHONPATH": str(directory)}
+        self.environment = {**clean_environ(), "PYTHONPATH": str(directory)}
 
     def run(self, **job: Any) -> str:
         """What a run of the trainer prints."""
@@ -49,7 +49,7 @@ class Library:
         done = subprocess.run(
             [self._python, "-W", "ignore", *words],
             cwd=self.directory,
-            env=self._environment,
+            env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -143,3 +143,59 @@ def test_tensorlayer(tmp_path: Path) -> None:
     rows = values["words/embeddings"][ids].reshape(-1, 12)
     assert answer["rows"].tobytes() == rows.tobytes()
     np.testing.assert_allclose(answer["out"], rows @ values["out/W"] + values["out/b"], rtol=1e-5)
+
+
+def test_autodist(tmp_path: Path) -> None:
+    """Its strategies on one machine: rows are recorded in the graph that it trains, parts and all."""
+    _train_by_autodist(tmp_path / "whole", "PS", cpus=[0])
+    _train_by_autodist(tmp_path / "replicas", "PS", cpus=[0, 1])
+    _train_by_autodist(tmp_path / "asynchronous", "PS", cpus=[0], options={"sync": False})
+    _train_by_autodist(tmp_path / "parts", "PartitionedPS", cpus=[0, 1])
+    _train_by_autodist(tmp_path / "uneven", "UnevenPartitionedPS", cpus=[0, 1])
+    said = _train_by_autodist(tmp_path / "compared", "PartitionedPS", cpus=[0], optimizer="AdamOptimizer")
+    assert "may change any row of table, table/Adam, table/Adam_1" in said
+    by_optimizer = (
+        _loop().replace("(loss)", "(loss, step)").replace('tf.assign_add(step, 1, name="count")', "step")
+    )
+    with pytest.raises(AssertionError, match="does not count steps"):
+        _autodist(tmp_path / "no step").run(strategy="PartitionedPS", cpus=[0], steps=9, loop=by_optimizer)
+
+
+def _autodist(directory: Path) -> Library:
+    """AutoDist, without its way of ending all that looks like a server of its own."""
+    (directory / "bin").mkdir(parents=True)
+    (directory / "bin/ps").write_text("#!/bin/sh\n")
+    (directory / "bin/ps").chmod(0o755)
+    library = Library("AutoDist", "real_autodist_trainer.py", directory)
+    library.environment["PATH"] = f"{directory}/bin:{os.environ['PATH']}"
+    return library
+
+
+def _loop() -> str:
+    """The page's program."""
+    (block,) = Page("docs/from/autodist.md").tested_by("test_autodist")
+    return block.text.replace("save_increment_secs=10", "save_increment_steps=5").replace("1000", "20")
+
+
+def _train_by_autodist(directory: Path, strategy: str, **job: Any) -> str:
+    """Train, export, train on, update; what the trainer said."""
+    library = _autodist(directory)
+    job = {"strategy": strategy, "loop": _loop(), **job}
+    library.run(steps=20, **job)
+    model = f"{ROOT}/tests/support/real_autodist_trainer.py:serving"
+    request = ExportRequest(library.train, directory / "model", model=model, updates=Updates())
+    with loaded(export(request).published.path) as server:
+        said = library.run(steps=47, **job)
+        library.assert_exact()
+        delta = export_incremental(request)
+        assert delta.published is not None
+        assert delta.compared_bytes == 0, delta.reason
+        server.update()
+        ids = np.arange(300).reshape(-1, 3)
+        answer = server.predict(ids=ids)
+    values = values_of(candidates(library.train)[0])
+    assert int(values["global_step"]) == 47
+    rows = values["table"][ids].reshape(-1, 12)
+    assert answer["rows"].tobytes() == rows.tobytes()
+    np.testing.assert_allclose(answer["out"], rows @ values["out/kernel"] + values["out/bias"], rtol=1e-5)
+    return said

@@ -47,7 +47,8 @@ def test_a_thief_who_writes_the_bucket_reaches_no_server(bucket: Bucket, tmp_pat
         rolled = export_model("rollback", url, "--to", version, "--sign-key", private, "--json")
         assert rolled.code == 0, rolled.err
         wait(lambda: server.position(version) == newest + 1)
-        unsigned = export_model("resume", url)
+        assert export_model("resume", url).code == 2
+        unsigned = export_model("resume", url, "--unsigned")
         assert unsigned.code == 0, unsigned.err
         wait(lambda: len(running.of("failed")) > 1)
         assert server.position(version) == newest + 1, "who has no key publishes nothing, with no command"
@@ -61,7 +62,7 @@ def test_a_server_of_a_volume_is_led_no_further_than_the_last_trusted_delta(tmp_
     good = published.publish()
     version = int(read_log(published.model).base.path.name)
     server = Server(published.model).start()
-    published.options = ()
+    published.options = ("--unsigned",)
     published.publish()
     asked = ("update", server.address, "--model", "ranker", "--json")
     refused = run_app(cli.app, *asked, "--trust", public)

@@ -14,12 +14,12 @@ TensorFlow 1.12 to 2.13, on which this package does not run, train with the trai
 (EASYREC names a checkout of EasyRec, which is on no package index). C++ loaders of 1.15 to 2.22 load what
 `--for-server` made for them: `tests/integration/test_old_servers.py`.
 
-One more environment has no TensorFlow. It takes the training and the base of another one, publishes the
-delta, a version of the training's own graph (`.meta`) and the mapped versions, and updates servers by itself.
+Two more environments have no TensorFlow. They take the training and the base of another one, publish the
+delta, a version of the training's own graph (`.meta`) and the mapped versions, and update servers themselves.
 
 It takes a quarter of an hour, downloads and keeps 2 GB an environment. `--short` makes two, without Keras:
 the oldest TensorFlow with the oldest libraries that pyproject.toml allows, where a sample of the tests runs,
-too; and the newest Python. Interpreters come from PATH or pyenv; environments without one are left out and
+too; and one on a new Python. Interpreters come from PATH or pyenv; environments without one are left out and
 named. It ends with 1 if a cell fails, and writes `matrix.json` and `matrix.md`.
 """
 
@@ -55,14 +55,17 @@ ENVIRONMENTS = (
     ("3.12", "2.18.1"),
     ("3.13", "2.20.0"),
     ("3.11", "2.21.0"),
+    ("3.13", "2.22.0rc0"),
 )
 SHORT = ("2.15.1", "2.20.0")
-"""The oldest TensorFlow, there with the lowest bounds of all libraries; and one on the newest Python."""
+"""The oldest TensorFlow, there with the lowest bounds of all libraries; and one on a new Python."""
 NONE = "none"
 ESTIMATORS = "2.15."
 """The last TensorFlow that has Estimators."""
-WITHOUT = "3.13"
-"""The Python of the environment without TensorFlow; its training is that of another on this Python."""
+WITHOUT = ("3.13", "3.14")
+"""The Pythons of environments without TensorFlow; also one for which no released TensorFlow has wheels."""
+FOLLOWED = "2.20.0"
+"""Whose training and base these take."""
 BESIDE = {"2.20.0": ["protobuf<7"]}
 """What a TensorFlow needs that its wheel does not say: 2.20's own saver hook fails with protobuf 7."""
 EXTRAS = ("server", "agent", "stores")
@@ -413,25 +416,29 @@ def main() -> int:
     wheel = _wheel(work)
     only = options.only or (SHORT if options.short else None)
     asked = [each for each in ENVIRONMENTS if only is None or each[1] in only]
+    asked += [(python, NONE) for python in WITHOUT if any(each[1] == FOLLOWED for each in asked)]
     there = [each for each in asked if interpreter(each[0])]
     for python, tensorflow in (each for each in asked if each not in there):
-        print(f"left out: TensorFlow {tensorflow}, there is no Python {python} on the path or of pyenv")
+        which = "no TensorFlow" if tensorflow == NONE else f"TensorFlow {tensorflow}"
+        print(f"left out: {which} on Python {python}, which is not on the path or of pyenv")
     makers = [
         Environment(work, python, tensorflow, lowest=options.short and tensorflow == SHORT[0])
         for python, tensorflow in there
+        if tensorflow != NONE
     ]
+    without = [Environment(work, python, NONE) for python, tensorflow in there if tensorflow == NONE]
     (work / "lowest.txt").write_text("\n".join(_lowest()))
     for maker in makers if options.short else ():
         maker.kinds.remove("keras")
-    followed = next((maker for maker in makers if maker.python == WITHOUT), None)
+    followed = next((maker for maker in makers if maker.tensorflow == FOLLOWED), None)
     report: dict[str, Any] = {"makers": {}, "cells": {}}
     with ThreadPoolExecutor(options.jobs) as pool:
         failed = not all([*pool.map(partial(_prepare, wheel=wheel), makers)])
         loaders = [*makers]
-        if followed is not None:
-            makers.append(Environment(work, WITHOUT, NONE))
-            makers[-1].kinds = followed.kinds
-            failed |= not _prepare(makers[-1], wheel, followed)
+        for each in without if followed else ():
+            makers.append(each)
+            each.kinds = followed.kinds
+            failed |= not _prepare(each, wheel, followed)
         report["makers"] = {maker.name: maker.facts for maker in makers}
         for loader, cells in zip(
             loaders, pool.map(partial(_load_all, makers=makers, work=work), loaders), strict=True

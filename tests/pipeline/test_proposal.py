@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from exporter import export
+from exporter.checkpoint.tensor_bundle import BundleWriter
+from exporter.pipeline.proposal import propose
 from tests.support.commands import export_model
 from tests.support.graph_runs import v1_graph
 
@@ -31,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, asked in (("user", batch["user"]), ("item", batch["an_item"])):
             parts = v1.fixed_size_partitioner(2)
             table = v1.get_variable(f"tower/{name}_rows", [6, 3], partitioner=parts)
-            towers.append(v1.nn.embedding_lookup(table, asked))
+            towers.append(v1.nn.embedding_lookup(table, asked, partition_strategy="div"))
         rate = v1.placeholder(tf.float32, [None, 1], name="features/rate")
         kernel = v1.get_variable("kernel", [7, 1])
         logits = v1.matmul(v1.concat([*towers, rate], 1), kernel)
@@ -58,6 +60,7 @@ def test_the_proposed_command_works_and_no_input_is_swapped(
     program, *arguments = shlex.split(proposed["command"])
     ran = export_model(*arguments)
     assert (program, ran.code) == ("export-model", 0), ran.err
+    assert "--model" not in arguments, "the newest checkpoint's own graph is found, whichever that is"
     assert f"next          {proposed['command']}" in export_model("init", trained, "--out", "m").out
     shown = export_model("inspect", trained / "model.ckpt-7.meta")
     assert "float32[?,1] -> kernel" in shown.out
@@ -71,20 +74,31 @@ def test_without_a_graph_a_builder_is_begun(
     for path in (*trained.glob("*.data*"), *trained.glob("*.index"), trained / "checkpoint"):
         (tmp_path / "train").mkdir(exist_ok=True)
         (tmp_path / "train" / path.name).write_bytes(path.read_bytes())
-    ran = export_model("init", "train", "--write", "serving.py")
-    assert (ran.code, "--model serving.py:serving" in ran.out) == (0, True), ran.err
-    begun = Path("serving.py").read_text()
+    ran = export_model("init", "train", "--write", "model.py")
+    assert (ran.code, "--model model.py:serving" in ran.out) == (0, True), ran.err
+    begun = Path("model.py").read_text()
     assert "Adagrad" not in begun
     assert "global_step" not in begun
     asks = "    ids = tf.compat.v1.placeholder(tf.int64, [None])\n"
     answers = "    return {'ids': ids}, {'rows': tf.gather(tower_user_rows, ids)}\n"
-    Path("serving.py").write_text(begun.partition("    # Declare")[0] + asks + answers)
+    Path("model.py").write_text(begun.partition("    # Declare")[0] + asks + answers)
     strategies = {"tower/user_rows": "mod"}
-    done = export("train", "m", "serving.py:serving", verify="outputs", partition_strategies=strategies)
+    done = export("train", "m", "model.py:serving", verify="outputs", partition_strategies=strategies)
     assert done.is_new
-    again = export_model("init", "train", "--write", "serving.py")
-    assert (again.code, "serving.py exists" in again.err) == (2, True), "nothing is overwritten"
-    assert "Declare" not in Path("serving.py").read_text()
+    again = export_model("init", "train", "--write", "model.py")
+    assert (again.code, "model.py exists" in again.err) == (2, True), "nothing is overwritten"
+    assert "Declare" not in Path("model.py").read_text()
+
+
+def test_a_builder_is_python_whatever_variables_are_called(tmp_path: Path) -> None:
+    names = ["1x/w", "lambda", "tf", "a b\n", "\u00b2", "w:0", "user-rows"]
+    with BundleWriter(tmp_path / "model.ckpt-1") as writer:
+        for name in sorted(names):
+            writer.add(name, np.zeros(2, np.float32))
+    begun = propose(tmp_path / "model.ckpt-1").builder
+    compile(begun, "model.py", "exec")
+    assert all(repr(name) in begun for name in names)
+    assert begun.count(" tf = ") == 0, "TensorFlow's own name stays"
 
 
 def test_what_has_a_graph_needs_no_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

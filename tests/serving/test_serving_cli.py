@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -15,9 +17,13 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
+from exporter.errors import UsageError
+from exporter.wire import protos
 from serving.cli import app
+from serving.documents import Form
+from serving.example import example, written
 from serving.model_config import ModelConfig
-from serving.server import ModelServer
+from serving.server import ModelServer, require_free
 from serving.server_options import ServerOptions
 from tests.support.printed_documents import checked
 from tests.support.serving_models import write_saved_model
@@ -185,6 +191,36 @@ def test_an_example_is_answered_in_each_form(server: ModelServer, tmp_path: Path
     assert words[3] == "http://127.0.0.1:8501/v1/models/ranker:predict"
 
 
+def test_an_example_asks_the_version_that_it_is_of(server: ModelServer) -> None:
+    asked = ("predict", server.address, "--model", "ranker", "--version", "7", "--example")
+    assert "/v1/models/ranker/versions/7:predict" in call(*asked, "--as", "curl").stdout
+    assert ", version=7)" in call(*asked, "--as", "python").stdout
+
+
+def test_examples_of_borders() -> None:
+    """No inputs at all; and sizes that a server says, and nobody has the memory for."""
+    signature = protos.SignatureDef()
+    signature.outputs["y"].tensor_shape.SetInParent()
+    request = example(signature, "count")
+    text = written(request, signature, Form.PYTHON, address="a:1", model="m", version=None)
+    compile(text, "example", "exec")
+    signature.inputs["x"].dtype = 1
+    for size in (1 << 30, 1 << 30):
+        signature.inputs["x"].tensor_shape.dim.add().size = size
+    with pytest.raises(UsageError, match="too large for an example"):
+        example(signature, "count")
+
+
+def test_a_family_of_addresses_that_is_not_there_is_no_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel has no IPv6, names still have addresses of it."""
+
+    def refused(*family: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+
+    monkeypatch.setattr("serving.server.socket.socket", refused)
+    require_free("localhost", 0)
+
+
 def test_no_example_where_the_signature_does_not_say_enough(server: ModelServer) -> None:
     asked = ("predict", server.address, "--model", "ranker")
     done = call(*asked, "--signature", "classify", "--example")
@@ -192,6 +228,21 @@ def test_no_example_where_the_signature_does_not_say_enough(server: ModelServer)
     for wrong in ((), ("--example", "--json-input", "-"), ("--json-input", "-", "--as", "curl")):
         done = call(*asked, *wrong, stdin="{}")
         assert (done.exit_code, "--example" in done.stderr) == (2, True)
+
+
+def test_a_request_that_does_not_fit_leads_to_one_that_does(server: ModelServer) -> None:
+    done = predict(server, {"inputs": {"y": [1]}})
+    (hint,) = (line for line in done.stderr.splitlines() if line.startswith("hint:"))
+    _, program, *arguments = shlex.split(hint)
+    assert (done.exit_code, program) == (2, "serve-model")
+    example = call(*arguments)
+    assert predict(server, json.loads(example.stdout)).exit_code == 0
+
+
+def test_the_default_name_is_no_name_to_ask_for(server: ModelServer) -> None:
+    done = call("predict", server.address, "--example")
+    assert (done.exit_code, "name a model of this server with --model" in done.stderr) == (7, True)
+    assert "--model default" not in done.stderr
 
 
 def test_predict_by_a_label(server: ModelServer) -> None:
@@ -202,6 +253,7 @@ def test_predict_by_a_label(server: ModelServer) -> None:
     assert json.loads(done.stdout)["version"] == 7
     done = predict(server, {"instances": [[1, 2]]}, "--label", "canary")
     assert (done.exit_code, "Unrecognized servable version label: canary" in done.stderr) == (7, True)
+    assert "hint:  leave out --label; versions that are served: serve-model status " in done.stderr
     done = predict(server, {"instances": [[1, 2]]}, "--label", "stable", "--version", "7")
     assert (done.exit_code, "both name a version" in done.stderr) == (2, True)
     server.models.configure([config])

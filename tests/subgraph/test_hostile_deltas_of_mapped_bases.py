@@ -6,13 +6,16 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from exporter.delta.format import ChangeKind, Rows
+from exporter.graph import overlaid_reads
 from exporter.graph.overlaid_reads import PAGE_ROWS
+from exporter.subgraph import overlay
 from tests.support.updatable import Loaded, Model, loaded, updatable_model
 
 tf1 = tf.compat.v1
@@ -26,11 +29,21 @@ def one_table() -> Any:
     return {"ids": ids}, {"rows": tf.gather(table, ids)}
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Model, Loaded]]:
-    model = updatable_model(
-        tmp_path_factory.mktemp("mapped"), one_table, {"ids": [0]}, mapped=True, overlay_rows=200, finite=True
-    )
+@pytest.fixture(
+    scope="module", params=[overlaid_reads.MOST_ROWS_OF_A_PAGE, 0], ids=["in one page", "by pages"]
+)
+def served(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[tuple[Model, Loaded]]:
+    with patch.object(overlay, "MOST_ROWS_OF_A_PAGE", request.param):
+        model = updatable_model(
+            tmp_path_factory.mktemp("mapped"),
+            one_table,
+            {"ids": [0]},
+            mapped=True,
+            overlay_rows=200,
+            finite=True,
+        )
     with loaded(model) as server:
         yield model, server
 
@@ -54,13 +67,14 @@ def server(served: tuple[Model, Loaded]) -> Loaded:
     return served[1]
 
 
-OVERLAY = ("changed", "pages", "slots", "rows", "used")
+OVERLAY = ("changed", "slots", "rows", "used")
 
 
 @cache
 def node(server: Loaded, name: str) -> tuple[Any, Any, Any]:
     """A read of one of the overlay's variables, or of the state's; a value to assign, the assignment."""
-    end, graph = f"/overlay/table/{name}" if name in OVERLAY else f"/{name}", server.session.graph
+    end = f"/overlay/table/{name}" if name in (*OVERLAY, "pages") else f"/{name}"
+    graph = server.session.graph
     (found,) = (op for op in graph.get_operations() if op.type == "VarHandleOp" and op.name.endswith(end))
     dtype, handle = tf.as_dtype(found.get_attr("dtype")), found.outputs[0]
     with graph.as_default():
@@ -83,8 +97,13 @@ def assign(server: Loaded, name: str, held: Any) -> None:
 
 def every_byte(server: Loaded) -> dict[str, bytes]:
     """All that updates write: what the overlay holds, and what tells where the model stands."""
-    reads = {name: node(server, name)[0] for name in (*OVERLAY, "sequence", "position")}
+    names = (*OVERLAY, *["pages"] * is_paged(server), "sequence", "position")
+    reads = {name: node(server, name)[0] for name in names}
     return {name: held.tobytes() for name, held in server.session.run(reads).items()}
+
+
+def is_paged(server: Loaded) -> bool:
+    return any(op.name.endswith("/overlay/table/pages") for op in server.session.graph.get_operations())
 
 
 def full(count: int, value: float = 9) -> np.ndarray:
@@ -128,7 +147,7 @@ def test_memory_that_was_in_use_before_leads_nowhere(model: Model, server: Loade
     """Slots and rows are not set to zero while a model loads: whatever lies there is never followed."""
     server.reset(model.base)
     slots = value(server, "slots")
-    slots[PAGE_ROWS:] = np.iinfo(np.int32).max
+    slots[PAGE_ROWS * is_paged(server) :] = np.iinfo(np.int32).max
     assign(server, "slots", slots)
     assign(server, "rows", np.full_like(value(server, "rows"), np.nan))
     np.testing.assert_array_equal(server.predict(ids=EVERY)["rows"], model.at(100)["table"])
@@ -148,9 +167,27 @@ def test_an_update_that_died_takes_no_slots_for_good(model: Model, server: Loade
     count = value(server, "used")
     assert server.update()["position"] == 120
     done = value(server, "used")
-    assert (done > count).all()
+    assert (done > count).tolist() == [True, is_paged(server)]
     assign(server, "used", count)
     assign(server, "position", np.array([110, 1100, 120]))
     assert server.update()["position"] == 120
     np.testing.assert_array_equal(server.predict(ids=EVERY)["rows"], model.at(120)["table"])
     assert value(server, "used").tolist() == done.tolist()
+
+
+@pytest.mark.parametrize("counted", ["neither", "changed", "used"])
+def test_the_first_update_may_die_before_either_of_its_last_assignments(
+    model: Model, server: Loaded, counted: str
+) -> None:
+    """The one that repairs finds its slots, or sets them to zero again; its rows take no room twice."""
+    server.reset(model.base)
+    assert server.update(105)["position"] == 105
+    done = value(server, "used")
+    if counted != "changed":
+        assign(server, "changed", False)
+    if counted != "used":
+        assign(server, "used", np.zeros(2, np.int64))
+    assign(server, "position", np.array([100, 1000, 105]))
+    assert server.update(105)["position"] == 105
+    assert value(server, "used").tolist() == done.tolist()
+    np.testing.assert_array_equal(server.predict(ids=EVERY)["rows"], model.at(105)["table"])

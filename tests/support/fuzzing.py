@@ -18,6 +18,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tarfile
 import time
 import traceback
 import zipfile
@@ -223,7 +224,7 @@ def damage(path: Path, top: Path, rng: random.Random) -> None:
         _become_something_else(path, top, rng)
         return
     data = path.read_bytes()
-    if path.suffix == ".json" or path.name == PUSHED_FILE:
+    if path.suffix == ".json" or path.name in (PUSHED_FILE, "_METADATA", ".zarray"):
         data = _changed_json(data, rng)
     elif path.suffix == ".config":
         data = _changed_text(data, rng)
@@ -406,6 +407,12 @@ def _safetensors(directory: Path) -> None:
     (directory / "sharded/m.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
+def _orbax(directory: Path) -> None:
+    """One tree in plain zarr, and in a store."""
+    with tarfile.open(Path(__file__).parents[1] / "fixtures/orbax/0.12.8.tar.xz") as archive:
+        archive.extractall(directory, filter="data")
+
+
 def _sharded_keras(directory: Path) -> None:
     weights_file(directory / "m_00000.weights.h5")
     groups = {"/layers/dense/vars": "m_00000.weights.h5", "/layers/dense_1/vars": ["m_00000.weights.h5"]}
@@ -545,6 +552,11 @@ KINDS: Mapping[str, Kind] = {
             _read_all("m.safetensors"),
             _read_all("sharded"),
         ),
+    ),
+    "orbax": Kind(
+        _orbax,
+        ("zarr/*", "zarr/table/*", "zarr/table/.zarray", "ocdbt/*", "ocdbt/d/*"),
+        (*_commands("inspect @/zarr --tensors"), _read_all("zarr"), _read_all("ocdbt")),
     ),
     "keras": Kind(
         lambda directory: keras_archive(directory / "m.keras"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -137,6 +138,13 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copy2(source, target)
 
 
+def _orbax(_: pytest.TempPathFactory, directory: Path) -> None:
+    with tarfile.open(ROOT / "tests/fixtures/orbax/0.12.8.tar.xz") as archive:
+        archive.extractall(directory, filter="data")
+    (directory / "managed").rename(directory / "train-jax")
+    (directory / "keras").rename(directory / "train-keras")
+
+
 MAKERS: dict[str, Callable[[pytest.TempPathFactory, Path], None]] = {
     "train": _train,
     "models/ranker": _ranker,
@@ -149,6 +157,8 @@ MAKERS: dict[str, Callable[[pytest.TempPathFactory, Path], None]] = {
     "ctr": _deeprec_tables,
     "tfra": _tfra,
     "tfra-keras": _tfra,
+    "train-jax": _orbax,
+    "train-keras": _orbax,
     "model_dir": _model_dir,
     "saved_model": _saved_model,
 }

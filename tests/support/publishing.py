@@ -7,6 +7,7 @@ from pathlib import Path
 
 from exporter.publish.commit import PublishedVersion, Staging, VersionRule, publish_version
 from exporter.publish.manifest import Manifest, ManifestDraft, Origin, TensorEntry
+from exporter.publish.retention import Keep
 from exporter.publish.versions import read_manifest, version_dirs
 
 SAVED_MODEL = b"a graph"
@@ -37,8 +38,9 @@ def publish(
     rule = VersionRule.parse(None if version == "position" else str(version))
     with Staging(model) as staging:
         fill(staging.path)
+        kept = None if keep is None else Keep(keep)
         return publish_version(
-            staging, draft(step), rule, keep=keep, grace_seconds=grace_seconds, clock=lambda: now
+            staging, draft(step), rule, keep=kept, grace_seconds=grace_seconds, clock=lambda: now
         )
 
 

@@ -250,8 +250,13 @@ class Loaded:
 
             rows = graph.get_operation_by_name(name).get_attr("shape").dim[0].size
             ids = tf.range(rows, dtype=tf.int64)
-            places = beside("slots", beside("pages", ids // PAGE_ROWS, tf.int64) + ids)
-            changed = tf.where(places)  # place 0 of an overlay holds anything
+            paged = slots.removesuffix("slots") + "pages" in names
+            begins = beside("pages", ids // PAGE_ROWS, tf.int64) if paged else 0
+            flag = graph.get_tensor_by_name(f"{slots.removesuffix('slots')}changed:0")
+            # Without pages slots hold anything until a row changes, as place 0 of an overlay always does.
+            any_changed = tf.raw_ops.ReadVariableOp(resource=flag, dtype=tf.bool)
+            places = tf.where(any_changed, beside("slots", begins + ids), 0)
+            changed = tf.where(places)
             rows = beside("rows", tf.gather_nd(places, changed), dtype)
             return tf.tensor_scatter_nd_update(read(dtype=dtype), changed, rows, name=f"test_read/{name}")
 

@@ -12,21 +12,27 @@ from pathlib import Path
 
 import pytest
 
+from exporter import api
+from exporter.delta.row_hashes import BlockHasher, HashIndex, write_index
 from exporter.errors import ExportError, ManifestError, NotTrusted, UsageError, VerificationError
-from exporter.options import Signing, Trusting
+from exporter.jobs import execute, runner
+from exporter.options import EngineName, Jobs, Signing, Trusting
+from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.log_maintenance import merge, resume, rollback
+from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import from_json
 from exporter.publish.model import Model
 from exporter.publish.signing import Signer, Trust, verify_digests
 from exporter.publish.staging import Staging
-from exporter.publish.versions import in_force, read_manifest
-from exporter.transfer.opened import opened
+from exporter.publish.versions import in_force, read_manifest, signer_of, trust_of
+from exporter.transfer.opened import name_of, opened
 from exporter.transfer.pull import LocalCopy, pull
 from exporter.verify.log import verify_model
+from exporter.wire.crc32c import masked_crc
 from tests.support.commands import export_model
 from tests.support.key_pairs import key_pair
-from tests.support.logs import Serving, publish_base
+from tests.support.logs import Serving, assert_same_bits, publish_base, request, served_now, values_at
 from tests.support.machines import Machine, files, machine_in, pushed
 from tests.support.object_stores import Bucket
 
@@ -276,7 +282,8 @@ def test_an_unsigned_log_is_refused(machine: Machine, url: str, keys: Keys, tmp_
     done = pull(url, tmp_path / "old", trust=keys.trust())
     assert len(done.fetched) == 1 and done.fetched[0].isdecimal(), "servers leave for it what was here"
     assert done.untrusted == ()
-    machine.go_on(40)
+    with in_force(machine.model, unsigned=True):
+        machine.go_on(40)
     pushed(machine.model, url)
     pull(url, tmp_path / "other")
     with pytest.raises(NotTrusted, match="is not signed") as refused:
@@ -296,7 +303,8 @@ def test_trust_begins_at_the_first_base_that_is_signed(
     assert done.untrusted == () and "10" not in done.fetched and done.position == 40
     with in_force(machine.model, trust=keys.trust()):
         assert verify_model(machine.model).problems == ()
-    machine.go_on(50)
+    with in_force(machine.model, unsigned=True):
+        machine.go_on(50)
     with in_force(machine.model, trust=keys.trust()):
         assert [type(problem) for problem in verify_model(machine.model).problems][:1] == [NotTrusted]
     with pytest.raises(NotTrusted):
@@ -316,6 +324,9 @@ def test_keys_are_changed_without_a_stop_and_revoked(attack: Attack, tmp_path: P
     both = [attack.keys.public(name).read_bytes() for name in ("publisher", "next")]
     file.write_bytes(b"".join(both))
     assert copy.update().position == 40
+    file.write_bytes(both[1][:30])
+    with pytest.raises(NotTrusted, match="no public key"):
+        copy.update()  # it is being written: a watch goes on, and takes nothing
     file.write_bytes(both[1])
     with pytest.raises(NotTrusted):
         copy.update()
@@ -337,6 +348,20 @@ def test_models_whose_deltas_others_wrote_are_followed_to_the_last_trusted_one(
         found = Model.read(model)
         assert next(iter(found.logs.values())).newest == 20
         assert str(model / delta(10, 30)) in found.untrusted[0].message
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", "delta.index"])
+def test_deltas_that_are_not_whole_are_not_followed(attack: Attack, lost: str) -> None:
+    """A server's graph lists directories: it would take one that has no manifest."""
+    model, path = attack.machine.model, delta(20, 30)
+    if lost == "manifest.json":
+        path = delta(10, 30)
+        shutil.copytree(model / delta(20, 30), model / path)
+    (model / path / lost).unlink()
+    with in_force(model, trust=attack.keys.trust()):
+        found = Model.read(model)
+        assert next(iter(found.logs.values())).newest == 20
+        assert str(model / path) in found.untrusted[0].message
 
 
 def test_deltas_whose_bytes_were_altered_are_not_followed(attack: Attack) -> None:
@@ -370,8 +395,14 @@ def test_keys_of_other_kinds_and_shapes_are_refused(keys: Keys, tmp_path: Path) 
             Signer.of(str(keys.private(name, kind)), "ranker")
         with pytest.raises(UsageError, match="not Ed25519"):
             Trust.of([keys.public(name, kind)], "ranker")
-    with pytest.raises(UsageError, match="which readers must not have"):
-        Trust.of([keys.private("publisher")], "ranker")
+    secret = keys.private("publisher")
+    with pytest.raises(UsageError, match="which readers must not have") as refused:
+        Trust.of([secret], "ranker")
+    assert f"-in {secret} -pubout -out {secret}.pem" in refused.value.hint, "the secret is not overwritten"
+    readable = keys.public("readable")
+    readable.chmod(0o644)
+    with pytest.raises(UsageError, match="holds no private key"):  # and not: its mode lets others read it
+        Signer.of(str(readable), "ranker")
     for content in (b"", b"no key\n", b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n"):
         (tmp_path / "bad").write_bytes(content)
         (tmp_path / "bad").chmod(0o600)
@@ -404,6 +435,9 @@ def test_private_keys_are_kept_private(
     monkeypatch.setenv("SIGNING", path.read_text())
     assert Signer.of("env:SIGNING", "ranker").key_id == keys.signer().key_id
     assert secret not in repr(Signer.of("env:SIGNING", "ranker"))
+    with pytest.raises(UsageError, match="was given a key itself") as refused:
+        Signer.of(path.read_text(), "ranker")
+    assert secret not in f"{refused.value.message}{refused.value.cause}{refused.value.hint}"
     with pytest.raises(UsageError, match="no such variable"):
         Signer.of("env:ABSENT", "ranker")
     assert not any(secret.encode() in content for content in files(attack.machine.model).values())
@@ -484,6 +518,147 @@ def test_forgeries_in_a_store_are_not_signed_on(attack: Attack, tmp_path: Path, 
     with opened(url, signing=both) as target:
         target.carry(partial(back, target.path))
     assert attack.pull("publisher", "next") == set()
+
+
+def full_checkpoint(attack: Attack, step: int) -> None:
+    """The trainer goes on without increments: the next delta comes of a comparison."""
+    trainer = attack.machine.trainer
+    trainer.train()
+    trainer.step, trainer.touched, trainer.parent = step, {}, None
+    trainer.save()
+
+
+def with_the_same_crc(content: bytes, at: int) -> bytes:
+    """Other bytes with the same CRC-32C: the difference is the polynomial itself."""
+    bits = sum((0x11EDC6F41 >> (32 - power) & 1) << power for power in range(33)).to_bytes(5, "little")
+    changed = bytes(a ^ b for a, b in zip(content[at : at + 5], bits, strict=True))
+    return content[:at] + changed + content[at + 5 :]
+
+
+def test_caches_in_a_store_are_not_believed(attack: Attack, url: str) -> None:
+    """Hashes that say a table is published as it is trained: the delta would lack its rows, signed."""
+    key = Signing(str(attack.keys.private("publisher")))
+    full_checkpoint(attack, 40)
+    log, now = read_log(attack.machine.model), served_now(attack.machine.trainer, Serving())
+    hasher = BlockHasher.fresh()
+    tables = {each.name: hasher.hash_rows(now[each.name]) for each in log.schema.variables if each.is_table}
+    forged = HashIndex(log.lineage, 30, hasher, tables, log.newest.manifest.state_id)
+    (attack.copy.parent / "forged").mkdir()
+    write_index(attack.copy.parent / "forged" / "hashes", forged)
+    attack.put(f"{LOG}/.state/hashes", (attack.copy.parent / "forged" / "hashes").read_bytes())
+    attack.put(f"{LOG}/.state/held-back-30-forged.index", b"")
+    with opened(url, signing=key) as target:
+        shown = [*target.path.rglob(".state/*")]
+        at = partial(request, attack.machine.trainer, target.path)
+        target.carry(lambda: export_incremental(at()))
+        assert attack.pull() == set()
+        assert_same_bits(values_at(read_log(attack.copy)), served_now(attack.machine.trainer, Serving()))
+        full_checkpoint(attack, 50)
+        target.carry(lambda: export_incremental(at()))
+        assert [path.name for path in target.path.rglob(".state/hashes")] == ["hashes"], "a watch has its own"
+    assert not shown
+    assert attack.pull() == set()
+    assert_same_bits(values_at(read_log(attack.copy)), served_now(attack.machine.trainer, Serving()))
+
+
+def test_a_base_that_was_altered_in_the_store_is_not_compared_with(attack: Attack, url: str) -> None:
+    """Its checksums fit, as such checksums can be made to: what equals the forgery would not be published."""
+    (name,) = (path.relative_to(attack.machine.model) for path in attack.machine.model.glob("10/*/*.data-*"))
+    whole = attack.get(name.as_posix())
+    altered = with_the_same_crc(whole, 0)
+    assert altered != whole and masked_crc(altered) == masked_crc(whole)
+    attack.put(name.as_posix(), altered)
+    full_checkpoint(attack, 40)
+    key = Signing(str(attack.keys.private("publisher")))
+    with pytest.raises(VerificationError, match="SHA-256"), opened(url, signing=key) as target:
+        target.carry(lambda: export_incremental(request(attack.machine.trainer, target.path)))
+
+
+def test_a_new_base_holds_nothing_that_the_old_one_does_not_list(attack: Attack, url: str) -> None:
+    """Servers run requests of `assets.extra`; signed they would be, if they were copied."""
+    attack.put("10/assets.extra/tf_serving_warmup_requests", b"forged")
+    based = api.rebase(url, signing=Signing(str(attack.keys.private("publisher"))))
+    assert based is not None
+    assert not [file for file in based.published.manifest.files if "warmup" in file.path]
+    assert attack.pull() == set()
+    assert not [*attack.copy.rglob("*warmup*")]
+
+
+def test_work_that_others_may_have_left_is_not_gone_on_with(
+    attack: Attack, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Receipts lie in the store, and nobody signs them: values of a forged one would be signed."""
+
+    def looked(directory: object, name: str) -> None:
+        raise AssertionError(f"{name} is asked for")
+
+    monkeypatch.setattr(execute, "kept_receipt", looked)
+    monkeypatch.setattr(runner, "kept_receipt", looked)
+    key = Signing(str(attack.keys.private("publisher")))
+    based = api.rebase(url, signing=key, jobs=Jobs(engine=EngineName.LOCAL))
+    assert based is not None and based.tasks
+    assert attack.pull() == set()
+    assert_same_bits(values_at(read_log(attack.copy)), served_now(attack.machine.trainer, Serving()))
+
+
+def test_a_hold_may_come_back_to_where_the_copy_is(attack: Attack) -> None:
+    """It was beyond what there is: no server has passed it."""
+    attack.pull()
+    for position in (50, 40, 30):
+        attack.put(f"{LOG}/hold", f"{position}\n".encode())
+        assert attack.pull() == set()
+        assert Model.read(attack.copy).hold == position
+    attack.put(f"{LOG}/hold", b"29\n")
+    assert len(attack.pull()) == 1 and Model.read(attack.copy).hold == 30
+
+
+def test_keys_of_blocks_that_overlap_stay_in_force(tmp_path: Path, keys: Keys) -> None:
+    """Threads open one model: the first that is done does not take the keys of the others with it."""
+    signer, trust = keys.signer(), keys.trust()
+    first, second = in_force(tmp_path, signer, trust), in_force(tmp_path, signer, trust)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert signer_of(tmp_path) is signer and trust_of(tmp_path / "1") == (trust, "1")
+    with in_force(tmp_path):
+        assert signer_of(tmp_path) is signer, "who has no key takes none away"
+    second.__exit__(None, None, None)
+    assert signer_of(tmp_path) is None and trust_of(tmp_path / "1") is None
+
+
+def test_a_model_that_is_signed_goes_on_signed(attack: Attack, url: str) -> None:
+    """Without a key its readers would leave all that follows, and nobody would have meant it."""
+    model = attack.machine.model.parent / "elsewhere" / "ranker"
+    attack.pull()
+    shutil.copytree(attack.copy, model)
+    full_checkpoint(attack, 40)
+    works: tuple[Callable[[Path], object], ...] = (
+        merge,
+        rebase,
+        lambda path: rollback(path, 20),
+        lambda path: export_incremental(request(attack.machine.trainer, path)),
+        lambda path: publish_base(attack.machine.trainer, Serving(), path),
+    )
+    before = files(model)
+    for work in works:
+        with pytest.raises(UsageError, match="is signed, and no key is named") as refused:
+            work(model)
+        assert "--sign-key FILE" in refused.value.hint and "--unsigned" in refused.value.hint
+        assert files(model) == before
+    with pytest.raises(UsageError, match="is signed"), opened(url) as target:
+        target.carry(partial(merge, target.path))
+    refusal = export_model("rollback", model, "--to", 20, "--json")
+    assert refusal.code == 2 and "--unsigned" in refusal.error["hint"]
+    key = attack.keys.private("publisher")
+    assert export_model("rollback", model, "--to", 20, "--unsigned", "--sign-key", key).code == 2
+    assert export_model("rollback", model, "--to", 20, "--unsigned").code == 0
+    assert export_model("resume", model, "--lift-only").code == 0, "it publishes nothing"
+
+
+def test_a_model_has_the_name_of_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ranker" / "10").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "ranker" / "10")
+    assert {name_of(path) for path in ("..", tmp_path / "ranker" / ".", "s3://b/models/ranker")} == {"ranker"}
 
 
 def test_a_canary_of_the_copy_decides_beside_signatures(attack: Attack) -> None:
