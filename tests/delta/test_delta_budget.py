@@ -492,7 +492,6 @@ def test_the_row_of_a_new_key_that_is_wild_is_no_other_keys(tmp_path: Path) -> N
         return done
 
     trainer.evict("item", range(1, 20))
-    publish()
     wild, sane = (np.full(deeprec_logs.DIM, value, np.float32).tobytes() for value in (1e30, 2.0))
     trainer.tables["item"] |= dict.fromkeys(range(100, 120), wild)
     trainer.freqs["item"] |= dict.fromkeys(range(100, 120), 1)
