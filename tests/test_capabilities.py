@@ -75,6 +75,7 @@ ELSEWHERE = {
     "tests/integration/test_trainers_of_any_age.py::test_the_guide",
     "tests/integration/test_increments_from_torch.py::test_the_guide",
     "tests/integration/test_jax.py::test_the_guide",
+    "tests/integration/test_libraries_of_trainers.py::test_autodist",
     "tests/integration/test_libraries_of_trainers.py::test_easyrec",
 }
 """What guides show that runs in environments of its own, which take minutes to make."""

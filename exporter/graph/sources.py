@@ -112,15 +112,18 @@ def _import_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     _put_first(path.parent.resolve())
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"builder_{path.stem}" if path.stem in _OURS else path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickles look their module up
+    sys.modules[name] = module  # dataclasses and pickles look their module up
     spec.loader.exec_module(module)
     return module
 
 
+_OURS = {"exporter", "serving"}
+"""Names that a builder's file may have, and must not take: `--notify` and hooks import ours later."""
 _SAID = "a manifest names the builder's file:"
 _INSTALLED = {"site-packages", "dist-packages"}
 # Names by which code may give a module attributes that its text does not show.

@@ -200,7 +200,9 @@ def test_a_bad_delta_is_met_by_one_replica_and_rolled_back_by_itself(
         (told,) = wait(lambda: running.of("rolled_back"))
         assert why in told["message"]
         found = status(running)
-        assert found["rollback"] == {"position": back, "back_to": good, "reason": found["rollback"]["reason"]}
+        reason = found["rollback"]["reason"]
+        told_of = {"position": back, "back_to": good, "reason": reason, "is_canary": True}
+        assert found["rollback"] == told_of
         assert why in found["rollback"]["reason"]
         assert 'rolled_back{model="ranker"} 1.0' in running.get("/metrics")[1]
         assert why in running.get("/")[1]

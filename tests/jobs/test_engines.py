@@ -442,15 +442,15 @@ def test_workers_of_dask_that_lack_the_package(
 def test_an_error_on_another_machine_says_where() -> None:
     """What is not installed or not set is so there, and not where the command runs."""
     outcome = failed(UsageError("no library", hint="pip install it"))
-    with pytest.raises(UsageError, match=r"^no library$"):
+    with pytest.raises(UsageError, match=r"^no library"):
         decode(outcome).settle()
     there = outcome.replace(json.dumps(socket.gethostname()).encode(), b'"node-7"')
-    with pytest.raises(UsageError, match=r"^on node-7: no library$") as caught:
+    with pytest.raises(UsageError, match=r"^on node-7: no library") as caught:
         decode(there).settle()
     assert caught.value.hint == "pip install it"
     silent = outcome.replace(b"," + b'"host":' + json.dumps(socket.gethostname()).encode(), b"")
     assert silent != outcome
-    with pytest.raises(UsageError, match=r"^no library$"):
+    with pytest.raises(UsageError, match=r"^no library"):
         decode(silent).settle()
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
-from exporter.cli import doctor_command
 from exporter.cli.notify import Servers
 from exporter.errors import CallFailed, UsageError
+from exporter.pipeline import doctor
 from exporter.terminal.server_access import ServerAccess
 from serving.cli import app
 from serving.client import ModelClient
@@ -241,4 +241,4 @@ def test_whom_to_notify_is_checked_before_anything_is_published() -> None:
 
 def test_doctor_refuses_files_that_cannot_be_used() -> None:
     with pytest.raises(UsageError, match="cannot be read"):
-        doctor_command._ask("127.0.0.1:1", "ranker", DEADLINE_S, ServerAccess(grpc_ca="missing.pem"))
+        doctor.ask("127.0.0.1:1", "ranker", DEADLINE_S, ServerAccess(grpc_ca="missing.pem"))
