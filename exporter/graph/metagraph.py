@@ -255,7 +255,7 @@ def _takers(index: GraphIndex, node: str) -> Iterator[str]:
 
 def _behind(index: GraphIndex, value: str) -> list[str]:
     """The variables that a value is computed from."""
-    before = closure([value], lambda name: _sources(index, name))
+    before = closure([value], lambda name: (each for each in _sources(index, name) if each in index.nodes))
     return [name for name in before if index.nodes[name].op in VARIABLE_OPS or index.nodes[name].op == HANDLE]
 
 

@@ -52,11 +52,15 @@ def keep_command(request: ExportRequest) -> None:
         if request.model is not None and not isinstance(request.model, str):
             place.unlink(missing_ok=True)
             return
-        document = _Kept(str(Path.cwd()), list(_arguments(request)))
+        try:
+            content = msgspec.json.encode(_Kept(str(Path.cwd()), list(_arguments(request))))
+        except UnicodeEncodeError:  # a name that is not UTF-8 has no form in JSON
+            place.unlink(missing_ok=True)
+            return
         new = place.with_name(f"{MADE_BY_FILE}.{os.getpid()}")
         # for its owner alone: an argument of a builder may be nobody else's business
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(document))
+            file.write(content)
         new.replace(place)
 
 

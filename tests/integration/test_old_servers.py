@@ -181,7 +181,7 @@ def test_mapped_tables(directory: Path, server: StockLoader, monkeypatch: pytest
         return
     monkeypatch.setattr(mapped_tables, "LEAST_BYTES", 1)
     made = mapped(directory, "2.4" if server.tensorflow == "2.4.4" else None)
-    assert server.load(made.base) == 2
+    assert server.load(made.base) >= 1
     for step, rows in made.rows.items():
         if step > 7:
             assert server.update(CALLERS, up_to=step)[0] == step
