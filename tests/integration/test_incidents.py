@@ -135,8 +135,9 @@ def clock_differs(seconds: float) -> Callable[[World], None]:
     def provoke(world: World) -> None:
         real = commit._complete
 
-        def wrong(staging: Any, draft: Any, files: Any, position: int, now: float, *more: Any) -> Any:
-            return real(staging, draft, files, position, now + seconds, *more)
+        def wrong(*arguments: Any) -> Any:
+            *before, now = arguments
+            return real(*before, now + seconds)
 
         with patch.object(commit, "_complete", wrong):
             world.published.publish()
