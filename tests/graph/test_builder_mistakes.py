@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from exporter.errors import BuilderError, CodeRefused, UsageError
-from exporter.graph.builder import resolve
 from exporter.graph.load import GraphRequest, load_graph
 
 HEAD = """
@@ -413,13 +410,3 @@ def test_classes_of_the_other_keras_are_refused(tmp_path: Path, monkeypatch: pyt
     by_tf_keras = written(tmp_path, "by_tf_keras", LAYERS, "import tf_keras as keras")
     with pytest.raises(BuilderError, match=r"saved by Keras 3\..* Scale is a class of Keras 2\."):
         load_graph(GraphRequest(model=three, custom_objects=(str(by_tf_keras),)))
-
-
-@pytest.mark.parametrize("name", ["serving", "exporter"])
-def test_a_builder_called_like_our_package_does_not_take_its_place(tmp_path: Path, name: str) -> None:
-    ours = sys.modules.get(name)
-    (tmp_path / f"{name}.py").write_text("def build():\n    return 7\n")
-    function, _ = resolve(f"{tmp_path / name}.py:build")
-    assert function() == 7
-    assert sys.modules.get(name) is ours
-    assert importlib.import_module("serving.cli").__name__ == "serving.cli"
