@@ -112,7 +112,7 @@ def _import_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     _put_first(path.parent.resolve())
-    name = f"builder_{path.stem}" if path.stem in _OURS else path.stem
+    name = path.stem if _may_take(path.stem, path) else f"builder_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
@@ -123,7 +123,15 @@ def _import_file(path: Path) -> Any:
 
 
 _OURS = {"exporter", "serving"}
-"""Names that a builder's file may have, and must not take: `--notify` and hooks import ours later."""
+
+
+def _may_take(name: str, path: Path) -> bool:
+    """True unless the program has another module of this name, or one of ours has it, imported or not."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    is_builders = file is not None and Path(file).resolve() in {path.resolve(), *_imported}
+    return name not in _OURS and (name not in sys.modules or is_builders)
+
+
 _SAID = "a manifest names the builder's file:"
 _INSTALLED = {"site-packages", "dist-packages"}
 # Names by which code may give a module attributes that its text does not show.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -410,3 +412,21 @@ def test_classes_of_the_other_keras_are_refused(tmp_path: Path, monkeypatch: pyt
     by_tf_keras = written(tmp_path, "by_tf_keras", LAYERS, "import tf_keras as keras")
     with pytest.raises(BuilderError, match=r"saved by Keras 3\..* Scale is a class of Keras 2\."):
         load_graph(GraphRequest(model=three, custom_objects=(str(by_tf_keras),)))
+
+
+@pytest.mark.parametrize("name", ["serving", "exporter", "json"])
+def test_a_builder_does_not_take_the_place_of_another_module(tmp_path: Path, name: str) -> None:
+    """In a process of its own: what is imported there later is ours, or the program's."""
+    (tmp_path / f"{name}.py").write_text("def build():\n    return 7\n")
+    code = f"""
+        import json, sys
+        from exporter.graph.builder import resolve
+        from exporter.graph.sources import importable
+        with importable():
+            function, _ = resolve({f"{tmp_path / name}.py:build"!r})
+        import serving.cli
+        print(function(), sys.modules[function.__module__].build is function, json.dumps([1]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.returncode) == ("7 True [1]\n", 0), done.stderr
