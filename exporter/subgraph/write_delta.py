@@ -151,14 +151,20 @@ def write_snapshot(
     writes = target.writes(delta, places)
     # Readers wait while the sequence is odd. So everything else is done before it becomes odd: the delta was
     # read and checked, values are chosen and cut here, and quiet is granted. Only writes are left.
-    tables, overlaid, slots = map(_in_parts, (writes.tables, writes.overlaid, writes.slots))
+    tables, slots = map(_in_parts, (writes.tables, writes.slots))
     dense = [(handle, _value_if(handle, changed, value)) for handle, changed, value in writes.dense]
-    scattered = (*tables, *overlaid, *writes.cleared, *slots, *writes.pages)
+    scattered = (*tables, *writes.overlaid, *writes.cleared, *slots, *writes.pages)
     chosen = (value for _, *values in (*scattered, *dense, *writes.used) for value in values)
     prepared = [*writes.tensors, start, end, *chosen]
-    # Rows of overlays, too: no slot leads to where they are written (`exporter.subgraph.overlay`).
+    # Rows of overlays, too: no slot leads to where they are written (`exporter.subgraph.overlay`). As nobody
+    # waits for these, one table follows another: at once they would hold all threads of a server's pool, on
+    # which predictions run, for some 20 ms on two cores.
+    rows: list[Tensor] = []
+    for write in writes.overlaid:
+        with tf.control_dependencies([*prepared, *rows[-1:]]):
+            rows += _scatter([write])
     with tf.control_dependencies(prepared):
-        rows = [*_scatter(overlaid), *(overlay.clear(*led) for overlay, *led in writes.cleared)]
+        rows += [overlay.clear(*led) for overlay, *led in writes.cleared]
     with tf.control_dependencies([*prepared, *rows]):
         granted = _grant_quiet(state)
     with tf.control_dependencies([granted]):

@@ -6,6 +6,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from tests.benchmarks import data
@@ -128,22 +129,22 @@ def open_loop(lab: Lab) -> Iterator[Row]:
     """
     source = followed(lab)
     duration = 2 if lab.quick else 10
-    model = source.model(lab.fresh("loaded"))
-    job("followed:publish_all", model, *[source.changed] * duration)
-    (found,) = lab.side_by_side(
-        lambda: job("jobs_incremental:open_loop", model, source.rows, duration), repeats=3
-    )
-    results = [sample.result for sample in found.samples]
-    assert all(result["mixed"] == 0 and result["seen"] > 1 for result in results)
-    responses = sum(result["responses"] for result in results)
-    what = (
-        f"predict, open loop, p99, {source.changed:,} rows applied each second, beside idle "
-        f"(0 of {responses:,} responses mixed)"
-    )
-    yield cost(what, _figure(found, "busy"), _figure(found, "idle"), at_most=1.2)
-    yield Row(
-        "  what readers wait for: from the first write of an update to its last", _figure(found, "wait")
-    )
+    models = [source.model(lab.fresh(f"loaded-{base}"), base) for base in ("model", "mapped")]
+    for model in models:
+        job("followed:publish_all", model, *[source.changed] * duration)
+    loops = [partial(job, "jobs_incremental:open_loop", model, source.rows, duration) for model in models]
+    for kind, found in zip(("in memory", "mapped"), lab.side_by_side(*loops, repeats=3), strict=True):
+        results = [sample.result for sample in found.samples]
+        assert all(result["mixed"] == 0 and result["seen"] > 1 for result in results)
+        responses = sum(result["responses"] for result in results)
+        what = (
+            f"predict, open loop, p99, {source.changed:,} rows applied each second, tables {kind}, "
+            f"beside idle (0 of {responses:,} responses mixed)"
+        )
+        yield cost(what, _figure(found, "busy"), _figure(found, "idle"), at_most=1.2)
+        yield Row(
+            "  what readers wait for: from the first write of an update to its last", _figure(found, "wait")
+        )
 
 
 def _figure(found: Medians, name: str) -> Quantity:

@@ -59,9 +59,12 @@ class Followed:
         """A version of step 1 that takes no deltas and holds nothing but what is served."""
         return self.root / "plain" / str(BASE)
 
-    def model(self, path: Path) -> Path:
-        """The base of step 1, which takes deltas, as a model of its own at `path`: its files are links."""
-        shutil.copytree(self.root / "model", path, copy_function=os.link)
+    def model(self, path: Path, base: str = "model") -> Path:
+        """The base of step 1, which takes deltas, as a model of its own at `path`: its files are links.
+
+        The `base` "mapped" is the one whose tables servers map.
+        """
+        shutil.copytree(self.root / base, path, copy_function=os.link)
         return path
 
 
@@ -102,6 +105,8 @@ def prepare(timer: Timer, prefix: str, directory: str, changed: str) -> None:
     shutil.copytree(old.parent, root / "train", copy_function=os.link)
     request = export_request(str(root / "train" / old.name), str(root / "model"))
     run_export(replace(request, updates=Updates()))
+    mapped = replace(request, out=root / "mapped", map_tables=True, overlay_rows=1_000_000)
+    run_export(replace(mapped, updates=Updates()))
     run_export(export_request(prefix, str(root / "plain"), "compact"))
     catalog = read_catalog(old)
     shape = catalog.tensors[TABLE].shape
