@@ -147,7 +147,7 @@ def predict(
             metadata = client.metadata(version, label=label)
             asked = version if label is None else metadata.version
             if example:
-                _print_example(client, metadata, name, form, asked, sink)
+                _print_example(client, metadata, name, form, asked, access, sink)
                 return
             answer, served = _ask(client, metadata, name, asked, request)
         document = _ANSWERS[next(iter(answer))](model, served, name, *answer.values())
@@ -157,13 +157,20 @@ def predict(
 
 
 def _print_example(
-    client: ModelClient, metadata: Metadata, name: str, form: Form, asked: int | None, sink: Output
+    client: ModelClient,
+    metadata: Metadata,
+    name: str,
+    form: Form,
+    asked: int | None,
+    access: ServerAccess,
+    sink: Output,
 ) -> None:
     from serving.example import example, written
 
     signature = _signature(client, metadata, name)
     request = example(signature, name)
-    text = written(request, signature, form, address=client.address, model=client.model, version=asked)
+    place = {"address": client.address, "model": client.model}
+    text = written(request, signature, form, **place, version=asked, access=access)
     document = RequestExample(client.model, metadata.version, name, request, text)
     sink.result(document, map(escape, text.splitlines()))
 

@@ -8,7 +8,10 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec.structs import asdict
+
 from exporter.errors import UsageError
+from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 from exporter.wire.rest_json import REST_TYPES
@@ -68,12 +71,19 @@ def _value(key: str, info: Proto, sizes: tuple[int, ...]) -> Any:
 
 
 def written(
-    request: dict[str, Any], signature: Proto, form: Form, *, address: str, model: str, version: int | None
+    request: dict[str, Any],
+    signature: Proto,
+    form: Form,
+    *,
+    address: str,
+    model: str,
+    version: int | None,
+    access: ServerAccess = WITHOUT_TLS,
 ) -> str:
     """The request as its JSON, as a command line for the REST port, or as a Python program.
 
-    It asks a `version`, unless that is None. `address` is HOST:PORT of gRPC; REST is taken to be at 8501,
-    TensorFlow Serving's own default.
+    It asks a `version`, unless that is None. `address` is HOST:PORT of gRPC, which the program reaches by
+    `access`; REST is taken to be at 8501, TensorFlow Serving's own default, and to speak no TLS, as there.
     """
     text = json.dumps(request)
     match form:
@@ -84,16 +94,22 @@ def written(
             url = f"http://{address.rpartition(':')[0]}:8501/v1/models/{of}:predict"
             return f"curl -d {shlex.quote(text)} {shlex.quote(url)}"
         case Form.PYTHON:
-            return "\n".join(_program(request, signature, address, model, version))
+            return "\n".join(_program(request, signature, address, model, version, access))
 
 
 def _program(
-    request: dict[str, Any], signature: Proto, address: str, model: str, version: int | None
+    request: dict[str, Any],
+    signature: Proto,
+    address: str,
+    model: str,
+    version: int | None,
+    access: ServerAccess,
 ) -> Iterator[str]:
+    reached = {name: value for name, value in asdict(access).items() if value is not None}
     rows = request.get("instances", [{}])
     values = request.get("inputs", {key: [value] for key, value in rows[0].items()})
     yield "import numpy as np"
-    yield "from serving.client import ModelClient"
+    yield f"from serving.client import ModelClient{', ServerAccess' if reached else ''}"
     yield ""
     yield "inputs = {"
     for key, value in values.items():
@@ -101,7 +117,9 @@ def _program(
         kind = "object" if dtype is DType.STRING else f"np.{dtype.numpy.name}"
         yield f"    {key!r}: np.array({value!r}, {kind.replace('np.bool', 'np.bool_')}),"
     yield "}"
-    yield f"with ModelClient({address!r}, {model!r}) as client:"
+    files = ", ".join(f"{name}={value!r}" for name, value in reached.items())
+    by = f", access=ServerAccess({files})" if reached else ""
+    yield f"with ModelClient({address!r}, {model!r}{by}) as client:"
     name = request.get("signature_name", _DEFAULT_SIGNATURE)
     of = "" if version is None else f", version={version}"
     yield f"    print(client.predict(inputs, signature={name!r}{of}).outputs)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from types import FrameType
 
 
@@ -17,11 +18,28 @@ def interrupt_at_once() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+ONE_STOP_SECONDS = 5.0
+"""A SIGTERM so soon after another is the same request: systemd sends it to all processes of a unit, and the
+process of `--config` to those that it started."""
+
+
 def interrupt_by_exception() -> None:
-    """Let Ctrl-C and SIGTERM raise KeyboardInterrupt, so that work in progress is unwound."""
+    """Let Ctrl-C and SIGTERM raise KeyboardInterrupt, so that work in progress is unwound.
+
+    A second SIGTERM, within `ONE_STOP_SECONDS`, does not interrupt the unwinding.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    last: list[float] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        is_same = bool(last) and now - last[0] < ONE_STOP_SECONDS
+        if not is_same:
+            last[:] = [now]
+            signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 def stop_on_sigterm() -> None:

@@ -174,7 +174,10 @@ _PARENT = f"""
 import sys
 from pathlib import Path
 from exporter.cli import several
+from exporter.terminal import interrupt_by_exception
 from exporter.terminal.output import Output, OutputMode
+if "stopped" in sys.argv:
+    interrupt_by_exception()
 several.module_command = lambda module: [sys.executable, "-c", {_CHILD!r}]
 several.run_all(Path("export.toml"), (), Output(OutputMode.JSON), watch=True)
 """
@@ -183,13 +186,47 @@ several.run_all(Path("export.toml"), (), Output(OutputMode.JSON), watch=True)
 def test_ctrl_c_interrupts_each_process_once(place: Path) -> None:
     """A terminal sends it to all processes of the group, and the first of them tells the others."""
     parent = subprocess.Popen([sys.executable, "-c", _PARENT], start_new_session=True, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while not (Path("ready").exists() and len(Path("ready").read_text()) == 2):
-        assert time.monotonic() < deadline and parent.poll() is None
-        time.sleep(0.01)
+    wait_for_two("ready", parent)
     os.killpg(parent.pid, signal.SIGINT)
     parent.communicate(timeout=60)
     assert Path("told").read_text().split("] ") == ["[15", "[15", ""]
+
+
+_UNWINDING_CHILD = """
+import time
+from exporter.terminal import interrupt_by_exception
+interrupt_by_exception()
+try:
+    open("ready", "a").write("x")
+    time.sleep(60)
+finally:
+    open("unwinding", "a").write("x")
+    time.sleep(0.5)
+    open("unwound", "a").write("x")
+"""
+
+
+def wait_for_two(name: str, parent: subprocess.Popen[bytes]) -> None:
+    """Wait until both children have written a mark into this file."""
+    deadline = time.monotonic() + 60
+    while not (Path(name).exists() and len(Path(name).read_text()) == 2):
+        assert time.monotonic() < deadline and parent.poll() is None
+        time.sleep(0.01)
+
+
+def test_a_stop_of_the_whole_unit_interrupts_no_unwinding(place: Path) -> None:
+    """systemd sends SIGTERM to all processes of a unit, and the first of them tells the others once more."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _PARENT.replace(repr(_CHILD), repr(_UNWINDING_CHILD)), "stopped"],
+        stderr=subprocess.PIPE,
+    )
+    wait_for_two("ready", parent)
+    for child in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split():
+        os.kill(int(child), signal.SIGTERM)
+    wait_for_two("unwinding", parent)
+    parent.send_signal(signal.SIGTERM)
+    parent.communicate(timeout=60)
+    assert Path("unwound").read_text() == "xx"
 
 
 @pytest.mark.landing

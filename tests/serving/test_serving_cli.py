@@ -24,7 +24,8 @@ from serving.documents import Form
 from serving.example import example, written
 from serving.model_config import ModelConfig
 from serving.server import ModelServer, require_free
-from serving.server_options import ServerOptions
+from serving.server_options import NetworkOptions, ServerOptions
+from tests.support.certificates import Certified
 from tests.support.printed_documents import checked
 from tests.support.serving_models import write_saved_model
 
@@ -189,6 +190,22 @@ def test_an_example_is_answered_in_each_form(server: ModelServer, tmp_path: Path
     words = shlex.split(printed["text"])
     assert (words[0], json.loads(words[2])) == ("curl", request)
     assert words[3] == "http://127.0.0.1:8501/v1/models/ranker:predict"
+
+
+def test_a_program_of_an_example_speaks_tls_as_the_command_did(server: ModelServer, tmp_path: Path) -> None:
+    certified = Certified(tmp_path)
+    config = certified.config(tmp_path / "ssl.config", verify=True)
+    network = NetworkOptions(ssl_config_file=config)
+    options = ServerOptions(network=network)
+    access = ("--grpc-ca", certified.ca, "--grpc-cert", certified.client.cert)
+    files = tuple(map(str, (*access, "--grpc-key", certified.client.key)))
+    with ModelServer(server.models.served()["ranker"].base_path, options=options) as secure:
+        secure.wait_available(60)
+        program = call("predict", secure.address, "--model", "ranker", "--example", "--as", "python", *files)
+        ran = subprocess.run(
+            [sys.executable, "-c", program.stdout], capture_output=True, text=True, timeout=300
+        )
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_an_example_asks_the_version_that_it_is_of(server: ModelServer) -> None:
