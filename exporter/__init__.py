@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from exporter.api import rebase as rebase
     from exporter.api import resume as resume
     from exporter.api import rollback as rollback
+    from exporter.api import tag as tag
+    from exporter.api import tags as tags
+    from exporter.api import untag as untag
     from exporter.api import verify_model as verify_model
     from exporter.api import watch as watch
     from exporter.catalog import Catalog as Catalog
@@ -55,7 +58,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "exporter.api": "diff doctor execute export export_incremental history inspect merge open_checkpoint "
-    "plan pull push rebase resume rollback verify_model watch",
+    "plan pull push rebase resume rollback tag tags untag verify_model watch",
     "exporter.catalog": "Catalog",
     "exporter.errors": "ExportError ExportWarning",
     "exporter.options": "DataMode DeltaDtype ExportRequest Jobs Signing Trusting Updates Verify",

@@ -63,7 +63,9 @@ if TYPE_CHECKING:
     from exporter.pipeline.inspected import Inspection
     from exporter.pipeline.log_maintenance import Merged, RollbackResult
     from exporter.pipeline.rebase import Rebased
+    from exporter.pipeline.tagging import Tagging
     from exporter.publish.model import Model
+    from exporter.publish.tags import ListedTag
     from exporter.transfer.pull import Pulled
     from exporter.transfer.push import PushPlan
     from exporter.verify.log import VerifiedModel
@@ -248,15 +250,16 @@ def _watch(
 
 def merge(
     model: StrPath,
-    start: int | None = None,
-    end: int | None = None,
+    start: int | str | None = None,
+    end: int | str | None = None,
     jobs: Jobs = LOCALLY,
     progress: ProgressFactory = no_progress,
     signing: Signing = UNSIGNED,
 ) -> Merged | None:
     """Merge the deltas that lead from `start` (by default the newest base) to `end` (by default the newest).
 
-    None if there is nothing to merge: at most one delta leads there. `model` is a path or a URL.
+    None if there is nothing to merge: at most one delta leads there. `model` is a path or a URL; a position
+    is a number or a name, as of `rollback`.
 
     Raises:
         DeltaGap, StaleDelta: no deltas lead so.
@@ -266,7 +269,7 @@ def merge(
 
     for name, position in (("start", start), ("end", end)):
         if position is not None:
-            given.whole(name, position, _positions(model))
+            _position(name, position, model)
     return _with_model(
         model, lambda path: log_maintenance.merge(path, start, end, jobs, progress), signing=signing
     )
@@ -304,7 +307,7 @@ def rebase(
 
 def rollback(
     model: StrPath,
-    to: int,
+    to: int | str,
     *,
     reason: str | None = None,
     if_canary: bool = False,
@@ -312,19 +315,21 @@ def rollback(
 ) -> RollbackResult:
     """Publish the values of position `to` as the next position, and hold the model there.
 
-    Where the newest version takes no deltas, `to` is a version, which is published again as the newest. The
-    `reason` is kept with it, and `export-model history` shows it. `if_canary`: only if a canary's hold stands
-    at `to`. `model` is a model base path, or its URL.
+    `to` is a number, or a name: a tag ("prod"), "@latest", "@previous", "@yesterday", "@2h" (two hours ago)
+    or "@2026-11-26T08:00" (UTC): the newest position that was published by then. Where the newest version
+    takes no deltas, `to` is a version, which is published again as the newest. The `reason` is kept with it,
+    and `export-model history` shows it. `if_canary`: only if a canary's hold stands at `to`. `model` is a
+    model base path, or its URL.
 
     Raises:
         PositionUnknown: nothing published stands at `to`, or its values are gone.
-        UsageError: `to` is the newest position, or a version that takes deltas.
+        UsageError: `to` is the newest position, a version that takes deltas, or names none.
         ModelHeld: a canary decides about the log, and the values of `to` did not pass.
         ExportError: any other of exporter.errors.
     """
     from exporter.pipeline import log_maintenance
 
-    given.whole("to", to, _positions(model))
+    _position("to", to, model)
     return _with_model(
         model,
         lambda path: log_maintenance.rollback(path, to, reason=reason, if_canary=if_canary),
@@ -352,6 +357,53 @@ def resume(
         lambda path: log_maintenance.resume(path, lift_only=lift_only, lift_canary=lift_canary),
         signing=signing,
     )
+
+
+def tag(
+    model: StrPath,
+    name: str,
+    position: int | str = "@latest",
+    *,
+    reason: str | None = None,
+) -> Tagging:
+    """Name a position of a model: `name` can be said in its place, and retention keeps what leads there.
+
+    A tag of this name moves. `position` is a number or a name, as of `rollback`; where versions take no
+    deltas, it is a version. `model` is a model base path, or its URL.
+
+    Raises:
+        UsageError: no tag can have the name, or `position` is the name of none.
+        PositionUnknown: nothing published leads to the position.
+        ExportError: any other of exporter.errors; the tags are as they were.
+    """
+    from exporter.pipeline import tagging
+
+    _position("position", position, model)
+    return _with_model(model, lambda path: tagging.set_tag(path, name, position, reason=reason))
+
+
+def untag(model: StrPath, name: str) -> Tagging:
+    """Delete a tag of a model, by its path or URL; `before` is what it named.
+
+    Raises:
+        PositionUnknown: there is no such tag.
+        ExportError: any other of exporter.errors; the tags are as they were.
+    """
+    from exporter.pipeline import tagging
+
+    return _with_model(model, lambda path: tagging.delete_tag(path, name))
+
+
+def tags(model: StrPath) -> tuple[ListedTag, ...]:
+    """The tags of a model, by its path or URL: name, position, who set it, when and why; whether it is gone.
+
+    Raises:
+        NotUpdatable: nothing is published there.
+        ManifestError: the tags cannot be read.
+    """
+    from exporter.publish.tags import tags_of
+
+    return _with_model(model, tags_of, read_only=True)
 
 
 def inspect(path: StrPath) -> Inspection:
@@ -404,10 +456,12 @@ def history(model: StrPath) -> Model:
 def diff(a: StrPath, b: StrPath, *, jobs: Jobs = LOCALLY) -> Differences:
     """Compare two states, and list the variables that differ, with their rows and norms.
 
-    A state is a checkpoint, a version, a model (its newest position), or "MODEL@POSITION"; a path or URL.
+    A state is a checkpoint, a version, a model (its newest position), or "MODEL@POSITION", by number or name
+    ("models/ranker@prod", "models/ranker@2h"); a path or URL.
 
     Raises:
         UsageError: a position is malformed.
+        PositionUnknown: it is the name of none.
         ExportError: a state cannot be read.
     """
     from exporter.jobs.runner import Runner
@@ -428,11 +482,16 @@ def diff(a: StrPath, b: StrPath, *, jobs: Jobs = LOCALLY) -> Differences:
 
 def _local_state(text: str, models: dict[str, OpenModel], stack: ExitStack) -> str:
     """A state, with a model's URL as its local path; a model of both states is opened once."""
-    name, at, position = text.rpartition("@")
-    if at and position.isdecimal() and Url.parse(name) is not None:
-        if name not in models:
+    from exporter.publish.tags import split_position
+
+    name, position = split_position(text) or ("", "")
+    if Url.parse(name) is not None:
+        if name not in models and position.isdecimal():
             models[name] = stack.enter_context(opened(name, read_only=True))
-        return f"{models[name].path}@{position}"
+        elif name not in models and (model := stack.enter_context(opened_if_model(name))) is not None:
+            models[name] = model
+        if name in models:
+            return f"{models[name].path}@{position}"
     if text not in models:
         found = stack.enter_context(opened_if_model(text))
         if found is None:
@@ -572,8 +631,10 @@ _OPTIONS = tuple(one.name for one in fields(ExportRequest) if one.name not in ("
 _FLAGS = {"export": ("model", "save_incr_model", "progress"), "watch": ("watching", "tell", "ended")}
 
 
-def _positions(model: object) -> str:
-    return f"positions are listed by: export-model history {quoted(model)}"
+def _position(name: str, position: object, model: object) -> None:
+    """Refuse what is neither a number nor a name of a position."""
+    if not isinstance(position, str):
+        given.whole(name, position, f"positions are listed by: export-model history {quoted(model)}")
 
 
 def _opened_at(request: ExportRequest, target: OpenModel) -> ExportRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -179,9 +180,13 @@ def update(
     address: Address,
     model: ModelName = "default",
     up_to: Annotated[
-        int,
-        typer.Option(metavar="POSITION", min=-1, help="The position to reach; -1 is the newest published."),
-    ] = -1,
+        str,
+        typer.Option(
+            metavar="POSITION",
+            help="The position to reach; -1 is the newest published. With --published also by name: a tag, "
+            "@previous, @2h (two hours ago) or @2026-11-26T08:00 (UTC).",
+        ),
+    ] = "-1",
     version: Annotated[
         int | None,
         typer.Option(
@@ -196,7 +201,8 @@ def update(
         typer.Option(
             metavar="MODEL_BASE_PATH",
             parser=checkpoint_parser("--published"),
-            help="With --trust: where the model lists its deltas; a path, s3://, gs:// or az://.",
+            help="With --trust, or --up-to NAME: where the model lists its deltas; a path, s3://, gs:// or "
+            "az://.",
         ),
     ] = None,
     deadline: Deadline = 60.0,
@@ -225,10 +231,11 @@ def update(
         from serving.client import ModelClient
 
         with ModelClient(address, model, deadline_s=deadline, access=access) as client:
+            target = _position(up_to, published, trusting)
             if trusting.trust:
-                with _trusted(published, trusting) as target:
-                    version, up_to = updates.trusted_target(client, target, up_to=up_to, version=version)
-            done = updates.update(client, up_to=up_to, version=version)
+                with _trusted(published, trusting) as model_:
+                    version, target = updates.trusted_target(client, model_, up_to=target, version=version)
+            done = updates.update(client, up_to=target, version=version)
         line = (
             f"{model} version {done.version} is at position {done.position} (step {done.step}): "
             f"{count(done.deltas, 'delta')}, {count(done.rows, 'row')}; {done.status}"
@@ -247,6 +254,22 @@ def update(
                 cause=done.status,
                 hint=f"see what is wrong with it: export-model doctor MODEL --target {address}",
             )
+
+
+def _position(named: str, published: Path | None, trusting: Trusting) -> int:
+    """The position that `--up-to` names; UsageError for a name without a model to look it up."""
+    if re.fullmatch("-1|[0-9]{1,18}", named, re.ASCII):
+        return int(named)
+    if published is None:
+        raise UsageError(
+            f"--up-to {named} is looked up where the model is published",
+            hint="add --published MODEL_BASE_PATH, or name the position by its number",
+        )
+    from exporter.publish.tags import resolve_position
+    from exporter.transfer.opened import opened
+
+    with opened(published, read_only=True, trusting=trusting) as model:
+        return model.carry(lambda: resolve_position(named, model.path))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from msgspec import Struct
 
-from exporter.errors import UsageError
+from exporter.errors import NotUpdatable, UsageError
 from exporter.storage.files import sync, write_durably
 from exporter.storage.local_paths import path_parser
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
@@ -102,7 +102,11 @@ class EntryFlags(Struct, frozen=True):
     all_versions: Annotated[bool, typer.Option("--all-versions", help="Serve every version.")] = False
     label: Annotated[
         list[str],
-        typer.Option(metavar="LABEL=VERSION", help="A name for a version; repeat it for several."),
+        typer.Option(
+            metavar="LABEL=VERSION",
+            help="A name for a version; repeat it for several. A tag, or another name of a position, is "
+            "looked up in the base path: it is the version that is there, or that deltas lead there.",
+        ),
     ] = []
 
     def put_into(self, config: Any, name: str) -> None:
@@ -123,9 +127,10 @@ class EntryFlags(Struct, frozen=True):
         if self.label:
             entry.version_labels.clear()
             for label, version in pairs("--label", self.label).items():
-                if not version.isdecimal():
-                    raise UsageError(f"--label {label}={version}: {version!r} is not a version")
-                entry.version_labels[label] = int(version)
+                is_number = version.isascii() and version.isdecimal()
+                entry.version_labels[label] = (
+                    int(version) if is_number else _version_at(version, entry.base_path)
+                )
 
     def _policy(self) -> Any:
         from exporter.wire.protos import message_class
@@ -144,6 +149,19 @@ class EntryFlags(Struct, frozen=True):
         else:
             return None
         return policy
+
+
+def _version_at(named: str, base_path: str) -> int:
+    """The version that can be at a position, by a name as `export-model rollback --to` takes it."""
+    from exporter.publish.tags import Standing, resolve_position
+    from exporter.transfer.opened import opened
+
+    try:
+        with opened(base_path, read_only=True) as model:
+            path = model.path
+            return model.carry(lambda: Standing.of(path).version_at(resolve_position(named, path)))
+    except NotUpdatable as error:
+        raise UsageError(f"{named!r} is not a version, and no tag: {error.message}") from None
 
 
 def reload(
@@ -170,6 +188,7 @@ def reload(
     --model_config_file), from options for one model, or from both: --model changes that model's entry in the
     file, or adds one. The command also works with TF Serving's own servers.
 
+    A label can be given the version of a tag (--label stable=prod): it stays there until the next reload.
     Labels move last: a label whose new version is not available yet keeps its old version until it is.
 
     A stock server waits for a new model's base path, and accepts no other configuration until the path

@@ -31,7 +31,7 @@ PROMISED = {
     "exporter": """Catalog DataMode DeltaDtype ExportError ExportRequest ExportWarning Exported ExportedDelta
         Jobs Plan Role Signing StopWhen Trusting Updates Verify Watching diff doctor execute export
         export_incremental history inspect is_chief merge node_role open_checkpoint opened plan pull push
-        rebase resume rollback verify_model watch""",
+        rebase resume rollback tag tags untag verify_model watch""",
     "exporter.tables": """DynamicTable TrainableTable dynamic_embedding trainable_embedding
         trainable_embedding_class""",
     "exporter.training": """ExportCallback ExportHook ExportOutcome IncrementCallback IncrementHook
@@ -370,9 +370,9 @@ WRONG: dict[str, tuple[Callable[[], object], str, str]] = {
         "what plan(...) returns",
         "execute(plan(...))",
     ),
-    "a text for a position": (
-        lambda: exporter.rollback("models/m", _any("10")),
-        "to='10': expected a whole number",
+    "a fraction for a position": (
+        lambda: exporter.rollback("models/m", _any(10.5)),
+        "to=10.5: expected a whole number",
         "export-model history models/m",
     ),
     "a number for a model": (lambda: exporter.resume(_any(3)), "model=3: expected a path", "model="),

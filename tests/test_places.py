@@ -27,7 +27,10 @@ IN_STORES = {
     ("doctor", "ckpt_dir"),
     ("status", "published"),
     ("update", "published"),
-    *((command, "model") for command in ("merge", "rollback", "resume", "verify", "history", "doctor")),
+    *(
+        (command, "model")
+        for command in ("merge", "rollback", "resume", "tag", "verify", "history", "doctor")
+    ),
     *((command, "model") for command in ("push", "pull")),  # which refuse it, and know what was meant
 }
 """What checkpoints and published models are named by."""

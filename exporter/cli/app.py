@@ -265,7 +265,7 @@ def export(
         export_commands.run_full(request, sink, target, watch, seen, dry_run=flags.dry_run)
 
 
-_IN_LOG = ("history", "merge", "rollback", "resume", "diff", "verify")
+_IN_LOG = ("history", "merge", "rollback", "resume", "tag", "diff", "verify")
 COMMANDS = {
     "export": LateCommand(
         __name__, "export", {"add_help_option": False, "context_settings": {"auto_envvar_prefix": VARIABLES}}

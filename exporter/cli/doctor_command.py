@@ -153,6 +153,7 @@ def _report(seen: Examination, sink: Output) -> None:
         position=found.at.position if found.at else None,
         step=found.at.step if found.at else None,
         hold=found.hold,
+        tags={tag.name: tag.position for tag in seen.tags},
         ckpt_dir=None if seen.ckpt_dir is None else str(seen.ckpt_dir),
         targets=[
             documents.Target(
@@ -186,6 +187,8 @@ def _lines(seen: Examination) -> Iterator[str]:
     deltas = f", {count(len(found.log.deltas), 'delta')}" if found.log else ", which takes no deltas"
     at = f", position {found.at}" if found.at else ""
     yield labelled("model", f"{seen.model}: {count(found.versions, 'version')}{deltas}{at}")
+    if seen.tags:
+        yield labelled("tags", ", ".join(f"{tag.name} {tag.position}" for tag in seen.tags))
     asked = [
         *([f"checkpoints in {Url.parse(str(ckpt_dir)) or ckpt_dir}"] if ckpt_dir else []),
         *(replica.address for replica in seen.servers),

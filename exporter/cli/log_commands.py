@@ -1,4 +1,4 @@
-"""The subcommands on published models: merge, rollback, resume, diff, verify, history.
+"""The subcommands on published models: merge, rollback, resume, tag, diff, verify, history.
 
 The shell completes their positions from what is published. Nothing is asked over a network for that, and an
 error is no completion.
@@ -53,18 +53,20 @@ DELTAS_ALONE = RebaseFlags()
 def merge(
     model: ModelArgument,
     from_: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             "--from",
             metavar="POSITION",
-            help="Position at which the first delta begins.",
+            help="Position at which the first delta begins: a number or a name.",
             autocompletion=positions,
         ),
     ] = None,
     to: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            metavar="POSITION", help="Position at which the last delta ends.", autocompletion=positions
+            metavar="POSITION",
+            help="Position at which the last delta ends: a number or a name.",
+            autocompletion=positions,
         ),
     ] = None,
     base: RebaseFlags = DELTAS_ALONE,
@@ -118,10 +120,11 @@ def merge(
 def rollback(
     model: ModelArgument,
     to: Annotated[
-        int,
+        str,
         typer.Option(
             metavar="POSITION",
-            help="Position (or plain version) whose values to restore.",
+            help="Position (or plain version) whose values to restore: a number, a tag, @previous, "
+            "@2h (two hours ago), @yesterday or @2026-11-26T08:00 (UTC).",
             autocompletion=positions,
         ),
     ],
@@ -148,6 +151,7 @@ def rollback(
     Examples:
       export-model rollback models/ranker --to 900 --dry-run
       export-model rollback models/ranker --to 900 --reason "scores fell"
+      export-model rollback models/ranker --to @2h --dry-run
     """
     with command(printing) as sink, opened(model, read_only=dry_run, signing=signing) as target:
         from exporter.cli import render_log
@@ -205,11 +209,83 @@ def resume(
             render_log.taken_back(done, sink)
 
 
+def tag(
+    model: ModelArgument,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="The tag: a-z, 0-9, '.', '_', '-'. Without it, tags are listed."),
+    ] = None,
+    position: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="POSITION",
+            help="What it names: a number or a name, as of rollback --to.",
+            show_default="@latest",
+            autocompletion=positions,
+        ),
+    ] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete the tag.")] = False,
+    reason: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Why, to be kept with it: `export-model tag` shows it.")
+    ] = None,
+    dry_run: DryRunFlag = False,
+    printing: OutputFlags = AS_TEXT,
+) -> None:
+    """Name a position, to be said in its place by all commands; list the names, or delete one.
+
+    Retention keeps what leads to a tagged position. A tag that exists moves.
+
+    \b
+    Examples:
+      export-model tag models/ranker
+      export-model tag models/ranker prod 900 --reason "offline test passed"
+      export-model rollback models/ranker --to prod
+      export-model tag models/ranker prod --delete
+    """
+    with command(printing) as sink:
+        _require_one_use(model, name, position, delete=delete, reason=reason)
+        reads = name is None or dry_run
+        with opened(model, read_only=reads) as target:
+            from exporter.cli import render_log
+
+            path = target.path
+            if name is None:
+                from exporter.publish.tags import tags_of
+
+                render_log.tags(target.carry(lambda: tags_of(path)), path, sink)
+                return
+            from exporter.pipeline import tagging
+
+            if delete:
+                done = target.carry(lambda: tagging.delete_tag(path, name, dry_run=dry_run))
+            else:
+                at = "@latest" if position is None else position
+                done = target.carry(lambda: tagging.set_tag(path, name, at, reason=reason, dry_run=dry_run))
+            render_log.tagged(done, sink, dry_run=dry_run)
+
+
+def _require_one_use(
+    model: Path, name: str | None, position: str | None, *, delete: bool, reason: str | None
+) -> None:
+    """Refuse options of `tag` that go with another use of it."""
+    if name is None and (delete or reason is not None):
+        given = "--delete" if delete else "--reason"
+        raise UsageError(f"{given} needs a tag", hint=f"name it: export-model tag {quoted(model)} NAME")
+    if delete and (position is not None or reason is not None):
+        given = "--reason" if position is None else position
+        raise UsageError(
+            f"--delete and {given} exclude each other",
+            hint=f"export-model tag {quoted(model)} {quoted(str(name))} --delete",
+        )
+
+
 def diff(
     a: Annotated[
         str,
         typer.Argument(
-            metavar="A", help="Checkpoint, version, MODEL or MODEL@POSITION.", autocompletion=states
+            metavar="A",
+            help="Checkpoint, version, MODEL or MODEL@POSITION, by number or name.",
+            autocompletion=states,
         ),
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="What to compare A with.", autocompletion=states)],
@@ -223,6 +299,7 @@ def diff(
     Examples:
       export-model diff train/model.ckpt-900 train/model.ckpt-1000
       export-model diff models/ranker@900 models/ranker --exit-code
+      export-model diff models/ranker@prod models/ranker@latest
       export-model diff models/ranker train/
       export-model diff s3://bucket/train/model.ckpt-900 s3://bucket/train/model.ckpt-1000 --engine ray
     """
@@ -275,7 +352,7 @@ def history(
     ] = False,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """List publications in order: versions, bases, deltas, mergers, rollbacks; and the hold.
+    """List publications in order: versions, bases, deltas, mergers, rollbacks; the hold, and tags.
 
     \b
     Examples:
@@ -304,15 +381,24 @@ def states(incomplete: str) -> list[str]:
     return [f"{model}@{each}" for each in _starting(position, _positions_of(model))] if at else []
 
 
-def _starting(incomplete: str, found: list[int]) -> list[str]:
-    return [text for text in map(str, found) if text.startswith(incomplete)]
+def _starting(incomplete: str, found: list[str]) -> list[str]:
+    return [text for text in found if text.startswith(incomplete)]
 
 
-def _positions_of(model: Any) -> list[int]:
+def _positions_of(model: Any) -> list[str]:
+    """The positions of a model, the newest first, and their names."""
     if not model or Url.parse(str(model)) is not None:
         return []
     with suppress(Exception):
         from exporter.publish.model import Model
 
-        return sorted({event.position for event in Model.read(Path(model)).publications}, reverse=True)
+        found = Model.read(Path(model))
+        numbers = sorted({event.position for event in found.publications}, reverse=True)
+        return [
+            *map(str, numbers),
+            *(tag.name for tag in found.listed_tags),
+            "@latest",
+            "@previous",
+            "@yesterday",
+        ]
     return []

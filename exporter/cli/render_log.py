@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -20,7 +21,9 @@ from exporter.terminal.progress import count, human_bytes
 if TYPE_CHECKING:
     from exporter.pipeline.log_maintenance import Merged, Merging, RollbackPlan, RollbackResult
     from exporter.pipeline.rebase import Rebased, Rebasing
+    from exporter.pipeline.tagging import Tagging
     from exporter.publish.model import Event, Model
+    from exporter.publish.tags import ListedTag
     from exporter.verify.log import VerifiedModel
 
 
@@ -217,6 +220,42 @@ def _positions(known: tuple[int, ...]) -> str:
     return shown if len(known) <= 10 else f"{len(known)}, the last {shown}"
 
 
+def tagged(done: Tagging, sink: Output, *, dry_run: bool) -> None:
+    """Print a change of a tag, done or planned."""
+    status = Status.PLANNED if dry_run else Status.PUBLISHED
+    now, before = (None if tag is None else tag.position for tag in (done.tag, done.before))
+    document = documents.Tag(
+        dry_run=dry_run,
+        status=status if done.changes else Status.NOTHING_TO_DO,
+        name=done.name,
+        position=now,
+        before=before,
+    )
+    would = "would " if dry_run else ""
+    if now is None:
+        line = labelled(f"{would}delete" if dry_run else "deleted", f"{done.name}, which named {before}")
+    elif not done.changes:
+        line = labelled("nothing to do", f"{done.name} names position {now} already")
+    else:
+        was = "" if before is None else f", no more {before}" if before != now else ", for another reason"
+        line = labelled(f"{would}tag" if dry_run else "tagged", f"{done.name} names position {now}{was}")
+    sink.result(document, [line], is_done=not dry_run)
+
+
+def tags(found: Sequence[ListedTag], model: Path, sink: Output) -> None:
+    """Print the tags of a model."""
+    sink.result(documents.Tags(str(model), found), [] if found else [labelled("tags", "none")])
+    if not found:
+        return
+    columns = {"tag": "left", "position": "right", "time (UTC)": "left", "who": "left", "": "left"}
+    rows = [
+        (tag.name, tag.position, f"{tag.when.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S}", tag.who, note)
+        for tag in found
+        for note in ["; ".join(filter(None, (tag.gone and f"gone: {tag.gone}", tag.why)))]
+    ]
+    sink.table("", columns, rows)
+
+
 def history(found: Model, sink: Output, last: int | None, *, changes: bool = False) -> None:
     """Print a model's publications, all or the `last` ones; with `changes` also what each delta changed."""
     events = found.publications[-last:] if last else found.publications
@@ -229,6 +268,7 @@ def history(found: Model, sink: Output, last: int | None, *, changes: bool = Fal
         log=found.current.number if found.current else None,
         hold=found.hold,
         held_by=found.held_by,
+        tags=found.listed_tags,
         events=events,
     )
     changed = [
@@ -274,6 +314,9 @@ def _history_lines(found: Model, shown: int) -> Iterator[str]:
             yield labelled("why", by.why)
         more = " --lift-canary" if is_canary else ""
         yield labelled("next", f"to lift it: export-model resume {quoted(found.path)}{more}")
+    if found.listed_tags:
+        told = (f"{one.name} {one.position}{' (gone)' * bool(one.gone)}" for one in found.listed_tags)
+        yield labelled("tags", ", ".join(told))
     if shown < len(found.publications):
         yield labelled("shown", f"the last {shown} of {len(found.publications)} events")
 
@@ -313,6 +356,8 @@ def _notes(event: Event) -> Iterator[str]:
         yield f"trained on events up to {event.event_time.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S}"
     if event.merged_into is not None:
         yield f"merged into {event.merged_into}"
+    if event.tags:
+        yield f"tagged {', '.join(event.tags)}"
     if event.is_past_hold:
         yield "waits behind the hold"
     if not event.is_current:

@@ -1,8 +1,8 @@
 """`diff A B`: compare two states, checkpoints or published positions, by variables, rows and keys.
 
 A state is a checkpoint (directory or prefix), a published version, or a model with a position: `MODEL` for
-the newest, `MODEL@POSITION` for another. Three parts follow each other below: tables that two checkpoints
-partition in different ways, tables by keys, and the comparison itself.
+the newest, `MODEL@POSITION` for another, by number or name (`exporter.publish.tags`). Three parts follow each
+other below: tables that two checkpoints partition in different ways, tables by keys, and the comparison.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from exporter.jobs.runner import Runner
 from exporter.mapping.mapping_rules import mod_lengths
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.publish.delta_log import DeltaLog, read_log
+from exporter.publish.tags import resolve_position, split_position
 from exporter.publish.versions import newest_version, published_versions
 from exporter.storage import mirror
 from exporter.storage.layout import VARIABLES_PREFIX
@@ -347,6 +348,7 @@ def parse_side(text: str) -> ComparedState:
 
     Raises:
         UsageError: the position is malformed.
+        PositionUnknown: it is the name of none.
         ExportError: what is named cannot be read, see errors.py.
     """
     if Url.parse(text) is not None:
@@ -354,11 +356,12 @@ def parse_side(text: str) -> ComparedState:
     else:
         text = local_name("side", text)
         path = Path(text)
-        name, at, position = text.rpartition("@")
-        if at and not path.exists():
-            if not position.isdecimal():
-                raise UsageError(f"{text!r}: expected MODEL@POSITION")
-            return _of_model(Path(name), int(position), text)
+        named = split_position(text)
+        if named is not None and not path.exists():
+            model = Path(named[0])
+            if not named[1].isdecimal() and newest_version(model) is None:
+                raise UsageError(f"{text!r}: expected MODEL@POSITION", cause=f"{model} is no model")
+            return _of_model(model, resolve_position(named[1], model), text)
     if index_path(path / VARIABLES_PREFIX).exists():
         return _of_catalog(read_catalog(path / VARIABLES_PREFIX), text)
     if path.is_dir() and newest_version(path) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -48,6 +48,7 @@ from exporter.publish.model import Model
 from exporter.publish.permission import binding
 from exporter.publish.retention import logs_without_base
 from exporter.publish.staging import Staging, dead_leftovers
+from exporter.publish.tags import ListedTag, tags_of
 from exporter.publish.versions import (
     VersionDir,
     newest_version,
@@ -85,6 +86,7 @@ class Check(StrEnum):
     MAPPED = "mapped"
     VALUES = "values"
     BUDGET = "budget"
+    TAGS = "tags"
     REPLICAS = "replicas"
 
 
@@ -114,6 +116,7 @@ CHECKS = {
     Code.NOT_MAPPED: Check.MAPPED,
     Code.WILD: Check.VALUES,
     Code.BUDGET: Check.BUDGET,
+    Code.TAG_GONE: Check.TAGS,
 }
 
 
@@ -577,6 +580,18 @@ def budget(found: VerifiedModel) -> Iterator[Finding]:
         )
 
 
+def tags(found: Sequence[ListedTag], model: Path) -> Iterator[Finding]:
+    """Find tags whose positions cannot come back."""
+    for tag in found:
+        if tag.gone:
+            yield Finding(
+                Code.TAG_GONE,
+                f"the tag {tag.name} names position {tag.position}, which is gone",
+                tag.gone,
+                command("export-model", "tag", model, tag.name, "--delete"),
+            )
+
+
 def mapped(model: Path, ckpt_dir: Path | None) -> Iterator[Finding]:
     """Find that servers here restore the newest version, made to be mapped, or map it where they may die."""
     newest = newest_version(model)
@@ -683,6 +698,7 @@ class Examination(Struct, frozen=True):
     findings: tuple[Finding, ...]
     ckpt_dir: Path | None = None
     servers: tuple[Server, ...] = ()
+    tags: tuple[ListedTag, ...] = ()
 
     @property
     def is_well(self) -> bool:
@@ -733,6 +749,7 @@ def examine(
         (Check.MAPPED, lambda: mapped(model, ckpt_dir)),
         (Check.VALUES, lambda: wild(model, found)),
         (Check.BUDGET, lambda: budget(found)),
+        (Check.TAGS, lambda: tags(tags_of(model), model)),
         (Check.ORPHANS, lambda: orphans(model, found)),
         (Check.LEFT_OVERS, lambda: left_overs(model)),
     ]
@@ -745,7 +762,10 @@ def examine(
     if servers:
         at = datetime.fromtimestamp(now, timezone.utc)
         findings += judge(Model.read(model), servers, at, Limits(patience))
-    return Examination(model, found, tuple(findings), ckpt_dir, servers)
+    names: tuple[ListedTag, ...] = ()
+    with suppress(ExportError):  # which is a finding
+        names = tags_of(model)
+    return Examination(model, found, tuple(findings), ckpt_dir, servers, names)
 
 
 _OF_THIS_MACHINE = (

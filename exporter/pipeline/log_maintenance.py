@@ -50,6 +50,7 @@ from exporter.publish.hold import Hold
 from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.permission import binding, judged, require_on_way
 from exporter.publish.retention import RetiredDeltas, retire_deltas, retire_logs
+from exporter.publish.tags import resolve_position
 from exporter.publish.versions import (
     is_taken,
     is_trusting,
@@ -96,20 +97,22 @@ class Merged(Merging, frozen=True):
 
 def merge(
     model: Path,
-    start: int | None = None,
-    end: int | None = None,
+    start: int | str | None = None,
+    end: int | str | None = None,
     jobs: Jobs = LOCALLY,
     progress: ProgressFactory = no_progress,
 ) -> Merged | None:
     """Merge the deltas that lead from `start` (by default the newest base) to `end` (by default the newest).
 
-    Returns None if there is nothing to merge: at most one delta leads there.
+    Returns None if there is nothing to merge: at most one delta leads there. Positions are numbers or names
+    (`exporter.publish.tags`).
 
     Raises:
         DeltaGap, StaleDelta: no deltas lead so.
         CheckpointError: a delta is damaged.
         PublishError: see errors.py; nothing was published.
     """
+    start, end = _positions(model, start, end)
 
     def merge_all(log: DeltaLog) -> Merged | None:
         run = _run(log, start, end)
@@ -121,7 +124,7 @@ def merge(
     return undisturbed(model, merge_all)
 
 
-def plan_merge(model: Path, start: int | None, end: int | None, jobs: Jobs) -> Merging | None:
+def plan_merge(model: Path, start: int | str | None, end: int | str | None, jobs: Jobs) -> Merging | None:
     """Return what `merge` would do now; the deltas are read and checked, and nothing is written.
 
     None if there are not two deltas to merge, or they are merged already.
@@ -129,6 +132,7 @@ def plan_merge(model: Path, start: int | None, end: int | None, jobs: Jobs) -> M
     Raises:
         DeltaGap, StaleDelta, CheckpointError, ModelHeld: as `merge`.
     """
+    start, end = _positions(model, start, end)
 
     def plan(log: DeltaLog) -> Merging | None:
         run = _run(log, start, end)
@@ -148,6 +152,11 @@ def plan_merge(model: Path, start: int | None, end: int | None, jobs: Jobs) -> M
         return Merging(run, span, delta_path(log, span), tasks)
 
     return undisturbed(model, plan)
+
+
+def _positions(model: Path, *named: int | str | None) -> list[int | None]:
+    """Return the positions that are meant by these; None stays."""
+    return [None if each is None else resolve_position(each, model) for each in named]
 
 
 def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, ...]:
@@ -290,8 +299,10 @@ class RollbackResult(RollbackPlan, frozen=True):
     published: PublishedDelta | PublishedVersion | None = None
 
 
-def rollback(model: Path, to: int, *, reason: str | None = None, if_canary: bool = False) -> RollbackResult:
-    """Publish the values of position `to` as the next position, and hold the model there.
+def rollback(
+    model: Path, to: int | str, *, reason: str | None = None, if_canary: bool = False
+) -> RollbackResult:
+    """Publish the values of position `to`, a number or a name, as the next position; hold the model there.
 
     Where the newest version takes no deltas, `to` is a version, which is published again as the newest. The
     `reason` is kept with what is published. `if_canary`: only if a canary's hold stands at `to`; others may
@@ -309,6 +320,7 @@ def rollback(model: Path, to: int, *, reason: str | None = None, if_canary: bool
     if reason is not None:
         reason = reason.encode(errors="backslashreplace").decode()
     with _operating(model) as (restorer, staging):
+        to = resolve_position(to, model)
         _require_canary(restorer.hold, to, if_canary)
         asked = replace(restorer.rollback_of(to), reason=reason, by_canary=if_canary)
         with restorer.hold.put_back_on_failure(staging):  # the hold comes before the values
@@ -317,14 +329,14 @@ def rollback(model: Path, to: int, *, reason: str | None = None, if_canary: bool
         return RollbackResult(restorer.at, values, done.path, position, position, published=done)
 
 
-def plan_rollback(model: Path, to: int, *, if_canary: bool = False) -> RollbackPlan:
+def plan_rollback(model: Path, to: int | str, *, if_canary: bool = False) -> RollbackPlan:
     """Return what `rollback` would do now; its input is read and checked, and nothing is written.
 
     Raises:
         PositionUnknown, UsageError, ModelHeld, PositionMoved, NotFinite, VerificationError,
             CheckpointError: as `rollback`.
     """
-    first = restorer_of(model)
+    first, to = restorer_of(model), resolve_position(to, model)
     _require_canary(first.hold, to, if_canary)  # not below: it would be tried again as a disturbance
     return _undisturbed(model, first, lambda restorer: _rollback_plan(restorer, restorer.rollback_of(to)))
 

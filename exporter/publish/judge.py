@@ -101,6 +101,7 @@ class Code(StrEnum):
     NOT_MAPPED = "not-mapped", "not mapped", Level.WARNING
     WILD = "wild", "wild values", Level.WARNING
     BUDGET = "budget", "budget too small", Level.WARNING
+    TAG_GONE = "tag-gone", "tag gone", Level.WARNING
     UNASKED = "unasked", "not asked yet", Level.BUSY
     CANARY = "canary", "waits for canary", Level.BUSY
     UPDATING = "updating", "updating", Level.BUSY

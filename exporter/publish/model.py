@@ -35,6 +35,7 @@ from exporter.newer_python import StrEnum
 from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta, list_deltas, log_path
 from exporter.publish.hold import HeldAt, HeldBy, Hold
 from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin, Manifest, ManifestHead
+from exporter.publish.tags import ListedTag, tags_of
 from exporter.publish.variable_change import VariableChange
 from exporter.publish.versions import (
     MAX_MANIFEST_BYTES,
@@ -114,6 +115,8 @@ class Event(Struct, frozen=True):
     """How a delta used its budget."""
     wild: tuple[WildRows, ...] = ()
     """Rows of it that are beyond `--max-norm`, by table."""
+    tags: tuple[str, ...] = ()
+    """The tags that name its position, where it belongs to the newest version's log, or takes no deltas."""
     changes: tuple[VariableChange, ...] | None = None
     """What a delta changed, with `--changes`; null if that was not asked for, or cannot be read."""
 
@@ -562,17 +565,34 @@ class Model(Struct, frozen=True, dict=True):
         # What is damaged and gone, retention has removed meanwhile.
         there = (one for one in events if one.what is not PublicationKind.DAMAGED or not is_gone(one.path))
         number = None if self.current is None else self.current.number
-        return tuple(sorted((_placed(one, number, self.hold) for one in there), key=_order))
+        names: dict[int, list[str]] = {}
+        for tag in self.listed_tags:
+            names.setdefault(tag.position, []).append(tag.name)
+        return tuple(sorted((_placed(one, number, self.hold, names) for one in there), key=_order))
+
+    @cached_property
+    def listed_tags(self) -> tuple[ListedTag, ...]:
+        """The tags, by their names; none where they cannot be read, which the doctor reports."""
+        with suppress(ManifestError):
+            return tags_of(self.path)
+        return ()
 
 
 def _order(event: Event) -> tuple[int, float, int]:
     return event.position, event.created.timestamp() if event.created else 0.0, event.from_position or 0
 
 
-def _placed(event: Event, log: int | None, hold: int | None) -> Event:
+def _placed(event: Event, log: int | None, hold: int | None, names: Mapping[int, list[str]]) -> Event:
     is_current = event.log == log
     past = hold is not None and is_current and event.position > hold
-    return replace(event, is_current=is_current, is_past_hold=past)
+    position = event.position if event.log is not None else _number_of(event)
+    tags = tuple(names.get(position, ())) if is_current else ()
+    return replace(event, is_current=is_current, is_past_hold=past, tags=tags)
+
+
+def _number_of(event: Event) -> int:
+    """The number of a version that takes no deltas, by which it is named to go back to it."""
+    return int(event.path.name) if event.path.name.isdecimal() else event.position
 
 
 def _version(child: VersionDir, known: _Known) -> Event:

@@ -18,6 +18,7 @@ from exporter.errors import ManifestError, PositionMoved
 from exporter.options import ExportRequest
 from exporter.publish.delta_log import DeltaLog, LogDelta, list_deltas
 from exporter.publish.manifest import BaseEntry
+from exporter.publish.tags import read_tags, tagged_versions
 from exporter.publish.versions import (
     VersionDir,
     log_directories,
@@ -71,16 +72,21 @@ def retire(versions: Iterable[VersionDir], *, keep: Keep, now: float, grace_seco
 
     Only versions with a manifest count and go: what this program did not publish is not its to remove. A
     version stays if someone has a lease of it (`exporter.publish.versions.lease`), or while less than
-    `grace_seconds` have passed between the publication of its successor and `now` (seconds since 1970).
+    `grace_seconds` have passed between the publication of its successor and `now` (seconds since 1970), or
+    while a tag needs it.
+
+    Raises:
+        ManifestError: the tags cannot be read, so that nothing is removed.
     """
     ours = sorted((child for child in versions if child.has_manifest), key=lambda child: child.version)
     removed, kept, trash = [], [], []
     periodic = _periodic(ours, keep)
+    tagged = tagged_versions(ours, read_tags(ours[0].path.parent)) if len(ours) > keep.newest else {}
     for child, successor in list(pairwise(ours))[: max(len(ours) - keep.newest, 0)]:
         if child.version in periodic:
             continue
         try:
-            reason = _in_grace(successor, now, grace_seconds)
+            reason = _tagged(tagged.get(child.version)) or _in_grace(successor, now, grace_seconds)
             if not reason:
                 trash.append(move_away(child.path, child.path.parent))
                 removed.append(child.version)
@@ -91,6 +97,11 @@ def retire(versions: Iterable[VersionDir], *, keep: Keep, now: float, grace_seco
             reason = f"it cannot be removed: {exc.strerror}"
         kept.append(KeptVersion(child.version, reason))
     return Retired(tuple(removed), tuple(kept), tuple(trash))
+
+
+def _tagged(name: str | None) -> str:
+    """The reason to keep a version that a tag needs; empty without one."""
+    return "" if name is None else f"the tag {name} needs it"
 
 
 def _periodic(ours: Sequence[VersionDir], keep: Keep) -> set[int]:
@@ -133,15 +144,19 @@ def retire_deltas(
     """Move deltas out of sight that no base or rollback needs; the caller holds the model's lock.
 
     Needed are those on the way of any base that is there to the newest position, and to each of the newest
-    `rollback_positions`, and to what a canary has approved; and those on the way to the newest position of a
-    server that stands at one of these, or anywhere that a base led to. A delta younger than
-    `GRACE_SECONDS` replaces nothing yet, and is not removed: what listed the directory before it came must
-    find what it listed.
+    `rollback_positions`, to what a canary has approved, and to what is tagged; and those on the way to the
+    newest position of a server that stands at one of these, or anywhere that a base led to. A delta younger
+    than `GRACE_SECONDS` replaces nothing yet, and is not removed: what listed the directory before it came
+    must find what it listed. Nothing is removed while the tags cannot be read.
     """
+    try:
+        tagged = {tag.position for tag in read_tags(log.model).values()}
+    except ManifestError:
+        return RetiredDeltas()
     settled = [delta for delta in log.deltas if now - _written(delta) >= GRACE_SECONDS]
     bases = [*(base.at.position for base in log.bases), *_unreadable_bases(log)]
     known = {position for delta in log.deltas for position in (delta.start, delta.end)}
-    needed = sorted({*known, *bases})[-rollback_positions:]
+    needed = [*sorted({*known, *bases})[-rollback_positions:], *tagged & known]
     if (approved := log.approved) is not None:
         needed.append(approved)
     while unneeded := expendable(settled, bases, needed=needed):

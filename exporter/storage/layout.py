@@ -5,6 +5,7 @@
 <model>/deltas/<log>/<from>-<to>/delta.*  manifest.json
 <model>/deltas/<log>/hold  hold.json             a position that readers do not pass by themselves; who set it
 <model>/deltas/<log>/.state/                     caches of the exporter
+<model>/tags.json                                names of positions, see `exporter.publish.tags`
 <model>/.jobs/<plan>/  receipts/                 work of an engine that is gone on with
 <model>/.lock  .watch  .canary  .staging-*  .trash-*   work in progress; a server skips what is no number
 <model>/.made-by.json                            the arguments of the last export, for people
@@ -50,6 +51,7 @@ DELTAS_DIRECTORY = "deltas"
 DELTA_NAME = "delta"
 HOLD_FILE = "hold"
 HOLD_DOCUMENT_FILE = "hold.json"
+TAGS_FILE = "tags.json"
 CACHES_DIRECTORY = Path(".state")
 HASHES_DIRECTORY = CACHES_DIRECTORY / "hashes"
 CHECKED_DIRECTORY = CACHES_DIRECTORY / "checked"

@@ -161,7 +161,7 @@ class Carrier:
 
         What was published last may not be visible yet; until it is, no hold is lifted for readers.
         """
-        head, holds = self.head, self.head.hold_files
+        head, holds = self.head, self.head.files_beside(stored.holds)
         if holds is None:
             return stored.holds
         is_shown = _pending(head.path, head.manifest) not in stored.objects
@@ -285,7 +285,7 @@ class Carrier:
         the late copy does nothing.
         """
         is_late = False
-        for name, content in (self.head.hold_files or {}).items():
+        for name, content in (self.head.files_beside(self.shown) or {}).items():
             is_late |= self._show_hold(name, _UNREADABLE_HOLD if name == item.hold else content)
         key = self._url.key(f"{item.path}/{MANIFEST_FILE}")
         pending = self._url.key(_pending(item.path, item.digest))
@@ -308,7 +308,7 @@ class Carrier:
         """
         newest = fetch_head(self._store) if look_first else None
         head, changed = self.head if newest is None else newest[0], False
-        while (holds := head.hold_files) is not None:
+        while (holds := head.files_beside(self.shown)) is not None:
             # A document before the number that it is of, and what is lifted last, the number first.
             names = [*holds, *sorted(self.shown.keys() - holds.keys())]
             if not sum([self._show_hold(name, holds.get(name)) for name in names]):

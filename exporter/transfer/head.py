@@ -32,8 +32,16 @@ from msgspec.structs import replace
 from exporter.errors import ManifestError
 from exporter.publish.hold import LONGEST_DOCUMENT, LONGEST_HOLD
 from exporter.publish.manifest import Manifest
+from exporter.publish.tags import LONGEST_TAGS
 from exporter.storage.files import read_regular, writing
-from exporter.storage.layout import DELTAS_DIRECTORY, HEAD_FILE, HOLD_DOCUMENT_FILE, HOLD_FILE, PUSHED_FILE
+from exporter.storage.layout import (
+    DELTAS_DIRECTORY,
+    HEAD_FILE,
+    HOLD_DOCUMENT_FILE,
+    HOLD_FILE,
+    PUSHED_FILE,
+    TAGS_FILE,
+)
 from exporter.storage.objects import ObjectWriter, Tag
 from exporter.storage.url import Url
 from exporter.wire.json_documents import DocumentError, decode, format_version
@@ -51,6 +59,7 @@ _ItemOrNone = Annotated[str, Meta(pattern=rf"^(?:{ITEM})?$(?!\n)")]
 _HoldPath = Annotated[str, Meta(pattern=rf"^{HOLD}$(?!\n)")]
 _HoldText = Annotated[str, Meta(pattern=r"^[\x00-\xff]*$", max_length=LONGEST_HOLD)]
 _DocumentPath = Annotated[str, Meta(pattern=rf"^{HOLD_DOCUMENT}$(?!\n)")]
+_TagsText = Annotated[str, Meta(pattern=r"^[\x00-\xff]*$", max_length=LONGEST_TAGS)]
 _DocumentText = Annotated[str, Meta(pattern=r"^[\x00-\xff]*$", max_length=LONGEST_DOCUMENT)]
 
 
@@ -65,7 +74,9 @@ class Upload(Struct, frozen=True):
 class Head(Struct, frozen=True):
     """The path of the newest publication, the lower-case SHA-256 of its manifest, the holds by their paths.
 
-    `hold_documents` say who set the holds; None of a release that knows of none. `given_up` are uploads that
+    `hold_documents` say who set the holds; None of a release that knows of none. `tags` are the document of
+    tags, empty without any, and None of a release that does not know them: they stay as they are then.
+    `given_up` are uploads that
     were replaced before they were published, the digests of their files by path.
     `owner` and `beat` make each head another one, for stores that tell objects apart by their content.
     """
@@ -75,6 +86,7 @@ class Head(Struct, frozen=True):
     uploading: Upload | None = None
     holds: dict[_HoldPath, _HoldText] | None = None
     hold_documents: dict[_DocumentPath, _DocumentText] | None = None
+    tags: _TagsText | None = None
     given_up: dict[_Item, str] = field(default_factory=dict)
     owner: str = ""
     beat: int = 0
@@ -85,18 +97,30 @@ class Head(Struct, frozen=True):
         return msgspec.json.encode(self)
 
     def holding(self, files: Mapping[str, bytes]) -> Head:
-        """The same head with other holds: these files, by their paths below the model."""
+        """The same head with other holds and tags: these files, by their paths below the model."""
         text = {name: content.decode("latin-1") for name, content in files.items()}
+        tags = text.pop(TAGS_FILE, "")
         documents = {name: text.pop(name) for name in files if name.endswith(HOLD_DOCUMENT_FILE)}
-        return replace(self, holds=text, hold_documents=documents)
+        return replace(self, holds=text, hold_documents=documents, tags=tags)
 
     @property
     def hold_files(self) -> dict[str, bytes] | None:
-        """The files of its holds, documents first, by their paths below the model; None if it has none."""
+        """The files of its holds, documents first, and of tags, by their paths below the model.
+
+        None if it says nothing of them.
+        """
         if self.holds is None:
             return None
-        text = {**(self.hold_documents or {}), **self.holds}
+        tags = {TAGS_FILE: self.tags} if self.tags else {}
+        text = {**tags, **(self.hold_documents or {}), **self.holds}
         return {name: content.encode("latin-1") for name, content in text.items()}
+
+    def files_beside(self, shown: Mapping[str, bytes]) -> dict[str, bytes] | None:
+        """As `hold_files`; of what the head's release does not know, those that are `shown` in the store."""
+        found = self.hold_files
+        if found is not None and self.tags is None and TAGS_FILE in shown:
+            found = {TAGS_FILE: shown[TAGS_FILE], **found}
+        return found
 
     @property
     def paths(self) -> list[str]:

@@ -26,6 +26,7 @@ from exporter.checkpoint.tensor_bundle import index_path, parse_index, read_cata
 from exporter.errors import CheckpointChanged, ManifestError, NotTrusted, VerificationError
 from exporter.publish.hold import LONGEST_DOCUMENT, LONGEST_HOLD
 from exporter.publish.manifest import FileEntry, Manifest, from_json
+from exporter.publish.tags import LONGEST_TAGS
 from exporter.publish.versions import (
     MAX_MANIFEST_BYTES,
     VERSION_FILES,
@@ -50,6 +51,7 @@ from exporter.storage.layout import (
     JOBS_DIRECTORY,
     MANIFEST_FILE,
     PAIR_NAME,
+    TAGS_FILE,
     VARIABLES_PREFIX,
 )
 from exporter.storage.objects import ObjectReader, RemoteObject
@@ -59,7 +61,7 @@ from exporter.transfer.head import HOLD, HOLD_DOCUMENT, ITEM
 from exporter.verify.version_files import Passed, cuts_of, verify_bytes, verify_file, verify_files
 
 _ITEM = re.compile(rf"({ITEM})/(.+)")
-_HOLD = re.compile(rf"{HOLD}|{HOLD_DOCUMENT}")
+_HOLD = re.compile(rf"{HOLD}|{HOLD_DOCUMENT}|{re.escape(TAGS_FILE)}")
 _JOBS_END = f"{JOBS_DIRECTORY}0"
 """All names of jobs sort before it (`0` comes after `/`), and what is published after it."""
 _CONNECTIONS = 16
@@ -116,7 +118,9 @@ class Item(Struct, frozen=True):
 
 
 class StoredModel(Struct, frozen=True):
-    """A model in a store: all objects but those of jobs, by key below the model; its manifests and holds."""
+    """A model in a store: all objects but those of jobs, by key below the model; its manifests; the files of
+    its holds and tags.
+    """
 
     objects: dict[str, RemoteObject]
     manifests: dict[str, RemoteObject]
@@ -184,8 +188,10 @@ def _read_local(file: Path) -> tuple[Manifest, bytes]:
 
 
 def local_holds(model: Path) -> dict[str, bytes]:
-    """The files of holds, numbers and their documents, by their paths below the model."""
+    """The files of holds, numbers and their documents, and of tags, by their paths below the model."""
     found = {}
+    with suppress(FileNotFoundError):
+        found[TAGS_FILE] = read_regular(model / TAGS_FILE, LONGEST_TAGS)
     for directory in (model, *(model / DELTAS_DIRECTORY).glob("*")):
         # The number first: the document that is read next knows the number before it, too.
         for path in (directory / HOLD_FILE, directory / HOLD_DOCUMENT_FILE):
@@ -197,6 +203,8 @@ def local_holds(model: Path) -> dict[str, bytes]:
 
 
 def _longest(name: str) -> int:
+    if name == TAGS_FILE:
+        return LONGEST_TAGS
     return LONGEST_DOCUMENT if name.endswith(HOLD_DOCUMENT_FILE) else LONGEST_HOLD
 
 

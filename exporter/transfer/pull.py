@@ -24,6 +24,7 @@ Who may write a store is not always who may publish. With keys that are trusted 
 - what none of them has signed is not fetched, nor a delta whose log has no base that one has signed;
 - what was fetched is compared with the digests that were signed, as it lies here, before servers can see it;
 - what is in the copy goes only when it is replaced, whatever is not in the store any more;
+- tags are left where they are;
 - a hold is taken over if it leads no server of the copy back: it may not be less than the newest position in
   the copy, or than the copy's own hold below that. Any other, and one that is no position, is left.
 
@@ -34,7 +35,6 @@ than was published, and lift a hold.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -71,6 +71,7 @@ from exporter.storage.layout import (
     MANIFEST_FILE,
     PULL_LOCK_FILE,
     PULL_PREFIX,
+    TAGS_FILE,
 )
 from exporter.storage.local_paths import quoted, require_no_pattern
 from exporter.storage.objects import ObjectWriter, RemoteObject, Tag
@@ -78,7 +79,7 @@ from exporter.storage.requests import PART_BYTES
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
 from exporter.terminal.progress import Progress, ProgressFactory, human_bytes, no_progress
-from exporter.transfer.head import HOLD, Head, Upload, fetch_head, files_digest, recall, remember
+from exporter.transfer.head import Head, Upload, fetch_head, files_digest, recall, remember
 from exporter.transfer.items import (
     Item,
     Passage,
@@ -271,7 +272,9 @@ def _is_settled(head: Head, stored: StoredItems) -> bool:
     """True if all that a head says can be seen; that comes a moment after the head."""
     holds, there = head.hold_files or {}, stored.holds
     if head.hold_documents is None:  # of an earlier release, which leaves documents that it does not know
-        there = {name: content for name, content in there.items() if re.fullmatch(HOLD, name)}
+        there = {name: content for name, content in there.items() if not name.endswith(HOLD_DOCUMENT_FILE)}
+    if head.tags is None:
+        there = {name: content for name, content in there.items() if name != TAGS_FILE}
     is_shown = head.path in stored.manifests and holds == there
     return is_shown and all(files_of(stored, item) is not None for item in stored.items.values())
 
@@ -376,6 +379,7 @@ class _Pull:
             path: item for path, item in items.items() if not item.is_delta or item.manifest.lineage in logs
         }
         holds = dict(self._stored.holds)
+        holds.pop(TAGS_FILE, None)  # which nobody signs
         for name in [name for name in holds if PurePosixPath(name).name == HOLD_FILE]:
             least, position = self._least_hold(name, here.get(name)), position_in(holds[name])
             if here.get(name) == holds[name] or (position is not None and position >= least):
@@ -473,7 +477,7 @@ class _Pull:
         """Write down that an item is of the store: if this pull is killed, the next may not find it there."""
         known = recall(self._model, self._url) or Head()
         coming = known.uploading
-        published = Head(holds=known.holds, hold_documents=known.hold_documents)
+        published = Head(holds=known.holds, hold_documents=known.hold_documents, tags=known.tags)
         head = known if coming is None else replace(published, path=coming.path, manifest=coming.manifest)
         remember(self._model, self._url, replace(head, uploading=Upload(item.path, item.digest, "")))
 
@@ -544,6 +548,8 @@ class _Pull:
         for name, content in sorted(stored.items(), reverse=True):  # a document before its number
             log = name.rpartition("/")[0]
             is_left_over = f"{log}/{HOLD_FILE}".lstrip("/") not in stored
+            if name == TAGS_FILE:
+                is_left_over = self._had(name) == content  # those that were set here since stay
             if here.get(name) != content and log != self._kept_log and not is_left_over:
                 path = below(self._model, name, f"{self._url}: the hold")
                 with writing(path), Staging(self._model) as staging:
@@ -559,15 +565,20 @@ class _Pull:
         A canary's hold is lifted only if the store had the very same: any other an agent set, for this copy.
         """
         self._set_holds()
-        known = recall(self._model, self._url)
-        had = {} if known is None else known.hold_files or {}
         for name in local_holds(self._model).keys() - self._stored.holds.keys():
+            if name == TAGS_FILE and self._had(name) is not None and self._trust is None:
+                (self._model / name).unlink(missing_ok=True)
             hold = Hold((self._model / name).parent)
             if hold.path.name != Path(name).name:
                 continue  # a document goes with its number
-            is_own = hold.is_canary and hold.content() != had.get(name)
+            is_own = hold.is_canary and hold.content() != self._had(name)
             if not is_own and name.rpartition("/")[0] != self._kept_log:
                 hold.lift()
+
+    def _had(self, name: str) -> bytes | None:
+        """A file of a hold or of tags as the store had it when this copy was last as new; None without."""
+        known = recall(self._model, self._url)
+        return None if known is None else (known.hold_files or {}).get(name)
 
     def _prune(self, *, is_current: bool) -> tuple[str, ...]:
         removed = []

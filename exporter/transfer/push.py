@@ -2,7 +2,7 @@
 
 A push that is killed is finished by the next one from the same directory. One from a directory that does not
 lead on from what is in the store is refused: a model has one history (see `head`). Holds go before what they
-hold back, and are lifted after everything else.
+hold back, and are lifted after everything else. Tags go with them.
 
 A rollback by an agent's canary in a pulled copy is a decision about the copy's servers, not about the store.
 A copy at position B whose canary found fault goes back to the values of G by a delta to R, which the store
@@ -37,7 +37,7 @@ from exporter.errors import (
 )
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from exporter.publish.versions import require_base_path
-from exporter.storage.layout import MANIFEST_FILE
+from exporter.storage.layout import MANIFEST_FILE, TAGS_FILE
 from exporter.storage.local_paths import quoted, store_url, without_secrets
 from exporter.storage.objects import ObjectWriter
 from exporter.storage.url import Url
@@ -289,6 +289,12 @@ def _require_ours(plan: PushPlan, head: Head) -> None:
         )
     if known is None or known.holds is None or head.holds is None or not head.is_same_publication(known):
         return
+    if head.tags not in (None, known.tags or "", plan.holds.get(TAGS_FILE, b"").decode("latin-1")):
+        raise PositionMoved(
+            f"{plan.url}: another machine has changed the tags",
+            cause=f"{plan.model} does not know of it",
+            hint=f"take them over first: export-model pull {quoted(plan.url)} {quoted(plan.model)}",
+        )
     if head.holds != known.holds and head.hold_files != plan.holds:
         raise PositionMoved(
             f"{plan.url}: another machine has set or lifted a hold",

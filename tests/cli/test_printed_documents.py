@@ -69,6 +69,14 @@ RUNS = {
         "resume models/ranker",
         "rollback models/ranker --to 35",
     ],
+    "export-model tag": [
+        "tag models/ranker",
+        "tag models/ranker good --dry-run",
+        "tag models/ranker good @previous",
+        "tag models/ranker",
+        "tag models/ranker good --delete",
+        "tag models/ranker 2h",
+    ],
     "export-model diff": ["diff models/ranker@30 models/ranker", "diff train models/ranker", "diff train x"],
     "export-model verify": ["verify models/ranker", "verify models/plain --bytes", "verify train"],
     "export-model doctor": [

@@ -33,6 +33,7 @@ PRINTED_BY: Mapping[str, Sequence[type[Struct]]] = {
     "export-model history": (logs.History,),
     "export-model merge": (logs.Merge, logs.Rebase),
     "export-model rollback, export-model resume": (logs.Rollback,),
+    "export-model tag": (logs.Tags, logs.Tag),
     "export-model diff": (differences.Differences,),
     "export-model verify": (logs.Verification,),
     "export-model doctor": (diagnosis.Diagnosis,),

@@ -235,6 +235,11 @@ MEANINGS: Mapping[Code, Meaning] = {
         "Look at the training: a learning rate that is too high, or slots that were lost. To take the values "
         "back, roll back.",
     ),
+    Code.TAG_GONE: Meaning(
+        "A tag names a position whose values cannot come back: a newer log has begun, or somebody removed "
+        "what led there.",
+        "Delete the tag, as the command does, or name another position.",
+    ),
     Code.BUDGET: Meaning(
         "The deltas of `--delta-budget` lately exceeded it, because more had to go, or sent less than a "
         "quarter of the change.",

@@ -22,6 +22,7 @@ from tools.reference.markdown import code, code_block, table, text
 _FUNCTIONS = {
     "Publish": "export export_incremental plan execute watch",
     "Merge, roll back, resume": "merge rebase rollback resume",
+    "Name positions": "tag untag tags",
     "Look": "inspect history diff doctor verify_model open_checkpoint",
     "Object stores": "push pull opened",
     "Clusters": "is_chief node_role",

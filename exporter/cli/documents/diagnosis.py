@@ -55,6 +55,8 @@ class Diagnosis(Struct, frozen=True):
     """The training step of its values."""
     hold: int | None
     """The position at which the model is held."""
+    tags: Mapping[str, int]
+    """The positions that tags name."""
     ckpt_dir: str | None
     """The directory of checkpoints that was looked at, too."""
     targets: Sequence[Target]

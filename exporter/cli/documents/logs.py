@@ -10,6 +10,7 @@ from exporter.cli.documents import Status
 from exporter.publish.hold import HeldBy
 from exporter.publish.model import Event
 from exporter.publish.retention import KeptVersion
+from exporter.publish.tags import ListedTag
 
 
 class Push(Struct, frozen=True, kw_only=True):
@@ -169,5 +170,31 @@ class History(Struct, frozen=True):
     """The position at which the model is held."""
     held_by: HeldBy | None
     """Who set the hold, when and why; null if nothing says so."""
+    tags: Sequence[ListedTag]
+    """The tags: names of positions."""
     events: Sequence[Event]
     """What was published, in the order of positions."""
+
+
+class Tags(Struct, frozen=True):
+    """The document that `tag` prints without a name."""
+
+    model: str
+    """The model base path."""
+    tags: Sequence[ListedTag]
+    """Its tags, by their names."""
+
+
+class Tag(Struct, frozen=True):
+    """The document that `tag` prints when it sets or deletes one."""
+
+    dry_run: bool
+    """True if nothing was written."""
+    status: Status
+    """`published`, `planned`, or `nothing_to_do` if it is so already."""
+    name: str
+    """The tag."""
+    position: int | None
+    """The position that it names now; null if it is deleted."""
+    before: int | None
+    """The position that it named before; null if there was no such tag."""

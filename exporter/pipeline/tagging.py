@@ -1,0 +1,107 @@
+"""Set, delete and list the tags of a model: names of its positions (`exporter.publish.tags`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from exporter.errors import PositionUnknown
+from exporter.publish.commit import Staging, model_lock
+from exporter.publish.tags import (
+    PositionTag,
+    Standing,
+    read_tags,
+    require_tag_name,
+    resolve_position,
+    write_tags,
+)
+from exporter.publish.versions import newest_version, nothing_published
+from exporter.storage.files import writing
+from exporter.storage.local_paths import quoted
+
+
+class Tagging(Struct, frozen=True):
+    """A change of a tag: what it names after it, and before; None where there is no such tag."""
+
+    name: str
+    tag: PositionTag | None
+    before: PositionTag | None
+
+    @property
+    def changes(self) -> bool:
+        """False if the tag is as it was asked to be."""
+        then, now = self.before, self.tag
+        if then is None or now is None:
+            return then is not now
+        return then.position != now.position or (bool(now.why) and then.why != now.why)
+
+
+_Change: TypeAlias = Callable[[Mapping[str, PositionTag]], Tagging]
+
+
+def set_tag(
+    model: Path,
+    name: str,
+    position: int | str = "@latest",
+    *,
+    reason: str | None = None,
+    dry_run: bool = False,
+) -> Tagging:
+    """Name a position, which is kept by retention from now on; a tag of this name moves there.
+
+    Raises:
+        UsageError: no tag can have the name, or `position` names none; there are too many tags.
+        PositionUnknown: nothing published leads to the position.
+        TargetBusy: another exporter had the model's lock for too long.
+        ExportError: the model or its tags cannot be read or written; the tags are as they were.
+    """
+    require_tag_name(name)
+    if reason is not None:
+        reason = reason.encode(errors="backslashreplace").decode()
+
+    def change(tags: Mapping[str, PositionTag]) -> Tagging:
+        number = resolve_position(position, model)
+        Standing.of(model).require(number)
+        return Tagging(name, PositionTag.now(number, reason), tags.get(name))
+
+    return _changed(model, change, dry_run=dry_run)
+
+
+def _changed(model: Path, change: _Change, *, dry_run: bool) -> Tagging:
+    """Do a change under the model's lock, unless there is nothing to do; a dry run takes no lock."""
+    if newest_version(model) is None:  # where nothing is published nothing is made, not even a lock
+        raise nothing_published(model)
+    if dry_run:
+        return change(read_tags(model))
+    with Staging(model) as staging, writing(staging.path), model_lock(model):
+        tags = dict(read_tags(model))
+        found = change(tags)
+        if found.changes:
+            tags.pop(found.name, None)
+            write_tags(tags if found.tag is None else tags | {found.name: found.tag}, staging)
+        return found
+
+
+def delete_tag(model: Path, name: str, *, dry_run: bool = False) -> Tagging:
+    """Delete a tag; its position may be removed by retention from now on.
+
+    Raises:
+        UsageError: no tag can have the name.
+        PositionUnknown: there is no such tag.
+        TargetBusy, ExportError: as `set_tag`.
+    """
+    require_tag_name(name)
+
+    def change(tags: Mapping[str, PositionTag]) -> Tagging:
+        if name not in tags:
+            raise PositionUnknown(
+                f"{model} has no tag {name!r}",
+                cause=f"its tags are {', '.join(tags)}" if tags else "it has none",
+                hint=f"list them: export-model tag {quoted(model)}",
+            )
+        return Tagging(name, None, tags[name])
+
+    return _changed(model, change, dry_run=dry_run)

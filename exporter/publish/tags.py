@@ -1,0 +1,377 @@
+"""Names of positions: tags, which people set; the newest and the one before; times.
+
+    900                        a position; where versions take no deltas, a version
+    prod                       a tag
+    @latest  @previous         the newest position, and the one before it
+    @2h  @yesterday            the newest position that was published two hours ago, or a day ago
+    @2026-11-26T08:00          the same, for a time; UTC, unless it says another zone
+
+`resolve_position` reads all of them, for every command. The time of a publication is that of its manifest.
+
+    <model>/tags.json          each tag's position, who set it, when and why
+
+The document is replaced in one step, under the model's lock. Retention keeps what leads to a tagged position
+(`tagged_versions`, and `retire_deltas` of `exporter.publish.retention`). Servers do not read tags, and nobody
+signs them: where keys are trusted, a tag names no position.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta, Struct
+
+from exporter.delta.spans import nearest_base
+from exporter.errors import ManifestError, NotUpdatable, PositionError, PositionUnknown, UsageError
+from exporter.publish.delta_log import DeltaLog, log_of
+from exporter.publish.hold import HeldBy
+from exporter.publish.versions import (
+    VersionDir,
+    delta_positions,
+    is_trusting,
+    newest_of,
+    newest_version,
+    nothing_published,
+    read_head,
+    version_dirs,
+)
+from exporter.storage.files import read_regular, sync, write_durably, writing
+from exporter.storage.layout import TAGS_FILE
+from exporter.storage.local_paths import quoted
+from exporter.wire.json_documents import Count, DocumentError, Moment, Text, decode, encode_indented
+
+if TYPE_CHECKING:
+    from exporter.publish.staging import Staging
+
+LONGEST_TAGS = 1 << 16
+"""Bytes of the document, which are part of a store's head: some hundred tags."""
+
+_LONGEST_NUMBER = 19
+_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
+_AGO = re.compile(r"([0-9]{1,9})([smhdw])")
+_RESERVED = r"latest|previous|yesterday|[0-9]+[smhdw]?|[0-9]{4}-[0-9]{2}-[0-9]{2}.*"
+_NAME = rf"^(?!(?:{_RESERVED})$)[a-z0-9][a-z0-9._-]{{0,63}}$(?!\n)"
+_EXPECTED = "expected a number, a tag, @latest, @previous, @2h, @yesterday or @2026-11-26T08:00 (UTC)"
+
+
+class PositionTag(Struct, frozen=True, omit_defaults=True):
+    """The position that a tag names, who set it, when and why."""
+
+    position: Count
+    """The position, or the version where versions take no deltas."""
+    who: Text
+    """The user and the machine that set it: `user@machine`."""
+    when: Moment
+    """When it was set."""
+    why: Text = ""
+    """The reason that was given; empty if none was, cut off if it is long."""
+
+    @classmethod
+    def now(cls, position: int, why: str | None = None) -> PositionTag:
+        """A tag that this process sets now, for its user."""
+        by = HeldBy.now(position, why)
+        return cls(position, by.who, by.when, by.why)
+
+
+class ListedTag(Struct, frozen=True):
+    """A tag of a model."""
+
+    name: str
+    """Its name."""
+    position: int
+    """The position that it names, or the version where versions take no deltas."""
+    who: str
+    """The user and the machine that set it: `user@machine`."""
+    when: datetime
+    """When it was set."""
+    why: str
+    """The reason that was given; empty if none was."""
+    gone: str
+    """Why the values of its position cannot come back; empty if they can."""
+
+
+class TagsDocument(Struct, frozen=True):
+    """The file `tags.json`: the tags by their names."""
+
+    tags: dict[Annotated[str, Meta(pattern=_NAME)], PositionTag]
+
+
+def read_tags(model: Path) -> Mapping[str, PositionTag]:
+    """The tags of a model by their names, sorted; empty without any.
+
+    Raises:
+        ManifestError: the document cannot be read, or is not one.
+    """
+    path = model / TAGS_FILE
+    try:
+        content = read_regular(path, LONGEST_TAGS)
+        found: TagsDocument = decode(content, TagsDocument, TAGS_FILE, written=encode_indented)
+    except FileNotFoundError:
+        return {}
+    except (OSError, DocumentError) as error:
+        raise ManifestError(
+            f"{path} does not hold the model's tags",
+            cause=str(error) if isinstance(error, DocumentError) else error.strerror or str(error),
+            hint=f"remove it, and set the tags again: rm {quoted(path)}",
+        ) from None
+    return dict(sorted(found.tags.items()))
+
+
+def write_tags(tags: Mapping[str, PositionTag], staging: Staging) -> None:
+    """Replace the tags of the staging's model; the caller has its lock.
+
+    Raises:
+        UsageError: they are too many for one document.
+        DiskFull, PublishError: as `exporter.storage.files.writing`; the tags are as they were.
+    """
+    content = encode_indented(TagsDocument(dict(sorted(tags.items()))))
+    if len(content) > LONGEST_TAGS:
+        raise UsageError(
+            f"{len(tags)} tags take {len(content)} bytes, and {TAGS_FILE} has {LONGEST_TAGS} at the most",
+            hint=f"delete one that is not needed: export-model tag {quoted(staging.model)} NAME --delete",
+        )
+    path, new = staging.model / TAGS_FILE, staging.path.with_name(TAGS_FILE)
+    with writing(path):
+        new.unlink(missing_ok=True)
+        write_durably(new, content)
+        new.replace(path)
+        sync(staging.model)
+
+
+def require_tag_name(name: str) -> None:
+    """Refuse a name that no tag can have.
+
+    Raises:
+        UsageError: it is one of another kind of position, or has other characters.
+    """
+    if re.match(_NAME, name) is None:
+        raise UsageError(
+            f"{name[:80]!r} cannot be the name of a tag",
+            cause="a tag has up to 64 of the characters a-z, 0-9, '.', '_' and '-', begins with one of the "
+            "first two kinds, and is no number and no time",
+            hint="for example: export-model tag MODEL prod",
+        )
+
+
+class Standing(Struct, frozen=True):
+    """The positions of a model at one moment, with what leads to each; `log` is None without deltas."""
+
+    model: Path
+    log: DeltaLog | None
+    paths: Mapping[int, list[Path]]
+
+    @classmethod
+    def of(cls, model: Path) -> Standing:
+        """The positions of the newest version's log, or the versions where these take no deltas.
+
+        Raises:
+            NotUpdatable: nothing is published.
+            ManifestError: the manifest of a version cannot be read.
+        """
+        versions = version_dirs(model)
+        if newest_of(versions) is None:
+            raise nothing_published(model)
+        try:
+            log = log_of(model, versions)
+        except NotUpdatable:
+            ours = [child for child in versions if child.has_manifest]
+            return cls(model, None, {child.version: [child.path] for child in ours})
+        paths: dict[int, list[Path]] = {base.at.position: [base.path] for base in log.bases}
+        for delta in log.deltas:
+            paths.setdefault(delta.end, []).append(delta.path)
+        return cls(model, log, paths)
+
+    def loss(self, position: int) -> str:
+        """Why the values of a position cannot come back; empty if they can."""
+        if self.log is None:
+            return "" if position in self.paths else "that version was removed"
+        if position in self.paths:
+            try:
+                nearest_base(self.log.deltas, [base.at.position for base in self.log.bases], position)
+            except PositionError:
+                return "no base leads there any more"
+            return ""
+        for delta in self.log.deltas:
+            if delta.start < position < delta.end:
+                return f"it was merged away, into {delta.path.name}"
+        others = {child.version for child in self.log.versions if child.has_manifest}
+        if position in others or position in delta_positions(self.model, but=self.log.path):
+            return f"its log has ended: the model went on with version {self.log.number}"
+        return "retention removed it"
+
+    def version_at(self, position: int) -> int:
+        """The version that is at a position when it is loaded, or comes there by the fewest deltas.
+
+        PositionUnknown if there is none.
+        """
+        self.require(position)
+        if self.log is None:
+            return position
+        return nearest_base(self.log.deltas, [base.at.position for base in self.log.bases], position)
+
+    def require(self, position: int) -> None:
+        """Refuse a position whose values cannot come back.
+
+        Raises:
+            PositionUnknown: nothing stands there, or no base leads there.
+        """
+        if why := self.loss(position):
+            known = ", ".join(map(str, sorted(self.paths)[-20:]))
+            raise PositionUnknown(
+                f"nothing that is published leads to position {position}",
+                cause=f"{why}; there are {known}",
+                hint=f"list the positions: export-model history {quoted(self.model)}",
+            )
+
+
+def split_position(text: str) -> tuple[str, str] | None:
+    """The model and the position of `MODEL@POSITION`, as `resolve_position` takes it; None without an @.
+
+    A name that begins with @ may be typed without a second one: MODEL@latest, MODEL@2h.
+    """
+    model, at, position = text.rpartition("@")
+    if not at:
+        return None
+    is_special = model.endswith("@") or (re.fullmatch(_RESERVED, position) and not position.isdecimal())
+    return model.removesuffix("@"), f"@{position}" if is_special else position
+
+
+def tags_of(model: Path) -> tuple[ListedTag, ...]:
+    """The tags of a model, by their names.
+
+    Raises:
+        NotUpdatable: nothing is published.
+        ManifestError: the tags, or a version's manifest, cannot be read.
+    """
+    if not (tags := read_tags(model)) and newest_version(model) is not None:
+        return ()
+    there = Standing.of(model)
+    return tuple(
+        ListedTag(name, tag.position, tag.who, tag.when, tag.why, there.loss(tag.position))
+        for name, tag in tags.items()
+    )
+
+
+def resolve_position(named: int | str, model: Path) -> int:
+    """The position that is meant by a number, a tag, or a name that begins with @.
+
+    A number is not looked for: who asks says what is wrong with one.
+
+    Raises:
+        UsageError: it is none of these; or a tag, and keys are trusted there, of which none signs tags.
+        PositionUnknown: there is no such tag, what it names is gone, or nothing was published then.
+        NotUpdatable: nothing is published.
+        ManifestError: a manifest, or the document of tags, cannot be read.
+    """
+    text = str(named)
+    if re.fullmatch(rf"[0-9]{{1,{_LONGEST_NUMBER}}}", text, re.ASCII) or not isinstance(named, str):
+        return int(text)
+    if text.startswith("@"):
+        return _special(text[1:], Standing.of(model))
+    if re.match(_NAME, text) is None:
+        is_special = re.fullmatch(_RESERVED, text) is not None and not text.isdigit()
+        raise UsageError(
+            f"{text[:80]!r} names no position",
+            cause=_EXPECTED,
+            hint=f"write @{text}" if is_special else f"list them: export-model history {quoted(model)}",
+        )
+    return _tagged(text, model)
+
+
+def _tagged(name: str, model: Path) -> int:
+    tags = read_tags(model)
+    if name not in tags and newest_version(model) is None:
+        raise nothing_published(model)
+    if name not in tags:
+        raise PositionUnknown(
+            f"{model} has no tag {name!r}",
+            cause=f"its tags are {', '.join(tags)}" if tags else "it has none",
+            hint=f"set it: export-model tag {quoted(model)} {quoted(name)} POSITION",
+        )
+    position = tags[name].position
+    if is_trusting(model):
+        raise UsageError(
+            f"the tag {name} names position {position}, and nobody has signed that",
+            cause="keys are trusted here, and tags are not signed",
+            hint=f"if it is meant, name the position itself: {position}",
+        )
+    if why := Standing.of(model).loss(position):
+        raise PositionUnknown(
+            f"the tag {name} of {model} names position {position}, which is gone",
+            cause=why,
+            hint=f"set it anew: export-model tag {quoted(model)} {quoted(name)} POSITION",
+        )
+    return position
+
+
+def _special(text: str, there: Standing) -> int:
+    """The position of a name without its @."""
+    known = sorted(there.paths, reverse=True)
+    if text == "latest":
+        return known[0]
+    if text == "previous":
+        if len(known) < 2:
+            raise PositionUnknown(
+                f"{known[0]} is the only position of {there.model}: there is none before it"
+            )
+        return known[1]
+    until = _moment(text, datetime.now(timezone.utc))
+    if until is None:
+        raise UsageError(
+            f"'@{text[:80]}' names no position", cause=_EXPECTED, hint="for example: @latest, or @2h"
+        )
+    oldest = ""
+    for position in known:
+        times = [time for path in there.paths[position] if (time := _published(path)) is not None]
+        if any(time <= until for time in times):
+            return position
+        oldest = f"{position}, at {min(times):%Y-%m-%d %H:%M:%S} UTC" if times else oldest
+    raise PositionUnknown(
+        f"nothing of {there.model} was published by {until:%Y-%m-%d %H:%M:%S} UTC",
+        cause=f"the oldest that is left is {oldest}" if oldest else "",
+        hint=f"list the positions: export-model history {quoted(there.model)}",
+    )
+
+
+def _published(path: Path) -> datetime | None:
+    """When a version or delta was published, in UTC; None if its manifest cannot be read."""
+    with suppress(ManifestError):  # one that is damaged, or was just removed
+        return read_head(path).created.astimezone(timezone.utc)
+    return None
+
+
+def _moment(text: str, now: datetime) -> datetime | None:
+    """The time that a name means, in UTC; None if it is none."""
+    ago = _AGO.fullmatch("1d" if text == "yesterday" else text)
+    with suppress(ValueError, OverflowError):
+        if ago is not None:
+            return now - timedelta(seconds=int(ago[1]) * _UNITS[ago[2]])
+        found = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", text))
+        return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).astimezone(timezone.utc)
+    return None
+
+
+def tagged_versions(versions: Iterable[VersionDir], tags: Mapping[str, PositionTag]) -> dict[int, str]:
+    """The versions that tagged positions need, each with the tag: the one it names, or the base before it.
+
+    The base before a position is the newest that takes deltas; where that cannot be read it is needed, too.
+    """
+    numbers = {child.version: child.path for child in versions if child.has_manifest}
+    found: dict[int, str] = {}
+    for name, tag in tags.items():
+        for number in sorted((each for each in numbers if each <= tag.position), reverse=True):
+            if number == tag.position or _may_take_deltas(numbers[number]):
+                found.setdefault(number, name)
+                break
+    return found
+
+
+def _may_take_deltas(version: Path) -> bool:
+    with suppress(ManifestError):
+        return read_head(version).log is not None
+    return True
