@@ -295,6 +295,7 @@ def _tag(directory: Path) -> None:
     set_tag(directory / "model", "prod", 30)
 
 
+@pytest.mark.landing
 def test_a_command_that_is_killed_leaves_the_old_tags_or_the_new_ones(model: Path) -> None:
     set_tag(model, "prod", 20)
     origin = model.parent

@@ -20,11 +20,13 @@ from exporter.options import EngineName, Jobs, Signing, Trusting
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.log_maintenance import merge, resume, rollback
 from exporter.pipeline.rebase import rebase
+from exporter.pipeline.tagging import set_tag
 from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import from_json
 from exporter.publish.model import Model
 from exporter.publish.signing import Signer, Trust, verify_digests
 from exporter.publish.staging import Staging
+from exporter.publish.tags import read_tags, resolve_position
 from exporter.publish.versions import in_force, read_manifest, signer_of, trust_of
 from exporter.transfer.opened import name_of, opened
 from exporter.transfer.pull import LocalCopy, pull
@@ -241,6 +243,23 @@ def test_a_copy_never_goes_back(attack: Attack) -> None:
     attack.put(f"{LOG}/hold", b"40\n")
     assert attack.pull() == set()
     assert (attack.copy / LOG / "hold").read_bytes() == b"40\n", "a publisher may hold what there is"
+
+
+def test_a_tag_leads_nobody_who_trusts_keys(attack: Attack, tmp_path: Path) -> None:
+    """Nobody signs tags: a copy leaves those of the store, and where keys are trusted a tag names nothing."""
+    tag = b'{"tags": {"prod": {"position": 20, "who": "a", "when": "2026-11-26T08:00:00Z"}}}'
+    attack.put("tags.json", tag)
+    assert attack.pull() == set()
+    assert not (attack.copy / "tags.json").exists()
+    set_tag(attack.copy, "own", 20)
+    attack.put("tags.json", tag + b" ")
+    assert attack.pull() == set()
+    assert set(read_tags(attack.copy)) == {"own"}
+    with in_force(attack.copy, trust=attack.keys.trust()):
+        assert resolve_position("20", attack.copy) == 20
+        assert resolve_position("@previous", attack.copy) == 20
+        with pytest.raises(UsageError, match="nobody has signed that"):
+            resolve_position("own", attack.copy)
 
 
 def grow_old(copy: Path) -> None:

@@ -1,0 +1,100 @@
+"""Tags go with a model: pushed, pulled, and set in a store; who overwrites whose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import exporter
+from exporter.errors import PositionMoved
+from exporter.pipeline.tagging import delete_tag, set_tag
+from exporter.publish.tags import read_tags
+from exporter.transfer.pull import pull
+from exporter.transfer.push import plan_push
+from tests.support.commands import export_model
+from tests.support.machines import Machine, pushed
+from tests.support.object_stores import Bucket
+
+HEAD, TAGS = "models/ranker/head.json", "models/ranker/tags.json"
+
+
+def named(model: Path) -> dict[str, int]:
+    return {name: tag.position for name, tag in read_tags(model).items()}
+
+
+def test_a_copy_has_the_tags_of_what_was_pushed(machine: Machine, url: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    set_tag(machine.model, "good", 20)
+    pushed(machine.model, url)
+    pull(url, copy)
+    assert named(copy) == {"good": 20}
+    set_tag(machine.model, "good", 30)
+    set_tag(machine.model, "old", 10)
+    assert export_model("push", machine.model, url, "--json").document["status"] == "published"
+    pull(url, copy)
+    assert named(copy) == {"good": 30, "old": 10}
+    for name in ("good", "old"):
+        delete_tag(machine.model, name)
+    pushed(machine.model, url)
+    pull(url, copy)
+    assert named(copy) == {}
+
+
+def test_tags_of_a_copy_stay_until_those_of_the_store_change(
+    machine: Machine, url: str, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    pushed(machine.model, url)
+    pull(url, copy)
+    set_tag(copy, "here", 20)
+    machine.go_on(40)
+    pushed(machine.model, url)
+    pull(url, copy)
+    assert named(copy) == {"here": 20}
+    set_tag(machine.model, "good", 20)
+    pushed(machine.model, url)
+    pull(url, copy)
+    assert named(copy) == {"good": 20}
+
+
+def test_a_model_in_a_store_is_tagged_there(
+    machine: Machine, bucket: Bucket, url: str, tmp_path: Path
+) -> None:
+    pushed(machine.model, url)
+    before = bucket.keys()
+    assert export_model("tag", url, "good", "20", "--dry-run").code == 0
+    assert bucket.keys() == before
+    assert exporter.tag(url, "good", "@previous", reason="it was good").tag is not None
+    told = export_model("tag", url, "--json").document
+    assert [(one["name"], one["position"], one["why"]) for one in told["tags"]] == [
+        ("good", 20, "it was good")
+    ]
+    assert export_model("diff", f"{url}@good", f"{url}@20", "--exit-code").code == 0
+    with pytest.raises(PositionMoved, match="another machine has changed the tags"):
+        plan_push(machine.model, url)
+    pull(url, machine.model)
+    assert named(machine.model) == {"good": 20}
+    assert exporter.rollback(url, "good").values_of.position == 20
+    pull(url, tmp_path / "copy")
+    assert named(tmp_path / "copy") == {"good": 20}
+    assert exporter.untag(url, "good").before is not None
+    assert exporter.tags(url) == ()
+
+
+def test_a_publisher_of_an_earlier_release_takes_no_tag_away(
+    machine: Machine, bucket: Bucket, url: str, tmp_path: Path
+) -> None:
+    """It writes a head without them, and leaves what it does not know."""
+    set_tag(machine.model, "good", 20)
+    pushed(machine.model, url)
+    head = json.loads(bucket.keys()[HEAD])
+    del head["tags"]
+    bucket.put(HEAD, json.dumps(head).encode())
+    content = bucket.keys()[TAGS]
+    pull(url, tmp_path / "copy")
+    assert named(tmp_path / "copy") == {"good": 20}
+    assert export_model("rollback", url, "--to", "good").code == 0
+    assert bucket.keys()[TAGS] == content
+    assert json.loads(bucket.keys()[HEAD])["tags"] == content.decode()
