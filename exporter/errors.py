@@ -551,6 +551,8 @@ class CallFailed(ServerError):
         """
         super().__init__(message, cause=cause, hint=hint)
         self.code = code
+        self.served: tuple[str, ...] = ()
+        """The models that the server has instead of the one that was asked for; empty if it does not tell."""
 
 
 def os_error(exc: OSError, path: Path) -> ExportError:

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -53,7 +54,12 @@ Examples:
 
 def status(
     address: Address,
-    model: ModelName = "default",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The model's name on the server.", show_default="the one that it serves"
+        ),
+    ] = None,
     published: Annotated[
         Path | None,
         typer.Option(
@@ -71,6 +77,9 @@ def status(
     With --published (the model base path on this machine, or its URL), also show the hold, how many deltas
     and training steps each version is behind, and how long ago the values that it serves were published.
 
+    Without --model it is the one model of the server. `serve-model run` tells which that is; of TF Serving's
+    own servers, which list no models, `default` is asked for, and the last part of --published.
+
     The exit code is 7 unless a version is AVAILABLE.
 
     \b
@@ -82,7 +91,8 @@ def status(
         from serving import status_command
         from serving.client import ModelClient
 
-        with ModelClient(address, model, deadline_s=deadline, access=access) as client:
+        connect = partial(ModelClient, address, deadline_s=deadline, access=access)
+        with connect(model) if model else status_command.find_model(connect, published) as client:
             status_command.run(client, published, sink)
 
 

@@ -25,6 +25,7 @@ from exporter.wire.protos import Proto, message_class
 from exporter.wire.tensor_proto import fill, to_array
 from serving.address import to_reach, with_port
 from serving.credentials import identity, open_channel
+from serving.served_names import names_in
 from serving.status import Code, VersionState, VersionStatus
 
 if TYPE_CHECKING:
@@ -308,7 +309,9 @@ class ModelClient:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 self._reconnect(connection)
-            raise self._failed(method, error.code().name, error.details() or "") from error
+            failed = self._failed(method, error.code().name, error.details() or "")
+            failed.served = names_in(error.trailing_metadata())
+            raise failed from error
 
     def _reconnect(self, failed: _Connection) -> None:
         """Use replaced certificates: in a process that runs for weeks they expire."""

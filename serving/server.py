@@ -33,6 +33,7 @@ from exporter.storage.local_paths import local_path
 from exporter.wire.protos import Proto, class_of, service_methods
 from serving.calls import Calls
 from serving.models import ConfigFile, ServedModels
+from serving.served_names import as_metadata
 from serving.server_metrics import ServerMetrics
 from serving.server_options import DEFAULT_OPTIONS, ServerOptions
 from serving.status import MAX_MESSAGE_CHARACTERS, Code, StatusError, VersionStatus, status_of
@@ -427,7 +428,7 @@ class PredictionService:
 
     def GetModelMetadata(self, request: Proto, context: Context) -> Proto:
         """The signatures of a version."""
-        with _status_to(context), self._counted("GetModelMetadata", request.model_spec):
+        with _status_to(context, self._calls.models), self._counted("GetModelMetadata", request.model_spec):
             return self._calls.metadata(request)
 
     @contextmanager
@@ -451,7 +452,7 @@ class ModelService:
 
     def GetModelStatus(self, request: Proto, context: Context) -> Proto:
         """The state of each version of a model."""
-        with _status_to(context):
+        with _status_to(context, self._calls.models):
             return self._calls.status(request)
 
     def HandleReloadConfigRequest(self, request: Proto, context: Context) -> Proto:
@@ -477,8 +478,11 @@ def _seconds_left(context: Context) -> float | None:
 
 
 @contextmanager
-def _status_to(context: Context) -> Iterator[None]:
-    """End the call with the canonical status of any exception, with the message cut as TF Serving cuts it."""
+def _status_to(context: Context, models: ServedModels | None = None) -> Iterator[None]:
+    """End the call with the canonical status of any exception, with the message cut as TF Serving cuts it.
+
+    With what is not found goes which `models` there are, for the clients that ask without knowing a name.
+    """
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the edge of the server: every error becomes a status
@@ -487,4 +491,6 @@ def _status_to(context: Context) -> Iterator[None]:
         message = status.message
         if len(message) > MAX_MESSAGE_CHARACTERS:
             message = message[:MAX_MESSAGE_CHARACTERS] + "...TRUNCATED"
+        if code is Code.NOT_FOUND and models is not None:
+            context.set_trailing_metadata(as_metadata(models.served()))
         context.abort(_STATUS_CODES[int(code)], message)

@@ -6,7 +6,7 @@ needs access to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from exporter.errors import CallFailed, ServerError
 from exporter.publish.judge import lag, seconds_since
 from exporter.publish.model import Model
 from exporter.publish.served import Served
+from exporter.storage.local_paths import quoted
 from exporter.terminal.output import Output
 from exporter.terminal.progress import human_time
-from exporter.transfer.opened import opened
+from exporter.transfer.opened import name_of, opened
 from serving.client import ModelClient
 from serving.documents import ModelStatus, Published, ServedVersion
 from serving.status import VersionState, VersionStatus, error_text
@@ -149,6 +150,47 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
     if target is None and any(one.position is not None for one in found):
         sink.note("to see how far behind a version is: --published MODEL_BASE_PATH")
     _require_available(client, statuses)
+
+
+def find_model(connect: Callable[[str], ModelClient], published: Path | None) -> ModelClient:
+    """A client of the one model that a server serves, which was not named.
+
+    `serve-model run` tells its models. TensorFlow Serving's interface does not list them: there the name may
+    be the last part of what is `published`, or TensorFlow Serving's own default.
+
+    Raises:
+        CallFailed: the server did not respond, has none of these, or has several models.
+    """
+    names = ["default"] if published is None else [name_of(published), "default"]
+    for name in names:
+        client = connect(name)
+        try:
+            client.status()
+        except CallFailed as error:
+            client.close()
+            if error.code != "NOT_FOUND":
+                raise
+            if len(error.served) == 1:
+                return connect(error.served[0])
+            if error.served or name == names[-1]:
+                raise _not_named(client, error) from error
+        else:
+            return client
+    raise AssertionError("the loop returns")
+
+
+def _not_named(client: ModelClient, error: CallFailed) -> CallFailed:
+    served = error.served
+    ask = f"serve-model status {client.address} --model {quoted(served[0]) if served else 'NAME'}"
+    if served:
+        what = f"{client.address} serves {len(served)} models: {', '.join(served)}"
+        return CallFailed(error.code, what, cause="which of them is meant is not said", hint=ask)
+    return CallFailed(
+        error.code,
+        f"{client.address} serves no model that is called {client.model}",
+        cause="the interface of TensorFlow Serving does not list its models, so the name has to be given",
+        hint=f"{ask}; it stands in the server's configuration (--model_name, --model_config_file)",
+    )
 
 
 def _published(history: Model) -> Published:

@@ -23,6 +23,7 @@ from serving.cli import app
 from serving.documents import Form
 from serving.example import example, written
 from serving.model_config import ModelConfig
+from serving.served_names import as_metadata, names_in
 from serving.server import ModelServer, require_free
 from serving.server_options import NetworkOptions, ServerOptions
 from tests.support.certificates import Certified
@@ -84,14 +85,56 @@ def test_status_is_quiet(server: ModelServer) -> None:
     assert (done.exit_code, done.output) == (0, "")
 
 
-def test_status_of_an_unknown_model(server: ModelServer) -> None:
+def test_status_of_the_one_model_of_a_server(server: ModelServer) -> None:
+    """`serve-model run` tells its name with the answer that there is no other."""
+    assert json.loads(call("status", server.address, "--json").stdout)["model"] == "ranker"
+
+
+def test_status_where_there_are_several(server: ModelServer, tmp_path: Path) -> None:
+    ranker = server.models.served()["ranker"].base_path
+    config = tmp_path / "models.config"
+    place = f"base_path: '{ranker}' model_platform: 'tensorflow'"
+    entries = " ".join(f"config {{ name: '{name}' {place} }}" for name in ("b", "a c"))
+    config.write_text(f"model_config_list {{ {entries} }}")
+    with ModelServer(options=ServerOptions(model_config_file=config)) as several:
+        several.wait_available(60)
+        done = call("status", several.address)
+        assert done.exit_code == 7
+        assert f"{several.address} serves 2 models: a c, b" in done.stderr
+        assert f"hint:  serve-model status {several.address} --model 'a c'" in done.stderr
+        assert call("status", several.address, "--model", "a c").exit_code == 0
+
+
+def test_status_where_a_server_does_not_tell_its_models(
+    server: ModelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As TensorFlow Serving's own: the name is asked for, or is that of what is published."""
+    monkeypatch.setattr("serving.server.as_metadata", lambda names: ())
     done = call("status", server.address)
     assert done.exit_code == 7
-    assert "Could not find any versions of model default" in done.stderr
+    assert "does not list its models" in done.stderr
+    assert f"hint:  serve-model status {server.address} --model NAME" in done.stderr
+    published = server.models.served()["ranker"].base_path
+    done = call("status", server.address, "--published", str(published))
+    assert "ranker on" in done.stdout or "nothing is published" in done.stderr, done.output
+
+
+def test_names_that_are_no_names_are_passed_over() -> None:
+    for content in (b"", b"{", b"[1]", b'["' + b"a" * 5000 + b'"]', b"\xff"):
+        assert names_in([("export-model-served-bin", content)]) == ()
+    assert names_in([("export-model-served-bin", b'["a\\u001b", "b"]')]) == ("b",)
+    assert names_in(as_metadata([f"model-{number}" for number in range(1000)])) == ()
+    assert names_in(None) == ()
+
+
+def test_status_of_an_unknown_model(server: ModelServer) -> None:
+    done = call("status", server.address, "--model", "rankr")
+    assert done.exit_code == 7
+    assert "Could not find any versions of model rankr" in done.stderr
     assert "hint:  name a model of this server with --model" in done.stderr
 
 
-@pytest.mark.parametrize("command", [("status",), ("update",), ("predict", "--json-input", "-")])
+@pytest.mark.parametrize("command", [("update",), ("predict", "--json-input", "-")])
 def test_a_model_has_the_name_that_servers_give_it(server: ModelServer, command: tuple[str, ...]) -> None:
     """`default`, as TensorFlow Serving calls a model that was given no name."""
     done = call(command[0], server.address, *command[1:], stdin="{}")
