@@ -23,7 +23,7 @@ from exporter.terminal.progress import human_time
 from exporter.transfer.opened import name_of, opened
 from serving.client import ModelClient
 from serving.documents import ModelStatus, Published, ServedVersion
-from serving.status import VersionState, VersionStatus, error_text
+from serving.status import Code, VersionState, VersionStatus, error_text
 from serving.updates import read_served
 
 _EVENT = "event"
@@ -149,7 +149,7 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
     sink.table(f"{client.model} on {client.address}{_newest(target)}", columns, rows)
     if target is None and any(one.position is not None for one in found):
         sink.note("to see how far behind a version is: --published MODEL_BASE_PATH")
-    _require_available(client, statuses)
+    _require_available(client, found, statuses)
 
 
 def find_model(connect: Callable[[str], ModelClient], published: Path | None) -> ModelClient:
@@ -245,14 +245,17 @@ def _age(seconds: float | None) -> str:
     return "" if seconds is None else human_time(seconds)
 
 
-def _require_available(client: ModelClient, statuses: Sequence[VersionStatus]) -> None:
-    if not any(status.state is VersionState.AVAILABLE for status in statuses):
-        first = statuses[0]
+def _require_available(
+    client: ModelClient, found: Sequence[ServedVersion], statuses: Sequence[VersionStatus]
+) -> None:
+    """Raise ServerError unless a version is available, and still was when it was asked for its position."""
+    if not any(one.state == VersionState.AVAILABLE.name for one in found):
+        first, now = statuses[0], found[0]
         hint = "publish a version that loads, or wait for the version that is loading"
-        if all(status.state is VersionState.END and not status.code for status in statuses):
+        if all(one.state == VersionState.END.name and one.code == Code.OK.name for one in found):
             hint = f"let the server serve the model again: serve-model reload {client.address}"
         raise ServerError(
             f"no version of {client.model} is available on {client.address}",
-            cause=error_text(first) or f"version {first.version} is in state {first.state.name}",
+            cause=error_text(first) or now.problem or f"version {now.version} is in state {now.state}",
             hint=hint,
         )

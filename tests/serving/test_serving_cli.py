@@ -19,7 +19,9 @@ from typer.testing import CliRunner
 
 from exporter.errors import UsageError
 from exporter.wire import protos
+from exporter.wire.protos import message_class
 from serving.cli import app
+from serving.client import ModelClient
 from serving.documents import Form
 from serving.example import example, written
 from serving.model_config import ModelConfig
@@ -117,6 +119,28 @@ def test_status_where_a_server_does_not_tell_its_models(
     published = server.models.served()["ranker"].base_path
     done = call("status", server.address, "--published", str(published))
     assert "ranker on" in done.stdout or "nothing is published" in done.stderr, done.output
+
+
+def test_a_version_that_is_unloaded_while_it_is_asked_for_is_not_available(
+    server: ModelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unloading(ModelClient):
+        def status(self, version: int | None = None) -> Any:
+            listed = super().status(version)
+            nothing = message_class("serving.ModelServerConfig")()
+            nothing.model_config_list.SetInParent()
+            self.configure(nothing, 60)
+            return listed
+
+    monkeypatch.setattr("serving.client.ModelClient", Unloading)
+    with ModelServer(server.models.served()["ranker"].base_path) as other:
+        other.wait_available(60)
+        done = call("status", other.address, "--model", "ranker", "--json")
+    (version,) = json.loads(done.stdout)["versions"]
+    assert version["state"] == "END" and "not found" in version["problem"]
+    error = json.loads(done.stderr.splitlines()[-1])
+    assert (done.exit_code, error["cause"]) == (7, version["problem"])
+    assert "serve-model reload" in error["hint"]
 
 
 def test_names_that_are_no_names_are_passed_over() -> None:
