@@ -189,7 +189,7 @@ class Standing(Struct, frozen=True):
     def loss(self, position: int) -> str:
         """Why the values of a position cannot come back; empty if they can."""
         if self.log is None:
-            return "" if position in self.paths else "that version was removed"
+            return "" if position in self.paths else "there is no such version, or no more"
         if position in self.paths:
             try:
                 nearest_base(self.log.deltas, [base.at.position for base in self.log.bases], position)
@@ -202,7 +202,7 @@ class Standing(Struct, frozen=True):
         others = {child.version for child in self.log.versions if child.has_manifest}
         if position in others or position in delta_positions(self.model, but=self.log.path):
             return f"its log has ended: the model went on with version {self.log.number}"
-        return "retention removed it"
+        return "nothing stands there, or no more"
 
     def version_at(self, position: int) -> int:
         """The version that is at a position when it is loaded, or comes there by the fewest deltas.
