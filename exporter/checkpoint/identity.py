@@ -6,6 +6,7 @@ A trainer that was set back writes `model.ckpt-500` again, with other values; ot
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
@@ -18,7 +19,7 @@ from exporter.checkpoint.families import family_of
 from exporter.checkpoint.tensor_bundle import MAX_INDEX_BYTES
 from exporter.errors import CheckpointChanged, CheckpointNotFound
 from exporter.storage import mirror
-from exporter.storage.files import read_regular
+from exporter.storage.files import file_digest, read_regular
 
 # Names, sizes in bytes, modification times in nanoseconds and inodes of files, by name.
 Looks: TypeAlias = tuple[tuple[str, int, int, int], ...]
@@ -36,6 +37,7 @@ class Identity(Struct, frozen=True):
     digest: str
     files: Looks
     paths: tuple[Path, ...]
+    is_indexed: bool
 
     @classmethod
     def of(cls, catalog: Catalog) -> Identity:
@@ -48,12 +50,34 @@ class Identity(Struct, frozen=True):
                 raise CheckpointChanged(f"{catalog.prefix} vanished after it was read") from error
             if digest != catalog.index_digest:
                 raise CheckpointChanged(f"{index_path(catalog.prefix)} was replaced after it was read")
-            return cls(catalog.prefix, digest, files, (catalog.prefix,))
+            return cls(catalog.prefix, digest, files, (catalog.prefix,), is_indexed=True)
         seen = [entry[:3] for path in catalog.shards for entry in look(path) if entry[0] == path.name]
         if not seen:
             raise CheckpointChanged(f"{catalog.prefix} vanished after it was read")
         paths = tuple(dict.fromkeys((catalog.prefix, *catalog.shards)))
-        return cls(catalog.prefix, hashlib.sha256(repr(seen).encode()).hexdigest(), _look_at(paths), paths)
+        digest = hashlib.sha256(repr(seen).encode()).hexdigest()
+        return cls(catalog.prefix, digest, _look_at(paths), paths, is_indexed=False)
+
+    def content_digest(self, of: Callable[[Path], str] = file_digest) -> str:
+        """The lower-case SHA-256 of what the checkpoint holds, whatever its files are called: see `digest`.
+
+        Where there is no index the files are read, each by `of`; of several it is that of their digests.
+        CheckpointChanged if one was replaced.
+        """
+        if self.is_indexed:
+            return self.digest
+        try:
+            found = [of(path) for path in self._all_files()]
+        except OSError as error:
+            raise CheckpointChanged(f"{self.prefix} vanished after it was read", cause=str(error)) from error
+        self.require_same_files()
+        return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()
+
+    def _all_files(self) -> list[Path]:
+        """The files of a checkpoint without index, in an order that does not depend on where it lies."""
+        if self.prefix.is_dir():
+            return sorted(path for path in self.prefix.rglob("*") if path.is_file())
+        return [path for path in self.paths if path.is_file()]  # a prefix may be a pattern of shards
 
     @property
     def is_untouched(self) -> bool:

@@ -340,17 +340,20 @@ def write_bundle(
 ) -> Catalog:
     """Write tensors of `catalog` into a new bundle at `prefix`, in blocks; returns that one's catalog.
 
+    Its tensors belong to the layers that they belonged to, so that they are mapped as before.
+
     Raises:
         CheckpointError: a source is damaged, or changed since the catalog was read.
         PublishError: the target cannot be written; DiskFull if there is no space.
     """
-    progress = progress or NoProgress()
+    progress, owners = progress or NoProgress(), dict[str, str]()
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         with BundleWriter(prefix) as writer:
             for ref in tensors:
                 if ref.content is None:
                     raise ValueError(f"{ref.name!r} is in a bundle already")
+                owners[ref.name] = ref.owner
                 if not ref.slices:
                     _add(writer, ref, ref.content, ref.shape)
                 for part in ref.slices:
@@ -359,7 +362,9 @@ def write_bundle(
                 progress.advance(ref.bytes_)
     except OSError as error:
         raise os_error(error, prefix) from error
-    return replace(read_catalog(prefix), family=catalog.family, step=catalog.step)
+    written = read_catalog(prefix)
+    owned = {name: replace(ref, owner=owners[name]) for name, ref in written.tensors.items()}
+    return replace(written, family=catalog.family, tensors=owned, step=catalog.step, naming=catalog.naming)
 
 
 def _add(

@@ -225,6 +225,11 @@ class VariableMapping(Struct, frozen=True, dict=True):
         """Bytes of the served variables as published."""
         return sum(source.bytes_ for source in self.sources)
 
+    def over(self, catalog: Catalog) -> VariableMapping:
+        """The same mapping to the tensors of these names in another catalog."""
+        sources = (replace(source, tensor=catalog.tensors[source.tensor.name]) for source in self.sources)
+        return replace(self, catalog=catalog, sources=tuple(sources))
+
 
 def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> VariableMapping:
     """The mapping of a graph's variables to a checkpoint's tensors; every variable has one, or it raises.

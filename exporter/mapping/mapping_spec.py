@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import asdict, replace
 
 from exporter.catalog import Catalog, SliceSpec, TensorRef
@@ -97,11 +97,30 @@ class VariableDocument(Struct, frozen=True, omit_defaults=True):
         return GraphVariable(self.node, self.key, DType.of(self.dtype), self.shape, part)
 
 
+class PlaceDocument(Struct, frozen=True, omit_defaults=True):
+    """Where Keras looks for a variable in a weights file, as a manifest has it."""
+
+    name: Annotated[Text, doc("the tensor's name there")]
+    dtype: Annotated[DtypeLabel, doc("its type in the model")]
+    shape: Annotated[Shape, doc("its shape in the model")]
+    owner: Annotated[Text, doc("the names of the layers that it belongs to")] = ""
+
+    @classmethod
+    def of(cls, place: TensorRef) -> PlaceDocument:
+        """The document of a place."""
+        return cls(place.name, place.dtype.label, place.shape, place.owner)
+
+    def read(self) -> TensorRef:
+        """The place of the document."""
+        return TensorRef(self.name, DType.of(self.dtype), self.shape, owner=self.owner)
+
+
 class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"stored": "variables"}):
     """How a base's variables come from a trainer's checkpoint: `recipe` in its manifest.
 
     `dynamic` are tables by arbitrary keys, whose variables are among the others. `not_in_8_bits` are the
-    variables, by key, that a rule would cast to int8 and that are no tables by rows.
+    variables, by key, that a rule would cast to int8 and that are no tables by rows. `layers` are those of
+    a Keras model whose values came from a file that knows them by layers.
     """
 
     stored: Annotated[tuple[VariableDocument, ...], doc("the graph's variables")]
@@ -112,6 +131,10 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
     min_freq: Annotated[Count, doc("--min-freq")] = 0
     max_age_steps: Annotated[Count | None, doc("--max-age-steps")] = None
     not_in_8_bits: Annotated[tuple[Text, ...], doc("what --cast int8 leaves as it is, by name")] = ()
+    layers: Annotated[
+        Mapping[Text, tuple[PlaceDocument, ...]],
+        doc("where Keras looks for each variable of the model in a weights file; the last place counts"),
+    ] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -141,6 +164,9 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
                 for s in ours
                 if not s.is_in_8_bits and cast_for(s.key, s.tensor, rules.casts) is DType.INT8
             ),
+            {key: tuple(map(PlaceDocument.of, at)) for key, at in _sorted(graph.layers).items()}
+            if any(source.tensor.owner for source in ours)
+            else {},
         )
 
     @cached_property
@@ -163,7 +189,10 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
 
         others = {key for table in self.dynamic for key in table.keys}
         ordinary = tuple(variable for variable in self.variables if variable.key not in others)
-        graph = InferenceGraph("the published base", None, ordinary, lookups=self.lookups, tables=self.tables)
+        layers = {key: tuple(place.read() for place in at) for key, at in self.layers.items()}
+        graph = InferenceGraph(
+            "the published base", None, ordinary, lookups=self.lookups, tables=self.tables, layers=layers
+        )
         try:
             mapping = build_mapping(graph, catalog, self.rules)
         except MappingError as error:

@@ -13,7 +13,7 @@ from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.families import model_beside
 from exporter.checkpoint.identity import Identity
-from exporter.errors import MissingTensors, ObjectMismatch, UsageError
+from exporter.errors import MissingTensors, ObjectMismatch
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphSource, SourceGraph, clean, load_source
 from exporter.graph.origin import GraphOrigin
@@ -45,15 +45,7 @@ def read_both(
     checkpoint: Identity,
     load: GraphSource = load_source,
 ) -> Both:
-    """Read the graph, and complete the rules from both sides.
-
-    UsageError if deltas are asked for and the checkpoint is no tensor bundle.
-    """
-    if request.updates and not catalog.is_bundle:
-        raise UsageError(
-            f"{catalog.prefix} is not a tensor bundle: what changes in it cannot be followed",
-            hint="leave --incr or --updatable out, or let the trainer save a tf.train.Checkpoint",
-        )
+    """Read the graph, and complete the rules from both sides."""
     asked = GraphRequest.of(request, model_beside(catalog.prefix))
     # Before it is loaded: what is edited meanwhile is refused later, not taken for what was loaded.
     origin = GraphOrigin.of(asked, is_beside=asked.is_found) if request.updates else None

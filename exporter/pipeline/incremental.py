@@ -651,11 +651,13 @@ def _all_changes(
     from exporter.delta.row_hashes import BlockHasher, HashIndex, most_bytes, read_index
 
     spec = log.base.entry.mapping_spec
+    # Workers elsewhere do not see the bundle that an archive becomes here.
+    runner = _runner(planned.request) if trainer.archive is None else None
+    trainer = trainer.in_bundle(spec, scratch / "source" / "model.ckpt", progress)
     compared = ordinary(log.schema, spec)
     limit = most_bytes({each.name: _bytes_of(each) for each in compared.variables if each.is_table})
     known = read_index(log.path / HASHES_DIRECTORY, **_state_key(log), limit=limit)
     with progress("compare", trainer.mapping.bytes_) as bar:
-        runner = _runner(planned.request)
         hasher = known.hasher if known else BlockHasher.fresh()
         if known is None and runner is not None:  # else no job would be gone on with
             hasher = BlockHasher.of(f"{log.lineage} {log.at.position}")

@@ -117,7 +117,8 @@ def _spec(planned: Plan) -> MappingSpec:
 def _trained(planned: Plan) -> TrainerVersion:
     """The checkpoint's state; increments beside it may say how new its events are."""
     prefix = planned.catalog.prefix
-    checkpoint = CheckpointId(prefix.name, planned.catalog.step or 0, planned.checkpoint.digest)
+    digest = planned.checkpoint.content_digest()  # of the files whose values are staged, or it raises
+    checkpoint = CheckpointId(prefix.name, planned.catalog.step or 0, digest)
     event_time = None
     with suppress(CheckpointError):  # the stage that reads increments reports damage
         event_time = read_history(prefix.parent).newest_event(checkpoint)

@@ -76,6 +76,4 @@ def _convert(staged: Staged) -> None:
     if layout is not None:
         layout = layout.with_source(catalog)
         catalog = layout.catalog
-    sources = tuple(replace(item, tensor=catalog.tensors[item.tensor.name]) for item in mapping.sources)
-    mapping = replace(mapping, catalog=catalog, sources=sources)
-    staged.plan = replace(staged.plan, mapping=mapping, layout=layout)
+    staged.plan = replace(staged.plan, mapping=mapping.over(catalog), layout=layout)

@@ -99,8 +99,7 @@ def write_tables(
     with writing(directory):
         directory.mkdir()
     catalog, job = layout.write(directory, admission, runner, progress)
-    sources = tuple(replace(item, tensor=catalog.tensors[item.tensor.name]) for item in mapping.sources)
-    return WrittenTables(replace(mapping, catalog=catalog, sources=sources), job)
+    return WrittenTables(mapping.over(catalog), job)
 
 
 def unmatched_with(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Unmatched:

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
-from exporter.checkpoint.identity import index_digest
-from exporter.checkpoint.tensor_bundle import index_path
+from exporter.checkpoint.embedding_variables import embedding_variables, find_variable
+from exporter.checkpoint.identity import Identity
+from exporter.checkpoint.tensor_bundle import index_path, write_bundle
 from exporter.delta.format import Rows, Schema
 from exporter.delta.layered_state import Changes, LayeredState
 from exporter.delta.row_reader import row_readers, translate
@@ -27,7 +29,9 @@ from exporter.mapping.build import VariableMapping
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.mapping.tensor_source import TensorSource
 from exporter.publish.delta_log import DeltaLog
+from exporter.storage.files import SETTLED_NS, FileDigests
 from exporter.tables.integer_sets import among, distinct
+from exporter.terminal.progress import ProgressFactory
 from exporter.wire.dtypes import Array
 
 
@@ -36,6 +40,7 @@ class TrainerState(Struct, frozen=True):
 
     `awaits_marker`: the trainer may say in a moment where its newest full checkpoint stands. `abandoned` is
     an increment that is not of the full checkpoint, although its step is higher; "" if there is none.
+    `archive` are the looks of the files of what is no tensor bundle; None of a bundle, which has checksums.
     """
 
     catalog: Catalog
@@ -44,6 +49,26 @@ class TrainerState(Struct, frozen=True):
     plan: ChangePlan
     awaits_marker: bool = False
     abandoned: str = ""
+    archive: Identity | None = None
+
+    def in_bundle(self, spec: MappingSpec, prefix: Path, progress: ProgressFactory) -> TrainerState:
+        """The same state as rows that can be read one by one: an archive's values become a bundle at `prefix`.
+
+        CheckpointChanged if the archive was replaced since it was planned for.
+        """
+        if self.archive is None:
+            return self
+        needed = {source.tensor.name: source.tensor for source in self.mapping.sources}
+        known = embedding_variables(self.catalog) if spec.dynamic else {}
+        for table in spec.dynamic:  # which are compared by keys, and are in no mapping
+            variable = find_variable(known, spec.trained_name(table))
+            for part in variable.parts if variable else ():
+                needed |= {name: self.catalog.tensors[name] for name in part.tensor_names}
+        with progress("read", sum(ref.bytes_ for ref in needed.values())) as bar:
+            written = write_bundle(self.catalog, needed.values(), prefix, bar)
+        # Each read noticed another file, and none what was written into this one after its last block.
+        self.archive.require_same_files()
+        return replace(self, catalog=written, mapping=self.mapping.over(written), archive=None)
 
     def layers(self) -> tuple[Changes, ...]:
         """Return the plan's increments as changes of served variables, oldest first, every checksum verified.
@@ -113,6 +138,7 @@ def read_trainer(
     schema: Schema,
     published: TrainerVersion,
     within: float = 0.0,
+    digests: FileDigests | None = None,
     *,
     is_watching: bool = False,
     marker_seconds: float = 0.0,
@@ -121,11 +147,11 @@ def read_trainer(
 
     Rows may stay behind by less than `within`. After a new full checkpoint a watch is told of no news while
     the next increment is due, and for `marker_seconds` at most while a marker may say which one that is.
+    `digests` are those of archives that were read before.
     """
-    catalog = open_checkpoint(ckpt_dir)
-    # Of the index that was read: the trainer may have put another in its place since.
-    digest = catalog.index_digest or index_digest(catalog.prefix)
-    full = CheckpointId(catalog.prefix.name, catalog.step or 0, digest)
+    found = _open(ckpt_dir, FileDigests() if digests is None else digests)
+    catalog = found.catalog
+    full = CheckpointId(catalog.prefix.name, catalog.step or 0, found.digest)
     history = read_history(catalog.prefix.parent)
     # A directory is DeepRec's where no hook of ours has written increments that concern this checkpoint.
     is_ours = history.leads_on_from(full) or bool(history.markers_of(full))
@@ -142,7 +168,45 @@ def read_trainer(
         if is_watching and awaits_marker:
             plan = ChangePlan(published, full.step)
     abandoned = "" if is_ours else abandoned_increment(catalog)
-    return TrainerState(catalog, mapping_spec.mapping(catalog), schema, plan, awaits_marker, abandoned)
+    mapping = mapping_spec.mapping(catalog)
+    return TrainerState(catalog, mapping, schema, plan, awaits_marker, abandoned, found.archive)
+
+
+class _Opened(Struct, frozen=True):
+    """A checkpoint, the digest of its contents and, of what is no tensor bundle, its files' looks."""
+
+    catalog: Catalog
+    digest: str
+    archive: Identity | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """True if no file was written so lately that it may change again within one tick of the clock."""
+        written = (
+            max((modified for _, _, modified, _ in self.archive.files), default=0) if self.archive else 0
+        )
+        return time.time_ns() - written > SETTLED_NS
+
+
+_ARCHIVES: dict[Path, _Opened] = {}
+
+
+def _open(ckpt_dir: Path, digests: FileDigests) -> _Opened:
+    """The newest checkpoint of a directory; of an archive that looks as it did, what was read before."""
+    known = _ARCHIVES.get(ckpt_dir)
+    if known is not None and known.archive is not None and known.archive.is_untouched:
+        # A watch looks each second, and all of an archive has to be read to know its contents.
+        if candidates(ckpt_dir)[0] == known.catalog.prefix:
+            return known
+    catalog = open_checkpoint(ckpt_dir)
+    if catalog.index_digest is not None:
+        # Of the index that was read: the trainer may have put another in its place since.
+        return _Opened(catalog, catalog.index_digest)
+    archive = Identity.of(catalog)
+    opened = _Opened(catalog, archive.content_digest(digests), archive)
+    if opened.is_settled:
+        _ARCHIVES[ckpt_dir] = opened
+    return opened
 
 
 class _Known(Struct, frozen=True):
