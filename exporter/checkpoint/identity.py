@@ -67,13 +67,13 @@ class Identity(Struct, frozen=True):
         if self.is_indexed:
             return self.digest
         try:
-            found = [of(path) for path in self._all_files()]
+            found = [of(path) for path in self.content_files()]
         except OSError as error:
             raise CheckpointChanged(f"{self.prefix} vanished after it was read", cause=str(error)) from error
         self.require_same_files()
         return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()
 
-    def _all_files(self) -> list[Path]:
+    def content_files(self) -> list[Path]:
         """The files of a checkpoint without index, in an order that does not depend on where it lies."""
         if self.prefix.is_dir():
             return sorted(path for path in self.prefix.rglob("*") if path.is_file())

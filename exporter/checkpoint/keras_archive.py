@@ -105,15 +105,24 @@ def read_config(path: Path) -> ModelConfig | None:
     return ModelConfig(text, _version(contents), is_legacy=True) if text else None
 
 
+def list_assets(path: Path) -> list[Member]:
+    """The files that layers of a `.keras` archive keep beside their weights, by name; none in other files.
+
+    Raises:
+        CheckpointError: see `read_keras`.
+    """
+    if not _is_zip_by_name(path):
+        return []
+    return [member for name, member in sorted(read_members(path).items()) if name.startswith(f"{_ASSETS}/")]
+
+
 def unpack_assets(path: Path, directory: Path) -> bool:
     """Write the files that layers of a `.keras` archive keep beside their weights; False if there are none.
 
     Raises:
         CheckpointError: see `read_keras`.
     """
-    if not _is_zip_by_name(path):
-        return False
-    assets = [member for name, member in read_members(path).items() if name.startswith(f"{_ASSETS}/")]
+    assets = list_assets(path)
     for member in assets:
         name = member.name.removeprefix(f"{_ASSETS}/")
         target = below(directory, name, f"{path}: the asset", UnsafeArchive, writes=True)

@@ -414,7 +414,7 @@ def _document(planned: IncrementalPlan, status: Status, *, dry_run: bool = False
         lineage=planned.log.lineage,
         from_position=planned.log.at.position,
         to_position=planned.log.at.position if planned.is_nothing else planned.position,
-        to_step=plan.step,
+        to_step=planned.step,
         increments=[stored.path.name for stored in plan.increments],
         compares=not plan.is_known,
         why=plan.reason,
@@ -428,7 +428,8 @@ def _plan_lines(planned: IncrementalPlan) -> Iterator[str]:
     plan, log = planned.trainer.plan, planned.log
     yield labelled("so far", f"position {log.at}; this log of deltas began with version {log.base.entry.log}")
     tail = f", {count(len(plan.increments), 'increment')}" if plan.increments else ""
-    yield labelled("checkpoint", f"{planned.trainer.catalog.prefix.name}, step {plan.step}{tail}")
+    step = "" if planned.step is None else f", step {planned.step}"
+    yield labelled("checkpoint", f"{planned.trainer.catalog.prefix.name}{step}{tail}")
     yield from (labelled("note", said) for said in planned.setbacks)
     yield labelled("graph", f"and assets: {planned.graph.said}")
     if not plan.is_known:

@@ -13,6 +13,7 @@ Source: `_save_state` in saving_lib.py of Keras 3 and of tf-keras.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import inspect
 import json
@@ -29,7 +30,13 @@ from typing import Any
 import numpy as np
 
 from exporter.catalog import TensorRef
-from exporter.checkpoint.keras_archive import ModelConfig, read_config, read_keras, unpack_assets
+from exporter.checkpoint.keras_archive import (
+    ModelConfig,
+    list_assets,
+    read_config,
+    read_keras,
+    unpack_assets,
+)
 from exporter.errors import AccessRefused, BuilderError, UsageError
 from exporter.graph.archived_code import KERASES, entries, refuse_code
 from exporter.graph.object_models import keras_of
@@ -158,6 +165,9 @@ _WEIGHTS = "idf_weights"
 # The registered name of `exporter.tables.trainable_embedding`, and of the layer that serves it.
 _TRAINED_TABLE, _SERVED_TABLE = "exporter>TrainableEmbedding", "exporter>ServedEmbedding"
 
+# A config's key for objects that several layers have in common.
+_SHARED = "shared_object_id"
+
 # Keys of a config whose value is a file if it is a string: lookups, columns, KerasHub's tokenizers.
 _FILES = ("vocabulary", "vocabulary_file", "ckpt_to_load_from", "merges", "proto")
 
@@ -248,6 +258,27 @@ def model_builder(model: Any) -> Builder:
 
     weakref.finalize(build, store.close)
     return build
+
+
+def model_digest(path: Path) -> str:
+    """The SHA-256 of the model that an archive describes, with its vocabularies and without its training.
+
+    BuilderError if it holds weights alone.
+    """
+    described = read_config(path)
+    if described is None:
+        raise BuilderError(f"{path} holds weights and no model")
+    config, numbers = _parsed(path, described), dict[str, int]()
+    _forget_training(config)
+    for _, entry in entries(config):
+        if _SHARED in entry:  # an address in the trainer's memory: what counts is which of them are equal
+            entry[_SHARED] = numbers.setdefault(str(entry[_SHARED]), len(numbers))
+    total = hashlib.sha256(json.dumps(config).encode())
+    for asset in list_assets(path):
+        total.update(f"\0{asset.name}\0{asset.size}\0".encode())
+        for chunk in asset.stream():
+            total.update(chunk)
+    return total.hexdigest()
 
 
 def _serve_tables(config: Any) -> None:

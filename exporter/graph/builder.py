@@ -33,6 +33,7 @@ from exporter.graph.metagraph import with_signatures
 from exporter.graph.nodes import GraphIndex
 from exporter.graph.object_models import (
     ObjectView,
+    counted_anew,
     guessed_inputs,
     is_object,
     signatures_of,
@@ -266,7 +267,7 @@ def _build(builder: Builder, kwargs: Mapping[str, Any], label: str, scopes: Init
     _GRAPHS.add(graph)
     with unchanged_classes(), known_contents():
         with scopes.in_graph(), failures(f"builder {label}"):
-            result = builder(**kwargs)
+            result = _made(builder, kwargs)
         if is_object(result):
             with scopes.in_graph():
                 entries = signatures_of(result, label)
@@ -284,6 +285,17 @@ def _build(builder: Builder, kwargs: Mapping[str, Any], label: str, scopes: Init
         meta_graph.signature_def[name].CopyFrom(signature)
         check_method(name, signature)
     return _Built(meta_graph, view, layers, dict(_stored_tables(graph)), notes)
+
+
+def _made(builder: Builder, kwargs: Mapping[str, Any]) -> Any:
+    """The result of a builder, whose names do not depend on what this program made before."""
+    try:
+        with counted_anew():
+            return builder(**kwargs)
+    except ValueError as error:
+        if "unique" not in str(error):
+            raise
+    return builder(**kwargs)  # layers of the program are among its own, and have the names that it gave
 
 
 def _stored_tables(graph: Any) -> Iterator[tuple[str, TableKey]]:

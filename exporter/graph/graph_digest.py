@@ -53,6 +53,7 @@ class _FunctionNames:
 
     def _digest(self, function: Proto) -> str:
         copy = deepcopy(function)
+        _forget_own_name(copy)
         nodes = sorted(copy.node_def, key=lambda node: str(node.name))
         body = [_node(node, self) for node in nodes]
         for part in ("node_def", "attr", "arg_attr", "resource_arg_unique_id"):
@@ -60,6 +61,15 @@ class _FunctionNames:
         copy.signature.ClearField("name")
         own = [copy.SerializeToString(deterministic=True), *body]
         return hashlib.sha256(b"\0".join(own)).hexdigest()
+
+
+def _forget_own_name(function: Proto) -> None:
+    """Take a function's name, with its number, out of the names of the inputs that a loop does not read."""
+    # `<function>___redundant_placeholder0`: while_v2.py makes the inputs of condition and body alike.
+    own = f"{function.signature.name.lower()}___"
+    for argument in function.signature.input_arg:
+        if argument.name.startswith(own):
+            argument.name = argument.name.removeprefix(own)
 
 
 def _node(node: Proto, names: _FunctionNames, but_for: Collection[str] = ()) -> bytes:

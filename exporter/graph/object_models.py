@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -175,6 +176,34 @@ def _put_back() -> Iterator[None]:
 
 
 _PUT_BACK = WhileNeeded(_put_back)
+
+
+@contextlib.contextmanager
+def counted_anew() -> Iterator[None]:
+    """Let Keras 3 number the names of the block from the beginning, and go on with its own count after it.
+
+    A builder then makes the same names in a program that made models before as in one that made none.
+    """
+    before = getattr(_keras_counts(), _COUNTS, None)
+    _count_from({})
+    try:
+        yield
+    finally:
+        _count_from(before or {})
+
+
+_COUNTS = "object_name_uids"
+
+
+def _keras_counts() -> Any:
+    """Where Keras 3 counts the names that this thread has given; None before it is loaded."""
+    state = sys.modules.get("keras.src.backend.common.global_state")
+    return getattr(state, "GLOBAL_STATE_TRACKER", None)
+
+
+def _count_from(counts: Mapping[str, int]) -> None:
+    if (tracker := _keras_counts()) is not None:
+        setattr(tracker, _COUNTS, defaultdict(int, counts))
 
 
 def _subclasses(root: type) -> Iterator[type]:

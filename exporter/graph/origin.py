@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from exporter.errors import BuilderError, UsageError
+from exporter.errors import UsageError
 from exporter.graph.sources import (
     BuilderFile,
     SourceFile,
@@ -190,7 +189,7 @@ def _is_in(builder: Any, path: Path) -> bool:
 
 
 def _graph_file_digest(path: Path) -> str:
-    """The digest of a graph's file; of an archive's config alone, because its weights are not the graph.
+    """The digest of a graph's file; of an archive, that of its model, because its weights are not the graph.
 
     BuilderError if an archive holds weights alone.
     """
@@ -200,9 +199,6 @@ def _graph_file_digest(path: Path) -> str:
     if not is_archive(path):
         require_size(path, path.stat().st_size, MAX_MESSAGE_BYTES)
         return file_digest(path)
-    from exporter.checkpoint.keras_archive import read_config
+    from exporter.graph.archived_model import model_digest  # late: few deltas are of archives
 
-    described = read_config(path)
-    if described is None:
-        raise BuilderError(f"{path} holds weights and no model")
-    return hashlib.sha256(str(described.text).encode()).hexdigest()
+    return model_digest(path)

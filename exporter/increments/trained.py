@@ -18,13 +18,15 @@ IncrementName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z:._-]{1,200}$(?!\n)")]
 class CheckpointId(Struct, frozen=True, eq=False, rename={"digest": "index_sha256"}):
     """A full checkpoint by content: `digest` is the SHA-256 of its index, which holds a crc of every tensor.
 
+    Of a checkpoint without index, as an archive is one, it is the SHA-256 of its file.
+
     `name` is its prefix without the path; it does not count: a trainer that restores a checkpoint whose step
     is ahead of its name (workers went on while it was saved) saves the same contents under another name.
     """
 
     name: Annotated[Text, doc("its prefix, without the path")]
     step: Annotated[Count, doc("the training step that it holds")]
-    digest: Annotated[Id, doc("SHA-256 of its index file")]
+    digest: Annotated[Id, doc("SHA-256 of its index file; without one, of its own")]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CheckpointId) and (self.step, self.digest) == (other.step, other.digest)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 from msgspec import Struct, field
 from msgspec.structs import asdict, replace
 
-from exporter.catalog import Catalog, SliceSpec, TensorRef
+from exporter.catalog import Catalog, Naming, SliceSpec, TensorRef
 from exporter.checkpoint.admission import Admission
 from exporter.errors import MappingError, SchemaChanged
 from exporter.graph.inference_graph import (
@@ -165,7 +165,7 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
                 if not s.is_in_8_bits and cast_for(s.key, s.tensor, rules.casts) is DType.INT8
             ),
             {key: tuple(map(PlaceDocument.of, at)) for key, at in _sorted(graph.layers).items()}
-            if any(source.tensor.owner for source in ours)
+            if mapping.catalog.naming is Naming.LAYERS or any(source.tensor.owner for source in ours)
             else {},
         )
 

@@ -385,7 +385,7 @@ def _as_bundle(side: ComparedState, directory: Path) -> ComparedState:
     if side.catalog is None or side.catalog.is_bundle:
         return side
     catalog = write_bundle(side.catalog, side.catalog.tensors.values(), directory / "model.ckpt")
-    return replace(side, catalog=catalog)
+    return replace(side, catalog=replace(catalog, prefix=side.catalog.prefix))
 
 
 def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -374,10 +375,16 @@ def _digest(planned: Plan) -> str:
 
 
 def _graph(graph: InferenceGraph) -> str:
-    """Return a digest of a graph; with functions, whose names change from run to run, one without names."""
-    if graph.meta_graph.graph_def.library.function:
+    """Return a digest of a graph; with names that change from run to run, one without these names."""
+    graph_def = graph.meta_graph.graph_def
+    shared = (node.attr[_SHARED].s for node in graph_def.node if _SHARED in node.attr)
+    if graph_def.library.function or any(map(_UUID.search, shared)):
         return graph_digest(graph)
     return _proto(graph.meta_graph)
+
+
+# The name under which a table is shared in a session: Keras' lookups have a random one.
+_SHARED, _UUID = "shared_name", re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def _proto(message: Any) -> str:

@@ -44,7 +44,7 @@ from exporter.mapping.mapping_spec import MappingSpec
 from exporter.options import DeltaBudget, ExportRequest, OnWild, Updates, Verify, require_local
 from exporter.pipeline.log_maintenance import tidy
 from exporter.pipeline.overlay_room import OverlaidRows, asked_room
-from exporter.pipeline.same_graph import SameGraph, check_same_graph
+from exporter.pipeline.same_graph import SameGraph, SourceFiles, check_same_graph
 from exporter.pipeline.table_deltas import has_room, ordinary, table_changes, without_index
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
 from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
@@ -159,6 +159,11 @@ class IncrementalPlan(Struct, frozen=True):
         return (*([back] if is_back else []), *([left_out] if abandoned else []))
 
     @property
+    def step(self) -> int | None:
+        """The training step that the next delta leads to; None if the checkpoint tells none."""
+        return None if self.trainer.catalog.step is None else self.trainer.plan.step
+
+    @property
     def span(self) -> Span:
         """The positions between which the next delta leads."""
         return Span(self.log.at.position, self.position)
@@ -196,12 +201,14 @@ def plan_incremental(
     overdue = None if request.max_row_age is None else now - request.max_row_age + look_seconds
     is_overdue = overdue is not None and waiting is not None and waiting.oldest <= overdue
     resends = is_overdue or _competes(request, published.left_out, is_watching=is_watching)
+    files = SourceFiles.read(log.path)
     trainer = read_trainer(
         request.ckpt_dir,
         entry.mapping_spec,
         log.schema,
         published if waiting is None else replace(published, left_out=None),
         -math.inf if resends else math.inf,  # what may not stay away is sent again
+        files.archives,
         is_watching=is_watching,
         marker_seconds=marker_seconds,
     )
@@ -215,7 +222,8 @@ def plan_incremental(
         allowed = replace(allowed, room=allowance.room)
         is_nothing = is_watching and not allowance.is_worth and not is_overdue
     # A watch goes on while the next model is being prepared; only a delta must be of the same graph.
-    graph = SameGraph() if is_watching and is_nothing else check_same_graph(log, request, trainer.catalog)
+    is_idle = is_watching and is_nothing
+    graph = SameGraph() if is_idle else check_same_graph(log, request, trainer.catalog, files)
     step = None if trainer.catalog.step is None else trainer.plan.step
     # Where there is nothing to do, no other log has to be listed.
     position = log.at.position if is_nothing else next_delta_position(log, step)
@@ -364,6 +372,7 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
     """
     started = time.monotonic()
     if planned.is_nothing:
+        planned.graph.save(planned.log.path)
         return ExportedDelta(planned, None, 0, 0, 0, time.monotonic() - started)
     log, plan = planned.log, planned.trainer.plan
     with Staging(planned.request.out) as staging, writing(staging.path):
@@ -377,7 +386,7 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         left_out, rounded, budgeted, wild = found.told(planned.allowance)
         trained = replace(plan.target, left_out=left_out, rounded=_rounded_so_far(planned, rounded))
         span = replace(planned.span, only_from=bool(left_out or rounded))
-        what = Publication.of(log, span, plan.step, made, trained)
+        what = Publication.of(log, span, planned.step, made, trained)
         entry = replace(what.entry, rounded=rounded, budget=budgeted, wild=wild)
         what = replace(what, entry=entry, packing=planned.request.delta_dtype)
         check = _verify_bytes if planned.request.verify is Verify.BYTES else None

@@ -18,7 +18,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog
-from exporter.checkpoint.families import is_archive, model_beside
+from exporter.checkpoint.families import model_beside
 from exporter.errors import CheckpointError, GraphError, PublishError, SchemaChanged, UsageError
 from exporter.graph.origin import GraphOrigin, changed_assets
 from exporter.graph.source_graph import GraphRequest
@@ -32,12 +32,14 @@ class SourceFiles(Struct):
     """Paths and digests of the files behind a log's graph; losing them costs time, or a note.
 
     `places` says where the file of each asset is. `graph` is the digest of a finished graph's file that
-    differs from the base's, and was found to hold the same inference graph.
+    differs from the base's, and was found to hold the same inference graph. `archives` are the digests of
+    the newest checkpoint's files, where it is no tensor bundle.
     """
 
     places: Mapping[str, Path] = field(default_factory=dict)
     graph: str = ""
     digests: FileDigests = field(default_factory=FileDigests)
+    archives: FileDigests = field(default_factory=FileDigests)
 
     @classmethod
     def read(cls, log: Path) -> SourceFiles:
@@ -45,7 +47,8 @@ class SourceFiles(Struct):
         with suppress(OSError, ValueError, KeyError, AttributeError, RecursionError):
             found = json.loads((log / SOURCES_FILE).read_bytes())
             places = {str(name): Path(str(path)) for name, path in found["places"].items()}
-            return cls(places, str(found["graph"]), FileDigests.from_json(found["digests"]))
+            digests, archives = (FileDigests.from_json(found.get(key, {})) for key in ("digests", "archives"))
+            return cls(places, str(found["graph"]), digests, archives)
         return cls()
 
     def save(self, log: Path) -> None:
@@ -54,6 +57,7 @@ class SourceFiles(Struct):
             "places": {name: str(path.absolute()) for name, path in self.places.items()},
             "graph": self.graph,
             "digests": self.digests.to_json(),
+            "archives": self.archives.to_json(),
         }
         temporary = beside(log / SOURCES_FILE)
         with suppress(OSError, PublishError):
@@ -74,8 +78,10 @@ class SameGraph(Struct, frozen=True):
             self.files.save(log)
 
 
-def check_same_graph(log: DeltaLog, request: ExportRequest, catalog: Catalog) -> SameGraph:
-    """Compare graph and table files with the base's; SchemaChanged if they differ.
+def check_same_graph(
+    log: DeltaLog, request: ExportRequest, catalog: Catalog, before: SourceFiles
+) -> SameGraph:
+    """Compare graph and table files with the base's, `before` being known; SchemaChanged if they differ.
 
     UsageError if outputs are to be verified, or the graph checked and what it was made from is not known.
     """
@@ -95,7 +101,6 @@ def check_same_graph(log: DeltaLog, request: ExportRequest, catalog: Catalog) ->
         )
     if origin is None:
         return SameGraph(f"{base}; what it was made from is not known")
-    before = SourceFiles.read(log.path)
     if request.check_graph and not differences:
         return _check_built(base, origin, asked)
     files, more = _source_files(origin, asked, before)
@@ -106,7 +111,7 @@ def check_same_graph(log: DeltaLog, request: ExportRequest, catalog: Catalog) ->
     missing = [n for n in origin.assets if not (n in files.places and files.places[n].is_file())]
     said = "as it was, as far as its own files tell" if asked.model is not None else "no model is named"
     said = f"{base}; {said}" + (f"; not found: {', '.join(missing)}" if missing else "")
-    is_new = files.digests.is_new or files.graph != before.graph
+    is_new = files.digests.is_new or files.archives.is_new or files.graph != before.graph
     return SameGraph(said, files if is_new else None)
 
 
@@ -156,9 +161,10 @@ def _source_files(
 def _compare_finished(
     origin: GraphOrigin, asked: GraphRequest, files: SourceFiles
 ) -> tuple[SourceFiles, list[str]]:
-    """Compare a finished graph of other bytes, which may be the same inference graph; needs no TensorFlow."""
-    if is_archive(Path(str(asked.model))):
-        return files, [f"{asked.model} describes another model"]
+    """Compare a finished graph of other bytes, which may be the same inference graph.
+
+    Only a model that an archive describes needs TensorFlow.
+    """
     try:
         return _compare_built(origin, asked, files)
     except (GraphError, CheckpointError, UsageError) as error:

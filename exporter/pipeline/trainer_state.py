@@ -52,7 +52,7 @@ class TrainerState(Struct, frozen=True):
     archive: Identity | None = None
 
     def in_bundle(self, spec: MappingSpec, prefix: Path, progress: ProgressFactory) -> TrainerState:
-        """The same state as rows that can be read one by one: an archive's values become a bundle at `prefix`.
+        """The same state as rows that can be read one by one: an archive is copied into a bundle at `prefix`.
 
         CheckpointChanged if the archive was replaced since it was planned for.
         """
@@ -179,13 +179,10 @@ class _Opened(Struct, frozen=True):
     digest: str
     archive: Identity | None = None
 
-    @property
-    def is_settled(self) -> bool:
-        """True if no file was written so lately that it may change again within one tick of the clock."""
-        written = (
-            max((modified for _, _, modified, _ in self.archive.files), default=0) if self.archive else 0
-        )
-        return time.time_ns() - written > SETTLED_NS
+    def is_newest(self, ckpt_dir: Path) -> bool:
+        """True if it is an archive whose files look as they did, and a directory's newest checkpoint."""
+        is_same = self.archive is not None and self.archive.is_untouched
+        return is_same and candidates(ckpt_dir)[0] == self.catalog.prefix
 
 
 _ARCHIVES: dict[Path, _Opened] = {}
@@ -193,18 +190,18 @@ _ARCHIVES: dict[Path, _Opened] = {}
 
 def _open(ckpt_dir: Path, digests: FileDigests) -> _Opened:
     """The newest checkpoint of a directory; of an archive that looks as it did, what was read before."""
-    known = _ARCHIVES.get(ckpt_dir)
-    if known is not None and known.archive is not None and known.archive.is_untouched:
-        # A watch looks each second, and all of an archive has to be read to know its contents.
-        if candidates(ckpt_dir)[0] == known.catalog.prefix:
-            return known
+    # A watch looks each second, and all of an archive has to be read to know its contents.
+    if (known := _ARCHIVES.get(ckpt_dir)) is not None and known.is_newest(ckpt_dir):
+        return known
     catalog = open_checkpoint(ckpt_dir)
     if catalog.index_digest is not None:
         # Of the index that was read: the trainer may have put another in its place since.
         return _Opened(catalog, catalog.index_digest)
     archive = Identity.of(catalog)
     opened = _Opened(catalog, archive.content_digest(digests), archive)
-    if opened.is_settled:
+    digests.keep(archive.content_files())
+    # What was written just now may be written to again within one tick of the clock, and look as it did.
+    if time.time_ns() - max(modified for _, _, modified, _ in archive.files) > SETTLED_NS:
         _ARCHIVES[ckpt_dir] = opened
     return opened
 

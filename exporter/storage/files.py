@@ -339,6 +339,11 @@ class FileDigests(Struct):
             self.is_new = True
         return digest
 
+    def keep(self, paths: Iterable[Path]) -> None:
+        """Forget the digests of all files but these."""
+        names = {str(path.absolute()) for path in paths}
+        self.known = {name: known for name, known in self.known.items() if name in names}
+
     def to_json(self) -> dict[str, Any]:
         """The digests as a JSON object."""
         return {name: [*looks, digest] for name, (looks, digest) in self.known.items()}
