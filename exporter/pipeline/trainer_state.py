@@ -58,12 +58,12 @@ class TrainerState(Struct, frozen=True):
         """
         if self.archive is None:
             return self
-        needed = {source.tensor.name: source.tensor for source in self.mapping.sources}
+        needed, stored = {s.tensor.name: s.tensor for s in self.mapping.sources}, self.catalog.tensors
         known = embedding_variables(self.catalog) if spec.dynamic else {}
         for table in spec.dynamic:  # which are compared by keys, and are in no mapping
             variable = find_variable(known, spec.trained_name(table))
             for part in variable.parts if variable else ():
-                needed |= {name: self.catalog.tensors[name] for name in part.tensor_names}
+                needed |= {name: stored[name] for name in part.tensor_names if name in stored}
         with progress("read", sum(ref.bytes_ for ref in needed.values())) as bar:
             written = write_bundle(self.catalog, needed.values(), prefix, bar)
         # Each read noticed another file, and none what was written into this one after its last block.

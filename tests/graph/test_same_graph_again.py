@@ -49,8 +49,17 @@ def others() -> None:
         make()
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("by", ["archive", "builder"])
+@pytest.mark.parametrize(
+    ("name", "by"),
+    [
+        ("plain", "builder"),
+        *(
+            pytest.param(name, by, marks=pytest.mark.landing)
+            for name in ("lookup", "loop")
+            for by in ("archive", "builder")
+        ),
+    ],
+)
 def test_a_second_export_is_nothing_to_do(tmp_path: Path, name: str, by: str) -> None:
     make: Callable[[], Any] = MODELS[name]
     model = make() if by == "archive" else _built(name)

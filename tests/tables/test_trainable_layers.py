@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from exporter.checkpoint.embedding_variables import embedding_variables
 from exporter.checkpoint.keras_archive import read_keras
-from exporter.errors import UsageError
 from exporter.increments.history import read_history
 from exporter.jobs.execute import encode
 from exporter.jobs.runner import Runner
@@ -156,8 +155,16 @@ def test_keras_own_files_are_exported(tmp_path: Path, kind: str) -> None:
     done = export(ExportRequest(path, tmp_path / "model", verify=Verify.OUTPUTS, **built))
     assert done.published.manifest.step == 5
     np.testing.assert_allclose(Server(done.published.path).scores(), answers(made), rtol=1e-6)
-    with pytest.raises(UsageError, match="not a tensor bundle"):
-        export_incremental(ExportRequest(path, tmp_path / "other", updates=Updates(), **built))
+    followed = ExportRequest(path, tmp_path / "followed", **built)
+    server = Server(export_incremental(followed).published.path)
+    fit(made, SEEN[15:30], 5)
+    layer.remove(SEEN[5:9], made.optimizer)
+    (made.save_weights if kind.startswith("weights") else made.save)(path)
+    delta = export_incremental(followed)
+    assert isinstance(delta, ExportedDelta)
+    assert delta.rows
+    server.update()
+    np.testing.assert_allclose(server.scores(), answers(made), rtol=1e-6)
 
 
 def test_workers_elsewhere_need_no_file_that_an_archive_became(
