@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tests.support.logs import assert_same_bits, values_at
 from tests.support.once import once_a_run
 from tests.support.publishing import hidden
 
+FIXTURES = Path(__file__).parent.parent / "fixtures"
 BUILDER = f"{Path(__file__).parent.parent / 'support/epochs_trainer.py'}:tower3"
 WAYS = {
     "keras3.keras": None,
@@ -310,6 +312,21 @@ def test_a_watch_publishes_what_comes(runs: Runs) -> None:
     _, said = watch.communicate(timeout=120)
     assert watch.returncode == 0, said
     runs.assert_holds(3)
+
+
+@pytest.mark.landing
+def test_steps_of_orbax(tmp_path: Path) -> None:
+    """A directory of many files for each step; what Keras keeps there describes its model."""
+    pytest.importorskip("tensorstore")
+    with tarfile.open(FIXTURES / "orbax/0.12.8.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    request = ExportRequest(tmp_path / "runs", tmp_path / "model")
+    for step in ("1", "2"):
+        shutil.copytree(tmp_path / "keras" / step, tmp_path / "runs" / step)
+        export_incremental(request)
+    assert [delta.manifest.step for delta in read_log(request.out).deltas] == [12]
+    assert export_model("diff", request.out, tmp_path / "runs", "--exit-code").code == 0
+    assert export_incremental(request).published is None
 
 
 def export(model: Path) -> None:
