@@ -57,8 +57,9 @@ class SourceFiles(Struct):
             "places": {name: str(path.absolute()) for name, path in self.places.items()},
             "graph": self.graph,
             "digests": self.digests.to_json(),
-            "archives": self.archives.to_json(),
         }
+        if self.archives.known:
+            document["archives"] = self.archives.to_json()
         temporary = beside(log / SOURCES_FILE)
         with suppress(OSError, PublishError):
             make_directories(log / CACHES_DIRECTORY)
