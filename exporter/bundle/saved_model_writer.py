@@ -31,6 +31,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from google.protobuf.message import EncodeError
 from msgspec import Struct
 
@@ -44,10 +45,11 @@ from exporter.graph.inference_graph import (
     GraphTable,
     GraphVariable,
     InferenceGraph,
+    JoinedPart,
     KeptState,
 )
 from exporter.graph.metagraph import readable_version
-from exporter.graph.nodes import new_node
+from exporter.graph.nodes import constant, new_node
 from exporter.graph.old_servers import make_for, oldest_server
 from exporter.graph.signatures import DEFAULT_SIGNATURE
 from exporter.graph.training_graph import TrainingGraph
@@ -133,6 +135,8 @@ def _set_constant(node: Proto, value: str) -> None:
 # Global variables: what makes `tf.saved_model.load` own them as Python objects.
 VARIABLES_COLLECTION = "variables"
 
+NOTHING_JOINED: Mapping[str, JoinedPart] = {}
+
 _SAVER_V2 = 2  # SaverDef.CheckpointFormatVersion.V2
 
 
@@ -159,12 +163,38 @@ def served_variables(sources: Iterable[TensorSource]) -> tuple[RestoredVariable,
     )
 
 
+class _Held(Struct, frozen=True):
+    """A VarHandleOp of the graph, and the variables that it holds: more than one, by rows, if joined."""
+
+    node: str
+    entries: list[RestoredVariable]
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype of its elements in the bundle."""
+        return self.entries[0].dtype
+
+
+def _held(served: Iterable[RestoredVariable], joined: Mapping[str, JoinedPart]) -> list[_Held]:
+    """The VarHandleOps of the graph, in the order of the variables."""
+    # Joined variables lie in the order in which the graph has them, which need not be that of the sources.
+    found: dict[str, list[RestoredVariable]] = {}
+    for entry in served:
+        node = entry.variable.node
+        found.setdefault(joined[node].node if node in joined else node, []).append(entry)
+    for entries in found.values():
+        if len(entries) > 1:
+            entries.sort(key=lambda entry: joined[entry.variable.node].first)
+    return [_Held(*item) for item in found.items()]
+
+
 def add_restore(
     meta_graph: Proto,
     served: Sequence[RestoredVariable],
     tables: Sequence[GraphTable] = (),
     state: KeptState = NO_STATE,
     mapped: MappedTables = NOTHING_MAPPED,
+    joined: Mapping[str, JoinedPart] = NOTHING_JOINED,
 ) -> None:
     """Add restore and save nodes, `SaverDef` and variables' collection to a graph, unless it has no state."""
     if not served and not tables and not state.importing:  # as with the stock builder
@@ -184,10 +214,11 @@ def add_restore(
     tables_tried = (TriedTable(each.variable, each.dtype, each.key, each.slice_spec) for each in tried)
     tries = add_tries(graph_def, scope, f"{scope}/Const", tables_tried, mapped)
     values |= tries.values
-    _add_save(graph_def, scope, served, tables)
+    held = _held(served, joined)
+    _add_save(graph_def, scope, served, held, tables)
     contents = [_restored(scope, len(read) + index) for index in range(2 * len(tables))]
     importing = (*state.importing, *tries.counts)
-    _add_assignments(graph_def, scope, served, values, tables, contents, importing)
+    _add_assignments(graph_def, scope, held, values, tables, contents, importing)
     for node in graph_def.node:
         if node.name == state.prefix:
             node.CopyFrom(new_node(state.prefix, "Identity", [f"{scope}/Const"], T=DType.STRING))
@@ -202,7 +233,7 @@ def add_restore(
         )
     )
     collection = meta_graph.collection_def[VARIABLES_COLLECTION].bytes_list.value
-    collection.extend(_variable_def(scope, index, entry) for index, entry in enumerate(served))
+    collection.extend(_variable_def(scope, index, each) for index, each in enumerate(held))
 
 
 def _add_node(graph_def: Proto, name: str, op: str, inputs: Sequence[str] = (), **attrs: Any) -> None:
@@ -243,14 +274,20 @@ def _add_names(
 
 
 def _add_save(
-    graph_def: Proto, scope: str, served: Sequence[RestoredVariable], tables: Sequence[GraphTable]
+    graph_def: Proto,
+    scope: str,
+    served: Sequence[RestoredVariable],
+    held: Sequence[_Held],
+    tables: Sequence[GraphTable],
 ) -> None:
-    for index, entry in enumerate(served):
-        _add_node(
-            graph_def, _read_name(scope, index), "ReadVariableOp", [entry.variable.node], dtype=entry.dtype
-        )
+    reads: dict[str, str] = {}
+    for index, each in enumerate(held):
+        read = _read_name(scope, index)
+        _add_node(graph_def, read, "ReadVariableOp", [each.node], dtype=each.dtype)
+        pieces = _split(graph_def, read, each) if len(each.entries) > 1 else [read]
+        reads |= {entry.variable.node: piece for entry, piece in zip(each.entries, pieces, strict=True)}
     inputs = [f"{scope}/Const", f"{scope}/tensor_names", f"{scope}/shape_and_slices"]
-    inputs.extend(_read_name(scope, index) for index in range(len(served)))
+    inputs.extend(reads[entry.variable.node] for entry in served)
     for index, table in enumerate(tables):
         name = f"{scope}/LookupTableExportV2_{index}"
         types = {"Tkeys": table.key_dtype, "Tvalues": table.value_dtype}
@@ -263,20 +300,44 @@ def _add_save(
     _add_node(graph_def, f"{scope}/control_dependency", "Identity", after, T=DType.STRING)
 
 
+def _split(graph_def: Proto, read: str, held: _Held) -> list[str]:
+    """Add the split of what was read from joined variables; the tensor of each."""
+    lengths = np.array([entry.variable.shape[0] for entry in held.entries], np.int64)
+    sizes, axis = f"{read}/sizes", f"{read}/axis"
+    graph_def.node.append(constant(sizes, lengths, DType.INT64))
+    graph_def.node.append(constant(axis, np.array(0, np.int32), DType.INT32))
+    types = {"T": held.dtype, "Tlen": DType.INT64, "num_split": len(lengths)}
+    _add_node(graph_def, f"{read}/split", "SplitV", [read, sizes, axis], **types)
+    return [f"{read}/split:{index}" if index else f"{read}/split" for index in range(len(lengths))]
+
+
+def _joined(graph_def: Proto, name: str, held: _Held, values: Mapping[str, str]) -> str:
+    """Add the value of a variable that holds several, of their `values` by node; its tensor."""
+    tensors = [values[entry.variable.node] for entry in held.entries]
+    if len(tensors) == 1:
+        return tensors[0]
+    axis = f"{name}/axis"
+    graph_def.node.append(constant(axis, np.array(0, np.int32), DType.INT32))
+    types = {"T": held.dtype, "N": len(tensors), "Tidx": DType.INT32}
+    _add_node(graph_def, f"{name}/joined", "ConcatV2", [*tensors, axis], **types)
+    return f"{name}/joined"
+
+
 def _add_assignments(
     graph_def: Proto,
     scope: str,
-    served: Sequence[RestoredVariable],
+    held: Sequence[_Held],
     values: Mapping[str, str],
     tables: Sequence[GraphTable],
     contents: Sequence[str],
     importing: Iterable[str],
 ) -> None:
     """Assign `values`, by the variables' nodes, and import `contents`: keys and values of each table."""
-    for index, entry in enumerate(served):
-        inputs = [entry.variable.node, values[entry.variable.node]]
-        _add_node(graph_def, _assign_name(scope, index), "AssignVariableOp", inputs, dtype=entry.dtype)
-    everything = [f"^{_assign_name(scope, index)}" for index in range(len(served))]
+    for index, each in enumerate(held):
+        name = _assign_name(scope, index)
+        inputs = [each.node, _joined(graph_def, name, each, values)]
+        _add_node(graph_def, name, "AssignVariableOp", inputs, dtype=each.dtype)
+    everything = [f"^{_assign_name(scope, index)}" for index in range(len(held))]
     for index, table in enumerate(tables):
         name = f"{scope}/LookupTableImportV2_{index}"
         inputs = [table.node, *contents[2 * index : 2 * index + 2]]
@@ -304,9 +365,10 @@ def _dtypes(served: Sequence[RestoredVariable], tables: Sequence[GraphTable]) ->
     return (*(entry.dtype for entry in served), *contents)
 
 
-def _variable_def(scope: str, index: int, entry: RestoredVariable) -> bytes:
+def _variable_def(scope: str, index: int, held: _Held) -> bytes:
+    entry = held.entries[0]
     definition = message_class("VariableDef")(
-        variable_name=f"{entry.variable.node}:0",
+        variable_name=f"{held.node}:0",
         initializer_name=_assign_name(scope, index),
         snapshot_name=f"{_read_name(scope, index)}:0",
         is_resource=True,
@@ -381,7 +443,7 @@ def restorable_graph(
     _make_readable(meta_graph.meta_info_def)
     served = served_variables(mapping.sources)
     cast_variables(meta_graph.graph_def, {entry.variable.node: entry.dtype for entry in served})
-    add_restore(meta_graph, served, mapping.tables, graph.state, mapped)
+    add_restore(meta_graph, served, mapping.tables, graph.state, mapped, graph.joined)
     if server is not None:
         make_for(meta_graph.graph_def, server)
     return meta_graph

@@ -105,6 +105,13 @@ class GraphDynamicTable(Struct, frozen=True, eq=False):
         )
 
 
+class JoinedPart(Struct, frozen=True):
+    """Where a variable's rows lie in the memory of several: the VarHandleOp of that, and the first row."""
+
+    node: str
+    first: int
+
+
 class Asset(Struct, frozen=True):
     """A file that the graph reads: `node` is the constant that holds its path."""
 
@@ -197,6 +204,7 @@ class InferenceGraph(Struct, frozen=True):
     layers: Mapping[str, tuple[TensorRef, ...]] = field(default_factory=dict)
     traced_rows: int | None = None  # the only number of rows that the source accepts; None if it takes any
     dynamic_tables: tuple[GraphDynamicTable, ...] = ()  # `variables` has theirs once shapes are known
+    joined: Mapping[str, JoinedPart] = field(default_factory=dict)  # {a variable's node: where it lies now}
     foreign: tuple[str, ...] = ()  # operations that stock TensorFlow lacks
     state: KeptState = NO_STATE
     outside: tuple[Outside, ...] = ()

@@ -26,6 +26,7 @@ from exporter.delta.layers import fold_whole, merge_changes, needs_folding
 from exporter.delta.merge_base import BaseMerger
 from exporter.delta.row_reader import served_in
 from exporter.errors import CheckpointError, UsageError
+from exporter.graph.joined_lookups import join_lookups
 from exporter.increments.history import read_history
 from exporter.increments.increment import CheckpointId
 from exporter.increments.trained import TrainerVersion
@@ -80,7 +81,9 @@ def make_base(staged: Staged, updates: Updates, beyond: int) -> None:
     )
     scratch = staged.scratch("scratch")
     scratch.mkdir()
-    staged.graph = make_updatable(graph, options, scratch, room_of_mapped(planned.mapping, request))
+    staged.graph = make_updatable(
+        join_lookups(graph), options, scratch, room_of_mapped(planned.mapping, request)
+    )
     staged.counter = mapped_counter(staged.graph)
     spec = _spec(planned)
     staged.entry = BaseEntry.of(place.position, schema, spec, trained, updates)

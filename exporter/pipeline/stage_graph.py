@@ -10,6 +10,7 @@ from exporter.bundle.saved_model_writer import write_saved_model
 from exporter.bundle.variables import mapped_files
 from exporter.bundle.warmup import WarmupRequest
 from exporter.errors import AccessRefused, TensorFlowNeeded
+from exporter.graph.joined_lookups import join_lookups
 from exporter.graph.outside import require_harmless
 from exporter.mapping.served_graph import as_served
 from exporter.pipeline.full_plan import Plan, served_at
@@ -22,6 +23,9 @@ from exporter.publish.manifest import MappedRecord, MappedTable, UnmappedTable
 def name_plain_version(staged: Staged) -> None:
     """Decide the warm-up of a plain version; where tables are mapped, reserve the number in their paths."""
     planned = staged.plan
+    mapped = [source for source in staged.mapping.sources if source.is_mapped]
+    apart = [variable.node for source in mapped for variable in source.variables]
+    staged.graph = join_lookups(staged.graph, apart)
     staged.warmup = _plain_warmup(planned)
     if any(source.is_mapped for source in staged.mapping.sources) and planned.version.choice == "position":
         staged.place = reserve_position(planned.request.out, planned.catalog.step)

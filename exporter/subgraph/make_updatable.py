@@ -99,7 +99,7 @@ def make_updatable(
     _refuse_reserved_names(signatures, options)
     read_rows_only(graph_def, signature_nodes(meta_graph))
     served = _served(graph, uses(graph_def))
-    schema = Schema.of(served.keys())
+    schema, joined = Schema.of(served.keys()), graph.joined
     editor = GraphEditor.onto(graph_def, "incremental", f"{options.lineage}/{options.position}")
     state = add_state(editor)
     overlaid = add_overlays(editor, graph.variables, overlays)
@@ -110,15 +110,16 @@ def make_updatable(
     }
     overlay_reads(graph_def, reads)
     handles = [node for nodes in served.values() for node in nodes if node not in overlaid]
+    handles = [*dict.fromkeys(joined[node].node if node in joined else node for node in handles)]
     handles += [handle for table in reads.values() for handle in table.extra_handles]
     _isolate_signatures(editor, state, signatures, handles, options)
     largest = options.snapshot_max_rows if options.isolation is Isolation.SNAPSHOT else -1
     how = HowToUpdate(options.finite, largest)
     texts = {"log": log_name(options.log), "lineage": options.lineage}
-    signatures[UPDATE_SIGNATURE].CopyFrom(add_update(editor, state, served, overlaid, how, texts))
+    signatures[UPDATE_SIGNATURE].CopyFrom(add_update(editor, state, served, overlaid, joined, how, texts))
     signatures[STATUS_SIGNATURE].CopyFrom(add_status(editor, state, options.lineage, overlaid.values()))
     if options.digest:
-        signatures[DIGEST_SIGNATURE].CopyFrom(add_digest(editor, state, served, overlaid))
+        signatures[DIGEST_SIGNATURE].CopyFrom(add_digest(editor, state, served, overlaid, joined))
     asset = _add_asset(editor, scratch / UPDATABLE_NAME, schema, options)
     start = options.position, options.step
     init_op = add_init(editor, state, overlaid.values(), asset.node, graph.init_op, start)
@@ -186,6 +187,7 @@ def _refuse_reserved_names(signatures: Mapping[str, Proto], options: Incremental
 
 def _served(graph: InferenceGraph, found: Mapping[str, Use]) -> Served:
     """The variables and tables that deltas write, each with its handles; NotServable if there are none."""
+    found = {**found, **{node: found[part.node] for node, part in graph.joined.items()}}
     served = {**_variables(graph.variables, found), **_lookups(graph)}
     if not served:
         raise NotServable(

@@ -18,13 +18,14 @@ from msgspec import Struct
 from exporter.delta.chunk_digest import CHUNK_ROWS, GOLDEN, LAST_SHIFT, ROUNDS, digested, row_count, word_size
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
 from exporter.graph.editor import CPU, GraphEditor, TracedFunction, trace
+from exporter.graph.inference_graph import JoinedPart
 from exporter.graph.signatures import SignatureTensor, canonical, tensors_of
 from exporter.late_names import tf
 from exporter.subgraph.overlay import Overlay, OverlayNodes, add_fill
 from exporter.subgraph.read_delta import Expected
 from exporter.subgraph.state import SETTLED, STATE_INPUTS, State, StateNodes, Tensor, UpdateState, read
 from exporter.subgraph.update import UpdateRules, update
-from exporter.subgraph.write_delta import UpdateTarget
+from exporter.subgraph.write_delta import JoinedRows, UpdateTarget
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
@@ -41,11 +42,12 @@ def add_update(
     state: StateNodes,
     served: Served,
     overlays: Mapping[str, OverlayNodes],
+    joined: Mapping[str, JoinedPart],
     how: HowToUpdate,
     texts: Mapping[str, str],
 ) -> Proto:
     """Add the nodes of `incremental_update`, and return its signature; `texts` are log and lineage."""
-    up_to, outputs = _add_part(editor, state, served, overlays, "update", "up_to", how, texts)
+    up_to, outputs = _add_part(editor, state, served, overlays, joined, "update", "up_to", how, texts)
     dtypes = (*[DType.INT64] * 4, DType.STRING)
     position, step, rows, deltas, status = _unless_refused(editor, "update", outputs, dtypes)
     numbers = {"position": position, "step": step, "rows": rows, "deltas": deltas}
@@ -67,10 +69,14 @@ class HowToUpdate(Struct, frozen=True):
 
 
 def add_digest(
-    editor: GraphEditor, state: StateNodes, served: Served, overlays: Mapping[str, OverlayNodes]
+    editor: GraphEditor,
+    state: StateNodes,
+    served: Served,
+    overlays: Mapping[str, OverlayNodes],
+    joined: Mapping[str, JoinedPart],
 ) -> Proto:
     """Add the nodes of `incremental_digest` and return its signature."""
-    rows, outputs = _add_part(editor, state, served, overlays, "digest", "rows", digest)
+    rows, outputs = _add_part(editor, state, served, overlays, joined, "digest", "rows", digest)
     dtypes = (DType.STRING, DType.INT64, DType.INT64)
     checksum, before, after = _unless_refused(editor, "digest", outputs, dtypes)
     return _signature(
@@ -144,21 +150,30 @@ def _batched(tensors: Sequence[SignatureTensor]) -> SignatureTensor:
 class _Handles(Struct, frozen=True):
     """The handles that a traced function takes, without their log, so that bases share what is traced.
 
-    `owners` are the variables of the handles, in their order; `overlays` has one for each handle, or None.
+    `owners` are the variables of the handles, in their order; for each handle `overlays` has its overlay, and
+    `joined` the first row of a variable that lies in another, or None.
     """
 
     schema: Schema
     owners: tuple[ServedVariable, ...]
     overlays: tuple[OverlayNodes | None, ...]
+    joined: tuple[int | None, ...]
 
     def target(self, handles: Sequence[Tensor]) -> UpdateTarget:
         """Sort the function's arguments by the variables' names: handles, then those of overlays."""
-        by_name: dict[str, list[Tensor | Overlay]] = {variable.name: [] for variable in self.schema.variables}
+        by_name: dict[str, list[Tensor | Overlay | JoinedRows]] = {
+            variable.name: [] for variable in self.schema.variables
+        }
         further = iter(handles[len(self.owners) :])
-        for owner, overlay, handle in zip(self.owners, self.overlays, handles, strict=False):
+        for owner, overlay, first, handle in zip(
+            self.owners, self.overlays, self.joined, handles, strict=False
+        ):
             # Shape inference needs dtype and shape to read a variable; a lookup table is not read so.
-            valued = handle if owner.contents else _with_handle_data(handle, owner.dtype, owner.shape)
-            if overlay is not None:
+            shape = owner.shape if first is None else (None, *owner.shape[1:])
+            valued = handle if owner.contents else _with_handle_data(handle, owner.dtype, shape)
+            if first is not None:
+                by_name[owner.name].append(JoinedRows(valued, first))
+            elif overlay is not None:
                 beside = [_with_handle_data(next(further), *kind) for kind in overlay.handles.values()]
                 by_name[owner.name].append(Overlay(valued, overlay, *beside))
             else:
@@ -171,6 +186,7 @@ def _add_part(
     state: StateNodes,
     served: Served,
     overlays: Mapping[str, OverlayNodes],
+    joined: Mapping[str, JoinedPart],
     name: str,
     argument: str,
     build: Callable[..., tuple[Tensor, ...]],
@@ -181,11 +197,16 @@ def _add_part(
     owners = tuple(variable for variable in schema.variables for _ in served[variable])
     nodes = [node for variable in schema.variables for node in served[variable]]
     overlaid = tuple(overlays.get(node) for node in nodes)
+    parts = [joined.get(node) for node in nodes]
+    firsts = tuple(None if part is None else part.first for part in parts)
+    handles = [node if part is None else part.node for node, part in zip(nodes, parts, strict=True)]
     further = [handle for overlay in overlaid if overlay is not None for handle in overlay.handles]
-    part = editor.place(name, _traced(build, argument, _Handles(schema, owners, overlaid), tuple(texts)))
+    part = editor.place(
+        name, _traced(build, argument, _Handles(schema, owners, overlaid, firsts), tuple(texts))
+    )
     given = editor.placeholder(argument, DType.INT64, (None,))
     said = [editor.constant(f"{name}/{key}", text, DType.STRING) for key, text in texts.items()]
-    return given, editor.call(name, part, [given, *state.all, *nodes, *further, *said])
+    return given, editor.call(name, part, [given, *state.all, *handles, *further, *said])
 
 
 @lru_cache(maxsize=8)
@@ -206,7 +227,7 @@ def _traced(
     return trace(part, kinds, as_written=True)
 
 
-def _with_handle_data(handle: Tensor, dtype: DType, shape: tuple[int, ...]) -> Tensor:
+def _with_handle_data(handle: Tensor, dtype: DType, shape: tuple[int | None, ...]) -> Tensor:
     """Give a handle the dtype and shape of its variable."""
     from tensorflow.python.ops import handle_data_util  # the public API cannot set them
 
@@ -324,7 +345,7 @@ def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[T
     return tf.strings.as_string(found), tf.fill(shape, before), tf.fill(shape, after), refusal
 
 
-def _branch(variable: ServedVariable, handle: Tensor | Overlay) -> Callable[[Tensor], Tensor]:
+def _branch(variable: ServedVariable, handle: Tensor | Overlay | JoinedRows) -> Callable[[Tensor], Tensor]:
     """A function that adds nodes: from the first row of a chunk of `variable` to the chunk's digest."""
     dtype = tf.as_dtype(int(variable.dtype))
 
@@ -339,7 +360,11 @@ def _branch(variable: ServedVariable, handle: Tensor | Overlay) -> Callable[[Ten
             rows = handle.gather(tf.range(start, stop))
         else:  # reading it whole would copy it: see `graph.variable_uses`
             ids = tf.range(start, stop)
-            rows = tf.raw_ops.ResourceGather(resource=handle, indices=ids, dtype=dtype)
+            if isinstance(handle, JoinedRows):
+                whole, ids = handle.handle, ids + handle.first
+            else:
+                whole = handle
+            rows = tf.raw_ops.ResourceGather(resource=whole, indices=ids, dtype=dtype)
         return _digest_of(rows, variable.dtype)
 
     return of_rows

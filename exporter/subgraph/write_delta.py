@@ -39,15 +39,22 @@ DeltaPlaces: TypeAlias = dict[tuple[str, int], Places]
 """Where a delta's rows go in overlays: by the name of the table, and the number of its handle."""
 
 
+class JoinedRows(Struct, frozen=True):
+    """The rows of a variable that lies in another with several: the handle of that, and the first row."""
+
+    handle: Tensor
+    first: int
+
+
 class UpdateTarget(Struct, frozen=True):
     """The variables that a delta is written into: handles by the names of the schema.
 
     A name has several handles if several variables of the graph are restored from one tensor. The handle of
-    a mapped table comes with its overlay.
+    a mapped table comes with its overlay, that of a joined variable with its first row.
     """
 
     schema: Schema
-    handles: Mapping[str, Sequence[Tensor | Overlay]]
+    handles: Mapping[str, Sequence[Tensor | Overlay | JoinedRows]]
 
     def places(self, delta: ReadDelta) -> DeltaPlaces:
         """Choose where a delta's rows go in overlays; nowhere if it is refused: its ids may be any."""
@@ -104,6 +111,9 @@ class UpdateTarget(Struct, frozen=True):
                         writes.pages.append((handle.pages, found_at.pages, found_at.begins))
                     any_used = found_at.used[0] > 0
                     writes.used.extend([(handle.used, found_at.used), (handle.changed, any_used)])
+                elif isinstance(handle, JoinedRows):
+                    ids, rows = its_tensors
+                    writes.tables.append((handle.handle, ids + handle.first, rows))
                 elif variable.kind is ChangeKind.TABLE:
                     writes.tables.append((handle, *its_tensors))
                 else:

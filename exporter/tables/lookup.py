@@ -1,5 +1,7 @@
 """Look keys up in a dynamic table, inside the served graph: a dozen stock operations, of which four gather.
 
+Lookups in many tables may share these operations (`add_joined_rows`): see `graph.joined_lookups`.
+
 The nodes are added to a GraphDef, so that graphs which TensorFlow cannot load get them, too. They need the
 table's sizes, which only a checkpoint tells: those are constants with the attribute `SIZE`, and `set_sizes`
 fills them in.
@@ -8,7 +10,7 @@ fills them in.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,9 +90,7 @@ def add_rows(
     upper = nodes.add("upper", "RightShift", hashed, nodes.size("group_shift"))
     group = nodes.add("group", "BitwiseAnd", upper, nodes.size("group_mask"))
     seed = nodes.gather("seed", seeds, group, of=DType.INT64)
-    spread = nodes.add("spread", "Mul", key, seed)
-    shifted = nodes.add("place_bits", "RightShift", spread, nodes.constant("place_shift", 64 - WINDOW_BITS))
-    place = nodes.add("place", "BitwiseAnd", shifted, nodes.constant("place_mask", WINDOW - 1))
+    place = nodes.place(key, seed)
     window = nodes.add("window", "Mul", group, nodes.size("stride"))
     slot = nodes.add("slot", "AddV2", window, place)
     row = nodes.gather("row", index_rows, slot, of=DType.INT32)
@@ -102,6 +102,93 @@ def add_rows(
         number = nodes.cast("default_number_int32", number, DType.INT64, DType.INT32)
         default = nodes.add("default_row", "AddV2", number, default, of=DType.INT32)
     return RowNodes(nodes.add("rows", "SelectV2", found, row, default, of=DType.INT32), found)
+
+
+class JoinedLookup(Struct, frozen=True):
+    """A lookup of ids, int64, in a table whose index lies in joined variables, from these elements on."""
+
+    ids: str
+    is_vector: bool  # known to be one: needs no reshaping
+    geometry: TableGeometry
+    first_group: int
+    first_slot: int
+    first_row: int
+
+
+def add_joined_rows(
+    graph_def: Proto, name: str, handles: Sequence[str], lookups: Sequence[JoinedLookup], *, found: bool
+) -> list[RowNodes]:
+    """Add nodes under `name/` that find the rows of several tensors of ids, each in its table, at once.
+
+    `handles` are the tensors of the joined variables, in the order of `parts.PARTS`. The results are vectors;
+    `found` is "" unless it is asked for.
+    """
+    # The ids of all stand one behind the other, and with each of them the number of its lookup: by that the
+    # sizes of tables are gathered. So the number of operations hardly depends on that of the tables.
+    nodes, many = _Nodes(graph_def, name, ""), len(lookups)
+    seeds, index_rows, keys = handles
+    axis, flat = nodes.constant("axis", 0, DType.INT32), nodes.vector("flat", [-1], DType.INT32)
+    vectors = [
+        each.ids if each.is_vector else nodes.typed(f"ids_{n}", "Reshape", each.ids, flat, **_RESHAPED)
+        for n, each in enumerate(lookups)
+    ]
+    counts = [
+        nodes.typed(f"size_{n}", "Size", ids, T=DType.INT64, out_type=DType.INT32)
+        for n, ids in enumerate(vectors)
+    ]
+    sizes = nodes.typed("sizes", "Pack", *counts, T=DType.INT32, N=many)
+    ids = nodes.typed("ids", "ConcatV2", *vectors, axis, T=DType.INT64, N=many, Tidx=DType.INT32)
+    total = nodes.typed("total", "Sum", sizes, axis, T=DType.INT32, Tidx=DType.INT32)
+    ends = nodes.typed("ends", "Cumsum", sizes, axis, T=DType.INT32, Tidx=DType.INT32)
+    ended = nodes.typed(
+        "ended", "Bincount", ends, total, nodes.vector("weights", [], DType.INT32), T=DType.INT32
+    )
+    number = nodes.typed("number", "Cumsum", ended, axis, T=DType.INT32, Tidx=DType.INT32)
+
+    def of_each(which: str, values: Iterable[int], dtype: DType = DType.INT64) -> str:
+        types = {"Tparams": dtype, "Tindices": DType.INT32, "Taxis": DType.INT32}
+        held = nodes.vector(f"{which}_of", values, dtype)
+        return nodes.typed(which, "GatherV2", held, number, axis, **types)
+
+    key = nodes.add("key", "AddV2", ids, nodes.constant("offset", _signed(OFFSET)))
+    hashed = nodes.add("hash", "Mul", key, nodes.constant("multiplier", _signed(MULTIPLIER)))
+    shift = nodes.bitcast(
+        "shift", of_each("group_shift", (64 - each.geometry.group_bits for each in lookups))
+    )
+    upper = nodes.add("upper", "RightShift", nodes.bitcast("bits", hashed), shift, of=DType.UINT64)
+    own_group = nodes.bitcast("own_group", upper, DType.UINT64, DType.INT64)
+    group = nodes.add(
+        "group", "AddV2", own_group, of_each("first_group", (each.first_group for each in lookups))
+    )
+    seed = nodes.gather("seed", seeds, group, of=DType.INT64)
+    place = nodes.place(key, seed)
+    stride = of_each("stride", (each.geometry.stride for each in lookups))
+    window = nodes.add("window", "Mul", group, stride)
+    begins = (each.first_slot - each.first_group * each.geometry.stride for each in lookups)
+    begin = nodes.add("begin", "AddV2", window, of_each("first_slot", begins))
+    row = nodes.gather("row", index_rows, nodes.add("slot", "AddV2", begin, place), of=DType.INT32)
+    first_row = of_each("first_row", (each.first_row for each in lookups))
+    at = nodes.add("at", "AddV2", nodes.cast("row_int64", row, DType.INT32, DType.INT64), first_row)
+    held = nodes.gather("held", keys, at, of=DType.INT64)
+    is_found = nodes.add("found", "Equal", held, ids)
+    default = of_each("first_default", (each.geometry.first_default for each in lookups), DType.INT32)
+    if any(each.geometry.defaults > 1 for each in lookups):
+        of = of_each("defaults", (each.geometry.defaults for each in lookups))
+        chosen = nodes.add("default_number", "FloorMod", ids, of)
+        chosen = nodes.cast("default_number_int32", chosen, DType.INT64, DType.INT32)
+        default = nodes.add("default_row", "AddV2", chosen, default, of=DType.INT32)
+    rows = nodes.add("rows", "SelectV2", is_found, row, default, of=DType.INT32)
+
+    def split(which: str, tensor: str, dtype: DType) -> list[str]:
+        types = {"T": dtype, "Tlen": DType.INT32, "num_split": many}
+        node = nodes.typed(f"{which}_of_each", "SplitV", tensor, sizes, axis, **types)
+        return [f"{node}:{n}" if n else node for n in range(many)]
+
+    both = split("rows", rows, DType.INT32), split("found", is_found, DType.BOOL) if found else [""] * many
+    return [RowNodes(*each) for each in zip(*both, strict=True)]
+
+
+_RESHAPED = {"T": DType.INT64, "Tshape": DType.INT32}
 
 
 def set_sizes(graph_def: Proto, tables: Mapping[str, TableGeometry]) -> None:
@@ -172,6 +259,36 @@ class _Nodes(Struct, frozen=True):
         node.attr["dtype"].type = int(dtype)
         _set_value(node, np.array(value, dtype.numpy))
         return str(node.name)
+
+    def vector(self, name: str, values: Iterable[int], dtype: DType) -> str:
+        """Add a constant vector; returns its node's name."""
+        node = self._node(name, "Const")
+        node.attr["dtype"].type = int(dtype)
+        _set_value(node, np.array([*values], dtype.numpy))
+        return str(node.name)
+
+    def typed(self, name: str, op: str, *inputs: str, **attrs: DType | int) -> str:
+        """Add a node with these attributes."""
+        node = self._node(name, op, *inputs)
+        for key, value in attrs.items():
+            if isinstance(value, DType):
+                node.attr[key].type = int(value)
+            else:
+                node.attr[key].i = value
+        return str(node.name)
+
+    def bitcast(
+        self, name: str, value: str, source: DType = DType.INT64, target: DType = DType.UINT64
+    ) -> str:
+        """Add the same bits as another type."""
+        return self.typed(name, "Bitcast", value, T=source, type=target)
+
+    def place(self, key: str, seed: str) -> str:
+        """Add the places of keys in their groups' windows, given the groups' seeds."""
+        spread = self.add("spread", "Mul", key, seed)
+        shift = self.constant("place_shift", 64 - WINDOW_BITS)
+        shifted = self.add("place_bits", "RightShift", spread, shift)
+        return self.add("place", "BitwiseAnd", shifted, self.constant("place_mask", WINDOW - 1))
 
     def size(self, which: str, dtype: DType = DType.INT64) -> str:
         """Add a constant for a size of the table, which `set_sizes` fills in."""

@@ -1,0 +1,251 @@
+"""Join lookups in tables by keys: one search finds the rows of all tables that a request asks for.
+
+A lookup is a dozen operations and three gathers of its table's index. Of a hundred tables these cost more
+than the memory that they read. So their indexes lie in three variables, one table's behind another's, and the
+lookups that a request makes anyway become one, in which each id goes by its table's sizes:
+
+    ids of each table -> one vector -> one lookup in the joined index -> rows, split -> gathers of each table
+
+Published are the same variables as before: a bundle, a delta and a manifest know each table's own. Only where
+they lie in a server's memory differs (`InferenceGraph.joined`): a loader puts them together, and an update
+adds a table's first row to the numbers of the rows that it writes.
+
+What is joined, the graph proves to be asked together: lookups whose ids need no table's rows, and that the
+same signatures need. So no signature looks up, or waits for, what it did not before. A table stays by itself
+if another table's rows lead to its ids, or if something else takes its index: a function, or a branch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import deepcopy
+from itertools import accumulate
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from exporter.graph.inference_graph import GraphDynamicTable, InferenceGraph, JoinedPart
+from exporter.graph.nodes import (
+    Endpoint,
+    GraphIndex,
+    all_before,
+    attr_text,
+    closure,
+    const_value,
+    data_inputs,
+    drop_nodes,
+    free_name,
+    new_node,
+    tensor_behind,
+)
+from exporter.graph.signatures import SignatureEnds
+from exporter.tables.geometry import TableGeometry
+from exporter.tables.lookup import SIZE, JoinedLookup, RowNodes, add_joined_rows
+from exporter.tables.parts import PARTS
+from exporter.wire.dtypes import DType
+from exporter.wire.protos import Proto
+
+INDEX = PARTS[:-1]
+LEAST = 8  # lookups: to join fewer costs more operations than it saves
+_CONTROL_FLOW = frozenset(
+    {
+        *("Switch", "Merge", "Enter", "Exit", "NextIteration"),
+        *("RefSwitch", "RefMerge", "RefEnter", "RefExit"),
+    }
+)
+
+
+class _Lookup(Struct, frozen=True, eq=False):
+    """A lookup: its table, the tensor of ids, and its nodes, of which `own` are nobody else's."""
+
+    table: GraphDynamicTable
+    ids: Endpoint
+    row: str
+    nodes: RowNodes
+    own: frozenset[str]
+
+
+def join_lookups(graph: InferenceGraph, apart: Collection[str] = ()) -> InferenceGraph:
+    """A copy of a graph, whose tables have sizes, with lookups joined where that can be; else the same.
+
+    Variables whose nodes are in `apart` stay by themselves.
+    """
+    free = [table for table in graph.dynamic_tables if not {*table.nodes[: len(INDEX)]} & {*apart}]
+    index = GraphIndex.of(graph.meta_graph)
+    ends = {name: SignatureEnds.of(each) for name, each in graph.meta_graph.signature_def.items()}
+    groups = _asked_together(index, ends, _lookups(index, free, graph.dynamic_tables))
+    if not free or not groups:
+        return graph
+    meta_graph = deepcopy(graph.meta_graph)
+    names = {lookup.table.name for group in groups for lookup in group}
+    tables = [table for table in graph.dynamic_tables if table.name in names]
+    joined, handles = _join_variables(meta_graph.graph_def, graph, tables, {*index.nodes})
+    shapes = {variable.node: variable.shape for variable in graph.variables}
+    fetched = {tensor.node for each in ends.values() for tensor in (*each.inputs, *each.outputs)}
+    moved: dict[str, str] = {}
+    for group in groups:
+        moved |= _join(meta_graph.graph_def, index, handles, joined, shapes, group, fetched)
+    for node in meta_graph.graph_def.node:
+        if node.name in moved and node.name in fetched:
+            node.CopyFrom(new_node(node.name, "Identity", [moved[node.name]], T=DType.INT32))
+        for position, text in enumerate(node.input):
+            node.input[position] = moved.get(text.removesuffix(":0"), text)
+    gone = {name for table in tables for name in table.nodes[: len(INDEX)]}
+    for lookup in (each for group in groups for each in group):
+        gone |= lookup.own | ({lookup.nodes.rows, lookup.nodes.found} - fetched)
+    drop_nodes(meta_graph.graph_def.node, gone)
+    return replace(graph, meta_graph=meta_graph, joined=joined)
+
+
+def _lookups(
+    index: GraphIndex, tables: Iterable[GraphDynamicTable], everything: Iterable[GraphDynamicTable]
+) -> Iterator[_Lookup]:
+    """Yield the lookups in tables whose index only lookups read, and whose ids are known before any."""
+    readers = index.consumers
+    rows_read = {name for table in everything for name, _ in readers.get(table.nodes[1], ())}
+    for table in tables:
+        found = [_lookup(index, table, name) for name, _ in readers.get(table.nodes[1], ())]
+        lookups = [lookup for lookup in found if lookup is not None]
+        own = {name for lookup in lookups for name in lookup.own}
+        used = {name for handle in table.nodes[: len(INDEX)] for name, _ in readers.get(handle, ())}
+        if not used or len(lookups) < len(found) or not used <= own:
+            continue
+        before = all_before(index.nodes, [lookup.ids for lookup in lookups])
+        if rows_read.isdisjoint(before) and _CONTROL_FLOW.isdisjoint(index.nodes[name].op for name in before):
+            yield from lookups
+
+
+def _lookup(index: GraphIndex, table: GraphDynamicTable, row: str) -> _Lookup | None:
+    """The lookup whose gather of the row's number is the node `row`; None if it is none of `add_rows`."""
+    nodes, readers = index.nodes, index.consumers
+    scope, slash, _ = row.rpartition("/")
+    key, held, found, rows = (f"{scope}{slash}{part}" for part in ("key", "held", "found", "rows"))
+    if not {key, held, found, rows} <= nodes.keys() or nodes[rows].op != "SelectV2":
+        return None
+    ids = data_inputs(nodes[key])[0]
+    ends = {ids.node, *table.nodes}
+    sources = closure(
+        [rows], lambda name: (each.node for each in data_inputs(nodes[name]) if each.node not in ends)
+    )
+    # An attribute of the constants, which nobody else gives them, says that these nodes are ours. One of them
+    # stays: it tells of a version that is served which of its rows absent keys read.
+    sized = {name: attr_text(nodes[name], SIZE) for name in sources if SIZE in nodes[name].attr}
+    own = {name for name in sources if sized.get(name) != "first_default"}
+    shared = (name for name in own - {rows, found} for reader, _ in readers[name] if reader not in own)
+    if row not in own or "stride" not in sized.values() or any(shared):
+        return None
+    return _Lookup(table, ids, row, RowNodes(rows, found), frozenset(own - {rows, found}))
+
+
+def _asked_together(
+    index: GraphIndex, ends: Mapping[str, SignatureEnds], lookups: Iterable[_Lookup]
+) -> list[list[_Lookup]]:
+    """The lookups that the same signatures need, in groups that are worth it."""
+    needed = {name: all_before(index.nodes, each.outputs, each.inputs) for name, each in ends.items()}
+    given = {tensor.node for each in ends.values() for tensor in (*each.inputs, *each.outputs)}
+    asking: dict[frozenset[str], list[_Lookup]] = defaultdict(list)
+    left = set[str]()
+    for lookup in lookups:
+        names = frozenset(
+            name for name, found in needed.items() if found.keys() & {lookup.nodes.rows, lookup.nodes.found}
+        )
+        asking[names].append(lookup)
+        if not names or given & {*lookup.own, lookup.nodes.found}:
+            left.add(lookup.table.name)
+    while True:  # a table is joined with all of its lookups, or not
+        groups = [[each for each in group if each.table.name not in left] for group in asking.values()]
+        few = {each.table.name for group in groups if len(group) < LEAST for each in group}
+        if not few:
+            return [group for group in groups if group]
+        left |= few
+
+
+def _join_variables(
+    graph_def: Proto, graph: InferenceGraph, tables: Iterable[GraphDynamicTable], taken: Collection[str]
+) -> tuple[dict[str, JoinedPart], list[str]]:
+    """Add the variables that hold the indexes of tables; where each table's lie, and the new ones' nodes."""
+    known = {variable.node: variable for variable in graph.variables}
+    joined, handles = dict[str, JoinedPart](), []
+    for number, part in enumerate(INDEX):
+        node = free_name(taken, f"joined_tables/{part}")
+        parts = [known[table.nodes[number]] for table in tables]
+        *firsts, total = accumulate((variable.shape[0] for variable in parts), initial=0)
+        joined |= {v.node: JoinedPart(node, first) for v, first in zip(parts, firsts, strict=True)}
+        kind, shared = parts[0].dtype, node.encode()
+        graph_def.node.append(new_node(node, "VarHandleOp", shared_name=shared, dtype=kind, shape=(total,)))
+        handles.append(node)
+    return joined, handles
+
+
+def _join(
+    graph_def: Proto,
+    index: GraphIndex,
+    handles: list[str],
+    joined: Mapping[str, JoinedPart],
+    shapes: Mapping[str, tuple[int, ...]],
+    group: list[_Lookup],
+    fetched: Collection[str],
+) -> dict[str, str]:
+    """Add the lookup of a group, whose results take the place of its lookups', {node: tensor}."""
+    vectors = [_is_vector(index, lookup.ids) for lookup in group]
+    wanted = [
+        _placed(lookup, is_vector, joined, shapes) for lookup, is_vector in zip(group, vectors, strict=True)
+    ]
+    nodes = {node.name for node in graph_def.node}
+    scope = free_name(nodes, "joined_tables/find")
+    is_read = any(_is_found_read(index, lookup, fetched) for lookup in group)
+    results = add_joined_rows(graph_def, scope, handles, wanted, found=is_read)
+    moved: dict[str, str] = {}
+    for number, (lookup, is_vector, result) in enumerate(zip(group, vectors, results, strict=True)):
+        own, shape = lookup.nodes, f"{scope}/shape_{number}"
+        pairs = [(own.rows, result.rows, DType.INT32), (own.found, result.found, DType.BOOL)]
+        pairs = pairs if is_read else pairs[:1]
+        if not is_vector:
+            ids = [lookup.ids.as_input]
+            graph_def.node.append(new_node(shape, "Shape", ids, T=DType.INT64, out_type=DType.INT32))
+        for name, tensor, dtype in pairs:
+            if is_vector:
+                moved[name] = tensor
+            else:
+                reshaped = f"{tensor.replace(':', '_')}/reshaped"
+                inputs = [tensor, shape]
+                graph_def.node.append(new_node(reshaped, "Reshape", inputs, T=dtype, Tshape=DType.INT32))
+                moved[name] = reshaped
+    return moved
+
+
+def _placed(
+    lookup: _Lookup,
+    is_vector: bool,
+    joined: Mapping[str, JoinedPart],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> JoinedLookup:
+    """A lookup with its table's sizes, and where the table's index begins."""
+    seeds, rows, keys, _ = lookup.table.nodes
+    (groups,), (slots,), (capacity,) = shapes[seeds], shapes[rows], shapes[keys]
+    geometry = TableGeometry.of_shapes(groups, slots, capacity, len(lookup.table.defaults))
+    firsts = joined[seeds].first, joined[rows].first, joined[keys].first
+    return JoinedLookup(lookup.ids.as_input, is_vector, geometry, *firsts)
+
+
+def _is_found_read(index: GraphIndex, lookup: _Lookup, fetched: Collection[str]) -> bool:
+    """True if others than the lookup ask which of its ids were found."""
+    found = lookup.nodes.found
+    return found in fetched or any(name != lookup.nodes.rows for name, _ in index.consumers[found])
+
+
+def _is_vector(index: GraphIndex, ids: Endpoint) -> bool:
+    """True if a tensor is known to have one dimension."""
+    tensor = tensor_behind(index.nodes, ids)
+    node = index.nodes.get(tensor.node)
+    while node is not None and node.op == "Cast":
+        tensor = tensor_behind(index.nodes, data_inputs(node)[0])
+        node = index.nodes.get(tensor.node)
+    if node is None:
+        return False
+    if node.op == "Reshape":
+        shape = const_value(index.nodes.get(data_inputs(node)[1].node))
+        return shape is not None and shape.shape == (1,)
+    shape_known = index.shape(tensor)
+    return (node.op == "Unique" and tensor.output == 0) or (shape_known is not None and len(shape_known) == 1)
