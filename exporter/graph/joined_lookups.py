@@ -80,12 +80,14 @@ def join_lookups(graph: InferenceGraph, apart: Collection[str] = ()) -> Inferenc
     meta_graph = deepcopy(graph.meta_graph)
     names = {lookup.table.name for group in groups for lookup in group}
     tables = [table for table in graph.dynamic_tables if table.name in names]
-    joined, handles = _join_variables(meta_graph.graph_def, graph, tables, {*index.nodes})
+    scope = free_name({name.partition("/")[0] for name in index.nodes}, "joined_tables")
+    joined, handles = _join_variables(meta_graph.graph_def, graph, tables, scope)
     shapes = {variable.node: variable.shape for variable in graph.variables}
     fetched = {tensor.node for each in ends.values() for tensor in (*each.inputs, *each.outputs)}
     moved: dict[str, str] = {}
-    for group in groups:
-        moved |= _join(meta_graph.graph_def, index, handles, joined, shapes, group, fetched)
+    for number, group in enumerate(groups):
+        find = f"{scope}/find_{number}"
+        moved |= _join(meta_graph.graph_def, index, find, handles, joined, shapes, group, fetched)
     for node in meta_graph.graph_def.node:
         if node.name in moved and node.name in fetched:
             node.CopyFrom(new_node(node.name, "Identity", [moved[node.name]], T=DType.INT32))
@@ -162,13 +164,13 @@ def _asked_together(
 
 
 def _join_variables(
-    graph_def: Proto, graph: InferenceGraph, tables: Iterable[GraphDynamicTable], taken: Collection[str]
+    graph_def: Proto, graph: InferenceGraph, tables: Iterable[GraphDynamicTable], scope: str
 ) -> tuple[dict[str, JoinedPart], list[str]]:
     """Add the variables that hold the indexes of tables; where each table's lie, and the new ones' nodes."""
     known = {variable.node: variable for variable in graph.variables}
     joined, handles = dict[str, JoinedPart](), []
     for number, part in enumerate(INDEX):
-        node = free_name(taken, f"joined_tables/{part}")
+        node = f"{scope}/{part}"
         parts = [known[table.nodes[number]] for table in tables]
         *firsts, total = accumulate((variable.shape[0] for variable in parts), initial=0)
         joined |= {v.node: JoinedPart(node, first) for v, first in zip(parts, firsts, strict=True)}
@@ -181,6 +183,7 @@ def _join_variables(
 def _join(
     graph_def: Proto,
     index: GraphIndex,
+    scope: str,
     handles: list[str],
     joined: Mapping[str, JoinedPart],
     shapes: Mapping[str, tuple[int, ...]],
@@ -192,8 +195,6 @@ def _join(
     wanted = [
         _placed(lookup, is_vector, joined, shapes) for lookup, is_vector in zip(group, vectors, strict=True)
     ]
-    nodes = {node.name for node in graph_def.node}
-    scope = free_name(nodes, "joined_tables/find")
     is_read = any(_is_found_read(index, lookup, fetched) for lookup in group)
     results = add_joined_rows(graph_def, scope, handles, wanted, found=is_read)
     moved: dict[str, str] = {}

@@ -41,10 +41,11 @@ def lookups(lab: Lab) -> Iterator[Row]:
 
 def many_tables(lab: Lab) -> Iterator[Row]:
     """A call that looks up in each table of a model; stock: as many DenseHashTables and gathers."""
-    tables, keys = (4, 1000) if lab.quick else (100, 20_000)
+    tables, keys = (8, 1000) if lab.quick else (100, 20_000)
     (found,) = lab.side_by_side(lambda: job("jobs_tables:lookup", keys, _DIM, tables, 64), repeats=1)
     for batch, figures in found.samples[-1].result.items():
         yield _against_dense(f"look up {batch} keys in each of {tables} tables", figures)
+        yield Row("  each table by itself", seconds(figures["apart"]))
 
 
 def building(lab: Lab) -> Iterator[Row]:

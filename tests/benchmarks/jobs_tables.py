@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from exporter.tables import DynamicTable
 from tests.benchmarks.job import Timer
 from tests.benchmarks.jobs_incremental import drive, serving
 from tests.support.deeprec import Ev, write_increment, write_large
+
+if TYPE_CHECKING:
+    from exporter.graph.inference_graph import InferenceGraph
 
 Array = np.ndarray[Any, Any]
 Figures = dict[str, Any]
@@ -76,89 +79,110 @@ def read(timer: Timer, directory: str) -> int:
 
 
 def lookup(timer: Timer, keys: str, dim: str, tables: str, *batches: str) -> dict[str, Figures]:
-    """Processor seconds of a call by batch size: ours, a DenseHashTable and a gather, a gather alone."""
+    """Processor seconds of a call by batch size: ours, each table by itself, a DenseHashTable and a gather.
+
+    `gather` is what any of them needs at least: the gathers of as many rows.
+    """
     import tensorflow as tf
+
+    from exporter.graph.joined_lookups import join_lookups
 
     v1 = tf.compat.v1
     evs = [Ev.random(int(keys), int(dim), seed=number) for number in range(int(tables))]
     threads = v1.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=1)
     with tf.Graph().as_default() as graph, v1.Session(graph=graph, config=threads) as session:
-        ids = v1.placeholder(tf.int64, [None])
+        asked = v1.placeholder(tf.int64, [len(evs), None])
         filled: list[tuple[Any, dict[Any, Array]]] = []
-        fetched = [_three_ways(filled, ids, ev, f"t{number}") for number, ev in enumerate(evs)]
-        ways = {name: tf.add_n([ways[name] for ways in fetched]) for name in fetched[0]}
+        built, values = _served(evs)
+        ours, handles = _imported(join_lookups(built), values, tf.unstack(asked), filled)
+        apart, _ = _imported(built, values, tf.unstack(asked), filled)
+        dense, gather = _stock(evs, handles, tf.unstack(asked), filled)
+        found = {"ours": ours, "apart": apart, "dense": dense, "gather": gather}
+        ways = {name: tf.add_n([rows[:, 0] for rows in each]) for name, each in found.items()}
+        whole = {
+            name: tf.stack(each) for name, each in found.items()
+        }  # a sum's last bits depend on its order
         while filled:  # once the graph is whole: each run would extend it again
             session.run(*filled.pop())
-        calls = {name: session.make_callable(way, [ids]) for name, way in ways.items()}
-        asked = {batch: _asked(evs[0], int(batch)) for batch in batches}
-        answers = {name: calls[name](asked[batches[-1]][0]).tobytes() for name in ("ours", "dense")}
-        assert len(set(answers.values())) == 1
+        calls = {name: session.make_callable(way, [asked]) for name, way in ways.items()}
+        requests = {batch: _asked(evs, int(batch)) for batch in batches}
+        fed = {asked: requests[batches[-1]][0]}
+        answers = [session.run(whole[name], fed).tobytes() for name in calls if name != "gather"]
+        assert len(set(answers)) == 1
         with timer:
-            return {batch: _in_turns(calls, asked[batch]) for batch in batches}
+            return {batch: _in_turns(calls, requests[batch]) for batch in batches}
 
 
-def _three_ways(filled: list[tuple[Any, dict[Any, Array]]], ids: Any, ev: Ev, name: str) -> dict[str, Any]:
-    """The first column of the rows of some ids, in three ways; `gather` takes row numbers.
+def _served(evs: list[Ev]) -> tuple[InferenceGraph, dict[str, Array]]:
+    """A graph that looks up in tables of these contents, and its variables' values."""
+    import tensorflow as tf
 
-    What fills the tables is added to `filled`: operations and their feeds.
+    from tests.support.dynamic_values import Rows
+    from tests.support.joined_tables import Signatures, sized_graph
+
+    def build() -> Signatures:
+        ids = {f"ids_{n}": tf.compat.v1.placeholder(tf.int64, [None], f"ids_{n}") for n in range(len(evs))}
+        rows = (DynamicTable(f"t{n}", evs[n].dim).lookup(each) for n, each in enumerate(ids.values()))
+        found = {f"found_{n}": tf.identity(each, f"found_{n}") for n, each in enumerate(rows)}
+        return {"serving_default": (ids, found)}
+
+    return sized_graph(build, {f"t{n}": Rows(ev.keys, ev.values) for n, ev in enumerate(evs)})
+
+
+def _imported(
+    graph: InferenceGraph, values: Mapping[str, Array], ids: list[Any], filled: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The tables' rows of ids, and the handles of these rows.
+
+    What fills the variables is added to `filled`: operations and their feeds.
     """
     import tensorflow as tf
 
-    from exporter.graph.inference_graph import GraphDynamicTable
-    from exporter.tables.geometry import TableGeometry
-    from exporter.tables.lookup import set_sizes
-    from exporter.tables.parts import PARTS
-    from exporter.wire import protos
-    from exporter.wire.dtypes import DType
-    from tests.support.dynamic_values import Rows, table_values
+    from tests.support.joined_tables import held
 
-    v1 = tf.compat.v1
-    nodes = tuple(f"{name}/{part}" for part in PARTS)
-    described = GraphDynamicTable(
-        name, nodes, DType.INT64, DType.FLOAT, ev.dim, np.zeros((1, ev.dim), np.float32)
-    )
-    parts = table_values(described, Rows(ev.keys, ev.values))
-    with tf.Graph().as_default() as apart:
-        table = DynamicTable(name, ev.dim)
-        result = table.lookup(v1.placeholder(tf.int64, [None], name="ids"))
-        drawn = protos.GraphDef.FromString(apart.as_graph_def().SerializeToString())
-    seeds, rows, keys, _ = (parts[node] for node in nodes)
-    set_sizes(drawn, {name: TableGeometry.of_shapes(len(seeds), len(rows), len(keys))})
-    for node in drawn.node:
-        if node.name in nodes:
-            node.attr["shape"].shape.Clear()
-            node.attr["shape"].shape.unknown_rank = True
-    drawn = v1.GraphDef.FromString(drawn.SerializeToString())
-    found, *handles = v1.import_graph_def(
-        drawn, {"ids:0": ids}, [result.name, *(f"{node}:0" for node in nodes)]
-    )
-    for handle, node in zip(handles, nodes, strict=True):
-        fed = v1.placeholder(parts[node].dtype, parts[node].shape)
-        filled.append((tf.raw_ops.AssignVariableOp(resource=handle, value=fed), {fed: parts[node]}))
-    dense = tf.lookup.experimental.DenseHashTable(
-        tf.int64, tf.int64, len(keys) - 1, empty_key=-1, deleted_key=-2
-    )
-    fed_keys, fed_rows = v1.placeholder(tf.int64, [None]), v1.placeholder(tf.int64, [None])
-    given = {fed_keys: ev.keys, fed_rows: np.arange(len(ev.keys))}
-    filled.append((dense.insert(fed_keys, fed_rows), given))
-    numbers = tf.bitwise.bitwise_and(ids, (1 << (len(ev.keys).bit_length() - 1)) - 1)
-
-    def gathered(indices: Any) -> Any:
-        return tf.raw_ops.ResourceGather(resource=handles[-1], indices=indices, dtype=tf.float32)
-
-    ways = {"ours": found, "dense": gathered(dense.lookup(ids)), "gather": gathered(numbers)}
-    return {way: rows_[:, 0] for way, rows_ in ways.items()}
+    v1, contents = tf.compat.v1, held(graph, values)
+    drawn = v1.GraphDef.FromString(graph.meta_graph.graph_def.SerializeToString())
+    given = {f"ids_{number}:0": each for number, each in enumerate(ids)}
+    names = [*(f"found_{number}:0" for number in range(len(ids))), *(f"{node}:0" for node in contents)]
+    results = v1.import_graph_def(drawn, given, names)
+    handles = dict(zip(contents, results[len(ids) :], strict=True))
+    for node, value in contents.items():
+        fed = v1.placeholder(value.dtype, value.shape)
+        filled.append((tf.raw_ops.AssignVariableOp(resource=handles[node], value=fed), {fed: value}))
+    return results[: len(ids)], [handles[table.nodes[-1]] for table in graph.dynamic_tables]
 
 
-def _asked(ev: Ev, batch: int) -> list[Array]:
+def _stock(
+    evs: list[Ev], handles: list[Any], ids: list[Any], filled: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The tables' rows by DenseHashTables, and rows by their numbers; adds to `filled` as `_imported`."""
+    import tensorflow as tf
+
+    v1, dense, gather = tf.compat.v1, [], []
+
+    def gathered(handle: Any, indices: Any) -> Any:
+        return tf.raw_ops.ResourceGather(resource=handle, indices=indices, dtype=tf.float32)
+
+    for ev, handle, keys in zip(evs, handles, ids, strict=True):
+        table = tf.lookup.experimental.DenseHashTable(tf.int64, tf.int64, 0, empty_key=-1, deleted_key=-2)
+        fed = v1.placeholder(tf.int64, [None]), v1.placeholder(tf.int64, [None])
+        given = dict(zip(fed, (ev.keys, np.arange(len(ev.keys))), strict=True))
+        filled.append((table.insert(*fed), given))
+        dense.append(gathered(handle, table.lookup(keys)))
+        few = (1 << (len(ev.keys).bit_length() - 1)) - 1
+        gather.append(gathered(handle, tf.bitwise.bitwise_and(keys, few)))
+    return dense, gather
+
+
+def _asked(evs: list[Ev], batch: int) -> list[Array]:
     random = np.random.default_rng(batch)
-    return [random.choice(ev.keys, batch) for _ in range(16)]
+    return [np.stack([random.choice(ev.keys, batch) for ev in evs]) for _ in range(16)]
 
 
 def _in_turns(calls: Mapping[str, Callable[[Array], Any]], asked: list[Array]) -> Figures:
     """The mean call in each way's best round, in processor time: what else runs only ever adds to it."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
-    repeats = max(1, 20_000 // len(asked[0]) // len(asked))
+    repeats = max(1, 20_000 // asked[0].size // len(asked))
     for number in range(9):
         for name, call in calls.items():
             started = time.process_time()

@@ -1,0 +1,190 @@
+"""Joined lookups answer as lookups by themselves do, and as dicts; what is not asked together stays apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from exporter.graph import joined_lookups
+from exporter.graph.inference_graph import InferenceGraph
+from exporter.graph.joined_lookups import join_lookups
+from exporter.tables import DynamicTable
+from exporter.tables.parts import PARTS
+from tests.support.dynamic_values import Rows
+from tests.support.joined_tables import Signatures, loaded_session, sized_graph
+
+LIMITS = np.array([0, -1, -2, 2**63 - 1, -(2**63)], np.int64)
+SIZES = {"a": 5, "b": 300, "c": 0, "d": 4000, "e": 40}
+DIMS = {"a": 1, "b": 4, "c": 3, "d": 8, "e": 2}
+DTYPES = {"e": "float64"}
+DEFAULTS = {"b": np.arange(12.0).reshape(3, 4), "d": -1.0}
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined_lookups, "LEAST", 2)
+
+
+def contents() -> dict[str, Rows]:
+    random = np.random.default_rng(3)
+    found = {}
+    for name, size in SIZES.items():
+        keys = np.unique(np.concatenate([random.integers(-(2**63), 2**63 - 1, size), LIMITS[: size and 5]]))
+        rows = random.normal(size=(len(keys), DIMS[name])).astype(DTYPES.get(name, "float32"))
+        found[name] = Rows(random.permutation(keys), rows)
+    return found
+
+
+def table(name: str) -> DynamicTable:
+    return DynamicTable(name, DIMS[name], DTYPES.get(name, "float32"), DEFAULTS.get(name, 0.0))
+
+
+def expected(name: str, rows: Rows, ids: np.ndarray) -> np.ndarray:
+    given = np.asarray(DEFAULTS.get(name, 0.0), rows.values.dtype)
+    defaults = np.broadcast_to(given, (1, DIMS[name])) if given.ndim < 2 else given
+    return rows.read(ids.ravel(), defaults).reshape(*ids.shape, DIMS[name])
+
+
+def joined_tables(graph: InferenceGraph) -> set[str]:
+    index = {f"/{part}" for part in PARTS[:-1]}
+    return {node.removesuffix(part) for node in graph.joined for part in index if node.endswith(part)}
+
+
+def placeholder(name: str, shape: Any = (None,), dtype: str = "int64") -> Any:
+    import tensorflow as tf
+
+    return tf.compat.v1.placeholder(dtype, shape, name=name)
+
+
+def of_all_shapes() -> Signatures:
+    import tensorflow as tf
+
+    ids = {name: placeholder(name, shape) for name, shape in SHAPES.items()}
+    made = {name: table(name) for name in ids}
+    rows = {name: made[name].lookup(each) for name, each in ids.items()}
+    texts = placeholder("texts", (None,), "string")
+    rows["of_texts"] = made["e"].lookup(tf.strings.to_number(texts, tf.int64))
+    return {"serving_default": ({**ids, "texts": texts}, rows)}
+
+
+SHAPES: Mapping[str, Any] = {"a": (None,), "b": (None, None), "c": None, "d": (None,), "e": (None, 2)}
+
+
+def test_keys_of_any_shape_read_the_rows_that_their_own_tables_have() -> None:
+    held = contents()
+    graph, values = sized_graph(of_all_shapes, held)
+    joined = join_lookups(graph)
+    assert joined_tables(joined) == SIZES.keys()
+    gathers = [node.op for node in joined.meta_graph.graph_def.node].count("ResourceGather")
+    assert gathers == 3 + 6, "of the index three for all lookups, of rows one each"
+    random = np.random.default_rng(5)
+    outputs = {
+        alias: info.name for alias, info in joined.meta_graph.signature_def["serving_default"].outputs.items()
+    }
+    with loaded_session(joined, values) as ours, loaded_session(graph, values) as apart:
+        for size in (0, 1, 7, 64, 1000):
+            asked = {}
+            for name, shape in SHAPES.items():
+                known = np.concatenate([held[name].keys, LIMITS, random.integers(-99, 99, 9)])
+                ids = random.choice(known, size if size else 0)  # some twice
+                asked[name] = {2: ids[: size // 2 * 2].reshape(-1, 2)}.get(len(shape or ()), ids)
+            texts = np.array([str(key).encode() for key in random.choice(held["e"].keys, size)], object)
+            fed = {f"{name}:0": ids for name, ids in asked.items()} | {"texts:0": texts}
+            found = ours.run(outputs, fed)
+            asked["of_texts"] = texts.astype(str).astype(np.int64) if size else np.empty(0, np.int64)
+            for name, rows in apart.run(outputs, fed).items():
+                owner = "e" if name == "of_texts" else name
+                assert found[name].tobytes() == rows.tobytes(), (name, size)
+                assert rows.tobytes() == expected(owner, held[owner], asked[name]).tobytes(), (name, size)
+
+
+def test_keys_that_come_from_rows_are_looked_up_after_these() -> None:
+    import tensorflow as tf
+
+    def build() -> Signatures:
+        ids = {name: placeholder(name) for name in ("a", "b", "d")}
+        rows = {name: table(name).lookup(each) for name, each in ids.items()}
+        rows["e"] = table("e").lookup(tf.cast(rows["a"][:, 0] * 10, tf.int64))
+        return {"serving_default": (ids, rows)}
+
+    held = contents()
+    graph, values = sized_graph(build, held)
+    joined = join_lookups(graph)
+    assert joined_tables(joined) == {"a", "b", "d"}
+    names = [info.name for info in graph.meta_graph.signature_def["serving_default"].outputs.values()]
+    fed = {f"{name}:0": held[name].keys[:4] for name in ("a", "b", "d")}
+    with loaded_session(joined, values) as ours, loaded_session(graph, values) as apart:
+        for found, rows in zip(ours.run(names, fed), apart.run(names, fed), strict=True):
+            assert found.tobytes() == rows.tobytes()
+
+
+def test_a_signature_needs_the_ids_of_its_own_tables_alone() -> None:
+    def build() -> Signatures:
+        ids = {name: placeholder(name) for name in SIZES}
+        rows = {name: table(name).lookup(each) for name, each in ids.items()}
+        some = [[*"abc"], [*"cde"]]
+        return {
+            name: ({each: ids[each] for each in names}, {each: rows[each] for each in names})
+            for name, names in zip(("first", "second"), some, strict=True)
+        }
+
+    held = contents()
+    graph, values = sized_graph(build, held)
+    joined = join_lookups(graph)
+    assert joined_tables(joined) == {*"abde"}, "c alone is asked by both"
+    with loaded_session(joined, values) as session:
+        for signature in joined.meta_graph.signature_def.values():
+            names = {alias: info.name for alias, info in signature.outputs.items()}
+            asked = {name: np.concatenate([held[name].keys[:3], LIMITS]) for name in names}
+            found = session.run(names, {f"{name}:0": ids for name, ids in asked.items()})
+            for name, rows in found.items():
+                assert rows.tobytes() == expected(name, held[name], asked[name]).tobytes()
+
+
+def test_a_lookup_in_a_branch_or_in_a_function_stays_there() -> None:
+    import tensorflow as tf
+
+    def build() -> Signatures:
+        tf.compat.v1.disable_control_flow_v2()
+        ids = {name: placeholder(name) for name in SIZES}
+        rows = {name: table(name).lookup(ids[name]) for name in ("a", "b", "c")}
+        many = tf.size(ids["d"]) > 2
+        rows["d"] = tf.cond(many, lambda: table("d").lookup(ids["d"]), lambda: tf.zeros([0, DIMS["d"]]))
+        tf.compat.v1.enable_control_flow_v2()
+        e = table("e")
+        rows["e"] = tf.function(lambda keys: e.lookup(keys), autograph=False)(ids["e"])
+        return {"serving_default": (ids, rows)}
+
+    graph, values = sized_graph(build, contents())
+    joined = join_lookups(graph)
+    assert joined_tables(joined) == {"a", "b", "c"}
+    names = [info.name for info in graph.meta_graph.signature_def["serving_default"].outputs.values()]
+    with loaded_session(joined, values) as ours, loaded_session(graph, values) as apart:
+        for count in (0, 5):
+            fed = {f"{name}:0": LIMITS[:count] for name in SIZES}
+            for found, rows in zip(ours.run(names, fed), apart.run(names, fed), strict=True):
+                assert found.tobytes() == rows.tobytes()
+
+
+def test_rows_that_are_themselves_an_output_and_few_tables() -> None:
+    def build() -> Signatures:
+        ids = {name: placeholder(name) for name in ("a", "b")}
+        made = {name: table(name) for name in ids}
+        rows = {name: made[name].rows(each) for name, each in ids.items()}
+        values = {f"{name}_values": made[name].lookup(each) for name, each in ids.items()}
+        return {"serving_default": (ids, rows | values)}
+
+    held = contents()
+    graph, values = sized_graph(build, held)
+    joined = join_lookups(graph)
+    names = [info.name for info in graph.meta_graph.signature_def["serving_default"].outputs.values()]
+    fed = {f"{name}:0": np.concatenate([held[name].keys, LIMITS]) for name in ("a", "b")}
+    with loaded_session(joined, values) as ours, loaded_session(graph, values) as apart:
+        for found, rows in zip(ours.run(names, fed), apart.run(names, fed), strict=True):
+            assert (found == rows).all()
+    assert joined.joined
+    apart_nodes = [each.node for each in graph.variables if each.key == "a/keys"]
+    assert joined_tables(join_lookups(graph, apart_nodes)) == {"b"}
