@@ -23,7 +23,8 @@ the default rows is never looked up; its key is the *cursor*, the first row that
 Measured on two busy cores, TensorFlow 2.21, one thread, 1 M and 10 M random keys, rows of 16 floats, from
 key to values, processor time of whole calls beside those of DenseHashTable and a gather: with 64 ids 1.2
 times, with 1,000 1.4 times, with 100,000 1.4 and 1.6 times (330 ns a key of 10 M). A lookup is fifteen
-operations, theirs two: with 64 ids in each of 100 tables it takes 2.3 to 2.9 times as long.
+operations, theirs two: with 64 ids in each of 100 tables, each looked up by itself, it takes 2.3 to 2.9
+times as long. So such lookups are joined (`exporter.graph.joined_lookups`).
 What costs is memory that no cache holds, read by three gathers before that of the values: with 64 ids in each
 of 100 tables of 20,000 keys, one gather more takes 4 to 6 us, any other operation 0.4 to 1.1 us.
 CONTRIBUTING.md, under "An index of seeds", has what was measured beside it.

@@ -102,8 +102,8 @@ def lookup(timer: Timer, keys: str, dim: str, tables: str, *batches: str) -> dic
         whole = {
             name: tf.stack(each) for name, each in found.items()
         }  # a sum's last bits depend on its order
-        while filled:  # once the graph is whole: each run would extend it again
-            session.run(*filled.pop())
+        feeds = {fed: value for _, given in filled for fed, value in given.items()}
+        session.run([operation for operation, _ in filled], feeds)  # at once: each run prepares a large graph
         calls = {name: session.make_callable(way, [asked]) for name, way in ways.items()}
         requests = {batch: _asked(evs, int(batch)) for batch in batches}
         fed = {asked: requests[batches[-1]][0]}

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from exporter.options import ExportRequest, Updates
+from exporter.delta.chunk_digest import chunks, served_digests
+from exporter.graph.graph_files import read_saved_model
+from exporter.graph.joined_lookups import LEAST
+from exporter.options import ExportRequest, Isolation, Updates
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
+from exporter.publish.delta_log import read_log
 from exporter.tables import DynamicTable
 from tests.support.deeprec import Ev, write_full, write_increment
 
@@ -20,11 +25,12 @@ DIM = 8
 STEPS = 6
 
 
-def build() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def build(tables: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     import tensorflow as tf
 
     ids = tf.compat.v1.placeholder(tf.int64, [None], name="ids")
-    return {"ids": ids}, {"rows": DynamicTable("emb", DIM, default=-1.0).lookup(ids)}
+    rows = [DynamicTable(f"emb{n}", DIM, default=-1.0).lookup(ids) for n in range(tables)]
+    return {"ids": ids}, {"rows": tf.concat(rows, 1)}
 
 
 def rows_of(keys: Any, step: int) -> Ev:
@@ -32,22 +38,34 @@ def rows_of(keys: Any, step: int) -> Ev:
 
 
 @pytest.mark.landing
-def test_rows_of_one_response_are_of_one_position(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tables", "isolation"),  # one by itself, and many whose index is joined
+    [(1, Isolation.SNAPSHOT), (LEAST + 1, Isolation.SNAPSHOT), (LEAST + 1, Isolation.ROW)],
+)
+def test_rows_of_one_response_are_of_one_position(tmp_path: Path, tables: int, isolation: Isolation) -> None:
     import tensorflow as tf
 
     random = np.random.default_rng(1)
-    keys = np.unique(random.integers(0, 2**62, 26_000))
+    keys = np.unique(random.integers(0, 2**62, 26_000 // tables))
     random.shuffle(keys)
-    known, new = keys[:20_000], np.array_split(keys[20_000:], STEPS)
-    write_full(tmp_path / "train" / "model.ckpt-1", {"emb": rows_of(known, 1)}, step=1)
+    count = 20_000 // tables
+    known, new = keys[:count], np.array_split(keys[count:], STEPS)
+    names = [f"emb{n}" for n in range(tables)]
+    write_full(tmp_path / "train" / "model.ckpt-1", dict.fromkeys(names, rows_of(known, 1)), step=1)
     request = ExportRequest(
-        tmp_path / "train", tmp_path / "model", model=build, updates=Updates(), table_head_room=0.5
+        tmp_path / "train",
+        tmp_path / "model",
+        model=partial(build, tables),
+        updates=Updates(digest=True, isolation=isolation),
+        table_head_room=0.5,
     )
     version = export(request).published.path
+    nodes = read_saved_model(version).meta_graphs[0].graph_def.node
+    assert any(node.name == "joined_tables/keys" for node in nodes) is (tables >= LEAST)
     for number in range(STEPS):
         step = number + 2
         told = np.concatenate([known, *new[: number + 1]])  # all that changed since the full checkpoint
-        write_increment(tmp_path / "train", step, {"emb": rows_of(told, step)}, parts=1)
+        write_increment(tmp_path / "train", step, dict.fromkeys(names, rows_of(told, step)), parts=1)
         export_incremental(ExportRequest(tmp_path / "train", tmp_path / "model"))
     v1 = tf.compat.v1
     answers: list[Any] = []
@@ -72,5 +90,12 @@ def test_rows_of_one_response_are_of_one_position(tmp_path: Path) -> None:
         for reader in readers:
             reader.join()
         assert (ask(keys) == STEPS + 1).all(), "new keys are there, and old ones are found where they moved"
+        log, digest = read_log(tmp_path / "model"), signatures["incremental_digest"]
+        every = [*chunks(log.schema)]
+        numbers = {digest.inputs["rows"].name: np.arange(len(every))}
+        found = session.run(digest.outputs["digest"].name, numbers)
+        assert [int(each) for each in found] == served_digests(log.schema, log.state(), every)
+    if isolation is Isolation.ROW:
+        return
     assert {len(found) for found in answers} == {1}
     assert len({float(found[0]) for found in answers}) > 1
