@@ -1,0 +1,57 @@
+"""A version with joined tables: both loaders of TensorFlow answer from it, and save what was published."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exporter.graph.graph_files import read_saved_model
+from exporter.graph.joined_lookups import LEAST
+from exporter.options import ExportRequest
+from exporter.pipeline.full import export
+from exporter.tables import DynamicTable
+from exporter.tables.parts import PARTS
+from tests.support.deeprec import Ev, write_full
+
+NAMES = [f"t{n}" for n in range(LEAST)]
+
+
+def model() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    import tensorflow as tf
+
+    ids = tf.compat.v1.placeholder(tf.int64, [None], name="ids")
+    return {"ids": ids}, {name: DynamicTable(name, 4).lookup(ids) for name in NAMES}
+
+
+def test_loaders_answer_and_save(tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    evs = {name: Ev.random(50 * (n + 1), seed=n) for n, name in enumerate(NAMES)}
+    write_full(tmp_path / "train" / "model.ckpt-1", evs, step=1)
+    version = export(ExportRequest(tmp_path / "train", tmp_path / "model", model=model)).published.path
+    nodes = [node.name for node in read_saved_model(version).meta_graphs[0].graph_def.node]
+    assert "joined_tables/keys" in nodes
+    assert "t0/keys" not in nodes
+    ids = np.concatenate([ev.keys[:20] for ev in evs.values()])
+    expected = {
+        name: np.array([ev.as_dict().get(key, np.zeros(4, np.float32)) for key in ids.tolist()])
+        for name, ev in evs.items()
+    }
+    found = tf.saved_model.load(str(version)).signatures["serving_default"](tf.constant(ids))
+    assert all(found[name].numpy().tobytes() == rows.tobytes() for name, rows in expected.items())
+
+    v1 = tf.compat.v1
+    with tf.Graph().as_default() as graph, v1.Session(graph=graph) as session:
+        meta = v1.saved_model.load(session, ["serve"], str(version))
+        outputs = {name: info.name for name, info in meta.signature_def["serving_default"].outputs.items()}
+        given = {meta.signature_def["serving_default"].inputs["ids"].name: ids}
+        found = session.run(outputs, given)
+        assert all(found[name].tobytes() == rows.tobytes() for name, rows in expected.items())
+        v1.train.Saver(saver_def=meta.saver_def).save(session, str(tmp_path / "saved"))
+    saved = tf.train.load_checkpoint(str(tmp_path / "saved"))
+    published = tf.train.load_checkpoint(str(version / "variables" / "variables"))
+    for name in (f"{table}/{part}" for table in NAMES for part in PARTS):
+        assert saved.get_tensor(name).tobytes() == published.get_tensor(name).tobytes(), name
