@@ -48,6 +48,7 @@ from exporter.wire.protos import Proto
 
 INDEX = PARTS[:-1]
 LEAST = 8  # lookups: to join fewer costs more operations than it saves
+_SAME_SHAPE = ("Identity", "Cast", "StringToHashBucketFast", "StringToNumber")
 _CONTROL_FLOW = frozenset(
     {
         *("Switch", "Merge", "Enter", "Exit", "NextIteration"),
@@ -125,7 +126,7 @@ def _lookup(index: GraphIndex, table: GraphDynamicTable, row: str) -> _Lookup | 
     key, held, found, rows = (f"{scope}{slash}{part}" for part in ("key", "held", "found", "rows"))
     if not {key, held, found, rows} <= nodes.keys() or nodes[rows].op != "SelectV2":
         return None
-    ids = data_inputs(nodes[key])[0]
+    ids = next(iter(data_inputs(nodes[key])), Endpoint("", 0))
     ends = {ids.node, *table.nodes}
     sources = closure(
         [rows], lambda name: (each.node for each in data_inputs(nodes[name]) if each.node not in ends)
@@ -135,7 +136,7 @@ def _lookup(index: GraphIndex, table: GraphDynamicTable, row: str) -> _Lookup | 
     sized = {name: attr_text(nodes[name], SIZE) for name in sources if SIZE in nodes[name].attr}
     own = {name for name in sources if sized.get(name) != "first_default"}
     shared = (name for name in own - {rows, found} for reader, _ in readers[name] if reader not in own)
-    if row not in own or "stride" not in sized.values() or any(shared):
+    if row not in own or key not in own or "stride" not in sized.values() or any(shared):
         return None
     return _Lookup(table, ids, row, RowNodes(rows, found), frozenset(own - {rows, found}))
 
@@ -238,15 +239,10 @@ def _is_found_read(index: GraphIndex, lookup: _Lookup, fetched: Collection[str])
 
 def _is_vector(index: GraphIndex, ids: Endpoint) -> bool:
     """True if a tensor is known to have one dimension."""
-    tensor = tensor_behind(index.nodes, ids)
-    node = index.nodes.get(tensor.node)
-    while node is not None and node.op == "Cast":
-        tensor = tensor_behind(index.nodes, data_inputs(node)[0])
-        node = index.nodes.get(tensor.node)
-    if node is None:
-        return False
+    tensor = tensor_behind(index.nodes, ids, _SAME_SHAPE)
+    node = index.nodes[tensor.node]
     if node.op == "Reshape":
-        shape = const_value(index.nodes.get(data_inputs(node)[1].node))
+        shape = const_value(index.nodes.get(data_inputs(node)[-1].node))
         return shape is not None and shape.shape == (1,)
     shape_known = index.shape(tensor)
     return (node.op == "Unique" and tensor.output == 0) or (shape_known is not None and len(shape_known) == 1)

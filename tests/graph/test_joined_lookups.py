@@ -169,13 +169,16 @@ def test_a_lookup_in_a_branch_or_in_a_function_stays_there() -> None:
                 assert found.tobytes() == rows.tobytes()
 
 
-def test_rows_that_are_themselves_an_output_and_few_tables() -> None:
+def test_row_numbers_and_which_keys_were_found_are_outputs_as_well() -> None:
+    import tensorflow as tf
+
     def build() -> Signatures:
         ids = {name: placeholder(name) for name in ("a", "b")}
         made = {name: table(name) for name in ids}
         rows = {name: made[name].rows(each) for name, each in ids.items()}
         values = {f"{name}_values": made[name].lookup(each) for name, each in ids.items()}
-        return {"serving_default": (ids, rows | values)}
+        found = tf.compat.v1.get_default_graph().get_tensor_by_name("a_lookup/find/found:0")
+        return {"serving_default": (ids, rows | values | {"is_found": tf.identity(found)})}
 
     held = contents()
     graph, values = sized_graph(build, held)
