@@ -33,6 +33,7 @@ from typing import Any
 
 from google.protobuf.message import EncodeError
 from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.bundle.mapped_tables import NOTHING_MAPPED, MappedTables, TriedTable, add_tries
 from exporter.errors import NotServable, os_error
@@ -47,8 +48,9 @@ from exporter.graph.inference_graph import (
     KeptState,
 )
 from exporter.graph.metagraph import readable_version
-from exporter.graph.nodes import new_node
+from exporter.graph.nodes import free_name, new_node, shape_proto
 from exporter.graph.old_servers import make_for, oldest_server
+from exporter.graph.placed_reads import PlacedReads, place_reads
 from exporter.graph.signatures import DEFAULT_SIGNATURE
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import VariableMapping
@@ -142,6 +144,8 @@ class RestoredVariable(Struct, frozen=True):
     variable: GraphVariable
     key: str
     dtype: DType
+    is_table: bool = True
+    """False of the places of a table's rows, which are mapped with it."""
 
     @property
     def slice_spec(self) -> str:
@@ -181,7 +185,9 @@ def add_restore(
         inputs = [f"{scope}/Const", *names]
         _add_node(graph_def, f"{scope}/RestoreV2", "RestoreV2", inputs, dtypes=_dtypes(read, tables))
     values = {entry.variable.node: _restored(scope, index) for index, entry in enumerate(read)}
-    tables_tried = (TriedTable(each.variable, each.dtype, each.key, each.slice_spec) for each in tried)
+    tables_tried = (
+        TriedTable(each.variable, each.dtype, each.key, each.slice_spec, each.is_table) for each in tried
+    )
     tries = add_tries(graph_def, scope, f"{scope}/Const", tables_tried, mapped)
     values |= tries.values
     _add_save(graph_def, scope, served, tables)
@@ -381,10 +387,44 @@ def restorable_graph(
     _make_readable(meta_graph.meta_info_def)
     served = served_variables(mapping.sources)
     cast_variables(meta_graph.graph_def, {entry.variable.node: entry.dtype for entry in served})
+    served, mapped = _place_hot_rows(meta_graph.graph_def, served, mapped)
     add_restore(meta_graph, served, mapping.tables, graph.state, mapped)
     if server is not None:
         make_for(meta_graph.graph_def, server)
     return meta_graph
+
+
+def _place_hot_rows(
+    graph_def: Proto, served: tuple[RestoredVariable, ...], mapped: MappedTables
+) -> tuple[tuple[RestoredVariable, ...], MappedTables]:
+    """Let lookups read hot rows behind their tables; what is restored then, and mapped.
+
+    NotServable if a table is read in another way.
+    """
+    if not mapped.hot:
+        return served, mapped
+    nodes = {node.name: node for node in graph_def.node}
+    entries, places, reads = list[RestoredVariable](), list[RestoredVariable](), {}
+    files = dict(mapped.files)
+    for entry in served:
+        hot = mapped.hot.get(entry.variable.node)
+        if hot is None:
+            entries.append(entry)
+            continue
+        node, dtype = free_name(nodes, f"{entry.variable.node}/hot_places"), hot.places.dtype
+        variable = GraphVariable(node, hot.places.name, dtype, hot.places.shape)
+        places.append(RestoredVariable(variable, hot.places.name, dtype, is_table=False))
+        nodes[node] = new_node(
+            node, "VarHandleOp", dtype=dtype, shape=variable.shape, shared_name=node.encode(), container=b""
+        )
+        graph_def.node.append(nodes[node])
+        reads[entry.variable.node] = PlacedReads(entry.variable.node, entry.variable.shape, node, dtype)
+        files[node] = hot.file
+        whole = replace(entry.variable, key=hot.whole.name, shape=hot.whole.shape, part=None)
+        nodes[whole.node].attr["shape"].shape.CopyFrom(shape_proto(whole.shape))
+        entries.append(replace(entry, variable=whole, key=hot.whole.name))
+    place_reads(graph_def, reads)
+    return (*entries, *places), replace(mapped, files=files)
 
 
 def _add_training(

@@ -105,6 +105,10 @@ def steps_of(planned: Plan, beyond: int = 0) -> Iterator[Step]:
     """Yield the steps that stage what was planned, in their order."""
     request = planned.request
     yield write_values
+    if planned.hot:
+        from exporter.pipeline.hot_files import lay_chosen_rows
+
+        yield lay_chosen_rows
     if request.updates is None:
         yield name_plain_version
     else:

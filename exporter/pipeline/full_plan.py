@@ -7,7 +7,7 @@ import json
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -50,6 +50,9 @@ from exporter.tables.lay_out import TableLayout
 from exporter.verify.golden import GoldenRequest, read_golden
 from exporter.wire.server_ops import Version, version_of
 
+if TYPE_CHECKING:
+    from exporter.pipeline.hot_files import HotChoice
+
 _MAPS: Version = (2, 4)
 """The oldest known TensorFlow whose `ImmutableConst` maps a file."""
 
@@ -74,6 +77,7 @@ class Plan(Struct, frozen=True, dict=True):
     layout: TableLayout | None = None
     golden: tuple[GoldenRequest, ...] = ()
     unmapped: tuple[Unmapped, ...] = ()
+    hot: tuple[HotChoice, ...] = ()
 
     def __repr__(self) -> str:
         size = f"{len(self.mapping.sources)} variables"
@@ -174,6 +178,11 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
         indexes = layout.index_names if layout is not None else ()
         chosen = choose_mapped(graph, mapping, takes_deltas=request.updates is not None, indexes=indexes)
         graph, mapping, unmapped = chosen.graph, chosen.mapping, chosen.unmapped
+    hot: tuple[HotChoice, ...] = ()
+    if request.hot_rows:
+        from exporter.pipeline.hot_files import choose_hot
+
+        hot = choose_hot(request, graph, mapping, unmapped, layout)
     if (server := server_of(request)) is not None:
         require_had(graph.meta_graph.graph_def, server)
     training = training_graph(request, found.catalog)
@@ -197,6 +206,7 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
         layout=layout,
         golden=read_golden(request.golden) if request.golden else (),
         unmapped=unmapped,
+        hot=hot,
     )
     return planned, is_known
 
@@ -250,6 +260,11 @@ def _require_mappable(request: ExportRequest) -> None:
         raise UsageError(
             f"--map-tables --for-server {request.for_server}: such servers copy a table that they are to map",
             hint=f"leave --map-tables out; servers of TensorFlow {text_of(_MAPS)} map tables",
+        )
+    if request.hot_rows and mirror.is_remote(request.out):
+        raise UsageError(
+            f"--hot-rows: rows are laid out in files, and {request.out} is in an object store",
+            hint="publish into a directory, and push it: export-model push DIR URL",
         )
     place = request.served_at
     if place is None and mirror.is_remote(request.out):

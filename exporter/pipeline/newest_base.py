@@ -142,6 +142,10 @@ def lay_increments_over(staged: Staged) -> None:
     shards = tuple(ShardReport(None, ShardOrigin.REWRITTEN, why, size, path=path) for path, size in sizes)
     # `rounded` stays: it is of the checkpoint's rows, and increments hold few.
     staged.variables = replace(staged.variables, catalog=written, shards=shards, work=(0, 0), job=None)
+    if staged.plan.hot:
+        from exporter.pipeline.hot_files import lay_chosen_rows
+
+        lay_chosen_rows(staged)
     if staged.tables.files:
         write_graph(staged)
 

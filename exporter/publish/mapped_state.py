@@ -36,6 +36,10 @@ def why_restored(record: MappedRecord) -> str:
                 return f"{path} is shorter than its table"
             if not os.access(path, os.R_OK):
                 return f"{path} may not be read"
+            if table.places:
+                path = below(directory / VARIABLES_DIRECTORY, table.places, "the manifest:")
+                if not os.access(path, os.R_OK):
+                    return f"{path} is not there, or may not be read"
     except OSError as error:
         return f"{path}: {error.strerror}"
     except ValueError:

@@ -1,0 +1,233 @@
+"""The rows that `--hot-rows` names, and the step that lays them behind their tables.
+
+A file holds an array of integers, the most read first: row numbers, or the keys of a table by keys. Row
+numbers are read in blocks; keys and counts are sorted in memory, about 24 bytes for each hot row.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from exporter.bundle.hot_rows import BLOCK_ROWS, Blocks, HotRows, lay_hot_rows
+from exporter.bundle.mapped_tables import Unmapped
+from exporter.bundle.variables import ShardOrigin, ShardReport, served_runs
+from exporter.checkpoint.embedding_variables import count_blocks
+from exporter.checkpoint.npz import BEGIN_BYTES, read_header
+from exporter.delta.row_reader import served_in
+from exporter.errors import CheckpointChanged, NotServable, UsageError, nearest
+from exporter.graph.inference_graph import InferenceGraph
+from exporter.graph.placed_reads import PlacedReads, place_reads
+from exporter.mapping.build import VariableMapping
+from exporter.mapping.tensor_source import TensorSource
+from exporter.options import ExportRequest
+from exporter.storage.files import open_regular
+from exporter.storage.layout import VARIABLES_PREFIX
+from exporter.storage.open_files import read_at
+from exporter.tables.geometry import TablePlan
+from exporter.tables.lay_out import TableLayout
+from exporter.tables.parts import KEYS, VALUES
+from exporter.wire.dtypes import Array, DType
+
+if TYPE_CHECKING:
+    from exporter.pipeline.staged import Staged
+
+AUTO = "auto"
+_COUNTED_SHARE = 10
+"""Of a table by keys, `auto` takes one row of so many."""
+_WHY = "hot rows lie behind a table"
+
+
+class NumberFile(Struct, frozen=True):
+    """A `.npy` file of one row of integers."""
+
+    path: Path
+    offset: int
+    count: int
+    stored: str
+
+    @classmethod
+    def read(cls, path: Path) -> NumberFile:
+        """Read the header of a file; UsageError for other contents, a CheckpointError for a damaged one."""
+        try:
+            with os.fdopen(open_regular(path), "rb") as file:
+                header = read_header(str(path), file.read(BEGIN_BYTES), os.fstat(file.fileno()).st_size)
+        except OSError as error:
+            raise UsageError(
+                f"--hot-rows: {path} cannot be read", cause=error.strerror or str(error)
+            ) from error
+        if header is None or header.stored.kind not in "iu" or len(header.shape) != 1:
+            found = "texts" if header is None else f"{header.stored} {list(header.shape)}"
+            raise UsageError(
+                f"--hot-rows: {path} holds {found}, expected whole numbers in one dimension",
+                hint="save the numbers of the rows, the most read first: "
+                "numpy.save(FILE, numpy.argsort(-counts)[:HOW_MANY])",
+            )
+        return cls(path, header.size, header.shape[0], header.stored.str)
+
+    def blocks(self) -> Iterator[Array]:
+        """Yield the numbers as int64; CheckpointChanged if the file became shorter."""
+        stored = np.dtype(self.stored)
+        with os.fdopen(open_regular(self.path), "rb") as file:
+            for start in range(0, self.count, BLOCK_ROWS):
+                block = np.empty(min(BLOCK_ROWS, self.count - start), stored)
+                at = self.offset + start * stored.itemsize
+                if read_at(file.fileno(), at, block.view(np.uint8).data) < block.nbytes:
+                    raise CheckpointChanged(f"{self.path} became shorter after its header was read")
+                yield block.astype(np.int64)
+
+
+class HotChoice(Struct, frozen=True):
+    """What `--hot-rows` says of a table: the key of its variable, and the file; None: what is most counted.
+
+    `table` is there of a table by keys.
+    """
+
+    name: str
+    key: str
+    file: NumberFile | None
+    table: TablePlan | None = None
+
+    @property
+    def text(self) -> str:
+        """The choice as it is typed."""
+        return f"{self.name}={AUTO if self.file is None else self.file.path}"
+
+
+def choose_hot(
+    request: ExportRequest,
+    graph: InferenceGraph,
+    mapping: VariableMapping,
+    unmapped: tuple[Unmapped, ...],
+    layout: TableLayout | None,
+) -> tuple[HotChoice, ...]:
+    """Read the headers of the files that a request names; UsageError if one is not for a mapped table."""
+    plans = {} if layout is None else {plan.name: plan for plan in layout.tables}
+    sources = {source.key: source for source in mapping.sources}
+    whys = {each.key: each.why for each in unmapped}
+    chosen = []
+    for name, text in request.hot_rows.items():
+        plan = plans.get(name)
+        key = name if plan is None else f"{name}/{VALUES}"
+        source = sources.get(key)
+        if source is None:
+            near = nearest(name, [*plans, *sources])
+            raise UsageError(f"--hot-rows {name}: no table is called so", cause=near)
+        if not source.is_mapped:
+            why = whys.get(key, "it is small")
+            raise UsageError(f"--hot-rows {name}: the table is not mapped: {why}", hint="leave it out")
+        if plan is None and text == AUTO:
+            raise UsageError(
+                f"--hot-rows {name}={AUTO}: a checkpoint has counts of tables by keys alone",
+                hint=f"name a file of row numbers, the most read first: --hot-rows {name}=hot.npy",
+            )
+        if plan is not None and text == AUTO and not _has_counts(plan):
+            raise UsageError(
+                f"--hot-rows {name}={AUTO}: the checkpoint does not say how often keys were seen",
+                cause="the trainer recorded no frequencies",
+                hint=f"name a file of keys, the most read first: --hot-rows {name}=hot.npy",
+            )
+        _require_placed(name, graph, source)
+        chosen.append(HotChoice(name, key, None if text == AUTO else NumberFile.read(Path(text)), plan))
+    return tuple(chosen)
+
+
+def _has_counts(plan: TablePlan) -> bool:
+    return all(part.freqs is not None for part in plan.variable.parts)
+
+
+def _require_placed(name: str, graph: InferenceGraph, source: TensorSource) -> None:
+    """Refuse, by a UsageError, a table that the graph reads otherwise than by gathers of rows."""
+    reads = {v.node: PlacedReads(v.node, v.shape, f"{v.node}/places", DType.INT32) for v in source.variables}
+    try:
+        place_reads(deepcopy(graph.meta_graph.graph_def), reads)
+    except NotServable as error:
+        raise UsageError(
+            f"--hot-rows {name}: rows are not read one by one: {error.message}", hint="leave it out"
+        ) from error
+
+
+def lay_chosen_rows(staged: Staged) -> None:
+    """Lay the rows that are hot behind the staged tables, and note which lie there; nothing without any."""
+    chosen = {choice.key: choice for choice in staged.plan.hot}
+    if not chosen:
+        return
+    written = staged.variables.catalog
+    tables = []
+    for source in staged.plan.mapping.sources:
+        if (choice := chosen.get(source.key)) is None:
+            continue
+        blocks, said = _blocks(staged, choice, source), f"--hot-rows {choice.text}"
+        for run in served_runs(source, written):
+            assert run.extent is not None
+            at = run.box.starts[0], blocks, said
+            tables.append(HotRows(run.variable.served_name, source.dtype, run.box.lengths, run.extent, *at))
+    catalog, staged.hot = lay_hot_rows(staged.bundle / VARIABLES_PREFIX, written, tables)
+    reports = []
+    for number, (path, size) in enumerate(zip(catalog.shards, catalog.shard_sizes, strict=True)):
+        known = number < len(written.shards) and size == written.shard_sizes[number]
+        if known:
+            reports.append(replace(staged.variables.shards[number], path=path))
+        else:
+            reports.append(ShardReport(None, ShardOrigin.REWRITTEN, _WHY, size, path=path))
+    staged.variables = replace(staged.variables, catalog=catalog, shards=tuple(reports))
+
+
+def _blocks(staged: Staged, choice: HotChoice, source: TensorSource) -> Blocks:
+    """The numbers of hot rows; UsageError for one that the table does not have."""
+    rows, file = source.tensor.shape[0], choice.file
+    if choice.table is not None:
+        layout = staged.plan.layout
+        assert layout is not None
+        found = _most_counted(layout, choice) if file is None else _rows_of_keys(staged, choice, file)
+        return lambda: (found[start : start + BLOCK_ROWS] for start in range(0, len(found), BLOCK_ROWS))
+    assert file is not None
+
+    def checked() -> Iterator[Array]:
+        for block in file.blocks():
+            if len(wrong := block[(block < 0) | (block >= rows)]):
+                raise UsageError(
+                    f"--hot-rows {choice.text}: there is no row {wrong[0]}, the table has {rows}",
+                    hint="name row numbers, the most read first",
+                )
+            yield block
+
+    return checked
+
+
+def _rows_of_keys(staged: Staged, choice: HotChoice, file: NumberFile) -> Array:
+    """The rows of the keys in a file, in their order, as the staged table has them; others are left out."""
+    keys = np.concatenate([np.empty(0, np.int64), *file.blocks()])
+    order = np.argsort(keys, kind="stable")
+    ordered, rows = keys[order], np.full(len(keys), -1, np.int64)
+    of_keys = f"{choice.name}/{KEYS}"
+    source = next(each for each in staged.plan.mapping.sources if each.key == of_keys)
+    (reader,) = served_in(staged.variables.catalog, source)
+    for start in range(0, reader.shape[0] if len(keys) else 0, BLOCK_ROWS):
+        stored = reader.rows(start, min(start + BLOCK_ROWS, reader.shape[0]))
+        at = np.minimum(np.searchsorted(ordered, stored), len(keys) - 1)
+        found = np.flatnonzero(ordered[at] == stored)
+        rows[order[at[found]]] = start + found
+    return rows[rows >= 0]
+
+
+def _most_counted(layout: TableLayout, choice: HotChoice) -> Array:
+    """The rows whose keys were seen most often, a tenth of the table, those seen most first."""
+    plan = next(each for each in layout.tables if each.name == choice.name)
+    most = -(-plan.variable.rows // _COUNTED_SHARE)
+    counts, rows = np.empty(0, np.int64), np.empty(0, np.int64)
+    for first, block in count_blocks(layout.source, plan.variable, "freqs") or ():
+        counts = np.concatenate([counts, block.astype(np.int64)])
+        rows = np.concatenate([rows, np.arange(first, first + len(block))])
+        if len(counts) > most:
+            kept = np.argpartition(counts, len(counts) - most)[len(counts) - most :]
+            counts, rows = counts[kept], rows[kept]
+    order = np.argsort(-counts, kind="stable")
+    return rows[order[counts[order] > 0]]
