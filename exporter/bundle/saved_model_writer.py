@@ -36,6 +36,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.bundle.mapped_tables import NOTHING_MAPPED, MappedTables, TriedTable, add_tries
+from exporter.catalog import SliceSpec, TensorRef
 from exporter.errors import NotServable, os_error
 from exporter.graph.cast_variables import cast_variables
 from exporter.graph.graph_files import SERVE_TAG
@@ -401,30 +402,30 @@ def _place_hot_rows(
 
     NotServable if a table is read in another way.
     """
-    if not mapped.hot:
-        return served, mapped
     nodes = {node.name: node for node in graph_def.node}
-    entries, places, reads = list[RestoredVariable](), list[RestoredVariable](), {}
-    files = dict(mapped.files)
+    entries, places, reads, files = list[RestoredVariable](), list[RestoredVariable](), {}, {}
     for entry in served:
-        hot = mapped.hot.get(entry.variable.node)
-        if hot is None:
+        own = entry.variable
+        if (hot := mapped.hot.get(own.node)) is None:
             entries.append(entry)
             continue
-        node, dtype = free_name(nodes, f"{entry.variable.node}/hot_places"), hot.places.dtype
-        variable = GraphVariable(node, hot.places.name, dtype, hot.places.shape)
-        places.append(RestoredVariable(variable, hot.places.name, dtype, is_table=False))
-        nodes[node] = new_node(
-            node, "VarHandleOp", dtype=dtype, shape=variable.shape, shared_name=node.encode(), container=b""
-        )
-        graph_def.node.append(nodes[node])
-        reads[entry.variable.node] = PlacedReads(entry.variable.node, entry.variable.shape, node, dtype)
-        files[node] = hot.file
-        whole = replace(entry.variable, key=hot.whole.name, shape=hot.whole.shape, part=None)
-        nodes[whole.node].attr["shape"].shape.CopyFrom(shape_proto(whole.shape))
-        entries.append(replace(entry, variable=whole, key=hot.whole.name))
+        handle = free_name(nodes, f"{own.node}/hot_places")
+        whole, beside = _named_in_bundle(own.node, hot.whole), _named_in_bundle(handle, hot.places)
+        entries.append(RestoredVariable(whole, whole.key, whole.dtype))
+        places.append(RestoredVariable(beside, beside.key, beside.dtype, is_table=False))
+        kind: dict[str, Any] = {"dtype": beside.dtype, "shape": beside.shape}
+        nodes[handle] = new_node(handle, "VarHandleOp", shared_name=handle.encode(), **kind)
+        graph_def.node.append(nodes[handle])
+        nodes[own.node].attr["shape"].shape.CopyFrom(shape_proto(whole.shape))
+        reads[own.node] = PlacedReads(own.node, own.shape, handle, beside.dtype)
+        files[handle] = hot.file
     place_reads(graph_def, reads)
-    return (*entries, *places), replace(mapped, files=files)
+    return (*entries, *places), replace(mapped, files={**mapped.files, **files})
+
+
+def _named_in_bundle(node: str, stored: TensorRef) -> GraphVariable:
+    """A variable that is all of a stored tensor, whose name loaders learn from its box."""
+    return GraphVariable(node, stored.name, stored.dtype, stored.shape, SliceSpec.whole(stored.shape))
 
 
 def _add_training(

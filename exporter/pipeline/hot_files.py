@@ -34,6 +34,7 @@ from exporter.storage.open_files import read_at
 from exporter.tables.geometry import TablePlan
 from exporter.tables.lay_out import TableLayout
 from exporter.tables.parts import KEYS, VALUES
+from exporter.terminal.progress import count
 from exporter.wire.dtypes import Array, DType
 
 if TYPE_CHECKING:
@@ -96,6 +97,13 @@ class HotChoice(Struct, frozen=True):
     table: TablePlan | None = None
 
     @property
+    def source(self) -> str:
+        """Who says which rows these are, for people."""
+        if self.file is None:
+            return "by the checkpoint's counts"
+        return f"{count(self.file.count, 'row' if self.table is None else 'key')} of {self.file.path}"
+
+    @property
     def text(self) -> str:
         """The choice as it is typed."""
         return f"{self.name}={AUTO if self.file is None else self.file.path}"
@@ -119,7 +127,9 @@ def choose_hot(
         source = sources.get(key)
         if source is None:
             near = nearest(name, [*plans, *sources])
-            raise UsageError(f"--hot-rows {name}: no table is called so", cause=near)
+            raise UsageError(
+                f"--hot-rows {name}: no table is called so", cause=near and f"the nearest name is {near}"
+            )
         if not source.is_mapped:
             why = whys.get(key, "it is small")
             raise UsageError(f"--hot-rows {name}: the table is not mapped: {why}", hint="leave it out")
@@ -165,10 +175,11 @@ def lay_chosen_rows(staged: Staged) -> None:
         if (choice := chosen.get(source.key)) is None:
             continue
         blocks, said = _blocks(staged, choice, source), f"--hot-rows {choice.text}"
-        for run in served_runs(source, written):
+        runs = {run.variable.served_name: run for run in served_runs(source, written)}
+        for name, run in runs.items():  # several variables may be one part of a table
             assert run.extent is not None
-            at = run.box.starts[0], blocks, said
-            tables.append(HotRows(run.variable.served_name, source.dtype, run.box.lengths, run.extent, *at))
+            at = run.extent, run.box.starts[0]
+            tables.append(HotRows(name, source.dtype, run.box.lengths, *at, blocks, said))
     catalog, staged.hot = lay_hot_rows(staged.bundle / VARIABLES_PREFIX, written, tables)
     reports = []
     for number, (path, size) in enumerate(zip(catalog.shards, catalog.shard_sizes, strict=True)):

@@ -8,6 +8,7 @@ on from its position fit both.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -25,7 +26,7 @@ from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.checkpoint.tensor_values import checked_map
 from exporter.delta.merge_base import BaseMerger
 from exporter.delta.spans import Position, merged
-from exporter.errors import CorruptFile, ManifestError
+from exporter.errors import CorruptFile, ManifestError, UsageError
 from exporter.graph.graph_files import read_saved_model
 from exporter.options import LOCALLY, Jobs
 from exporter.pipeline.log_maintenance import position_of_merger, runner_for, skip_abandoned, undisturbed
@@ -37,6 +38,7 @@ from exporter.publish.manifest import ManifestDraft, MappedRecord, MappedTable, 
 from exporter.publish.permission import Permission
 from exporter.publish.retention import Keep
 from exporter.publish.versions import require_signed_bytes
+from exporter.storage import mirror
 from exporter.storage.files import copy_file, make_directories, writing
 from exporter.storage.layout import (
     ASSETS_DIRECTORY,
@@ -202,22 +204,26 @@ def _laid_again(base: LogBase, written: Catalog, bundle: Path) -> tuple[Catalog,
     hot = {table.name: table.hot_rows for table in _mapped_tables(base) if table.hot_rows}
     if not hot:
         return written, {}
+    if mirror.is_remote(base.path):
+        raise UsageError(
+            "merge --rebase: hot rows are laid out in files, and the model is in an object store",
+            hint="publish a new base, or merge in the directory that was pushed, and push it again",
+        )
     before = read_catalog(base.path / VARIABLES_PREFIX)
-    tables: list[HotRows] = []
+    tables: dict[str, HotRows] = {}
     for source in base.entry.mapping_spec.sources():
         for run in served_runs(source, written):
-            name = run.variable.served_name
-            if name not in hot:
+            name, rows = run.variable.served_name, run.box.lengths
+            if name not in hot or name in tables:
                 continue
             assert run.extent is not None
             ref = before.tensors.get(names_of(name)[1])
-            if ref is None or ref.shape != run.box.lengths[:1] or ref.dtype not in (DType.INT32, DType.INT64):
+            if ref is None or ref.shape != rows[:1] or ref.dtype not in (DType.INT32, DType.INT64):
                 raise CorruptFile(f"{before.prefix} does not say where the hot rows of {name!r} lie")
             scratch = bundle.with_name(f"hot-{len(tables)}")
             blocks = hot_in(checked_map(before, ref), hot[name], scratch)
-            said = f"{base.path}: {name!r}"
-            tables.append(HotRows(name, source.dtype, run.box.lengths, run.extent, 0, blocks, said))
-    return lay_hot_rows(bundle / VARIABLES_PREFIX, written, tables)
+            tables[name] = HotRows(name, source.dtype, rows, run.extent, 0, blocks, os.fspath(base.path))
+    return lay_hot_rows(bundle / VARIABLES_PREFIX, written, tables.values())
 
 
 def _mapped_again(

@@ -20,9 +20,10 @@ from exporter.options import EngineName, Jobs, Updates, Verify
 from exporter.pipeline.full import Exported, export
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import read_log
-from exporter.publish.mapped_state import why_restored
+from exporter.publish.mapped_state import read_ahead, why_restored
 from exporter.publish.versions import read_manifest
 from exporter.wire.int8_codes import to_codes
+from tests.support.agents import Published
 from tests.support.commands import export_model
 from tests.support.deeprec_logs import DeepRecTrainer
 from tests.support.mapped_models import DIM, ROWS, MappedModel, in_session, mapped_below
@@ -42,8 +43,8 @@ def model(tmp_path: Path) -> MappedModel:
     return MappedModel(tmp_path)
 
 
-def hot(model: MappedModel, **options: Any) -> Any:
-    return model.request(hot_rows={"emb": str(model.directory / "hot.npy")}, **options)
+def hot(model: MappedModel, /, **options: Any) -> Any:
+    return model.request(**{"hot_rows": {"emb": str(model.directory / "hot.npy")}, **options})
 
 
 def delta(model: MappedModel, step: int, ids: np.ndarray) -> None:
@@ -180,7 +181,7 @@ def test_parts_and_8_bits(model: MappedModel, monkeypatch: pytest.MonkeyPatch, p
                 assert server.update()["position"] == 8
 
 
-def test_an_engines_shards_and_blocks_of_any_size(model: MappedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engines_shards_in_small_blocks(model: MappedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_rows, "BLOCK_ROWS", 97)
     monkeypatch.setattr(hot_rows, "_BLOCK_BYTES", 640)
     jobs = Jobs(engine=EngineName.LOCAL, workers=2, task_bytes=1 << 16)
@@ -271,7 +272,7 @@ def _short(path: Path) -> None:
         (lambda path: np.save(path, np.array(["a"])), UsageError, "holds texts"),
         (_object, CheckpointError, "is a pickle"),
         (_short, CheckpointError, "its header declares"),
-        (lambda path: path.write_bytes(b"\x93NUMPY\x01\x00" + b"\xff" * 99), CheckpointError, ""),
+        (lambda path: path.write_bytes(b"\x93NUMPY\x01\x00" + b"\xff" * 99), CheckpointError, "header"),
         (lambda path: path.write_bytes(b"1 2 3\n"), CheckpointError, "not an npy array"),
         (lambda path: path.unlink(), UsageError, "cannot be read"),
         (lambda path: (path.unlink(), os.mkfifo(path)), UsageError, "cannot be read"),
@@ -284,7 +285,7 @@ def test_a_file_that_is_not_as_expected(
     write(model.directory / "hot.npy")
     with pytest.raises(error, match=says):
         export(hot(model))
-    assert not [path for path in model.out.glob("[0-9]*")]
+    assert not list(model.out.glob("[0-9]*"))
 
 
 @pytest.mark.parametrize(
@@ -311,9 +312,12 @@ def test_keys_that_nobody_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_model_in_a_store_is_pushed(model: MappedModel, bucket: Bucket, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="laid out in files"):
-        export(hot(model, out=bucket.url("ranker"), served_at=str(tmp_path / "there")))
     copy = tmp_path / "models" / "ranker"
+    places = ["--ckpt-dir", model.train, "--out", bucket.url("ranker"), "--model", model.model]
+    chosen = ["--map-tables", "--served-at", copy, "--hot-rows", f"emb={model.directory / 'hot.npy'}"]
+    ran = export_model(*places, *chosen)
+    assert ran.code == 2
+    assert "laid out in files" in ran.err
     export(hot(model, served_at=str(copy)))
     for step in (("push", str(model.out), bucket.url("ranker")), ("pull", bucket.url("ranker"), str(copy))):
         ran = export_model(*step)
@@ -333,3 +337,51 @@ def test_a_version_with_hot_rows_can_be_exported_again(model: MappedModel, tmp_p
     again = exported_again(export(hot(model)), tmp_path / "again")
     with in_session(again) as answer:
         assert answer(ids=ALL)["rows"].tobytes() == model.table.tobytes()
+
+
+def test_the_plan_says_whose_rows_they_are(model: MappedModel) -> None:
+    places = ["--ckpt-dir", str(model.train), "--out", str(model.out), "--model", model.model]
+    chosen = ["--map-tables", "--hot-rows", f"emb={model.directory / 'hot.npy'}"]
+    ran = export_model(*places, *chosen, "--dry-run")
+    assert ran.code == 0, ran.err
+    said = f"emb: its most read rows lie side by side, {len(HOT)} rows of {model.directory / 'hot.npy'}\n"
+    assert said in ran.out
+    assert export_model(*places, *chosen[1:]).code == 2
+
+
+@pytest.mark.landing
+def test_increments_in_a_new_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are merged into the staged tables, behind which the rows are laid once more."""
+    monkeypatch.setattr(mapped_tables, "LEAST_BYTES", 1)
+    np.save(tmp_path / "hot.npy", [3, 0, 7])
+    more = ("--map-tables", "--overlay-rows", "4", "--hot-rows", f"s/users={tmp_path / 'hot.npy'}")
+    published = Published(tmp_path, options=more)
+    trainer = published.trainer
+    for _ in range(2):
+        trainer.train()
+        trainer.increment()
+        done = export_model(*published.arguments(), "--full-on-mismatch")
+        assert done.code == 0, done.err
+    base, values = read_log(published.model).base.path, trainer.session.variables.values
+    catalog = read_catalog(base / "variables/variables")
+    users = read_array(catalog, catalog.tensors["s/users"])
+    behind = read_array(catalog, catalog.tensors["hot_rows/s/users"])
+    np.testing.assert_array_equal(behind, [*users, *users[[3, 0, 7]]])
+    with loaded(base) as server:
+        server.update()
+        found = server.predict(user=np.arange(len(users)), item=np.arange(4))
+        np.testing.assert_array_equal(found["user_rows"], values["net/users"])
+
+
+@pytest.mark.landing
+def test_hot_rows_are_read_ahead_first(model: MappedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = export(hot(model)).published
+    record, asked = done.manifest.mapped, list[int]()
+    assert record is not None
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, at, *more: asked.append(at))
+    files = record.tables[0].file, record.tables[0].places
+    size = sum((done.path / "variables" / file).stat().st_size for file in files)
+    assert read_ahead(done.path, record, lambda: True) == size
+    table = asked[1:]
+    assert table == sorted(table, reverse=True)
+    assert table[0] > model.table.nbytes - (128 << 10)
