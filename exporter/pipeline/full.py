@@ -24,6 +24,7 @@ from exporter.graph.old_servers import text_of
 from exporter.options import ExportFormat, ExportRequest
 from exporter.pipeline.check_staged import check_published, check_staged
 from exporter.pipeline.full_plan import Plan, made_plan, permission, plan, require_new
+from exporter.pipeline.hot_files import lay_chosen_rows
 from exporter.pipeline.stage_graph import mapped_record, name_plain_version, write_graph
 from exporter.pipeline.stage_values import write_values
 from exporter.pipeline.staged import Staged, Step
@@ -105,10 +106,7 @@ def steps_of(planned: Plan, beyond: int = 0) -> Iterator[Step]:
     """Yield the steps that stage what was planned, in their order."""
     request = planned.request
     yield write_values
-    if planned.hot:
-        from exporter.pipeline.hot_files import lay_chosen_rows
-
-        yield lay_chosen_rows
+    yield lay_chosen_rows
     if request.updates is None:
         yield name_plain_version
     else:

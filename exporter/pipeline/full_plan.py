@@ -7,7 +7,7 @@ import json
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
@@ -37,6 +37,7 @@ from exporter.mapping.training_variables import check_batch_statistics, with_tra
 from exporter.newer_python import sha256_of
 from exporter.options import DataMode, ExportFormat, ExportRequest, Verify, digest_fields, require_local
 from exporter.pipeline.both_sides import advised, read_both
+from exporter.pipeline.hot_files import HotChoice, choose_hot
 from exporter.pipeline.table_layout import lay_out_tables, map_laid_out
 from exporter.pipeline.trainer_graph import training_graph
 from exporter.publish.commit import VersionRule
@@ -49,9 +50,6 @@ from exporter.storage.local_paths import quoted, require_no_pattern
 from exporter.tables.lay_out import TableLayout
 from exporter.verify.golden import GoldenRequest, read_golden
 from exporter.wire.server_ops import Version, version_of
-
-if TYPE_CHECKING:
-    from exporter.pipeline.hot_files import HotChoice
 
 _MAPS: Version = (2, 4)
 """The oldest known TensorFlow whose `ImmutableConst` maps a file."""
@@ -178,11 +176,7 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
         indexes = layout.index_names if layout is not None else ()
         chosen = choose_mapped(graph, mapping, takes_deltas=request.updates is not None, indexes=indexes)
         graph, mapping, unmapped = chosen.graph, chosen.mapping, chosen.unmapped
-    hot: tuple[HotChoice, ...] = ()
-    if request.hot_rows:
-        from exporter.pipeline.hot_files import choose_hot
-
-        hot = choose_hot(request, graph, mapping, unmapped, layout)
+    hot = choose_hot(request, graph, mapping, unmapped, layout)
     if (server := server_of(request)) is not None:
         require_had(graph.meta_graph.graph_def, server)
     training = training_graph(request, found.catalog)

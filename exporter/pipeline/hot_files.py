@@ -20,8 +20,6 @@ from exporter.bundle.hot_rows import BLOCK_ROWS, Blocks, HotRows, lay_hot_rows
 from exporter.bundle.mapped_tables import Unmapped
 from exporter.bundle.variables import ShardOrigin, ShardReport, served_runs
 from exporter.checkpoint.embedding_variables import count_blocks
-from exporter.checkpoint.npz import BEGIN_BYTES, read_header
-from exporter.delta.row_reader import served_in
 from exporter.errors import CheckpointChanged, NotServable, UsageError, nearest
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.placed_reads import PlacedReads, place_reads
@@ -57,6 +55,8 @@ class NumberFile(Struct, frozen=True):
     @classmethod
     def read(cls, path: Path) -> NumberFile:
         """Read the header of a file; UsageError for other contents, a CheckpointError for a damaged one."""
+        from exporter.checkpoint.npz import BEGIN_BYTES, read_header  # late: other exports need none of it
+
         try:
             with os.fdopen(open_regular(path), "rb") as file:
                 header = read_header(str(path), file.read(BEGIN_BYTES), os.fstat(file.fileno()).st_size)
@@ -215,6 +215,8 @@ def _blocks(staged: Staged, choice: HotChoice, source: TensorSource) -> Blocks:
 
 def _rows_of_keys(staged: Staged, choice: HotChoice, file: NumberFile) -> Array:
     """The rows of the keys in a file, in their order, as the staged table has them; others are left out."""
+    from exporter.delta.row_reader import served_in
+
     keys = np.concatenate([np.empty(0, np.int64), *file.blocks()])
     order = np.argsort(keys, kind="stable")
     ordered, rows = keys[order], np.full(len(keys), -1, np.int64)

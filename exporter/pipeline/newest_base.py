@@ -34,6 +34,7 @@ from exporter.mapping.mapping_spec import MappingSpec
 from exporter.mapping.served_graph import as_served
 from exporter.options import Updates
 from exporter.pipeline.full_plan import Plan
+from exporter.pipeline.hot_files import lay_chosen_rows
 from exporter.pipeline.overlay_room import room_of_mapped
 from exporter.pipeline.same_graph import SourceFiles
 from exporter.pipeline.stage_graph import write_graph
@@ -142,10 +143,7 @@ def lay_increments_over(staged: Staged) -> None:
     shards = tuple(ShardReport(None, ShardOrigin.REWRITTEN, why, size, path=path) for path, size in sizes)
     # `rounded` stays: it is of the checkpoint's rows, and increments hold few.
     staged.variables = replace(staged.variables, catalog=written, shards=shards, work=(0, 0), job=None)
-    if staged.plan.hot:
-        from exporter.pipeline.hot_files import lay_chosen_rows
-
-        lay_chosen_rows(staged)
+    lay_chosen_rows(staged)
     if staged.tables.files:
         write_graph(staged)
 
