@@ -199,11 +199,13 @@ def servers(lab: Lab) -> Iterator[Row]:
 
 def popular(lab: Lab) -> Iterator[Row]:
     """Lookups by Zipf's law, with memory for a tenth of a table on a disk: hot rows together, or not."""
-    rows, warm, calls = (1 << 14, 5, 5) if lab.quick else (1 << 22, 4_000, 2_000)
+    rows, warm, calls = (1 << 14, 5, 5) if lab.quick else (1 << 20, 1_500, 1_000)
     published = lab.once("hot", lambda directory: job("jobs_mapped:publish_hot", directory, rows))
     hot, mapped = lab.side_by_side(
         *(
-            lambda kind=kind: job("jobs_mapped:ask_popular", _version(published, kind), rows, warm, calls)
+            lambda kind=kind: job(
+                "jobs_mapped:ask_popular", _version(published, kind), rows, warm, calls, "pages"
+            )
             for kind in ("hot", "mapped")
         ),
         repeats=3,

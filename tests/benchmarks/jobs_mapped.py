@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -178,10 +179,13 @@ def _by_popularity(rows: int) -> Any:
     return np.random.default_rng(0).permutation(rows)
 
 
-def ask_popular(timer: Timer, version: str, rows: str, warm: str, calls: str) -> dict[str, Any]:
+def ask_popular(
+    timer: Timer, version: str, rows: str, warm: str, calls: str, pages: str = ""
+) -> dict[str, Any]:
     """Ask for popular rows with memory for a tenth of the table; what the disk had to read for that.
 
-    `limited` is False, and nothing is measured, where this process may not limit its memory.
+    `limited` is False, and nothing is measured, where this process may not limit its memory. With `pages`
+    the kernel reads one page at a miss, whatever the device's read-ahead is.
     """
     from serving.loader import load
 
@@ -198,6 +202,8 @@ def ask_popular(timer: Timer, version: str, rows: str, warm: str, calls: str) ->
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if pages:
+            _read_by_pages(files)
         room = max(16 << 20, int(rows) * WIDTH * 4 // _HOT_SHARE)
         with limited_memory(room) as is_limited:
             if not is_limited:
@@ -244,6 +250,21 @@ def limited_memory(size: int) -> Iterator[bool]:
             place.rmdir()
         return
     yield False
+
+
+_MADV_RANDOM = 1
+
+
+def _read_by_pages(files: Collection[Path]) -> None:
+    """Tell the kernel that this process reads what it maps of the files at random."""
+    advise = ctypes.CDLL(None, use_errno=True).madvise
+    names = {str(file.resolve()) for file in files}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        where, *_, name = line.split(maxsplit=5)
+        if name in names:
+            start, end = (int(text, 16) for text in where.split("-"))
+            failed = advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_RANDOM)
+            assert not failed
 
 
 def _major_faults() -> int:
