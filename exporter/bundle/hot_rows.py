@@ -87,6 +87,22 @@ def names_of(table: str) -> tuple[str, str]:
     return f"hot_rows/{table}", f"hot_places/{table}"
 
 
+def without_layout(catalog: Catalog) -> Catalog:
+    """The catalog without the tensors that repeat rows of others, or lead to them."""
+    again = {name for table in _tables_of(catalog) for name in names_of(table)}
+    left = {name: ref for name, ref in catalog.tensors.items() if name not in again}
+    return replace(catalog, tensors=left) if again else catalog
+
+
+def _tables_of(catalog: Catalog) -> Iterator[str]:
+    """Yield the tables that were laid out; hot rows of a part are named by its slice, too."""
+    prefix, _ = names_of("")
+    for name in catalog.tensors:
+        table = name.removeprefix(prefix)
+        if table != name and all(each in catalog.tensors for each in names_of(table)):
+            yield table
+
+
 def lay_hot_rows(
     prefix: Path, catalog: Catalog, tables: Iterable[HotRows]
 ) -> tuple[Catalog, dict[str, HotTable]]:

@@ -339,6 +339,20 @@ def test_a_version_with_hot_rows_can_be_exported_again(model: MappedModel, tmp_p
         assert answer(ids=ALL)["rows"].tobytes() == model.table.tobytes()
 
 
+def test_differences_are_those_of_rows(model: MappedModel) -> None:
+    """Whichever of them are hot, on one side or on both."""
+    plain = export(model.request()).published.path
+    model.table[3] += 1
+    model.save(9, model.table)
+    laid = export(hot(model)).published.path
+    np.save(model.directory / "hot.npy", HOT[:9])
+    other = export(hot(model, again=True)).published.path
+    ran = export_model("diff", plain, laid)
+    assert (ran.code, "only in" in ran.out) == (0, False)
+    assert "differ        1 of 3 variables" in ran.out
+    assert "differ        0 of 3 variables" in export_model("diff", laid, other).out
+
+
 def test_the_plan_says_whose_rows_they_are(model: MappedModel) -> None:
     places = ["--ckpt-dir", str(model.train), "--out", str(model.out), "--model", model.model]
     chosen = ["--map-tables", "--hot-rows", f"emb={model.directory / 'hot.npy'}"]
