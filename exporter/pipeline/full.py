@@ -24,8 +24,8 @@ from exporter.graph.old_servers import text_of
 from exporter.options import ExportFormat, ExportRequest
 from exporter.pipeline.check_staged import check_published, check_staged
 from exporter.pipeline.full_plan import Plan, made_plan, permission, plan, require_new
-from exporter.pipeline.hot_files import lay_chosen_rows
 from exporter.pipeline.stage_graph import mapped_record, name_plain_version, write_graph
+from exporter.pipeline.stage_hot_rows import lay_chosen_rows
 from exporter.pipeline.stage_values import write_values
 from exporter.pipeline.staged import Staged, Step
 from exporter.publish.commit import PublishedVersion, Staging, publish_version

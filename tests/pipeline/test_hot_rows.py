@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,6 +340,22 @@ def test_a_version_with_hot_rows_can_be_exported_again(model: MappedModel, tmp_p
     again = exported_again(export(hot(model)), tmp_path / "again")
     with in_session(again) as answer:
         assert answer(ids=ALL)["rows"].tobytes() == model.table.tobytes()
+
+
+def test_the_guides_commands(model: MappedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = np.random.default_rng(5).integers(0, 1 << 30, ROWS)
+    np.save(model.directory / "counts.npy", counts)
+    page = Path(__file__).parent.parent.parent / "docs/terabytes.md"
+    commands = [
+        line[2:] for line in page.read_text().splitlines() if line.startswith("$ ") and "hot.npy" in line
+    ]
+    made, exported = map(shlex.split, commands)
+    monkeypatch.chdir(model.directory)
+    subprocess.run([sys.executable, *made[1:]], check=True)
+    names = {"my_model.py:serving": "model.py:build", "models/ranker": "served"}
+    ran = export_model(*(names.get(word, word) for word in exported[1:]))
+    assert ran.code == 0, ran.err
+    assert_laid(model.out / "7", model.table, np.argsort(-counts)[: ROWS // 10])
 
 
 def test_differences_are_those_of_rows(model: MappedModel) -> None:
