@@ -146,8 +146,7 @@ def test_deltas_rollbacks_and_merges_keep_to_row_numbers(model: MappedModel) -> 
     assert export_model("verify", model.out, "--bytes").code == 0
 
 
-def test_the_next_base_lays_what_it_is_told(model: MappedModel) -> None:
-    """Of increments, too, which are merged into the staged tables: see `lay_increments_over`."""
+def test_the_next_version_lays_what_it_is_told(model: MappedModel) -> None:
     export(hot(model))
     model.save(9)
     np.save(model.directory / "hot.npy", HOT[:7])
@@ -155,6 +154,7 @@ def test_the_next_base_lays_what_it_is_told(model: MappedModel) -> None:
     assert_laid(done.published.path, model.table, HOT[:7])
 
 
+@pytest.mark.landing
 def test_a_rollback_of_plain_versions_maps_the_files_of_the_first(model: MappedModel) -> None:
     export(hot(model))
     old = model.table
@@ -166,7 +166,7 @@ def test_a_rollback_of_plain_versions_maps_the_files_of_the_first(model: MappedM
         assert answer(ids=ALL)["rows"].tobytes() == old.tobytes()
 
 
-@pytest.mark.parametrize("parts", ["0", "3"])
+@pytest.mark.parametrize("parts", ["0", pytest.param("3", marks=pytest.mark.landing)])
 def test_parts_and_8_bits(model: MappedModel, monkeypatch: pytest.MonkeyPatch, parts: str) -> None:
     monkeypatch.setattr(mapped_tables, "LEAST_BYTES", 1 << 10)
     done = export(hot(model, model_args={"parts": parts}, casts=("emb=int8",), updates=UPDATES))
@@ -184,6 +184,7 @@ def test_parts_and_8_bits(model: MappedModel, monkeypatch: pytest.MonkeyPatch, p
                 assert server.update()["position"] == 8
 
 
+@pytest.mark.landing
 def test_an_engines_shards_in_small_blocks(model: MappedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_rows, "BLOCK_ROWS", 97)
     monkeypatch.setattr(hot_rows, "_BLOCK_BYTES", 640)
@@ -214,7 +215,7 @@ def test_a_trainers_shard_that_is_linked_stays_as_it_is(model: MappedModel) -> N
 
 
 @pytest.mark.parametrize("choice", ["keys", "auto"])
-@pytest.mark.parametrize("updates", [None, UPDATES])
+@pytest.mark.parametrize("updates", [None, pytest.param(UPDATES, marks=pytest.mark.landing)])
 def test_tables_by_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str, updates: Updates | None
 ) -> None:
@@ -314,6 +315,7 @@ def test_keys_that_nobody_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         export(request(trainer, updates=None, map_tables=True, hot_rows={"item": "auto"}))
 
 
+@pytest.mark.landing
 def test_a_model_in_a_store_is_pushed(model: MappedModel, bucket: Bucket, tmp_path: Path) -> None:
     copy = tmp_path / "models" / "ranker"
     places = ["--ckpt-dir", model.train, "--out", bucket.url("ranker"), "--model", model.model]
@@ -336,6 +338,7 @@ def exported_again(done: Exported, out: Path) -> Path:
     return export(ExportRequest(done.published.path, out)).published.path
 
 
+@pytest.mark.landing
 def test_a_version_with_hot_rows_can_be_exported_again(model: MappedModel, tmp_path: Path) -> None:
     again = exported_again(export(hot(model)), tmp_path / "again")
     with in_session(again) as answer:
