@@ -32,6 +32,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from exporter.bundle.hot_rows import HotTable
 from exporter.bundle.variables import why_not_mapped
 from exporter.errors import NotServable
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
@@ -148,21 +149,32 @@ def _smallest(source: TensorSource) -> int:
     return min(elements, default=0) * (source.dtype.itemsize or 0)
 
 
+NO_HOT_ROWS: Mapping[str, HotTable] = {}
+
+
 class MappedTables(Struct, frozen=True):
     """The tables of a version: its `directory` as servers see it, `files` by the variables' nodes.
 
     `counter` is the node of the variable that gets how many tables are mapped, int64 []; "" if there is none.
+    `hot` are the tables with hot rows behind them, by their nodes.
     """
 
     directory: Path
     id: str
     files: Mapping[str, str]
     counter: str = ""
+    hot: Mapping[str, HotTable] = {}
 
     @classmethod
-    def of(cls, directory: Path, files: Mapping[str, str], counter: str = "") -> MappedTables:
+    def of(
+        cls,
+        directory: Path,
+        files: Mapping[str, str],
+        counter: str = "",
+        hot: Mapping[str, HotTable] = NO_HOT_ROWS,
+    ) -> MappedTables:
         """The tables of a version, with an id that no other version has."""
-        return cls(directory, secrets.token_hex(16), files, counter)
+        return cls(directory, secrets.token_hex(16), files, counter, hot)
 
     def write_id(self, version: Path) -> None:
         """Write the file beside the tables that says that they are those that the graph means."""
@@ -177,12 +189,16 @@ NOTHING_MAPPED = MappedTables(Path(), "", {})
 
 
 class TriedTable(Struct, frozen=True):
-    """A variable whose file is tried, and the tensor that RestoreV2 reads if that fails."""
+    """A variable whose file is tried, and the tensor that RestoreV2 reads if that fails.
+
+    It `counts` if it is a table, and no list of a table's places.
+    """
 
     variable: GraphVariable
     dtype: DType
     key: str
     slice_spec: str
+    counts: bool = True
 
 
 class Tries(Struct, frozen=True):
@@ -228,7 +244,8 @@ def add_tries(
         first = _dataset(body, f"{place}/first", "TakeDataset", kind, either, count.name)
         one = _dataset(body, f"{place}/values", "DatasetToSingleElement", kind, first)
         values[table.variable.node] = one
-        is_mapped.append(f"{one}:1")
+        if table.counts:
+            is_mapped.append(f"{one}:1")
     return Tries(values, _add_count(body, f"{scope}/mapped", is_mapped, tables.counter))
 
 

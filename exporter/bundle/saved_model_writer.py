@@ -34,8 +34,10 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import EncodeError
 from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.bundle.mapped_tables import NOTHING_MAPPED, MappedTables, TriedTable, add_tries
+from exporter.catalog import SliceSpec, TensorRef
 from exporter.errors import NotServable, os_error
 from exporter.graph.cast_variables import cast_variables
 from exporter.graph.graph_files import SERVE_TAG
@@ -49,8 +51,9 @@ from exporter.graph.inference_graph import (
     KeptState,
 )
 from exporter.graph.metagraph import readable_version
-from exporter.graph.nodes import constant, new_node
+from exporter.graph.nodes import constant, free_name, new_node, shape_proto
 from exporter.graph.old_servers import make_for, oldest_server
+from exporter.graph.placed_reads import PlacedReads, place_reads
 from exporter.graph.signatures import DEFAULT_SIGNATURE
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import VariableMapping
@@ -146,6 +149,8 @@ class RestoredVariable(Struct, frozen=True):
     variable: GraphVariable
     key: str
     dtype: DType
+    is_table: bool = True
+    """False of the places of a table's rows, which are mapped with it."""
 
     @property
     def slice_spec(self) -> str:
@@ -211,7 +216,9 @@ def add_restore(
         inputs = [f"{scope}/Const", *names]
         _add_node(graph_def, f"{scope}/RestoreV2", "RestoreV2", inputs, dtypes=_dtypes(read, tables))
     values = {entry.variable.node: _restored(scope, index) for index, entry in enumerate(read)}
-    tables_tried = (TriedTable(each.variable, each.dtype, each.key, each.slice_spec) for each in tried)
+    tables_tried = (
+        TriedTable(each.variable, each.dtype, each.key, each.slice_spec, each.is_table) for each in tried
+    )
     tries = add_tries(graph_def, scope, f"{scope}/Const", tables_tried, mapped)
     values |= tries.values
     held = _held(served, joined)
@@ -443,10 +450,44 @@ def restorable_graph(
     _make_readable(meta_graph.meta_info_def)
     served = served_variables(mapping.sources)
     cast_variables(meta_graph.graph_def, {entry.variable.node: entry.dtype for entry in served})
+    served, mapped = _place_hot_rows(meta_graph.graph_def, served, mapped)
     add_restore(meta_graph, served, mapping.tables, graph.state, mapped, graph.joined)
     if server is not None:
         make_for(meta_graph.graph_def, server)
     return meta_graph
+
+
+def _place_hot_rows(
+    graph_def: Proto, served: tuple[RestoredVariable, ...], mapped: MappedTables
+) -> tuple[tuple[RestoredVariable, ...], MappedTables]:
+    """Let lookups read hot rows behind their tables; what is restored then, and mapped.
+
+    NotServable if a table is read in another way.
+    """
+    nodes = {node.name: node for node in graph_def.node}
+    entries, places, reads, files = list[RestoredVariable](), list[RestoredVariable](), {}, {}
+    for entry in served:
+        own = entry.variable
+        if (hot := mapped.hot.get(own.node)) is None:
+            entries.append(entry)
+            continue
+        handle = free_name(nodes, f"{own.node}/hot_places")
+        whole, beside = _named_in_bundle(own.node, hot.whole), _named_in_bundle(handle, hot.places)
+        entries.append(RestoredVariable(whole, whole.key, whole.dtype))
+        places.append(RestoredVariable(beside, beside.key, beside.dtype, is_table=False))
+        kind: dict[str, Any] = {"dtype": beside.dtype, "shape": beside.shape}
+        nodes[handle] = new_node(handle, "VarHandleOp", shared_name=handle.encode(), **kind)
+        graph_def.node.append(nodes[handle])
+        nodes[own.node].attr["shape"].shape.CopyFrom(shape_proto(whole.shape))
+        reads[own.node] = PlacedReads(own.node, own.shape, handle, beside.dtype)
+        files[handle] = hot.file
+    place_reads(graph_def, reads)
+    return (*entries, *places), replace(mapped, files={**mapped.files, **files})
+
+
+def _named_in_bundle(node: str, stored: TensorRef) -> GraphVariable:
+    """A variable that is all of a stored tensor, whose name loaders learn from its box."""
+    return GraphVariable(node, stored.name, stored.dtype, stored.shape, SliceSpec.whole(stored.shape))
 
 
 def _add_training(

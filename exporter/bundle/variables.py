@@ -24,10 +24,12 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from exporter.bundle import link
+from exporter.bundle.hot_rows import names_of
 from exporter.bundle.link import ByteRange, NewFile, link_shard
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_bundle import MAX_SHARDS, encode_index, index_path, shard_path
 from exporter.errors import LinkRefused, MappingError, UsageError
+from exporter.graph.inference_graph import GraphVariable
 from exporter.jobs.runner import LOCAL, Job, Runner
 from exporter.jobs.shard_job import Place, Placed, ShardJob, Sources, Stored, stored_runs, tensors_of
 from exporter.jobs.shard_sections import MovedRows, QuantisedRows, RowErrors, WriteShard
@@ -582,16 +584,34 @@ def why_not_mapped(source: TensorSource) -> str:
     return ""
 
 
+class ServedRun(Struct, frozen=True):
+    """A variable in a bundle: its box as it is stored, and where that lies; None if it is of several runs."""
+
+    variable: GraphVariable
+    box: SliceSpec
+    extent: Extent | None
+
+
+def served_runs(source: TensorSource, written: Catalog) -> Iterator[ServedRun]:
+    """Yield the variables of a source as they lie in a bundle that was written."""
+    runs = {box: run.extent for box, run in stored_runs(written, written.tensors[source.key])}
+    for variable in source.variables:
+        box = source.as_stored(variable).box
+        yield ServedRun(variable, box, runs.get(box))
+
+
+def own_file(run: ServedRun, written: Catalog) -> tuple[str, int]:
+    """The name and size of the file that holds a mapped variable, and behind it its hot rows, alone."""
+    name, extent = run.variable.served_name, run.extent
+    whole = written.tensors.get(names_of(name)[0])
+    end = whole.bytes_ if whole is not None else 0 if extent is None else extent.size
+    is_alone = extent is not None and (extent.offset, end) == (0, written.shard_sizes[extent.shard])
+    assert extent is not None and is_alone, f"{name} has no file of its own"
+    return written.path_of(extent).name, end
+
+
 def mapped_files(mapping: VariableMapping, written: Catalog) -> dict[str, str]:
     """The file name in `variables/` of each mapped variable, by node."""
-    found = {}
-    for source in mapping.sources:
-        if not source.is_mapped:
-            continue
-        runs = {box: run.extent for box, run in stored_runs(written, written.tensors[source.key])}
-        for variable in source.variables:
-            extent = runs[source.as_stored(variable).box]
-            size = written.shard_sizes[extent.shard]
-            assert (extent.offset, extent.size) == (0, size), f"{source.key} has no file of its own"
-            found[variable.node] = written.path_of(extent).name
-    return found
+    mapped = (source for source in mapping.sources if source.is_mapped)
+    runs = (run for source in mapped for run in served_runs(source, written))
+    return {run.variable.node: own_file(run, written)[0] for run in runs}

@@ -30,6 +30,7 @@ from exporter.wire.dtypes import DType
 Array = np.ndarray[Any, Any]
 
 _MAX_HEADER_BYTES = 1 << 16
+BEGIN_BYTES = _MAX_HEADER_BYTES + 12  # enough for a header
 _MAX_TRANSPOSED_BYTES = 256 << 20  # columns in sequence are turned in memory, twice the size of the array
 _MAX_LISTED = 100_000  # each element of a stacked list becomes a tensor
 _LIST = "params"
@@ -38,7 +39,7 @@ _BAD_HEADER = (ValueError, SyntaxError, TokenError, TypeError, KeyError, MemoryE
 _NUMBERED = re.compile(r"(arr_)?(0|[1-9][0-9]*)")
 
 
-class _Header(Struct, frozen=True):
+class Header(Struct, frozen=True):
     """A `.npy` header: bytes before the data, the stored type, order and shape."""
 
     size: int
@@ -52,7 +53,7 @@ class NpyValues(Struct, frozen=True):
     """The values of a member, or `count` of them from `start`."""
 
     member: Member
-    header: _Header
+    header: Header
     start: int
     count: int
 
@@ -90,7 +91,7 @@ def read_npz(path: Path) -> Catalog:
         name = member.name.removesuffix(".npy").partition(":")[0]
         if not member.name.endswith(".npy") or not name:
             raise CorruptFile(f"{path} is not an npz archive: it holds {member.name!r}")
-        header = _read_header(path, member)
+        header = read_header(f"{path}: {member.name!r}", _begin(path, member), member.size)
         if header is None:
             skipped.append(name)
             continue
@@ -138,13 +139,11 @@ def _unstacked(ref: TensorRef) -> dict[str, TensorRef] | None:
     return parts or None
 
 
-def _read_header(path: Path, member: Member) -> _Header | None:
-    """The header of a member, checked against its size; None for an array of texts.
+def read_header(where: str, data: bytes, size: int) -> Header | None:
+    """The header of an array of `size` bytes that begins with `data`; None for an array of texts.
 
     A CheckpointError of its kind if it is damaged, cut off, or of a format that is not supported.
     """
-    data = _begin(path, member)
-    where = f"{path}: {member.name!r}"
     file = io.BytesIO(data)
     try:
         major = npy.read_magic(file)[0]
@@ -161,17 +160,17 @@ def _read_header(path: Path, member: Member) -> _Header | None:
             raise TruncatedFile(f"{where} ends within its header") from None
         cause = f"{error!s:.200}"  # numpy quotes the header, of up to 64 KiB
         raise CorruptFile(f"{where} has a damaged header", cause=cause) from None
-    if not all(type(size) is int and size >= 0 for size in shape):
+    if not all(type(length) is int and length >= 0 for length in shape):
         raise CorruptFile(f"{where} has the shape {shape!r:.99}")
     _refuse_objects(stored, where)
     if stored.kind in "SU":
         return None
     is_fortran = is_fortran and len(shape) > 1
-    header = _Header(file.tell(), stored, _known(stored, where), is_fortran, shape)
+    header = Header(file.tell(), stored, _known(stored, where), is_fortran, shape)
     expected = header.size + math.prod(shape) * stored.itemsize
-    if member.size != expected:
-        error_type = TruncatedFile if member.size < expected else CorruptFile
-        raise error_type(f"{where} has {member.size} bytes, its header declares {expected}")
+    if size != expected:
+        error_type = TruncatedFile if size < expected else CorruptFile
+        raise error_type(f"{where} has {size} bytes, its header declares {expected}")
     if header.is_fortran and expected > _MAX_TRANSPOSED_BYTES:
         raise UnsupportedFormat(
             f"{where} has its columns in sequence and is too large to be turned in memory",
@@ -185,7 +184,7 @@ def _begin(path: Path, member: Member) -> bytes:
     data = b""
     for chunk in member.stream():
         data += chunk
-        if len(data) >= min(member.size, _MAX_HEADER_BYTES + 12):
+        if len(data) >= min(member.size, BEGIN_BYTES):
             break
     return data
 

@@ -158,6 +158,8 @@ def _mapped_lines(planned: Plan) -> Iterator[str]:
     yield line(
         "mapped", what if mapped else f"nothing: no table of {human_bytes(LEAST_BYTES)} or more can be"
     )
+    for choice in planned.hot:
+        yield line("", f"{choice.key}: its most read rows lie side by side, {choice.source}")
     for each in planned.unmapped:
         yield line("", f"{each.key} ({human_bytes(each.bytes_)}) is restored: {each.why}")
 

@@ -13,12 +13,11 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-import numpy as np
 from msgspec import Struct
 
 from exporter.errors import MappingError
-from exporter.graph.changed_uses import INDIFFERENT, change_uses, rename_output
-from exporter.graph.nodes import Body, attr, attr_dtype, attr_shape, constant, free_name
+from exporter.graph.changed_uses import INDIFFERENT, become_shape, change_uses, rename_output
+from exporter.graph.nodes import Body, attr, attr_shape, free_name
 from exporter.wire.dtypes import DType
 from exporter.wire.int8_codes import SCALE_BYTES
 from exporter.wire.protos import Proto
@@ -46,7 +45,7 @@ class _Cast(Struct, frozen=True):
         MappingError unless it is known to read.
         """
         if self.is_in_8_bits and node.op == "VariableShape":
-            _become_shape(body, node, self.shape)
+            become_shape(body, node, self.shape)
         elif node.op in INDIFFERENT:
             return
         elif node.op not in _READS:
@@ -101,18 +100,6 @@ def _cast_read(body: Body, node: Proto, cast: _Cast) -> None:
     body.add(output_name, "Cast", stored, device=node.device, SrcT=cast.stored, DstT=cast.wanted)
     if body.function is not None:
         rename_output(body.function, f"{output_name}:{output}:", f"{output_name}:y:")
-
-
-def _become_shape(body: Body, node: Proto, shape: tuple[int, ...]) -> None:
-    """Turn a VariableShape into a constant of the shape that the graph knows, not that of the codes."""
-    handle = body.producer(node.input[0])
-    out_type = attr_dtype(node, "out_type") or DType.INT32
-    known = constant(node.name, np.array(shape, out_type.numpy), out_type)
-    known.device = node.device
-    if handle is not None:  # in a loop of Enter and Exit a constant belongs to the frame of what it waits for
-        known.input.append(f"^{handle.name}")
-    known.input.extend(text for text in node.input if text.startswith("^"))
-    node.CopyFrom(known)
 
 
 def _multiply_rows(body: Body, node: Proto, cast: _Cast) -> None:

@@ -11,8 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Protocol
 
+import numpy as np
+
 from exporter.errors import ExportError
-from exporter.graph.nodes import CALLS, LOOPS, Body, attr, called, free_name, input_names
+from exporter.graph.nodes import (
+    CALLS,
+    LOOPS,
+    Body,
+    attr,
+    attr_dtype,
+    called,
+    constant,
+    free_name,
+    input_names,
+)
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
@@ -203,6 +215,18 @@ def _refuse_returned(function: Proto, handles: Mapping[str, _Here]) -> None:
         found = handles.get(function.ret[result.name])
         if found and (index >= len(arguments) or handles.get(arguments[index]) != found):
             raise found[0].returned(signature.name)
+
+
+def become_shape(body: Body, node: Proto, shape: tuple[int, ...]) -> None:
+    """Turn a VariableShape into a constant of the shape that the graph knows, not that of what is stored."""
+    handle = body.producer(node.input[0])
+    out_type = attr_dtype(node, "out_type") or DType.INT32
+    known = constant(node.name, np.array(shape, out_type.numpy), out_type)
+    known.device = node.device
+    if handle is not None:  # in a loop of Enter and Exit a constant belongs to the frame of what it waits for
+        known.input.append(f"^{handle.name}")
+    known.input.extend(text for text in node.input if text.startswith("^"))
+    node.CopyFrom(known)
 
 
 def rename_output(function: Proto, before: str, after: str) -> None:

@@ -703,6 +703,17 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
         ),
     ] = None
     """Memory is taken by the rows that change, up to this bound."""
+    hot_rows: Annotated[
+        Mapping[str, str],
+        _storage(
+            "Lay the most read rows of a mapped table side by side: those in a .npy file, or by the "
+            "checkpoint's counts. Repeatable.",
+            metavar="TABLE=FILE|auto",
+            goes_with="--map-tables",
+            digest="if given",
+        ),
+    ] = field(default_factory=dict)
+    """A file has row numbers, or a table's keys, the most read first."""
     warmup: Annotated[
         Path | None,
         _storage("Warm-up requests: one request in REST's JSON on each line.", metavar="FILE"),

@@ -122,6 +122,9 @@ class ExportKeywords(TypedDict, total=False):
     """The model's directory as servers see it, for mapped tables."""
     overlay_rows: int | None
     """Room for N changed rows beside each mapped table of a base that takes deltas."""
+    hot_rows: Mapping[str, str | float]
+    """Lay the most read rows of a mapped table side by side: those in a .npy file, or by the checkpoint's
+    counts."""
     warmup: StrPath | None
     """Warm-up requests: one request in REST's JSON on each line."""
     no_warmup: bool

@@ -18,6 +18,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from exporter.bundle.hot_rows import without_layout
 from exporter.catalog import Catalog, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, find_variable
@@ -363,7 +364,7 @@ def parse_side(text: str) -> ComparedState:
                 raise UsageError(f"{text!r}: expected MODEL@POSITION", cause=f"{model} is no model")
             return _of_model(model, resolve_position(named[1], model), text)
     if index_path(path / VARIABLES_PREFIX).exists():
-        return _of_catalog(read_catalog(path / VARIABLES_PREFIX), text)
+        return _of_catalog(without_layout(read_catalog(path / VARIABLES_PREFIX)), text)
     if path.is_dir() and newest_version(path) is not None:
         return _of_model(path, None, text)
     return _of_catalog(open_checkpoint(path), text)
@@ -461,7 +462,7 @@ def _of_model(model: Path, position: int | None, label: str) -> ComparedState:
         found = next((child for child in versions if position in (None, child.version)), None)
         if found is None:
             raise
-        return _of_catalog(read_catalog(found.path / VARIABLES_PREFIX), label)
+        return _of_catalog(without_layout(read_catalog(found.path / VARIABLES_PREFIX)), label)
     at = log.at.position if position is None else position
     return ComparedState(label, Position(at, log.trained_at(at)[1]), log=log)
 

@@ -25,6 +25,7 @@ from exporter.options import ExportFormat, ExportRequest
 from exporter.pipeline.check_staged import check_published, check_staged
 from exporter.pipeline.full_plan import Plan, made_plan, permission, plan, require_new
 from exporter.pipeline.stage_graph import mapped_record, name_plain_version, write_graph
+from exporter.pipeline.stage_hot_rows import lay_chosen_rows
 from exporter.pipeline.stage_values import write_values
 from exporter.pipeline.staged import Staged, Step
 from exporter.publish.commit import PublishedVersion, Staging, publish_version
@@ -105,6 +106,7 @@ def steps_of(planned: Plan, beyond: int = 0) -> Iterator[Step]:
     """Yield the steps that stage what was planned, in their order."""
     request = planned.request
     yield write_values
+    yield lay_chosen_rows
     if request.updates is None:
         yield name_plain_version
     else:

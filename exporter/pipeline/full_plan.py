@@ -38,6 +38,7 @@ from exporter.mapping.training_variables import check_batch_statistics, with_tra
 from exporter.newer_python import sha256_of
 from exporter.options import DataMode, ExportFormat, ExportRequest, Verify, digest_fields, require_local
 from exporter.pipeline.both_sides import advised, read_both
+from exporter.pipeline.hot_files import HotChoice, choose_hot
 from exporter.pipeline.table_layout import lay_out_tables, map_laid_out
 from exporter.pipeline.trainer_graph import training_graph
 from exporter.publish.commit import VersionRule
@@ -75,6 +76,7 @@ class Plan(Struct, frozen=True, dict=True):
     layout: TableLayout | None = None
     golden: tuple[GoldenRequest, ...] = ()
     unmapped: tuple[Unmapped, ...] = ()
+    hot: tuple[HotChoice, ...] = ()
 
     def __repr__(self) -> str:
         size = f"{len(self.mapping.sources)} variables"
@@ -175,6 +177,7 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
         indexes = layout.index_names if layout is not None else ()
         chosen = choose_mapped(graph, mapping, takes_deltas=request.updates is not None, indexes=indexes)
         graph, mapping, unmapped = chosen.graph, chosen.mapping, chosen.unmapped
+    hot = choose_hot(request, graph, mapping, unmapped, layout)
     if (server := server_of(request)) is not None:
         require_had(graph.meta_graph.graph_def, server)
     training = training_graph(request, found.catalog)
@@ -198,6 +201,7 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
         layout=layout,
         golden=read_golden(request.golden) if request.golden else (),
         unmapped=unmapped,
+        hot=hot,
     )
     return planned, is_known
 
@@ -251,6 +255,11 @@ def _require_mappable(request: ExportRequest) -> None:
         raise UsageError(
             f"--map-tables --for-server {request.for_server}: such servers copy a table that they are to map",
             hint=f"leave --map-tables out; servers of TensorFlow {text_of(_MAPS)} map tables",
+        )
+    if request.hot_rows and mirror.is_remote(request.out):
+        raise UsageError(
+            f"--hot-rows: rows are laid out in files, and {request.out} is in an object store",
+            hint="publish into a directory, and push it: export-model push DIR URL",
         )
     place = request.served_at
     if place is None and mirror.is_remote(request.out):

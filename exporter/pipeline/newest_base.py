@@ -38,6 +38,7 @@ from exporter.pipeline.full_plan import Plan
 from exporter.pipeline.overlay_room import room_of_mapped
 from exporter.pipeline.same_graph import SourceFiles
 from exporter.pipeline.stage_graph import write_graph
+from exporter.pipeline.stage_hot_rows import lay_chosen_rows
 from exporter.pipeline.staged import Staged
 from exporter.pipeline.table_deltas import note_index_written, told_changes
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
@@ -146,6 +147,7 @@ def lay_increments_over(staged: Staged) -> None:
     shards = tuple(ShardReport(None, ShardOrigin.REWRITTEN, why, size, path=path) for path, size in sizes)
     # `rounded` stays: it is of the checkpoint's rows, and increments hold few.
     staged.variables = replace(staged.variables, catalog=written, shards=shards, work=(0, 0), job=None)
+    lay_chosen_rows(staged)
     if staged.tables.files:
         write_graph(staged)
 

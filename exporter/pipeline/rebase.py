@@ -8,8 +8,9 @@ on from its position fit both.
 from __future__ import annotations
 
 import json
+import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 
@@ -17,14 +18,16 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from exporter.bundle.hot_rows import HotRows, HotTable, hot_in, lay_hot_rows, names_of
 from exporter.bundle.mapped_tables import move_tries
-from exporter.catalog import Catalog, SliceSpec
+from exporter.bundle.variables import own_file, served_runs
+from exporter.catalog import Catalog
 from exporter.checkpoint.tensor_bundle import read_catalog
+from exporter.checkpoint.tensor_values import checked_map
 from exporter.delta.merge_base import BaseMerger
 from exporter.delta.spans import Position, merged
-from exporter.errors import CorruptFile, ManifestError
+from exporter.errors import CorruptFile, ManifestError, UsageError
 from exporter.graph.graph_files import read_saved_model
-from exporter.jobs.shard_job import stored_runs
 from exporter.options import LOCALLY, Jobs
 from exporter.pipeline.log_maintenance import position_of_merger, runner_for, skip_abandoned, undisturbed
 from exporter.pipeline.restoration import approved_by_canary
@@ -35,6 +38,7 @@ from exporter.publish.manifest import ManifestDraft, MappedRecord, MappedTable, 
 from exporter.publish.permission import Permission
 from exporter.publish.retention import Keep
 from exporter.publish.versions import require_signed_bytes
+from exporter.storage import mirror
 from exporter.storage.files import copy_file, make_directories, writing
 from exporter.storage.layout import (
     ASSETS_DIRECTORY,
@@ -50,6 +54,7 @@ from exporter.terminal.progress import ProgressFactory, no_progress
 from exporter.verify.version_files import verify_bytes, verify_file, verify_files
 from exporter.version import __version__
 from exporter.wire import tensor_proto
+from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 FIRST_POSITION = "first_position"
@@ -150,7 +155,8 @@ def _rebase(
                 verify_bytes(read_catalog(base.path / VARIABLES_PREFIX))  # says what is wrong with a base
                 raise
         catalog = read_catalog(staging.path / VARIABLES_PREFIX)
-        mapped = _mapped_again(base, catalog, at.position)
+        catalog, hot = _laid_again(base, catalog, staging.path)
+        mapped = _mapped_again(base, catalog, at.position, hot)
         _copy_graph(base, staging.path, at.position, at.step or 0, mapped)
         verify_files(staging.path, tensor_entries(catalog))
         draft = ManifestDraft(
@@ -190,7 +196,39 @@ def _mapped_tables(base: LogBase) -> tuple[MappedTable, ...]:
     return () if record is None else record.tables
 
 
-def _mapped_again(base: LogBase, written: Catalog, position: int) -> MappedRecord | None:
+def _laid_again(base: LogBase, written: Catalog, bundle: Path) -> tuple[Catalog, Mapping[str, HotTable]]:
+    """Lay the rows that are hot in a base behind its merged tables, too; the catalog, and tables by name.
+
+    CorruptFile if the base's places are damaged.
+    """
+    hot = {table.name: table.hot_rows for table in _mapped_tables(base) if table.hot_rows}
+    if not hot:
+        return written, {}
+    if mirror.is_remote(base.path):
+        raise UsageError(
+            "merge --rebase: hot rows are laid out in files, and the model is in an object store",
+            hint="publish a new base, or merge in the directory that was pushed, and push it again",
+        )
+    before = read_catalog(base.path / VARIABLES_PREFIX)
+    tables: dict[str, HotRows] = {}
+    for source in base.entry.mapping_spec.sources():
+        for run in served_runs(source, written):
+            name, rows = run.variable.served_name, run.box.lengths
+            if name not in hot or name in tables:
+                continue
+            assert run.extent is not None
+            ref = before.tensors.get(names_of(name)[1])
+            if ref is None or ref.shape != rows[:1] or ref.dtype not in (DType.INT32, DType.INT64):
+                raise CorruptFile(f"{before.prefix} does not say where the hot rows of {name!r} lie")
+            scratch = bundle.with_name(f"hot-{len(tables)}")
+            blocks = hot_in(checked_map(before, ref), hot[name], scratch)
+            tables[name] = HotRows(name, source.dtype, rows, run.extent, 0, blocks, os.fspath(base.path))
+    return lay_hot_rows(bundle / VARIABLES_PREFIX, written, tables.values())
+
+
+def _mapped_again(
+    base: LogBase, written: Catalog, position: int, hot: Mapping[str, HotTable]
+) -> MappedRecord | None:
     """Return the record of the new base's mapped tables: the same ones, in other files, with another id.
 
     None, or a record without tables, is returned as it is.
@@ -198,18 +236,14 @@ def _mapped_again(base: LogBase, written: Catalog, position: int) -> MappedRecor
     record = base.manifest.mapped
     if record is None or not record.tables:
         return record
-    runs = {}
-    for source in base.entry.mapping_spec.sources():
-        boxes = {box: run.extent for box, run in stored_runs(written, written.tensors[source.key])}
-        for part in source.variables:
-            whole = SliceSpec.whole(written.tensors[source.key].shape)
-            runs[part.served_name] = boxes.get(source.stored(part.part) if part.part else whole)
+    sources = base.entry.mapping_spec.sources()
+    runs = {run.variable.served_name: run for source in sources for run in served_runs(source, written)}
     tables = []
     for table in record.tables:
-        extent = runs[table.name]
-        is_alone = extent is not None and (extent.offset, extent.size) == (0, table.bytes_)
-        assert extent is not None and is_alone, f"{table.name} has no file of its own"
-        tables.append(replace(table, file=written.path_of(extent).name))
+        file, size = own_file(runs[table.name], written)
+        assert size == table.bytes_, f"{table.name} has {size} bytes, expected {table.bytes_}"
+        places = hot[table.name].file if table.name in hot else ""
+        tables.append(replace(table, file=file, places=places))
     directory = str(Path(record.directory).parent / str(position))
     return replace(record, id=secrets.token_hex(16), directory=directory, tables=tuple(tables))
 
@@ -241,7 +275,8 @@ def _copy_graph(
     tensor_proto.fill(constant.attr["value"].tensor, moved)
     before = log_base.manifest.mapped
     if before is not None and mapped is not None and mapped.tables:
-        files = {was.file: now.file for was, now in zip(before.tables, mapped.tables, strict=True)}
+        pairs = [*zip(before.tables, mapped.tables, strict=True)]
+        files = {was.file: now.file for was, now in pairs} | {was.places: now.places for was, now in pairs}
         for meta_graph in saved_model.meta_graphs:
             move_tries(meta_graph.graph_def, position, (before.id, mapped.id), files)
         (bundle / MAPPED_ID_FILE).write_text(mapped.id)

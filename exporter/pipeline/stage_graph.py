@@ -51,7 +51,9 @@ def write_graph(staged: Staged) -> None:
         place = staged.place
         number = place.position if isinstance(place, ReservedPosition) else place.choice
         directory = served_at(staged.plan.request) / str(number)
-        staged.tables = MappedTables.of(directory, files, staged.counter)
+        variables = (v for source in staged.plan.mapping.sources for v in source.variables)
+        hot = {v.node: staged.hot[v.served_name] for v in variables if v.served_name in staged.hot}
+        staged.tables = MappedTables.of(directory, files, staged.counter, hot)
     plan = staged.plan
     staged.oldest_server = write_saved_model(
         staged.graph, staged.mapping, staged.bundle, plan.training, staged.tables, plan.server
@@ -67,7 +69,14 @@ def mapped_record(staged: Staged) -> MappedRecord | None:
     written = {shard.path.name: shard.bytes_ for shard in staged.variables.shards}
     overlays = room_of_mapped(staged.plan.mapping, staged.plan.request)
     mapped = [
-        MappedTable(variable.served_name, file, written[file], overlays.get(variable.node))
+        MappedTable(
+            variable.served_name,
+            file,
+            written[file],
+            overlays.get(variable.node),
+            hot.rows if (hot := staged.tables.hot.get(variable.node)) else 0,
+            hot.file if hot else "",
+        )
         for source in staged.plan.mapping.sources
         for variable in source.variables
         if (file := staged.tables.files.get(variable.node)) is not None

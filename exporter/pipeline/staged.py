@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from msgspec import Struct
 
+from exporter.bundle.hot_rows import HotTable
 from exporter.bundle.mapped_tables import NOTHING_MAPPED, MappedTables
 from exporter.bundle.variables import VariablesReport
 from exporter.bundle.warmup import WarmupRequest
@@ -32,6 +33,7 @@ class Staged(Struct):
     to indexes of tables. `graph` and `mapping` are as they are published: in a base that takes deltas, with
     the incremental subgraph, whose node `counter` counts updates. `jobs` are left when it is published, so
     that a second run finds what tasks have done. `increments` are those that staged values do not hold yet.
+    `hot` are the tables with hot rows behind them, by their names as served.
     """
 
     plan: Plan
@@ -46,6 +48,7 @@ class Staged(Struct):
     warmup: tuple[WarmupRequest, ...]
     counter: str = ""
     tables: MappedTables = NOTHING_MAPPED
+    hot: Mapping[str, HotTable] = {}
     oldest_server: Version = OLDEST
     entry: BaseEntry | None = None
     lineage: str | None = None

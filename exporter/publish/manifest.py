@@ -234,11 +234,15 @@ class MappedTable(Struct, frozen=True, omit_defaults=True, rename={"bytes_": "by
     """A variable that servers map."""
 
     name: Annotated[Text, doc("its name as served, with its slice if it is a part")]
-    file: Annotated[Text, doc("the shard in `variables/` that holds it alone")]
+    file: Annotated[Text, doc("the shard in `variables/` that holds it alone, hot rows included")]
     bytes_: Annotated[Count, doc("its length")]
     overlay_rows: Annotated[
         Count | None, doc("for how many changed rows there is room beside it; absent: it takes no deltas")
     ] = None
+    hot_rows: Annotated[
+        Count, doc("how many of its rows lie once more behind it, the most read first; absent: none")
+    ] = 0
+    places: Annotated[Text, doc("the shard in `variables/` that leads to them; absent: there are none")] = ""
 
 
 class UnmappedTable(Struct, frozen=True, rename={"bytes_": "bytes"}):
@@ -506,6 +510,10 @@ def _check_mapped(mapped: MappedRecord, manifest: Manifest) -> None:
         named = f"mapped table {table.name!r}"
         if files.get(f"{VARIABLES_DIRECTORY}/{table.file}") != table.bytes_:
             raise DocumentError(f"{named} is not the whole of a file {table.file!r} that is listed")
+        if bool(table.hot_rows) != bool(table.places):
+            raise DocumentError(f"{named} has {table.hot_rows} hot rows, and places in {table.places!r}")
+        if table.places and f"{VARIABLES_DIRECTORY}/{table.places}" not in files:
+            raise DocumentError(f"{named} has hot rows, and a file {table.places!r} is not listed")
         if base is not None and table.overlay_rows not in range(rows.get(table.name, -1) + 1):
             raise DocumentError(f"{named} has an overlay of {table.overlay_rows} rows: it has no more itself")
 

@@ -36,6 +36,10 @@ def why_restored(record: MappedRecord) -> str:
                 return f"{path} is shorter than its table"
             if not os.access(path, os.R_OK):
                 return f"{path} may not be read"
+            if table.places:
+                path = below(directory / VARIABLES_DIRECTORY, table.places, "the manifest:")
+                if not os.access(path, os.R_OK):
+                    return f"{path} is not there, or may not be read"
     except OSError as error:
         return f"{path}: {error.strerror}"
     except ValueError:
@@ -57,18 +61,22 @@ def read_ahead(version: Path, record: MappedRecord, goes_on: Callable[[], bool])
         OSError, ManifestError: a file is not there, or its name leads elsewhere.
     """
     left, asked = _available_bytes(), 0
-    for table in record.tables:
-        path = below(version / VARIABLES_DIRECTORY, table.file, "the manifest:")
-        descriptor = open_regular(path)
+    # Hot rows lie at the end of their table, and every lookup of it reads places.
+    files = [(table.places, True) for table in record.tables if table.places]
+    files += [(table.file, bool(table.places)) for table in record.tables]
+    for file, from_its_end in files:
+        descriptor = open_regular(below(version / VARIABLES_DIRECTORY, file, "the manifest:"))
         try:
-            for at in range(0, min(table.bytes_, left), _STEP_BYTES):
+            size = os.fstat(descriptor).st_size
+            for step in range(0, min(size, left), _STEP_BYTES):
                 if not goes_on():
                     return asked
+                at = max(0, size - step - _STEP_BYTES) if from_its_end else step
                 os.posix_fadvise(descriptor, at, _STEP_BYTES, os.POSIX_FADV_WILLNEED)
-                asked += min(_STEP_BYTES, table.bytes_ - at)
+                asked += min(_STEP_BYTES, size - step)
         finally:
             os.close(descriptor)
-        left = max(0, left - table.bytes_)
+        left = max(0, left - size)
     return asked
 
 

@@ -55,6 +55,12 @@ def mask(crc: int) -> int:
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & _WORD
 
 
+def unmask(stored: int) -> int:
+    """The plain crc32c of a stored one."""
+    rotated = (stored - _MASK_DELTA) & _WORD
+    return (rotated << 15 | rotated >> 17) & _WORD
+
+
 def masked_crc(data: bytes) -> int:
     """The stored checksum of `data`."""
     return mask(extend(0, data))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.benchmarks.harness import Benchmark, Lab, Medians, job
-from tests.benchmarks.rows import Quantity, Row, bounded, bytes_, cost, seconds
+from tests.benchmarks.rows import Quantity, Row, bounded, bytes_, cost, seconds, share
 
 KINDS = ("restored", "mapped", "bfloat16", "int8", "int8-mapped")
 LOOKUPS = {64: 1.05, 1_000: 1.05, 100_000: 1.05}
@@ -197,4 +197,33 @@ def servers(lab: Lab) -> Iterator[Row]:
     yield Row("  anonymous memory of each", _anonymous(three))
 
 
-BENCHMARKS: tuple[Benchmark, ...] = (tables, bases, huge, swap, servers)
+def popular(lab: Lab) -> Iterator[Row]:
+    """Lookups by Zipf's law, with memory for a tenth of a table on a disk: hot rows together, or not."""
+    rows, warm, calls = (1 << 14, 5, 5) if lab.quick else (1 << 20, 1_500, 1_000)
+    published = lab.once("hot", lambda directory: job("jobs_mapped:publish_hot", directory, rows))
+    hot, mapped = lab.side_by_side(
+        *(
+            lambda kind=kind: job(
+                "jobs_mapped:ask_popular", _version(published, kind), rows, warm, calls, "pages"
+            )
+            for kind in ("hot", "mapped")
+        ),
+        repeats=3,
+    )
+    if not all(sample.result["limited"] for each in (hot, mapped) for sample in each.samples):
+        lab.say("this process may not limit its memory: lookups of hot rows are not measured")
+        return
+    assert len({sample.result["sum"] for each in (hot, mapped) for sample in each.samples}) == 1
+
+    def figure(found: Medians, what: str) -> float:
+        return statistics.median(sample.result[what] for sample in found.samples)
+
+    ours, theirs = (share(1 - figure(each, "faults")) for each in (hot, mapped))
+    yield Row("lookups that the disk is not read for, hot rows together, against scattered", ours, theirs)
+    read = (bytes_(max(1, figure(each, "read"))) for each in (hot, mapped))
+    yield cost("  bytes read for a lookup", *read, at_most=0.7)
+    for what in ("p50", "p99"):
+        yield cost(f"  {what} of 64 ids", *(seconds(figure(each, what)) for each in (hot, mapped)))
+
+
+BENCHMARKS: tuple[Benchmark, ...] = (tables, bases, huge, swap, servers, popular)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import resource
 import time
-from contextlib import closing
+from collections.abc import Collection, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +139,137 @@ def _ask(model: Any, ids: Any) -> Any:
 def _anonymous_bytes() -> int:
     status = Path("/proc/self/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
+_EXPONENT = 1.05
+_HOT_SHARE = 10
+"""One row of so many is hot, and one byte of so many fits into memory."""
+_ASKED = 64
+
+
+def publish_hot(timer: Timer, directory: str, rows: str) -> None:
+    """Write a checkpoint with one table, and versions that map it, without and with hot rows behind it."""
+    import tensorflow as tf
+
+    def lookup() -> Any:
+        ids = tf.compat.v1.placeholder(tf.int64, [None], "ids")
+        table = tf.compat.v1.get_variable("table", [int(rows), WIDTH], use_resource=True)
+        return {"ids": ids}, {"rows": tf.gather(table, ids)}
+
+    place = Path(directory)
+    with BundleWriter(place / "model.ckpt-1") as writer:
+        blocks = (
+            np.random.default_rng(number).uniform(-1, 1, (1 << 14, WIDTH)).astype(np.float32)
+            for number in range(int(rows) >> 14)
+        )
+        writer.add_chunks("table", _float(), (int(rows), WIDTH), blocks)
+    hot = place / "hot.npy"
+    np.save(hot, _by_popularity(int(rows))[: int(rows) // _HOT_SHARE])
+    for kind, options in {"mapped": {}, "hot": {"hot_rows": {"table": str(hot)}}}.items():
+        asked: dict[str, Any] = {
+            "model": lookup,
+            "map_tables": True,
+            "data": DataMode.COMPACT,
+            "version": "1",
+        }
+        export(ExportRequest(place / "model.ckpt-1", place / kind, **asked, **options))
+
+
+def _by_popularity(rows: int) -> Any:
+    return np.random.default_rng(0).permutation(rows)
+
+
+def ask_popular(
+    timer: Timer, version: str, rows: str, warm: str, calls: str, pages: str = ""
+) -> dict[str, Any]:
+    """Ask for popular rows with memory for a tenth of the table; what the disk had to read for that.
+
+    `limited` is False, and nothing is measured, where this process may not limit its memory. With `pages`
+    the kernel reads one page at a miss, whatever the device's read-ahead is.
+    """
+    from serving.loader import load
+
+    files = sorted(Path(version).glob("variables/*.data-*"))
+    popular, chances = _by_popularity(int(rows)), np.cumsum(np.arange(1.0, int(rows) + 1) ** -_EXPONENT)
+    rng = np.random.default_rng(7)
+
+    def asked() -> Any:
+        return popular[np.searchsorted(chances, rng.random(_ASKED) * chances[-1])]
+
+    with closing(load(Path(version))) as model:
+        _ask(model, np.zeros(_ASKED, np.int64))
+        for file in files:  # what is read from now on is counted, and charged to the group
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if pages:
+            _read_by_pages(files)
+        room = max(16 << 20, int(rows) * WIDTH * 4 // _HOT_SHARE)
+        with limited_memory(room) as is_limited:
+            if not is_limited:
+                return {"limited": False}
+            for _ in range(int(warm)):
+                _ask(model, asked())
+            times, faults, size, checked = [], _major_faults(), _bytes_read(), 0.0
+            with timer:
+                for _ in range(int(calls)):
+                    ids = asked()
+                    start = time.perf_counter()
+                    answer = _ask(model, ids)
+                    times.append(time.perf_counter() - start)
+                    checked += float(np.abs(answer).sum(dtype=np.float64))
+            faults, size = _major_faults() - faults, _bytes_read() - size
+    p50, p99 = np.percentile(times, [50, 99]).tolist()
+    lookups = int(calls) * _ASKED
+    return {
+        "limited": True, "sum": checked, "p50": p50, "p99": p99,
+        "faults": faults / lookups, "read": size / lookups,
+    }  # fmt: skip
+
+
+@contextmanager
+def limited_memory(size: int) -> Iterator[bool]:
+    """Limit what this process takes anew, pages of files included; False if the system does not let it."""
+    group = f"export-model-bench-{os.getpid()}"
+    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        place = Path(root, group)
+        try:
+            place.mkdir()
+        except OSError:
+            continue
+        try:
+            (place / limit).write_text(str(size))
+            (place / "cgroup.procs").write_text(str(os.getpid()))
+        except OSError:
+            place.rmdir()
+            continue
+        try:
+            yield True
+        finally:
+            Path(root, "cgroup.procs").write_text(str(os.getpid()))
+            place.rmdir()
+        return
+    yield False
+
+
+_MADV_RANDOM = 1
+
+
+def _read_by_pages(files: Collection[Path]) -> None:
+    """Tell the kernel that this process reads what it maps of the files at random."""
+    advise = ctypes.CDLL(None, use_errno=True).madvise
+    names = {str(file.resolve()) for file in files}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        where, *_, name = line.split(maxsplit=5)
+        if name in names:
+            start, end = (int(text, 16) for text in where.split("-"))
+            failed = advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_RANDOM)
+            assert not failed
+
+
+def _major_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+def _bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().partition("read_bytes: ")[2].split()[0])

@@ -85,7 +85,15 @@ FULL = ExportRequest(
     jobs=Jobs(EngineName.DASK, 3, "tcp://h:8786", {"retries": "2"}, 1 << 27, "s3://bucket/jobs"),
     signing=Signing("env:SIGNING", "ranker"),
 )
-MAPPED = replace(FULL, updates=None, plain=True, map_tables=True, served_at="/models/ranker", overlay_rows=5)
+MAPPED = replace(
+    FULL,
+    updates=None,
+    plain=True,
+    map_tables=True,
+    served_at="/models/ranker",
+    overlay_rows=5,
+    hot_rows={"emb": "hot.npy"},
+)
 
 
 def as_parsed(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> ExportRequest:
@@ -139,6 +147,7 @@ def test_every_option_of_a_request_is_covered() -> None:
         "map_tables",
         "served_at",
         "overlay_rows",
+        "hot_rows",
     }
 
 

@@ -1,0 +1,236 @@
+"""Lay the most read rows of a mapped table once more behind it, side by side.
+
+Memory that is smaller than a table holds pages of it. A popular row among cold ones keeps its whole page
+there; popular rows side by side share pages. Of a table that was laid out so, the bundle holds
+
+    the table             [rows, ...]            at offset 0 of its file, by row number, as without the layout
+    hot_rows/<table>      [rows + hot, ...]      the same bytes, and behind them the hot rows by popularity
+    hot_places/<table>    int32 or int64 [rows]  in a file of its own: where a lookup of a row reads
+
+Servers map the second and the third (`exporter.graph.placed_reads`). Deltas, merges and verification read the
+first, by row number. So they need not know of the layout, which can be made behind whatever wrote the table.
+
+Two other ways were considered. A table that is stored in the order of popularity is no larger, but all who
+read rows of a version have to know that order, and the kernel cannot copy the table as one range. Hot rows
+that begin in an overlay take the process's own memory, are read at each load, and plain versions have no
+overlay.
+
+Memory is bounded: a block of row numbers and one of rows. Places are written, then mapped and changed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from exporter.catalog import Catalog, Extent, TensorRef
+from exporter.checkpoint.tensor_bundle import encode_index, index_path, shard_path
+from exporter.checkpoint.tensor_values import map_range
+from exporter.errors import CorruptFile, NotServable, UsageError
+from exporter.storage.files import writing
+from exporter.storage.open_files import write_at
+from exporter.wire.crc32c import combine, crc_of, extend, mask, unmask
+from exporter.wire.dtypes import Array, DType
+
+BLOCK_ROWS = 1 << 20  # row numbers in memory at a time
+_BLOCK_BYTES = 64 << 20
+
+Blocks = Callable[[], Iterator[Array]]
+"""Yields row numbers, int64, the most read first; it is called twice."""
+
+
+class HotRows(Struct, frozen=True):
+    """A mapped table to lay out: its name as served, where its `rows` lie, and which are `hot`.
+
+    `hot` counts rows of the whole variable, of which the table's are those from `first` on. `said` names who
+    chose them.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    extent: Extent
+    first: int
+    hot: Blocks
+    said: str
+
+    @property
+    def blocks(self) -> Iterator[Array]:
+        """Yield the row numbers that are the table's, counted from its first row."""
+        rows = self.shape[0]
+        for block in self.hot():
+            own = block - self.first
+            own = own[(own >= 0) & (own < rows)]
+            if len(own):
+                yield own
+
+
+class HotTable(Struct, frozen=True):
+    """A table that was laid out: how many rows lie behind it, the tensors of both and of places, and the
+    file of the places.
+    """
+
+    rows: int
+    whole: TensorRef
+    places: TensorRef
+    file: str
+
+
+def names_of(table: str) -> tuple[str, str]:
+    """The names of a table with its hot rows, and of its places, in a bundle."""
+    return f"hot_rows/{table}", f"hot_places/{table}"
+
+
+def without_layout(catalog: Catalog) -> Catalog:
+    """The catalog without the tensors that repeat rows of others, or lead to them."""
+    again = {name for table in _tables_of(catalog) for name in names_of(table)}
+    left = {name: ref for name, ref in catalog.tensors.items() if name not in again}
+    return replace(catalog, tensors=left) if again else catalog
+
+
+def _tables_of(catalog: Catalog) -> Iterator[str]:
+    """Yield the tables that were laid out; hot rows of a part are named by its slice, too."""
+    prefix, _ = names_of("")
+    for name in catalog.tensors:
+        table = name.removeprefix(prefix)
+        if table != name and all(each in catalog.tensors for each in names_of(table)):
+            yield table
+
+
+def lay_hot_rows(
+    prefix: Path, catalog: Catalog, tables: Iterable[HotRows]
+) -> tuple[Catalog, dict[str, HotTable]]:
+    """Lay hot rows behind the tables of a bundle that is being staged; its catalog, and tables by name.
+
+    Tables without hot rows are left as they are. Shards get other names, as there are more of them.
+
+    Raises:
+        NotServable: a variable of the model has the name that hot rows would have.
+        UsageError: a row is named twice.
+        PublishError: the files cannot be written.
+    """
+    laid: list[tuple[HotRows, Path, int]] = []
+    with writing(prefix.parent):
+        for table in tables:
+            places = prefix.with_name(f"places-{len(laid)}")
+            if count := _write_places(places, table):
+                laid.append((table, places, count))
+            else:
+                places.unlink()
+        if not laid:
+            return catalog, {}
+        total = len(catalog.shards) + len(laid)
+        shards = [path.rename(shard_path(prefix, n, total)) for n, path in enumerate(catalog.shards)]
+        sizes, tensors, found = [*catalog.shard_sizes], dict(catalog.tensors), {}
+        for table, places, count in laid:
+            extent = table.extent
+            assert (extent.offset, extent.size) == (0, sizes[extent.shard]), f"{table.name} has no own file"
+            crc = combine(unmask(extent.crc32c), *_append(shards[extent.shard], table))
+            sizes[extent.shard] = shards[extent.shard].stat().st_size
+            file = places.rename(shard_path(prefix, len(shards), total))
+            shape, whole = table.shape, Extent(extent.shard, 0, sizes[extent.shard], mask(crc))
+            own = Extent(len(shards), 0, file.stat().st_size, _checksum(file))
+            shards.append(file)
+            sizes.append(own.size)
+            key, places_key = names_of(table.name)
+            made = HotTable(
+                count,
+                TensorRef(key, table.dtype, (shape[0] + count, *shape[1:]), whole),
+                TensorRef(places_key, _places_dtype(shape[0]), shape[:1], own),
+                file.name,
+            )
+            found[table.name] = made
+            for each in (made.whole, made.places):
+                if each.name in tensors:
+                    raise NotServable(f"the model has a variable {each.name!r}, as hot rows would be called")
+                tensors[each.name] = each
+        tensors = dict(sorted(tensors.items(), key=lambda item: item[0].encode()))
+        index_path(prefix).write_bytes(encode_index(tensors.values(), total))
+    known = replace(catalog, tensors=tensors, shards=tuple(shards), shard_sizes=tuple(sizes))
+    return known, found
+
+
+def hot_in(places: Array, hot: int, scratch: Path) -> Blocks:
+    """The `hot` rows that places of all rows lead to, in the order in which they lie, by way of a new file.
+
+    CorruptFile if they lead elsewhere.
+    """
+    rows, led = len(places), 0
+    with writing(scratch), scratch.open("xb") as file:  # before it is mapped: see `_write_places`
+        for start in range(0, hot, BLOCK_ROWS):
+            file.write(np.full(min(BLOCK_ROWS, hot - start), -1, np.int64).data)
+    found = np.memmap(scratch, np.int64, "r+")
+    for start in range(0, rows, BLOCK_ROWS):
+        block = places[start : start + BLOCK_ROWS].astype(np.int64)
+        at = np.flatnonzero(block != np.arange(start, start + len(block)))
+        behind = block[at] - rows
+        if len(behind) and not 0 <= behind.min() <= behind.max() < hot:
+            raise CorruptFile("places of hot rows lead to rows that are not there")
+        found[behind] = at + start
+        led += len(behind)
+    if led != hot or (found < 0).any():
+        raise CorruptFile(f"places lead to {led} hot rows, expected {hot}")
+    return lambda: (np.array(found[start : start + BLOCK_ROWS]) for start in range(0, hot, BLOCK_ROWS))
+
+
+def _places_dtype(rows: int) -> DType:
+    """The type of places of so many rows, of which each may lie there twice."""
+    return DType.INT32 if 2 * rows <= np.iinfo(np.int32).max else DType.INT64
+
+
+def _write_places(path: Path, table: HotRows) -> int:
+    """Write the places of a table's rows; the number of hot rows. UsageError for one that is there twice."""
+    rows, dtype = table.shape[0], _places_dtype(table.shape[0]).numpy
+    with path.open("xb") as file:  # before it is mapped: of a full disk a mapping would say by a signal
+        for start in range(0, rows, BLOCK_ROWS):
+            file.write(np.arange(start, min(start + BLOCK_ROWS, rows), dtype=dtype).data)
+    places, count = np.memmap(path, dtype, "r+"), 0
+    for ids in table.blocks:
+        ordered = np.sort(ids)
+        twice = [*ordered[:-1][ordered[:-1] == ordered[1:]], *ids[places[ids] != ids]]
+        if twice:
+            raise UsageError(
+                f"{table.said} names row {twice[0] + table.first} twice",
+                hint="name each row once, the most read first",
+            )
+        places[ids] = np.arange(rows + count, rows + count + len(ids), dtype=dtype)
+        count += len(ids)
+    places.flush()
+    return count
+
+
+def _append(path: Path, table: HotRows) -> tuple[int, int]:
+    """Write a table's hot rows behind it; their plain crc32c and size."""
+    _make_own(path)
+    rows, at, crc = table.shape[0], table.extent.size, 0
+    step = max(1, _BLOCK_BYTES // (at // rows))
+    with path.open("r+b") as file:
+        stored = map_range(file.fileno(), 0, at).reshape(rows, -1)
+        for ids in table.blocks:
+            for some in np.split(ids, range(step, len(ids), step)):
+                order = np.argsort(some)
+                block = np.empty((len(some), stored.shape[1]), np.uint8)
+                block[order] = stored[some[order]]  # in the file's order: a disk reads them in one direction
+                flat = block.reshape(-1)
+                write_at(file.fileno(), at, flat.data)
+                at, crc = at + flat.size, extend(crc, flat)
+    return crc, at - table.extent.size
+
+
+def _make_own(path: Path) -> None:
+    """Replace a shard by a copy if it is a link: then its bytes are the trainer's, or those of a job."""
+    if path.stat().st_nlink > 1 or not os.access(path, os.W_OK):
+        copy = path.with_name(f"{path.name}.own")
+        shutil.copyfile(path, copy)
+        copy.replace(path)
+
+
+def _checksum(path: Path) -> int:
+    with path.open("rb") as file:
+        return mask(crc_of(file.fileno(), 0, path.stat().st_size))

@@ -1,0 +1,153 @@
+"""The files of hot rows that `--hot-rows` names, and whether the tables that it names can have any.
+
+A file holds an array of integers, the most read first: row numbers, or the keys of a table by keys. Row
+numbers are read in blocks; keys and counts are sorted in memory, about 24 bytes for each hot row.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+from msgspec import Struct
+
+from exporter.bundle.hot_rows import BLOCK_ROWS
+from exporter.bundle.mapped_tables import Unmapped
+from exporter.errors import CheckpointChanged, NotServable, UsageError, nearest
+from exporter.graph.inference_graph import InferenceGraph
+from exporter.graph.placed_reads import PlacedReads, place_reads
+from exporter.mapping.build import VariableMapping
+from exporter.mapping.tensor_source import TensorSource
+from exporter.options import ExportRequest
+from exporter.storage.files import open_regular
+from exporter.storage.open_files import read_at
+from exporter.tables.geometry import TablePlan
+from exporter.tables.lay_out import TableLayout
+from exporter.tables.parts import VALUES
+from exporter.terminal.progress import count
+from exporter.wire.dtypes import Array, DType
+
+AUTO = "auto"
+
+
+class NumberFile(Struct, frozen=True):
+    """A `.npy` file of one row of integers."""
+
+    path: Path
+    offset: int
+    count: int
+    stored: str
+
+    @classmethod
+    def read(cls, path: Path) -> NumberFile:
+        """Read the header of a file; UsageError for other contents, a CheckpointError for a damaged one."""
+        from exporter.checkpoint.npz import BEGIN_BYTES, read_header  # late: other exports need none of it
+
+        try:
+            with os.fdopen(open_regular(path), "rb") as file:
+                header = read_header(str(path), file.read(BEGIN_BYTES), os.fstat(file.fileno()).st_size)
+        except OSError as error:
+            raise UsageError(
+                f"--hot-rows: {path} cannot be read", cause=error.strerror or str(error)
+            ) from error
+        if header is None or header.stored.kind not in "iu" or len(header.shape) != 1:
+            found = "texts" if header is None else f"{header.stored} {list(header.shape)}"
+            raise UsageError(
+                f"--hot-rows: {path} holds {found}, expected whole numbers in one dimension",
+                hint="save the numbers of the rows, the most read first: "
+                "numpy.save(FILE, numpy.argsort(-counts)[:HOW_MANY])",
+            )
+        return cls(path, header.size, header.shape[0], header.stored.str)
+
+    def blocks(self) -> Iterator[Array]:
+        """Yield the numbers as int64; CheckpointChanged if the file became shorter."""
+        stored = np.dtype(self.stored)
+        with os.fdopen(open_regular(self.path), "rb") as file:
+            for start in range(0, self.count, BLOCK_ROWS):
+                block = np.empty(min(BLOCK_ROWS, self.count - start), stored)
+                at = self.offset + start * stored.itemsize
+                if read_at(file.fileno(), at, block.view(np.uint8).data) < block.nbytes:
+                    raise CheckpointChanged(f"{self.path} became shorter after its header was read")
+                yield block.astype(np.int64)
+
+
+class HotChoice(Struct, frozen=True):
+    """What `--hot-rows` says of a table: the key of its variable, and the file; None: what is most counted.
+
+    `table` is there of a table by keys.
+    """
+
+    name: str
+    key: str
+    file: NumberFile | None
+    table: TablePlan | None = None
+
+    @property
+    def source(self) -> str:
+        """Who says which rows these are, for people."""
+        if self.file is None:
+            return "by the checkpoint's counts"
+        return f"{count(self.file.count, 'row' if self.table is None else 'key')} of {self.file.path}"
+
+    @property
+    def text(self) -> str:
+        """The choice as it is typed."""
+        return f"{self.name}={AUTO if self.file is None else self.file.path}"
+
+
+def choose_hot(
+    request: ExportRequest,
+    graph: InferenceGraph,
+    mapping: VariableMapping,
+    unmapped: tuple[Unmapped, ...],
+    layout: TableLayout | None,
+) -> tuple[HotChoice, ...]:
+    """Read the headers of the files that a request names; UsageError if one is not for a mapped table."""
+    plans = {} if layout is None else {plan.name: plan for plan in layout.tables}
+    sources = {source.key: source for source in mapping.sources}
+    whys = {each.key: each.why for each in unmapped}
+    chosen = []
+    for name, text in request.hot_rows.items():
+        plan = plans.get(name)
+        key = name if plan is None else f"{name}/{VALUES}"
+        source = sources.get(key)
+        if source is None:
+            near = nearest(name, [*plans, *sources])
+            raise UsageError(
+                f"--hot-rows {name}: no table is called so", cause=near and f"the nearest name is {near}"
+            )
+        if not source.is_mapped:
+            why = whys.get(key, "it is small")
+            raise UsageError(f"--hot-rows {name}: the table is not mapped: {why}", hint="leave it out")
+        if plan is None and text == AUTO:
+            raise UsageError(
+                f"--hot-rows {name}={AUTO}: a checkpoint has counts of tables by keys alone",
+                hint=f"name a file of row numbers, the most read first: --hot-rows {name}=hot.npy",
+            )
+        if plan is not None and text == AUTO and not _has_counts(plan):
+            raise UsageError(
+                f"--hot-rows {name}={AUTO}: the checkpoint does not say how often keys were seen",
+                cause="the trainer recorded no frequencies",
+                hint=f"name a file of keys, the most read first: --hot-rows {name}=hot.npy",
+            )
+        _require_placed(name, graph, source)
+        chosen.append(HotChoice(name, key, None if text == AUTO else NumberFile.read(Path(text)), plan))
+    return tuple(chosen)
+
+
+def _has_counts(plan: TablePlan) -> bool:
+    return all(part.freqs is not None for part in plan.variable.parts)
+
+
+def _require_placed(name: str, graph: InferenceGraph, source: TensorSource) -> None:
+    """Refuse, by a UsageError, a table that the graph reads otherwise than by gathers of rows."""
+    reads = {v.node: PlacedReads(v.node, v.shape, f"{v.node}/places", DType.INT32) for v in source.variables}
+    try:
+        place_reads(deepcopy(graph.meta_graph.graph_def), reads)
+    except NotServable as error:
+        raise UsageError(
+            f"--hot-rows {name}: rows are not read one by one: {error.message}", hint="leave it out"
+        ) from error

@@ -1,0 +1,106 @@
+"""The step that lays hot rows behind staged tables: those of a file, or the most counted of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from msgspec.structs import replace
+
+from exporter.bundle.hot_rows import BLOCK_ROWS, Blocks, HotRows, lay_hot_rows
+from exporter.bundle.variables import ShardOrigin, ShardReport, served_runs
+from exporter.checkpoint.embedding_variables import count_blocks
+from exporter.errors import UsageError
+from exporter.mapping.tensor_source import TensorSource
+from exporter.pipeline.hot_files import HotChoice, NumberFile
+from exporter.pipeline.staged import Staged
+from exporter.storage.layout import VARIABLES_PREFIX
+from exporter.tables.lay_out import TableLayout
+from exporter.tables.parts import KEYS
+from exporter.wire.dtypes import Array
+
+_COUNTED_SHARE = 10
+"""Of a table by keys, `auto` takes one row of so many."""
+_WHY = "hot rows lie behind a table"
+
+
+def lay_chosen_rows(staged: Staged) -> None:
+    """Lay the rows that are hot behind the staged tables, and note which lie there; nothing without any."""
+    chosen = {choice.key: choice for choice in staged.plan.hot}
+    if not chosen:
+        return
+    written = staged.variables.catalog
+    tables = []
+    for source in staged.plan.mapping.sources:
+        if (choice := chosen.get(source.key)) is None:
+            continue
+        blocks, said = _blocks(staged, choice, source), f"--hot-rows {choice.text}"
+        runs = {run.variable.served_name: run for run in served_runs(source, written)}
+        for name, run in runs.items():  # several variables may be one part of a table
+            assert run.extent is not None
+            at = run.extent, run.box.starts[0]
+            tables.append(HotRows(name, source.dtype, run.box.lengths, *at, blocks, said))
+    catalog, staged.hot = lay_hot_rows(staged.bundle / VARIABLES_PREFIX, written, tables)
+    reports = []
+    for number, (path, size) in enumerate(zip(catalog.shards, catalog.shard_sizes, strict=True)):
+        known = number < len(written.shards) and size == written.shard_sizes[number]
+        if known:
+            reports.append(replace(staged.variables.shards[number], path=path))
+        else:
+            reports.append(ShardReport(None, ShardOrigin.REWRITTEN, _WHY, size, path=path))
+    staged.variables = replace(staged.variables, catalog=catalog, shards=tuple(reports))
+
+
+def _blocks(staged: Staged, choice: HotChoice, source: TensorSource) -> Blocks:
+    """The numbers of hot rows; UsageError for one that the table does not have."""
+    rows, file = source.tensor.shape[0], choice.file
+    if choice.table is not None:
+        layout = staged.plan.layout
+        assert layout is not None
+        found = _most_counted(layout, choice) if file is None else _rows_of_keys(staged, choice, file)
+        return lambda: (found[start : start + BLOCK_ROWS] for start in range(0, len(found), BLOCK_ROWS))
+    assert file is not None
+
+    def checked() -> Iterator[Array]:
+        for block in file.blocks():
+            if len(wrong := block[(block < 0) | (block >= rows)]):
+                raise UsageError(
+                    f"--hot-rows {choice.text}: there is no row {wrong[0]}, the table has {rows}",
+                    hint="name row numbers, the most read first",
+                )
+            yield block
+
+    return checked
+
+
+def _rows_of_keys(staged: Staged, choice: HotChoice, file: NumberFile) -> Array:
+    """The rows of the keys in a file, in their order, as the staged table has them; others are left out."""
+    from exporter.delta.row_reader import served_in  # late: other exports need none of it
+
+    keys = np.concatenate([np.empty(0, np.int64), *file.blocks()])
+    order = np.argsort(keys, kind="stable")
+    ordered, rows = keys[order], np.full(len(keys), -1, np.int64)
+    of_keys = f"{choice.name}/{KEYS}"
+    source = next(each for each in staged.plan.mapping.sources if each.key == of_keys)
+    (reader,) = served_in(staged.variables.catalog, source)
+    for start in range(0, reader.shape[0] if len(keys) else 0, BLOCK_ROWS):
+        stored = reader.rows(start, min(start + BLOCK_ROWS, reader.shape[0]))
+        at = np.minimum(np.searchsorted(ordered, stored), len(keys) - 1)
+        found = np.flatnonzero(ordered[at] == stored)
+        rows[order[at[found]]] = start + found
+    return rows[rows >= 0]
+
+
+def _most_counted(layout: TableLayout, choice: HotChoice) -> Array:
+    """The rows whose keys were seen most often, a tenth of the table, those seen most first."""
+    plan = next(each for each in layout.tables if each.name == choice.name)
+    most = -(-plan.variable.rows // _COUNTED_SHARE)
+    counts, rows = np.empty(0, np.int64), np.empty(0, np.int64)
+    for first, block in count_blocks(layout.source, plan.variable, "freqs") or ():
+        counts = np.concatenate([counts, block.astype(np.int64)])
+        rows = np.concatenate([rows, np.arange(first, first + len(block))])
+        if len(counts) > most:
+            kept = np.argpartition(counts, len(counts) - most)[len(counts) - most :]
+            counts, rows = counts[kept], rows[kept]
+    order = np.argsort(-counts, kind="stable")
+    return rows[order[counts[order] > 0]]
