@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 from msgspec import NODEFAULT
 from msgspec.structs import fields, replace
 
-from exporter import checkpoint
-from exporter.catalog import Catalog
 from exporter.errors import ExportError, ExportWarning, NothingChanged, UsageError
 from exporter.options import (
     ANYBODY,
@@ -54,8 +52,11 @@ from exporter.transfer.opened import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from typing_extensions import Unpack
 
+    from exporter.catalog import Catalog
     from exporter.pipeline.comparison import Differences
     from exporter.pipeline.doctor import Examination
     from exporter.pipeline.full import Exported, Plan
@@ -95,6 +96,7 @@ def export(
     progress: ProgressFactory = ...,
     **options: Unpack[ExportKeywords],
 ) -> ExportedDelta: ...
+@given.named_misfit
 def export(
     ckpt_dir: StrPath | ExportRequest,
     out: StrPath | None = None,
@@ -144,6 +146,7 @@ def _delta(request: ExportRequest, progress: ProgressFactory) -> ExportedDelta:
     return done
 
 
+@given.named_misfit
 def export_incremental(
     ckpt_dir: StrPath | ExportRequest,
     out: StrPath | None = None,
@@ -170,6 +173,7 @@ def export_incremental(
     )
 
 
+@given.named_misfit
 def plan(
     ckpt_dir: StrPath | ExportRequest,
     out: StrPath | None = None,
@@ -189,6 +193,7 @@ def plan(
         return full.plan(request)
 
 
+@given.named_misfit
 def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
     """Stage, verify and publish a plan's version.
 
@@ -202,17 +207,18 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
     if not isinstance(planned, full.Plan):
         raise given.wrong("planned", planned, "what plan(...) returns", "execute(plan(...)), or export(...)")
     with said_by_name():
-        return _with_warnings(full.execute(planned, progress), stacklevel=3)
+        return _with_warnings(full.execute(planned, progress), stacklevel=4)
 
 
+@given.named_misfit
 def watch(
     ckpt_dir: StrPath | ExportRequest,
     out: StrPath | None = None,
     model: Served = None,
     *,
     watching: Watching = EVERY_SECOND,
-    tell: Callable[[ExportError], None] = lambda error: None,
-    ended: Callable[[str], None] = lambda why: None,
+    tell: Callable[[ExportError], None] | None = None,
+    ended: Callable[[str], None] | None = None,
     progress: ProgressFactory = no_progress,
     **options: Unpack[ExportKeywords],
 ) -> Iterator[Exported]:
@@ -231,7 +237,11 @@ def watch(
         raise given.wrong(
             "watching", watching, "exporter.Watching(...)", "watching=Watching(stop=StopWhen(count=3))"
         )
-    return _watch(request, watching, tell, progress, ended)
+    return _watch(request, watching, tell or _ignore, progress, ended or _ignore)
+
+
+def _ignore(told: object) -> None:
+    """Do nothing."""
 
 
 def _watch(
@@ -248,6 +258,7 @@ def _watch(
             yield _with_warnings(done, stacklevel=3)
 
 
+@given.named_misfit
 def merge(
     model: StrPath,
     start: int | str | None = None,
@@ -255,11 +266,14 @@ def merge(
     jobs: Jobs = LOCALLY,
     progress: ProgressFactory = no_progress,
     signing: Signing = UNSIGNED,
+    *,
+    dry_run: bool = False,
 ) -> Merged | None:
     """Merge the deltas that lead from `start` (by default the newest base) to `end` (by default the newest).
 
     None if there is nothing to merge: at most one delta leads there. `model` is a path or a URL; a position
-    is a number or a name, as of `rollback`.
+    is a number or a name, as of `rollback`. A `dry_run` reads and checks the deltas, writes nothing, and
+    returns what would be done.
 
     Raises:
         DeltaGap, StaleDelta: no deltas lead so.
@@ -270,11 +284,16 @@ def merge(
     for name, position in (("start", start), ("end", end)):
         if position is not None:
             _position(name, position, model)
-    return _with_model(
-        model, lambda path: log_maintenance.merge(path, start, end, jobs, progress), signing=signing
-    )
+
+    def work(path: Path) -> Merged | None:
+        if dry_run:
+            return log_maintenance.plan_merge(path, start, end, jobs)
+        return log_maintenance.merge(path, start, end, jobs, progress)
+
+    return _with_model(model, work, read_only=dry_run, signing=signing)
 
 
+@given.named_misfit
 def rebase(
     model: StrPath,
     *,
@@ -283,10 +302,12 @@ def rebase(
     jobs: Jobs = LOCALLY,
     progress: ProgressFactory = no_progress,
     signing: Signing = UNSIGNED,
+    dry_run: bool = False,
 ) -> Rebased | None:
     """Publish a new base: the newest one, with all its deltas; None if the newest base stands there.
 
-    `keep` removes all but the newest versions. `model` is a model base path, or its URL.
+    `keep` removes all but the newest versions. `model` is a model base path, or its URL. A `dry_run` reads
+    and checks the deltas, writes nothing, and returns what would be done.
 
     Raises:
         ModelHeld: the model is held, and not `despite_hold`.
@@ -298,13 +319,16 @@ def rebase(
     if keep is not None:
         given.whole("keep", keep, "keep=2")
     kept = None if keep is None else Keep(keep)
-    return _with_model(
-        model,
-        lambda path: bases.rebase(path, keep=kept, despite_hold=despite_hold, jobs=jobs, progress=progress),
-        signing=signing,
-    )
+
+    def work(path: Path) -> Rebased | None:
+        if dry_run:
+            return bases.plan_rebase(path, despite_hold=despite_hold, jobs=jobs)
+        return bases.rebase(path, keep=kept, despite_hold=despite_hold, jobs=jobs, progress=progress)
+
+    return _with_model(model, work, read_only=dry_run, signing=signing)
 
 
+@given.named_misfit
 def rollback(
     model: StrPath,
     to: int | str,
@@ -312,6 +336,7 @@ def rollback(
     reason: str | None = None,
     if_canary: bool = False,
     signing: Signing = UNSIGNED,
+    dry_run: bool = False,
 ) -> RollbackResult:
     """Publish the values of position `to` as the next position, and hold the model there.
 
@@ -319,7 +344,8 @@ def rollback(
     or "@2026-11-26T08:00" (UTC): the newest position that was published by then. Where the newest version
     takes no deltas, `to` is a version, which is published again as the newest. The `reason` is kept with it,
     and `export-model history` shows it. `if_canary`: only if a canary's hold stands at `to`. `model` is a
-    model base path, or its URL.
+    model base path, or its URL. A `dry_run` checks what it would read, writes nothing, and returns what would
+    be done.
 
     Raises:
         PositionUnknown: nothing published stands at `to`, or its values are gone.
@@ -330,20 +356,29 @@ def rollback(
     from exporter.pipeline import log_maintenance
 
     _position("to", to, model)
-    return _with_model(
-        model,
-        lambda path: log_maintenance.rollback(path, to, reason=reason, if_canary=if_canary),
-        signing=signing,
-    )
+
+    def work(path: Path) -> RollbackResult:
+        if dry_run:
+            return log_maintenance.plan_rollback(path, to, if_canary=if_canary)
+        return log_maintenance.rollback(path, to, reason=reason, if_canary=if_canary)
+
+    return _with_model(model, work, read_only=dry_run, signing=signing)
 
 
+@given.named_misfit
 def resume(
-    model: StrPath, *, lift_only: bool = False, lift_canary: bool = False, signing: Signing = UNSIGNED
+    model: StrPath,
+    *,
+    lift_only: bool = False,
+    lift_canary: bool = False,
+    signing: Signing = UNSIGNED,
+    dry_run: bool = False,
 ) -> RollbackResult:
     """Lift the hold; after a rollback that nothing was published on, publish the values of before it again.
 
     With `lift_only` the values stay those of the rollback; `lift_canary` lifts a canary's hold, too. `model`
-    is a model base path, or its URL.
+    is a model base path, or its URL. A `dry_run` checks what it would read, writes nothing, and returns what
+    would be done.
 
     Raises:
         UsageError: the rollback was accepted by a resumption with `lift_only`.
@@ -352,24 +387,28 @@ def resume(
     """
     from exporter.pipeline import log_maintenance
 
+    act = log_maintenance.plan_resume if dry_run else log_maintenance.resume
     return _with_model(
         model,
-        lambda path: log_maintenance.resume(path, lift_only=lift_only, lift_canary=lift_canary),
+        lambda path: act(path, lift_only=lift_only, lift_canary=lift_canary),
+        read_only=dry_run,
         signing=signing,
     )
 
 
+@given.named_misfit
 def tag(
     model: StrPath,
     name: str,
     position: int | str = "@latest",
     *,
     reason: str | None = None,
+    dry_run: bool = False,
 ) -> Tagging:
     """Name a position of a model: `name` can be said in its place, and retention keeps what leads there.
 
     A tag of this name moves. `position` is a number or a name, as of `rollback`; where versions take no
-    deltas, it is a version. `model` is a model base path, or its URL.
+    deltas, it is a version. `model` is a model base path, or its URL. A `dry_run` writes nothing.
 
     Raises:
         UsageError: no tag can have the name, or `position` is the name of none.
@@ -379,10 +418,15 @@ def tag(
     from exporter.pipeline import tagging
 
     _position("position", position, model)
-    return _with_model(model, lambda path: tagging.set_tag(path, name, position, reason=reason))
+    return _with_model(
+        model,
+        lambda path: tagging.set_tag(path, name, position, reason=reason, dry_run=dry_run),
+        read_only=dry_run,
+    )
 
 
-def untag(model: StrPath, name: str) -> Tagging:
+@given.named_misfit
+def untag(model: StrPath, name: str, *, dry_run: bool = False) -> Tagging:
     """Delete a tag of a model, by its path or URL; `before` is what it named.
 
     Raises:
@@ -391,9 +435,10 @@ def untag(model: StrPath, name: str) -> Tagging:
     """
     from exporter.pipeline import tagging
 
-    return _with_model(model, lambda path: tagging.delete_tag(path, name))
+    return _with_model(model, lambda path: tagging.delete_tag(path, name, dry_run=dry_run), read_only=dry_run)
 
 
+@given.named_misfit
 def tags(model: StrPath) -> tuple[ListedTag, ...]:
     """The tags of a model, by its path or URL: name, position, who set it, when and why; whether it is gone.
 
@@ -406,6 +451,7 @@ def tags(model: StrPath) -> tuple[ListedTag, ...]:
     return _with_model(model, tags_of, read_only=True)
 
 
+@given.named_misfit
 def inspect(path: StrPath) -> Inspection:
     """Look at a path or URL: a view of a checkpoint, a graph, a version, or a model with its versions.
 
@@ -421,24 +467,33 @@ def inspect(path: StrPath) -> Inspection:
         return target.carry(lambda: inspection.inspect(target.path))
 
 
-def verify_model(model: StrPath, *, bytes_: bool = False, trusting: Trusting = ANYBODY) -> VerifiedModel:
+@given.named_misfit
+def verify_model(
+    model: StrPath, *, bytes_: bool = False, jobs: Jobs = LOCALLY, trusting: Trusting = ANYBODY
+) -> VerifiedModel:
     """Check all that is published of a model, and list what is wrong; with `bytes_` all values are read, too.
 
     With trusted keys what none of them has signed is wrong, and every file is compared with what was signed.
+    `jobs` says where values are read.
 
     Raises:
+        UsageError: an engine is to read values, without `bytes_`.
         ExportError: nothing is published there, or it cannot be read.
     """
+    from exporter.jobs.runner import Runner
     from exporter.verify import log as verify_log
 
+    if jobs.engine and not bytes_:
+        raise UsageError("--engine goes with --bytes", hint="add --bytes, or leave out --engine")
     return _with_model(
         model,
-        lambda path: verify_log.verify_model(path, bytes_=bytes_),
+        lambda path: verify_log.verify_model(path, bytes_=bytes_, runner=Runner.of(jobs)),
         read_only=True,
         trusting=trusting,
     )
 
 
+@given.named_misfit
 def history(model: StrPath) -> Model:
     """Read what was published of a model: `publications`, oldest first; `at`, the newest position; `hold`.
 
@@ -453,6 +508,7 @@ def history(model: StrPath) -> Model:
     return _with_model(model, Model.history, read_only=True)
 
 
+@given.named_misfit
 def diff(a: StrPath, b: StrPath, *, jobs: Jobs = LOCALLY) -> Differences:
     """Compare two states, and list the variables that differ, with their rows and norms.
 
@@ -500,6 +556,7 @@ def _local_state(text: str, models: dict[str, OpenModel], stack: ExitStack) -> s
     return str(models[text].path)
 
 
+@given.named_misfit
 def push(
     model: StrPath,
     url: str,
@@ -507,11 +564,12 @@ def push(
     prune: bool = False,
     progress: ProgressFactory = no_progress,
     trusting: Trusting = ANYBODY,
+    dry_run: bool = False,
 ) -> PushPlan:
     """Upload what is published of a model to an object store; returns what was uploaded and removed.
 
     `url` is s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL. `prune` removes there what is not
-    published here any more.
+    published here any more. A `dry_run` looks into the store, writes nothing, and returns what would be done.
 
     Raises:
         UsageError: `model` is a URL, or `url` is none.
@@ -521,9 +579,10 @@ def push(
 
     place = local_path("model", os.fspath(model))
     plan = transfer.plan_push(place, url, prune=prune, trust=trust_in(trusting, place))
-    return transfer.push(plan, progress)
+    return plan if dry_run else transfer.push(plan, progress)
 
 
+@given.named_misfit
 def pull(
     url: str,
     model: StrPath,
@@ -548,6 +607,7 @@ def pull(
     return transfer.pull(url, place, prune=prune, progress=progress, trust=trust)
 
 
+@given.named_misfit
 def doctor(
     model: StrPath,
     *,
@@ -589,6 +649,7 @@ def doctor(
         )
 
 
+@given.named_misfit
 def open_checkpoint(path: StrPath) -> Catalog:
     """The catalog of the checkpoint at a path or URL; of a directory, the newest one that is complete.
 
@@ -596,6 +657,8 @@ def open_checkpoint(path: StrPath) -> Catalog:
         CheckpointNotFound: nothing there; the message says what was found instead.
         CheckpointError: it is damaged, or was changed while it was read.
     """
+    from exporter import checkpoint
+
     return checkpoint.open_checkpoint(given.place("path", path, checkpoint_path))
 
 
@@ -647,7 +710,7 @@ def _publish(request: ExportRequest, work: Callable[[ExportRequest], DoneT]) -> 
     with said_by_name(), opened(request.out, signing=request.signing) as target:
         local = _opened_at(request, target)
         done = target.carry(lambda: work(local))
-    return _with_warnings(done, stacklevel=4)
+    return _with_warnings(done, stacklevel=5)
 
 
 def _with_warnings(done: DoneT, stacklevel: int) -> DoneT:
@@ -672,7 +735,7 @@ def _with_model(
 
 def _show_options(function: Any) -> None:
     """Name each option, its type, default and meaning, where `help`, `?` and completion look for them."""
-    own = inspection_of.signature(function).parameters.values()
+    declared = inspection_of.signature(function)
     texts, named, told = meanings(ExportRequest), [], []
     for each in fields(ExportRequest):
         if each.name in _OPTIONS:
@@ -686,7 +749,8 @@ def _show_options(function: Any) -> None:
             )
             told += [f"        {each.name}: {kind} = {default!r}", f"            {texts[each.name]}"]
     function.__signature__ = inspection_of.Signature(
-        [*(one for one in own if one.kind is not one.VAR_KEYWORD), *named]
+        [*(one for one in declared.parameters.values() if one.kind is not one.VAR_KEYWORD), *named],
+        return_annotation=declared.return_annotation,
     )
     function.__doc__ = "\n".join([function.__doc__ or "", "    Options, by name:", *told, "    "])
 
