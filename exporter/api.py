@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 from msgspec import NODEFAULT
 from msgspec.structs import fields, replace
 
-from exporter import checkpoint
-from exporter.catalog import Catalog
 from exporter.errors import ExportError, ExportWarning, NothingChanged, UsageError
 from exporter.options import (
     ANYBODY,
@@ -54,8 +52,11 @@ from exporter.transfer.opened import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from typing_extensions import Unpack
 
+    from exporter.catalog import Catalog
     from exporter.pipeline.comparison import Differences
     from exporter.pipeline.doctor import Examination
     from exporter.pipeline.full import Exported, Plan
@@ -255,11 +256,14 @@ def merge(
     jobs: Jobs = LOCALLY,
     progress: ProgressFactory = no_progress,
     signing: Signing = UNSIGNED,
+    *,
+    dry_run: bool = False,
 ) -> Merged | None:
     """Merge the deltas that lead from `start` (by default the newest base) to `end` (by default the newest).
 
     None if there is nothing to merge: at most one delta leads there. `model` is a path or a URL; a position
-    is a number or a name, as of `rollback`.
+    is a number or a name, as of `rollback`. A `dry_run` reads and checks the deltas, writes nothing, and
+    returns what would be done.
 
     Raises:
         DeltaGap, StaleDelta: no deltas lead so.
@@ -270,9 +274,13 @@ def merge(
     for name, position in (("start", start), ("end", end)):
         if position is not None:
             _position(name, position, model)
-    return _with_model(
-        model, lambda path: log_maintenance.merge(path, start, end, jobs, progress), signing=signing
-    )
+
+    def work(path: Path) -> Merged | None:
+        if dry_run:
+            return log_maintenance.plan_merge(path, start, end, jobs)
+        return log_maintenance.merge(path, start, end, jobs, progress)
+
+    return _with_model(model, work, read_only=dry_run, signing=signing)
 
 
 def rebase(
@@ -283,10 +291,12 @@ def rebase(
     jobs: Jobs = LOCALLY,
     progress: ProgressFactory = no_progress,
     signing: Signing = UNSIGNED,
+    dry_run: bool = False,
 ) -> Rebased | None:
     """Publish a new base: the newest one, with all its deltas; None if the newest base stands there.
 
-    `keep` removes all but the newest versions. `model` is a model base path, or its URL.
+    `keep` removes all but the newest versions. `model` is a model base path, or its URL. A `dry_run` reads
+    and checks the deltas, writes nothing, and returns what would be done.
 
     Raises:
         ModelHeld: the model is held, and not `despite_hold`.
@@ -298,11 +308,13 @@ def rebase(
     if keep is not None:
         given.whole("keep", keep, "keep=2")
     kept = None if keep is None else Keep(keep)
-    return _with_model(
-        model,
-        lambda path: bases.rebase(path, keep=kept, despite_hold=despite_hold, jobs=jobs, progress=progress),
-        signing=signing,
-    )
+
+    def work(path: Path) -> Rebased | None:
+        if dry_run:
+            return bases.plan_rebase(path, despite_hold=despite_hold, jobs=jobs)
+        return bases.rebase(path, keep=kept, despite_hold=despite_hold, jobs=jobs, progress=progress)
+
+    return _with_model(model, work, read_only=dry_run, signing=signing)
 
 
 def rollback(
@@ -312,6 +324,7 @@ def rollback(
     reason: str | None = None,
     if_canary: bool = False,
     signing: Signing = UNSIGNED,
+    dry_run: bool = False,
 ) -> RollbackResult:
     """Publish the values of position `to` as the next position, and hold the model there.
 
@@ -319,7 +332,8 @@ def rollback(
     or "@2026-11-26T08:00" (UTC): the newest position that was published by then. Where the newest version
     takes no deltas, `to` is a version, which is published again as the newest. The `reason` is kept with it,
     and `export-model history` shows it. `if_canary`: only if a canary's hold stands at `to`. `model` is a
-    model base path, or its URL.
+    model base path, or its URL. A `dry_run` checks what it would read, writes nothing, and returns what would
+    be done.
 
     Raises:
         PositionUnknown: nothing published stands at `to`, or its values are gone.
@@ -330,20 +344,28 @@ def rollback(
     from exporter.pipeline import log_maintenance
 
     _position("to", to, model)
-    return _with_model(
-        model,
-        lambda path: log_maintenance.rollback(path, to, reason=reason, if_canary=if_canary),
-        signing=signing,
-    )
+
+    def work(path: Path) -> RollbackResult:
+        if dry_run:
+            return log_maintenance.plan_rollback(path, to, if_canary=if_canary)
+        return log_maintenance.rollback(path, to, reason=reason, if_canary=if_canary)
+
+    return _with_model(model, work, read_only=dry_run, signing=signing)
 
 
 def resume(
-    model: StrPath, *, lift_only: bool = False, lift_canary: bool = False, signing: Signing = UNSIGNED
+    model: StrPath,
+    *,
+    lift_only: bool = False,
+    lift_canary: bool = False,
+    signing: Signing = UNSIGNED,
+    dry_run: bool = False,
 ) -> RollbackResult:
     """Lift the hold; after a rollback that nothing was published on, publish the values of before it again.
 
     With `lift_only` the values stay those of the rollback; `lift_canary` lifts a canary's hold, too. `model`
-    is a model base path, or its URL.
+    is a model base path, or its URL. A `dry_run` checks what it would read, writes nothing, and returns what
+    would be done.
 
     Raises:
         UsageError: the rollback was accepted by a resumption with `lift_only`.
@@ -352,9 +374,11 @@ def resume(
     """
     from exporter.pipeline import log_maintenance
 
+    act = log_maintenance.plan_resume if dry_run else log_maintenance.resume
     return _with_model(
         model,
-        lambda path: log_maintenance.resume(path, lift_only=lift_only, lift_canary=lift_canary),
+        lambda path: act(path, lift_only=lift_only, lift_canary=lift_canary),
+        read_only=dry_run,
         signing=signing,
     )
 
@@ -365,11 +389,12 @@ def tag(
     position: int | str = "@latest",
     *,
     reason: str | None = None,
+    dry_run: bool = False,
 ) -> Tagging:
     """Name a position of a model: `name` can be said in its place, and retention keeps what leads there.
 
     A tag of this name moves. `position` is a number or a name, as of `rollback`; where versions take no
-    deltas, it is a version. `model` is a model base path, or its URL.
+    deltas, it is a version. `model` is a model base path, or its URL. A `dry_run` writes nothing.
 
     Raises:
         UsageError: no tag can have the name, or `position` is the name of none.
@@ -379,10 +404,14 @@ def tag(
     from exporter.pipeline import tagging
 
     _position("position", position, model)
-    return _with_model(model, lambda path: tagging.set_tag(path, name, position, reason=reason))
+    return _with_model(
+        model,
+        lambda path: tagging.set_tag(path, name, position, reason=reason, dry_run=dry_run),
+        read_only=dry_run,
+    )
 
 
-def untag(model: StrPath, name: str) -> Tagging:
+def untag(model: StrPath, name: str, *, dry_run: bool = False) -> Tagging:
     """Delete a tag of a model, by its path or URL; `before` is what it named.
 
     Raises:
@@ -391,7 +420,7 @@ def untag(model: StrPath, name: str) -> Tagging:
     """
     from exporter.pipeline import tagging
 
-    return _with_model(model, lambda path: tagging.delete_tag(path, name))
+    return _with_model(model, lambda path: tagging.delete_tag(path, name, dry_run=dry_run), read_only=dry_run)
 
 
 def tags(model: StrPath) -> tuple[ListedTag, ...]:
@@ -421,19 +450,26 @@ def inspect(path: StrPath) -> Inspection:
         return target.carry(lambda: inspection.inspect(target.path))
 
 
-def verify_model(model: StrPath, *, bytes_: bool = False, trusting: Trusting = ANYBODY) -> VerifiedModel:
+def verify_model(
+    model: StrPath, *, bytes_: bool = False, jobs: Jobs = LOCALLY, trusting: Trusting = ANYBODY
+) -> VerifiedModel:
     """Check all that is published of a model, and list what is wrong; with `bytes_` all values are read, too.
 
     With trusted keys what none of them has signed is wrong, and every file is compared with what was signed.
+    `jobs` says where values are read.
 
     Raises:
+        UsageError: an engine is to read values, without `bytes_`.
         ExportError: nothing is published there, or it cannot be read.
     """
+    from exporter.jobs.runner import Runner
     from exporter.verify import log as verify_log
 
+    if jobs.engine and not bytes_:
+        raise UsageError("--engine goes with --bytes", hint="add --bytes, or leave out --engine")
     return _with_model(
         model,
-        lambda path: verify_log.verify_model(path, bytes_=bytes_),
+        lambda path: verify_log.verify_model(path, bytes_=bytes_, runner=Runner.of(jobs)),
         read_only=True,
         trusting=trusting,
     )
@@ -507,11 +543,12 @@ def push(
     prune: bool = False,
     progress: ProgressFactory = no_progress,
     trusting: Trusting = ANYBODY,
+    dry_run: bool = False,
 ) -> PushPlan:
     """Upload what is published of a model to an object store; returns what was uploaded and removed.
 
     `url` is s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL. `prune` removes there what is not
-    published here any more.
+    published here any more. A `dry_run` looks into the store, writes nothing, and returns what would be done.
 
     Raises:
         UsageError: `model` is a URL, or `url` is none.
@@ -521,7 +558,7 @@ def push(
 
     place = local_path("model", os.fspath(model))
     plan = transfer.plan_push(place, url, prune=prune, trust=trust_in(trusting, place))
-    return transfer.push(plan, progress)
+    return plan if dry_run else transfer.push(plan, progress)
 
 
 def pull(
@@ -596,6 +633,8 @@ def open_checkpoint(path: StrPath) -> Catalog:
         CheckpointNotFound: nothing there; the message says what was found instead.
         CheckpointError: it is damaged, or was changed while it was read.
     """
+    from exporter import checkpoint
+
     return checkpoint.open_checkpoint(given.place("path", path, checkpoint_path))
 
 

@@ -221,11 +221,21 @@ def test_bases_deltas_and_maintenance_by_strings(here: Path) -> None:
     nothing = exporter.export_incremental("train", "models/m")
     assert isinstance(nothing, exporter.ExportedDelta)
     assert (nothing.published, base.is_new) == (None, True)
-    assert exporter.rollback("models/m", 10, reason="scores fell").hold == 21
-    assert exporter.resume("models/m").published is not None
-    assert exporter.merge("models/m") is not None
-    assert exporter.rebase("models/m", keep=1) is not None
+    for act in (
+        lambda **how: exporter.rollback("models/m", 10, reason="scores fell", **how),
+        lambda **how: exporter.resume("models/m", **how),
+        lambda **how: exporter.merge("models/m", **how),
+        lambda **how: exporter.rebase("models/m", keep=1, **how),
+    ):
+        planned, before = act(dry_run=True), {*Path("models").rglob("*")}
+        assert (planned.published, before) == (None, {*Path("models").rglob("*")})
+        done = act()
+        assert replace(done, published=None) == planned
+        assert done.published.path == planned.path
+    assert exporter.history("models/m").hold is None
     assert exporter.verify_model("models/m").problems == ()
+    with pytest.raises(UsageError, match="goes with --bytes"):
+        exporter.verify_model("models/m", jobs=Jobs(engine="ray"))
     assert exporter.open_checkpoint("train").step == 20
     assert len(repr(exporter.open_checkpoint("train"))) < 200
     assert repr(exporter.inspect("train")).startswith("CheckpointView(Catalog('train/")
@@ -472,6 +482,7 @@ def test_a_published_model_is_read_compared_and_carried(
     assert exporter.diff("train", f"m/{second.position}").only_a == ("global_step",), "it is not served"
     with reached(tmp_path_factory.mktemp("store"), monkeypatch):
         url = f"s3://{BUCKET}/ranker"
+        assert len(exporter.push("m", url, dry_run=True).upload) == 2
         assert len(exporter.push("m", url).upload) == 2
         assert not exporter.push("m", url).upload, "nothing is new"
         assert len(exporter.pull(url, "copy").fetched) == 2

@@ -238,7 +238,7 @@ def _rebase_or_tell(request: ExportRequest, done: Incremental, sink: Output, how
             raise
         outlived(sink, error)
         return
-    if based is not None:
+    if based is not None and based.published is not None:
         from exporter.cli.render_log import rebased
 
         rebased(based, sink)
@@ -281,7 +281,7 @@ def exported(
         wild=done.wild,
         # Where nothing is new, too: the servers of a run before may have been down, or named wrongly.
         notified=servers.notify(plan.log.model.name, done.at.position),
-        new_base=None if based is None else str(based.published.path),
+        new_base=None if based is None else str(based.path),
     )
     lines, brief = list(_plan_lines(plan)), ""
     if done.published is None:
@@ -310,7 +310,7 @@ def exported(
         lines += _next_lines(plan, is_told=bool(document.notified))
     if based is not None:
         holds = f"the base and {count(based.deltas, 'delta')}"
-        lines.append(labelled("new base", f"{based.published.path}: {holds}"))
+        lines.append(labelled("new base", f"{based.path}: {holds}"))
     sink.result(document, lines, brief=escape(brief), is_done=True)
     if done.budgeted is not None and done.budgeted.excess:
         sink.warn(budget_exceeded(plan.request, done.budgeted))

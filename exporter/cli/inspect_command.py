@@ -13,7 +13,6 @@ from msgspec import Struct, field
 from exporter.options import ExportRequest, Option
 from exporter.storage.local_paths import checkpoint_parser
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
-from exporter.transfer.opened import LocalModel, OpenModel, opened_if_model
 
 _compared = partial(Option, goes_with="--unmatched")
 
@@ -94,9 +93,6 @@ def inspect(
 
             render_inspection.compared(compare_names(request), sink)
             return
-        from exporter.pipeline import inspection
+        from exporter import api
 
-        with opened_if_model(str(path)) as stored:
-            target: OpenModel = stored or LocalModel(path)
-            found = target.carry(lambda: inspection.inspect(target.path))
-            render_inspection.inspected(found, sink, tensors=tensors)
+        render_inspection.inspected(api.inspect(path), sink, tensors=tensors)

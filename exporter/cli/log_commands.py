@@ -19,7 +19,6 @@ from exporter.options import ANYBODY, LOCALLY, UNSIGNED, Jobs, Option, Signing, 
 from exporter.storage.local_paths import checkpoint_parser, quoted
 from exporter.storage.url import Url
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
-from exporter.transfer.opened import opened
 
 DryRunFlag = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 ModelArgument = Annotated[
@@ -85,7 +84,8 @@ def merge(
       export-model merge models/ranker --dry-run
       export-model merge s3://bucket/models/ranker --engine ray --engine-address ray://head:10001
     """
-    with command(printing) as sink, opened(model, read_only=dry_run, signing=signing) as target:
+    with command(printing) as sink:
+        from exporter import api
         from exporter.cli import render_log
 
         if base.rebase and (from_ is not None or to is not None):
@@ -93,28 +93,20 @@ def merge(
                 "--from and --to choose deltas: --rebase merges all of them with the base",
                 hint=f"export-model merge {quoted(model)} --rebase",
             )
-        path, bar = target.path, sink.progress
-        keep, despite_hold = base.keep, base.despite_hold
         if base.rebase:
-            from exporter.pipeline import rebase as bases
-            from exporter.publish.retention import Keep
-
-            kept = None if keep is None else Keep(keep)
-        else:
-            from exporter.pipeline import log_maintenance
-        if base.rebase and dry_run:
-            planned = target.carry(lambda: bases.plan_rebase(path, despite_hold=despite_hold, jobs=jobs))
-            render_log.rebasing(planned, sink)
-        elif base.rebase:
-            based = target.carry(
-                lambda: bases.rebase(path, keep=kept, despite_hold=despite_hold, jobs=jobs, progress=bar)
+            based = api.rebase(
+                model,
+                keep=base.keep,
+                despite_hold=base.despite_hold,
+                jobs=jobs,
+                progress=sink.progress,
+                signing=signing,
+                dry_run=dry_run,
             )
-            render_log.rebased(based, sink)
-        elif dry_run:
-            render_log.merging(target.carry(lambda: log_maintenance.plan_merge(path, from_, to, jobs)), sink)
+            render_log.rebased(based, sink, dry_run=dry_run)
         else:
-            done = target.carry(lambda: log_maintenance.merge(path, from_, to, jobs, bar))
-            render_log.merged(done, sink)
+            done = api.merge(model, from_, to, jobs, sink.progress, signing, dry_run=dry_run)
+            render_log.merged(done, sink, dry_run=dry_run)
 
 
 def rollback(
@@ -153,19 +145,12 @@ def rollback(
       export-model rollback models/ranker --to 900 --reason "scores fell"
       export-model rollback models/ranker --to @2h --dry-run
     """
-    with command(printing) as sink, opened(model, read_only=dry_run, signing=signing) as target:
+    with command(printing) as sink:
+        from exporter import api
         from exporter.cli import render_log
-        from exporter.pipeline import log_maintenance
 
-        path = target.path
-        if dry_run:
-            planned = target.carry(lambda: log_maintenance.plan_rollback(path, to, if_canary=if_canary))
-            render_log.taking_back(planned, sink)
-        else:
-            done = target.carry(
-                lambda: log_maintenance.rollback(path, to, reason=reason, if_canary=if_canary)
-            )
-            render_log.taken_back(done, sink)
+        done = api.rollback(model, to, reason=reason, if_canary=if_canary, signing=signing, dry_run=dry_run)
+        render_log.taken_back(done, sink, dry_run=dry_run)
 
 
 def resume(
@@ -196,17 +181,14 @@ def resume(
       export-model resume models/ranker --lift-only
       export-model resume models/ranker --lift-canary --dry-run
     """
-    with command(printing) as sink, opened(model, read_only=dry_run, signing=signing) as target:
+    with command(printing) as sink:
+        from exporter import api
         from exporter.cli import render_log
-        from exporter.pipeline import log_maintenance
 
-        path, how = target.path, {"lift_only": lift_only, "lift_canary": lift_canary}
-        if dry_run:
-            planned = target.carry(lambda: log_maintenance.plan_resume(path, **how))
-            render_log.taking_back(planned, sink)
-        else:
-            done = target.carry(lambda: log_maintenance.resume(path, **how))
-            render_log.taken_back(done, sink)
+        done = api.resume(
+            model, lift_only=lift_only, lift_canary=lift_canary, signing=signing, dry_run=dry_run
+        )
+        render_log.taken_back(done, sink, dry_run=dry_run)
 
 
 def tag(
@@ -244,24 +226,17 @@ def tag(
     """
     with command(printing) as sink:
         _require_one_use(model, name, position, delete=delete, reason=reason)
-        reads = name is None or dry_run
-        with opened(model, read_only=reads) as target:
-            from exporter.cli import render_log
+        from exporter import api
+        from exporter.cli import render_log
 
-            path = target.path
-            if name is None:
-                from exporter.publish.tags import tags_of
-
-                render_log.tags(target.carry(lambda: tags_of(path)), path, sink)
-                return
-            from exporter.pipeline import tagging
-
-            if delete:
-                done = target.carry(lambda: tagging.delete_tag(path, name, dry_run=dry_run))
-            else:
-                at = "@latest" if position is None else position
-                done = target.carry(lambda: tagging.set_tag(path, name, at, reason=reason, dry_run=dry_run))
-            render_log.tagged(done, sink, dry_run=dry_run)
+        if name is None:
+            render_log.tags(api.tags(model), Url.parse(str(model)) or model, sink)
+            return
+        if delete:
+            done = api.untag(model, name, dry_run=dry_run)
+        else:
+            done = api.tag(model, name, position or "@latest", reason=reason, dry_run=dry_run)
+        render_log.tagged(done, sink, dry_run=dry_run)
 
 
 def _require_one_use(
@@ -328,15 +303,11 @@ def verify(
       export-model verify models/ranker --bytes --json
       export-model verify models/ranker --bytes --engine ray --engine-address ray://head:10001
     """
-    with command(printing) as sink, opened(model, read_only=True, trusting=trusting) as target:
+    with command(printing) as sink:
+        from exporter import api
         from exporter.cli import render_log
-        from exporter.jobs.runner import Runner
-        from exporter.verify import log as verify_log
 
-        if jobs.engine and not bytes_:
-            raise UsageError("--engine goes with --bytes", hint="add --bytes, or leave out --engine")
-        runner = Runner.of(jobs)
-        found = target.carry(lambda: verify_log.verify_model(target.path, bytes_=bytes_, runner=runner))
+        found = api.verify_model(model, bytes_=bytes_, jobs=jobs, trusting=trusting)
         render_log.verified(found, sink)
         if found.problems:
             raise found.problems[0]
@@ -360,12 +331,11 @@ def history(
       export-model history models/ranker --last 20 --json
       export-model history models/ranker --last 1 --changes
     """
-    with command(printing) as sink, opened(model, read_only=True) as target:
+    with command(printing) as sink:
+        from exporter import api
         from exporter.cli import render_log
-        from exporter.publish.model import Model
 
-        found = target.carry(lambda: Model.history(target.path))
-        render_log.history(found, sink, last, changes=changes)
+        render_log.history(api.history(model), sink, last, changes=changes)
 
 
 def positions(context: typer.Context, incomplete: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timezone
 from pathlib import Path
@@ -19,126 +19,118 @@ from exporter.terminal.output import Output, labelled
 from exporter.terminal.progress import count, human_bytes
 
 if TYPE_CHECKING:
-    from exporter.pipeline.log_maintenance import Merged, Merging, RollbackPlan, RollbackResult
-    from exporter.pipeline.rebase import Rebased, Rebasing
+    from exporter.pipeline.log_maintenance import Merged, RollbackResult
+    from exporter.pipeline.rebase import Rebased
     from exporter.pipeline.tagging import Tagging
+    from exporter.publish.commit import PublishedDelta, PublishedVersion
     from exporter.publish.model import Event, Model
     from exporter.publish.tags import ListedTag
+    from exporter.storage.url import Url
     from exporter.verify.log import VerifiedModel
 
 
-def merged(done: Merged | None, sink: Output) -> None:
-    """Print a merger; None: there was nothing to merge."""
+def merged(done: Merged | None, sink: Output, *, dry_run: bool) -> None:
+    """Print a merger, or the plan of one, whose size is not known yet; None: there is nothing to merge."""
     if done is None:
-        sink.result(Merge(dry_run=False, status=Status.NOTHING_TO_DO), [_NOTHING_TO_MERGE], is_done=True)
+        document = Merge(dry_run=dry_run, status=Status.NOTHING_TO_DO)
+        sink.result(document, [_NOTHING_TO_MERGE], is_done=not dry_run)
         return
-    size = sum(file.bytes_ for file in done.published.manifest.files)
-    lines = [
-        labelled("merged", f"{count(len(done.parts), 'delta')}, {human_bytes(size)}"),
-        labelled("published", str(done.published.path)),
-    ]
-    sink.result(_merge(done, Status.PUBLISHED, size), lines, is_done=True)
-    _warn(done.published.warnings, sink)
-
-
-def merging(plan: Merging | None, sink: Output) -> None:
-    """Print a planned merger, by the document of the run; its `bytes` are not known yet."""
-    if plan is None:
-        sink.result(Merge(dry_run=True, status=Status.NOTHING_TO_DO), [_NOTHING_TO_MERGE])
-        return
-    lines = [
-        labelled("would merge", f"{count(len(plan.parts), 'delta')}, by {count(plan.tasks, 'task')}"),
-        labelled("would publish", str(plan.path)),
-    ]
-    sink.result(_merge(plan, Status.PLANNED, None), lines)
-
-
-def _merge(merger: Merged | Merging, status: Status, size: int | None) -> Merge:
-    return Merge(
-        dry_run=status is Status.PLANNED,
-        status=status,
-        path=str(merger.path),
-        from_position=merger.span.start,
-        position=merger.span.end,
-        merged=[delta.path.name for delta in merger.parts],
+    size = sum(file.bytes_ for file in done.published.manifest.files) if done.published else None
+    by = f"by {count(done.tasks, 'task')}" if size is None else human_bytes(size)
+    document = Merge(
+        dry_run=dry_run,
+        status=_status(dry_run),
+        path=str(done.path),
+        from_position=done.span.start,
+        position=done.span.end,
+        merged=[delta.path.name for delta in done.parts],
         bytes=size,
-        tasks=merger.tasks,
+        tasks=done.tasks,
     )
+    lines = [
+        labelled(_would("merge", "merged", dry_run), f"{count(len(done.parts), 'delta')}, {by}"),
+        labelled(_would("publish", "published", dry_run), str(done.path)),
+    ]
+    sink.result(document, lines, is_done=not dry_run)
+    _warn(done.published, sink)
 
 
-def rebased(done: Rebased | None, sink: Output) -> None:
-    """Print a new base; None: the newest base stands at the newest position."""
+def rebased(done: Rebased | None, sink: Output, *, dry_run: bool = False) -> None:
+    """Print a new base, or the plan of one; None: the newest base stands at the newest position.
+
+    Which versions are removed is decided when it is published.
+    """
     if done is None:
-        sink.result(Rebase(dry_run=False, status=Status.NOTHING_TO_DO), [_NOTHING_TO_REBASE], is_done=True)
+        document = Rebase(dry_run=dry_run, status=Status.NOTHING_TO_DO)
+        sink.result(document, [_NOTHING_TO_REBASE], is_done=not dry_run)
         return
     published = done.published
+    removed = None if published is None else published.removed
+    kept = None if published is None else published.kept
     document = Rebase(
-        dry_run=False,
-        status=Status.PUBLISHED,
-        path=str(published.path),
-        position=published.position,
-        step=published.manifest.step,
+        dry_run=dry_run,
+        status=_status(dry_run),
+        path=str(done.path),
+        position=done.at.position,
+        step=done.at.step,
         deltas=done.deltas,
         tasks=done.tasks,
-        versions_removed=published.removed,
-        versions_kept=published.kept,
+        versions_removed=removed,
+        versions_kept=kept,
     )
+    by = f", by {count(done.tasks, 'task')}" if dry_run else ""
     lines = [
-        labelled("merged", f"the base and {count(done.deltas, 'delta')}"),
-        *(labelled("removed", f"version {number}") for number in published.removed),
-        *(labelled("kept", f"version {kept.version}, too: {kept.reason}") for kept in published.kept),
-        labelled("published", str(published.path)),
+        labelled(_would("merge", "merged", dry_run), f"the base and {count(done.deltas, 'delta')}{by}"),
+        *(labelled("removed", f"version {number}") for number in removed or ()),
+        *(labelled("kept", f"version {each.version}, too: {each.reason}") for each in kept or ()),
+        labelled(_would("publish", "published", dry_run), str(done.path)),
     ]
-    sink.result(document, lines, is_done=True)
-    _warn(published.warnings, sink)
+    sink.result(document, lines, is_done=not dry_run)
+    _warn(published, sink)
 
 
-def rebasing(plan: Rebasing | None, sink: Output) -> None:
-    """Print a planned base; which versions are removed is decided when it is published."""
-    if plan is None:
-        sink.result(Rebase(dry_run=True, status=Status.NOTHING_TO_DO), [_NOTHING_TO_REBASE])
-        return
-    document = Rebase(
-        dry_run=True,
-        status=Status.PLANNED,
-        path=str(plan.path),
-        position=plan.at.position,
-        step=plan.at.step,
-        deltas=plan.deltas,
-        tasks=plan.tasks,
+def taken_back(done: RollbackResult, sink: Output, *, dry_run: bool) -> None:
+    """Print a rollback or resumption, or the plan of one."""
+    status, lines = Status.NOTHING_TO_DO, _nothing_held(done)
+    if done.was_held:
+        status = _status(dry_run) if dry_run or done.published is not None else Status.HOLD_LIFTED
+        lifted = ("would lift", "the hold: servers take what is published") if dry_run else ("hold", "lifted")
+        held = (_would("hold", "hold", dry_run), _held(done))
+        lines = [
+            labelled("values", f"of position {done.values_of}"),
+            labelled(_would("publish", "published", dry_run), str(done.path or "nothing: the values stay")),
+            labelled(*(lifted if done.hold is None else held)),
+        ]
+    document = Rollback(
+        dry_run=dry_run,
+        status=status,
+        path=None if done.path is None else str(done.path),
+        from_position=done.before.position,
+        position=done.position,
+        values_of=done.values_of.position,
+        step=done.values_of.step,
+        hold=done.hold,
+        is_canary=done.is_canary,
     )
-    lines = [
-        labelled(
-            "would merge", f"the base and {count(plan.deltas, 'delta')}, by {count(plan.tasks, 'task')}"
-        ),
-        labelled("would publish", str(plan.path)),
-    ]
-    sink.result(document, lines)
+    sink.result(document, lines, is_done=not dry_run)
+    _warn(done.published, sink)
 
 
-def taken_back(done: RollbackResult, sink: Output) -> None:
-    """Print a rollback or resumption."""
-    if not done.was_held:
-        sink.result(_rollback(done, Status.NOTHING_TO_DO, dry_run=False), _nothing_held(done), is_done=True)
-        return
-    lines = [
-        labelled("values", f"of position {done.values_of}"),
-        labelled("published", str(done.path or "nothing: the values stay")),
-        labelled("hold", "lifted" if done.hold is None else _held(done)),
-    ]
-    status = Status.HOLD_LIFTED if done.published is None else Status.PUBLISHED
-    sink.result(_rollback(done, status, dry_run=False), lines, is_done=True)
-    if done.published is not None:
-        _warn(done.published.warnings, sink)
+def _status(dry_run: bool) -> Status:
+    return Status.PLANNED if dry_run else Status.PUBLISHED
 
 
-def _held(found: RollbackResult | RollbackPlan) -> str:
+def _would(act: str, done: str, dry_run: bool) -> str:
+    return f"would {act}" if dry_run else done
+
+
+def _held(found: RollbackResult) -> str:
     return f"at {found.hold}" + (
         ": the agent's canary decides about what lies beyond" if found.is_canary else ""
     )
 
 
-def _nothing_held(found: RollbackResult | RollbackPlan) -> list[str]:
+def _nothing_held(found: RollbackResult) -> list[str]:
     if found.hold is None:
         return [labelled("nothing to do", "the model is not held")]
     return [
@@ -148,38 +140,9 @@ def _nothing_held(found: RollbackResult | RollbackPlan) -> list[str]:
     ]
 
 
-def taking_back(plan: RollbackPlan, sink: Output) -> None:
-    """Print a planned rollback or resumption, by the document of the run."""
-    if not plan.was_held:
-        sink.result(_rollback(plan, Status.NOTHING_TO_DO, dry_run=True), _nothing_held(plan))
-        return
-    lines = [
-        labelled("values", f"of position {plan.values_of}"),
-        labelled("would publish", str(plan.path or "nothing: the values stay")),
-        labelled("would hold", _held(plan))
-        if plan.hold is not None
-        else labelled("would lift", "the hold: servers take what is published"),
-    ]
-    sink.result(_rollback(plan, Status.PLANNED, dry_run=True), lines)
-
-
-def _rollback(what: RollbackResult | RollbackPlan, status: Status, *, dry_run: bool) -> Rollback:
-    return Rollback(
-        dry_run=dry_run,
-        status=status,
-        path=None if what.path is None else str(what.path),
-        from_position=what.before.position,
-        position=what.position,
-        values_of=what.values_of.position,
-        step=what.values_of.step,
-        hold=what.hold,
-        is_canary=what.is_canary,
-    )
-
-
-def _warn(warnings: Iterable[ExportError], sink: Output) -> None:
+def _warn(published: PublishedDelta | PublishedVersion | None, sink: Output) -> None:
     """Print errors that came after something was published, as warnings."""
-    for warning in warnings:
+    for warning in () if published is None else published.warnings:
         sink.warn(warning.message)
 
 
@@ -242,8 +205,8 @@ def tagged(done: Tagging, sink: Output, *, dry_run: bool) -> None:
     sink.result(document, [line], is_done=not dry_run)
 
 
-def tags(found: Sequence[ListedTag], model: Path, sink: Output) -> None:
-    """Print the tags of a model."""
+def tags(found: Sequence[ListedTag], model: Path | Url, sink: Output) -> None:
+    """Print the tags of a model, by its path or URL."""
     sink.result(documents.Tags(str(model), found), [] if found else [labelled("tags", "none")])
     if not found:
         return

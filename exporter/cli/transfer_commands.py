@@ -48,12 +48,10 @@ def push(
       export-model push models/ranker s3://models/ranker --prune --dry-run
     """
     with command(printing) as sink:
-        from exporter.transfer import push as transfer
+        from exporter import api
 
         _require_order("push", model, url)
-        plan = transfer.plan_push(model, url, prune=prune, trust=trust_in(trusting, model))
-        if not dry_run:
-            plan = transfer.push(plan, sink.progress)
+        plan = api.push(model, url, prune=prune, progress=sink.progress, trusting=trusting, dry_run=dry_run)
         _print_push(plan, sink, dry_run=dry_run)
 
 

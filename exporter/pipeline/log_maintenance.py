@@ -80,19 +80,17 @@ def delta_path(log: DeltaLog, span: Span) -> Path:
     return log.path / span_name(span.start, span.end)
 
 
-class Merging(Struct, frozen=True):
-    """A merger: the deltas that become one, its span and path, and how many tasks write it."""
+class Merged(Struct, frozen=True):
+    """A merger: the deltas that become one, its span and path, and how many tasks write it.
+
+    `published` is None of a plan.
+    """
 
     parts: tuple[LogDelta, ...]
     span: Span
     path: Path
     tasks: int
-
-
-class Merged(Merging, frozen=True):
-    """A merger that is published."""
-
-    published: PublishedDelta
+    published: PublishedDelta | None = None
 
 
 def merge(
@@ -124,7 +122,7 @@ def merge(
     return undisturbed(model, merge_all)
 
 
-def plan_merge(model: Path, start: int | str | None, end: int | str | None, jobs: Jobs) -> Merging | None:
+def plan_merge(model: Path, start: int | str | None, end: int | str | None, jobs: Jobs) -> Merged | None:
     """Return what `merge` would do now; the deltas are read and checked, and nothing is written.
 
     None if there are not two deltas to merge, or they are merged already.
@@ -134,7 +132,7 @@ def plan_merge(model: Path, start: int | str | None, end: int | str | None, jobs
     """
     start, end = _positions(model, start, end)
 
-    def plan(log: DeltaLog) -> Merging | None:
+    def plan(log: DeltaLog) -> Merged | None:
         run = _run(log, start, end)
         if len(run) < 2:
             return None
@@ -149,7 +147,7 @@ def plan_merge(model: Path, start: int | str | None, end: int | str | None, jobs
         tasks = _merger(log, run, path, jobs)[0].tasks
         if end is None and (position := position_of_merger(log, path)) != span.end:
             run, span = (*run, LogDelta(log.path, span.end, position)), Span(span.start, position)
-        return Merging(run, span, delta_path(log, span), tasks)
+        return Merged(run, span, delta_path(log, span), tasks)
 
     return undisturbed(model, plan)
 
@@ -246,7 +244,7 @@ def tidy(
             merger = merge_run(log, run)
         except ModelHeld:
             break
-        if merger is None:
+        if merger is None or merger.published is None:
             break
         done.append(merger)
         log = merger.published.log
@@ -277,11 +275,12 @@ def _past_unchecked(log: DeltaLog) -> tuple[LogDelta, ...]:
     return () if start is None else plan_chain(deltas, start)
 
 
-class RollbackPlan(Struct, frozen=True):
+class RollbackResult(Struct, frozen=True):
     """A rollback or resumption: where the model stood, whose values it gets, and how.
 
     `path` is what is published at `position`, None if the values do not have to change. `is_canary`: the hold
     that is left is a canary's. `was_held` is False where there is no hold to lift: there is nothing to do.
+    `published` is None of a plan, and if the values did not have to change.
     """
 
     before: Position
@@ -291,11 +290,6 @@ class RollbackPlan(Struct, frozen=True):
     hold: int | None
     is_canary: bool = False
     was_held: bool = True
-
-
-class RollbackResult(RollbackPlan, frozen=True):
-    """A rollback or resumption that is done; `published` is None if the values did not have to change."""
-
     published: PublishedDelta | PublishedVersion | None = None
 
 
@@ -329,7 +323,7 @@ def rollback(
         return RollbackResult(restorer.at, values, done.path, position, position, published=done)
 
 
-def plan_rollback(model: Path, to: int | str, *, if_canary: bool = False) -> RollbackPlan:
+def plan_rollback(model: Path, to: int | str, *, if_canary: bool = False) -> RollbackResult:
     """Return what `rollback` would do now; its input is read and checked, and nothing is written.
 
     Raises:
@@ -388,14 +382,14 @@ def resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -
         return RollbackResult(restorer.at, at, path, position, approved, is_canary, was_held, done)
 
 
-def plan_resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -> RollbackPlan:
+def plan_resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -> RollbackResult:
     """Return what `resume` would do now; its input is read and checked, and nothing is written.
 
     Raises:
         UsageError, PositionUnknown, TargetBusy, VerificationError, CheckpointError: as `resume`.
     """
 
-    def plan(restorer: Restorer) -> RollbackPlan:
+    def plan(restorer: Restorer) -> RollbackResult:
         return _rollback_plan(restorer, *_resumption(model, restorer, lift_only, lift_canary))
 
     return _undisturbed(model, restorer_of(model), plan)
@@ -403,14 +397,14 @@ def plan_resume(model: Path, *, lift_only: bool = False, lift_canary: bool = Fal
 
 def _rollback_plan(
     restorer: Restorer, asked: Restoration | None, approved: int | None = None, was_held: bool = True
-) -> RollbackPlan:
+) -> RollbackResult:
     """Return the plan of a restoration; `approved` is where a canary's hold is left, None if none is."""
     at, is_canary = restorer.at, approved is not None
     if asked is None:
-        return RollbackPlan(at, at, None, at.position, approved, is_canary, was_held)
+        return RollbackResult(at, at, None, at.position, approved, is_canary, was_held)
     found = restorer.plan(asked)
     hold = found.position if asked.is_rollback else approved
-    return RollbackPlan(at, Position(asked.of, found.step), found.path, found.position, hold, is_canary)
+    return RollbackResult(at, Position(asked.of, found.step), found.path, found.position, hold, is_canary)
 
 
 def _resumption(

@@ -57,23 +57,19 @@ FIRST_POSITION = "first_position"
 
 
 class Rebased(Struct, frozen=True):
-    """The new base, how many deltas it holds, and how many tasks wrote it."""
+    """A new base: its place, where it stands, how many deltas it holds, and how many tasks write it.
 
-    published: PublishedVersion
-    deltas: int
-    tasks: int
-
-
-class Rebasing(Struct, frozen=True):
-    """A new base as it is planned: its place, where it stands, the deltas that it will hold, and tasks."""
+    `published` is None of a plan.
+    """
 
     path: Path
     at: Position
     deltas: int
     tasks: int
+    published: PublishedVersion | None = None
 
 
-def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebasing | None:
+def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebased | None:
     """Return what `rebase` would do now; the deltas are read and checked, the base's values are not.
 
     None if the newest base stands at the newest position.
@@ -83,7 +79,7 @@ def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebasing | No
     """
     permission = Permission(despite_hold)
 
-    def plan(log: DeltaLog) -> Rebasing | None:
+    def plan(log: DeltaLog) -> Rebased | None:
         permission.check(model, takes_deltas=True, versions=log.versions)
         at = _newest_approved(log).at
         if log.base.at.position >= at.position:
@@ -94,7 +90,7 @@ def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebasing | No
         position = position_of_merger(log, model / str(at.position)) if at == log.at else at.position
         path, deltas = model / str(position), len(chain) + (position != at.position)
         tasks = _merger(log, chain, path, jobs).tasks
-        return Rebasing(path, Position(position, at.step), deltas, tasks)
+        return Rebased(path, Position(position, at.step), deltas, tasks)
 
     return undisturbed(model, plan)
 
@@ -168,7 +164,7 @@ def _rebase(
         )
         place = ReservedPosition(at.position, last=at.position, is_passed=True)
         published = publish_version(staging, draft, place, keep=keep, permission=permission)
-        return Rebased(published, len(chain), merger.tasks)
+        return Rebased(published.path, at, len(chain), merger.tasks, published)
 
 
 def _merger(log: DeltaLog, chain: Sequence[LogDelta], bundle: Path, jobs: Jobs) -> BaseMerger:

@@ -254,9 +254,9 @@ def test_mergers_and_rollbacks_hold_every_bit_and_stay_small(
     newest = values_at(log)
     merged = log_maintenance.merge(model)
     assert merged is not None
-    header = read_delta(merged.published.path / "delta", log.schema).header
+    header = read_delta(merged.path / "delta", log.schema).header
     assert (header.packing, header.only_from) == (dtype, False)
-    catalog = read_catalog(merged.published.path / "delta")
+    catalog = read_catalog(merged.path / "delta")
     assert catalog.tensors["s/users/packed"].shape[0] > 0
     assert_same_bits(values_at(read_log(model)), newest)
     for position, values in history.items():

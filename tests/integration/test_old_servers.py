@@ -96,7 +96,7 @@ def published(directory: Path, how: str, for_server: str | None) -> Published:
     change(model, LAST)
     rows[LAST] = model.table[IDS]
     export_incremental(replace(asked, for_server=None))
-    return Published(base.path, merged.published.path, rows)
+    return Published(base.path, merged.path, rows)
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ def test_a_log_remembers_it(model: MappedModel) -> None:
     merged = rebase(model.out)
     assert merged is not None
     rollback(model.out, base.version)
-    for version in (merged.published.path, model.out / "8"):
+    for version in (merged.path, model.out / "8"):
         manifest = read_manifest(version)
         assert (manifest.for_server, manifest.oldest_server) == ("1.15", "1.15")
         assert oldest_of(version) == OLD
