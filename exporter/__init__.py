@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from exporter.late_names import late_names
+from exporter.late_names import late_names, short_help
 from exporter.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ _NAMES = {
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_HOMES)
 __getattr__ = late_names(__name__, _HOMES)
+short_help(__name__)
 
 
 def __dir__() -> list[str]:

@@ -96,6 +96,7 @@ def export(
     progress: ProgressFactory = ...,
     **options: Unpack[ExportKeywords],
 ) -> ExportedDelta: ...
+@given.named_misfit
 def export(
     ckpt_dir: StrPath | ExportRequest,
     out: StrPath | None = None,
@@ -145,6 +146,7 @@ def _delta(request: ExportRequest, progress: ProgressFactory) -> ExportedDelta:
     return done
 
 
+@given.named_misfit
 def export_incremental(
     ckpt_dir: StrPath | ExportRequest,
     out: StrPath | None = None,
@@ -171,6 +173,7 @@ def export_incremental(
     )
 
 
+@given.named_misfit
 def plan(
     ckpt_dir: StrPath | ExportRequest,
     out: StrPath | None = None,
@@ -190,6 +193,7 @@ def plan(
         return full.plan(request)
 
 
+@given.named_misfit
 def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
     """Stage, verify and publish a plan's version.
 
@@ -203,17 +207,18 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress) -> Exported:
     if not isinstance(planned, full.Plan):
         raise given.wrong("planned", planned, "what plan(...) returns", "execute(plan(...)), or export(...)")
     with said_by_name():
-        return _with_warnings(full.execute(planned, progress), stacklevel=3)
+        return _with_warnings(full.execute(planned, progress), stacklevel=4)
 
 
+@given.named_misfit
 def watch(
     ckpt_dir: StrPath | ExportRequest,
     out: StrPath | None = None,
     model: Served = None,
     *,
     watching: Watching = EVERY_SECOND,
-    tell: Callable[[ExportError], None] = lambda error: None,
-    ended: Callable[[str], None] = lambda why: None,
+    tell: Callable[[ExportError], None] | None = None,
+    ended: Callable[[str], None] | None = None,
     progress: ProgressFactory = no_progress,
     **options: Unpack[ExportKeywords],
 ) -> Iterator[Exported]:
@@ -232,7 +237,11 @@ def watch(
         raise given.wrong(
             "watching", watching, "exporter.Watching(...)", "watching=Watching(stop=StopWhen(count=3))"
         )
-    return _watch(request, watching, tell, progress, ended)
+    return _watch(request, watching, tell or _ignore, progress, ended or _ignore)
+
+
+def _ignore(told: object) -> None:
+    """Do nothing."""
 
 
 def _watch(
@@ -249,6 +258,7 @@ def _watch(
             yield _with_warnings(done, stacklevel=3)
 
 
+@given.named_misfit
 def merge(
     model: StrPath,
     start: int | str | None = None,
@@ -283,6 +293,7 @@ def merge(
     return _with_model(model, work, read_only=dry_run, signing=signing)
 
 
+@given.named_misfit
 def rebase(
     model: StrPath,
     *,
@@ -317,6 +328,7 @@ def rebase(
     return _with_model(model, work, read_only=dry_run, signing=signing)
 
 
+@given.named_misfit
 def rollback(
     model: StrPath,
     to: int | str,
@@ -353,6 +365,7 @@ def rollback(
     return _with_model(model, work, read_only=dry_run, signing=signing)
 
 
+@given.named_misfit
 def resume(
     model: StrPath,
     *,
@@ -383,6 +396,7 @@ def resume(
     )
 
 
+@given.named_misfit
 def tag(
     model: StrPath,
     name: str,
@@ -411,6 +425,7 @@ def tag(
     )
 
 
+@given.named_misfit
 def untag(model: StrPath, name: str, *, dry_run: bool = False) -> Tagging:
     """Delete a tag of a model, by its path or URL; `before` is what it named.
 
@@ -423,6 +438,7 @@ def untag(model: StrPath, name: str, *, dry_run: bool = False) -> Tagging:
     return _with_model(model, lambda path: tagging.delete_tag(path, name, dry_run=dry_run), read_only=dry_run)
 
 
+@given.named_misfit
 def tags(model: StrPath) -> tuple[ListedTag, ...]:
     """The tags of a model, by its path or URL: name, position, who set it, when and why; whether it is gone.
 
@@ -450,6 +466,7 @@ def inspect(path: StrPath) -> Inspection:
         return target.carry(lambda: inspection.inspect(target.path))
 
 
+@given.named_misfit
 def verify_model(
     model: StrPath, *, bytes_: bool = False, jobs: Jobs = LOCALLY, trusting: Trusting = ANYBODY
 ) -> VerifiedModel:
@@ -475,6 +492,7 @@ def verify_model(
     )
 
 
+@given.named_misfit
 def history(model: StrPath) -> Model:
     """Read what was published of a model: `publications`, oldest first; `at`, the newest position; `hold`.
 
@@ -489,6 +507,7 @@ def history(model: StrPath) -> Model:
     return _with_model(model, Model.history, read_only=True)
 
 
+@given.named_misfit
 def diff(a: StrPath, b: StrPath, *, jobs: Jobs = LOCALLY) -> Differences:
     """Compare two states, and list the variables that differ, with their rows and norms.
 
@@ -536,6 +555,7 @@ def _local_state(text: str, models: dict[str, OpenModel], stack: ExitStack) -> s
     return str(models[text].path)
 
 
+@given.named_misfit
 def push(
     model: StrPath,
     url: str,
@@ -561,6 +581,7 @@ def push(
     return plan if dry_run else transfer.push(plan, progress)
 
 
+@given.named_misfit
 def pull(
     url: str,
     model: StrPath,
@@ -585,6 +606,7 @@ def pull(
     return transfer.pull(url, place, prune=prune, progress=progress, trust=trust)
 
 
+@given.named_misfit
 def doctor(
     model: StrPath,
     *,
@@ -626,6 +648,7 @@ def doctor(
         )
 
 
+@given.named_misfit
 def open_checkpoint(path: StrPath) -> Catalog:
     """The catalog of the checkpoint at a path or URL; of a directory, the newest one that is complete.
 
@@ -686,7 +709,7 @@ def _publish(request: ExportRequest, work: Callable[[ExportRequest], DoneT]) -> 
     with said_by_name(), opened(request.out, signing=request.signing) as target:
         local = _opened_at(request, target)
         done = target.carry(lambda: work(local))
-    return _with_warnings(done, stacklevel=4)
+    return _with_warnings(done, stacklevel=5)
 
 
 def _with_warnings(done: DoneT, stacklevel: int) -> DoneT:
@@ -711,7 +734,7 @@ def _with_model(
 
 def _show_options(function: Any) -> None:
     """Name each option, its type, default and meaning, where `help`, `?` and completion look for them."""
-    own = inspection_of.signature(function).parameters.values()
+    declared = inspection_of.signature(function)
     texts, named, told = meanings(ExportRequest), [], []
     for each in fields(ExportRequest):
         if each.name in _OPTIONS:
@@ -725,7 +748,8 @@ def _show_options(function: Any) -> None:
             )
             told += [f"        {each.name}: {kind} = {default!r}", f"            {texts[each.name]}"]
     function.__signature__ = inspection_of.Signature(
-        [*(one for one in own if one.kind is not one.VAR_KEYWORD), *named]
+        [*(one for one in declared.parameters.values() if one.kind is not one.VAR_KEYWORD), *named],
+        return_annotation=declared.return_annotation,
     )
     function.__doc__ = "\n".join([function.__doc__ or "", "    Options, by name:", *told, "    "])
 

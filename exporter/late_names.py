@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 
@@ -21,6 +23,63 @@ def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         return getattr(import_module(homes[name]), name)
 
     return get
+
+
+def short_help(package: str) -> None:
+    """Make `help(package)` show each public name in a few lines, and nothing that classes inherit."""
+    sys.modules[package].__class__ = _ShortHelp
+
+
+class _ShortHelp(ModuleType):
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        return "\n\n".join([(self.__dict__["__doc__"] or "").rstrip(), *_summaries(self)])
+
+    def __dir__(self) -> list[str]:
+        """The public names; none for pydoc, which would print all that classes inherit below it."""
+        frame = sys._getframe()
+        for _ in range(3):  # getmembers, and what it calls, stand between pydoc and this
+            if frame.f_back is not None:
+                frame = frame.f_back
+                if frame.f_code.co_name == "docmodule":
+                    return []
+        return [*super().__dir__()]
+
+
+def _summaries(package: ModuleType) -> Iterator[str]:
+    """Yield each public name, as a call, and the first line of its docstring: classes, then functions."""
+    import inspect
+    from textwrap import fill
+
+    found: dict[str, Any] = dict.fromkeys(package.__all__)
+    for name in found:
+        with suppress(Exception):  # what it needs is not installed
+            found[name] = getattr(package, name)
+    for name, thing in sorted(found.items(), key=lambda one: not isinstance(one[1], type)):
+        shown = f"class {name}" if isinstance(thing, type) else name
+        if members := getattr(thing, "__members__", None):  # an enumeration's
+            shown += f": {', '.join(repr(one.value) for one in members.values())}"
+        else:
+            with suppress(TypeError, ValueError):  # it cannot be called, or is written in C
+                shown += _call(inspect.signature(thing), inspect.unwrap(thing))
+        first, *_ = (inspect.getdoc(thing) or "").splitlines() or [""]
+        yield fill(shown, 100, subsequent_indent=" " * 8, break_on_hyphens=False) + f"\n    {first}"
+
+
+def _call(signature: Any, function: Any) -> str:
+    """The signature without types of arguments. A function's `**options`, which it names there, stay that."""
+    own, shown = getattr(function, "__code__", None), []
+    for each in signature.parameters.values():
+        if own is not None and each.name not in own.co_varnames:
+            shown.append("**options")
+            break
+        if each.kind is each.KEYWORD_ONLY and not any(one.startswith("*") for one in shown):
+            shown.append("*")
+        default = getattr(each.default, "value", each.default)  # of an enumeration what one would type
+        shown.append(str(each.replace(annotation=each.empty, default=default)).replace("<factory>", "{}"))
+    returned = signature.return_annotation
+    is_told = own is not None and returned is not signature.empty
+    return f"({', '.join(shown)})" + (f" -> {returned}" if is_told else "")
 
 
 class _LateModule:

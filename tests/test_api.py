@@ -89,6 +89,15 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "0"
 
 
+def test_an_error_inside_a_call_that_fits_stays_what_it_is() -> None:
+    class Nowhere(os.PathLike[str]):
+        def __fspath__(self) -> str:
+            raise TypeError("of this path's own")
+
+    with pytest.raises(TypeError, match="of this path's own"):
+        exporter.inspect(Nowhere())
+
+
 def test_dir_lists_the_api_and_a_near_name_is_proposed() -> None:
     import exporter.training
 
@@ -143,6 +152,28 @@ def test_help_can_be_asked_of_each_name_and_of_all(module: str) -> None:
     assert pydoc.render_doc(there)
     for name in getattr(there, "__all__", []):
         assert pydoc.render_doc(getattr(there, name))
+
+
+@pytest.mark.parametrize("module", ["exporter", "exporter.tables", "exporter.training"])
+def test_help_of_a_package_is_its_names_and_nothing_that_they_inherit(module: str) -> None:
+    code = f"import {module} as package; help(package)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    lines = done.stdout.partition("PACKAGE CONTENTS")[0].splitlines()
+    assert 20 < len(lines) < 200
+    assert not re.search("__[a-z]|inherited|<[a-z]+[ .]|<factory", "".join(lines))
+    package = importlib.import_module(module)
+    assert {*package.__all__} <= {*dir(package)}
+    for name in package.__all__:
+        (first, *_) = (inspect.getdoc(getattr(package, name)) or "").splitlines()
+        at = next(number for number, line in enumerate(lines) if re.match(rf" +(class )?{name}\b", line))
+        assert any(line.strip() == first for line in lines[at : at + 15]), name
+
+
+def test_help_of_a_function_shows_defaults_that_can_be_read() -> None:
+    for name in exporter.__all__:
+        assert " at 0x" not in pydoc.render_doc(getattr(exporter, name)), name
+    assert "progress=no_progress" in (exporter.__doc__ or "")
+    assert "__eq__" not in pydoc.render_doc(Watching)
 
 
 @pytest.mark.parametrize("view", get_args(Inspection))
@@ -333,6 +364,30 @@ WRONG: dict[str, tuple[Callable[[], object], str, str]] = {
         "save_incr_model=True",
     ),
     "a third of the command": (lambda: _any(export)("train", "m", dry_run=True), "'dry_run'", "plan("),
+    "nothing": (lambda: _any(export)(), "export needs ckpt_dir", "export(ckpt_dir, out, model, "),
+    "no position": (lambda: _any(exporter.rollback)("m"), "rollback needs to", "rollback(model, to, "),
+    "no model to roll back": (
+        lambda: _any(exporter.rollback)(to=3),
+        "rollback needs model",
+        "rollback(model, to, ",
+    ),
+    "a reason's typo": (
+        lambda: _any(exporter.rollback)("m", 3, resaon="scores fell"),
+        "rollback has no argument 'resaon'",
+        "did you mean reason?",
+    ),
+    "an argument of nothing": (
+        lambda: _any(Watching)(foo=1),
+        "Watching has no argument 'foo'",
+        "it takes interval_seconds, stop",
+    ),
+    "too many places": (
+        lambda: _any(exporter.rollback)("m", 3, "scores fell"),
+        "takes 2 arguments by place, and 3 are given",
+        "reason",
+    ),
+    "a position twice": (lambda: _any(exporter.rollback)("m", 3, to=4), "is given to twice", "rollback("),
+    "half a request": (lambda: _any(ExportRequest)("train"), "ExportRequest needs out", "ckpt_dir, out"),
     "options beside a request": (
         lambda: _any(export)(ExportRequest("train", "m"), keep=3),
         "a request has all options",

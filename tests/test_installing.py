@@ -111,6 +111,22 @@ def test_readme_installs_it(machine: Machine, wheel: Path, tmp_path: Path, comma
     require_both_commands(machine, tmp_path)
 
 
+@pytest.mark.landing
+def test_a_type_checker_finds_the_types_of_the_installed_package(
+    machine: Machine, wheel: Path, tmp_path: Path
+) -> None:
+    """Beside no clone and no settings: `py.typed` comes with the wheel, and each mistake is found."""
+    machine.type(f"python3 -m pip install --quiet --no-deps {wheel}")
+    script = shutil.copy(ROOT / "tests/support/typed_uses.py", tmp_path / "mine.py")
+    machine.type("python3 -m mypy --strict mine.py", tmp_path)
+    text = script.read_text()
+    script.write_text(re.sub(r"  # type: ignore.*", "", text))
+    found = machine.type("python3 -m mypy --strict mine.py || true", tmp_path)
+    wrong = {number for number, line in enumerate(text.splitlines(), 1) if "# type: ignore" in line}
+    assert {*map(int, re.findall(r"^mine\.py:(\d+): error", found, re.MULTILINE))} == wrong
+    machine.remove()
+
+
 def test_without_tensorflow(machine: Machine, tmp_path: Path) -> None:
     commands = told("docs/which-tensorflow.md")
     assert len(commands) == 2

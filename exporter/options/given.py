@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cache
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache, wraps
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from msgspec import Struct, StructMeta
 from msgspec.structs import force_setattr, replace
@@ -26,7 +26,10 @@ StrPath: TypeAlias = "str | os.PathLike[str]"
 """A local path or, where a URL is taken, a URL."""
 
 GivenT = TypeVar("GivenT", bound=Struct)
+CallT = TypeVar("CallT", bound=Callable[..., Any])
 _SHOWN = 80
+_LISTED = 12
+"""So many names of arguments an error lists itself."""
 
 
 class Checked(StructMeta):
@@ -37,9 +40,18 @@ class Checked(StructMeta):
 
     def __call__(cls, *values: Any, **named: Any) -> Any:
         """A struct, once its values are taken."""
-        made = super().__call__(*values, **named)
+        try:
+            made = super().__call__(*values, **named)
+        except TypeError:
+            if error := _misfit(cls, values, named):
+                raise error from None
+            raise
         made._take()
         return made
+
+    def __dir__(cls) -> list[str]:
+        """The fields and methods, which `help` shows, without the operators that every struct inherits."""
+        return [name for name in super().__dir__() if not name.startswith("__")]
 
 
 class Given(Struct, frozen=True, metaclass=Checked):
@@ -138,15 +150,64 @@ def require_names(function: str, given: Iterable[str], known: Collection[str]) -
     Raises:
         UsageError: there is one; the hint has the nearest name.
     """
+    if error := _unknown(function, given, known):
+        raise error
+
+
+def _unknown(function: str, given: Iterable[str], known: Collection[str]) -> UsageError | None:
     for name in given:
         if name not in known:
-            raise UsageError(f"{function} has no argument {name!r}", hint=_nearest(function, name, known))
+            return UsageError(f"{function} has no argument {name!r}", hint=_nearest(function, name, known))
+    return None
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
     """The known name that is nearest to a misspelt one, in any case and with any dashes; empty if none is."""
     folded = {each.casefold().replace("-", "_"): each for each in known}
     return folded.get(nearest(name.casefold().lstrip("-").replace("-", "_"), folded), "")
+
+
+def named_misfit(function: CallT) -> CallT:
+    """Make a function raise UsageError, with what it takes, where a call does not fit its signature."""
+
+    @wraps(function)
+    def call(*values: Any, **named: Any) -> Any:
+        try:
+            return function(*values, **named)
+        except TypeError:
+            if error := _misfit(function, values, named):
+                raise error from None
+            raise
+
+    return cast(CallT, call)
+
+
+def _misfit(called: Callable[..., Any], values: Sequence[Any], named: Mapping[str, Any]) -> UsageError | None:
+    """The error of a call that does not fit the signature of what was called; None if it fits."""
+    from inspect import signature  # late: it takes longer to import than this module
+
+    takes, name = signature(called), called.__name__
+    try:
+        takes.bind(*values, **named)
+    except TypeError:
+        pass
+    else:
+        return None
+    each = [one for one in takes.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    if len(each) == len(takes.parameters) and (error := _unknown(name, named, takes.parameters)):
+        return error
+    places = [one.name for one in each if one.kind is one.POSITIONAL_OR_KEYWORD]
+    done = places[: len(values)]
+    what = " and ".join(
+        one.name for one in each if one.default is one.empty and one.name not in {*done, *named}
+    )
+    what = f"{name} needs {what}"
+    if len(values) > len(places):
+        what = f"{name} takes {len(places)} arguments by place, and {len(values)} are given"
+    elif twice := [one for one in done if one in named]:
+        what = f"{name} is given {twice[0]} twice"
+    shown = (str(one.replace(annotation=one.empty, default=one.empty)) for one in takes.parameters.values())
+    return UsageError(what, hint=f"{name}({', '.join(shown)})")
 
 
 _SAID_OTHERWISE = {
@@ -166,11 +227,14 @@ _SAID_OTHERWISE = {
 """What options of the command are in Python, if they are not arguments."""
 
 
-def _nearest(function: str, name: str, known: Iterable[str]) -> str:
+def _nearest(function: str, name: str, known: Collection[str]) -> str:
     if name in _SAID_OTHERWISE:
         return _SAID_OTHERWISE[name]
-    found = nearest_name(name, known)
-    return f"did you mean {found}?" if found else f"help(exporter.{function}) lists them"
+    if found := nearest_name(name, known):
+        return f"did you mean {found}?"
+    return (
+        f"it takes {', '.join(known)}" if len(known) <= _LISTED else f"help(exporter.{function}) lists them"
+    )
 
 
 @cache

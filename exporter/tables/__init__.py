@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from exporter.late_names import late_names
+from exporter.late_names import late_names, short_help
 
 if TYPE_CHECKING:
     from exporter.tables.dynamic_table import DynamicTable as DynamicTable
@@ -25,6 +25,7 @@ _HOMES = {
 }
 __all__ = sorted(_HOMES)
 __getattr__ = late_names(__name__, _HOMES)
+short_help(__name__)
 
 
 def __dir__() -> list[str]:

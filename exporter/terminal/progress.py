@@ -25,9 +25,16 @@ ProgressFactory: TypeAlias = Callable[[str, int], AbstractContextManager[Progres
 """Makes the progress bar of one piece of long work from a label and its number of bytes."""
 
 
-def no_progress(label: str, total: int) -> AbstractContextManager[Progress]:
-    """A progress bar that is not shown."""
-    return nullcontext(NoProgress())
+class _NotShown:
+    def __call__(self, label: str, total: int) -> AbstractContextManager[Progress]:
+        return nullcontext(NoProgress())
+
+    def __repr__(self) -> str:
+        return "no_progress"
+
+
+no_progress = _NotShown()
+"""Makes progress bars that are not shown; `help` shows it as the default by its name."""
 
 
 def human_bytes(count: float) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from exporter.late_names import late_names
+from exporter.late_names import late_names, short_help
 from exporter.terminal.tensorflow_import import require_fitting
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ _HOMES = {
 }
 __all__ = sorted(_HOMES)
 _get = late_names(__name__, _HOMES)
+short_help(__name__)
 
 
 def __getattr__(name: str) -> Any:
