@@ -451,6 +451,7 @@ def tags(model: StrPath) -> tuple[ListedTag, ...]:
     return _with_model(model, tags_of, read_only=True)
 
 
+@given.named_misfit
 def inspect(path: StrPath) -> Inspection:
     """Look at a path or URL: a view of a checkpoint, a graph, a version, or a model with its versions.
 

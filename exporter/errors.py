@@ -10,7 +10,7 @@
     │   ├── CorruptFile                  a checksum or a structure is wrong
     │   ├── UnsupportedFormat            another version, byte order, compression or family
     │   ├── LfsPointer                   a pointer of Git LFS stands where the file should be
-    │   ├── UnsafeArchive                an archive reaches outside itself, or unfolds beyond measure
+    │   ├── UnsafeArchive                an archive has files outside itself, or unpacks to far too much
     │   └── CheckpointChanged            files changed or vanished while they were read
     ├── GraphError                   1   the inference graph cannot be made
     │   ├── BuilderError                 the user's builder raised or returned something else
@@ -26,17 +26,17 @@
     │   ├── ObjectMismatch               model and checkpoint have other objects, or other names for them
     │   ├── TrainingModeServed           dropout that is on, or batch normalisation without moving statistics
     │   ├── AmbiguousRename              two variables claim one tensor, or two rules disagree
-    │   ├── NoCertainMatch               values without names of their own fit in no way, or in several
-    │   └── PartitionStrategyUnknown     a re-partitioned lookup table whose row order is unknown
+    │   ├── NoCertainMatch               values without names fit the graph in no way, or in several
+    │   └── PartitionStrategyUnknown     a table gets other partitions, and its row order is unknown
     ├── PositionError                5   a delta or base does not continue what is published
     │   ├── NotUpdatable                 nothing is published that takes deltas
     │   ├── DeltaGap                     no chain of deltas leads from one position to another
-    │   ├── StaleDelta                   a delta ends where its reader already is, or before
+    │   ├── StaleDelta                   the reader already stands at the delta's end, or beyond it
     │   ├── ForeignLineage               a delta belongs to another log
     │   ├── SchemaChanged                variables, dtypes, shapes or rules are not those of the log
     │   ├── TableFull                    a dynamic table has no room for its new keys
     │   ├── OverlayFull                  more rows of a mapped table changed than there is room for
-    │   ├── PositionUnknown              a position that nothing published stands at
+    │   ├── PositionUnknown              nothing is published at the position that was named
     │   ├── ChainEnds                    a version that takes no deltas over one that does
     │   ├── ModelHeld                    the model is held, and what is to be published would pass the hold
     │   ├── NothingChanged               an increment is asked for, and the trainer has saved nothing new
@@ -45,18 +45,18 @@
     │   ├── ManifestError                a manifest.json is missing, damaged or of another format version
     │   │   └── NotTrusted                   no trusted key has signed it, for this place and this model
     │   ├── NotFinite                    NaN or infinity would be published, which the model refuses
-    │   └── WildValues                   rows are beyond --max-norm, and that is to be refused
+    │   └── WildValues                   rows are beyond --max-norm, and --on-wild refuse was given
     ├── PublishError                 1   the target could not be written
     │   ├── TargetNotWritable            no permission, read-only file system, not a directory
     │   ├── DiskFull                     no space left, or a quota
     │   ├── TargetBusy                   another exporter holds the target's lock for too long
     │   ├── LinkRefused                  hard links asked for and impossible
     │   └── VersionExists            2   the version is taken or would go backwards
-    ├── Unreachable                  1   the operating system refuses a file or directory that is looked for
+    ├── Unreachable                  1   the operating system refuses access to a file or directory
     ├── ExportFailed                 1   an export in a process of its own, beside a training, failed
-    ├── NoNewBase                    1   a delta is published, and the new base asked for with it is not
-    ├── TensorFlowNeeded             1   what is asked for runs in TensorFlow, and none that fits is installed
-    ├── EngineFailed                 1   the engine that runs a job cannot be had, or gave up
+    ├── NoNewBase                    1   a delta is published, but not the new base asked for with it
+    ├── TensorFlowNeeded             1   the command needs TensorFlow, and no supported one is installed
+    ├── EngineFailed                 1   the engine that is to run a job cannot be reached, or gave up
     └── ServerError                  7   a server refused, failed to load or was late
         ├── ModelPathNotFound            the model base path to serve is not there
         └── CallFailed                   a call to a model server failed; its status code tells how
@@ -167,7 +167,7 @@ class UsageError(ExportError):
 
 
 class RoleUnknown(UsageError):
-    """The environment speaks of a training cluster, and not clearly of this node's place in it."""
+    """The environment describes a training cluster, and does not say which of its nodes this is."""
 
     default_hint = "correct the environment variable, or export on any node: --any-role"
 
@@ -180,7 +180,7 @@ class CheckpointError(ExportError):
 
 
 class CheckpointNotFound(CheckpointError):
-    """No complete checkpoint where one was named."""
+    """There is no complete checkpoint at the place that was named."""
 
     default_hint = "name a directory in which a trainer has saved; --watch waits for its first checkpoint"
     may_pass = True
@@ -207,19 +207,19 @@ class CorruptFile(CheckpointError):
 
 
 class UnsupportedFormat(CheckpointError):
-    """A version, byte order, compression or family that is not read."""
+    """The file has a version, byte order, compression or family that this program does not read."""
 
     default_hint = "write the checkpoint again with a stock TensorFlow Saver in V2 format"
 
 
 class LfsPointer(CheckpointError):
-    """A repository was cloned without its large files: a pointer of Git LFS stands where one should be."""
+    """The file is only a pointer of Git LFS: the repository was cloned without its large files."""
 
     default_hint = "fetch the files in the clone: git lfs pull"
 
 
 class UnsafeArchive(CheckpointError):
-    """An archive reaches outside itself, asks for code to run, or unfolds beyond measure."""
+    """An archive has files outside itself, wants to run code, or unpacks to far more than it holds."""
 
     default_hint = "do not trust this file; save the weights again with the trainer"
 
@@ -314,7 +314,7 @@ class TrainingModeServed(MappingError):
 
     default_hint = (
         "build the graph with training=False, or write its .meta from an inference graph; "
-        "if this is meant: --allow-batch-statistics"
+        "if you want these answers: --allow-batch-statistics"
     )
 
 
@@ -325,13 +325,13 @@ class AmbiguousRename(MappingError):
 
 
 class NoCertainMatch(MappingError):
-    """Values without names of their own fit the graph's variables in no way, or in several."""
+    """The file's values have no names, and they fit the graph's variables in no way, or in several."""
 
     default_hint = "write a table of names: export-model inspect DIR --unmatched WHAT, then --rename-file"
 
 
 class PartitionStrategyUnknown(MappingError):
-    """A partitioned lookup table changes its partitions and nothing tells its row order."""
+    """A lookup table gets other partitions, and neither the graph nor an option gives its row order."""
 
     default_hint = "put the trainer's .meta beside the checkpoint, or say --partition-strategy NAME=mod|div"
 
@@ -356,13 +356,13 @@ class DeltaGap(PositionError):
 
 
 class StaleDelta(PositionError):
-    """A delta ends where its reader already is, or before."""
+    """The model that reads a delta already stands at the delta's end, or beyond it."""
 
     default_hint = "take a newer delta; see what is published: export-model verify MODEL"
 
 
 class ForeignLineage(PositionError):
-    """A delta belongs to another log than its directory or its reader."""
+    """A delta belongs to another log than the directory that it lies in, or the model that reads it."""
 
     default_hint = "remove that directory: it was published for another base"
 
@@ -391,7 +391,7 @@ class OverlayFull(PositionError):
 
 
 class PositionUnknown(PositionError):
-    """Nothing published stands at the position that was named, or its values are gone."""
+    """Nothing is published at the position that was named, or its values were removed."""
 
     default_hint = "list the positions: export-model history MODEL"
 
@@ -401,7 +401,7 @@ class ChainEnds(PositionError):
 
 
 class ModelHeld(PositionError):
-    """The model is held, as after a rollback, and what is to be published would pass the hold."""
+    """The model is held, for example after a rollback, and the new publication would pass the hold."""
 
     default_hint = "lift the hold first: export-model resume MODEL"
 
@@ -409,7 +409,9 @@ class ModelHeld(PositionError):
 class NothingChanged(PositionError):
     """A delta is asked for, and the trainer has written no increment and no checkpoint since the last one."""
 
-    default_hint = "save an increment or a checkpoint first; export_incremental() takes this for no error"
+    default_hint = (
+        "save an increment or a checkpoint first, or call export_incremental(), which then publishes nothing"
+    )
 
 
 class PositionMoved(PositionError):
@@ -442,16 +444,17 @@ class NotFinite(VerificationError):
     """NaN or infinity would be published, and the model takes none; nothing was published."""
 
     default_hint = (
-        "mend the training, or set it back to where it was well: the next --incr leads on from what is "
-        "published; to serve such values: a base without --require-finite (--updatable)"
+        "correct the training, or restart it from a checkpoint without such values: the next --incr "
+        "continues from what is published; to serve such values: publish a base without --require-finite "
+        "(--updatable)"
     )
 
 
 class WildValues(VerificationError):
-    """Rows are beyond their bound (`--max-norm`), and that is to be refused; nothing was published."""
+    """Rows are beyond `--max-norm`, and `--on-wild refuse` was given; nothing was published."""
 
     default_hint = (
-        "mend the training, or set it back to where it was well; to serve the rest without these rows: "
+        "correct the training, or restart it from a checkpoint without such rows; to serve all other rows: "
         "--on-wild hold-row; to serve them: --on-wild warn"
     )
 
@@ -470,8 +473,8 @@ class DiskFull(PublishError):
     """No space left on the target, or its quota is used up."""
 
     default_hint = (
-        "free space there: --keep N removes older versions; where checkpoint and model share a file system, "
-        "a version is links and takes little"
+        "free space there: --keep N removes older versions; if checkpoint and model are on one file system, "
+        "a version consists of hard links and takes little space"
     )
 
 
@@ -491,25 +494,25 @@ class VersionExists(PublishError):
     """The version is taken already, or would go backwards."""
 
     exit_code = Exit.USAGE
-    default_hint = "leave --version out: the next free position is taken"
+    default_hint = "leave --version out: the exporter takes the next free number"
 
 
 class Unreachable(ExportError):
-    """The operating system refuses a file or a directory that has to be looked at."""
+    """The operating system refuses access to a file or a directory."""
 
     default_hint = "make it readable for this user, with every directory above it, or name another place"
 
 
 class TensorFlowNeeded(ExportError):
-    """What is asked for runs in TensorFlow, and there is none, or one that does not fit."""
+    """The command needs TensorFlow, and none is installed, or an unsupported one."""
 
-    default_hint = "install one that fits: python3 -m pip install 'tensorflow>=2.15,<2.23'"
+    default_hint = "install a supported one: python3 -m pip install 'tensorflow>=2.15,<2.23'"
 
 
 class EngineFailed(ExportError):
-    """The engine that runs a job cannot be had, or gave up."""
+    """The engine that is to run a job cannot be reached, or it gave up."""
 
-    default_hint = "run the same command again: what is done is not done again"
+    default_hint = "run the same command again: it skips what is done"
 
 
 class ExportFailed(ExportError):

@@ -21,14 +21,14 @@ class Advice:
 
 ADVICE: dict[type[ExportError], Advice] = {
     errors.ExportError: Advice(
-        "Something that no other class names: standard output cannot be written, or the program itself is "
-        "at fault.",
+        "None of the other classes describes the failure: standard output cannot be written, or the program "
+        "itself has a fault.",
         "If the text begins with `unexpected`, it is a bug: run again with `--debug` and report the "
         "traceback.",
     ),
     errors.UsageError: Advice(
         "An option is malformed, or two options contradict each other, or a file that an option names "
-        "cannot be read. Nothing has been looked at yet.",
+        "cannot be read. The command stopped before it read anything else.",
         "Change the command line; every option is in the [reference](export-model.md).",
     ),
     errors.RoleUnknown: Advice(
@@ -74,9 +74,9 @@ ADVICE: dict[type[ExportError], Advice] = {
         "`git lfs install`, then `git lfs pull` in the clone.",
     ),
     errors.UnsafeArchive: Advice(
-        "An archive has pickled objects, links, paths that lead out of it, or unfolds to far more than it "
-        "holds. Nothing of it was executed.",
-        "Save the weights again with the trainer. There is no option to read such a file in spite of this.",
+        "An archive has pickled objects, links or paths that lead out of it, or it unpacks to far more than "
+        "it holds. The exporter ran no code from it.",
+        "Save the weights again with the trainer. No option makes the exporter read such a file.",
     ),
     errors.CheckpointChanged: Advice(
         "The trainer pruned or replaced the checkpoint while it was read. Nothing was published.",
@@ -168,8 +168,8 @@ ADVICE: dict[type[ExportError], Advice] = {
         "The file stores values without the graph's names (`.npz` lists, weights files by layer number), "
         "and shapes and layer names do not decide which value is whose. Guessing would publish a wrong "
         "model.",
-        "Write the pairs down: `inspect --unmatched` begins the table for `--rename-file`. `--by-order` "
-        "trusts a list's order.",
+        "Write the pairs into a file: `inspect --unmatched` begins the table for `--rename-file`. "
+        "`--by-order` trusts a list's order.",
     ),
     errors.PartitionStrategyUnknown: Advice(
         "An embedding table has other partitions in the graph than in the checkpoint, and the order of "
@@ -224,8 +224,8 @@ ADVICE: dict[type[ExportError], Advice] = {
         "`export-model history MODEL` and `export-model verify MODEL` list positions that can be named.",
     ),
     errors.ChainEnds: Advice(
-        "The newest version takes deltas and the one to be published would not. Servers load it and stop "
-        "updating.",
+        "The newest version takes deltas, and the new one would not. Servers would load it and get no more "
+        "deltas.",
         "Export with `--incr` or `--updatable`; say `--plain` if deltas are to end.",
     ),
     errors.ModelHeld: Advice(
@@ -269,15 +269,16 @@ ADVICE: dict[type[ExportError], Advice] = {
         "bits have no codes for them. So none is published: the trainer's newest state holds some, or the "
         "values that a merged delta, a rollback or a resumption would bring.",
         "Servers stay where they are, and nothing is lost: the next `--incr` holds everything since. Look at "
-        "the row that the `cause:` line names, mend the training or set it back. To serve such values after "
-        "all, publish a base without `--require-finite` and `--cast int8`.",
+        "the row that the `cause:` line names, and correct the training or restart it from an older "
+        "checkpoint. If servers are to get such values after all, publish a base without `--require-finite` "
+        "and `--cast int8`.",
     ),
     errors.WildValues: Advice(
         "Rows of the trainer's newest state have a Euclidean norm beyond the bound of `--max-norm`, and "
         "`--on-wild refuse` was given.",
-        "Servers stay where they are, and nothing is lost: the next `--incr` holds everything since. Mend "
-        "the training or set it back; with `--on-wild hold-row` servers keep the rows that they have and "
-        "get all others.",
+        "Servers stay where they are, and nothing is lost: the next `--incr` holds everything since. Correct "
+        "the training or restart it from an older checkpoint; with `--on-wild hold-row` servers keep the "
+        "rows that they have and get all others.",
     ),
     errors.PublishError: Advice(
         "Writing failed for a reason other than space and permission; the `cause:` line is the operating "
