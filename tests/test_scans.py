@@ -17,8 +17,9 @@ from exporter.pipeline.log_maintenance import merge, plan_rollback, resume, roll
 from exporter.publish.delta_log import read_log
 from exporter.publish.model import Model
 from exporter.storage.layout import DELTAS_DIRECTORY
-from tests.support.logs import Serving, Trainer, publish_base, request
+from tests.support.logs import Trainer, request
 from tests.support.scans import counted_scans
+from tests.support.setting import followed
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +31,7 @@ def _no_removals(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
     """A trainer, and a log of two deltas of its states at `tmp_path / "model"`."""
-    trainer = Trainer(tmp_path / "train")
-    trainer.save()
-    publish_base(trainer, Serving(), tmp_path / "model")
+    trainer = followed(tmp_path)
     for _ in range(2):
         publish_next(trainer, tmp_path / "model")
     return trainer

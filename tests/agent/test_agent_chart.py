@@ -11,7 +11,8 @@ from exporter.terminal.progress import human_bytes
 from serving.agent.chart import HEIGHT, WIDTH, Chart, Hour, chart
 from serving.agent.http import seconds
 from tests.support.commands import export_model
-from tests.support.logs import Serving, Trainer, publish_base
+from tests.support.logs import Serving
+from tests.support.setting import followed
 
 NOW = datetime(2026, 3, 2, 12, tzinfo=timezone.utc)
 
@@ -72,9 +73,7 @@ def test_without_anything_there_is_no_chart() -> None:
 
 
 def test_rows_and_bytes_are_those_of_the_delta_and_a_rollback_is_told(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path / "train", parts=3)
-    trainer.save()
-    publish_base(trainer, Serving(parts=2, cast=True), tmp_path / "ranker")
+    trainer = followed(tmp_path, serving=Serving(parts=2, cast=True), parts=3, name="ranker")
     trainer.train()
     trainer.step = 20
     trainer.increment()

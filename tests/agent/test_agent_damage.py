@@ -15,15 +15,14 @@ from serving.agent.journal import Journal
 from serving.agent.publications import FollowedModel, Publications
 from tests.support.commands import export_model
 from tests.support.damage import INDEX, SHARD, flip, truncate
-from tests.support.logs import Serving, Trainer, publish_base
+from tests.support.logs import Serving
+from tests.support.setting import followed
 
 
 @pytest.fixture
 def delta(tmp_path: Path) -> Path:
     """A delta of a published log."""
-    trainer = Trainer(tmp_path / "train", parts=3)
-    trainer.save()
-    publish_base(trainer, Serving(parts=2, cast=True), tmp_path / "ranker")
+    trainer = followed(tmp_path, serving=Serving(parts=2, cast=True), parts=3, name="ranker")
     trainer.train()
     trainer.step = 20
     trainer.increment()

@@ -20,7 +20,7 @@ from exporter.wire.version_state import VersionState
 from serving.cli import app as serve_model
 from serving.server import ModelServer
 from tests.support.commands import Ran, export_model, run_app
-from tests.support.logs import Serving, Trainer, publish_base
+from tests.support.setting import followed
 from tests.support.step_models import MODEL, save
 
 
@@ -100,9 +100,7 @@ def test_a_server_that_serves_another_model_of_that_name(
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base at 10, deltas to 20 and 30."""
     directory = tmp_path_factory.mktemp("published")
-    trainer, model = Trainer(directory / "train"), directory / "model"
-    trainer.save()
-    publish_base(trainer, Serving(), model)
+    trainer, model = followed(directory), directory / "model"
     for step in (20, 30):
         trainer.train()
         trainer.step = step

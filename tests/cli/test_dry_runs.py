@@ -12,7 +12,7 @@ from exporter.publish.delta_log import read_log
 from tests.support.commands import export_model
 from tests.support.logs import set_hold
 from tests.support.remote_models import published_log
-from tests.support.step_models import MODEL, save
+from tests.support.step_models import published
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +23,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Versions 10 and 20, neither of which takes deltas."""
-    directory = tmp_path_factory.mktemp("plain")
-    (directory / "model.py").write_text(MODEL)
-    for step in (10, 20):
-        save(directory / "train", step)
-        options = ("--ckpt-dir", directory / "train", "--model", f"{directory / 'model.py'}:build")
-        assert export_model(*options, "--out", directory / "model", "-q").code == 0
-    return directory / "model"
+    return published(tmp_path_factory.mktemp("plain"), 10, 20, plain=True).out
 
 
 @pytest.fixture

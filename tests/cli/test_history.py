@@ -16,18 +16,14 @@ from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.rebase import rebase
 from tests.support.commands import export_model
-from tests.support.step_models import MODEL, request_of, save
+from tests.support.step_models import published, request_of, save
 
 
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A log of base 10 and deltas to 20, 30 and 40, the last two of them merged."""
     directory = tmp_path_factory.mktemp("history")
-    (directory / "model.py").write_text(MODEL)
-    for step in (10, 20, 30, 40):
-        save(directory / "train", step)
-        export_incremental(request_of(directory))
-    log_maintenance.merge(directory / "served", 20, 40)
+    log_maintenance.merge(published(directory, 10, 20, 30, 40).out, 20, 40)
     return directory
 
 

@@ -14,8 +14,9 @@ import pytest
 from exporter.publish.delta_log import list_deltas, log_path
 from exporter.training.roles import VARIABLES
 from tests.support.commands import Ran, export_model
-from tests.support.logs import Serving, Trainer, publish_base
+from tests.support.logs import Serving
 from tests.support.printed_documents import checked
+from tests.support.setting import followed
 
 WORKER = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
 
@@ -58,9 +59,7 @@ def test_it_says_what_it_waits_for(ranker_graph: Path, tmp_path: Path) -> None:
 
 
 def test_increments_are_followed_until_their_step(tmp_path: Path) -> None:
-    trainer, model = Trainer(tmp_path / "train", parts=3), tmp_path / "model"
-    trainer.save()
-    publish_base(trainer, Serving(parts=2, cast=True), model)
+    trainer, model = followed(tmp_path, serving=Serving(parts=2, cast=True), parts=3), tmp_path / "model"
     trainer.train()
     trainer.step = 20
     trainer.increment()
@@ -185,9 +184,7 @@ def test_a_publication_is_one_line(ranker: Path, ranker_graph: Path, tmp_path: P
 
 
 def test_deltas_are_a_line_each_and_ctrl_c_is_no_error(tmp_path: Path) -> None:
-    trainer, model = Trainer(tmp_path / "train", parts=3), tmp_path / "model"
-    trainer.save()
-    publish_base(trainer, Serving(parts=2, cast=True), model)
+    trainer, model = followed(tmp_path, serving=Serving(parts=2, cast=True), parts=3), tmp_path / "model"
     command = [sys.executable, "-m", "exporter", "--ckpt-dir", str(tmp_path / "train"), "--out", str(model)]
     command += ["--incr", "--watch", "--interval", "0.05"]
     for stop in (signal.SIGINT, signal.SIGTERM):

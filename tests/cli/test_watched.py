@@ -23,7 +23,9 @@ from exporter.terminal.progress import no_progress
 from tests.support.commands import export_model
 from tests.support.deployed import DEPLOY, pods_of
 from tests.support.incidents import HAS_PROMTOOL, firing
-from tests.support.logs import Serving, Trainer, publish_base
+from tests.support.logs import Serving, Trainer
+from tests.support.remote_models import went_on
+from tests.support.setting import followed
 
 Metrics = dict[tuple[str, str], float]
 
@@ -31,10 +33,7 @@ Metrics = dict[tuple[str, str], float]
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
     """A trainer, whose first checkpoint is published as a base."""
-    trainer = Trainer(tmp_path / "train", parts=3)
-    trainer.save()
-    publish_base(trainer, Serving(parts=2, cast=True), tmp_path / "ranker")
-    return trainer
+    return followed(tmp_path, serving=Serving(parts=2, cast=True), parts=3, name="ranker")
 
 
 @contextmanager
@@ -83,12 +82,6 @@ def eventually(address: str, name: str, kind: str = "", least: float = 1) -> Met
         time.sleep(0.05)
 
 
-def increment(trainer: Trainer, step: int) -> None:
-    trainer.train()
-    trainer.step = step
-    trainer.increment()
-
-
 def test_a_watch_tells_what_it_published_and_what_it_cannot(trainer: Trainer, tmp_path: Path) -> None:
     beat = tmp_path / "beat"
     with watch(tmp_path, "--heartbeat", str(beat)) as (address, process):
@@ -96,7 +89,7 @@ def test_a_watch_tells_what_it_published_and_what_it_cannot(trainer: Trainer, tm
         latest = before[f"{PREFIX}_last_publication_timestamp_seconds", ""]
         assert latest == pytest.approx(time.time(), abs=300)
         assert before["process_open_fds", ""] > 3
-        increment(trainer, 20)
+        went_on(trainer, 20)
         found = eventually(address, "publications_total", "delta")
         assert found[f"{PREFIX}_published_step", ""] == 20
         assert found[f"{PREFIX}_rows_total", ""] > 0
@@ -104,7 +97,7 @@ def test_a_watch_tells_what_it_published_and_what_it_cannot(trainer: Trainer, tm
         assert (f"{PREFIX}_failing", "TruncatedFile") not in found
 
         os.kill(process, signal.SIGSTOP)  # so that it does not see the increment before it is damaged
-        increment(trainer, 30)
+        went_on(trainer, 30)
         index = next((tmp_path / "train/increments").glob(f"*{30:020d}*")) / "delta.index"
         whole = index.read_bytes()
         index.write_bytes(b"damaged")
@@ -138,7 +131,7 @@ def test_a_disk_that_is_full_is_told_and_outlived(trainer: Trainer, tmp_path: Pa
     with watch(tmp_path) as (address, process):
         _, hard = resource.prlimit(process, resource.RLIMIT_FSIZE)
         resource.prlimit(process, resource.RLIMIT_FSIZE, (64, hard))
-        increment(trainer, 20)
+        went_on(trainer, 20)
         found = eventually(address, "failures_total", "DiskFull")
         assert found[f"{PREFIX}_failing", "DiskFull"] == 1
         if HAS_PROMTOOL:

@@ -34,7 +34,6 @@ from tests.support.logs import (
     Serving,
     Trainer,
     assert_same_bits,
-    publish_base,
     request,
     served_now,
     values_at,
@@ -54,14 +53,6 @@ LIFE = [
     "export",
 ]
 LIFE += ["rounded", "watch", "merge", "tidy", "rollback", "resume", "set back", "rebase", "forget"]
-
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Trainer:
-    trainer = Trainer(tmp_path / "train")
-    trainer.save()
-    publish_base(trainer, Serving(), tmp_path / "model")
-    return trainer
 
 
 def live(directory: Path, serving: Serving, what: list[str], seed: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -17,28 +16,27 @@ from exporter.delta.delta_files import read_delta
 from exporter.delta.deviation import Rounded
 from exporter.delta.format import ChangeKind, Rows
 from exporter.delta.packing import round_rows, shrinks
-from exporter.errors import ExportError
 from exporter.increments.plan import ROUNDED
 from exporter.options import DeltaDtype
 from exporter.pipeline import log_maintenance
-from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.incremental import ExportedDelta
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin
 from exporter.wire.json_documents import DocumentError, decode, encode
 from tests.support.budget import times
 from tests.support.commands import export_model
-from tests.support.drifting import World, drift, servings
+from tests.support.drifting import RememberingWorld, drift, servings
 from tests.support.logs import (
     Serving,
     Trainer,
     Values,
     assert_same_bits,
-    publish_base,
     request,
     save_increment,
     served_now,
     values_at,
 )
+from tests.support.publishing import delta_of
 
 BFLOAT16, INT8 = DeltaDtype
 
@@ -46,9 +44,7 @@ BFLOAT16, INT8 = DeltaDtype
 def export(
     trainer: Trainer, model: Path, dtype: DeltaDtype | None = None, bound: float = 0.0
 ) -> ExportedDelta:
-    done = export_incremental(structs.replace(request(trainer, model), delta_dtype=dtype, min_change=bound))
-    assert isinstance(done, ExportedDelta)
-    return done
+    return delta_of(structs.replace(request(trainer, model), delta_dtype=dtype, min_change=bound))
 
 
 def same_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -79,19 +75,8 @@ def assert_rounded(log: DeltaLog, trained: Values, dtype: DeltaDtype, bound: flo
     return rounded
 
 
-@dataclass
-class RoundedWorld(World):
-    """A trainer, a log, and what every position of the log served when it was published."""
-
-    history: dict[int, Values] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.note()
-
-    def note(self) -> None:
-        log = read_log(self.model)
-        self.history.setdefault(log.at.position, values_at(log))
+class RoundedWorld(RememberingWorld):
+    """Some deltas are rounded."""
 
     def do(self, what: str, rng: np.random.Generator) -> None:
         match what:
@@ -99,23 +84,10 @@ class RoundedWorld(World):
                 self.export_rounded(DeltaDtype(what), float(rng.choice([0.0, 0.0, 0.5])))
             case "exact":
                 self.export_rounded(None)
-            case "rollback":
-                newest = read_log(self.model).at.position
-                older = [position for position in self.history if position < newest]
-                if older:
-                    self.take_back(int(rng.choice(older)))
             case _:
                 super().do(what, rng)
         self.note()
         self.check()
-
-    def take_back(self, to: int) -> None:
-        try:
-            values_at(read_log(self.model), to)
-        except ExportError:
-            return
-        log_maintenance.rollback(self.model, to)
-        assert_same_bits(values_at(read_log(self.model)), self.history[to])
 
     def export_rounded(self, dtype: DeltaDtype | None, bound: float = 0.0) -> None:
         done = export(self.trainer, self.model, dtype, bound)
@@ -131,16 +103,6 @@ class RoundedWorld(World):
                 assert said.rows >= rounded
                 assert said.largest >= largest_error(values_at(log), self.visible)
         assert export(self.trainer, self.model, dtype, bound).published is None, "nothing to do"
-
-    def check(self) -> None:
-        """Every position that can be reached serves what it served when it was published."""
-        log = read_log(self.model)
-        for position, values in self.history.items():
-            try:
-                found = values_at(log, position)
-            except ExportError:
-                continue
-            assert_same_bits(found, values)
 
 
 HAPPENINGS = ["train", "train", "save", "increment", "int8", "int8", "bfloat16", "exact", "merge", "tidy"]
@@ -160,14 +122,6 @@ def test_what_is_served_is_what_was_sent_and_becomes_exact_when_asked(
         rng = np.random.default_rng(seed)
         for each in [*what, "train", "save", "int8", "exact"]:
             world.do(each, rng)
-
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Trainer:
-    trainer = Trainer(tmp_path / "train")
-    trainer.save()
-    publish_base(trainer, Serving(), tmp_path / "model")
-    return trainer
 
 
 @pytest.mark.parametrize("source", ["increment", "save", "deeprec"])

@@ -28,9 +28,11 @@ from exporter.publish.delta_log import read_log
 from exporter.storage.layout import JOBS_DIRECTORY, VARIABLES_PREFIX
 from exporter.wire.dtypes import DType
 from tests.support.commands import export_model
+from tests.support.engine_job import Counting
 from tests.support.logs import Serving, Trainer, assert_same_bits, damage_tensor, publish_base, values_at
 from tests.support.object_stores import Bucket
 from tests.support.remote_models import incr, published_log, went_on
+from tests.support.setting import followed
 
 TINY = Jobs(task_bytes=1)
 """Every table is far larger than what sixteen tasks read: all are divided."""
@@ -120,9 +122,7 @@ def test_a_base_by_tasks(model: Path, jobs: Jobs) -> None:
 
 
 def test_a_new_base_names_the_checkpoint_that_its_values_are_of(tmp_path: Path) -> None:
-    trainer, model = Trainer(tmp_path / "train"), tmp_path / "model"
-    trainer.save()
-    publish_base(trainer, Serving(), model)
+    trainer, model = followed(tmp_path), tmp_path / "model"
     trainer.train()
     saved = trainer.save()
     assert incr(trainer, str(model)).code == 0
@@ -132,9 +132,7 @@ def test_a_new_base_names_the_checkpoint_that_its_values_are_of(tmp_path: Path) 
 
 
 def test_one_delta_is_no_merger(tmp_path: Path) -> None:
-    trainer, model = Trainer(tmp_path / "train"), tmp_path / "model"
-    trainer.save()
-    publish_base(trainer, Serving(), model)
+    trainer, model = followed(tmp_path), tmp_path / "model"
     assert (plan_merge(model, None, None, TINY), merge(model)) == (None, None)
     went_on(trainer, 20)
     assert incr(trainer, str(model)).code == 0
@@ -174,24 +172,18 @@ def test_a_base_of_tables_that_lie_in_columns(tmp_path: Path, jobs: Jobs) -> Non
     assert export_model("verify", model, "--bytes").code == 0
 
 
-class Stopping(LocalEngine):
+class Stopping(Counting):
     """Ends after some outcomes, as a command that is interrupted; `works` are those that were asked for."""
 
     def __init__(self, after: int) -> None:
-        super().__init__(1)
+        super().__init__(LocalEngine(1))
         self.after = after
-        self.works = 0
 
     def run(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:
-        for number, outcome in enumerate(super().run(self._counted(works)), 1):
+        for number, outcome in enumerate(super().run(works), 1):
             yield outcome
             if number == self.after:
                 raise KeyboardInterrupt
-
-    def _counted(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:
-        for work in works:
-            self.works += 1
-            yield work
 
 
 @pytest.mark.parametrize("rebased", [False, True])

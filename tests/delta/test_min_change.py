@@ -24,7 +24,6 @@ from tests.support.logs import (
     Serving,
     Trainer,
     assert_same_bits,
-    publish_base,
     served_now,
     values_at,
 )
@@ -49,14 +48,6 @@ def test_what_is_served_stays_within_the_bound_and_becomes_exact_when_asked(
             world.do(each, rng)
         world.export(0.02)
         world.export(0.0)
-
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Trainer:
-    trainer = Trainer(tmp_path / "train")
-    trainer.save()
-    publish_base(trainer, Serving(), tmp_path / "model")
-    return trainer
 
 
 def test_a_row_that_keeps_drifting_is_sent_once_it_has_gone_far_enough(

@@ -210,6 +210,16 @@ def line_of(path: Path, mark: str) -> int:
     return number
 
 
+def assert_named(path: Path, function: str, cause: str, mark: str, hint: str) -> None:
+    """The error has the user's line, in one line of its own, and what to do."""
+    error = refused(path, function)
+    assert error.cause.startswith(cause)
+    assert f"({path}:{line_of(path, mark)} in " in error.cause
+    assert hint in error.hint
+    assert "\n" not in error.cause
+    assert "\x1b" not in error.cause
+
+
 @pytest.mark.parametrize("keras", ["import keras", "import tf_keras as keras"], ids=["keras3", "tf-keras"])
 @pytest.mark.parametrize(
     ("function", "cause", "mark", "hint"),
@@ -226,12 +236,7 @@ def line_of(path: Path, mark: str) -> int:
 )
 def test_mistakes_in_keras(place: Path, keras: str, function: str, cause: str, mark: str, hint: str) -> None:
     path = written(place, keras.rpartition(" ")[0].replace(" ", "_"), KERAS, keras)
-    error = refused(path, function)
-    assert error.cause.startswith(cause)
-    assert f"({path}:{line_of(path, mark)} in " in error.cause
-    assert hint in error.hint
-    assert "\n" not in error.cause
-    assert "\x1b" not in error.cause
+    assert_named(path, function, cause, mark, hint)
 
 
 @pytest.mark.parametrize(
@@ -246,10 +251,7 @@ def test_mistakes_in_keras(place: Path, keras: str, function: str, cause: str, m
 )
 def test_mistakes_in_modules(place: Path, function: str, cause: str, mark: str, hint: str) -> None:
     path = written(place, "module", MODULE)
-    error = refused(path, function)
-    assert error.cause.startswith(cause)
-    assert f"({path}:{line_of(path, mark)} in " in error.cause
-    assert hint in error.hint
+    assert_named(path, function, cause, mark, hint)
 
 
 def test_a_function_without_a_signature_is_told_how_to_get_one(place: Path) -> None:
@@ -276,10 +278,7 @@ def test_a_refusal_of_this_program_is_not_wrapped(place: Path) -> None:
 )
 def test_mistakes_in_graphs(place: Path, function: str, cause: str, mark: str, hint: str) -> None:
     path = written(place, "v1", V1)
-    error = refused(path, function)
-    assert error.cause.startswith(cause)
-    assert f"({path}:{line_of(path, mark)} in " in error.cause
-    assert hint in error.hint
+    assert_named(path, function, cause, mark, hint)
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,13 @@ from exporter.increments.history import CheckpointMarker, History
 from exporter.increments.increment import CheckpointId
 from exporter.increments.trained import TrainerVersion
 from exporter.options import ExportRequest
-from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.incremental import ExportedDelta
 from exporter.publish.delta_log import read_log
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from tests.support.agents import Published
 from tests.support.commands import export_model
 from tests.support.increments import A, checkpoint
+from tests.support.publishing import delta_of
 
 NOON = datetime(2026, 1, 31, 12, 0, tzinfo=timezone.utc)
 LONG_S, SHORT_S = 60.0, 0.3
@@ -55,9 +56,7 @@ def mark(published: Published) -> None:
 
 def looked(published: Published, *, is_watching: bool, seconds: float = LONG_S) -> ExportedDelta:
     request = ExportRequest(published.trainer.directory, published.model)
-    done = export_incremental(request, is_watching=is_watching, marker_seconds=seconds)
-    assert isinstance(done, ExportedDelta)
-    return done
+    return delta_of(request, is_watching=is_watching, marker_seconds=seconds)
 
 
 def made(published: Published) -> tuple[DeltaOrigin, datetime | None]:
@@ -139,8 +138,7 @@ def test_a_checkpoint_that_is_named_and_not_the_newest_is_not_waited_for(publish
     published.trainer.train()
     save(published)
     request = ExportRequest(older, published.model)
-    done = export_incremental(request, marker_seconds=10 * LONG_S)
-    assert isinstance(done, ExportedDelta)
+    done = delta_of(request, marker_seconds=10 * LONG_S)
     assert done.published is not None
 
 

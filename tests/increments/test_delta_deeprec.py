@@ -30,6 +30,8 @@ from tests.support.logs import (
     served_now,
     values_at,
 )
+from tests.support.publishing import delta_of
+from tests.support.setting import followed
 
 
 @settings(max_examples=times(25))
@@ -57,8 +59,7 @@ def test_full_checkpoints_and_increments_in_any_order(
             save_increment(trainer, keys=keys)
         visible = served_now(trainer, serving)
         if data.draw(st.booleans()):
-            done = export_incremental(request(trainer, directory / "model"))
-            assert isinstance(done, ExportedDelta)
+            delta_of(request(trainer, directory / "model"))
             log = read_log(directory / "model")
             assert_same_bits(values_at(log), visible)
             assert log.at.step == trainer.step
@@ -66,9 +67,7 @@ def test_full_checkpoints_and_increments_in_any_order(
 
 @pytest.fixture
 def published(tmp_path: Path) -> tuple[Trainer, Path]:
-    trainer = Trainer(tmp_path / "train", parts=2)
-    trainer.save()
-    publish_base(trainer, Serving(), tmp_path / "model")
+    trainer = followed(tmp_path, parts=2)
     trainer.train()
     return trainer, tmp_path / "model"
 
@@ -76,12 +75,10 @@ def published(tmp_path: Path) -> tuple[Trainer, Path]:
 def test_rows_are_taken_from_the_increment_and_nothing_is_compared(published: tuple[Trainer, Path]) -> None:
     trainer, model = published
     save_increment(trainer)
-    done = export_incremental(request(trainer, model))
-    assert isinstance(done, ExportedDelta)
+    done = delta_of(request(trainer, model))
     assert (done.rows, done.compared_bytes) == (8, 0)
     assert read_log(model).deltas[0].entry.made is DeltaOrigin.INCREMENTS
-    again = export_incremental(request(trainer, model))
-    assert isinstance(again, ExportedDelta)
+    again = delta_of(request(trainer, model))
     assert again.published is None
 
 
@@ -159,8 +156,7 @@ def test_a_table_whose_own_name_ends_like_a_part_is_found(tmp_path: Path) -> Non
 
 def exported(trainer: Trainer, model: Path) -> ExportedDelta:
     """What is served afterwards is what the trainer has."""
-    done = export_incremental(request(trainer, model))
-    assert isinstance(done, ExportedDelta)
+    done = delta_of(request(trainer, model))
     assert_same_bits(values_at(read_log(model)), served_now(trainer, Serving()))
     return done
 

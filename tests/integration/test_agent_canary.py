@@ -24,7 +24,6 @@ from serving.client import ModelClient
 from tests.support.agents import DEADLINE_S, Agent, Published, Server, agent, process, wait
 from tests.support.budget import thorough
 from tests.support.commands import export_model
-from tests.support.numpy_trainer import STEP
 
 USERS = list(range(23))
 GOLDEN = {
@@ -81,17 +80,8 @@ def canary(published: Published, servers: list[Server], golden: Path, *more: str
 def publish(published: Published, made: Callable[[np.ndarray], np.ndarray] | None = None) -> int:
     """Train on, and publish; every row of the users is what `made` makes of it."""
     if made is not None:
-        change(published, made)
+        published.change(made)
     return published.publish()
-
-
-def change(published: Published, made: Callable[[np.ndarray], np.ndarray]) -> None:
-    session = published.trainer.session
-    assert session is not None
-    values = session.variables.values
-    values["net/users"] = made(values["net/users"]).astype(np.float32)
-    values[STEP] = values[STEP] + 1
-    session.variables.touched["net/users"].update(USERS)
 
 
 def all_nan(rows: np.ndarray) -> np.ndarray:
@@ -383,7 +373,7 @@ def test_a_new_base_that_answers_wrong_is_told_and_could_have_been_refused(
         wait(lambda: positions(servers, published) == {good})
         wait(lambda: status(running)["canary"]["doing"].startswith("all is approved"))
         assert status(running)["canary"]["failing"] == ""
-        change(published, all_nan)
+        published.change(all_nan)
         published.trainer.save()
         refused = export_model(*base, "--golden", golden)
         assert (refused.code, "values are NaN" in refused.err) == (6, True), refused.err
@@ -396,7 +386,7 @@ def test_a_new_base_that_answers_wrong_is_told_and_could_have_been_refused(
         assert "<h1>Golden requests fail at " in running.get("/")[1]
     with canary(published, servers, golden) as running:  # another one finds it, too
         wait(lambda: status(running)["canary"]["failing"])
-        change(published, normal)
+        published.change(normal)
         published.trainer.save()
         assert export_model(*base, "--golden", golden).code == 0
         wait(lambda: positions(servers, published) == {read_log(published.model).at.position})

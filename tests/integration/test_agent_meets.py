@@ -18,7 +18,6 @@ from serving.updates import read_incremental_status
 from tests.support.agents import Published, Server, agent, wait
 from tests.support.budget import thorough
 from tests.support.certificates import Certified
-from tests.support.numpy_trainer import STEP
 
 USERS = list(range(23))
 GOLDEN = {"requests": [{"inputs": {"user": USERS, "item": [0]}, "expect": {"user_rows": {"max": 1000}}}]}
@@ -37,12 +36,7 @@ def published(tmp_path: Path) -> Published:
 
 def train(published: Published, number: float) -> None:
     """A step that gives every user's row this value."""
-    session = published.trainer.session
-    assert session is not None
-    values = session.variables.values
-    values["net/users"] = np.full_like(values["net/users"], number)
-    values[STEP] = values[STEP] + 1
-    session.variables.touched["net/users"].update(USERS)
+    published.change(lambda rows: np.full_like(rows, number))
 
 
 @thorough

@@ -23,7 +23,6 @@ from tests.support.agents import Published, wait
 from tests.support.commands import export_model
 from tests.support.damage import flip
 from tests.support.incidents import HAS_PROMTOOL, World, firing, type_it, world
-from tests.support.numpy_trainer import STEP
 
 pytestmark = pytest.mark.landing
 USERS = list(range(23))
@@ -80,12 +79,7 @@ def is_held(world: World) -> None:
 
 
 def change(world: World, made: Callable[[Any], Any]) -> None:
-    session = world.published.trainer.session
-    assert session is not None
-    values = session.variables.values
-    values["net/users"] = made(values["net/users"]).astype(np.float32)
-    values[STEP] = values[STEP] + 1
-    session.variables.touched["net/users"].update(USERS)
+    world.published.change(made)
     world.published.publish()
 
 

@@ -12,12 +12,13 @@ import pytest
 from exporter.increments.history import History, read_history
 from exporter.increments.increment import CheckpointId
 from exporter.options import ExportRequest, Updates
-from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.incremental import export_incremental
 from tests.integration.increment_cluster import Cluster, Job, log, newest, step_of
 from tests.integration.increment_nodes import keyed_serving
 from tests.support.budget import thorough
 from tests.support.increments import differing, full, starts
 from tests.support.keyed_training import Served, stored_rows
+from tests.support.publishing import delta_of
 
 
 def assert_exact(job: Job, since: int = 0) -> History:
@@ -152,13 +153,13 @@ def test_keys_come_and_go_while_every_node_dies(tmp_path: Path) -> None:
             cluster.wait_for("progress", lambda seen=seen: increments(job) > seen + 3)
             for name in victims:
                 cluster.kill(name)
-            assert isinstance(export_incremental(request), ExportedDelta)
+            delta_of(request)
             for name in victims:
                 cluster.start(name)
         cluster.wait()
     history = assert_exact(job)
     assert sum(table.removed for stored in history.increments for table in stored.increment.tables) > 20
-    assert isinstance(export_incremental(request), ExportedDelta)
+    delta_of(request)
     served.update()
     keys = np.arange(job.keys) * 7919 - 10**12
     assert served.rows(keys) == stored_rows(newest(job.checkpoints))

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,20 +130,27 @@ def test_tensorlayer(tmp_path: Path) -> None:
     library = Library("TensorLayer", "tensorlayer_trainer.py", tmp_path)
     library.run(steps=20)
     model = f"{ROOT}/tests/support/tensorlayer_trainer.py:serving"
-    request = ExportRequest(library.train, tmp_path / "model", model=model, updates=Updates())
+    said, values, ids, answer = _trained_on(library, model)
+    assert "0 variables by compared rows" in said
+    rows = values["words/embeddings"][ids].reshape(-1, 12)
+    assert answer["rows"].tobytes() == rows.tobytes()
+    np.testing.assert_allclose(answer["out"], rows @ values["out/W"] + values["out/b"], 1e-5, 1e-6)
+
+
+def _trained_on(
+    library: Library, model: str, **job: Any
+) -> tuple[str, Mapping[str, np.ndarray], np.ndarray, Mapping[str, np.ndarray]]:
+    """Export, train on, update: what the trainer said, its values, ids, and what is answered for them."""
+    request = ExportRequest(library.train, library.directory / "model", model=model, updates=Updates())
     with loaded(export(request).published.path) as server:
-        assert "0 variables by compared rows" in library.run(steps=47)
+        said = library.run(steps=47, **job)
         library.assert_exact()
         delta = export_incremental(request)
         assert delta.published is not None
         assert delta.compared_bytes == 0, delta.reason
         server.update()
         ids = np.arange(300).reshape(-1, 3)
-        answer = server.predict(ids=ids)
-    values = values_of(candidates(library.train)[0])
-    rows = values["words/embeddings"][ids].reshape(-1, 12)
-    assert answer["rows"].tobytes() == rows.tobytes()
-    np.testing.assert_allclose(answer["out"], rows @ values["out/W"] + values["out/b"], 1e-5, 1e-6)
+        return said, values_of(candidates(library.train)[0]), ids, server.predict(ids=ids)
 
 
 def test_autodist(tmp_path: Path) -> None:
@@ -183,17 +191,7 @@ def _train_by_autodist(directory: Path, strategy: str, **job: Any) -> str:
     job = {"strategy": strategy, "loop": _loop(), **job}
     library.run(steps=20, **job)
     model = f"{ROOT}/tests/support/real_autodist_trainer.py:serving"
-    request = ExportRequest(library.train, directory / "model", model=model, updates=Updates())
-    with loaded(export(request).published.path) as server:
-        said = library.run(steps=47, **job)
-        library.assert_exact()
-        delta = export_incremental(request)
-        assert delta.published is not None
-        assert delta.compared_bytes == 0, delta.reason
-        server.update()
-        ids = np.arange(300).reshape(-1, 3)
-        answer = server.predict(ids=ids)
-    values = values_of(candidates(library.train)[0])
+    said, values, ids, answer = _trained_on(library, model, **job)
     assert int(values["global_step"]) == 47
     rows = values["table"][ids].reshape(-1, 12)
     assert answer["rows"].tobytes() == rows.tobytes()

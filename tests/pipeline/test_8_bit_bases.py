@@ -12,13 +12,14 @@ import exporter.bundle.mapped_tables as mapped_tables
 from exporter.errors import NotFinite, SchemaChanged
 from exporter.options import EngineName, Jobs, Updates, Verify
 from exporter.pipeline.full import Exported, export
-from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.watch_loop import is_for_a_person
 from exporter.publish.delta_log import read_log
 from exporter.wire.int8_codes import to_codes, values_of
 from tests.support.agents import Published
 from tests.support.commands import export_model
 from tests.support.mapped_models import DIM, ROWS, MappedModel, mapped_below
+from tests.support.publishing import delta_of
 from tests.support.updatable import Loaded, loaded
 
 UPDATES = Updates(stamp=True, digest=True)
@@ -62,7 +63,7 @@ def test_deltas_carry_rows_as_they_are_served(
         for step in (8, 9):
             model.table[5 * step : 50 * step] += 1
             model.save(step, model.table)
-            assert isinstance(export_incremental(model.request(**asked)), ExportedDelta)
+            delta_of(model.request(**asked))
             assert server.update()["position"] == step
             assert_answers(server, model, step)
         merged = export_model("merge", model.out, "--rebase")

@@ -29,6 +29,7 @@ from tests.support.commands import export_model
 from tests.support.deeprec import Ev, write_full, write_increment
 from tests.support.deeprec_logs import DEFAULT, DIM, DeepRecTrainer, publish_base, served, train_on
 from tests.support.deeprec_logs import request as log_request
+from tests.support.publishing import delta_of
 from tests.support.served_tables import DEFAULTS, LIMITS, assert_serves, request
 from tests.support.updatable import Loaded, loaded
 
@@ -70,9 +71,7 @@ def log_of(trainer: DeepRecTrainer) -> Path:
 
 def to_log(trainer: DeepRecTrainer, **options: Any) -> ExportedDelta:
     """The next delta of such a log."""
-    done = export_incremental(log_request(trainer, trainer.directory.with_name("model"), **options))
-    assert isinstance(done, ExportedDelta)
-    return done
+    return delta_of(log_request(trainer, trainer.directory.with_name("model"), **options))
 
 
 def begin(trainer: DeepRecTrainer, **options: Any) -> Exported:
@@ -82,8 +81,7 @@ def begin(trainer: DeepRecTrainer, **options: Any) -> Exported:
 
 
 def delta(trainer: DeepRecTrainer, **options: Any) -> ExportedDelta:
-    done = export_incremental(asked(trainer, **options))
-    assert isinstance(done, ExportedDelta)
+    done = delta_of(asked(trainer, **options))
     assert done.published is not None
     return done
 
@@ -268,7 +266,7 @@ def test_rows_of_one_number_are_left_as_they_are(tmp_path: Path) -> None:
     (note,) = (note for note in done.plan.notes if "--cast int8 leaves" in note)
     assert note == "--cast int8 leaves as they are: single/values (its rows of 1 would not shrink)"
     new = save(lambda _, tables: write_increment(train, 2, tables), train, 2)
-    assert isinstance(export_incremental(told), ExportedDelta)
+    delta_of(told)
     with loaded(done.published.path) as server:
         server.update()
         found = server.predict(ids=new["single"].keys)

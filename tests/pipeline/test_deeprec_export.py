@@ -19,7 +19,7 @@ from exporter.options import ExportRequest, Updates, Verify
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.both_sides import compare_names
 from exporter.pipeline.full import export
-from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.incremental import export_incremental
 from exporter.wire.int8_codes import to_codes
 from tests.support.deeprec_graphs import Generation, deeprec_graph
 from tests.support.deeprec_models import (
@@ -33,6 +33,7 @@ from tests.support.deeprec_models import (
     assert_answers,
     build,
 )
+from tests.support.publishing import delta_of
 from tests.support.updatable import Loaded, loaded_quickly
 
 
@@ -102,14 +103,13 @@ def test_increments_and_full_checkpoints_become_deltas(tmp_path: Path) -> None:
         for seed in range(3):
             trainer.train(seed)
             trainer.save_increment()
-            delta = export_incremental(asked)
-            assert isinstance(delta, ExportedDelta)
+            delta_of(asked)
             assert server.update()["position"] == trainer.step
             assert_serves(server, trainer)
         trainer.train(9)
         gone = trainer.evict()
         trainer.save()
-        assert isinstance(export_incremental(asked), ExportedDelta)
+        delta_of(asked)
         server.update()
         assert_serves(server, trainer, gone)
 
@@ -153,7 +153,7 @@ def test_rows_in_8_bits(tmp_path: Path, maps: bool, monkeypatch: pytest.MonkeyPa
             np.testing.assert_allclose(found["item_rows"], near, atol=0.05)
             trainer.train(seed)
             trainer.save() if seed == 1 else trainer.save_increment()
-            assert isinstance(export_incremental(asked), ExportedDelta)
+            delta_of(asked)
             server.update()
 
 

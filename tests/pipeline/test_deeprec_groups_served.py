@@ -11,7 +11,7 @@ import numpy as np
 
 from exporter.options import ExportRequest, Updates, Verify
 from exporter.pipeline.full import export
-from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.incremental import export_incremental
 from exporter.wire.protos import Proto
 from serving.client import ModelClient
 from serving.server import ModelServer
@@ -20,6 +20,7 @@ from tests.support.deeprec import Ev, write_full, write_increment
 from tests.support.deeprec_group import ABSENT, IDS, TABLES, combined, feeds, graph_with_group
 from tests.support.deeprec_rows import DIM
 from tests.support.dynamic_values import Rows
+from tests.support.publishing import delta_of
 from tests.support.updatable import Loaded, loaded_quickly
 
 Array = np.ndarray[Any, Any]
@@ -109,7 +110,7 @@ def test_weighted_groups(tmp_path: Path) -> None:
         before = trainer.expected("sqrtn", given)
         assert_close(server.predict(**given), before)
         trainer.train()
-        assert isinstance(export_incremental(asked), ExportedDelta)
+        delta_of(asked)
         assert server.update()["position"] == trainer.step
         after = trainer.expected("sqrtn", given)
         assert_close(server.predict(**given), after)
@@ -128,7 +129,7 @@ def test_groups_in_8_bits(tmp_path: Path) -> None:
             for name in TABLES:
                 np.testing.assert_allclose(found[name], expected[name], atol=0.05)
             trainer.train()
-            assert isinstance(export_incremental(asked), ExportedDelta)
+            delta_of(asked)
             server.update()
 
 
@@ -169,7 +170,7 @@ def test_dense_groups_and_a_full_checkpoint_without_some_keys(tmp_path: Path) ->
             for name, ev in trainer.tables.items()
         }
         trainer.save()
-        assert isinstance(export_incremental(asked), ExportedDelta)
+        delta_of(asked)
         server.update()
         assert_serves(server)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from exporter.errors import CorruptFile, ExportError, ManifestError
 from exporter.increments.history import identify, read_history
 from exporter.pipeline import log_maintenance
-from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import read_log
 from tests.support.budget import times
 from tests.support.logs import (
@@ -27,6 +27,8 @@ from tests.support.logs import (
     served_now,
     values_at,
 )
+from tests.support.publishing import delta_of
+from tests.support.setting import followed
 
 servings = st.builds(
     Serving,
@@ -113,8 +115,7 @@ class World:
                 self.see()
 
     def export(self) -> None:
-        done = export_incremental(request(self.trainer, self.model))
-        assert isinstance(done, ExportedDelta)
+        delta_of(request(self.trainer, self.model))
         log = read_log(self.model)
         assert_same_bits(values_at(log), self.visible)
         self.history.setdefault(log.at.position, self.visible)
@@ -123,8 +124,7 @@ class World:
         """The newest state is published, or that of the last increment if the next one is awaited."""
         before = read_log(self.model)
         known = values_at(before)
-        done = export_incremental(request(self.trainer, self.model), is_watching=True)
-        assert isinstance(done, ExportedDelta)
+        done = delta_of(request(self.trainer, self.model), is_watching=True)
         log = read_log(self.model)
         found = values_at(log)
         if done.published is None:
@@ -201,9 +201,7 @@ def test_who_watches_has_the_state_of_an_increment_and_compares_nothing_while_th
 @pytest.mark.parametrize("what", ["base", "delta", "increment"])
 def test_a_manifest_that_omits_a_tensor_is_not_believed(tmp_path: Path, what: str) -> None:
     """Else the value would be lost without a word."""
-    trainer, model = Trainer(tmp_path / "train"), tmp_path / "model"
-    trainer.save()
-    publish_base(trainer, Serving(), model)
+    trainer, model = followed(tmp_path), tmp_path / "model"
     trainer.train()
     trainer.increment()
     if what == "delta":

@@ -18,7 +18,7 @@ from exporter.options import DeltaDtype, ExportRequest, Isolation, Jobs, Updates
 from exporter.pipeline import full_plan
 from exporter.pipeline.comparison import compare, parse_side
 from exporter.pipeline.full import export, plan
-from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.incremental import ExportedDelta
 from exporter.pipeline.log_maintenance import merge, resume, rollback
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import DeltaLog, read_log
@@ -27,6 +27,7 @@ from exporter.verify.log import verify_model
 from exporter.wire.dtypes import DType
 from tests.support.commands import export_model
 from tests.support.lookup_tables import KINDS, TableTrainer
+from tests.support.publishing import delta_of
 from tests.support.updatable import Loaded, loaded, loaded_quickly
 
 ENDS: dict[str, Mapping[str, str]] = {
@@ -47,9 +48,7 @@ def publish_base(trainer: TableTrainer, model: Path, **updates: Any) -> dict[str
 
 
 def publish(trainer: TableTrainer, model: Path, **options: Any) -> ExportedDelta:
-    done = export_incremental(request(trainer, model, **options))
-    assert isinstance(done, ExportedDelta)
-    return done
+    return delta_of(request(trainer, model, **options))
 
 
 @contextmanager

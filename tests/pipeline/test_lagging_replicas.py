@@ -22,13 +22,13 @@ from exporter.delta.spans import plan_chain
 from exporter.errors import ModelHeld
 from exporter.options import DeltaDtype
 from exporter.pipeline import log_maintenance
-from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import DeltaLog, list_deltas, read_log
 from exporter.publish.retention import GRACE_SECONDS, ROLLBACK_POSITIONS, retire_deltas
 from tests.support.budget import times
 from tests.support.drifting import drift
 from tests.support.logs import Serving, Trainer, Values, assert_same_bits, publish_base, request, values_at
+from tests.support.publishing import delta_of
 
 LATER = 1e12
 
@@ -121,7 +121,7 @@ class World:
         drift(self.trainer, 0.03, rows=3)
         self.trainer.increment() if self.trainer.step % 5 else self.trainer.save()
         asked = replace(request(self.trainer, self.model), **how)  # type: ignore[arg-type]
-        assert isinstance(export_incremental(asked), ExportedDelta)
+        delta_of(asked)
 
     def known(self) -> set[int]:
         """The newest positions, to which a rollback can always go back while a base leads there."""

@@ -25,6 +25,7 @@ from exporter.storage.layout import INCREMENTS_DIRECTORY, SESSION_FILE
 from tests.support.budget import times
 from tests.support.logs import Serving, publish_base, request, values_at
 from tests.support.numpy_trainer import TABLES, NumpyTrainer, Values, as_any
+from tests.support.publishing import delta_of
 
 BOUND = 2.0
 HAPPENINGS = [
@@ -113,8 +114,7 @@ class World:
         return {f"s/{name.removeprefix('net/')}": value for name, value in values.items() if "net/" in name}
 
     def export(self) -> ExportedDelta:
-        done = export_incremental(self.request)
-        assert isinstance(done, ExportedDelta)
+        done = delta_of(self.request)
         self.trainer.assert_same(values_at(read_log(self.model)), self.expected())
         return done
 
@@ -130,8 +130,7 @@ class World:
     def watch(self) -> None:
         """Who watches may wait for an increment: then what is served stays, or is that of one before."""
         before = values_at(read_log(self.model))
-        done = export_incremental(self.request, is_watching=True)
-        assert isinstance(done, ExportedDelta)
+        done = delta_of(self.request, is_watching=True)
         found, target = values_at(read_log(self.model)), done.plan.trainer.plan.target
         if all(found[name].tobytes() == value.tobytes() for name, value in self.expected().items()):
             return
@@ -183,16 +182,14 @@ def test_a_trainer_that_is_set_back_and_restores_increments(
     trainer.point_to(first)
     SET_BACK[how](trainer.directory)
     assert trainer.newest_state() == a
-    done = export_incremental(world.request, is_watching=is_watching)
-    assert isinstance(done, ExportedDelta)
+    done = delta_of(world.request, is_watching=is_watching)
     assert done.published is not None  # the trainer has F1 and A: F2 must not stay served
     world.trainer.assert_same(values_at(read_log(world.model)), world.expected())
     trainer.begin(restores=True, saver_first=True, is_live=False)
     for _ in range(3):
         trainer.train(rows=1)
         trainer.increment()
-        done = export_incremental(world.request, is_watching=is_watching)
-        assert isinstance(done, ExportedDelta)
+        done = delta_of(world.request, is_watching=is_watching)
         assert done.compared_bytes == 0
         world.trainer.assert_same(values_at(read_log(world.model)), world.expected())
 

@@ -12,12 +12,12 @@ from exporter.bundle.variables import LITTLE_KEPT
 from exporter.checkpoint.tensor_bundle import read_array, read_catalog
 from exporter.options import DataMode, Updates, Verify
 from exporter.pipeline.full import export
-from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.pipeline.log_maintenance import resume, rollback
 from exporter.publish.delta_log import read_log
 from exporter.storage.layout import VARIABLES_PREFIX
 from tests.support.commands import export_model
 from tests.support.mapped_models import DIM, ROWS, MappedModel
+from tests.support.publishing import delta_of
 
 KERNEL_BYTES = DIM * 2 * 4
 
@@ -101,7 +101,7 @@ def test_a_log_goes_on_over_such_a_base(model: MappedModel, url: str, tmp_path: 
     for step in (8, 9):
         model.save(step)
         for each in (ours, of_linked):
-            assert isinstance(export_incremental(each), ExportedDelta)
+            delta_of(each)
     for out in (model.out, linked):
         rollback(out, 8)
         resume(out)

@@ -19,7 +19,7 @@ from exporter.verify.log import verify_model
 from tests.support.commands import export_model
 from tests.support.kills import count_steps, killed_at, points
 from tests.support.publishing import hidden
-from tests.support.step_models import MODEL, request_of, save, versions
+from tests.support.step_models import published, request_of, save, versions
 
 SHARD = "variables/variables.data-00000-of-00001"
 
@@ -28,10 +28,7 @@ SHARD = "variables/variables.data-00000-of-00001"
 def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Versions 10, 20 and 30, none of which takes deltas."""
     directory = tmp_path_factory.mktemp("plain")
-    (directory / "model.py").write_text(MODEL)
-    for step in (10, 20, 30):
-        save(directory / "train", step)
-        export(request_of(directory))
+    published(directory, 10, 20, 30, plain=True)
     return directory
 
 

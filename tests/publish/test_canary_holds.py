@@ -23,7 +23,7 @@ from exporter.publish.retention import retire_deltas
 from exporter.storage.layout import CANARY_LOCK_FILE
 from tests.support.commands import export_model
 from tests.support.logs import set_hold, values_at
-from tests.support.step_models import MODEL, request_of, save, versions
+from tests.support.step_models import published, save, versions
 from tests.support.updatable import loaded_quickly
 
 LATER = 1e12
@@ -32,10 +32,7 @@ LATER = 1e12
 @pytest.fixture
 def request_(tmp_path: Path) -> ExportRequest:
     """A log of base 10 and deltas to 20 and 30, of which a canary approved 20."""
-    (tmp_path / "model.py").write_text(MODEL)
-    given = request_of(tmp_path)
-    for step in (10, 20, 30):
-        publish(given, step)
+    given = published(tmp_path, 10, 20, 30)
     assert approve(log_of(given).path, given.out, expected=None, position=20)
     return given
 

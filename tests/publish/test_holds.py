@@ -23,17 +23,14 @@ from exporter.pipeline.watch_loop import StopWhen, Watching
 from exporter.publish.delta_log import read_log
 from tests.support.commands import export_model
 from tests.support.logs import set_hold
-from tests.support.step_models import MODEL, request_of, save, versions
+from tests.support.step_models import published, request_of, save, versions
 
 
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A log of base 10 and deltas to 20 and 30."""
     directory = tmp_path_factory.mktemp("held")
-    (directory / "model.py").write_text(MODEL)
-    for step in (10, 20, 30):
-        save(directory / "train", step)
-        export_incremental(request_of(directory))
+    published(directory, 10, 20, 30)
     return directory
 
 

@@ -10,7 +10,7 @@ import pytest
 from exporter.publish.retention import Keep, retire
 from exporter.publish.versions import lease, version_dirs
 from tests.support.commands import export_model
-from tests.support.logs import Serving, Trainer, publish_base
+from tests.support.setting import followed
 from tests.support.step_models import MODEL, save
 
 GOLDEN = Path(__file__).parents[1] / "golden/0.1.1"
@@ -36,9 +36,7 @@ def test_an_export_says_why_it_kept_more(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_so_does_a_new_base(tmp_path: Path, as_json: bool) -> None:
-    trainer, model = Trainer(tmp_path / "train"), tmp_path / "model"
-    trainer.save()
-    publish_base(trainer, Serving(), model)
+    trainer, model = followed(tmp_path), tmp_path / "model"
     trainer.train()
     trainer.increment()
     assert export_model("--ckpt-dir", trainer.directory, "--out", model, "--incr", "-q").code == 0

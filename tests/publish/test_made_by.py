@@ -15,7 +15,8 @@ from exporter.publish.made_by import look_at_trainer, new_base
 from exporter.publish.versions import newest_version
 from exporter.storage.layout import MADE_BY_FILE
 from tests.support.commands import export_model
-from tests.support.logs import Serving, Trainer, publish_base
+from tests.support.logs import Serving
+from tests.support.setting import followed
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,9 +59,7 @@ def test_what_was_exported_is_exported_again_by_the_command(
 
 
 def test_without_it_the_manifest_has_the_names(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path / "train", parts=3)
-    trainer.save()
-    publish_base(trainer, Serving(parts=2, cast=True), tmp_path / "ranker")
+    followed(tmp_path, serving=Serving(parts=2, cast=True), parts=3, name="ranker")
     assert new_base(tmp_path / "ranker").startswith("export-model --ckpt-dir train --model WHAT --out ")
     golden = ROOT / "tests/golden/0.2.1/models/ranker"
     assert "--ckpt-dir train --model model.py:serving --out" in new_base(golden)

@@ -22,9 +22,7 @@ from tests.support.setting import followed
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
     """The trainer of a log of `model`, and of a base after it that has lost its manifest."""
-    trainer, model = Trainer(tmp_path / "train"), tmp_path / "model"
-    trainer.save()
-    publish_base(trainer, Serving(), model)
+    trainer, model = followed(tmp_path), tmp_path / "model"
     trainer.train()
     trainer.save()
     export_incremental(request(trainer, model))

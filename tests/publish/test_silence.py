@@ -14,7 +14,8 @@ from exporter.publish.judge import Code, Habit, Level, Silence
 from exporter.publish.model import Model
 from serving.agent.standing import assess
 from tests.support.commands import export_model
-from tests.support.logs import Serving, Trainer, publish_base
+from tests.support.logs import Serving
+from tests.support.setting import followed
 from tests.support.status_pages import fleet, model, two
 
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -47,9 +48,7 @@ def test_the_order_of_times_does_not_matter_and_only_the_newest_count() -> None:
 @pytest.fixture
 def published(tmp_path: Path) -> Path:
     """A model that is published every five minutes, by its manifests."""
-    trainer = Trainer(tmp_path / "train", parts=3)
-    trainer.save()
-    publish_base(trainer, Serving(parts=2, cast=True), tmp_path / "ranker")
+    trainer = followed(tmp_path, serving=Serving(parts=2, cast=True), parts=3, name="ranker")
     for step in range(20, 120, 10):
         trainer.train()
         trainer.step = step

@@ -14,15 +14,14 @@ from exporter.publish.what_changed import what_changed
 from serving.agent.http import changed
 from tests.support.commands import export_model
 from tests.support.damage import SHARD, truncate
-from tests.support.logs import Serving, Trainer, publish_base
+from tests.support.logs import Serving
+from tests.support.setting import followed
 
 
 @pytest.fixture
 def published(tmp_path: Path) -> Path:
     """A base, and two deltas."""
-    trainer = Trainer(tmp_path / "train", parts=3)
-    trainer.save()
-    publish_base(trainer, Serving(parts=2), tmp_path / "ranker")
+    trainer = followed(tmp_path, serving=Serving(parts=2), parts=3, name="ranker")
     for step in (20, 30):
         trainer.train()
         trainer.step = step

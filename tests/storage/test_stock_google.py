@@ -20,17 +20,13 @@ from tests.support.gs_reader import Reader, reading
 from tests.support.machines import killed_at
 from tests.support.object_stores import Bucket
 from tests.support.publishers import Killed
-from tests.support.step_models import MODEL, request_of, save
+from tests.support.step_models import published, save
 
 
 @pytest.fixture
 def request_(tmp_path: Path) -> ExportRequest:
     """A base at 10 and deltas to 20 and 30."""
-    (tmp_path / "model.py").write_text(MODEL)
-    given = request_of(tmp_path)
-    for step in (10, 20, 30):
-        publish(given, step)
-    return given
+    return published(tmp_path, 10, 20, 30)
 
 
 def publish(given: ExportRequest, step: int) -> None:

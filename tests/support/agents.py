@@ -27,7 +27,7 @@ from serving.updates import read_incremental_status
 from tests.integration.chaos_world import write_graph
 from tests.support.commands import export_model
 from tests.support.forks import Warm, started_warm
-from tests.support.numpy_trainer import NumpyTrainer
+from tests.support.numpy_trainer import STEP, NumpyTrainer
 
 ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 120.0
@@ -65,6 +65,15 @@ class Published:
         """Change some rows, and leave them on disk: an increment, or for plain versions a full checkpoint."""
         self.trainer.train()
         self.trainer.save() if self.plain else self.trainer.increment()
+
+    def change(self, made: Callable[[Any], Any]) -> None:
+        """A step by which every row of the users is what `made` makes of it."""
+        session = self.trainer.session
+        assert session is not None
+        values = session.variables.values
+        values["net/users"] = made(values["net/users"]).astype(np.float32)
+        values[STEP] = values[STEP] + 1
+        session.variables.touched["net/users"].update(range(len(values["net/users"])))
 
     def arguments(self) -> list[str]:
         """Those of the command that publishes what is new."""

@@ -16,12 +16,12 @@ from exporter.delta.tolerance import row_distances
 from exporter.errors import ExportError
 from exporter.options import DeltaDtype
 from exporter.options.given import changed
-from exporter.pipeline import log_maintenance
-from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.incremental import ExportedDelta
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.storage.layout import CACHES_DIRECTORY
-from tests.support.drifting import World
+from tests.support.drifting import RememberingWorld
 from tests.support.logs import Trainer, Values, assert_same_bits, request, values_at
+from tests.support.publishing import delta_of
 
 OVERHEAD = 12_000
 """More than the index and the manifest of a delta of these small models take."""
@@ -31,9 +31,7 @@ def export(
     trainer: Trainer, model: Path, budget: str | None = None, *, watches: bool = False, **options: Any
 ) -> ExportedDelta:
     asked = changed(request(trainer, model), delta_budget=budget, **options)
-    done = export_incremental(asked, is_watching=watches)
-    assert isinstance(done, ExportedDelta)
-    return done
+    return delta_of(asked, is_watching=watches)
 
 
 def bytes_on_disk(delta: Path) -> int:
@@ -94,10 +92,9 @@ def remembered(log: DeltaLog) -> Mapping[str, np.ndarray]:
 
 
 @dataclass
-class BudgetedWorld(World):
+class BudgetedWorld(RememberingWorld):
     """Random life: whatever happens, what is served is what the log says."""
 
-    history: dict[int, Values] = field(default_factory=dict)
     states: list[Values] = field(default_factory=list)
 
     def do(self, what: str, rng: np.random.Generator) -> None:
@@ -112,11 +109,6 @@ class BudgetedWorld(World):
                 self.watch(int(rng.integers(0, 12)))
             case "aged":
                 self.export_within(int(rng.integers(0, 12)), float(rng.choice([0.0, 1e6])), rng)
-            case "rollback":
-                newest = read_log(self.model).at.position
-                older = [position for position in self.history if position < newest]
-                if older:
-                    self.take_back(int(rng.choice(older)))
             case "set back":
                 saved = list(self.trainer.saved)
                 self.trainer.go_back(saved[int(rng.integers(len(saved)))])
@@ -129,17 +121,8 @@ class BudgetedWorld(World):
                     path.unlink()
             case _:
                 super().do(what, rng)
-        log = read_log(self.model)
-        self.history.setdefault(log.at.position, values_at(log))
+        self.note()
         self.check()
-
-    def take_back(self, to: int) -> None:
-        try:
-            values_at(read_log(self.model), to)
-        except ExportError:
-            return
-        log_maintenance.rollback(self.model, to)
-        assert_same_bits(values_at(read_log(self.model)), self.history[to])
 
     def rebase(self) -> None:
         from exporter.pipeline.rebase import rebase
@@ -206,13 +189,3 @@ class BudgetedWorld(World):
                 ]
                 now = after[name][row] if after[name].ndim else after[name]
                 assert now.tobytes() in {value.tobytes() for value in had}, (name, row)
-
-    def check(self) -> None:
-        """Every position that can be reached serves what it served when it was published."""
-        log = read_log(self.model)
-        for position, values in self.history.items():
-            try:
-                found = values_at(log, position)
-            except ExportError:
-                continue  # retention
-            assert_same_bits(found, values)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from exporter.delta.format import ChangeKind
+from exporter.errors import ExportError
 from exporter.pipeline import log_maintenance
-from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.incremental import ExportedDelta
 from exporter.publish.delta_log import LogDelta, read_log
 from tests.support.logs import (
     TABLES,
@@ -25,6 +26,7 @@ from tests.support.logs import (
     served_now,
     values_at,
 )
+from tests.support.publishing import delta_of
 
 
 def drift(trainer: Trainer, size: float, rows: int = 4) -> None:
@@ -40,9 +42,7 @@ def drift(trainer: Trainer, size: float, rows: int = 4) -> None:
 
 
 def export(trainer: Trainer, model: Path, bound: float = 0.0) -> ExportedDelta:
-    done = export_incremental(replace(request(trainer, model), min_change=bound))
-    assert isinstance(done, ExportedDelta)
-    return done
+    return delta_of(replace(request(trainer, model), min_change=bound))
 
 
 def behind(served: Values, trained: Values) -> dict[str, np.ndarray]:
@@ -118,6 +118,48 @@ class World:
         else:
             assert_same_bits(values_at(log), self.visible)
         assert export(self.trainer, self.model, bound).published is None, "nothing to do"
+
+
+@dataclass
+class RememberingWorld(World):
+    """A trainer, a log, and what every position of the log served when it was published."""
+
+    history: dict[int, Values] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.note()
+
+    def note(self) -> None:
+        log = read_log(self.model)
+        self.history.setdefault(log.at.position, values_at(log))
+
+    def do(self, what: str, rng: np.random.Generator) -> None:
+        if what != "rollback":
+            super().do(what, rng)
+            return
+        newest = read_log(self.model).at.position
+        older = [position for position in self.history if position < newest]
+        if older:
+            self.take_back(int(rng.choice(older)))
+
+    def take_back(self, to: int) -> None:
+        try:
+            values_at(read_log(self.model), to)
+        except ExportError:
+            return
+        log_maintenance.rollback(self.model, to)
+        assert_same_bits(values_at(read_log(self.model)), self.history[to])
+
+    def check(self) -> None:
+        """Every position that can be reached serves what it served when it was published."""
+        log = read_log(self.model)
+        for position, values in self.history.items():
+            try:
+                found = values_at(log, position)
+            except ExportError:
+                continue  # retention
+            assert_same_bits(found, values)
 
 
 servings = st.builds(

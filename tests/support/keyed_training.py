@@ -16,7 +16,7 @@ from exporter.checkpoint.tensor_bundle import read_array, read_catalog
 from exporter.increments.increment import StoredIncrement
 from exporter.tables import DynamicTable, TrainableTable
 from exporter.training import IncrementHook
-from tests.support.training_graphs import OPTIMIZERS, Meanwhile
+from tests.support.training_graphs import OPTIMIZERS, Meanwhile, monitored
 
 v1 = tf.compat.v1
 
@@ -90,17 +90,8 @@ class KeyedTraining:
             first, second = (
                 Meanwhile(lambda raw, do=do: do(KeyedSession(raw, table, nodes))) for do in meanwhile
             )
-            with v1.train.MonitoredTrainingSession(
-                self.master,
-                checkpoint_dir=str(self.directory),
-                save_checkpoint_steps=self.save_checkpoint_steps,
-                save_checkpoint_secs=None,
-                save_summaries_steps=None,
-                save_summaries_secs=None,
-                log_step_count_steps=None,
-                chief_only_hooks=[first],  # before the saver's
-                hooks=[second, hook],
-            ) as session:
+            hooks = ([first], [second, hook])
+            with monitored(self.master, self.directory, self.save_checkpoint_steps, *hooks) as session:
                 yield KeyedSession(session, table, nodes)
 
     def _graph(self) -> tuple[TrainableTable, dict[str, Any]]:

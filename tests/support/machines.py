@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from exporter.transfer.pull import pull
 from exporter.transfer.push import plan_push, push
 from tests.support.logs import Trainer, request
 from tests.support.object_stores import Bucket
-from tests.support.publishers import Killed
+from tests.support.publishers import Killed, killed_at
 from tests.support.setting import Setting, followed
 
 OURS = {".lock", ".pull", ".pushed", HEAD_FILE}
@@ -61,28 +60,6 @@ def stored(bucket: Bucket) -> dict[str, bytes]:
     base = "models/ranker/"
     names = {key.removeprefix(base): content for key, content in bucket.keys(base).items()}
     return {name: content for name, content in names.items() if name != HEAD_FILE}
-
-
-@contextmanager
-def killed_at(
-    monkeypatch: pytest.MonkeyPatch, kind: type, names: tuple[str, ...], call: int
-) -> Iterator[list[str]]:
-    """The process dies right before the `call`-th of these methods' calls; what had been called."""
-    calls: list[str] = []
-    with monkeypatch.context() as patch:
-        for name in names:
-            method = getattr(kind, name)
-
-            def counted(
-                self: Any, *rest: Any, _method: Callable[..., Any] = method, _name: str = name
-            ) -> Any:
-                if len(calls) == call:
-                    raise Killed
-                calls.append(f"{_name} {rest[0]}")
-                return _method(self, *rest)
-
-            patch.setattr(kind, name, counted)
-        yield calls
 
 
 def survives_kills(machine: Machine, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

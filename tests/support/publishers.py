@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from exporter.verify.log import verify_model
 from tests.support.logs import Trainer
 from tests.support.setting import Setting, followed
 
-_WRITES = ("upload", "create", "replace", "put", "delete")
+WRITES = ("upload", "create", "replace", "put", "delete")
 
 
 class Killed(BaseException):
@@ -39,16 +39,19 @@ def published_to(url: str, directory: Path) -> Trainer:
 
 
 @contextmanager
-def counted_writes(
-    monkeypatch: pytest.MonkeyPatch, before: Callable[[list[str]], bool], *also: str
+def counted_calls(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type,
+    names: Iterable[str],
+    before: Callable[[list[str]], bool] = lambda calls: True,
 ) -> Iterator[list[str]]:
-    """The writes that were begun, `also` of these names; `before` sees those so far, and says whether the
-    next one counts.
+    """The calls of these methods that were begun; `before` sees those so far, and says whether the next one
+    counts.
     """
     calls: list[str] = []
     with monkeypatch.context() as patch:
-        for name in (*_WRITES, *also):
-            method = getattr(ObjectWriter, name)
+        for name in names:
+            method = getattr(kind, name)
 
             def counted(
                 self: Any, *rest: Any, _method: Callable[..., Any] = method, _name: str = name
@@ -57,7 +60,29 @@ def counted_writes(
                     calls.append(f"{_name} {rest[0]}")
                 return _method(self, *rest)
 
-            patch.setattr(ObjectWriter, name, counted)
+            patch.setattr(kind, name, counted)
+        yield calls
+
+
+def counted_writes(
+    monkeypatch: pytest.MonkeyPatch, before: Callable[[list[str]], bool], *also: str
+) -> AbstractContextManager[list[str]]:
+    """As `counted_calls`, of what writes to a store, `also` of these names."""
+    return counted_calls(monkeypatch, ObjectWriter, (*WRITES, *also), before)
+
+
+@contextmanager
+def killed_at(
+    monkeypatch: pytest.MonkeyPatch, kind: type, names: Iterable[str], call: int
+) -> Iterator[list[str]]:
+    """The process dies right before the `call`-th of these methods' calls; what had been called."""
+
+    def before(calls: list[str]) -> bool:
+        if len(calls) == call:
+            raise Killed
+        return True
+
+    with counted_calls(monkeypatch, kind, names, before) as calls:
         yield calls
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from exporter.options import ExportRequest
+from exporter.pipeline.incremental import ExportedDelta, export_incremental
 from exporter.publish.commit import PublishedVersion, Staging, VersionRule, publish_version
 from exporter.publish.manifest import Manifest, ManifestDraft, Origin, TensorEntry
 from exporter.publish.retention import Keep
@@ -13,6 +16,13 @@ from exporter.publish.versions import read_manifest, version_dirs
 SAVED_MODEL = b"a graph"
 SHARD = "variables/variables.data-00000-of-00001"
 FILES = {"saved_model.pb": SAVED_MODEL, "variables/variables.index": b"an index", SHARD: b"weights"}
+
+
+def delta_of(request: ExportRequest, **how: Any) -> ExportedDelta:
+    """What is done where a base is published already."""
+    done = export_incremental(request, **how)
+    assert isinstance(done, ExportedDelta)
+    return done
 
 
 def draft(step: int | None = None) -> ManifestDraft:

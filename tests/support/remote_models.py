@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.commands import Ran, export_model
-from tests.support.logs import Serving, Trainer, publish_base
+from tests.support.logs import Serving, Trainer
+from tests.support.setting import followed
 
 
 def went_on(trainer: Trainer, step: int) -> None:
@@ -22,9 +23,7 @@ def incr(trainer: Trainer, url: str, *options: object) -> Ran:
 
 def published_log(directory: Path, *steps: int) -> Path:
     """A model with a base at 10, in two parts whose tables are cast, and deltas to these steps."""
-    trainer, model = Trainer(directory / "train"), directory / "model"
-    trainer.save()
-    publish_base(trainer, Serving(parts=2, cast=True), model)
+    trainer, model = followed(directory, serving=Serving(parts=2, cast=True)), directory / "model"
     for step in steps:
         went_on(trainer, step)
         assert incr(trainer, str(model)).code == 0

@@ -43,24 +43,26 @@ class Setting:
 
 def followed(
     directory: Path,
-    steps: Iterable[int],
+    steps: Iterable[int] = (),
     *,
-    published: int,
-    serving: Serving | None = None,
+    published: int = FIRST,
+    serving: Serving = Serving(),  # noqa: B008  it is frozen
     parts: int = 1,
+    seed: int = 0,
     by_saving: bool = False,
+    name: str = "model",
 ) -> Trainer:
     """A base at `FIRST`, and the trainer at each of `steps`: of those to `published` there are deltas.
 
-    It writes an increment at each, or a full checkpoint.
+    It writes an increment at each, or a full checkpoint. The model is the directory's `name`.
     """
-    setting, trainer = Setting(directory), Trainer(directory / "train", parts=parts)
+    trainer, model = Trainer(directory / "train", parts=parts, seed=seed), directory / name
     trainer.save()
-    publish_base(trainer, serving or Serving(), setting.model)
+    publish_base(trainer, serving, model)
     for step in steps:
         trainer.train()
         trainer.step = step
         trainer.save() if by_saving else trainer.increment()
         if step <= published:
-            export_incremental(request(trainer, setting.model))
+            export_incremental(request(trainer, model))
     return trainer

@@ -30,6 +30,19 @@ def save(train: Path, step: int) -> None:
     (train / "checkpoint").write_text(f'model_checkpoint_path: "model.ckpt-{step}"\n')
 
 
+def published(directory: Path, *steps: int, plain: bool = False) -> ExportRequest:
+    """A base of the first step, and a delta to each other one; or `plain` versions."""
+    from exporter.pipeline.full import export
+    from exporter.pipeline.incremental import export_incremental
+
+    (directory / "model.py").write_text(MODEL)
+    request = request_of(directory)
+    for step in steps:
+        save(request.ckpt_dir, step)
+        export(request) if plain else export_incremental(request)
+    return request
+
+
 def request_of(directory: Path) -> ExportRequest:
     model = f"{directory / 'model.py'}:build"
     return ExportRequest(directory / "train", directory / "served", model=model)

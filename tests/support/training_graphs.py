@@ -37,6 +37,23 @@ class Meanwhile(v1.train.SessionRunHook):  # type: ignore[misc]  # TensorFlow is
         self._work(session)
 
 
+def monitored(
+    master: str, directory: Path, save_checkpoint_steps: int, before: list[Any], after: list[Any]
+) -> Any:
+    """A session that saves checkpoints and nothing else, with hooks `before` its saver's, and `after` it."""
+    return v1.train.MonitoredTrainingSession(
+        master,
+        checkpoint_dir=str(directory),
+        save_checkpoint_steps=save_checkpoint_steps,
+        save_checkpoint_secs=None,
+        save_summaries_steps=None,
+        save_summaries_secs=None,
+        log_step_count_steps=None,
+        chief_only_hooks=before,
+        hooks=after,
+    )
+
+
 @dataclass(frozen=True)
 class Training:
     """A graph to train, made anew for each session. `build` returns what is run in every step."""
@@ -76,17 +93,8 @@ class Training:
                 Meanwhile(lambda raw, steps=steps: [raw.run(train_op) for _ in range(steps)])
                 for steps in meanwhile
             )
-            with v1.train.MonitoredTrainingSession(
-                self.master,
-                checkpoint_dir=str(self.directory),
-                save_checkpoint_steps=self.save_checkpoint_steps,
-                save_checkpoint_secs=None,
-                save_summaries_steps=None,
-                save_summaries_secs=None,
-                log_step_count_steps=None,
-                chief_only_hooks=[first, *([hook] if before else [])],  # before the saver's
-                hooks=[second, *([] if before else [hook])],
-            ) as session:
+            hooks = ([first, hook], [second]) if before else ([first], [second, hook])
+            with monitored(self.master, self.directory, self.save_checkpoint_steps, *hooks) as session:
                 yield session, train_op
 
 

@@ -30,6 +30,7 @@ from tests.support.commands import export_model
 from tests.support.deeprec import Ev, write_full
 from tests.support.deeprec_logs import DeepRecTrainer, publish_base, request, served
 from tests.support.logs import damage_tensor
+from tests.support.publishing import delta_of
 
 DISTANT = [np.iinfo(np.int64).min, np.iinfo(np.int64).max, -1, -2, 0, -1000, 999]
 
@@ -50,9 +51,7 @@ def model(trainer: DeepRecTrainer, tmp_path: Path) -> Path:
 
 
 def exported(trainer: DeepRecTrainer, model: Path, **options: object) -> ExportedDelta:
-    done = export_incremental(request(trainer, model, **options))
-    assert isinstance(done, ExportedDelta)
-    return done
+    return delta_of(request(trainer, model, **options))
 
 
 def test_a_base_serves_the_keys_of_the_checkpoint(trainer: DeepRecTrainer, model: Path) -> None:

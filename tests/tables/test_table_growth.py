@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from exporter.errors import CheckpointError, TableFull
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.full import Exported
-from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.watch_loop import is_for_a_person
 from exporter.publish.delta_log import read_log
 from exporter.tables.geometry import keys_of
@@ -23,6 +23,7 @@ from tests.support.agents import Server, agent, process, wait
 from tests.support.commands import export_model
 from tests.support.deeprec_logs import DeepRecTrainer, served
 from tests.support.logs import damage_tensor
+from tests.support.publishing import delta_of
 from tests.support.served_tables import DEFAULTS, LIMITS, assert_serves, request
 from tests.support.updatable import loaded_quickly
 
@@ -56,7 +57,7 @@ def begin(trainer: DeepRecTrainer, **options: object) -> ExportRequest:
     export_incremental(told)
     trainer.train()
     trainer.increment()
-    assert isinstance(export_incremental(told), ExportedDelta)
+    delta_of(told)
     return told
 
 
@@ -89,8 +90,7 @@ def test_the_new_base_of_a_watch_holds_the_increments(
         assert export_incremental(told, is_watching=True).published is None, "all of it is published"
         trainer.train()
         trainer.increment()
-        delta = export_incremental(told)
-        assert isinstance(delta, ExportedDelta)
+        delta = delta_of(told)
         assert delta.compared_bytes == 0, "the increment tells what is new"
         assert server.update()["position"] == delta.at.position
         if not casts:
@@ -117,7 +117,7 @@ def test_nothing_is_laid_over_a_base_that_leads_nobody_back(trainer: DeepRecTrai
     assert isinstance(based, Exported)
     assert based.published.manifest.step == 10
     assert based.variables.bytes_linked, "its delta comes next"
-    assert isinstance(export_incremental(told, is_watching=True), ExportedDelta)
+    delta_of(told, is_watching=True)
     assert served(read_log(told.out), defaults=DEFAULTS) == trainer.now()
 
 

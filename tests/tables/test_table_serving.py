@@ -14,11 +14,12 @@ from exporter.errors import TableFull, TruncatedFile, UsageError
 from exporter.options import Jobs
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import Exported
-from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import read_log
 from tests.support.commands import export_model
 from tests.support.deeprec_logs import DeepRecTrainer, served, train_on
+from tests.support.publishing import delta_of
 from tests.support.served_tables import DEFAULTS, LIMITS, assert_serves, request
 from tests.support.updatable import loaded
 
@@ -40,8 +41,7 @@ def test_a_server_follows_increments_and_full_checkpoints(trainer: DeepRecTraine
         assert_serves(server, trainer)
         for what in ("increment", "increment", "save", "increment", "save"):
             train_on(trainer, what)
-            delta = export_incremental(request(trainer))
-            assert isinstance(delta, ExportedDelta)
+            delta = delta_of(request(trainer))
             assert server.update()["position"] == delta.at.position
             assert_serves(server, trainer)
             assert export_incremental(request(trainer)).published is None
@@ -72,7 +72,7 @@ def test_the_index_of_a_base_is_not_read_again_for_the_first_delta(
     for _ in range(2):
         trainer.train()
         trainer.increment()
-        assert isinstance(export_incremental(request(trainer)), ExportedDelta)
+        delta_of(request(trainer))
         assert checked == []
         (based.published.path / "variables" / "variables.data-00001-of-00002").touch()
         trainer.train()
@@ -135,8 +135,7 @@ def test_a_full_table_is_an_error_by_hand_and_a_new_base_for_a_watch(trainer: De
     based = export_incremental(request(trainer), is_watching=True)
     assert isinstance(based, Exported)
     assert "a new base, not a delta: table 'item' is full" in based.plan.notes[0]
-    delta = export_incremental(request(trainer), is_watching=True)
-    assert isinstance(delta, ExportedDelta)
+    delta = delta_of(request(trainer), is_watching=True)
     log = read_log(request(trainer).out)
     assert log.base.at.position == based.published.manifest.position > done.published.manifest.position
     assert served(log, defaults=DEFAULTS) == trainer.now()

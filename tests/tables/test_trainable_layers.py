@@ -18,13 +18,14 @@ from exporter.jobs.runner import Runner
 from exporter.jobs.task import Task
 from exporter.options import EngineName, ExportRequest, Jobs, Updates, Verify
 from exporter.pipeline.full import export
-from exporter.pipeline.incremental import ExportedDelta, export_incremental
+from exporter.pipeline.incremental import export_incremental
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from exporter.storage.layout import STAGING_PREFIX
 from exporter.tables import dynamic_embedding, trainable_embedding, trainable_embedding_class
 from exporter.training import IncrementCallback
 from tests.support.forks import run_warm
 from tests.support.increments import differing, starts
+from tests.support.publishing import delta_of
 
 DIM, CAPACITY, DEFAULT = 3, 60, -1.0
 SEEN = np.arange(100, dtype=np.int64) * 7919 - 300_000
@@ -239,8 +240,8 @@ def test_increments_of_fit_are_deltas_that_serve_what_was_trained(
             if batch == 4:
                 assert layer.remove(SEEN[:4], made.optimizer) == 4
             if batch in (2, 3, 5, 6):
-                done = export_incremental(request)
-                assert isinstance(done, ExportedDelta) and done.published is not None
+                done = delta_of(request)
+                assert done.published is not None
                 entry = done.published.manifest.incremental
                 assert isinstance(entry, DeltaEntry)
                 made_by.append(entry.made)

@@ -11,7 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,15 @@ from tests.support.budget import THOROUGH, thorough
 from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, assert_same_bits, served_now, values_at
 from tests.support.object_stores import BASE, Bucket
-from tests.support.publishers import Killed, counted_writes, lose_patience, published_to, whole
+from tests.support.publishers import (
+    WRITES,
+    Killed,
+    counted_writes,
+    killed_at,
+    lose_patience,
+    published_to,
+    whole,
+)
 from tests.support.remote_models import incr, went_on
 
 STRIDE = 1 if THOROUGH else 2
@@ -70,17 +78,9 @@ def before_write(
         yield calls
 
 
-@contextmanager
-def killed_before(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[list[str]]:
+def killed_before(monkeypatch: pytest.MonkeyPatch, number: int) -> AbstractContextManager[list[str]]:
     """The process dies right before the write of this number: it writes nothing more."""
-
-    def before(calls: list[str]) -> bool:
-        if len(calls) == number:
-            raise Killed
-        return True
-
-    with counted_writes(monkeypatch, before) as calls:
-        yield calls
+    return killed_at(monkeypatch, ObjectWriter, WRITES, number)
 
 
 def head(bucket: Bucket) -> Head:
