@@ -13,7 +13,18 @@ from functools import cache, wraps
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    TypeAlias,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from msgspec import Struct, StructMeta
 from msgspec.structs import force_setattr, replace
@@ -21,6 +32,9 @@ from msgspec.structs import force_setattr, replace
 from exporter.errors import UsageError, nearest
 from exporter.newer_python import StrEnum
 from exporter.storage.local_paths import local_path, without_secrets
+
+if TYPE_CHECKING:
+    from inspect import Signature
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
 """A local path or, where a URL is taken, a URL."""
@@ -48,6 +62,18 @@ class Checked(StructMeta):
             raise
         made._take()
         return made
+
+    @property
+    def __signature__(cls) -> Signature:
+        """The fields with their types, without what the command line knows of them."""
+        told = super().__signature__
+        plain = (
+            one.replace(annotation=get_args(one.annotation)[0])
+            if get_origin(one.annotation) is Annotated
+            else one
+            for one in told.parameters.values()
+        )
+        return told.replace(parameters=[*plain])
 
     def __dir__(cls) -> list[str]:
         """The fields and methods, which `help` shows, without the operators that every struct inherits."""
