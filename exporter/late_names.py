@@ -62,7 +62,8 @@ def _summaries(package: ModuleType) -> Iterator[str]:
         else:
             with suppress(TypeError, ValueError):  # it cannot be called, or is written in C
                 shown += _call(inspect.signature(thing), inspect.unwrap(thing))
-        first, *_ = (inspect.getdoc(thing) or "").splitlines() or [""]
+        told = None if thing is None else inspect.getdoc(thing)
+        first, *_ = (told or "").splitlines() or [""]
         yield fill(shown, 100, subsequent_indent=" " * 8, break_on_hyphens=False) + f"\n    {first}"
 
 
