@@ -20,7 +20,7 @@ from exporter.terminal.output import Failure, Output, OutputMode, labelled
 from serving.cli import app as serve_model
 from serving.server import ModelServer
 from tests.support.agents import process
-from tests.support.commands import export_model, run_app
+from tests.support.commands import Terminal, export_model, run_app
 from tests.support.logs import set_hold
 from tests.support.serving_models import write_saved_model
 from tests.support.setting import Setting, followed
@@ -76,13 +76,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in HOSTILE.values():
             writer.add(name, np.arange(4, dtype=np.float32))
     return prefix
-
-
-class Terminal(io.StringIO):
-    """What a person looks at."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize("text", [*HOSTILE.values(), SURROGATE], ids=[*HOSTILE, "surrogates"])

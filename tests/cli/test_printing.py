@@ -13,7 +13,7 @@ from exporter.cli.export_commands import changed
 from exporter.cli.render import in_rows
 from exporter.terminal import output
 from exporter.terminal.output import Output, OutputMode
-from tests.support.commands import export_model
+from tests.support.commands import Terminal, export_model
 
 MODEL = Path(__file__).parents[1] / "golden/0.1.1/models/ranker"
 
@@ -52,11 +52,6 @@ def test_what_changed() -> None:
         "2 variables, whole",
         "no change",
     ]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_a_word_is_said_where_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:

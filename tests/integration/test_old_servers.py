@@ -25,11 +25,11 @@ from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import read_log
-from exporter.wire.int8_codes import to_codes
 from tests.support import served_tables
 from tests.support.deeprec_logs import DeepRecTrainer
 from tests.support.environments import SERVERS
 from tests.support.mapped_models import IDS, MappedModel
+from tests.support.served_tables import in_8_bits
 from tests.support.stock_loaders import StockLoader
 
 pytestmark = [pytest.mark.landing, pytest.mark.timeout(1800)]
@@ -131,11 +131,6 @@ def test_a_base_its_deltas_and_what_they_become(directory: Path, server: StockLo
         log = read_log(made.base.parent)
         told = served_digests(log.schema, log.state(), [*islice(chunks(log.schema), 3)])
         assert [int(each) for each in found["digest"]] == told
-
-
-def in_8_bits(rows: np.ndarray) -> np.ndarray:
-    codes, scales, _ = to_codes(rows)
-    return codes * scales[:, np.newaxis]
 
 
 @cache

@@ -30,16 +30,11 @@ from tests.support.deeprec import Ev, write_full, write_increment
 from tests.support.deeprec_logs import DEFAULT, DIM, DeepRecTrainer, publish_base, served, train_on
 from tests.support.deeprec_logs import request as log_request
 from tests.support.publishing import delta_of
-from tests.support.served_tables import DEFAULTS, LIMITS, assert_serves, request
+from tests.support.served_tables import DEFAULTS, LIMITS, assert_serves, in_8_bits, request
 from tests.support.updatable import Loaded, loaded
 
 UPDATES = Updates(stamp=True, digest=True)
 NAMES = ("emb/user", "item")
-
-
-def in_8_bits(rows: np.ndarray) -> np.ndarray:
-    codes, scales, _ = to_codes(rows)
-    return codes * scales[:, np.newaxis]
 
 
 assert_serves_8_bits = partial(assert_serves, stored=in_8_bits)

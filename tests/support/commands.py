@@ -19,6 +19,13 @@ from serving import cli as serving_cli
 from tests.support.printed_documents import checked, checked_error
 
 
+class Terminal(io.StringIO):
+    """What a person looks at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 @dataclass(frozen=True)
 class Ran:
     """What a command left on its streams, and its exit code."""

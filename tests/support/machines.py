@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,12 @@ def stored(bucket: Bucket) -> dict[str, bytes]:
     base = "models/ranker/"
     names = {key.removeprefix(base): content for key, content in bucket.keys(base).items()}
     return {name: content for name, content in names.items() if name != HEAD_FILE}
+
+
+def grow_old(copy: Path) -> None:
+    """What is in a copy came an hour ago."""
+    for manifest in copy.rglob("manifest.json"):
+        os.utime(manifest, (time.time() - 3600,) * 2)
 
 
 def survives_kills(machine: Machine, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

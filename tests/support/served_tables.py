@@ -9,6 +9,7 @@ import numpy as np
 
 from exporter.options import ExportRequest, Updates
 from exporter.tables import DynamicTable
+from exporter.wire.int8_codes import to_codes
 from tests.support.deeprec_logs import DIM, DeepRecTrainer
 from tests.support.stock_loaders import StockLoader
 from tests.support.updatable import Loaded
@@ -34,6 +35,11 @@ def request(trainer: DeepRecTrainer, **options: Any) -> ExportRequest:
     out = trainer.directory.parent / "model"
     given = {"model": model, "updates": Updates(stamp=True), **options}
     return ExportRequest(trainer.directory, out, **given)
+
+
+def in_8_bits(rows: np.ndarray) -> np.ndarray:
+    codes, scales, _ = to_codes(rows)
+    return codes * scales[:, np.newaxis]
 
 
 def assert_serves(

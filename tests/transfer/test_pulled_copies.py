@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from exporter.storage.objects import ObjectReader
 from exporter.transfer.pull import LocalCopy, pull
 from tests.support.commands import export_model
 from tests.support.logs import Serving, assert_same_bits, served_now, values_at
-from tests.support.machines import Machine, files, killed_at, pushed
+from tests.support.machines import Machine, files, grow_old, killed_at, pushed
 from tests.support.object_stores import Bucket
 from tests.support.publishers import Killed
 from tests.support.setting import followed
@@ -34,12 +32,6 @@ def forget(machine: Machine, url: str, *paths: str) -> None:
     for path in paths:
         shutil.rmtree(machine.model / path)
     assert export_model("push", machine.model, url, "--prune").code == 0
-
-
-def grow_old(copy: Path) -> None:
-    """What is in a copy came an hour ago."""
-    for manifest in copy.rglob("manifest.json"):
-        os.utime(manifest, (time.time() - 3600,) * 2)
 
 
 def deltas(copy: Path) -> set[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,7 @@ from exporter.wire.crc32c import masked_crc
 from tests.support.commands import export_model
 from tests.support.key_pairs import key_pair
 from tests.support.logs import Serving, assert_same_bits, publish_base, request, served_now, values_at
-from tests.support.machines import Machine, files, machine_in, pushed
+from tests.support.machines import Machine, files, grow_old, machine_in, pushed
 from tests.support.object_stores import Bucket
 
 LOG = f"deltas/{10:020d}"
@@ -260,11 +259,6 @@ def test_a_tag_leads_nobody_who_trusts_keys(attack: Attack, tmp_path: Path) -> N
         assert resolve_position("@previous", attack.copy) == 20
         with pytest.raises(UsageError, match="nobody has signed that"):
             resolve_position("own", attack.copy)
-
-
-def grow_old(copy: Path) -> None:
-    for manifest in copy.rglob("manifest.json"):
-        os.utime(manifest, (time.time() - 3600,) * 2)
 
 
 def test_the_newest_base_stays_when_it_is_removed_from_the_store(attack: Attack) -> None:
