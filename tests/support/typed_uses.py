@@ -44,6 +44,7 @@ def right() -> None:
     )
     print(whole, either, next(watched), exporter.execute(exporter.plan("train", "models/m")))
     exporter.rollback("models/m", 3, reason="scores fell")
+    exporter.rollback("models/m", "@previous", dry_run=True)
     exporter.merge(Path("models/m"), start=3)
     print(
         exporter.inspect("train"), exporter.verify_model("models/m"), exporter.open_checkpoint("train").step
@@ -64,4 +65,4 @@ def wrong() -> None:
     ExportRequest("train", "models/m", verify="all")  # type: ignore[arg-type]
     ExportRequest("train")  # type: ignore[call-arg]
     Updates(isolation="rows")  # type: ignore[arg-type]
-    exporter.rollback("models/m", "3")  # type: ignore[arg-type]
+    exporter.rollback("models/m", 3.5)  # type: ignore[arg-type]
