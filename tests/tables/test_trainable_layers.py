@@ -161,9 +161,7 @@ def test_keras_own_files_are_exported(tmp_path: Path, kind: str) -> None:
     fit(made, SEEN[15:30], 5)
     layer.remove(SEEN[5:9], made.optimizer)
     (made.save_weights if kind.startswith("weights") else made.save)(path)
-    delta = export_incremental(followed)
-    assert isinstance(delta, ExportedDelta)
-    assert delta.rows
+    assert delta_of(followed).rows
     server.update()
     np.testing.assert_allclose(server.scores(), answers(made), rtol=1e-6)
 
