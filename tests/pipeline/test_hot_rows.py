@@ -281,7 +281,6 @@ def _short(path: Path) -> None:
         (lambda path: path.unlink(), UsageError, "cannot be read"),
         (lambda path: (path.unlink(), os.mkfifo(path)), UsageError, "cannot be read"),
     ],
-    ids=str,
 )
 def test_a_file_that_is_not_as_expected(
     model: MappedModel, write: Callable[[Path], object], error: type[ExportError], says: str
