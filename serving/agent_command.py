@@ -5,7 +5,7 @@ signal.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.errors import Exit, ExportError, UsageError
 from exporter.options import ANYBODY, Option, Trusting
@@ -22,6 +23,7 @@ from exporter.storage.local_paths import local_path, path_parser, quoted
 from exporter.terminal import Leave, sleep_until_a_signal, stop_on_sigterm
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.output import Output, OutputMode
+from exporter.terminal.parameters import pairs
 from exporter.terminal.server_access import ServerAccess
 from serving.documents import AgentStarted
 from serving.optional_libraries import require_libraries
@@ -29,6 +31,7 @@ from serving.optional_libraries import require_libraries
 if TYPE_CHECKING:
     from exporter.wire.protos import Proto
     from serving.agent.journal import AgentEvent, Journal
+    from serving.agent.labels import LabelRules
     from serving.agent.pacing import PacePolicy
     from serving.agent.publications import FollowedModel
     from serving.agent.replica import Settings
@@ -204,9 +207,9 @@ class AuditFlags(Struct, frozen=True):
                 cause="only an audit finds that a replica differs",
                 hint="set how often to audit: --audit-seconds 60",
             )
-        from serving.agent.rebuild import read_rebuild_config
+        from serving.model_config import read_servers_config
 
-        return read_rebuild_config(self.rebuild_config, models)
+        return read_servers_config("--rebuild-config", self.rebuild_config, models)
 
 
 class CanaryFlags(Struct, frozen=True):
@@ -278,6 +281,56 @@ class EventFlags(Struct, frozen=True):
         return runner.running()
 
 
+class LabelFlags(Struct, frozen=True):
+    """The labels of servers that follow tags."""
+
+    label: Annotated[
+        tuple[str, ...],
+        Option(
+            "Keep this label of the servers at the version that a tag of each model names, or that deltas "
+            "lead there. Repeatable; needs --model-config-file.",
+            metavar="LABEL=TAG",
+        ),
+    ] = ()
+    model_config_file: Annotated[
+        Path | None,
+        Option(
+            "The ModelServerConfig that every target runs with: a server unloads each model that it does "
+            "not list.",
+            metavar="FILE",
+            parse=local_path,
+            goes_with="--label",
+        ),
+    ] = None
+
+    def rules(self, models: Mapping[str, Path], *, is_trusting: bool) -> LabelRules | None:
+        """Which tag each label follows; None without --label.
+
+        UsageError if keys are trusted, a value is no pair, or the servers' other models are not known.
+        """
+        if not self.label:
+            return None
+        if is_trusting:
+            raise UsageError(
+                "--label and --trust exclude each other",
+                cause="tags are not signed, so that anybody who can write to the model would move the label",
+                hint="leave out --label, and name the version: serve-model reload --label LABEL=VERSION",
+            )
+        tags = pairs("--label", self.label)
+        if self.model_config_file is None:
+            raise UsageError(
+                "--label needs --model-config-file",
+                cause="labels are set by a new configuration, a server unloads every model that it does not "
+                "list, and servers do not say what else they serve",
+                hint="name the file that the servers run with: --model-config-file models.config",
+            )
+        from serving.agent.labels import LabelRules
+        from serving.model_config import read_servers_config
+
+        read_servers_config("--model-config-file", self.model_config_file, models)
+        return LabelRules(tags, self.model_config_file, models)
+
+
 class TimeFlags(Struct, frozen=True):
     """How directories, stores, replicas and names are polled, and how long a call may take."""
 
@@ -347,6 +400,7 @@ def agent(
     audits: AuditFlags,
     canary: CanaryFlags,
     events: EventFlags,
+    labels: LabelFlags,
     times: TimeFlags,
     access: ServerAccess,
     pull: Annotated[
@@ -367,7 +421,8 @@ def agent(
     A replica that hangs, refuses, restarts or vanishes delays no other. All state is in the replicas and
     the directory: the agent may be killed at any time, and two agents do no harm.
 
-    With --canary, one replica goes first; golden requests decide whether the others follow.
+    With --canary, one replica goes first; golden requests decide whether the others follow. With --label,
+    labels of the servers follow tags.
 
     The agent's own port serves /metrics (Prometheus), /healthz, /readyz, /freshz, /livez, /status.json, and
     a status page at /.
@@ -403,7 +458,8 @@ def agent(
                 hint="leave it out, and sign each under the last part of its path or URL",
             )
         pullers = pullers_of(pull or (), models, journal, times.poll_seconds, trusting)
-        settings = _settings(times, pacing, audits, access, paths)
+        rules_of_labels = labels.rules(paths, is_trusting=bool(trusting.trust))
+        settings = replace(_settings(times, pacing, audits, access, paths), labels=rules_of_labels)
         printer = _EventPrinter(sink)
         journal.read_by(printer)
         rules = canary_rules(

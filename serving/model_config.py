@@ -13,7 +13,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from exporter.errors import UsageError
+from exporter.errors import ExportError, UsageError
 from exporter.publish.versions import version_dirs
 from exporter.storage.local_paths import local_path, require_no_pattern
 from exporter.wire.protos import Proto
@@ -115,6 +115,28 @@ def read_config_file(path: Path) -> Proto:
         UsageError: the file cannot be read, or has other content.
     """
     return read_text_config("--model-config-file", path, "serving.ModelServerConfig")
+
+
+def read_servers_config(option: str, file: Path, models: Iterable[str]) -> Proto:
+    """Read the configuration that every target of an agent runs with.
+
+    Raises:
+        UsageError: it cannot be read, has other content, or lacks a model of the agent.
+    """
+    config = read_text_config(option, file, "serving.ModelServerConfig")
+    try:
+        listed = {model.name for model in listed_models(config)}
+    except (StatusError, ExportError) as error:
+        raise UsageError(
+            f"{option} {file} cannot be used", cause=str(error), hint="name the servers' own file"
+        ) from error
+    if missing := sorted(set(models) - listed):
+        raise UsageError(
+            f"{option} {file} does not list {missing[0]!r}",
+            cause="a server unloads every model that its configuration does not list",
+            hint="name the file that the servers run with",
+        )
+    return config
 
 
 def listed_models(config: Proto) -> tuple[ModelConfig, ...]:

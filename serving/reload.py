@@ -27,7 +27,7 @@ from serving.status import Code, VersionState, VersionStatus, error_text
 _POLL_SECONDS = 0.1
 _SETTLE_SECONDS = 3.0
 """A server reports old failures until it has polled the new base path, about once a second."""
-_COMING = (VersionState.START, VersionState.LOADING)
+COMING = (VersionState.START, VersionState.LOADING)
 
 
 class Labels(Struct, frozen=True):
@@ -77,7 +77,7 @@ def problem_of(model: Proto, statuses: Sequence[VersionStatus]) -> str | None:
             found = "missing" if status is None else _described(status)
             return f"version {version} of {model.name} is {found}"
     for status in statuses:
-        if status.state in _COMING and not status.code:
+        if status.state in COMING and not status.code:
             return f"version {status.version} of {model.name} is {_described(status)}"
     if not any(status.state is VersionState.AVAILABLE for status in statuses):
         listed = ", ".join(f"version {status.version} is {_described(status)}" for status in statuses)
@@ -156,7 +156,7 @@ class Reloader:
             ]
 
     def _known(self, client: ModelClient, model: Proto) -> Labels:
-        available = {s.version for s in _statuses(client) if s.state is VersionState.AVAILABLE}
+        available = {s.version for s in statuses(client) if s.state is VersionState.AVAILABLE}
         found = {label: client.labelled(label) for label in model.version_labels} if available else {}
         return Labels(available, {label: version for label, version in found.items() if version is not None})
 
@@ -166,24 +166,25 @@ class Reloader:
         ServerError if it cannot be loaded, or the time is over.
         """
         began = time.monotonic()
-        while (problem := problem_of(model, statuses := _statuses(client))) is not None:
+        while (problem := problem_of(model, found := statuses(client))) is not None:
             is_settled = time.monotonic() >= min(began + _SETTLE_SECONDS, self._until)
-            if self._left() <= 0 or (is_settled and has_failed(model, statuses)):
+            if self._left() <= 0 or (is_settled and has_failed(model, found)):
                 raise ServerError(
                     problem,
                     cause="it cannot be loaded"
-                    if has_failed(model, statuses)
+                    if has_failed(model, found)
                     else f"after {self._deadline_s:g} s; the server continues with the configuration",
                     hint=f"see its progress: {client.status_command}",
                 )
             time.sleep(_POLL_SECONDS)
-        return [s.version for s in statuses if s.state is VersionState.AVAILABLE]
+        return [s.version for s in found if s.state is VersionState.AVAILABLE]
 
     def _left(self) -> float:
         return max(0.0, self._until - time.monotonic())
 
 
-def _statuses(client: ModelClient) -> list[VersionStatus]:
+def statuses(client: ModelClient) -> list[VersionStatus]:
+    """The versions of a model on a server; none if the server does not know the model."""
     try:
         return client.status()
     except CallFailed as error:

@@ -153,13 +153,13 @@ class EntryFlags(Struct, frozen=True):
 
 def _version_at(named: str, base_path: str) -> int:
     """The version that can be at a position, by a name as `export-model rollback --to` takes it."""
-    from exporter.publish.tags import Standing, resolve_position
+    from exporter.publish.tags import version_named
     from exporter.transfer.opened import opened
 
     try:
         with opened(base_path, read_only=True) as model:
             path = model.path
-            return model.carry(lambda: Standing.of(path).version_at(resolve_position(named, path)))
+            return model.carry(lambda: version_named(named, path))
     except NotUpdatable as error:
         raise UsageError(f"{named!r} is not a version, and no tag: {error.message}") from None
 
@@ -188,8 +188,9 @@ def reload(
     --model_config_file), from options for one model, or from both: --model changes that model's entry in the
     file, or adds one. The command also works with TF Serving's own servers.
 
-    A label can be given the version of a tag (--label stable=prod): it stays there until the next reload.
-    Labels move last: a label whose new version is not available yet keeps its old version until it is.
+    A label can be given the version of a tag (--label stable=prod). It stays there until the next reload;
+    serve-model agent --label follows the tag. Labels move last: a label whose new version is not available
+    yet keeps its old version until it is.
 
     A stock server waits for a new model's base path, and accepts no other configuration until the path
     appears; after an entry without a platform it refuses every later configuration until it is restarted. So

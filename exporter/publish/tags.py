@@ -283,6 +283,15 @@ def resolve_position(named: int | str, model: Path) -> int:
     return _tagged(text, model)
 
 
+def version_named(named: str, model: Path) -> int:
+    """The version that is at a position when it is loaded, or that the fewest deltas lead there.
+
+    Raises:
+        UsageError, PositionUnknown, NotUpdatable, ManifestError: as `resolve_position`.
+    """
+    return Standing.of(model).version_at(resolve_position(named, model))
+
+
 def _tagged(name: str, model: Path) -> int:
     tags = read_tags(model)
     if name not in tags and newest_version(model) is None:

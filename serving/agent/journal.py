@@ -46,6 +46,7 @@ class EventKind(StrEnum):
     DIFFERS = "differs"
     REBUILT = "rebuilt"
     PACED = "paced"
+    LABELLED = "labelled"
 
 
 TROUBLE = frozenset(

@@ -21,19 +21,19 @@ restarts the server, which has the same effect.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from threading import Lock
 
-from exporter.errors import CallFailed, ExportError, ServerError, UsageError
+from exporter.errors import CallFailed, ExportError, ServerError
 from exporter.publish.delta_log import read_log
 from exporter.terminal.server_access import ServerAccess
 from exporter.wire.protos import Proto, message_class
 from serving.client import ModelClient
-from serving.model_config import absent, listed_models, read_config_file
+from serving.model_config import absent
 from serving.reload import Reloader
-from serving.status import StatusError, VersionState
+from serving.status import VersionState
 
 _LOADS_S = 600.0
 _POLL_S = 0.1
@@ -143,25 +143,3 @@ def _problem_of(model: Path) -> str:
     except (OSError, ExportError) as error:
         return f"the published files are damaged: {error}"
     return ""
-
-
-def read_rebuild_config(file: Path, models: Sequence[str]) -> Proto:
-    """Read the configuration that every target runs with.
-
-    Raises:
-        UsageError: it cannot be read, has other content, or lacks a model of the agent.
-    """
-    config = read_config_file(file)
-    try:
-        listed = {model.name for model in listed_models(config)}
-    except (StatusError, ExportError) as error:
-        raise UsageError(
-            f"--rebuild-config {file} cannot be used", cause=str(error), hint="name the servers' own file"
-        ) from error
-    if missing := sorted(set(models) - listed):
-        raise UsageError(
-            f"--rebuild-config {file} does not list {missing[0]!r}",
-            cause="a server unloads every model that its configuration does not list",
-            hint="name the file that the servers run with",
-        )
-    return config

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from exporter.errors import CallFailed, ServerError
+from exporter.errors import CallFailed, ExportError, ServerError
 from exporter.publish.model import Model
 from exporter.publish.served import Served
 from exporter.terminal.progress import count
@@ -25,6 +25,7 @@ from exporter.wire.protos import Proto
 from serving.agent import rollout
 from serving.agent.audit import Audited, audit
 from serving.agent.journal import AgentEvent, EventKind, Journal
+from serving.agent.labels import Labelled, LabelRules, follow_tags
 from serving.agent.pacing import Latencies, PacePolicy, Waiting, next_pause
 from serving.agent.probe import Prober
 from serving.agent.publications import FollowedModel, Publications
@@ -118,7 +119,8 @@ class Settings(Struct, frozen=True):
     map are read before. `resolve_s`: the time between two look-ups of names. `deadline_s`: the deadline of a
     call, to which the time of a catch-up is added. `audit_chunks`: how many chunks an audit compares. `pace`:
     the limits of pacing (None: no pacing). `rebuild`: the configuration that the servers run with (None: no
-    rebuilds). `access`: files for TLS, a certificate and a token.
+    rebuilds). `labels`: the tags that labels follow (None: labels are left alone). `access`: files for TLS, a
+    certificate and a token.
     """
 
     policy: RolloutPolicy = field(default_factory=RolloutPolicy)
@@ -129,6 +131,7 @@ class Settings(Struct, frozen=True):
     audit_chunks: int = 16
     pace: PacePolicy | None = None
     rebuild: Proto | None = None
+    labels: LabelRules | None = None
     access: ServerAccess = WITHOUT_TLS
 
 
@@ -153,6 +156,7 @@ class Replica:
         self.audited: Audited | None = None
         self._rebuilder = rebuilder
         self._why_not_rebuilt = ""
+        self._why_not_labelled: Sequence[str] = ()
         self._journal = journal
         self._settings = settings
         self._allowed = allowed
@@ -259,6 +263,7 @@ class Replica:
                 self.audited = None
             self._report(EventKind(what), message, version=version.number, position=version.position)
         self._restore()
+        self._label(client)
 
     def _saw(self, observed: Observed) -> None:
         self.observed = observed
@@ -403,6 +408,23 @@ class Replica:
             self._failed(
                 CallFailed("ABORTED", error.message, cause=f"the model could not be added again: {error}")
             )
+
+    def _label(self, client: ModelClient) -> None:
+        """Move the server's labels to where their tags are. Why one does not move is reported once."""
+        settings = self._settings
+        if settings.labels is None:
+            return
+        try:
+            done = follow_tags(client, settings.labels, settings.access, settings.deadline_s)
+        except ExportError as error:
+            cause = f": {error.cause}" if error.cause else ""
+            done = Labelled({}, [f"labels do not move: {error.message}{cause}"])
+        for label, version in done.moved.items():
+            self._report(EventKind.LABELLED, f"the label {label} names version {version}", version=version)
+        for problem in done.problems:
+            if problem not in self._why_not_labelled:
+                self._report(EventKind.FAILED, problem)
+        self._why_not_labelled = done.problems
 
     def _failed(self, error: CallFailed) -> None:
         before = self.observed

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from exporter.errors import ServerError
 from exporter.terminal.server_access import WITHOUT_TLS
 from exporter.wire.protos import message_class
-from serving.agent.rebuild import Rebuilder, read_rebuild_config
+from serving.agent.rebuild import Rebuilder
 from serving.cli import app
 from serving.client import ModelClient
-from serving.model_config import absent, read_config_file
+from serving.model_config import absent, read_config_file, read_servers_config
 from serving.reload import Labels, first_step, has_failed, problem_of
 from serving.server import ModelServer
 from serving.server_options import ServerOptions
@@ -294,7 +294,7 @@ def test_an_agent_gives_a_server_no_model_that_it_would_wait_for(
     if is_there:
         shutil.copytree(two_models / "a", tmp_path / "later")
     entries = entry(two_models, "b"), f"name: 'c' base_path: '{tmp_path}/later' model_platform: 'tensorflow'"
-    config = read_rebuild_config(listing(tmp_path / "models.config", *entries), ["b"])
+    config = read_servers_config("--rebuild-config", listing(tmp_path / "models.config", *entries), ["b"])
     rebuilder = Rebuilder(config, WITHOUT_TLS, 10.0, lambda address, model: False)
     if is_there:
         rebuilder.restore(server.address, "b")

@@ -40,9 +40,9 @@ from exporter.storage.layout import PUSHED_FILE
 from exporter.verify.golden import read_golden
 from exporter.wire import protos
 from exporter.wire.tensor_proto import to_array
-from serving.agent.rebuild import read_rebuild_config
 from serving.agent_command import PortFlags
 from serving.credentials import server_credentials
+from serving.model_config import read_servers_config
 from serving.models import ConfigFile
 from serving.rest import metrics_path
 from serving.server_options import ServerOptions
@@ -467,7 +467,7 @@ def _read_configurations(directory: Path) -> None:
     """Each by what a server does with it; all of them, whichever is refused."""
     for read in (
         lambda: ConfigFile(directory / "models.config").read(),
-        lambda: read_rebuild_config(directory / "models.config", ["ranker"]),
+        lambda: read_servers_config("--rebuild-config", directory / "models.config", ["ranker"]),
         lambda: check_batching_parameters(directory / "batching.config"),
         lambda: metrics_path(directory / "monitoring.config"),
         lambda: server_credentials(directory / "ssl.config"),

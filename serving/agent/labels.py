@@ -1,0 +1,126 @@
+"""Labels of servers that follow tags: `agent --label LABEL=TAG`.
+
+A label names a version, so it gets the one that stands at the tag's position, or that deltas lead there. The
+server is asked at each look where its labels are, and a configuration is sent only if one is to move: an
+agent remembers nothing, and a server that restarted gets its labels again.
+
+A configuration replaces the whole one before it, and no call of a stock server lists its models. So the file
+that the servers run with is needed. It is read anew before each change, because `reload --save` writes it,
+and is not sent while the server does not serve all that it lists: it adds no model, and waits for none.
+
+A stock server refuses the labels of all models if one names a version that is not available
+(`ServerCore::UpdateModelVersionLabelMap`, tensorflow_serving/model_servers/server_core.cc). No such label is
+sent: one whose tag names such a version, or none, stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from msgspec import Struct
+
+from exporter.errors import CallFailed, ExportError
+from exporter.publish.tags import version_named
+from exporter.terminal.server_access import ServerAccess
+from serving.client import ModelClient
+from serving.model_config import read_servers_config
+from serving.reload import COMING, Reloader, problem_of, statuses
+from serving.status import Code, VersionState, VersionStatus
+
+_NO_MODEL = "no/model"
+"""No server has a model of this name, so each says that, and some say which they have."""
+
+
+class LabelRules(Struct, frozen=True):
+    """The tag that each label follows, the servers' configuration file, and the models by their names."""
+
+    tags: Mapping[str, str]
+    config: Path
+    models: Mapping[str, Path]
+
+
+class Labelled(Struct, frozen=True):
+    """The versions that labels were given now, and why other labels were not moved."""
+
+    moved: Mapping[str, int]
+    problems: Sequence[str]
+
+
+def follow_tags(client: ModelClient, rules: LabelRules, access: ServerAccess, deadline_s: float) -> Labelled:
+    """Give the labels of the client's model on its server the versions of their tags.
+
+    Raises:
+        ExportError: the file cannot be used, or the server does not answer or refuses.
+    """
+    wanted, current, problems = _labels(client, rules)
+    moved = {label: version for label, version in wanted.items() if current.get(label) != version}
+    if not moved:
+        return Labelled({}, problems)
+    config = read_servers_config("--model-config-file", rules.config, [*rules.models])
+    connect = partial(ModelClient, client.address, deadline_s=deadline_s, access=access)
+    if others := _served(connect) - {entry.name for entry in config.model_config_list.config}:
+        why = f"labels do not move: {rules.config} does not list {min(others)}, which the server serves"
+        return Labelled({}, [*problems, why])
+    for entry in config.model_config_list.config:
+        with connect(entry.name) as other:
+            if entry.name in rules.models:  # also of other models: what is not sent, the server forgets
+                entry.version_labels.update(
+                    wanted if entry.name == client.model else _labels(other, rules)[0]
+                )
+            found = statuses(other)
+        for label, version in [*entry.version_labels.items()]:
+            if version not in _in(found, VersionState.AVAILABLE):
+                del entry.version_labels[label]
+        if problem := problem_of(entry, found):
+            if not _in(found, *COMING):  # else the next look finds more
+                problems.append(f"labels do not move: {problem}, and {rules.config} lists that model")
+            return Labelled({}, problems)
+    Reloader(config, connect, deadline_s).run()
+    return Labelled(moved, problems)
+
+
+def _labels(client: ModelClient, rules: LabelRules) -> tuple[dict[str, int], dict[str, int], list[str]]:
+    """The available versions that labels are to name on a server, those that they name, and problems."""
+    problems: list[str] = []
+    there = statuses(client)
+    available = _in(there, VersionState.AVAILABLE)
+    found = {label: client.labelled(label) for label in rules.tags} if available else {}
+    current = {label: version for label, version in found.items() if version is not None}
+    wanted = dict(current)
+    for label, tag in rules.tags.items():
+        try:
+            version = version_named(tag, rules.models[client.model])
+        except (ExportError, OSError) as error:
+            problems.append(f"the label {label} does not move: {_said(error)}")
+            continue
+        if version in available:
+            wanted[label] = version
+        elif version not in _in(there, *COMING):
+            problems.append(
+                f"the label {label} does not move: {tag} names version {version}, "
+                "which is not available there"
+            )
+    return wanted, current, problems
+
+
+def _served(connect: Callable[[str], ModelClient]) -> frozenset[str]:
+    """The models of a server that tells their names; empty for a stock server, which does not."""
+    with connect(_NO_MODEL) as client:
+        try:
+            client.status()
+        except CallFailed as error:
+            if error.code != Code.NOT_FOUND.name:
+                raise
+            return frozenset(error.served)
+    return frozenset()
+
+
+def _said(error: Exception) -> str:
+    parts = (error.message, error.cause) if isinstance(error, ExportError) else (str(error),)
+    return ": ".join(filter(None, parts))
+
+
+def _in(found: Iterable[VersionStatus], *states: VersionState) -> set[int]:
+    return {each.version for each in found if each.state in states}
