@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from datetime import timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from exporter.errors import ExportError
 from exporter.storage.local_paths import quoted
 from exporter.terminal.output import Output, labelled
 from exporter.terminal.progress import count, human_bytes
+from exporter.wire.json_documents import in_utc
 
 if TYPE_CHECKING:
     from exporter.pipeline.log_maintenance import Merged, RollbackResult
@@ -212,7 +212,7 @@ def tags(found: Sequence[ListedTag], model: Path | Url, sink: Output) -> None:
         return
     columns = {"tag": "left", "position": "right", "time (UTC)": "left", "who": "left", "": "left"}
     rows = [
-        (tag.name, tag.position, f"{tag.when.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S}", tag.who, note)
+        (tag.name, tag.position, f"{in_utc(tag.when):%Y-%m-%d %H:%M:%S}", tag.who, note)
         for tag in found
         for note in ["; ".join(filter(None, (tag.gone and f"gone: {tag.gone}", tag.why)))]
     ]
@@ -316,7 +316,7 @@ def _notes(event: Event) -> Iterator[str]:
     if event.wild:
         yield f"{count(sum(each.rows for each in event.wild), 'row')} beyond --max-norm"
     if event.event_time is not None:
-        yield f"trained on events up to {event.event_time.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S}"
+        yield f"trained on events up to {in_utc(event.event_time):%Y-%m-%d %H:%M:%S}"
     if event.merged_into is not None:
         yield f"merged into {event.merged_into}"
     if event.tags:

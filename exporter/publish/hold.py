@@ -35,7 +35,7 @@ from msgspec import Struct
 from exporter.errors import ManifestError, PublishError
 from exporter.storage.files import make_directories, read_regular, sync, write_durably, writing
 from exporter.storage.layout import HOLD_DOCUMENT_FILE, HOLD_FILE
-from exporter.wire.json_documents import Count, DocumentError, Moment, Text, decode
+from exporter.wire.json_documents import Count, DocumentError, Moment, Text, decode, in_utc
 
 if TYPE_CHECKING:
     from exporter.publish.staging import Staging
@@ -81,7 +81,7 @@ class HeldBy(Struct, frozen=True):
     def origin(self) -> str:
         """Who set it and when, for people."""
         by = f"the agent's canary ({self.who})" if self.canary else self.who
-        return f"set by {by} at {self.when.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+        return f"set by {by} at {in_utc(self.when):%Y-%m-%d %H:%M:%S} UTC"
 
     @property
     def text(self) -> str:

@@ -27,7 +27,14 @@ from typing import TYPE_CHECKING, Annotated
 from msgspec import Meta, Struct
 
 from exporter.delta.spans import nearest_base
-from exporter.errors import ManifestError, NotUpdatable, PositionError, PositionUnknown, UsageError
+from exporter.errors import (
+    LfsPointer,
+    ManifestError,
+    NotUpdatable,
+    PositionError,
+    PositionUnknown,
+    UsageError,
+)
 from exporter.publish.delta_log import DeltaLog, log_of
 from exporter.publish.hold import HeldBy
 from exporter.publish.versions import (
@@ -55,7 +62,14 @@ _LONGEST_NUMBER = 19
 _UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 _AGO = re.compile(r"([0-9]{1,9})([smhdw])")
 _RESERVED = r"latest|previous|yesterday|[0-9]+[smhdw]?|[0-9]{4}-[0-9]{2}-[0-9]{2}.*"
-_NAME = rf"^(?!(?:{_RESERVED})$)[a-z0-9][a-z0-9._-]{{0,63}}$(?!\n)"
+_TIME = re.compile(
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
+    r"(?:[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]{3}(?:[0-9]{3})?)?)?(?:[zZ]|[+-][0-9]{2}:[0-9]{2})?)?"
+)
+"""What `datetime.fromisoformat` takes in every release of Python; newer ones take more."""
+_NUMBERS = r"[0-9][0-9_]*(?:e[0-9]+)?|0[box][0-9a-f]+"
+"""Read as numbers elsewhere: 1_000, 1e3, 0x10."""
+_NAME = rf"^(?!(?:{_RESERVED}|{_NUMBERS})$)[a-z0-9][a-z0-9._-]{{0,63}}$(?!\n)"
 _EXPECTED = "expected a number, a tag, @latest, @previous, @2h, @yesterday or @2026-11-26T08:00 (UTC)"
 
 
@@ -111,15 +125,25 @@ def read_tags(model: Path) -> Mapping[str, PositionTag]:
     try:
         content = read_regular(path, LONGEST_TAGS)
         found: TagsDocument = decode(content, TagsDocument, TAGS_FILE, written=encode_indented)
-    except FileNotFoundError:
-        return {}
-    except (OSError, DocumentError) as error:
-        raise ManifestError(
-            f"{path} does not hold the model's tags",
-            cause=str(error) if isinstance(error, DocumentError) else error.strerror or str(error),
-            hint=f"remove it, and set the tags again: rm {quoted(path)}",
-        ) from None
+    except FileNotFoundError as error:
+        if not path.is_symlink():
+            return {}
+        raise _no_tags(path, f"it is a link to what is not there: {error.strerror}") from None
+    except LfsPointer as error:
+        raise _no_tags(path, error.message, error.hint) from None
+    except OSError as error:
+        raise _no_tags(path, error.strerror or str(error)) from None
+    except DocumentError as error:
+        raise _no_tags(path, str(error)) from None
     return dict(sorted(found.tags.items()))
+
+
+def _no_tags(path: Path, cause: str, hint: str = "") -> ManifestError:
+    return ManifestError(
+        f"{path} does not hold the model's tags",
+        cause=cause,
+        hint=hint or f"remove it, and set the tags again: rm {quoted(path)}",
+    )
 
 
 def write_tags(tags: Mapping[str, PositionTag], staging: Staging) -> None:
@@ -269,7 +293,9 @@ def resolve_position(named: int | str, model: Path) -> int:
         ManifestError: a manifest, or the document of tags, cannot be read.
     """
     text = str(named)
-    if re.fullmatch(rf"[0-9]{{1,{_LONGEST_NUMBER}}}", text, re.ASCII) or not isinstance(named, str):
+    if not isinstance(named, str):
+        return named
+    if re.fullmatch(rf"[0-9]{{1,{_LONGEST_NUMBER}}}", text) and int(text) < 1 << 63:
         return int(text)
     if text.startswith("@"):
         return _special(text[1:], Standing.of(model))
@@ -360,6 +386,8 @@ def _moment(text: str, now: datetime) -> datetime | None:
     with suppress(ValueError, OverflowError):
         if ago is not None:
             return now - timedelta(seconds=int(ago[1]) * _UNITS[ago[2]])
+        if _TIME.fullmatch(text) is None:
+            return None
         found = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", text))
         return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).astimezone(timezone.utc)
     return None

@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime
+from datetime import datetime, timezone
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
@@ -83,6 +83,15 @@ def decode_head(text: str | bytes, type_: Any, where: str, *, end: str) -> Any:
     return found
 
 
+def in_utc(moment: datetime) -> datetime:
+    """A moment of a document in UTC; the first or last of Python's, where its own is beyond them there."""
+    try:
+        return moment.astimezone(timezone.utc)
+    except OverflowError:
+        edge = datetime.min if moment.year == datetime.min.year else datetime.max
+        return edge.replace(tzinfo=timezone.utc)
+
+
 def format_version(text: str | bytes, where: str) -> int:
     """The format version that a document says it has.
 
@@ -134,8 +143,9 @@ def _decoded(text: str | bytes, type_: Any, where: str) -> Any:
 def _named(error: msgspec.ValidationError, where: str) -> DocumentError:
     """The error with the path of the field in front."""
     said, _, path = str(error).partition(" - at ")
-    field = path.strip("`").removeprefix("$") if path else ""
-    return DocumentError(f"{where}{field}: {said[:1].lower()}{said[1:]}")
+    key, _, field = path.strip("`").rpartition("` in `")
+    what = "a key: " if key else ""
+    return DocumentError(f"{where}{field.removeprefix('$')}: {what}{said[:1].lower()}{said[1:]}")
 
 
 def decoder(type_: Any) -> msgspec.json.Decoder[Any]:

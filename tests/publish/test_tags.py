@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from threading import Thread
@@ -17,6 +18,7 @@ from exporter.pipeline import log_maintenance
 from exporter.pipeline.rebase import rebase
 from exporter.pipeline.tagging import delete_tag, set_tag
 from exporter.publish.delta_log import read_log
+from exporter.publish.hold import HeldBy
 from exporter.publish.retention import Keep, retire, retire_deltas
 from exporter.publish.tags import LONGEST_TAGS, read_tags, resolve_position, split_position, tags_of
 from exporter.publish.versions import read_head, version_dirs
@@ -144,7 +146,14 @@ def test_a_time_is_utc_unless_it_says_another_zone(model: Path) -> None:
         ("@nobody", UsageError, "expected a number, a tag"),
         ("", UsageError, "expected a number, a tag"),
         ("../x", UsageError, "expected a number, a tag"),
+        ("9" * 19, UsageError, "expected a number, a tag"),
         ("9" * 5000, UsageError, "expected a number, a tag"),
+        ("+5", UsageError, "expected a number, a tag"),
+        ("٣", UsageError, "expected a number, a tag"),
+        ("@٣h", UsageError, "expected a number, a tag"),
+        ("@-1h", UsageError, "expected a number, a tag"),
+        ("@20261126", UsageError, "expected a number, a tag"),
+        ("@2026-W48-4", UsageError, "expected a number, a tag"),
         (f"@{'9' * 9}w", UsageError, "expected a number, a tag"),
         ("@0001-01-01T00:00+14:00", UsageError, "expected a number, a tag"),
         ("@2001-01-01", PositionUnknown, "the oldest that is left is 10"),
@@ -159,7 +168,11 @@ def test_what_names_no_position(model: Path, named: str, error: type[ExportError
 
 
 @pytest.mark.parametrize(
-    "name", ["12", "@x", "latest", "2h", "Prod", "-x", ".x", "a/b", "a b", "", "x" * 65, "a\n"]
+    "name",
+    [
+        *("12", "@x", "latest", "2h", "Prod", "-x", ".x", "a/b", "a b", "", "x" * 65, "a\n", "../x"),
+        *("1e3", "1_000", "0x1f", "+5", "٣", "²"),
+    ],
 )
 def test_names_that_no_tag_has(model: Path, name: str) -> None:
     with pytest.raises(UsageError):
@@ -233,6 +246,9 @@ def test_a_tag_tells_that_its_position_is_gone(model: Path) -> None:
         b'{"tags": {"x": {"position": 1, "who": "a", "when": "2026-11-26T08:00:00"}}}',
         b'{"tags": {}, "tags": {}}',
         b" " * (LONGEST_TAGS + 1),
+        b'{"tags": {"\xff": {"position": 1, "who": "a", "when": "2026-11-26T08:00:00Z"}}}',
+        b'{"tags": {"1e3": {"position": 1, "who": "a", "when": "2026-11-26T08:00:00Z"}}}',
+        b'{"tags": %s}' % (b"[" * 20_000),
     ],
 )
 def test_a_document_of_somebody_else_is_refused_by_name_and_nothing_is_removed(
@@ -256,12 +272,60 @@ def test_a_document_of_somebody_else_is_refused_by_name_and_nothing_is_removed(
     assert export_model("rollback", model, "--to", 20).code == 0, "numbers need no tags"
 
 
-@pytest.mark.parametrize("kind", ["directory", "fifo"])
-def test_what_is_no_file_is_refused(model: Path, kind: str) -> None:
-    path = model / "tags.json"
-    path.mkdir() if kind == "directory" else os.mkfifo(path)
+def _point_nowhere(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def _point_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def _leave_in_git_lfs(path: Path) -> None:
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, _point_nowhere, _point_to_itself, _leave_in_git_lfs])
+def test_what_is_no_file_is_refused_and_nothing_is_removed(model: Path, make: Callable[[Path], None]) -> None:
+    rebase(model)
+    make(model / "tags.json")
     with pytest.raises(ManifestError, match="does not hold the model's tags"):
         read_tags(model)
+    assert not retire_deltas(read_log(model), now=LATER, rollback_positions=1).removed
+    with pytest.raises(ManifestError):
+        retire(version_dirs(model), keep=Keep(1), now=LATER, grace_seconds=0)
+    assert export_model("history", model).code == 0
+
+
+def test_a_wrong_key_is_told_with_its_place(model: Path) -> None:
+    (model / "tags.json").write_text('{"tags": {"../x": {}}}')
+    with pytest.raises(ManifestError) as caught:
+        read_tags(model)
+    assert caught.value.cause.startswith("tags.json.tags: a key: expected `str` matching regex")
+
+
+@pytest.mark.parametrize("when", ["9999-12-31T23:59:59-23:59", "0001-01-01T00:00:00+23:59"])
+def test_times_that_utc_does_not_have(model: Path, when: str) -> None:
+    tag = {"position": 20, "who": "a", "when": when}
+    (model / "tags.json").write_text(json.dumps({"tags": {"x": tag}}))
+    assert f" {int(when[:4])}-" in export_model("tag", model).out
+    moment = datetime.fromisoformat(when)
+    assert f"at {moment:%Y-%m-%d}" in HeldBy(20, "a", moment).origin
+
+
+def test_a_clock_that_was_wrong_hides_only_what_it_dated(model: Path) -> None:
+    published(Setting(model.parent).deltas[1], datetime(2999, 1, 1, tzinfo=timezone.utc))
+    assert [resolve_position(named, model) for named in ("@latest", "@0s", "@2h", "@3000-01-01")] == [
+        40,
+        40,
+        20,
+        40,
+    ]
+
+
+def test_there_is_nothing_before_the_only_position(tmp_path: Path) -> None:
+    followed(tmp_path, (), published=10)
+    with pytest.raises(PositionUnknown, match="10 is the only position"):
+        resolve_position("@previous", Setting(tmp_path).model)
 
 
 def test_too_many_tags_are_refused_and_those_that_are_there_stay(model: Path) -> None:
