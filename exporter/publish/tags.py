@@ -121,28 +121,39 @@ def read_tags(model: Path) -> Mapping[str, PositionTag]:
     Raises:
         ManifestError: the document cannot be read, or is not one.
     """
-    path = model / TAGS_FILE
+    if (content := tags_document(model)) is None:
+        return {}
     try:
-        content = read_regular(path, LONGEST_TAGS)
         found: TagsDocument = decode(content, TagsDocument, TAGS_FILE, written=encode_indented)
-    except FileNotFoundError as error:
-        if not path.is_symlink():
-            return {}
-        raise _no_tags(path, f"it is a link to what is not there: {error.strerror}") from None
-    except LfsPointer as error:
-        raise _no_tags(path, error.message, error.hint) from None
-    except OSError as error:
-        raise _no_tags(path, error.strerror or str(error)) from None
     except DocumentError as error:
-        raise _no_tags(path, str(error)) from None
+        raise _no_tags(model / TAGS_FILE, str(error)) from None
     return dict(sorted(found.tags.items()))
 
 
-def _no_tags(path: Path, cause: str, hint: str = "") -> ManifestError:
+def tags_document(model: Path) -> bytes | None:
+    """The bytes of the document of a model's tags, whatever they say; None without one.
+
+    Raises:
+        ManifestError: they cannot be read, or are too many.
+    """
+    path = model / TAGS_FILE
+    try:
+        return read_regular(path, LONGEST_TAGS)
+    except FileNotFoundError as error:
+        if not path.is_symlink():
+            return None
+        raise _no_tags(path, f"it is a link to what is not there: {error.strerror}") from None
+    except LfsPointer as error:
+        raise _no_tags(path, f"{error.message}; {error.hint}") from None
+    except OSError as error:
+        raise _no_tags(path, error.strerror or str(error)) from None
+
+
+def _no_tags(path: Path, cause: str) -> ManifestError:
     return ManifestError(
         f"{path} does not hold the model's tags",
         cause=cause,
-        hint=hint or f"remove it, and set the tags again: rm {quoted(path)}",
+        hint=f"remove it, and set the tags again: rm -r {quoted(path)}",
     )
 
 

@@ -26,7 +26,7 @@ from exporter.checkpoint.tensor_bundle import index_path, parse_index, read_cata
 from exporter.errors import CheckpointChanged, ManifestError, NotTrusted, VerificationError
 from exporter.publish.hold import LONGEST_DOCUMENT, LONGEST_HOLD
 from exporter.publish.manifest import FileEntry, Manifest, from_json
-from exporter.publish.tags import LONGEST_TAGS
+from exporter.publish.tags import LONGEST_TAGS, tags_document
 from exporter.publish.versions import (
     MAX_MANIFEST_BYTES,
     VERSION_FILES,
@@ -187,11 +187,14 @@ def _read_local(file: Path) -> tuple[Manifest, bytes]:
     return _manifest(content, file), content
 
 
-def local_holds(model: Path) -> dict[str, bytes]:
-    """The files of holds, numbers and their documents, and of tags, by their paths below the model."""
-    found = {}
-    with suppress(FileNotFoundError):
-        found[TAGS_FILE] = read_regular(model / TAGS_FILE, LONGEST_TAGS)
+def local_holds(model: Path, *, has_tags: bool = True) -> dict[str, bytes]:
+    """The files of holds, numbers and their documents, and of tags, by their paths below the model.
+
+    Raises:
+        ManifestError: the tags cannot be read, and `has_tags` does not say that they are left out.
+    """
+    tags = tags_document(model) if has_tags else None
+    found = {} if tags is None else {TAGS_FILE: tags}
     for directory in (model, *(model / DELTAS_DIRECTORY).glob("*")):
         # The number first: the document that is read next knows the number before it, too.
         for path in (directory / HOLD_FILE, directory / HOLD_DOCUMENT_FILE):

@@ -38,7 +38,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,7 @@ from exporter.errors import (
     CorruptFile,
     DiskFull,
     ForeignLineage,
+    ManifestError,
     MissingShard,
     NotTrusted,
     PositionMoved,
@@ -372,7 +373,7 @@ class _Pull:
 
     def _leave_untrusted(self) -> None:
         """Leave out deltas whose log has no trusted base, and holds that lead servers of the copy back."""
-        items, here = self._stored.items, local_holds(self._model)
+        items, here = self._stored.items, _holds_here(self._model)
         bases = (item for each in (items, self.here) for item in each.values() if not item.is_delta)
         logs = {item.manifest.lineage for item in bases}
         items = {
@@ -533,7 +534,7 @@ class _Pull:
                 name = (
                     f"{item.log}/{HOLD_FILE}"  # a rollback of long ago, put back into the store, holds nobody
                 )
-                if brought < self._least_hold(name, local_holds(self._model).get(name)):
+                if brought < self._least_hold(name, _holds_here(self._model).get(name)):
                     brought = None
             if brought is not None:
                 held = hold.prepare(brought, staging)
@@ -544,7 +545,7 @@ class _Pull:
                 hold.settle(held)
 
     def _set_holds(self) -> None:
-        here, stored = local_holds(self._model), self._stored.holds
+        here, stored = _holds_here(self._model), self._stored.holds
         for name, content in sorted(stored.items(), reverse=True):  # a document before its number
             log = name.rpartition("/")[0]
             is_left_over = f"{log}/{HOLD_FILE}".lstrip("/") not in stored
@@ -552,7 +553,9 @@ class _Pull:
                 is_left_over = self._had(name) == content  # those that were set here since stay
             if here.get(name) != content and log != self._kept_log and not is_left_over:
                 path = below(self._model, name, f"{self._url}: the hold")
-                with writing(path), Staging(self._model) as staging:
+                # who sets a tag has read the others, and writes them again
+                lock = model_lock(self._model) if name == TAGS_FILE else nullcontext()
+                with writing(path), Staging(self._model) as staging, lock:
                     make_directories(path.parent)
                     new = staging.path.with_name(HOLD_FILE)
                     write_durably(new, content)
@@ -565,7 +568,7 @@ class _Pull:
         A canary's hold is lifted only if the store had the very same: any other an agent set, for this copy.
         """
         self._set_holds()
-        for name in local_holds(self._model).keys() - self._stored.holds.keys():
+        for name in _holds_here(self._model).keys() - self._stored.holds.keys():
             if name == TAGS_FILE and self._had(name) is not None and self._trust is None:
                 (self._model / name).unlink(missing_ok=True)
             hold = Hold((self._model / name).parent)
@@ -589,6 +592,14 @@ class _Pull:
                     del self.here[item.path]
                     removed.append(item.path)
         return tuple(removed)
+
+
+def _holds_here(model: Path) -> dict[str, bytes]:
+    """The local holds and tags; without tags that cannot be read, which keep no copy from being fresh."""
+    try:
+        return local_holds(model)
+    except ManifestError:
+        return local_holds(model, has_tags=False)
 
 
 def _is_there(path: Path, each: RemoteObject) -> bool:

@@ -267,7 +267,7 @@ def test_a_document_of_somebody_else_is_refused_by_name_and_nothing_is_removed(
         refused = export_model(*command, "--json")
         assert (refused.code, refused.error["error"]) == (6, "ManifestError")
         assert str(path) in refused.error["message"]
-        assert refused.error["hint"].endswith(f"rm {path}")
+        assert refused.error["hint"].endswith(f"rm -r {path}")
     assert export_model("history", model).code == 0
     assert export_model("rollback", model, "--to", 20).code == 0, "numbers need no tags"
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
 import exporter
-from exporter.errors import PositionMoved
+from exporter.errors import ManifestError, PositionMoved
 from exporter.pipeline.tagging import delete_tag, set_tag
-from exporter.publish.tags import read_tags
+from exporter.publish.commit import model_lock
+from exporter.publish.delta_log import read_log
+from exporter.publish.tags import LONGEST_TAGS, read_tags
 from exporter.transfer.pull import pull
 from exporter.transfer.push import plan_push
 from tests.support.commands import export_model
@@ -81,6 +85,49 @@ def test_a_model_in_a_store_is_tagged_there(
     assert named(tmp_path / "copy") == {"good": 20}
     assert exporter.untag(url, "good").before is not None
     assert exporter.tags(url) == ()
+
+
+def _point_nowhere(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def _grow(path: Path) -> None:
+    path.write_bytes(b" " * (LONGEST_TAGS + 1))
+
+
+@pytest.mark.parametrize("damage", [_grow, _point_nowhere, Path.mkdir])
+def test_tags_that_cannot_be_read_are_not_pushed_and_keep_no_copy_from_being_fresh(
+    machine: Machine, url: str, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    copy = tmp_path / "copy"
+    pushed(machine.model, url)
+    pull(url, copy)
+    damage(copy / "tags.json")
+    machine.go_on(40)
+    pushed(machine.model, url)
+    pull(url, copy)
+    assert read_log(copy).newest.path.name == read_log(machine.model).newest.path.name
+    with pytest.raises(ManifestError, match="does not hold the model's tags"):
+        read_tags(copy)
+    damage(machine.model / "tags.json")
+    refused = export_model("push", machine.model, url, "--json")
+    assert (refused.code, refused.error["error"]) == (6, "ManifestError"), refused.err
+
+
+def test_a_pull_waits_for_somebody_who_sets_a_tag(machine: Machine, url: str, tmp_path: Path) -> None:
+    """Who sets one has read the others, and would write them over those of the store."""
+    copy = tmp_path / "copy"
+    pushed(machine.model, url)
+    pull(url, copy)
+    set_tag(machine.model, "good", 20)
+    pushed(machine.model, url)
+    with ThreadPoolExecutor(1) as pool:
+        with model_lock(copy):
+            pulling = pool.submit(pull, url, copy)
+            assert not wait([pulling], 1).done
+            assert named(copy) == {}
+        pulling.result(60)
+    assert named(copy) == {"good": 20}
 
 
 def test_a_publisher_of_an_earlier_release_takes_no_tag_away(
