@@ -153,7 +153,11 @@ def completed(directory: Path, program: str, line: str) -> list[str]:
         ("export-model", "export-model --stop-i", ["--stop-idle"]),
         ("export-model", "export-model rollback --t", ["--to", "--trust"]),
         ("export-model", "export-model rollback models/ranker --to 8", ["80", "81", "82", "83"]),
-        ("export-model", "export-model rollback models/plain --to ", ["10", "40", "41"]),
+        (
+            "export-model",
+            "export-model rollback models/plain --to ",
+            ["10", "40", "41", "@latest", "@previous", "@yesterday"],
+        ),
         ("export-model", "export-model rollback nothere --to ", []),
         ("export-model", "export-model merge models/ranker --from 1", ["10"]),
         ("export-model", "export-model diff models/ranker@3", ["models/ranker@30"]),
