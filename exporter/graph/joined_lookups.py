@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from itertools import accumulate
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -41,7 +42,7 @@ from exporter.graph.nodes import (
 )
 from exporter.graph.signatures import SignatureEnds
 from exporter.tables.geometry import TableGeometry
-from exporter.tables.lookup import SIZE, JoinedLookup, RowNodes, add_joined_rows
+from exporter.tables.lookup import JOINED, SIZE, JoinedLookup, RowNodes, add_joined_rows
 from exporter.tables.parts import PARTS
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
@@ -175,8 +176,8 @@ def _join_variables(
         parts = [known[table.nodes[number]] for table in tables]
         *firsts, total = accumulate((variable.shape[0] for variable in parts), initial=0)
         joined |= {v.node: JoinedPart(node, first) for v, first in zip(parts, firsts, strict=True)}
-        kind, shared = parts[0].dtype, node.encode()
-        graph_def.node.append(new_node(node, "VarHandleOp", shared_name=shared, dtype=kind, shape=(total,)))
+        attrs: dict[str, Any] = {"dtype": parts[0].dtype, "shape": (total,), JOINED: len(parts)}
+        graph_def.node.append(new_node(node, "VarHandleOp", shared_name=node.encode(), **attrs))
         handles.append(node)
     return joined, handles
 

@@ -42,7 +42,7 @@ from exporter.graph.signatures import (
 )
 from exporter.graph.source_graph import GraphRequest, SourceGraph
 from exporter.storage.local_paths import quoted
-from exporter.tables.lookup import DEFAULTS, PART, TABLE
+from exporter.tables.lookup import DEFAULTS, JOINED, PART, TABLE
 from exporter.tables.parts import PARTS
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
@@ -107,8 +107,10 @@ def readable_version(text: str) -> str:
 def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, directory: Path) -> SourceGraph:
     """A source graph, made of `meta_graph` in place, with the request's signatures, else its own.
 
-    UsageError if there are none. DeepRec's lookups and reference tables become resources.
+    UsageError if there are none, or if the tables of a published version are joined. DeepRec's lookups and
+    reference tables become resources.
     """
+    _refuse_joined(meta_graph.graph_def, label)
     index = GraphIndex.of(meta_graph)
     drop_internal(meta_graph)
     specs = requested_specs(request) or [*filter(None, [collection_spec(meta_graph)])]
@@ -139,6 +141,15 @@ def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, dir
         dynamic_tables=(*converted.tables, *marked_tables(meta_graph.graph_def)),
         trust=request.trust,
     )
+
+
+def _refuse_joined(graph_def: Proto, label: str) -> None:
+    """Refuse a graph that `joined_lookups` changed: no checkpoint, its own among them, has joined tensors."""
+    if any(JOINED in node.attr for node in graph_def.node):
+        raise UsageError(
+            f"{label} is published, and its graph holds the indexes of several tables by keys as one",
+            hint="name what it was made from by --model: a builder, a .meta file or the trainer's SavedModel",
+        )
 
 
 def _nothing_to_serve(index: GraphIndex, label: str) -> UsageError:

@@ -80,7 +80,7 @@ def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebased | Non
     None if the newest base stands at the newest position.
 
     Raises:
-        ModelHeld, CheckpointError, PositionMoved: as `rebase`.
+        UsageError, ModelHeld, CheckpointError, PositionMoved: as `rebase`.
     """
     permission = Permission(despite_hold)
 
@@ -89,6 +89,7 @@ def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebased | Non
         at = _newest_approved(log).at
         if log.base.at.position >= at.position:
             return None
+        _require_local(log.base)
         log.state(at.position)
         chain = log.chain(log.base.at.position, at.position)
         require_merger_finite(log, chain, merged(chain))
@@ -114,6 +115,7 @@ def rebase(
     hold it stands at what is approved.
 
     Raises:
+        UsageError: the base has hot rows, and lies in an object store.
         ModelHeld: the model is held, unless `despite_hold`.
         VerificationError: the old base is damaged.
         CheckpointError: a delta is damaged.
@@ -134,6 +136,7 @@ def _rebase(
     model, base, newest = log.model, log.base, _newest_approved(log)
     if base.at.position >= newest.at.position:
         return None
+    _require_local(base)
     if newest.at == log.at:
         log = skip_abandoned(log, model / str(newest.at.position))
         newest = _newest_approved(log)
@@ -187,6 +190,15 @@ def _merger(log: DeltaLog, chain: Sequence[LogDelta], bundle: Path, jobs: Jobs) 
     )
 
 
+def _require_local(base: LogBase) -> None:
+    """Refuse, by a UsageError, a base with hot rows in an object store: before anything is written there."""
+    if mirror.is_remote(base.path) and any(table.hot_rows for table in _mapped_tables(base)):
+        raise UsageError(
+            "merge --rebase: hot rows are laid out in files, and the model is in an object store",
+            hint="publish a new base, or merge in the directory that was pushed, and push it again",
+        )
+
+
 def _mapped_tables(base: LogBase) -> tuple[MappedTable, ...]:
     record = base.manifest.mapped
     return () if record is None else record.tables
@@ -200,11 +212,6 @@ def _laid_again(base: LogBase, written: Catalog, bundle: Path) -> tuple[Catalog,
     hot = {table.name: table.hot_rows for table in _mapped_tables(base) if table.hot_rows}
     if not hot:
         return written, {}
-    if mirror.is_remote(base.path):
-        raise UsageError(
-            "merge --rebase: hot rows are laid out in files, and the model is in an object store",
-            hint="publish a new base, or merge in the directory that was pushed, and push it again",
-        )
     before = read_catalog(base.path / VARIABLES_PREFIX)
     tables: dict[str, HotRows] = {}
     for source in base.entry.mapping_spec.sources():

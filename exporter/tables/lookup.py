@@ -65,6 +65,9 @@ PART = "_dynamic_table_part"
 DEFAULTS = "_dynamic_table_defaults"
 """The attribute of the values' VarHandleOp with the default rows, a tensor [d, dim]."""
 
+JOINED = "_dynamic_tables_joined"
+"""The attribute of a VarHandleOp that holds one of `parts.PARTS` of so many tables."""
+
 _UNSET = 1  # until `set_sizes`
 
 

@@ -331,6 +331,23 @@ def test_a_model_in_a_store_is_pushed(model: MappedModel, bucket: Bucket, tmp_pa
         assert len(mapped_below(copy)) == 2
 
 
+@pytest.mark.landing
+def test_a_base_in_a_store_is_refused_before_anything_is_read(model: MappedModel, bucket: Bucket) -> None:
+    """Its directory can be merged, and pushed again."""
+    export(hot(model, updates=UPDATES, served_at=str(model.out)))
+    delta(model, 8, TOUCHED)
+    url = bucket.url("ranker")
+    assert export_model("push", model.out, url).code == 0
+    before = sorted(bucket.names())
+    for more in ((), ("--dry-run",)):
+        ran = export_model("merge", url, "--rebase", *more)
+        assert ran.code == 2, ran.out
+        assert "laid out in files, and the model is in an object store" in ran.err
+    assert sorted(bucket.names()) == before, "no position was taken for the merger"
+    assert export_model("merge", model.out, "--rebase").code == 0
+    assert export_model("push", model.out, url).code == 0
+
+
 def exported_again(done: Exported, out: Path) -> Path:
     from exporter.options import ExportRequest
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from exporter.errors import UsageError
 from exporter.graph.graph_files import read_saved_model
 from exporter.graph.joined_lookups import LEAST
 from exporter.options import ExportRequest
@@ -40,6 +42,9 @@ def test_loaders_answer_and_save(tmp_path: Path) -> None:
         name: np.array([ev.as_dict().get(key, np.zeros(4, np.float32)) for key in ids.tolist()])
         for name, ev in evs.items()
     }
+    with pytest.raises(UsageError, match="several tables by keys as one") as refused:
+        export(ExportRequest(version, tmp_path / "again"))
+    assert "name what it was made from" in refused.value.hint
     found = tf.saved_model.load(str(version)).signatures["serving_default"](tf.constant(ids))
     assert all(found[name].numpy().tobytes() == rows.tobytes() for name, rows in expected.items())
 
