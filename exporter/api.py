@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 from msgspec import NODEFAULT
@@ -696,8 +697,9 @@ _FLAGS = {"export": ("model", "save_incr_model", "progress"), "watch": ("watchin
 
 def _position(name: str, position: object, model: object) -> None:
     """Refuse what is neither a number nor a name of a position."""
-    if not isinstance(position, str):
-        given.whole(name, position, f"positions are listed by: export-model history {quoted(model)}")
+    if not isinstance(position, str) and (isinstance(position, bool) or not isinstance(position, Integral)):
+        expected = "a position: a whole number, a tag, @latest, @2h or the like"
+        raise given.wrong(name, position, expected, f"list them: export-model history {quoted(model)}")
 
 
 def _opened_at(request: ExportRequest, target: OpenModel) -> ExportRequest:
@@ -728,6 +730,7 @@ def _with_model(
     signing: Signing = UNSIGNED,
     trusting: Trusting = ANYBODY,
 ) -> T:
+    given.flag("dry_run", read_only)
     place = given.place("model", model, checkpoint_path)
     with opened(place, read_only=read_only, signing=signing, trusting=trusting) as target:
         return target.carry(lambda: work(target.path))

@@ -197,13 +197,13 @@ class MissingShard(CheckpointError):
 class TruncatedFile(CheckpointError):
     """An index or a shard is shorter than its own records say."""
 
-    default_hint = "copy the checkpoint again, or name an older one with --ckpt-dir PREFIX"
+    default_hint = "copy the checkpoint again, or name an older one with --ckpt-dir"
 
 
 class CorruptFile(CheckpointError):
     """A checksum or a structure is wrong."""
 
-    default_hint = "copy the checkpoint again, or name an older one with --ckpt-dir PREFIX"
+    default_hint = "copy the checkpoint again, or name an older one with --ckpt-dir"
 
 
 class UnsupportedFormat(CheckpointError):

@@ -113,3 +113,8 @@ def test_what_is_proposed_can_be_pasted(place: Path) -> None:
 def test_a_path_that_stands_for_a_url_is_quoted_as_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_paths, "shown", lambda text: text.replace("/tmp/m", "s3://b/a model"))
     assert quoted(Path("/tmp/m/20")) == "'s3://b/a model/20'"
+
+
+def test_a_hint_names_a_model_in_a_store_by_its_url() -> None:
+    assert quoted(Path("s3://bucket/ranker")) == "s3://bucket/ranker"
+    assert quoted(Path("C:/ranker")) == "C:/ranker"

@@ -197,7 +197,7 @@ def _write_places(path: Path, table: HotRows) -> int:
         if twice:
             raise UsageError(
                 f"{table.said} names row {twice[0] + table.first} twice",
-                hint="name each row once, the most read first",
+                hint="name the number of each row once, the most read first: numpy.argsort(-counts)[:N]",
             )
         places[ids] = np.arange(rows + count, rows + count + len(ids), dtype=dtype)
         count += len(ids)

@@ -39,7 +39,9 @@ from exporter.errors import (
     CheckpointChanged,
     CheckpointError,
     CheckpointNotFound,
+    CorruptFile,
     MissingShard,
+    TruncatedFile,
     UnsafeArchive,
     UnsupportedFormat,
 )
@@ -221,8 +223,22 @@ def _read_settled(prefix: Path) -> Catalog:
         return read_family(prefix)
     except CheckpointError as error:
         if is_settled:
+            if isinstance(error, CorruptFile | TruncatedFile):
+                error.advise(_in_its_place(prefix))
             raise
         raise CheckpointChanged(f"{prefix} is being written or removed", cause=error.message) from error
+
+
+def _in_its_place(damaged: Path) -> str:
+    """The hint for a damaged checkpoint, with the one before it; "" if there is none."""
+    try:
+        there = candidates(damaged.parent)
+    except CheckpointError:
+        return ""
+    older = there[there.index(damaged) + 1 :] if damaged in there else []
+    if not older:
+        return ""
+    return f"copy the checkpoint again, or name the one before it: --ckpt-dir {quoted(older[0])}"
 
 
 def _exists(path: Path) -> bool:
@@ -295,6 +311,11 @@ def _is_published(directory: Path) -> bool:
     return any((child / file).exists() for child in directory.glob("[0-9]*") for file in SAVED_MODEL_FILES)
 
 
+def _holds_checkpoints(directory: Path) -> bool:
+    """True if tensor bundles or archives lie in a directory."""
+    return any(directory.glob("*.index")) or bool(archives(directory, _names(directory)))
+
+
 def _nothing_in(directory: Path, names: list[str], named: Path | None) -> CheckpointError:
     """The error that no checkpoint was found, with its reason: the files that are there instead."""
     state = f"its state file names {named}, which is not there" if named else ""
@@ -304,7 +325,7 @@ def _nothing_in(directory: Path, names: list[str], named: Path | None) -> Checkp
     found = f"found: {' and '.join(kinds)} but no .index" if kinds else "" if names else "it is empty"
     # left-overs of writers: unfinished shards, and what workers save beside the chief
     kept = [name for name in names if "_temp_" not in name and not name.startswith(WORKER_PREFIX)]
-    below = [name for name in kept if any((directory / name).glob("*.index"))]
+    below = [name for name in kept if _holds_checkpoints(directory / name)]
     hint = f"there are checkpoints in {quoted(directory / below[0])}" if below else ""
     if _is_published(directory):
         state = state or "it is a published model, and not what a trainer saves"

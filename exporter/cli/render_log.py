@@ -327,5 +327,5 @@ def _notes(event: Event) -> Iterator[str]:
         yield "of before" if event.log is None else f"of the log {event.log}, which has ended"
 
 
-_NOTHING_TO_MERGE = labelled("nothing to merge", "at most one delta leads there")
+_NOTHING_TO_MERGE = labelled("nothing to do", "there is at most one delta to merge")
 _NOTHING_TO_REBASE = labelled("nothing to do", "the newest base stands at the newest position")

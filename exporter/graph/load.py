@@ -79,13 +79,8 @@ def load_source(request: GraphRequest) -> SourceGraph:
         if not path.exists() and (meant := _meant(path)):
             raise UsageError(f"--model {path} cannot be read", cause="there is no such file", hint=meant)
         return _load_path(path, request)
-    if path is not None and ":" not in str(path):
-        raise UsageError(
-            f"--model {path}: expected pkg.mod:fn, file.py:fn, a .meta file, a SavedModel "
-            "directory or a Keras archive",
-            cause="there is no such file" if not path.exists() else "it is none of these",
-            hint=_meant(path) or "name a builder by file and function: --model path/file.py:fn",
-        )
+    if path is not None:
+        require_function_named(path)
     from exporter.graph.builder import load_builder
     from exporter.graph.object_models import keras_of
 
@@ -93,6 +88,17 @@ def load_source(request: GraphRequest) -> SourceGraph:
         return _load_model(request)
     source = load_builder(request)
     return keep_servable(source) if len(source.meta_graph.signature_def) > 1 else source
+
+
+def require_function_named(path: Path) -> None:
+    """Refuse what is no finished graph, and names no builder's function either; UsageError."""
+    if not (":" in str(path) or is_archive(path) or path.is_dir() or path.suffix in _GRAPH_FILES):
+        raise UsageError(
+            f"--model {path}: expected pkg.mod:fn, file.py:fn, a .meta file, a SavedModel "
+            "directory or a Keras archive",
+            cause="there is no such file" if not path.exists() else "it is none of these",
+            hint=_meant(path) or "name a builder by file and function: --model path/file.py:fn",
+        )
 
 
 def run_builders_once() -> GraphSource:

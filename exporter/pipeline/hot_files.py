@@ -7,7 +7,7 @@ numbers are read in blocks; keys and counts are sorted in memory, about 24 bytes
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from exporter.bundle.hot_rows import BLOCK_ROWS
 from exporter.bundle.mapped_tables import Unmapped
-from exporter.errors import CheckpointChanged, NotServable, UsageError, nearest
+from exporter.errors import CheckpointChanged, CheckpointError, NotServable, UsageError, nearest
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.placed_reads import PlacedReads, place_reads
 from exporter.mapping.build import VariableMapping
@@ -31,6 +31,9 @@ from exporter.terminal.progress import count
 from exporter.wire.dtypes import Array, DType
 
 AUTO = "auto"
+HOW_TO_SAVE = (
+    "save the numbers of the rows, the most read first: numpy.save(FILE, numpy.argsort(-counts)[:HOW_MANY])"
+)
 
 
 class NumberFile(Struct, frozen=True):
@@ -51,14 +54,17 @@ class NumberFile(Struct, frozen=True):
                 header = read_header(str(path), file.read(BEGIN_BYTES), os.fstat(file.fileno()).st_size)
         except OSError as error:
             raise UsageError(
-                f"--hot-rows: {path} cannot be read", cause=error.strerror or str(error)
+                f"--hot-rows: {path} cannot be read", cause=error.strerror or str(error), hint=HOW_TO_SAVE
+            ) from error
+        except CheckpointError as error:
+            raise UsageError(
+                f"--hot-rows: {path} cannot be read", cause=error.message, hint=HOW_TO_SAVE
             ) from error
         if header is None or header.stored.kind not in "iu" or len(header.shape) != 1:
             found = "texts" if header is None else f"{header.stored} {list(header.shape)}"
             raise UsageError(
                 f"--hot-rows: {path} holds {found}, expected whole numbers in one dimension",
-                hint="save the numbers of the rows, the most read first: "
-                "numpy.save(FILE, numpy.argsort(-counts)[:HOW_MANY])",
+                hint=HOW_TO_SAVE,
             )
         return cls(path, header.size, header.shape[0], header.stored.str)
 
@@ -115,10 +121,7 @@ def choose_hot(
         key = name if plan is None else f"{name}/{VALUES}"
         source = sources.get(key)
         if source is None:
-            near = nearest(name, [*plans, *sources])
-            raise UsageError(
-                f"--hot-rows {name}: no table is called so", cause=near and f"the nearest name is {near}"
-            )
+            raise _no_table(name, plans, sources)
         if not source.is_mapped:
             why = whys.get(key, "it is small")
             raise UsageError(f"--hot-rows {name}: the table is not mapped: {why}", hint="leave it out")
@@ -134,8 +137,24 @@ def choose_hot(
                 hint=f"name a file of keys, the most read first: --hot-rows {name}=hot.npy",
             )
         _require_placed(name, graph, source)
+        if "://" in text:
+            raise UsageError(
+                f"--hot-rows {name}={text}: expected a local file", hint="copy it here, and name the copy"
+            )
         chosen.append(HotChoice(name, key, None if text == AUTO else NumberFile.read(Path(text)), plan))
     return tuple(chosen)
+
+
+def _no_table(name: str, plans: Mapping[str, TablePlan], sources: Mapping[str, TensorSource]) -> UsageError:
+    """The error to raise for a name that no table has."""
+    of_plans = {f"{plan}/{VALUES}" for plan in plans}
+    mapped = [*plans, *(key for key, source in sources.items() if source.is_mapped and key not in of_plans)]
+    near = nearest(name, mapped)
+    return UsageError(
+        f"--hot-rows {name}: no table is called so",
+        cause=f"the mapped tables are {', '.join(mapped[:20])}" if mapped else "no table is mapped",
+        hint=f"did you mean {near}?" if near else "name a mapped table, or leave --hot-rows out",
+    )
 
 
 def _has_counts(plan: TablePlan) -> bool:

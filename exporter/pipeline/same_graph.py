@@ -108,6 +108,7 @@ def check_same_graph(
     differences += more
     differences += [f"{n} has changed" for n in changed_assets(origin.assets, files.places, files.digests)]
     if differences:
+        _require_meant(asked)
         raise _mismatch(base, differences)
     missing = [n for n in origin.assets if not (n in files.places and files.places[n].is_file())]
     said = "as it was, as far as its own files tell" if asked.model is not None else "no model is named"
@@ -127,6 +128,14 @@ def _check_built(base: str, origin: GraphOrigin, asked: GraphRequest) -> SameGra
     if differences:
         raise _mismatch(base, differences)
     return SameGraph(f"{base}; built again, and the same")
+
+
+def _require_meant(asked: GraphRequest) -> None:
+    """Refuse a file of Python without its function, which no new base would mend; UsageError."""
+    from exporter.graph.load import require_function_named  # late: most deltas compare and find no difference
+
+    if isinstance(asked.model, str):
+        require_function_named(Path(asked.model))
 
 
 def _mismatch(base: str, differences: list[str]) -> SchemaChanged:
@@ -187,7 +196,13 @@ def _compare_built(
         graph = load_graph(_completed(asked, origin.options, Path(scratch)))
     places = {asset.file_name: asset.source for asset in graph.assets}
     now = GraphOrigin().with_graph(graph, places)
-    different = [] if now.graph == origin.graph else [f"{asked.model} holds another inference graph"]
+    different = (
+        []
+        if now.graph == origin.graph
+        else [
+            f"{asked.model} holds another inference graph: an operation, a constant or a vocabulary differs"
+        ]
+    )
     different += [f"{name} has changed" for name, was in origin.assets.items() if now.assets.get(name) != was]
     return replace(files, places=places), different
 

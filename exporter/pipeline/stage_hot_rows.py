@@ -12,7 +12,7 @@ from exporter.bundle.variables import ShardOrigin, ShardReport, served_runs
 from exporter.checkpoint.embedding_variables import count_blocks
 from exporter.errors import UsageError
 from exporter.mapping.tensor_source import TensorSource
-from exporter.pipeline.hot_files import HotChoice, NumberFile
+from exporter.pipeline.hot_files import HOW_TO_SAVE, HotChoice, NumberFile
 from exporter.pipeline.staged import Staged
 from exporter.storage.layout import VARIABLES_PREFIX
 from exporter.tables.lay_out import TableLayout
@@ -66,7 +66,7 @@ def _blocks(staged: Staged, choice: HotChoice, source: TensorSource) -> Blocks:
             if len(wrong := block[(block < 0) | (block >= rows)]):
                 raise UsageError(
                     f"--hot-rows {choice.text}: there is no row {wrong[0]}, the table has {rows}",
-                    hint="name row numbers, the most read first",
+                    hint=HOW_TO_SAVE,
                 )
             yield block
 

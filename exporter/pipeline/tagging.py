@@ -8,11 +8,11 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from exporter.errors import PositionUnknown
 from exporter.publish.commit import Staging, model_lock
 from exporter.publish.tags import (
     PositionTag,
     Standing,
+    no_such_tag,
     read_tags,
     require_tag_name,
     resolve_position,
@@ -20,7 +20,6 @@ from exporter.publish.tags import (
 )
 from exporter.publish.versions import newest_version, nothing_published
 from exporter.storage.files import writing
-from exporter.storage.local_paths import quoted
 
 
 class Tagging(Struct, frozen=True):
@@ -97,11 +96,7 @@ def delete_tag(model: Path, name: str, *, dry_run: bool = False) -> Tagging:
 
     def change(tags: Mapping[str, PositionTag]) -> Tagging:
         if name not in tags:
-            raise PositionUnknown(
-                f"{model} has no tag {name!r}",
-                cause=f"its tags are {', '.join(tags)}" if tags else "it has none",
-                hint=f"list them: export-model tag {quoted(model)}",
-            )
+            raise no_such_tag(model, name, tags)
         return Tagging(name, None, tags[name])
 
     return _changed(model, change, dry_run=dry_run)

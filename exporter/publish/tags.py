@@ -34,6 +34,7 @@ from exporter.errors import (
     PositionError,
     PositionUnknown,
     UsageError,
+    nearest,
 )
 from exporter.publish.delta_log import DeltaLog, log_of
 from exporter.publish.hold import HeldBy
@@ -184,13 +185,29 @@ def require_tag_name(name: str) -> None:
     Raises:
         UsageError: it is one of another kind of position, or has other characters.
     """
-    if re.match(_NAME, name) is None:
+    if not isinstance(name, str) or re.match(_NAME, name) is None:
         raise UsageError(
-            f"{name[:80]!r} cannot be the name of a tag",
+            f"{str(name)[:80]!r} cannot be the name of a tag",
             cause="a tag has up to 64 of the characters a-z, 0-9, '.', '_' and '-', begins with one of the "
             "first two kinds, and is no number and no time",
-            hint="for example: export-model tag MODEL prod",
+            hint=f"write {quoted(near)}" if (near := _allowed(str(name))) else "for example: prod",
         )
+
+
+def _allowed(name: str) -> str:
+    """The name in characters that a tag may have; empty if that is no tag's name either."""
+    near = re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._")
+    return near if re.match(_NAME, near) else ""
+
+
+def no_such_tag(model: Path, name: str, tags: Iterable[str]) -> PositionUnknown:
+    """The error to raise for a tag that is not there, with the nearest one that is."""
+    near = nearest(name, tags)
+    return PositionUnknown(
+        f"{model} has no tag {name!r}",
+        cause=f"its tags are {', '.join(tags)}" if tags else "it has none",
+        hint=f"did you mean {near}?" if near else f"list the positions: export-model history {quoted(model)}",
+    )
 
 
 class Standing(Struct, frozen=True):
@@ -232,7 +249,7 @@ class Standing(Struct, frozen=True):
                 return "no base leads there any more"
             return ""
         for delta in self.log.deltas:
-            if delta.start < position < delta.end:
+            if delta.merged_count > 1 and delta.start < position < delta.end:
                 return f"it was merged away, into {delta.path.name}"
         others = {child.version for child in self.log.versions if child.has_manifest}
         if position in others or position in delta_positions(self.model, but=self.log.path):
@@ -334,11 +351,7 @@ def _tagged(name: str, model: Path) -> int:
     if name not in tags and newest_version(model) is None:
         raise nothing_published(model)
     if name not in tags:
-        raise PositionUnknown(
-            f"{model} has no tag {name!r}",
-            cause=f"its tags are {', '.join(tags)}" if tags else "it has none",
-            hint=f"set it: export-model tag {quoted(model)} {quoted(name)} POSITION",
-        )
+        raise no_such_tag(model, name, tags)
     position = tags[name].position
     if is_trusting(model):
         raise UsageError(
@@ -355,6 +368,14 @@ def _tagged(name: str, model: Path) -> int:
     return position
 
 
+def _meant(text: str, model: Path) -> str:
+    """The hint for a name that begins with @ and names nothing: a tag takes none."""
+    if text in read_tags(model):
+        return f"write {text}"
+    near = nearest(text, ("latest", "previous", "yesterday"))
+    return f"did you mean @{near}?" if near else "for example: @latest, or @2h"
+
+
 def _special(text: str, there: Standing) -> int:
     """The position of a name without its @."""
     known = sorted(there.paths, reverse=True)
@@ -368,9 +389,7 @@ def _special(text: str, there: Standing) -> int:
         return known[1]
     until = _moment(text, datetime.now(timezone.utc))
     if until is None:
-        raise UsageError(
-            f"'@{text[:80]}' names no position", cause=_EXPECTED, hint="for example: @latest, or @2h"
-        )
+        raise UsageError(f"'@{text[:80]}' names no position", cause=_EXPECTED, hint=_meant(text, there.model))
     oldest = ""
     for position in known:
         times = [time for path in there.paths[position] if (time := _published(path)) is not None]

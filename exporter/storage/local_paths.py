@@ -106,6 +106,9 @@ def require_no_pattern(what: str, place: Path) -> None:
 def quoted(place: object) -> str:
     """A path, URL or name as it is typed in a shell: the form that it has in a command that is proposed."""
     text = shown(str(place))
+    found = _URL_AS_PATH.match(text) if isinstance(place, Path) else None
+    if found is not None and found[1] in _BUCKETS and not found[2].startswith("/"):
+        text = f"{found[1]}://{found[2]}"
     # what cannot be seen is typed as bash, zsh and ksh take it, `$'a\x1b'`, byte by byte
     return shlex.quote(text) if text.isprintable() else f"$'{''.join(map(_in_dollar_quotes, text))}'"
 

@@ -222,8 +222,9 @@ def test_damage_that_stays_is_never_a_reason_to_take_an_older_one(
     path = file(tmp_path / "model.ckpt-2")
     harm(path)
     for source in (tmp_path, tmp_path / "model.ckpt-2"):
-        with pytest.raises(error, match=path.name):
+        with pytest.raises(error, match=path.name) as caught:
             open_checkpoint(source)
+        assert caught.value.hint.endswith(f"name the one before it: --ckpt-dir {tmp_path / 'model.ckpt-1'}")
 
 
 def test_a_file_that_is_being_written_is_waited_for_or_passed_over(

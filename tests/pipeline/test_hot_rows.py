@@ -277,7 +277,7 @@ def _short(path: Path) -> None:
         (_object, CheckpointError, "is a pickle"),
         (_short, CheckpointError, "its header declares"),
         (lambda path: path.write_bytes(b"\x93NUMPY\x01\x00" + b"\xff" * 99), CheckpointError, "header"),
-        (lambda path: path.write_bytes(b"1 2 3\n"), CheckpointError, "not an npy array"),
+        (lambda path: path.write_bytes(b"1 2 3\n"), UsageError, "cannot be read"),
         (lambda path: path.unlink(), UsageError, "cannot be read"),
         (lambda path: (path.unlink(), os.mkfifo(path)), UsageError, "cannot be read"),
     ],
@@ -295,6 +295,7 @@ def test_a_file_that_is_not_as_expected(
     ("table", "value", "says"),
     [
         ("emb2", "hot.npy", "no table is called so"),
+        ("emb", "s3://bucket/hot.npy", "expected a local file"),
         ("whole", "hot.npy", "not mapped: read whole by"),
         ("kernel", "hot.npy", "not mapped: it is small"),
         ("emb", "auto", "counts of tables by keys alone"),

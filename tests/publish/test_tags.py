@@ -168,6 +168,40 @@ def test_what_names_no_position(model: Path, named: str, error: type[ExportError
 
 
 @pytest.mark.parametrize(
+    ("named", "hint"),
+    [
+        ("prd", "did you mean prod?"),
+        ("@prod", "write prod"),
+        ("@previos", "did you mean @previous?"),
+        ("@x", "for example: @latest, or @2h"),
+    ],
+)
+def test_a_slip_is_answered_with_the_name_that_is_there(model: Path, named: str, hint: str) -> None:
+    set_tag(model, "prod", 20)
+    with pytest.raises(ExportError) as caught:
+        resolve_position(named, model)
+    assert caught.value.hint == hint
+
+
+def test_what_is_allowed_is_written_for_a_name_that_is_not(model: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        set_tag(model, "My Stable", 20)
+    assert caught.value.hint == "write my-stable"
+    with pytest.raises(UsageError, match="cannot be the name of a tag"):
+        exporter.tag(model, 20, "prod")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="expected True or False"):
+        exporter.tag(model, "prod", 20, dry_run="no")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="expected a position: a whole number, a tag"):
+        exporter.rollback(model, None)  # type: ignore[arg-type]
+
+
+def test_a_position_between_two_was_not_merged_away(model: Path) -> None:
+    with pytest.raises(PositionUnknown) as caught:
+        set_tag(model, "prod", 25)
+    assert "merged away" not in caught.value.cause
+
+
+@pytest.mark.parametrize(
     "name",
     [
         *("12", "@x", "latest", "2h", "Prod", "-x", ".x", "a/b", "a b", "", "x" * 65, "a\n", "../x"),
