@@ -162,7 +162,8 @@ class Publications:
 
     def _read(self) -> None:
         for line in self._watch.lines():
-            self._said.put(json.loads(line))
+            if "increments" in (said := json.loads(line)):  # a failure that the watch repeats is no delta
+                self._said.put(said)
         self._said.put(None)
 
 
