@@ -438,7 +438,7 @@ WRONG: dict[str, tuple[Callable[[], object], str, str]] = {
     ),
     "a fraction for a position": (
         lambda: exporter.rollback("models/m", _any(10.5)),
-        "to=10.5: expected a whole number",
+        "to=10.5: expected a position",
         "export-model history models/m",
     ),
     "a number for a model": (lambda: exporter.resume(_any(3)), "model=3: expected a path", "model="),
