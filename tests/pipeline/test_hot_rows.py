@@ -265,6 +265,11 @@ def _short(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 4)
 
 
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize(
     ("write", "says"),
     [
@@ -279,7 +284,7 @@ def _short(path: Path) -> None:
         (lambda path: path.write_bytes(b"\x93NUMPY\x01\x00" + b"\xff" * 99), "header"),
         (lambda path: path.write_bytes(b"1 2 3\n"), "cannot be read"),
         (lambda path: path.unlink(), "cannot be read"),
-        (lambda path: (path.unlink(), os.mkfifo(path)), "cannot be read"),
+        (_pipe, "cannot be read"),
     ],
 )
 def test_a_file_that_is_not_as_expected(
