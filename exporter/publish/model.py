@@ -35,7 +35,7 @@ from exporter.newer_python import StrEnum
 from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta, list_deltas, log_path
 from exporter.publish.hold import HeldAt, HeldBy, Hold
 from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin, Manifest, ManifestHead
-from exporter.publish.tags import ListedTag, tags_of
+from exporter.publish.tags import ListedTag, listed_tags
 from exporter.publish.variable_change import VariableChange
 from exporter.publish.versions import (
     MAX_MANIFEST_BYTES,
@@ -574,7 +574,7 @@ class Model(Struct, frozen=True, dict=True):
     def listed_tags(self) -> tuple[ListedTag, ...]:
         """The tags, by their names; none where they cannot be read, which the doctor reports."""
         with suppress(ManifestError):
-            return tags_of(self.path)
+            return listed_tags(self.path)
         return ()
 
 

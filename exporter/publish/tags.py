@@ -300,7 +300,19 @@ def tags_of(model: Path) -> tuple[ListedTag, ...]:
         NotUpdatable: nothing is published.
         ManifestError: the tags, or a version's manifest, cannot be read.
     """
-    if not (tags := read_tags(model)) and newest_version(model) is not None:
+    found = listed_tags(model)
+    if not found and newest_version(model) is None:
+        Standing.of(model)  # says what is wrong
+    return found
+
+
+def listed_tags(model: Path) -> tuple[ListedTag, ...]:
+    """The tags of a model that is known to have versions, by their names; without tags nothing is listed.
+
+    Raises:
+        ManifestError: as `tags_of`.
+    """
+    if not (tags := read_tags(model)):
         return ()
     there = Standing.of(model)
     return tuple(
