@@ -33,7 +33,7 @@ def test_a_builder_is_served() -> None:
     graph = load_graph(GraphRequest(model=linear))
 
     x = np.ones((3, 4), np.float32)
-    assert np.allclose(serve(graph, {"w": WEIGHTS}.__getitem__, {"x": x})["y"], x @ WEIGHTS, atol=1e-5)
+    assert np.array_equal(serve(graph, {"w": WEIGHTS}.__getitem__, {"x": x})["y"], x @ WEIGHTS)
     assert [(variable.key, variable.shape) for variable in graph.variables] == [("w", (4, 2))]
     assert list(graph.meta_graph.signature_def) == ["serving_default"]
 
