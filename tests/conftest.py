@@ -55,6 +55,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     longest_first(items)
 
 
+# A caller's terminal is not the tests': at 80 columns, lines that a test looks for are folded.
+for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):
+    os.environ.pop(name, None)
+
 # Who starts the tests in the background of a script has SIGINT ignored, and so would every child have it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -75,7 +75,7 @@ def test_the_values_are_the_checkpoints(kind: ModuleType, saved: str, tmp_path: 
             tf.train.CheckpointManager(tf.train.Checkpoint(model=made), str(path), 3).save(7)
     made.fit(IDS, np.zeros((4, 1)), verbose=0)
     done = export(path, tmp_path / "served", made, verify="outputs")
-    np.testing.assert_array_equal(served(done, ids=IDS), expected)
+    np.testing.assert_allclose(served(done, ids=IDS), expected, rtol=1e-5)  # a graph may sum in another order
     assert not export(path, tmp_path / "served", made, verify="outputs").is_new
     assert np.abs(np.asarray(made(IDS)) - expected).max() > 0, "the program's own model is as it was"
 
