@@ -18,7 +18,7 @@ signs them: where keys are trusted, a tag names no position.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -108,6 +108,14 @@ class ListedTag(Struct, frozen=True):
     """The reason that was given; empty if none was."""
     gone: str
     """Why the values of its position cannot come back; empty if they can."""
+    keeps: int | None
+    """The version before the newest that retention keeps for it, also where the values are gone; or null."""
+
+    @property
+    def why_gone(self) -> str:
+        """Why its values are gone, and what stays on disk all the same; empty if they can come back."""
+        stays = "" if self.keeps is None else f"; version {self.keeps} stays until the tag is deleted"
+        return self.gone and f"{self.gone}{stays}"
 
 
 class TagsDocument(Struct, frozen=True):
@@ -216,6 +224,7 @@ class Standing(Struct, frozen=True):
     model: Path
     log: DeltaLog | None
     paths: Mapping[int, list[Path]]
+    versions: Sequence[VersionDir]
 
     @classmethod
     def of(cls, model: Path) -> Standing:
@@ -232,11 +241,11 @@ class Standing(Struct, frozen=True):
             log = log_of(model, versions)
         except NotUpdatable:
             ours = [child for child in versions if child.has_manifest]
-            return cls(model, None, {child.version: [child.path] for child in ours})
+            return cls(model, None, {child.version: [child.path] for child in ours}, versions)
         paths: dict[int, list[Path]] = {base.at.position: [base.path] for base in log.bases}
         for delta in log.deltas:
             paths.setdefault(delta.end, []).append(delta.path)
-        return cls(model, log, paths)
+        return cls(model, log, paths, versions)
 
     def loss(self, position: int) -> str:
         """Why the values of a position cannot come back; empty if they can."""
@@ -315,10 +324,14 @@ def listed_tags(model: Path) -> tuple[ListedTag, ...]:
     if not (tags := read_tags(model)):
         return ()
     there = Standing.of(model)
-    return tuple(
-        ListedTag(name, tag.position, tag.who, tag.when, tag.why, there.loss(tag.position))
-        for name, tag in tags.items()
-    )
+    newest = newest_of(there.versions)
+    found = []
+    for name, tag in tags.items():
+        needed = tagged_versions(there.versions, {name: tag}).keys()
+        keeps = next((each for each in needed if newest is None or each != newest.version), None)
+        gone = there.loss(tag.position)
+        found.append(ListedTag(name, tag.position, tag.who, tag.when, tag.why, gone, keeps))
+    return tuple(found)
 
 
 def resolve_position(named: int | str, model: Path) -> int:
