@@ -183,7 +183,7 @@ def require_base_path(model: Path) -> None:
         raise UsageError(
             f"{model} is no model: it holds {', '.join(found[:_MOST_SHOWN])}",
             cause="each model has a directory of its own, which servers are given",
-            hint=f"name the model: --out {quoted(model / found[0])}, or a new name beside it",
+            hint=f"name the model, as {quoted(model / found[0])}, or a new one beside it",
         )
 
 
