@@ -461,7 +461,14 @@ def export_incremental(
     """
     versions: Sequence[VersionDir] | None = version_dirs(request.out)
     if newest_of(versions or ()) is None:
-        return export_base(request, progress, is_watching=is_watching)
+        try:
+            return export_base(request, progress, is_watching=is_watching)
+        except PositionMoved:
+            # Another began the log at the same time, often with this checkpoint: then a delta follows, or
+            # nothing is to do. `carry` looks again by itself, and builders run once.
+            if mirror.is_remote(request.out) or request.check_graph or not is_begun(request):
+                raise
+        versions = None
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             planned = _planned(request, versions, is_watching, marker_seconds, look_seconds)

@@ -103,8 +103,16 @@ WRONG = [
     (f"{EXPORT} --model models/plain/11", 2, "--model models/plain/41"),
     (f"{EXPORT} --model models/ranker/10", 2, "name what it was made from"),
     # what is published
-    ("export-model --ckpt-dir train --out models --model m.py:serving", 2, "name the model, as models/deeprec"),
-    ("export-model --ckpt-dir train --out models --model m.py:serving --incr", 2, "name the model, as models/deeprec"),
+    (
+        "export-model --ckpt-dir train --out models --model m.py:serving",
+        2,
+        "as models/deeprec",
+    ),
+    (
+        "export-model --ckpt-dir train --out models --model m.py:serving --incr",
+        2,
+        "as models/deeprec",
+    ),
     ("export-model history nothere", 5, "--out nothere"),
     ("export-model history train", 5, "export-model inspect train"),
     ("export-model history models/ranker/10", 5, "models/ranker"),
@@ -126,7 +134,7 @@ WRONG = [
     ("export-model push s3://b/m models/ranker", 2, "export-model push models/ranker s3://b/m"),
     ("export-model pull models/ranker s3://b/m", 2, "export-model pull s3://b/m models/ranker"),
     ("export-model push models/rankr s3://b/m", 5, "did you mean models/ranker?"),
-    ("export-model push models s3://b/m", 2, "name the model, as models/deeprec"),
+    ("export-model push models s3://b/m", 2, "as models/deeprec"),
     ("export-model push train s3://b/m", 5, "export-model inspect train"),
     ("export-model push nothere s3://b/m", 5, "--out nothere"),
     ("export-model push models/ranker b/m", 2, "write s3://b/m"),
