@@ -194,8 +194,8 @@ class AuditFlags(Struct, frozen=True):
         ),
     ] = None
 
-    def rebuild(self, models: Sequence[str]) -> Proto | None:
-        """The servers' configuration, for rebuilds; None without --rebuild-config.
+    def rebuild(self, models: Sequence[str]) -> Callable[[], Proto] | None:
+        """A function that reads the servers' configuration, for rebuilds; None without --rebuild-config.
 
         UsageError if nothing is audited, or the file cannot be used.
         """
@@ -209,7 +209,9 @@ class AuditFlags(Struct, frozen=True):
             )
         from serving.model_config import read_servers_config
 
-        return read_servers_config("--rebuild-config", self.rebuild_config, models)
+        read = partial(read_servers_config, "--rebuild-config", self.rebuild_config, models)
+        read()
+        return read
 
 
 class CanaryFlags(Struct, frozen=True):
