@@ -326,9 +326,19 @@ class LabelFlags(Struct, frozen=True):
                 "list, and servers do not say what else they serve",
                 hint="name the file that the servers run with: --model-config-file models.config",
             )
+        from exporter.publish.tags import is_position, require_tag_name
         from serving.agent.labels import LabelRules
         from serving.model_config import read_servers_config
 
+        for label, tag in tags.items():
+            try:
+                require_tag_name(tag)
+            except UsageError as error:
+                error.message = f"--label {label}={tag}: {error.message}"
+                if is_position(tag):
+                    model = quoted(next(iter(models.values())))
+                    error.hint = f"name that position by a tag: export-model tag {model} NAME {tag}"
+                raise
         read_servers_config("--model-config-file", self.model_config_file, models)
         return LabelRules(tags, self.model_config_file, models)
 

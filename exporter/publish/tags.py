@@ -198,8 +198,25 @@ def require_tag_name(name: str) -> None:
             f"{str(name)[:80]!r} cannot be the name of a tag",
             cause="a tag has up to 64 of the characters a-z, 0-9, '.', '_' and '-', begins with one of the "
             "first two kinds, and is no number and no time",
-            hint=f"write {quoted(near)}" if (near := _allowed(str(name))) else "for example: prod",
+            hint=_instead(str(name)),
         )
+
+
+def _instead(name: str) -> str:
+    """What to write for a name that no tag can have: with a position in it, or in its place, in allowed
+    characters, or any.
+    """
+    tag, position = split_position(re.sub("[=:]", "@", name, count=1)) or ("", "")
+    if position and re.match(_NAME, tag):
+        return f"the position stands behind the name: {tag} {quoted(position)}"
+    if is_position(name):
+        return f"a name stands before the position: prod {name}"
+    return f"write {quoted(near)}" if (near := _allowed(name)) else "for example: prod"
+
+
+def is_position(text: str) -> bool:
+    """True for a number, and for a name that begins with @ or is to."""
+    return re.fullmatch(rf"@?(?:{_RESERVED})", text) is not None
 
 
 def _allowed(name: str) -> str:
