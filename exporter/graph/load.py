@@ -87,17 +87,13 @@ def load_source(request: GraphRequest) -> SourceGraph:
     return keep_servable(source) if len(source.meta_graph.signature_def) > 1 else source
 
 
-def nothing_to_serve(checkpoint: Path | None = None) -> UsageError:
-    """Return the error for a checkpoint alone; its hint begins a builder for it, if it is named."""
-    hint = "name a builder, a .meta file or a SavedModel: --model pkg.mod:fn"
-    if checkpoint is not None:
-        hint = f"begin a builder: {_begin(checkpoint)}; or {hint}"
-    return UsageError("nothing says what to serve: no --model, and no .meta beside the checkpoint", hint=hint)
-
-
-def _begin(checkpoint: Path) -> str:
-    """Return the command that writes the beginning of a builder for a checkpoint."""
-    return f"export-model init {quoted(checkpoint)} --write serving.py"
+def nothing_to_serve(checkpoint: object = "CHECKPOINT") -> UsageError:
+    """Return the error for a checkpoint alone."""
+    return UsageError(
+        "nothing says what to serve: no --model, and no .meta beside the checkpoint",
+        hint="name a builder, a .meta file or a SavedModel: --model pkg.mod:fn; or begin a builder: "
+        f"export-model init {quoted(checkpoint)} --write serving.py",
+    )
 
 
 def require_function_named(path: Path) -> None:
@@ -137,7 +133,8 @@ def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
     if path.exists() and not describes_model(path):
         raise UsageError(
             f"--model {path} holds weights and no model",
-            hint=f"begin what builds the model: {_begin(path)}; weights are what --ckpt-dir takes",
+            hint=f"begin what builds the model: export-model init {quoted(path)} --write serving.py; "
+            "weights are what --ckpt-dir takes",
         )
     if request.model_args:
         raise UsageError("--model-arg is for builders", cause=f"{path} describes its model itself")

@@ -198,7 +198,7 @@ def require_tag_name(name: str) -> None:
             f"{str(name)[:80]!r} cannot be the name of a tag",
             cause="a tag has up to 64 of the characters a-z, 0-9, '.', '_' and '-', begins with one of the "
             "first two kinds, and is no number and no time",
-            hint=_instead(str(name)),
+            hint=f"write {_instead(str(name))}",
         )
 
 
@@ -208,10 +208,10 @@ def _instead(name: str) -> str:
     """
     tag, position = split_position(re.sub("[=:]", "@", name, count=1)) or ("", "")
     if position and re.match(_NAME, tag):
-        return f"the position stands behind the name: {tag} {quoted(position)}"
+        return f"{tag} {quoted(position)}: the position stands behind the name"
     if is_position(name):
-        return f"a name stands before the position: prod {name}"
-    return f"write {quoted(near)}" if (near := _allowed(name)) else "for example: prod"
+        return f"prod {name}: a name stands before the position"
+    return quoted(near) if (near := _allowed(name)) else "prod, for example"
 
 
 def is_position(text: str) -> bool:

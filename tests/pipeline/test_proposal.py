@@ -125,7 +125,7 @@ def test_weights_alone_say_how_a_builder_is_begun(
     asked = ("--ckpt-dir", "w.weights.h5", "--out", "m", *options)
     refused = export_model(*asked, "--json")
     assert (refused.code, refused.error["error"]) == (2, "UsageError")
-    proposed = re.search(r"export-model (init [^;]*);", refused.error["hint"])
+    proposed = re.search(r"export-model (init [^;]*)", refused.error["hint"])
     assert proposed is not None
     assert export_model(*shlex.split(proposed[1])).code == 0
     assert "NotImplementedError" in Path("serving.py").read_text()
