@@ -143,7 +143,23 @@ class IncrementalPlan(Struct, frozen=True):
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for people: on this log's deltas in general, and on what this one takes back."""
-        return (*self.log.schema.notes, *self.setbacks)
+        return (*self.log.schema.notes, *self._for_the_next_base, *self.setbacks)
+
+    @property
+    def _for_the_next_base(self) -> tuple[str, ...]:
+        """Notes on options that the base was made without: a delta does not change how tables lie."""
+        mapped = self.log.base.manifest.mapped
+        tables = () if mapped is None else mapped.tables
+        has_hot = any(table.hot_rows for table in tables)
+        asked = {
+            "--map-tables": self.request.map_tables and not tables,
+            "--hot-rows": self.request.hot_rows and not has_hot,
+        }
+        return tuple(
+            f"{option} is for the next base (--updatable --again): the one that is there was made without"
+            for option, is_asked in asked.items()
+            if is_asked
+        )
 
     @property
     def setbacks(self) -> tuple[str, ...]:

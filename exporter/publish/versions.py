@@ -52,11 +52,12 @@ def nothing_published(model: Path) -> NotUpdatable:
 def likely_model(model: Path) -> Path | None:
     """The published model whose path is nearest to `model`, which has no version; None if there is none."""
     place = model if model.exists() else nearest(model)
-    if place is None:
-        return None
+    tried = [model.parent] if place is None else [place, place.parent]  # it may be MODEL/VERSION
+    if (named := model.name.rpartition("@")[0]) and not model.exists():  # or MODEL@POSITION
+        tried.append(model.with_name(named))
     try:
-        within = sorted(place.iterdir()) if place.is_dir() else []
-        for found in (place, place.parent, *within):
+        within = sorted(place.iterdir()) if place is not None and place.is_dir() else []
+        for found in (*tried, *within):
             if found != model and _is_model(found):
                 return found
     except (OSError, ExportError):
