@@ -149,10 +149,9 @@ class IncrementalPlan(Struct, frozen=True):
     def _for_the_next_base(self) -> tuple[str, ...]:
         """Notes on options that the base was made without: a delta does not change how tables lie."""
         mapped = self.log.base.manifest.mapped
-        tables = () if mapped is None else mapped.tables
-        has_hot = any(table.hot_rows for table in tables)
+        has_hot = mapped is not None and any(table.hot_rows for table in mapped.tables)
         asked = {
-            "--map-tables": self.request.map_tables and not tables,
+            "--map-tables": self.request.map_tables and mapped is None,
             "--hot-rows": self.request.hot_rows and not has_hot,
         }
         return tuple(
