@@ -336,8 +336,9 @@ class LabelFlags(Struct, frozen=True):
             except UsageError as error:
                 error.message = f"--label {label}={tag}: {error.message}"
                 if is_position(tag):
-                    model = quoted(next(iter(models.values())))
-                    error.hint = f"name that position by a tag: export-model tag {model} NAME {tag}"
+                    model = next(iter(models.values()))
+                    command = f"export-model tag {quoted(model)} NAME {quoted(tag)}"
+                    error.hint = f"name that position by a tag: {command}"
                 raise
         read_servers_config("--model-config-file", self.model_config_file, models)
         return LabelRules(tags, self.model_config_file, models)
