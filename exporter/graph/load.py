@@ -133,8 +133,8 @@ def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
     if path.exists() and not describes_model(path):
         raise UsageError(
             f"--model {path} holds weights and no model",
-            hint=f"begin what builds the model: export-model init {quoted(path)} --write serving.py; "
-            "weights are what --ckpt-dir takes",
+            hint="name what builds the model: --model pkg.mod:fn; or begin it: "
+            f"export-model init {quoted(path)} --write serving.py; weights are what --ckpt-dir takes",
         )
     if request.model_args:
         raise UsageError("--model-arg is for builders", cause=f"{path} describes its model itself")
