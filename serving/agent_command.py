@@ -194,8 +194,8 @@ class AuditFlags(Struct, frozen=True):
         ),
     ] = None
 
-    def rebuild(self, models: Sequence[str]) -> Proto | None:
-        """The servers' configuration, for rebuilds; None without --rebuild-config.
+    def rebuild(self, models: Sequence[str]) -> Callable[[], Proto] | None:
+        """A function that reads the servers' configuration, for rebuilds; None without --rebuild-config.
 
         UsageError if nothing is audited, or the file cannot be used.
         """
@@ -209,7 +209,9 @@ class AuditFlags(Struct, frozen=True):
             )
         from serving.model_config import read_servers_config
 
-        return read_servers_config("--rebuild-config", self.rebuild_config, models)
+        read = partial(read_servers_config, "--rebuild-config", self.rebuild_config, models)
+        read()
+        return read
 
 
 class CanaryFlags(Struct, frozen=True):
@@ -324,9 +326,20 @@ class LabelFlags(Struct, frozen=True):
                 "list, and servers do not say what else they serve",
                 hint="name the file that the servers run with: --model-config-file models.config",
             )
+        from exporter.publish.tags import is_position, require_tag_name
         from serving.agent.labels import LabelRules
         from serving.model_config import read_servers_config
 
+        for label, tag in tags.items():
+            try:
+                require_tag_name(tag)
+            except UsageError as error:
+                error.message = f"--label {label}={tag}: {error.message}"
+                if is_position(tag):
+                    model = next(iter(models.values()))
+                    command = f"export-model tag {quoted(model)} NAME {quoted(tag)}"
+                    error.hint = f"name that position by a tag: {command}"
+                raise
         read_servers_config("--model-config-file", self.model_config_file, models)
         return LabelRules(tags, self.model_config_file, models)
 

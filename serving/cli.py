@@ -102,7 +102,11 @@ def predict(
         str | None, typer.Option(metavar="FILE|-", help="The request as JSON; - reads standard input.")
     ] = None,
     example: Annotated[
-        bool, typer.Option("--example", help="Send nothing: print a request that the signature takes.")
+        bool,
+        typer.Option(
+            "--example",
+            help="Send nothing: print a request that the signature takes, of zeros and empty texts.",
+        ),
     ] = False,
     form: Annotated[
         Form, typer.Option("--as", help="With --example: as JSON, for the REST port, or as a program.")

@@ -195,14 +195,19 @@ def _write_places(path: Path, table: HotRows) -> int:
         ordered = np.sort(ids)
         twice = [*ordered[:-1][ordered[:-1] == ordered[1:]], *ids[places[ids] != ids]]
         if twice:
-            raise UsageError(
-                f"{table.said} names row {twice[0] + table.first} twice",
-                hint="name the number of each row once, the most read first: numpy.argsort(-counts)[:N]",
-            )
+            raise named_twice(table.said, twice[0] + table.first)
         places[ids] = np.arange(rows + count, rows + count + len(ids), dtype=dtype)
         count += len(ids)
     places.flush()
     return count
+
+
+def named_twice(said: str, row: int) -> UsageError:
+    """Return the error for a row that is named twice; `said` is who named it."""
+    return UsageError(
+        f"{said} names row {row} twice",
+        hint="name the number of each row once, the most read first: numpy.argsort(-counts)[:N]",
+    )
 
 
 def _append(path: Path, table: HotRows) -> tuple[int, int]:

@@ -205,6 +205,7 @@ SAFETENSORS = _Archives(
     listed_by=r"\1.safetensors.index.json",
 )
 ARCHIVES: tuple[_Archives, ...] = (KERAS, NPZ, SAFETENSORS)
+ARCHIVE_SUFFIXES = tuple(suffix for family in ARCHIVES for suffix in family.suffixes)
 FAMILIES: tuple[Family, ...] = (*ARCHIVES, V1, SAVED_MODEL, BUNDLE, ORBAX)
 
 

@@ -153,12 +153,13 @@ def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dr
             Permission(request.despite_hold).check(request.out, takes_deltas=True)
         _once(request, sink, how)
     else:
+        from exporter.checkpoint.families import ARCHIVE_SUFFIXES
         from exporter.graph.origin import check_named
         from exporter.storage.arrivals import Arrivals
 
         check_named(request.model)
         tell, ended = partial(outlived, sink), partial(watch_ended, sink)
-        sleep = Arrivals.of_trainer(request.ckpt_dir).sleep
+        sleep = Arrivals.of_trainer(request.ckpt_dir, ARCHIVE_SUFFIXES).sleep
         with until_interrupted(sink) as published:
             look = partial(_look, request, sink, how)
             for done in follow(look, how.watching, tell, ended=ended, looked=how.seen.looked, sleep=sleep):

@@ -101,6 +101,10 @@ def taken_back(done: RollbackResult, sink: Output, *, dry_run: bool) -> None:
             labelled(_would("publish", "published", dry_run), str(done.path or "nothing: the values stay")),
             labelled(*(lifted if done.hold is None else held)),
         ]
+    if (old := done.replaced) is not None:
+        lines.append(
+            labelled(_would("replace", "replaced", dry_run), f"the hold at {old.position}, {old.text}")
+        )
     document = Rollback(
         dry_run=dry_run,
         status=status,
@@ -111,6 +115,7 @@ def taken_back(done: RollbackResult, sink: Output, *, dry_run: bool) -> None:
         step=done.values_of.step,
         hold=done.hold,
         is_canary=done.is_canary,
+        replaced=done.replaced,
     )
     sink.result(document, lines, is_done=not dry_run)
     _warn(done.published, sink)
@@ -214,7 +219,7 @@ def tags(found: Sequence[ListedTag], model: Path | Url, sink: Output) -> None:
     rows = [
         (tag.name, tag.position, f"{in_utc(tag.when):%Y-%m-%d %H:%M:%S}", tag.who, note)
         for tag in found
-        for note in ["; ".join(filter(None, (tag.gone and f"gone: {tag.gone}", tag.why)))]
+        for note in ["; ".join(filter(None, (tag.why_gone and f"gone: {tag.why_gone}", tag.why)))]
     ]
     sink.table("", columns, rows)
 
@@ -278,10 +283,15 @@ def _history_lines(found: Model, shown: int) -> Iterator[str]:
         more = " --lift-canary" if is_canary else ""
         yield labelled("next", f"to lift it: export-model resume {quoted(found.path)}{more}")
     if found.listed_tags:
-        told = (f"{one.name} {one.position}{' (gone)' * bool(one.gone)}" for one in found.listed_tags)
-        yield labelled("tags", ", ".join(told))
+        yield labelled("tags", ", ".join(map(_tag, found.listed_tags)))
     if shown < len(found.publications):
         yield labelled("shown", f"the last {shown} of {len(found.publications)} events")
+
+
+def _tag(found: ListedTag) -> str:
+    """A tag with its position, and whether that is gone."""
+    keeps = "" if found.keeps is None else f", but keeps version {found.keeps}"
+    return f"{found.name} {found.position}" + (f" (gone{keeps})" if found.gone else "")
 
 
 def _row(event: Event) -> tuple[Any, ...]:

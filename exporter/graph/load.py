@@ -64,10 +64,7 @@ def load_source(request: GraphRequest) -> SourceGraph:
         UsageError: the request does not fit what it names.
     """
     if request.model is None:
-        raise UsageError(
-            "nothing says what to serve: no --model, and no .meta beside the checkpoint",
-            hint="name a builder, a .meta file or a SavedModel: --model pkg.mod:fn",
-        )
+        raise nothing_to_serve()
     path = Path(request.model) if isinstance(request.model, str) else None
     if request.tag is not None and not (path is not None and is_saved_model(path)):
         raise UsageError("--tag chooses among a SavedModel's graphs", cause=f"{request.model} is none")
@@ -88,6 +85,15 @@ def load_source(request: GraphRequest) -> SourceGraph:
         return _load_model(request)
     source = load_builder(request)
     return keep_servable(source) if len(source.meta_graph.signature_def) > 1 else source
+
+
+def nothing_to_serve(checkpoint: object = "CHECKPOINT") -> UsageError:
+    """Return the error for a checkpoint alone."""
+    return UsageError(
+        "nothing says what to serve: no --model, and no .meta beside the checkpoint",
+        hint="name a builder, a .meta file or a SavedModel: --model pkg.mod:fn; or begin a builder: "
+        f"export-model init {quoted(checkpoint)} --write serving.py",
+    )
 
 
 def require_function_named(path: Path) -> None:
@@ -127,7 +133,8 @@ def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
     if path.exists() and not describes_model(path):
         raise UsageError(
             f"--model {path} holds weights and no model",
-            hint="name what builds the model: --model pkg.mod:fn; weights are what --ckpt-dir takes",
+            hint="name what builds the model: --model pkg.mod:fn; or begin it: "
+            f"export-model init {quoted(path)} --write serving.py; weights are what --ckpt-dir takes",
         )
     if request.model_args:
         raise UsageError("--model-arg is for builders", cause=f"{path} describes its model itself")

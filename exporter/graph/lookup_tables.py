@@ -49,7 +49,7 @@ from exporter.wire.protos import Proto
 _STATIC = frozenset({"HashTable", "HashTableV2"})
 _MUTABLE = re.compile(r"(Anonymous)?Mutable(Dense)?HashTable\w*")
 _FROM_FILE = re.compile(r"InitializeTableFromTextFile(V2)?")
-_FILLS = re.compile(r"InitializeTable(FromTextFile|FromDataset)?(V2)?|LookupTableImport(V2)?")
+FILLS = re.compile(r"InitializeTable(FromTextFile|FromDataset)?(V2)?|LookupTableImport(V2)?")
 _ASSET_COLLECTION = "asset_filepaths"
 _INIT_COLLECTION = "table_initializer"
 _RESTORABLE = re.compile(r"Mutable(Dense)?HashTable(OfTensors)?V2")
@@ -76,7 +76,7 @@ def initialisers(index: GraphIndex, needed: Collection[str], init_op: str | None
     found = [
         node.name
         for node in index.nodes.values()
-        if _FILLS.fullmatch(node.op) and tables.behind(_table_of(node)) & wanted
+        if FILLS.fullmatch(node.op) and tables.behind(_table_of(node)) & wanted
     ]
     for name in waited_for(index.nodes, [init_op] if init_op else []):
         node = index.nodes[name]
@@ -98,7 +98,7 @@ def check_filled(meta_graph: Proto, filling: Collection[str]) -> None:
     filled = tables.filled_where_made()
     for name in filling:
         node = index.nodes[name]
-        if _FILLS.fullmatch(node.op):
+        if FILLS.fullmatch(node.op):
             filled |= tables.behind(_table_of(node))
         elif tables.fills(node):
             filled |= tables.behind([name, *(source.node for source in data_inputs(node))])
@@ -159,7 +159,7 @@ def _identity(node: Proto, scope: str = "") -> str:
 
 
 def _has_fill(function: Proto) -> bool:
-    return any(_FILLS.fullmatch(node.op) for node in function.node_def)
+    return any(FILLS.fullmatch(node.op) for node in function.node_def)
 
 
 def add_init_op(meta_graph: Proto, index: GraphIndex) -> str | None:
@@ -171,7 +171,7 @@ def add_init_op(meta_graph: Proto, index: GraphIndex) -> str | None:
         return None
     listed = [endpoint(name).node for name in meta_graph.collection_def[_INIT_COLLECTION].node_list.value]
     # Some programs put iterators into that collection, too.
-    filling = [name for name in listed if name in index.nodes and _FILLS.fullmatch(index.nodes[name].op)]
+    filling = [name for name in listed if name in index.nodes and FILLS.fullmatch(index.nodes[name].op)]
     if not filling:
         return None
     name = free_name(index.nodes, "fill_tables")

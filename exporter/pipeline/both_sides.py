@@ -15,7 +15,7 @@ from exporter.checkpoint.families import model_beside
 from exporter.checkpoint.identity import Identity
 from exporter.errors import MissingTensors, ObjectMismatch
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.graph.load import GraphSource, SourceGraph, clean, load_source
+from exporter.graph.load import GraphSource, SourceGraph, clean, load_source, nothing_to_serve
 from exporter.graph.origin import GraphOrigin
 from exporter.graph.source_graph import GraphRequest
 from exporter.graph.sources import find_builder
@@ -47,6 +47,8 @@ def read_both(
 ) -> Both:
     """Read the graph, and complete the rules from both sides."""
     asked = GraphRequest.of(request, model_beside(catalog.prefix))
+    if asked.model is None:
+        raise nothing_to_serve(request.ckpt_dir)
     # Before it is loaded: what is edited meanwhile is refused later, not taken for what was loaded.
     origin = GraphOrigin.of(asked, is_beside=asked.is_found) if request.updates else None
     source = load(asked)

@@ -587,7 +587,7 @@ def tags(found: Sequence[ListedTag], model: Path) -> Iterator[Finding]:
             yield Finding(
                 Code.TAG_GONE,
                 f"the tag {tag.name} names position {tag.position}, which is gone",
-                tag.gone,
+                tag.why_gone,
                 command("export-model", "tag", model, tag.name, "--delete"),
             )
 

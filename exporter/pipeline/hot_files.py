@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from msgspec import Struct
 
-from exporter.bundle.hot_rows import BLOCK_ROWS
+from exporter.bundle.hot_rows import BLOCK_ROWS, named_twice
 from exporter.bundle.mapped_tables import Unmapped
 from exporter.errors import CheckpointChanged, CheckpointError, NotServable, UsageError, nearest
 from exporter.graph.inference_graph import InferenceGraph
@@ -103,6 +103,28 @@ class HotChoice(Struct, frozen=True):
         """The choice as it is typed."""
         return f"{self.name}={AUTO if self.file is None else self.file.path}"
 
+    def rows(self, rows: int) -> Iterator[Array]:
+        """Yield the file's row numbers; UsageError for one that a table of so many rows does not have."""
+        assert self.file is not None
+        for block in self.file.blocks():
+            if len(wrong := block[(block < 0) | (block >= rows)]):
+                raise UsageError(
+                    f"--hot-rows {self.text}: there is no row {wrong[0]}, the table has {rows}",
+                    hint=HOW_TO_SAVE,
+                )
+            yield block
+
+    def check(self, rows: int) -> None:
+        """Read the file of a table of so many rows, before anything is staged; UsageError as `rows`.
+
+        A row that is named twice is found if both lie in one block, as in all but large files; the export
+        finds the others.
+        """
+        for block in self.rows(rows):
+            ordered = np.sort(block)
+            if len(twice := ordered[:-1][ordered[:-1] == ordered[1:]]):
+                raise named_twice(f"--hot-rows {self.text}", int(twice[0]))
+
 
 def choose_hot(
     request: ExportRequest,
@@ -111,7 +133,10 @@ def choose_hot(
     unmapped: tuple[Unmapped, ...],
     layout: TableLayout | None,
 ) -> tuple[HotChoice, ...]:
-    """Read the headers of the files that a request names; UsageError if one is not for a mapped table."""
+    """Read the files that a request names; UsageError if one is not for a mapped table, or has wrong rows.
+
+    Of files of keys only the headers are read: keys that a table does not have are left out.
+    """
     plans = {} if layout is None else {plan.name: plan for plan in layout.tables}
     sources = {source.key: source for source in mapping.sources}
     whys = {each.key: each.why for each in unmapped}
@@ -141,7 +166,10 @@ def choose_hot(
             raise UsageError(
                 f"--hot-rows {name}={text}: expected a local file", hint="copy it here, and name the copy"
             )
-        chosen.append(HotChoice(name, key, None if text == AUTO else NumberFile.read(Path(text)), plan))
+        choice = HotChoice(name, key, None if text == AUTO else NumberFile.read(Path(text)), plan)
+        if plan is None:
+            choice.check(source.tensor.shape[0])
+        chosen.append(choice)
     return tuple(chosen)
 
 

@@ -143,7 +143,22 @@ class IncrementalPlan(Struct, frozen=True):
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for people: on this log's deltas in general, and on what this one takes back."""
-        return (*self.log.schema.notes, *self.setbacks)
+        return (*self.log.schema.notes, *self._for_the_next_base, *self.setbacks)
+
+    @property
+    def _for_the_next_base(self) -> tuple[str, ...]:
+        """Notes on options that the base was made without: a delta does not change how tables lie."""
+        mapped = self.log.base.manifest.mapped
+        has_hot = mapped is not None and any(table.hot_rows for table in mapped.tables)
+        asked = {
+            "--map-tables": self.request.map_tables and mapped is None,
+            "--hot-rows": self.request.hot_rows and not has_hot,
+        }
+        return tuple(
+            f"{option} is for the next base (--updatable --again): the one that is there was made without"
+            for option, is_asked in asked.items()
+            if is_asked
+        )
 
     @property
     def setbacks(self) -> tuple[str, ...]:
@@ -461,7 +476,14 @@ def export_incremental(
     """
     versions: Sequence[VersionDir] | None = version_dirs(request.out)
     if newest_of(versions or ()) is None:
-        return export_base(request, progress, is_watching=is_watching)
+        try:
+            return export_base(request, progress, is_watching=is_watching)
+        except PositionMoved:
+            # Another began the log at the same time, often with this checkpoint: then a delta follows, or
+            # nothing is to do. `carry` looks again by itself, and builders run once.
+            if mirror.is_remote(request.out) or request.check_graph or not is_begun(request):
+                raise
+        versions = None
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             planned = _planned(request, versions, is_watching, marker_seconds, look_seconds)

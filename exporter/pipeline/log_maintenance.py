@@ -46,7 +46,7 @@ from exporter.publish.commit import (
 from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogDelta, log_of, read_log
 from exporter.publish.delta_publication import Publication, header_of, publish_changes, publish_written
 from exporter.publish.finite import require_merger_finite, unchecked
-from exporter.publish.hold import Hold
+from exporter.publish.hold import HeldBy, Hold
 from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.permission import binding, judged, require_on_way
 from exporter.publish.retention import RetiredDeltas, retire_deltas, retire_logs
@@ -280,7 +280,8 @@ class RollbackResult(Struct, frozen=True):
 
     `path` is what is published at `position`, None if the values do not have to change. `is_canary`: the hold
     that is left is a canary's. `was_held` is False where there is no hold to lift: there is nothing to do.
-    `published` is None of a plan, and if the values did not have to change.
+    `published` is None of a plan, and if the values did not have to change. `replaced` is the hold of a
+    person whose place a rollback's takes.
     """
 
     before: Position
@@ -291,6 +292,7 @@ class RollbackResult(Struct, frozen=True):
     is_canary: bool = False
     was_held: bool = True
     published: PublishedDelta | PublishedVersion | None = None
+    replaced: HeldBy | None = None
 
 
 def rollback(
@@ -317,10 +319,18 @@ def rollback(
         to = resolve_position(to, model)
         _require_canary(restorer.hold, to, if_canary)
         asked = replace(restorer.rollback_of(to), reason=reason, by_canary=if_canary)
+        replaced = _replaced(restorer.hold)
         with restorer.hold.put_back_on_failure(staging):  # the hold comes before the values
             done = restorer.publish(asked, staging)
         position, values = done.manifest.position, Position(to, done.manifest.step)
-        return RollbackResult(restorer.at, values, done.path, position, position, published=done)
+        return RollbackResult(
+            restorer.at, values, done.path, position, position, published=done, replaced=replaced
+        )
+
+
+def _replaced(hold: Hold) -> HeldBy | None:
+    """Return the hold that a rollback takes the place of; None if nobody set one, or nothing says who."""
+    return hold.by if hold.binds else None
 
 
 def plan_rollback(model: Path, to: int | str, *, if_canary: bool = False) -> RollbackResult:
@@ -332,7 +342,12 @@ def plan_rollback(model: Path, to: int | str, *, if_canary: bool = False) -> Rol
     """
     first, to = restorer_of(model), resolve_position(to, model)
     _require_canary(first.hold, to, if_canary)  # not below: it would be tried again as a disturbance
-    return _undisturbed(model, first, lambda restorer: _rollback_plan(restorer, restorer.rollback_of(to)))
+
+    def plan(restorer: Restorer) -> RollbackResult:
+        found = _rollback_plan(restorer, restorer.rollback_of(to))
+        return replace(found, replaced=_replaced(restorer.hold))
+
+    return _undisturbed(model, first, plan)
 
 
 def _require_canary(hold: Hold, to: int, if_canary: bool) -> None:

@@ -19,13 +19,14 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint.families import model_beside
-from exporter.errors import CheckpointError, GraphError, PublishError, SchemaChanged, UsageError
+from exporter.errors import CheckpointError, ExportError, GraphError, PublishError, SchemaChanged, UsageError
 from exporter.graph.origin import GraphOrigin, changed_assets
 from exporter.graph.source_graph import GraphRequest
 from exporter.options import ExportRequest, Verify
 from exporter.publish.delta_log import DeltaLog
 from exporter.storage.files import FileDigests, beside, make_directories
 from exporter.storage.layout import ASSETS_DIRECTORY, CACHES_DIRECTORY, SOURCES_FILE
+from exporter.wire.protos import Proto
 
 
 class SourceFiles(Struct):
@@ -103,8 +104,8 @@ def check_same_graph(
     if origin is None:
         return SameGraph(f"{base}; what it was made from is not known")
     if request.check_graph and not differences:
-        return _check_built(base, origin, asked)
-    files, more = _source_files(origin, asked, before)
+        return _check_built(log, origin, asked)
+    files, more = _source_files(log, origin, asked, before)
     differences += more
     differences += [f"{n} has changed" for n in changed_assets(origin.assets, files.places, files.digests)]
     if differences:
@@ -117,14 +118,15 @@ def check_same_graph(
     return SameGraph(said, files if is_new else None)
 
 
-def _check_built(base: str, origin: GraphOrigin, asked: GraphRequest) -> SameGraph:
+def _check_built(log: DeltaLog, origin: GraphOrigin, asked: GraphRequest) -> SameGraph:
     """Build the graph again, by the builder and TensorFlow, and compare all of it with the base's.
 
     SchemaChanged if it differs, UsageError if no model is named, GraphError if it cannot be built.
     """
     if asked.model is None:
         raise UsageError("--check-graph: nothing says what to build", hint="name the model again: --model")
-    _, differences = _compare_built(origin, asked, SourceFiles())
+    base = f"of base {log.base.at.position}"
+    _, differences = _compare_built(log, origin, asked, SourceFiles())
     if differences:
         raise _mismatch(base, differences)
     return SameGraph(f"{base}; built again, and the same")
@@ -148,7 +150,7 @@ def _mismatch(base: str, differences: list[str]) -> SchemaChanged:
 
 
 def _source_files(
-    origin: GraphOrigin, asked: GraphRequest, before: SourceFiles
+    log: DeltaLog, origin: GraphOrigin, asked: GraphRequest, before: SourceFiles
 ) -> tuple[SourceFiles, list[str]]:
     """Return the files behind the requested graph, and how a finished one differs from the base's."""
     try:
@@ -158,7 +160,7 @@ def _source_files(
     if digest is None:
         return before, []
     if digest not in (origin.files[0].digest, before.graph):
-        return _compare_finished(origin, asked, replace(before, graph=digest))
+        return _compare_finished(log, origin, asked, replace(before, graph=digest))
     directory = Path(str(asked.model))
     if not directory.is_dir():
         return before, []
@@ -169,14 +171,14 @@ def _source_files(
 
 
 def _compare_finished(
-    origin: GraphOrigin, asked: GraphRequest, files: SourceFiles
+    log: DeltaLog, origin: GraphOrigin, asked: GraphRequest, files: SourceFiles
 ) -> tuple[SourceFiles, list[str]]:
     """Compare a finished graph of other bytes, which may be the same inference graph.
 
     Only a model that an archive describes needs TensorFlow.
     """
     try:
-        return _compare_built(origin, asked, files)
+        return _compare_built(log, origin, asked, files)
     except (GraphError, CheckpointError, UsageError) as error:
         return files, [f"{asked.model} is another graph: {error.message}"]
     except OSError as error:
@@ -184,7 +186,7 @@ def _compare_finished(
 
 
 def _compare_built(
-    origin: GraphOrigin, asked: GraphRequest, files: SourceFiles
+    log: DeltaLog, origin: GraphOrigin, asked: GraphRequest, files: SourceFiles
 ) -> tuple[SourceFiles, list[str]]:
     """Load the requested inference graph; return its files, and how graph or files differ from the base's.
 
@@ -196,15 +198,25 @@ def _compare_built(
         graph = load_graph(_completed(asked, origin.options, Path(scratch)))
     places = {asset.file_name: asset.source for asset in graph.assets}
     now = GraphOrigin().with_graph(graph, places)
-    different = (
-        []
-        if now.graph == origin.graph
-        else [
-            f"{asked.model} holds another inference graph: an operation, a constant or a vocabulary differs"
-        ]
-    )
+    different = []
+    if now.graph != origin.graph:
+        what = "an operation, a constant or a vocabulary"
+        if lookups := _other_vocabularies(log, graph.meta_graph.graph_def):
+            what = f"the vocabulary of {', '.join(lookups)}"
+        different.append(f"{asked.model} holds another inference graph: {what} differs")
     different += [f"{name} has changed" for name, was in origin.assets.items() if now.assets.get(name) != was]
     return replace(files, places=places), different
+
+
+def _other_vocabularies(log: DeltaLog, graph_def: Proto) -> list[str]:
+    """Return the lookups with another vocabulary than in the base; [] where its graph cannot be read."""
+    from exporter.graph.filled_lookups import differing_lookups
+    from exporter.graph.graph_files import read_saved_model
+
+    with suppress(ExportError, OSError):
+        base = read_saved_model(log.base.path).meta_graphs
+        return differing_lookups(base[0].graph_def, graph_def) if base else []
+    return []
 
 
 def _completed(asked: GraphRequest, options: Mapping[str, Any], scratch: Path) -> GraphRequest:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from msgspec.structs import replace
 
 from exporter.bundle.hot_rows import BLOCK_ROWS, Blocks, HotRows, lay_hot_rows
 from exporter.bundle.variables import ShardOrigin, ShardReport, served_runs
 from exporter.checkpoint.embedding_variables import count_blocks
-from exporter.errors import UsageError
 from exporter.mapping.tensor_source import TensorSource
-from exporter.pipeline.hot_files import HOW_TO_SAVE, HotChoice, NumberFile
+from exporter.pipeline.hot_files import HotChoice, NumberFile
 from exporter.pipeline.staged import Staged
 from exporter.storage.layout import VARIABLES_PREFIX
 from exporter.tables.lay_out import TableLayout
@@ -59,18 +56,7 @@ def _blocks(staged: Staged, choice: HotChoice, source: TensorSource) -> Blocks:
         assert layout is not None
         found = _most_counted(layout, choice) if file is None else _rows_of_keys(staged, choice, file)
         return lambda: (found[start : start + BLOCK_ROWS] for start in range(0, len(found), BLOCK_ROWS))
-    assert file is not None
-
-    def checked() -> Iterator[Array]:
-        for block in file.blocks():
-            if len(wrong := block[(block < 0) | (block >= rows)]):
-                raise UsageError(
-                    f"--hot-rows {choice.text}: there is no row {wrong[0]}, the table has {rows}",
-                    hint=HOW_TO_SAVE,
-                )
-            yield block
-
-    return checked
+    return lambda: choice.rows(rows)
 
 
 def _rows_of_keys(staged: Staged, choice: HotChoice, file: NumberFile) -> Array:

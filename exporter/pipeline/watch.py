@@ -16,6 +16,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from exporter.checkpoint import candidates, open_checkpoint
+from exporter.checkpoint.families import ARCHIVE_SUFFIXES
 from exporter.checkpoint.identity import Identity, Looks, look
 from exporter.errors import CheckpointChanged, ExportError, TargetBusy, UsageError
 from exporter.graph.load import GraphSource, run_builders_once
@@ -70,7 +71,7 @@ def watch(
         )
     check_named(request.model)
     newest = _Newest(replace(request, again=False), progress, run_builders_once(), carry)
-    sleep = Arrivals.of_trainer(request.ckpt_dir).sleep
+    sleep = Arrivals.of_trainer(request.ckpt_dir, ARCHIVE_SUFFIXES).sleep
     yield from follow(newest.export, watching, tell, ended=ended, looked=looked, sleep=sleep)
 
 

@@ -450,8 +450,9 @@ def _log_now(log: DeltaLog, last: int | None) -> DeltaLog:
 
 def _require(model: Path, expected: int | None, found: int | None, *, is_same_log: bool = True) -> None:
     if found != expected or not is_same_log:
+        before = "there was none" if expected is None else f"it was {expected}"
         raise PositionMoved(
-            f"another command published under {model}: position {found} is the newest now, it was {expected}"
+            f"another command published under {model}: position {found} is the newest now, {before}"
         )
 
 

@@ -18,7 +18,7 @@ signs them: where keys are trusted, a tag names no position.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -108,6 +108,14 @@ class ListedTag(Struct, frozen=True):
     """The reason that was given; empty if none was."""
     gone: str
     """Why the values of its position cannot come back; empty if they can."""
+    keeps: int | None
+    """The version before the newest that retention keeps for it, also where the values are gone; or null."""
+
+    @property
+    def why_gone(self) -> str:
+        """Why its values are gone, and what stays on disk all the same; empty if they can come back."""
+        stays = "" if self.keeps is None else f"; version {self.keeps} stays until the tag is deleted"
+        return self.gone and f"{self.gone}{stays}"
 
 
 class TagsDocument(Struct, frozen=True):
@@ -190,8 +198,25 @@ def require_tag_name(name: str) -> None:
             f"{str(name)[:80]!r} cannot be the name of a tag",
             cause="a tag has up to 64 of the characters a-z, 0-9, '.', '_' and '-', begins with one of the "
             "first two kinds, and is no number and no time",
-            hint=f"write {quoted(near)}" if (near := _allowed(str(name))) else "for example: prod",
+            hint=f"write {_instead(str(name))}",
         )
+
+
+def _instead(name: str) -> str:
+    """What to write for a name that no tag can have: with a position in it, or in its place, in allowed
+    characters, or any.
+    """
+    tag, position = split_position(re.sub("[=:]", "@", name, count=1)) or ("", "")
+    if position and re.match(_NAME, tag):
+        return f"{tag} {quoted(position)}: the position stands behind the name"
+    if is_position(name):
+        return f"prod {name}: a name stands before the position"
+    return quoted(near) if (near := _allowed(name)) else "prod, for example"
+
+
+def is_position(text: str) -> bool:
+    """True for a number, and for a name that begins with @ or is to."""
+    return re.fullmatch(rf"@?(?:{_RESERVED})", text) is not None
 
 
 def _allowed(name: str) -> str:
@@ -216,6 +241,7 @@ class Standing(Struct, frozen=True):
     model: Path
     log: DeltaLog | None
     paths: Mapping[int, list[Path]]
+    versions: Sequence[VersionDir]
 
     @classmethod
     def of(cls, model: Path) -> Standing:
@@ -232,11 +258,11 @@ class Standing(Struct, frozen=True):
             log = log_of(model, versions)
         except NotUpdatable:
             ours = [child for child in versions if child.has_manifest]
-            return cls(model, None, {child.version: [child.path] for child in ours})
+            return cls(model, None, {child.version: [child.path] for child in ours}, versions)
         paths: dict[int, list[Path]] = {base.at.position: [base.path] for base in log.bases}
         for delta in log.deltas:
             paths.setdefault(delta.end, []).append(delta.path)
-        return cls(model, log, paths)
+        return cls(model, log, paths, versions)
 
     def loss(self, position: int) -> str:
         """Why the values of a position cannot come back; empty if they can."""
@@ -315,10 +341,14 @@ def listed_tags(model: Path) -> tuple[ListedTag, ...]:
     if not (tags := read_tags(model)):
         return ()
     there = Standing.of(model)
-    return tuple(
-        ListedTag(name, tag.position, tag.who, tag.when, tag.why, there.loss(tag.position))
-        for name, tag in tags.items()
-    )
+    newest = newest_of(there.versions)
+    found = []
+    for name, tag in tags.items():
+        needed = tagged_versions(there.versions, {name: tag}).keys()
+        keeps = next((each for each in needed if newest is None or each != newest.version), None)
+        gone = there.loss(tag.position)
+        found.append(ListedTag(name, tag.position, tag.who, tag.when, tag.why, gone, keeps))
+    return tuple(found)
 
 
 def resolve_position(named: int | str, model: Path) -> int:

@@ -52,11 +52,12 @@ def nothing_published(model: Path) -> NotUpdatable:
 def likely_model(model: Path) -> Path | None:
     """The published model whose path is nearest to `model`, which has no version; None if there is none."""
     place = model if model.exists() else nearest(model)
-    if place is None:
-        return None
+    tried = [model.parent] if place is None else [place, place.parent]  # it may be MODEL/VERSION
+    if (named := model.name.rpartition("@")[0]) and not model.exists():  # or MODEL@POSITION
+        tried.append(model.with_name(named))
     try:
-        within = sorted(place.iterdir()) if place.is_dir() else []
-        for found in (place, place.parent, *within):
+        within = sorted(place.iterdir()) if place is not None and place.is_dir() else []
+        for found in (*tried, *within):
             if found != model and _is_model(found):
                 return found
     except (OSError, ExportError):
@@ -183,7 +184,7 @@ def require_base_path(model: Path) -> None:
         raise UsageError(
             f"{model} is no model: it holds {', '.join(found[:_MOST_SHOWN])}",
             cause="each model has a directory of its own, which servers are given",
-            hint=f"name the model: --out {quoted(model / found[0])}, or a new name beside it",
+            hint=f"name the model, as {quoted(model / found[0])}, or a new one beside it",
         )
 
 

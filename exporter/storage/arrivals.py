@@ -22,6 +22,8 @@ from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY, INCREMENTS_DIR
 
 RENAMED = 0x80
 """IN_MOVED_TO of <sys/inotify.h>: what was written elsewhere is complete under its name."""
+WRITTEN = 0x8
+"""IN_CLOSE_WRITE: who wrote a file has closed it."""
 CHANGED = 0xFC8
 """And IN_CLOSE_WRITE, IN_MOVED_FROM, IN_CREATE, IN_DELETE: whatever changes which names are there; and
 IN_DELETE_SELF, IN_MOVE_SELF: the directory itself, as when a volume goes.
@@ -40,16 +42,24 @@ _LOOK_S = 0.1  # an event of Python's threads cannot be waited for beside a desc
 class Arrivals:
     """Waits for changes in directories. Names that begin with a dot wake nobody: locks, unfinished work."""
 
-    def __init__(self, directories: Iterable[Path] = (), kind: int = RENAMED) -> None:
-        self._kind = kind
+    def __init__(
+        self, directories: Iterable[Path] = (), kind: int = RENAMED, written: Iterable[str] = ()
+    ) -> None:
+        self._written = tuple(map(os.fsencode, written))
+        self._kind = kind | WRITTEN if self._written else kind
         self._directories = list(directories)
         self._libc, self._events = _inotify()
+        self.watch(self._directories)  # what arrives before the first call wakes, too
 
     @classmethod
-    def of_trainer(cls, ckpt_dir: Path) -> Arrivals:
-        """What a trainer finishes in its checkpoint directory."""
+    def of_trainer(cls, ckpt_dir: Path, archives: Iterable[str] = ()) -> Arrivals:
+        """What a trainer finishes in its checkpoint directory.
+
+        Names that end with one of `archives` may be written in place: such a file is finished when it is
+        closed. Of other files that says nothing, as a checkpoint has several.
+        """
         increments = (INCREMENTS_DIRECTORY, DEEPREC_INCREMENTS_DIRECTORY)
-        return cls([ckpt_dir, *(ckpt_dir / name for name in increments)])
+        return cls([ckpt_dir, *(ckpt_dir / name for name in increments)], written=archives)
 
     def sleep(self, seconds: float) -> None:
         """Wait up to `seconds` for a change in the directories, which need not exist yet."""
@@ -86,20 +96,26 @@ class Arrivals:
             return False
         if not select.select([self._events], [], [], seconds)[0]:
             return False
-        return any(not name.startswith(b".") for name in _names(os.read(self._events, _BUFFER_BYTES)))
+        return any(self._matters(*event) for event in _events(os.read(self._events, _BUFFER_BYTES)))
+
+    def _matters(self, kind: int, name: bytes) -> bool:
+        """Whether an event wakes; one without a name is about a file that is watched itself, or was lost."""
+        if self._written and kind & WRITTEN and not name.endswith(self._written):
+            return not name
+        return not name.startswith(b".")
 
     def __del__(self) -> None:
         if self._events >= 0:
             os.close(self._events)
 
 
-def _names(events: bytes) -> Iterator[bytes]:
-    """The names that events are about; an empty one if events were lost, or a directory is gone."""
+def _events(read: bytes) -> Iterator[tuple[int, bytes]]:
+    """The kinds and names of events; an empty name if events were lost, or a directory is gone."""
     at = 0
-    while at < len(events):
-        *_, size = _EVENT.unpack_from(events, at)
+    while at < len(read):
+        _, kind, _, size = _EVENT.unpack_from(read, at)
         at += _EVENT.size + size
-        yield events[at - size : at]
+        yield kind, read[at - size : at].rstrip(b"\0")
 
 
 def _inotify() -> tuple[Any, int]:

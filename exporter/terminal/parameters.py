@@ -361,10 +361,11 @@ def pairs(option: str, values: Iterable[str]) -> dict[str, str]:
     """
     result: dict[str, str] = {}
     for text in values:
-        name, _, value = text.partition("=")
+        name, equals, value = text.partition("=")
         if not name or not value:
+            meant = f"{name or 'x'}={value or 'VALUE'}" if equals else f"x={text or 'VALUE'}"
             raise UsageError(
-                f"{option} {text!r} is not of the form NAME=VALUE", hint=f"as in {option} x={text or 'VALUE'}"
+                f"{option} {text!r} is not of the form NAME=VALUE", hint=f"as in {option} {meant}"
             )
         if name in result:
             raise UsageError(f"{option} names {name!r} twice")

@@ -107,12 +107,19 @@ def _unknown_word(
     word: str, context: Any, program: str, arguments: Sequence[str], takes: Sequence[str]
 ) -> str:
     """The command line with the nearest command for an unknown word, or with options that take the word."""
+    if word in _MEANT:
+        command, option = _MEANT[word]
+        return f"{_command_line(program, _with_correction(arguments, word, command))} {option}"
     if close := nearest(word, context.command.list_commands(context)):
         return _command_line(program, _with_correction(arguments, word, close))
     at = arguments.index(word)
     words = list(takewhile(lambda each: not each.startswith("-"), arguments[at:]))[: len(takes)]
     named = [part for option, each in zip(takes, words, strict=False) for part in (option, each)]
     return _command_line(program, [*named, *arguments[:at], *arguments[at + len(words) :]])
+
+
+_MEANT = {"untag": ("tag", "--delete")}
+"""Words that are near to a command, and mean it with an option."""
 
 
 def _usage_of(parameter: Any, context: Any) -> str:

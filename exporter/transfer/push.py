@@ -30,13 +30,12 @@ from exporter.errors import (
     ForeignLineage,
     ManifestError,
     NotTrusted,
-    NotUpdatable,
     PositionMoved,
     TargetNotWritable,
     UsageError,
 )
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
-from exporter.publish.versions import require_base_path
+from exporter.publish.versions import nothing_published, require_base_path
 from exporter.storage.layout import MANIFEST_FILE, TAGS_FILE
 from exporter.storage.local_paths import quoted, store_url, without_secrets
 from exporter.storage.objects import ObjectWriter
@@ -152,7 +151,7 @@ def _ours(model: Path, trust: Trust | None) -> dict[str, Item]:
                 hint=f"rename it, if no server reads it: {int(path)}",
             )
     if not items:
-        raise NotUpdatable(f"there is nothing published under {model}", hint="export first, to --out MODEL")
+        raise nothing_published(model)
     return items
 
 

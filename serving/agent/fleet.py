@@ -114,10 +114,8 @@ class Fleet:
         self._lock = threading.Lock()
         self._resolved = Resolved(())
         self._rebuilder: Rebuilder | None = None
-        if (config := settings.rebuild) is not None:
-            self._rebuilder = Rebuilder(
-                config, settings.access, settings.deadline_s, self._is_served_elsewhere
-            )
+        if (read := settings.rebuild) is not None:
+            self._rebuilder = Rebuilder(read, settings.access, settings.deadline_s, self._is_served_elsewhere)
 
     @property
     def replicas(self) -> list[Replica]:

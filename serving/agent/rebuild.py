@@ -3,8 +3,8 @@ again.
 
 A stock server loads a version again from its base only after its model was out of the configuration, and each
 configuration replaces the whole one before it. So a rebuild needs the file that the servers run with
-(`--rebuild-config`), and every target has to run with exactly that. Deltas cannot repair a replica: they lead
-only forward, and hold only the rows that they changed.
+(`--rebuild-config`), and every target has to run with exactly that; each rebuild reads it anew. Deltas cannot
+repair a replica: they lead only forward, and hold only the rows that they changed.
 
 - The published files are read and checked first, so that a damaged version does not replace a loaded one.
 - A replica is rebuilt only while another one serves the model that passed its last audit, and only one
@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
-from exporter.errors import CallFailed, ExportError, ServerError
+from exporter.errors import CallFailed, ExportError, ServerError, UsageError
 from exporter.publish.delta_log import read_log
 from exporter.terminal.server_access import ServerAccess
 from exporter.wire.protos import Proto, message_class
@@ -42,39 +42,44 @@ _POLL_S = 0.1
 class Rebuilder:
     """Removes a model from a server, and adds it again.
 
+    `read` returns the servers' configuration as it is now, and raises UsageError if it cannot be used.
     `is_served_elsewhere` takes an address and a model, and is True if another server serves the model
     correctly.
     """
 
     def __init__(
         self,
-        config: Proto,
+        read: Callable[[], Proto],
         access: ServerAccess,
         deadline_s: float,
         is_served_elsewhere: Callable[[str, str], bool],
     ) -> None:
-        self._config = config
+        self._read = read
         self._access = access
         self._deadline_s = deadline_s
         self._is_served_elsewhere = is_served_elsewhere
-        self._locks = {model.name: Lock() for model in config.model_config_list.config}
+        self._locks: dict[str, Lock] = {}
 
     def rebuild(self, address: str, model: str, path: Path) -> str:
         """Load a model again from `path`; returns why it was not done, empty if it was."""
         if not self._is_served_elsewhere(address, model):
             return "no other replica would serve the model meanwhile"
-        lock = self._locks[model]
+        lock = self._locks.setdefault(model, Lock())
         if not lock.acquire(blocking=False):
             return "another replica is being rebuilt"
         try:
             if problem := _problem_of(path):
                 return problem
-            if problem := self._would_wait(address, model):
+            try:
+                config = self._read()
+            except UsageError as error:
+                return error.message
+            if problem := self._would_wait(config, address, model):
                 return problem
             with self._client(address, model) as client:
-                client.configure(self._without(model), self._deadline_s)
+                client.configure(_without(config, model), self._deadline_s)
                 self._wait_until_gone(client)
-            self.restore(address, model)
+            self._send(config, address, model)
             return ""
         finally:
             lock.release()
@@ -82,21 +87,28 @@ class Rebuilder:
     def restore(self, address: str, model: str) -> None:
         """Send a server the whole configuration, and wait until the server serves it.
 
-        ServerError if the server would wait for a model, and nothing is sent then; or if it does not answer,
-        refuses, or cannot load a model.
+        ServerError if the file cannot be used, or the server would wait for a model, and nothing is sent
+        then; or if it does not answer, refuses, or cannot load a model.
         """
-        if problem := self._would_wait(address, model):
+        try:
+            config = self._read()
+        except UsageError as error:
+            raise ServerError(f"{address} is not sent its configuration: {error.message}") from error
+        self._send(config, address, model)
+
+    def _send(self, config: Proto, address: str, model: str) -> None:
+        if problem := self._would_wait(config, address, model):
             raise ServerError(f"{address} is not sent its configuration: {problem}")
         # The model's own path is not checked: the server served the model from it, on whichever machine.
         connect = partial(self._client, address)
-        Reloader(self._config, connect, _LOADS_S, checks_paths=False).run()
+        Reloader(config, connect, _LOADS_S, checks_paths=False).run()
 
-    def _would_wait(self, address: str, model: str) -> str:
+    def _would_wait(self, config: Proto, address: str, model: str) -> str:
         """Why a server would accept no further configuration after this one; empty if it would.
 
         That happens if the file lists another model that the server has never had, and whose path is missing.
         """
-        for entry in self._config.model_config_list.config:
+        for entry in config.model_config_list.config:
             is_other = entry.name != model
             if is_other and (problem := absent(entry)) and not self._serves(address, entry.name):
                 return f"--rebuild-config lists {entry.name}, which it does not serve yet: {problem}"
@@ -114,13 +126,6 @@ class Rebuilder:
     def _client(self, address: str, model: str) -> ModelClient:
         return ModelClient(address, model, deadline_s=self._deadline_s, access=self._access)
 
-    def _without(self, name: str) -> Proto:
-        config = message_class("serving.ModelServerConfig")()
-        config.model_config_list.SetInParent()  # an empty list differs from an empty configuration
-        kept = [model for model in self._config.model_config_list.config if model.name != name]
-        config.model_config_list.config.extend(kept)
-        return config
-
     def _wait_until_gone(self, client: ModelClient) -> None:
         until = time.monotonic() + self._deadline_s
         while time.monotonic() < until:
@@ -133,6 +138,16 @@ class Rebuilder:
                 raise
             time.sleep(_POLL_S)
         raise ServerError(f"{client.address} does not unload {client.model}")
+
+
+def _without(config: Proto, name: str) -> Proto:
+    """The configuration without one of its models."""
+    left = message_class("serving.ModelServerConfig")()
+    left.model_config_list.SetInParent()  # an empty list differs from an empty configuration
+    left.model_config_list.config.extend(
+        model for model in config.model_config_list.config if model.name != name
+    )
+    return left
 
 
 def _problem_of(model: Path) -> str:

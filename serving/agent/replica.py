@@ -118,7 +118,7 @@ class Settings(Struct, frozen=True):
     `poll_s`: the longest time between two listings of a directory. `reads_ahead`: whether tables that servers
     map are read before. `resolve_s`: the time between two look-ups of names. `deadline_s`: the deadline of a
     call, to which the time of a catch-up is added. `audit_chunks`: how many chunks an audit compares. `pace`:
-    the limits of pacing (None: no pacing). `rebuild`: the configuration that the servers run with (None: no
+    the limits of pacing (None: no pacing). `rebuild` reads the servers' configuration as it is now (None: no
     rebuilds). `labels`: the tags that labels follow (None: labels are left alone). `access`: files for TLS, a
     certificate and a token.
     """
@@ -130,7 +130,7 @@ class Settings(Struct, frozen=True):
     deadline_s: float = 10.0
     audit_chunks: int = 16
     pace: PacePolicy | None = None
-    rebuild: Proto | None = None
+    rebuild: Callable[[], Proto] | None = None
     labels: LabelRules | None = None
     access: ServerAccess = WITHOUT_TLS
 

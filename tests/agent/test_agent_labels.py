@@ -184,12 +184,15 @@ def test_what_the_agent_cannot_follow_is_refused_at_its_start(world: World) -> N
         (label, "--label needs --model-config-file"),
         (file, "--label"),
         (("--label", "stable", *file), "is not of the form"),
+        (("--label", "stable=20", *file), "name that position by a tag: export-model tag"),
+        (("--label", "stable=@latest", *file), "name that position by a tag: export-model tag"),
+        (("--label", "stable=Prod", *file), "write prod"),
         ((*label, *label, *file), "twice"),
         ((*label, *file, "--trust", world.file), "exclude each other"),
     ):
         refused = run_app(app, *started, *options)
         assert (refused.code, refused.error["error"]) == (2, "UsageError"), refused.err
-        assert said in refused.error["message"]
+        assert said in f"{refused.error['message']}; {refused.error['hint']}"
     world.list("right")
     refused = run_app(app, *started, *label, *file)
     assert "does not list 'left'" in refused.error["message"]

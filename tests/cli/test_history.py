@@ -15,6 +15,8 @@ from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.rebase import rebase
+from exporter.publish.retention import Keep, retire
+from exporter.publish.versions import version_dirs
 from tests.support.commands import export_model
 from tests.support.step_models import published, request_of, save
 
@@ -101,6 +103,25 @@ def test_a_log_that_has_ended_is_said_so(request_: ExportRequest) -> None:
     assert (found["position"], found["log"]) == (41, 41)
     assert {event["position"] for event in found["events"] if event["is_current"]} == {41}
     assert "which has ended" in export_model("history", request_.out).out
+
+
+def test_a_tag_of_a_log_that_has_ended_says_which_version_it_keeps(request_: ExportRequest) -> None:
+    model, delete = request_.out, ("tag", request_.out, "prod", "--delete")
+    assert export_model("tag", model, "prod", 20).code == 0
+    (tag,) = history(model)["tags"]
+    assert (tag["gone"], tag["keeps"]) == ("", None)  # the newest version stays anyway
+    export(replace(request_, updates=Updates(stamp=True)))
+    (tag,) = history(model)["tags"]
+    assert ("its log has ended" in tag["gone"], tag["keeps"]) == (True, 10)
+    assert "prod 20 (gone, but keeps version 10)" in export_model("history", model).out
+    for command in ("tag", "doctor"):
+        assert "version 10 stays until the tag is deleted" in " ".join(
+            export_model(command, model).out.split()
+        )
+    kept = retire(version_dirs(model), keep=Keep(1), now=1e12, grace_seconds=0).kept
+    assert [(one.version, one.reason) for one in kept] == [(10, "the tag prod needs it")]
+    assert export_model(*delete).code == 0
+    assert retire(version_dirs(model), keep=Keep(1), now=1e12, grace_seconds=0).removed == (10,)
 
 
 def test_damage_is_shown_beside_what_is_whole(request_: ExportRequest) -> None:

@@ -17,6 +17,7 @@ from exporter.errors import NothingChanged
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline import log_maintenance
 from exporter.pipeline.full import execute, export, plan
+from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.watch import watch
 from exporter.pipeline.watch_loop import StopWhen, Watching
 from exporter.publish.model import PublishedAlready
@@ -185,6 +186,24 @@ def test_two_at_once_publish_one_version(directory: Path) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert sorted(pool.map(publish, range(2))) == ["already", "published"]
+    assert [child.version for child in version_dirs(request.out)] == [10]
+    assert not [*request.out.glob(".staging-*")]
+
+
+def test_those_that_begin_a_log_at_once_begin_one(directory: Path) -> None:
+    all_built = threading.Barrier(4)
+
+    def build() -> Any:
+        import tensorflow as tf
+
+        all_built.wait(60)  # nobody has published yet, and all of them are to begin a log
+        ids = tf.compat.v1.placeholder(tf.int64, [None], "ids")
+        return {"ids": ids}, {"rows": tf.gather(tf.compat.v1.get_variable("table", [6, 2]), ids)}
+
+    request = replace(request_of(directory), model=build)
+    with ThreadPoolExecutor(4) as pool:
+        done = list(pool.map(lambda _: export_incremental(request), range(4)))
+    assert sum(each.published is not None for each in done) == 1
     assert [child.version for child in version_dirs(request.out)] == [10]
     assert not [*request.out.glob(".staging-*")]
 

@@ -20,8 +20,8 @@ from exporter.checkpoint.tensor_bundle import read_array, read_catalog
 from exporter.delta.chunk_digest import chunks, served_digests
 from exporter.errors import UsageError
 from exporter.options import EngineName, Jobs, Updates, Verify
-from exporter.pipeline.full import Exported, export
-from exporter.pipeline.incremental import export_incremental
+from exporter.pipeline.full import Exported, export, plan
+from exporter.pipeline.incremental import export_incremental, plan_incremental
 from exporter.publish.delta_log import read_log
 from exporter.publish.mapped_state import read_ahead, why_restored
 from exporter.publish.versions import read_manifest
@@ -152,6 +152,20 @@ def test_the_next_version_lays_what_it_is_told(model: MappedModel) -> None:
     np.save(model.directory / "hot.npy", HOT[:7])
     done = export(hot(model))
     assert_laid(done.published.path, model.table, HOT[:7])
+
+
+def test_options_that_wait_for_the_next_base_are_told(model: MappedModel) -> None:
+    plain = model.request(updates=UPDATES, map_tables=False, overlay_rows=None)
+    export(plain)
+    model.save(9)
+    told = plan_incremental(hot(model, updates=UPDATES)).notes
+    assert [note.partition(" is for the next base")[0] for note in told] == ["--map-tables", "--hot-rows"]
+    assert plan_incremental(plain).notes == ()
+    export(model.request(updates=UPDATES, again=True))
+    (note,) = plan_incremental(hot(model, updates=UPDATES)).notes
+    assert note.startswith("--hot-rows is for the next base")
+    export(hot(model, updates=UPDATES, again=True))
+    assert plan_incremental(hot(model, updates=UPDATES)).notes == ()
 
 
 @pytest.mark.landing
@@ -291,9 +305,10 @@ def test_a_file_that_is_not_as_expected(
     model: MappedModel, write: Callable[[Path], object], says: str
 ) -> None:
     write(model.directory / "hot.npy")
-    with pytest.raises(UsageError) as caught:
-        export(hot(model))
-    assert says in f"{caught.value.message} {caught.value.cause}"
+    for do in (plan, export):  # a dry run plans
+        with pytest.raises(UsageError) as caught:
+            do(hot(model))
+        assert says in f"{caught.value.message} {caught.value.cause}"
     assert not list(model.out.glob("[0-9]*"))
 
 
@@ -421,6 +436,7 @@ def test_increments_in_a_new_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         trainer.increment()
         done = export_model(*published.arguments(), "--full-on-mismatch")
         assert done.code == 0, done.err
+    assert trainer.session is not None
     base, values = read_log(published.model).base.path, trainer.session.variables.values
     catalog = read_catalog(base / "variables/variables")
     users = read_array(catalog, catalog.tensors["s/users"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,20 @@ def test_what_has_a_graph_needs_no_builder(tmp_path: Path, monkeypatch: pytest.M
     assert export_model(*shlex.split(proposed["command"])[1:]).code == 0
     assert "no builder is needed" in export_model("init", "model.keras", "--write", "s.py").err
     assert export_model("init", "nothing").code == 3
+
+
+@pytest.mark.parametrize("options", [(), ("--incr",), ("--model", "w.weights.h5")])
+def test_weights_alone_say_how_a_builder_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    import keras
+
+    monkeypatch.chdir(tmp_path)
+    keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]).save_weights("w.weights.h5")
+    asked = ("--ckpt-dir", "w.weights.h5", "--out", "m", *options)
+    refused = export_model(*asked, "--json")
+    assert (refused.code, refused.error["error"]) == (2, "UsageError")
+    proposed = re.search(r"export-model (init [^;]*)", refused.error["hint"])
+    assert proposed is not None
+    assert export_model(*shlex.split(proposed[1])).code == 0
+    assert "NotImplementedError" in Path("serving.py").read_text()

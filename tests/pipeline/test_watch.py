@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -135,6 +136,23 @@ def test_an_archive_that_is_overwritten_is_another(request_: ExportRequest) -> N
         request.ckpt_dir.with_name("next.npz").rename(request.ckpt_dir)
         assert [len(one_look(request)) for _ in range(2)] == [1, 0]
         assert served_factor(request.out) == value
+
+
+def test_an_archive_that_becomes_complete_is_met_at_once(request_: ExportRequest) -> None:
+    request_.ckpt_dir.mkdir()
+    np.savez(whole := request_.out.with_name("whole.npz"), factor=np.float32(2))
+    file, content = request_.ckpt_dir / "model.npz", whole.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    once_an_hour = Watching(3600, StopWhen(count=1, after_seconds=3600))
+    began, told = time.monotonic(), list[ExportError]()
+
+    def complete(error: ExportError) -> None:
+        told.append(error)
+        file.write_bytes(content)
+
+    assert len([*watch(request_, watching=once_an_hour, tell=complete)]) == 1
+    assert time.monotonic() - began < 600
+    assert (len(told), served_factor(request_.out)) == (1, 2)
 
 
 def test_what_lies_beside_an_archive_makes_it_no_other(request_: ExportRequest) -> None:

@@ -70,6 +70,23 @@ def test_a_persons_reason_is_told_wherever_the_hold_is(model: Path) -> None:
     assert REASON in finding.values()
 
 
+@pytest.mark.parametrize("reason", [None, "the one before, too"])
+def test_a_second_rollback_says_whose_hold_it_replaces_and_why_that_was_set(
+    model: Path, reason: str | None
+) -> None:
+    first = export_model("rollback", model, "--to", 20, "--reason", REASON, "--json").document
+    assert first["replaced"] is None  # a canary's hold was no person's
+    held = hold_of(model).by
+    assert held is not None
+    again = ("rollback", model, "--to", 10, *(["--reason", reason] if reason else []))
+    planned = export_model(*again, "--dry-run")
+    assert f"would replace the hold at 31, {held.origin}: {REASON}" in " ".join(planned.out.split())
+    done = export_model(*again, "--json").document
+    assert (done["hold"], done["replaced"]["position"], done["replaced"]["why"]) == (32, 31, REASON)
+    assert f"for {REASON}" in export_model("history", model).out
+    assert export_model("resume", model, "--json").document["replaced"] is None
+
+
 def test_the_number_decides_and_a_document_of_another_position_is_ignored(model: Path) -> None:
     hold = hold_of(model)
     for text, is_canary in (

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +296,7 @@ def test_an_agent_gives_a_server_no_model_that_it_would_wait_for(
         shutil.copytree(two_models / "a", tmp_path / "later")
     entries = entry(two_models, "b"), f"name: 'c' base_path: '{tmp_path}/later' model_platform: 'tensorflow'"
     config = read_servers_config("--rebuild-config", listing(tmp_path / "models.config", *entries), ["b"])
-    rebuilder = Rebuilder(config, WITHOUT_TLS, 10.0, lambda address, model: False)
+    rebuilder = Rebuilder(lambda: config, WITHOUT_TLS, 10.0, lambda address, model: False)
     if is_there:
         rebuilder.restore(server.address, "b")
     else:
@@ -304,6 +305,23 @@ def test_an_agent_gives_a_server_no_model_that_it_would_wait_for(
         ):
             rebuilder.restore(server.address, "b")
     assert server.models.served().keys() == ({"b", "c"} if is_there else {"b"})
+
+
+def test_each_rebuild_reads_the_servers_file_anew(
+    server: ModelServer, two_models: Path, tmp_path: Path
+) -> None:
+    file = listing(tmp_path / "models.config", entry(two_models, "b"))
+    read = partial(read_servers_config, "--rebuild-config", file, ["b"])
+    rebuilder = Rebuilder(read, WITHOUT_TLS, 10.0, lambda address, model: True)
+    rebuilder.restore(server.address, "b")
+    assert server.models.served().keys() == {"b"}
+    listing(file, entry(two_models, "a"), entry(two_models, "b"))
+    rebuilder.restore(server.address, "b")
+    assert server.models.served().keys() == {"a", "b"}
+    file.write_text("model_config_list {")
+    with pytest.raises(ServerError, match="is not sent its configuration: --rebuild-config"):
+        rebuilder.restore(server.address, "b")
+    assert server.models.served().keys() == {"a", "b"}
 
 
 NOT_SEEN = ("/nowhere/at/all", "/nowhere-at-all", "gs://bucket/m", "s3://bucket/m")

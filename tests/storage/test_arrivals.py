@@ -40,6 +40,21 @@ def test_what_is_renamed_into_place_wakes(tmp_path: Path) -> None:
     wake(waiting, lambda: finish(increments / "model.ckpt-3.json"))
 
 
+def test_an_archive_that_is_written_in_place_wakes_when_it_is_closed(tmp_path: Path) -> None:
+    model = tmp_path / "model.keras"
+    wake(Arrivals.of_trainer(tmp_path, (".keras",)), lambda: model.write_text("whole"))
+    wake(Arrivals.of_trainer(model, (".keras",)), lambda: model.write_text("whole"))
+    waiting = Arrivals.of_trainer(tmp_path, (".keras",))
+    waiting.sleep(0.0)
+    began = time.monotonic()
+    with model.open("a"):  # still open
+        for name in ("model.index", ".model.keras"):
+            (tmp_path / name).write_text("closed")
+        waiting.sleep(0.2)
+        assert time.monotonic() - began >= 0.19
+    wake(waiting, lambda: finish(tmp_path / "checkpoint"))
+
+
 def test_what_is_not_finished_does_not_wake(tmp_path: Path) -> None:
     waiting = Arrivals([tmp_path])
     waiting.sleep(0.0)

@@ -466,7 +466,7 @@ def test_a_store_that_ignores_conditions(
 
 
 def test_what_cannot_be_pushed_or_pulled(machine: Machine, url: str, tmp_path: Path) -> None:
-    with pytest.raises(NotUpdatable, match="nothing published"):
+    with pytest.raises(NotUpdatable, match="there is no model"):
         plan_push(tmp_path / "empty", url)
     with pytest.raises(CheckpointNotFound, match="no model"):
         pull(url, tmp_path / "here")

@@ -121,6 +121,8 @@ class Rollback(Struct, frozen=True, kw_only=True):
     """The position at which the model is held; after `resume` null, or how far a canary has approved it."""
     is_canary: bool
     """True if that hold is how far the canary of an agent approved: it decides about what lies beyond."""
+    replaced: HeldBy | None
+    """The hold before, whose place that of a rollback takes; null without one, and after `resume`."""
 
 
 class Problem(Struct, frozen=True):

@@ -1,0 +1,45 @@
+"""Which lookup tables of a graph are filled otherwise than those of another: by another vocabulary."""
+
+from __future__ import annotations
+
+import hashlib
+
+from exporter.graph.lookup_tables import FILLS
+from exporter.graph.nodes import closure, data_inputs
+from exporter.wire.protos import Proto
+
+_LOOKS_UP = frozenset({"LookupTableFind", "LookupTableFindV2"})
+
+
+def differing_lookups(was: Proto, now: Proto) -> list[str]:
+    """Return the scopes of lookups, in Keras those of layers, whose tables other constants fill now.
+
+    Tables that are filled from files, or looked up in functions, do not count.
+    """
+    before, after = _filled(was), _filled(now)
+    return sorted({_scope(name) for name in before.keys() & after.keys() if before[name] != after[name]})
+
+
+def _filled(graph_def: Proto) -> dict[str, bytes]:
+    """{node that looks up: digest of the nodes that fill its table}."""
+    nodes = {node.name: node for node in graph_def.node}
+
+    def sources(name: str) -> list[str]:
+        return [each.node for each in data_inputs(nodes[name]) if each.node in nodes]
+
+    contents = {}
+    for node in graph_def.node:
+        if FILLS.fullmatch(node.op):
+            table, *parts = (each.node for each in data_inputs(node))
+            total = hashlib.sha256()
+            for name in sorted(closure(filter(nodes.__contains__, parts), sources)):
+                total.update(nodes[name].SerializeToString(deterministic=True))
+            contents[table] = total.digest()
+    looked_up = ((node.name, data_inputs(node)[0].node) for node in graph_def.node if node.op in _LOOKS_UP)
+    return {name: contents[table] for name, table in looked_up if table in contents}
+
+
+def _scope(lookup: str) -> str:
+    """The scope of a node `<scope>/<table>_Lookup/LookupTableFindV2`, or its whole name."""
+    scope, _, rest = lookup.rpartition("/")[0].rpartition("/")
+    return scope if scope and rest.endswith("_Lookup") else lookup
